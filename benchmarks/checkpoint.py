@@ -42,7 +42,7 @@ from gpumix.train.controller import JobController
 from gpumix.train.processes.local_launcher import RankAddress, launch
 from gpumix.train.processes.runner import LocalRunner
 from gpumix.train.trainer import Trainer
-from gpumix.train.worker.context import Task, joined
+from gpumix.train.worker.context import Task, join_run
 from harness import run_ranks
 from reference import Share
 
@@ -74,7 +74,7 @@ def saving(
     seat: RankAddress, task: Task, plan: Plan, devices: tuple[Device, ...], saves: int
 ) -> list[dict[str, Any]]:
     """In one rank: what each save took, beside steps."""
-    with joined(seat, task) as context:
+    with join_run(seat, task) as context:
         trainer = Trainer(context, plan.for_devices([d.id for d in devices]))
         found, alone = [], []
         with trainer.loader:
@@ -102,7 +102,7 @@ def loading(
     seat: RankAddress, task: Task, plan: Plan, devices: tuple[Device, ...], source: str
 ) -> float:
     """Seconds, in one rank."""
-    with joined(seat, task) as context:
+    with join_run(seat, task) as context:
         trainer = Trainer(context, plan.for_devices([d.id for d in devices]))
         context.ranks.gather("ready", "")
         begun = time.perf_counter()

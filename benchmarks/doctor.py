@@ -41,7 +41,7 @@ import yaml
 import common
 from doctored import patients
 from gpumix.doctor.verdict import PAIRS
-from gpumix.hardware.host.cpu import cpu_has_bf16
+from gpumix.hardware.host.cpu import has_bf16
 from gpumix.train.controller import JobController
 
 FOLDER = Path(patients.__file__).parent
@@ -128,7 +128,7 @@ CASES = (
     ),
     Case("healthy_classifier", ""),
     Case("healthy_gpt", ""),
-    Case("job_healthy", "", job=_job(), dtypes=("fp32", "bf16") if cpu_has_bf16() else ("fp32",)),
+    Case("job_healthy", "", job=_job(), dtypes=("fp32", "bf16") if has_bf16() else ("fp32",)),
 )
 
 

@@ -34,8 +34,8 @@ from common import TRAIN, Figures, environment, print_figures, records, small_gp
 from faulted.used import done_in, lost_and_repeated
 from gpumix.hardware.host.environment import shared_memory_folder
 from gpumix.schema.plan.plan import Plan
-from gpumix.train.memory_checkpoint.memory_folder import Home
-from gpumix.train.run_log.run_id import id_of
+from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder
+from gpumix.train.run_log.run_id import read_run_id
 from ports import free_port
 
 NAMES = ("host-0", "host-1", "host-2", "host-3")
@@ -152,7 +152,9 @@ def _lose(folder: Path, name: str, agent: subprocess.Popen[bytes]) -> None:
     root = shared_memory_folder()
     if root is not None:
         output = folder / "run"
-        shutil.rmtree(Home(root, output, name, id_of(output)).folder, ignore_errors=True)
+        shutil.rmtree(
+            MemoryFolder(root, output, name, read_run_id(output)).folder, ignore_errors=True
+        )
 
 
 def _agent(folder: Path, port: int, name: str) -> subprocess.Popen[bytes]:

@@ -36,10 +36,10 @@ from compared.where import where_time_goes
 from emulated.results import aligned, plan_line
 from emulated.rounds import joined
 from gpumix.engine.comm.step_recorder import RecordedStep
-from gpumix.engine.sharding.unit_discovery import dissect
-from gpumix.planner.baselines.even import even
+from gpumix.engine.sharding.unit_discovery import split_into_units
+from gpumix.planner.baselines.even import plan_even
 from gpumix.planner.common.strategy import PlanRequest
-from gpumix.planner.data_parallel.search import optimal
+from gpumix.planner.data_parallel.search import plan_one_stage
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
@@ -198,14 +198,14 @@ def largest_models() -> Figures:
         print(f"{name}: {layers} layers", file=sys.stderr, flush=True)
 
     request = PlanRequest(global_batch=BATCH)
-    planned_even = partial(_planned, partial(even, request=request), profile)
+    planned_even = partial(_planned, partial(plan_even, request=request), profile)
     guess = largest(lambda layers: planned_even(layers) is not None, PROFILED_LAYERS)
     note("even", largest(partial(_even_trains, profile), max(1, guess)))
     note("fsdp2", largest(_fsdp_trains, max(1, guess)))
     for number, (name, *_) in enumerate(TECHNIQUES):
         space = _without(TECHNIQUES[number + 1 :])
         asked = PlanRequest(global_batch=BATCH, space=space)
-        deepest = partial(_planned, partial(optimal, request=asked), profile)
+        deepest = partial(_planned, partial(plan_one_stage, request=asked), profile)
         planned = largest(lambda layers, of=deepest: of(layers) is not None, max(1, guess))
         found = largest(partial(_trains, deepest), planned, most=planned)
         note(f"ours, {name}", found)
@@ -250,7 +250,7 @@ def _deep(layers: int) -> Model:
 
 def _planned(planner: Callable[[Profile], Plan], profile: Profile, layers: int) -> Plan | None:
     """A plan for so many layers; their profile is that of a few, for all are alike."""
-    anatomy = dissect(gpumix.build(_deep(layers).build, 0))
+    anatomy = split_into_units(gpumix.build(_deep(layers).build, 0))
     model = profile.model.model_copy(
         update={
             "fingerprint": anatomy.fingerprint(),

@@ -31,7 +31,7 @@ from compared.where import where_time_goes
 from emulated.results import aligned
 from gpumix.engine.comm.step_recorder import RecordedStep
 from gpumix.engine.engine import Engine
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 
 LEARNING_RATE = 1e-3
 ADAFACTOR_RATE = 1e-2  # torch's own default: it is relative to the size of a weight
@@ -62,7 +62,7 @@ def adafactor_of_pieces(engine: Engine) -> torch.optim.Optimizer:
 
 def muon(model: nn.Module) -> Optimizers:
     """Muon for the matrices of the blocks, AdamW for all else."""
-    blocks = [p for unit in dissect(model).units for p in unit.module.parameters()]
+    blocks = [p for unit in split_into_units(model).units for p in unit.module.parameters()]
     matrices = [p for p in blocks if p.dim() == 2]
     of_muon = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in of_muon]

@@ -36,7 +36,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import common
-from gpumix.data.core.host_limits import cores_here
+from gpumix.data.core.host_limits import count_cores
 from gpumix.data.loader import Loader
 
 SAMPLES = 32
@@ -187,7 +187,7 @@ class Pipeline:
 PIPELINES = {
     "cheap": Pipeline(Cheap),
     "slow decode in Python": Pipeline(Parsed),
-    "too slow for all cores": Pipeline(partial(Parsed, SLOW * cores_here())),
+    "too slow for all cores": Pipeline(partial(Parsed, SLOW * count_cores())),
     "slow decode that releases the GIL": Pipeline(Decoded),
     "heavy collate": Pipeline(Ragged, padded),
     "large samples": Pipeline(Large),
@@ -274,7 +274,7 @@ def _driven(batches: Iterator[Any], steps: int) -> Iterator[float]:
 
 def bound_s(name: str) -> float:
     """Of a step: what the device takes, or what a batch takes of the cores when all are busy."""
-    cores = cores_here()
+    cores = count_cores()
     busy = [name] * max(1, int(cores))
     with get_context("fork").Pool(len(busy)) as pool:
         cpu_s = mean(pool.map(_cpu_s, busy))
@@ -378,7 +378,9 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     rows: list[Row] = []
-    print(f"{cores_here():g} cores, {SAMPLES} samples a step, the device takes {STEP_S * 1e3:g} ms")
+    print(
+        f"{count_cores():g} cores, {SAMPLES} samples a step, the device takes {STEP_S * 1e3:g} ms"
+    )
     print(f"{'pipeline':34} {'bound':>6} {'ours':>6} {'none':>6} {'by hand':>8} {'best':>6}  ms")
     for name in [options.only] if options.only else PIPELINES:
         rows.append(row_of(name, options.steps))
@@ -392,7 +394,7 @@ def main() -> None:
             "worst_vs_by_hand": round(min(row.by_hand_s / row.ours_s for row in rows), 3),
             "worst_vs_none": round(min(row.none_s / row.ours_s for row in rows), 3),
             "median_vs_none": round(median(row.none_s / row.ours_s for row in rows), 3),
-            "cores": cores_here(),
+            "cores": count_cores(),
         },
         as_json=options.json,
     )

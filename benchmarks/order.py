@@ -29,9 +29,9 @@ from gpumix.data.core import sample_rng
 from gpumix.data.loader import Loader
 from gpumix.data.order.global_order import GlobalOrder
 from gpumix.data.order.length_buckets import BucketedOrder
-from gpumix.data.order.sampler import AS_THEY_COME, ByLength
+from gpumix.data.order.sampler import DEFAULT_BY_LENGTH, ByLength
 from gpumix.data.sources.pretokenized import OwnSamples
-from gpumix.data.workers.worker_pool import Kind, Processes
+from gpumix.data.workers.worker_pool import Kind, ProcessWorkerPool
 from gpumix.schema.plan.batch_shares import Shares
 from gpumix.schema.plan.plan import Plan
 from staging import rows, staged_plan
@@ -104,7 +104,7 @@ class Data:
         in_a_row: ranks read in a row: also their order in a batch is to be that one.
     """
 
-    opened: Callable[[], Any]
+    open_tensor: Callable[[], Any]
     order: np.ndarray
     given: dict[str, Any]
     shares: tuple[Shares, ...]
@@ -115,9 +115,11 @@ class Data:
         """The rows of each step: read one by one, in order."""
         key, positions = sample_rng.key_of(f"gpumix samples {SEED}"), np.arange(BATCH * STEPS)
         found: list[Row] = []
-        with sample_rng.reading(sample_rng.seeds_of(key, positions).tolist(), everywhere=True):
+        with sample_rng.use_row_seeds(
+            sample_rng.seeds_of(key, positions).tolist(), everywhere=True
+        ):
             for position, k in enumerate(self.order.tolist()):
-                sample_rng.begin(position)
+                sample_rng.seed_row(position)
                 found.append((float(k), *drawn().tolist()))
         return [found[first : first + BATCH] for first in range(0, len(found), BATCH)]
 
@@ -168,9 +170,11 @@ class Configuration:
     event: str
 
     def open(self, shares: Shares) -> list[Loader]:
-        how: dict[str, Any] = {"by_length": AS_THEY_COME, **self.data.given}
+        how: dict[str, Any] = {"by_length": DEFAULT_BY_LENGTH, **self.data.given}
         how |= {"seed": SEED, "workers": self.workers, "kind": self.kind}
-        return [Loader(self.data.opened(), shares, rank, **how) for rank in range(_ranks(shares))]
+        return [
+            Loader(self.data.open_tensor(), shares, rank, **how) for rank in range(_ranks(shares))
+        ]
 
     def run(self, truth: list[list[Row]]) -> str:
         """The hash of all samples. Those of a step that are read by several ranks, for they are of
@@ -229,7 +233,7 @@ def _replanned(loaders: list[Loader], of: Configuration, shares: Shares) -> list
 
 def _kill_one(loader: Loader) -> None:
     crew = loader._feed._crew
-    if isinstance(crew, Processes):
+    if isinstance(crew, ProcessWorkerPool):
         os.kill(crew.pids[0], signal.SIGKILL)
 
 

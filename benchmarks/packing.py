@@ -31,12 +31,12 @@ import numpy as np
 from common import Figures, print_figures
 from documents import STEPS, documents, one_by_one, packs, trained
 from gpumix.data.core.tokenizer import ByteTokenizer
-from gpumix.data.order.balance_by_length import costs_of
+from gpumix.data.order.balance_by_length import compute_costs
 from gpumix.data.order.global_order import Cursor, GlobalOrder
-from gpumix.data.order.sampler import ByLength, Course
-from gpumix.data.sources.documents import Documents
+from gpumix.data.order.sampler import ByLength, RankSampler
+from gpumix.data.sources.documents import TokenFileDocuments
 from gpumix.data.text.files import pack_text
-from gpumix.data.text.first_fit import first_fit
+from gpumix.data.text.first_fit import pack_first_fit
 from gpumix.engine.model.deferred_init import build
 from gpumix.hardware.host.environment import cache_folder
 from gpumix.schema.job.job import DataSpec
@@ -70,7 +70,7 @@ def files(longest: int = 16384) -> tuple[np.ndarray, int]:
     """Lengths, in bytes, of the files of Python's library."""
     spec = DataSpec(text=(Path(sysconfig.get_path("stdlib")),), pattern="*.py", packing="none")
     text = pack_text(spec, ByteTokenizer(), longest, cache_folder() / "tokens")
-    lengths = Documents(text, pad_token=0).lengths
+    lengths = TokenFileDocuments(text, pad_token=0).lengths
     print(f"{len(lengths)} documents of {lengths.sum()} bytes in {spec.text[0]}")
     return lengths, longest
 
@@ -79,7 +79,7 @@ def files(longest: int = 16384) -> tuple[np.ndarray, int]:
 
 
 def lengths_figures(lengths: np.ndarray, longest: int) -> Figures:
-    packed = first_fit(lengths, longest, seed=0)
+    packed = pack_first_fit(lengths, longest, seed=0)
     total = int(lengths.sum(dtype=np.int64))
     return {
         "documents": len(lengths),
@@ -109,7 +109,7 @@ def in_turn(lengths: np.ndarray) -> Steps:
 def dealt(lengths: np.ndarray, by_length: ByLength) -> Steps:
     cursor = Cursor(0, len(lengths), "")
     courses = [
-        Course(cursor, COUNTS, rank, lengths=lengths, by_length=by_length)
+        RankSampler(cursor, COUNTS, rank, lengths=lengths, by_length=by_length)
         for rank in range(len(COUNTS))
     ]
     firsts = range(0, len(lengths) // BATCH * BATCH, BATCH)
@@ -121,7 +121,7 @@ def imbalance(lengths: np.ndarray, steps: Steps) -> float:
     worst = [
         max(times) / np.mean(times)
         for times in (
-            [costs_of(lengths[own], ATTENTION).sum() / v for own, v in zip(step, SPEEDS)]
+            [compute_costs(lengths[own], ATTENTION).sum() / v for own, v in zip(step, SPEEDS)]
             for step in steps
         )
     ]
@@ -143,7 +143,7 @@ def packing_s() -> float:
     times = []
     for _ in range(3):
         begun = time.process_time()
-        first_fit(lengths, 2048, seed=0)
+        pack_first_fit(lengths, 2048, seed=0)
         times.append(time.process_time() - begun)
     return round(sorted(times)[1], 3)
 

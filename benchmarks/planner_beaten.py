@@ -23,12 +23,12 @@ from itertools import product
 from statistics import fmean
 
 from common import TESTS, Figures, print_figures
-from gpumix.hardware.estimates.cluster_shorthand import cluster
-from gpumix.hardware.estimates.decoder_shapes import llama_shaped
-from gpumix.hardware.estimates.estimate import estimate
-from gpumix.planner.baselines.best_subset import single_classes
-from gpumix.planner.common.strategy import PlanRequest, predicted
-from gpumix.planner.optimal import fastest
+from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
+from gpumix.hardware.estimates.decoder_shapes import make_llama_like
+from gpumix.hardware.estimates.estimate import estimate_profile
+from gpumix.planner.baselines.best_subset import iterate_class_requests
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
+from gpumix.planner.optimal import plan_fastest
 from gpumix.planner.plan import STRATEGIES
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.profile.profile import Profile
@@ -63,12 +63,12 @@ def main() -> None:
         request = PlanRequest(global_batch=batch)
         begun = time.process_time()
         try:
-            plan = fastest(profile, request)
+            plan = plan_fastest(profile, request)
         except (InputError, NoFeasiblePlanError):
             continue
         seconds.append(time.process_time() - begun)
         count, with_stages = count + 1, with_stages + (len(plan.stages) > 1)
-        ours = predicted(plan).step_s
+        ours = get_prediction(plan).step_s
         name, other_s = min(_others(profile, request, arguments.budget), key=lambda one: one[1])
         by = max(0.0, 1.0 - other_s / ours)
         worst, beaten = max(worst, by), beaten + (by > BEATEN)
@@ -90,10 +90,10 @@ def _cases() -> Iterator[tuple[str, Profile, int]]:
     step = 41  # coprime to their number
     for number in range(len(every)):
         hosts, link, size, batch = every[number * step % len(every)]
-        shape = llama_shaped(size)
-        profile = estimate(
+        shape = make_llama_like(size)
+        profile = estimate_profile(
             lambda dtype, shape=shape: shape.model(SEQUENCE_LENGTH, dtype, "llama"),
-            cluster(hosts, "auto", link if ";" in hosts else None),
+            parse_cluster(hosts, "auto", link if ";" in hosts else None),
             sequence_length=SEQUENCE_LENGTH,
             parts_in=lambda dtype, shape=shape: shape.parts(SEQUENCE_LENGTH, dtype, "llama"),
         )
@@ -105,12 +105,12 @@ def _others(profile: Profile, request: PlanRequest, budget: int) -> Iterator[tup
     for name, strategy in STRATEGIES.items():
         if name != "optimal":
             try:
-                yield name, predicted(strategy(profile, request)).step_s
+                yield name, get_prediction(strategy(profile, request)).step_s
             except (InputError, NoFeasiblePlanError):
                 yield name, float("inf")
-    for name, alone in single_classes(profile, request):
+    for name, alone in iterate_class_requests(profile, request):
         try:
-            yield f"only {name}", predicted(fastest(profile, alone)).step_s
+            yield f"only {name}", get_prediction(plan_fastest(profile, alone)).step_s
         except (InputError, NoFeasiblePlanError):
             yield name, float("inf")
     try:

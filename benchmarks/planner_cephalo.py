@@ -37,8 +37,8 @@ from statistics import median
 from common import Figures, print_figures
 from gpumix.cost.predict import predict
 from gpumix.planner.baselines import cephalo as programme
-from gpumix.planner.common.strategy import PlanRequest, Strategy, predicted
-from gpumix.planner.data_parallel.search import optimal
+from gpumix.planner.common.strategy import PlanRequest, Strategy, get_prediction
+from gpumix.planner.data_parallel.search import plan_one_stage
 from gpumix.planner.plan import STRATEGIES
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
@@ -144,12 +144,12 @@ def example(*, show: Callable[[str], object] | None = None) -> tuple[float, floa
     """Milliseconds a layer of our plan by their cost model, and seconds to find it."""
     setting = cephalo.summed(cephalo.profile(EXAMPLE, EXAMPLE_GPUS))
     request = PlanRequest(global_batch=EXAMPLE_BATCH, space=EVERYTHING)
-    plan, taken = optimal(setting, request), []
+    plan, taken = plan_one_stage(setting, request), []
     for _ in range(EXAMPLE_ROUNDS):
         begun = time.perf_counter()
-        plan = optimal(setting, request)
+        plan = plan_one_stage(setting, request)
         taken.append(time.perf_counter() - begun)
-    ms = layer_ms(setting, predicted(plan).step_s)
+    ms = layer_ms(setting, get_prediction(plan).step_s)
     if show:
         theirs = layer_ms(setting, predict(setting, as_published(plan)).step_s)
         ours = ", ".join(f"{w.device} {w.samples} by {w.micro_batch}" for w in plan.workers)
@@ -205,7 +205,7 @@ def _split(devices: int, kinds: int, *, equal: bool) -> list[int]:
 def outcome(case: Case) -> Outcome:
     """All strategies in one case."""
     profile = case.profile()
-    strategies = {"optimal": optimal, **{name: STRATEGIES[name] for name in RIVALS}}
+    strategies = {"optimal": plan_one_stage, **{name: STRATEGIES[name] for name in RIVALS}}
     if case.exact:
         strategies["cephalo"] = programme.solve
     answers = {
@@ -221,7 +221,7 @@ def answer(profile: Profile, request: PlanRequest, strategy: Strategy) -> Answer
     """What a strategy finds."""
     begun = time.perf_counter()
     try:
-        step: float | None = predicted(strategy(profile, request)).step_s
+        step: float | None = get_prediction(strategy(profile, request)).step_s
     except (InputError, NoFeasiblePlanError):
         step = None
     return Answer(step, time.perf_counter() - begun)

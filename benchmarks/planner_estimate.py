@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from statistics import fmean, geometric_mean
 
 from common import Figures, print_figures
-from gpumix.cost.layout.curves import seconds_at
+from gpumix.cost.layout.curves import interpolate_seconds
 from gpumix.hardware.estimates import gpu_catalogue
 from gpumix.hardware.estimates.roofline import forward_curve, gradient_curve
 from gpumix.schema.curve import Curve
@@ -56,7 +56,7 @@ class Case:
         """A GPU whose layer was measured, of a model whose work is known."""
         work, measured = cephalo.block_work(setting), cephalo.layer(setting, gpu)
         assert work is not None
-        card = gpu_catalogue.find(cephalo.CARDS[gpu])
+        card = gpu_catalogue.find_card(cephalo.CARDS[gpu])
         samples = range(1, (measured.largest or FITTED) + 1)
         expected = _estimated(card, setting.dtype, work)
         ratios = _ratios(expected, (measured.forward, measured.backward), samples)
@@ -68,7 +68,7 @@ class Case:
         group = sailor.Group(gpu, 1, 1)
         block = sailor.profile([group], sailor.Setup(0), None).of_class(gpu).units["block"]
         assert block.gradient is not None
-        card = gpu_catalogue.find(NO_TF32[gpu])
+        card = gpu_catalogue.find_card(NO_TF32[gpu])
         expected = _estimated(card, "fp32", Work(sailor.BLOCK_FLOPS, sailor.BLOCK_PARAMETERS))
         measured = (block.forward, block.gradient)
         setting = cephalo.Setting("opt_350m", "fp32", sailor.TOKENS)
@@ -152,7 +152,7 @@ def _ratios(
 ) -> tuple[float, ...]:
     at = list(samples)
     ours, theirs = (
-        seconds_at(forward, at) + seconds_at(gradient, at)
+        interpolate_seconds(forward, at) + interpolate_seconds(gradient, at)
         for forward, gradient in (estimated, measured)
     )
     return tuple((ours / theirs).tolist())

@@ -36,10 +36,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from common import Figures, print_figures
-from gpumix.planner.common.strategy import PlanRequest, Strategy, predicted
-from gpumix.planner.data_parallel.search import optimal
-from gpumix.planner.optimal import fastest
-from gpumix.planner.pipeline_parallel.search import staged
+from gpumix.planner.common.strategy import PlanRequest, Strategy, get_prediction
+from gpumix.planner.data_parallel.search import plan_one_stage
+from gpumix.planner.optimal import plan_fastest
+from gpumix.planner.pipeline_parallel.search import plan_staged
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.plan import Plan
@@ -69,7 +69,7 @@ class Entry:
 
     @property
     def step_s(self) -> float:
-        return predicted(self.plan).step_s
+        return get_prediction(self.plan).step_s
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def _figures(a100: int, v100: int, *, in_words: bool) -> Figures:
         figures[f"{name}step_s_{a100}_{v100}"] = entry.step_s
         figures[f"{name}search_s_{a100}_{v100}"] = entry.search_s
     figures[f"stages_{a100}_{v100}"] = len(found[""].plan.stages)
-    if "staged_" in found and (bound := predicted(found["staged_"].plan).bound_s) is not None:
+    if "staged_" in found and (bound := get_prediction(found["staged_"].plan).bound_s) is not None:
         figures[f"staged_bound_s_{a100}_{v100}"] = bound
     if in_words:
         _print_entry(a100, v100, found["one_stage_"])
@@ -110,13 +110,13 @@ def _figures(a100: int, v100: int, *, in_words: bool) -> Figures:
 def contest(a100: int, v100: int) -> Entry:
     """The best plan of one stage for so many GPUs of each type."""
     setting = cluster(a100, v100)
-    entries = [_timed(optimal, setting) for _ in range(ROUNDS)]
+    entries = [_timed(plan_one_stage, setting) for _ in range(ROUNDS)]
     return sorted(entries, key=lambda entry: entry.search_s)[ROUNDS // 2]
 
 
 def weighed(a100: int, v100: int) -> Entry:
     """The best plan of one stage or several, of all tensor degrees."""
-    every = [_timed(fastest, cluster(a100, v100, degrees=(n, n))) for n in DEGREES]
+    every = [_timed(plan_fastest, cluster(a100, v100, degrees=(n, n))) for n in DEGREES]
     best = min(every, key=lambda entry: entry.step_s)
     return Entry(best.plan, sum(entry.search_s for entry in every))
 
@@ -125,7 +125,7 @@ def in_stages(a100: int, v100: int, degrees: tuple[int, int]) -> Entry | None:
     """The best that is found of several stages, so many GPUs of each type being one device; None if
     none fits of those that the search looks at."""
     try:
-        return _timed(staged, cluster(a100, v100, degrees=degrees))
+        return _timed(plan_staged, cluster(a100, v100, degrees=degrees))
     except NoFeasiblePlanError:
         return None
 
@@ -179,7 +179,7 @@ def compute_bound_s(a100: int, v100: int) -> float:
 
 
 def _print_entry(a100: int, v100: int, entry: Entry) -> None:
-    plan, expected = entry.plan, predicted(entry.plan)
+    plan, expected = entry.plan, get_prediction(entry.plan)
     print(f"{a100} A100-40 + {v100} V100-16 in one stage: {entry.step_s:.3f} s")
     print(f"  no plan of one stage takes less than {expected.bound_s:.3f} s by this cost model")
     print(f"  published: {PUBLISHED[a100, v100]}")
@@ -218,7 +218,9 @@ def _stages(entry: Entry) -> str:
 
 
 def _step_s(of: Profile) -> float:
-    return predicted(optimal(of, PlanRequest(global_batch=BATCH, space=EVERYTHING))).step_s
+    return get_prediction(
+        plan_one_stage(of, PlanRequest(global_batch=BATCH, space=EVERYTHING))
+    ).step_s
 
 
 def _rows(plan: Plan) -> Counter[str]:
@@ -226,7 +228,7 @@ def _rows(plan: Plan) -> Counter[str]:
         f"{worker.device_class}: {worker.samples} samples by {worker.micro_batch}, "
         f"{worker.mode.describe()}; busy {expected.busy_s:.3f} s, memory "
         f"{expected.peak_bytes / 1e9:.1f} of {expected.memory_limit_bytes / 1e9:.1f} GB"
-        for worker, expected in zip(plan.workers, predicted(plan).workers)
+        for worker, expected in zip(plan.workers, get_prediction(plan).workers)
     )
 
 

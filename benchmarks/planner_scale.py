@@ -19,11 +19,11 @@ import time
 from statistics import median
 
 from common import Figures, print_figures
-from gpumix.hardware.estimates.cluster_shorthand import cluster
-from gpumix.hardware.estimates.decoder_shapes import llama_shaped
-from gpumix.hardware.estimates.estimate import estimate
-from gpumix.planner.common.strategy import PlanRequest, predicted
-from gpumix.planner.data_parallel.search import optimal
+from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
+from gpumix.hardware.estimates.decoder_shapes import make_llama_like
+from gpumix.hardware.estimates.estimate import estimate_profile
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
+from gpumix.planner.data_parallel.search import plan_one_stage
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
@@ -44,7 +44,7 @@ def main() -> None:
     figures: Figures = {}
     for devices in DEVICES:
         seconds, plan = search(devices, CARDS)
-        expected = predicted(plan)
+        expected = get_prediction(plan)
         assert expected.bound_s is not None
         figures[f"seconds_{devices}"] = round(seconds, 3)
         figures[f"gap_{devices}"] = 1.0 - expected.bound_s / expected.step_s
@@ -67,7 +67,7 @@ def search(devices: int, cards: tuple[str, ...]) -> tuple[float, Plan]:
     taken, plan = [], None
     for _ in range(ROUNDS):
         begun = time.perf_counter()
-        plan = optimal(profile, request)
+        plan = plan_one_stage(profile, request)
         taken.append(time.perf_counter() - begun)
     assert plan is not None
     return median(taken), plan
@@ -77,10 +77,10 @@ def fleet(devices: int, cards: tuple[str, ...]) -> Profile:
     """As many hosts of each card."""
     hosts = devices // (ON_A_HOST * len(cards))
     described = "; ".join(f"{hosts} hosts of {ON_A_HOST}x {card}" for card in cards)
-    model = llama_shaped(7e9)
-    return estimate(
+    model = make_llama_like(7e9)
+    return estimate_profile(
         lambda dtype: model.model(SEQUENCE_LENGTH, dtype, "7B"),
-        cluster(described, "auto", "ib-ndr"),
+        parse_cluster(described, "auto", "ib-ndr"),
         sequence_length=SEQUENCE_LENGTH,
     )
 

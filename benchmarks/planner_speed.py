@@ -23,11 +23,11 @@ from functools import partial
 
 from common import Figures, print_figures
 from gpumix.hardware.estimates import gpu_catalogue
-from gpumix.hardware.estimates.cluster_shorthand import cluster
-from gpumix.hardware.estimates.decoder_shapes import llama_shaped
-from gpumix.hardware.estimates.estimate import estimate
-from gpumix.planner.common.strategy import PlanRequest, predicted
-from gpumix.planner.optimal import fastest
+from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
+from gpumix.hardware.estimates.decoder_shapes import make_llama_like
+from gpumix.hardware.estimates.estimate import estimate_profile
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
+from gpumix.planner.optimal import plan_fastest
 from gpumix.planner.plan import plan as plan_with_reasons
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
@@ -49,8 +49,8 @@ def main() -> None:
         profile = described_profile(described)
         few = len(profile.cluster.devices) < LARGE
         request = PlanRequest(global_batch=batch)
-        seconds, plan = timed(partial(fastest, profile, request), ROUNDS if few else 1)
-        expected = predicted(plan)
+        seconds, plan = timed(partial(plan_fastest, profile, request), ROUNDS if few else 1)
+        expected = get_prediction(plan)
         figures[f"cpu_s_{name}"] = round(seconds, 3)
         figures[f"gap_{name}"] = 1.0 - (expected.bound_s or 0.0) / expected.step_s
         figures[f"step_s_{name}"] = expected.step_s
@@ -71,7 +71,7 @@ def hosts_of(devices: int, classes: tuple[str, ...]) -> str:
 
 def many_classes(count: int) -> tuple[str, ...]:
     """So many cards of the catalogue that have room for a part of the model."""
-    able = [card.name for card in gpu_catalogue.load() if card.memory_bytes >= 16 * GIB]
+    able = [card.name for card in gpu_catalogue.load_cards() if card.memory_bytes >= 16 * GIB]
     return tuple(sorted(able)[:count])
 
 
@@ -88,10 +88,10 @@ CASES: dict[str, tuple[str, int]] = {
 
 def described_profile(described: str) -> Profile:
     """The estimate for a cluster, as `gpumix plan --cluster` makes it."""
-    shape = llama_shaped(7e9)
-    return estimate(
+    shape = make_llama_like(7e9)
+    return estimate_profile(
         lambda dtype: shape.model(SEQUENCE_LENGTH, dtype, "7B"),
-        cluster(described, "auto", "ib-ndr" if ";" in described else None),
+        parse_cluster(described, "auto", "ib-ndr" if ";" in described else None),
         sequence_length=SEQUENCE_LENGTH,
         parts_in=lambda dtype: shape.parts(SEQUENCE_LENGTH, dtype, "7B"),
     )

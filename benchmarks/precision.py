@@ -28,9 +28,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import gpumix
 from common import Figures, print_figures
 from gpumix.engine.engine import Engine
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.hardware.host.environment import installed
-from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, Efficiency
+from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, KernelSettings
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import ComputeDtype, Mode, Stage, Worker
 
@@ -45,7 +45,7 @@ class Way:
     name: str
     dtype: ComputeDtype = "fp32"
     compile: bool = False
-    efficiency: Efficiency = PLAIN_EFFICIENCY
+    efficiency: KernelSettings = PLAIN_EFFICIENCY
     head: str = "whole"
 
 
@@ -53,8 +53,8 @@ PLAIN = Way("plain")
 ANYWHERE = (
     Way("bf16", "bf16"),
     Way("compile", compile=True),
-    Way("plain_optimizer", efficiency=Efficiency(fused_optimizer=False)),
-    Way("eager_attention", efficiency=Efficiency(attention="eager")),
+    Way("plain_optimizer", efficiency=KernelSettings(fused_optimizer=False)),
+    Way("eager_attention", efficiency=KernelSettings(attention="eager")),
     Way("chunked_head", head="chunked"),
 )
 
@@ -65,15 +65,15 @@ def ways() -> Iterator[Way]:
     if not torch.cuda.is_available():
         return
     here = installed()
-    yield Way("tf32", efficiency=Efficiency(tf32=True))
+    yield Way("tf32", efficiency=KernelSettings(tf32=True))
     yield Way("fp16", "fp16")
     yield Way("bf16_compile", "bf16", compile=True)
     if here.flash_attn:
-        yield Way("bf16_flash", "bf16", efficiency=Efficiency(attention="flash"))
+        yield Way("bf16_flash", "bf16", efficiency=KernelSettings(attention="flash"))
     if here.liger_kernel:
-        yield Way("bf16_liger", "bf16", efficiency=Efficiency(kernels="liger"))
+        yield Way("bf16_liger", "bf16", efficiency=KernelSettings(kernels="liger"))
     if here.triton:
-        fused = Efficiency(loss="triton")
+        fused = KernelSettings(loss="triton")
         yield Way("bf16_chunked_head", "bf16", head="chunked")
         yield Way("bf16_triton_loss", "bf16", efficiency=fused, head="chunked")
 
@@ -120,7 +120,7 @@ def _llama(width: int) -> LlamaForCausalLM:
 
 
 def _plan(model: Any, way: Way) -> Plan:
-    anatomy = dissect(model)
+    anatomy = split_into_units(model)
     worker = Worker(
         device="d0",
         device_class="here",
@@ -182,11 +182,11 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "cpu_has_bf16": bool(torch.cpu._is_avx512_bf16_supported()),
         "threads": arguments.threads,
-        "rounds": arguments.rounds,
+        "rounds": arguments.stages_per_group,
     }
     for way in ways():
         if not arguments.only or way.name in arguments.only:
-            figures |= compare(way, arguments.rounds, arguments.width)
+            figures |= compare(way, arguments.stages_per_group, arguments.width)
     figures["seconds"] = round(time.perf_counter() - begun, 1)
     print_figures(figures, as_json=arguments.json)
 

@@ -28,7 +28,7 @@ from gpumix.train.controller import JobController
 from gpumix.train.processes.local_launcher import RankAddress, launch
 from gpumix.train.processes.runner import LocalRunner
 from gpumix.train.trainer import Trainer
-from gpumix.train.worker.context import Task, joined
+from gpumix.train.worker.context import Task, join_run
 
 STEPS = 20
 HALF = 10
@@ -76,7 +76,7 @@ def traced(
     seat: RankAddress, task: Task, plan: Plan, devices: tuple[Device, ...], steps: int, resume: bool
 ) -> dict[str, Any]:
     """Some steps and a checkpoint, in one rank: losses, and this rank's samples of each step."""
-    with joined(seat, task) as context:
+    with join_run(seat, task) as context:
         trainer = Trainer(context, plan.for_devices([d.id for d in devices]), resume=resume)
         losses, samples = [], []
         with trainer.loader:

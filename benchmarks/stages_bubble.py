@@ -39,7 +39,7 @@ from common import print_counted
 from emulated.even_stages import ROUNDS, EvenStages
 from emulated.turns import Turns, job_file, llama, take_turns
 from gpumix.cost.predict import predict
-from gpumix.planner.common.strategy import predicted
+from gpumix.planner.common.strategy import get_prediction
 from gpumix.schema.plan.plan import Plan, Schedule
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import Profile
@@ -79,7 +79,7 @@ class Found:
 
     @property
     def prediction_error(self) -> float:
-        return predicted(self.plan).step_s / self.turns.step_s - 1
+        return get_prediction(self.plan).step_s / self.turns.step_s - 1
 
 
 def main() -> int:
@@ -87,7 +87,7 @@ def main() -> int:
     begun = time.perf_counter()
     bubbles = list(equal_stages(arguments.steps))
     contests = [
-        all_splits(cluster, layers, least, arguments.steps, arguments.rounds)
+        all_splits(cluster, layers, least, arguments.steps, arguments.stages_per_group)
         for cluster, layers, least in MIXTURES
     ]
     every = [*bubbles, *(found for contest in contests for found in contest)]

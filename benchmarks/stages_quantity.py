@@ -39,17 +39,17 @@ from itertools import count, product
 from common import print_counted
 from emulated.even_stages import EvenStages
 from emulated.turns import Turns, job_file, llama, take_turns
-from gpumix.cost.step_time import can
-from gpumix.hardware.estimates.cluster_shorthand import cluster as described
-from gpumix.hardware.estimates.decoder_shapes import Decoder, llama_shaped
-from gpumix.hardware.estimates.estimate import estimate
-from gpumix.planner.baselines.best_subset import single_classes
-from gpumix.planner.common.strategy import PlanRequest, fit, predicted
-from gpumix.planner.pipeline_parallel.candidate import rounds_of
-from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Manners
+from gpumix.cost.step_time import can_predict_mode
+from gpumix.hardware.estimates.cluster_shorthand import parse_cluster as described
+from gpumix.hardware.estimates.decoder_shapes import Decoder, make_llama_like
+from gpumix.hardware.estimates.estimate import estimate_profile
+from gpumix.planner.baselines.best_subset import iterate_class_requests
+from gpumix.planner.common.strategy import PlanRequest, get_prediction, is_within_memory
+from gpumix.planner.pipeline_parallel.candidate import get_stages_per_group
+from gpumix.planner.pipeline_parallel.stage_modes import NO_TENSOR_PARALLEL, StageModes
 from gpumix.planner.plan import STRATEGIES
 from gpumix.schema.cluster.cluster import Cluster
-from gpumix.schema.cluster.network import Network, link
+from gpumix.schema.cluster.network import Network, parse_link
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.plan import Plan, Schedule, ZeroStage
@@ -139,7 +139,7 @@ class Case:
         """Those that fit."""
         found = {
             f"only {name}": planned(self.profile, "optimal", alone)
-            for name, alone in single_classes(self.profile, self.request())
+            for name, alone in iterate_class_requests(self.profile, self.request())
         }
         found["even"] = planned(self.profile, "even", self.request())
         found["even pipeline"] = even_pipeline(self.profile, self.batch)
@@ -150,16 +150,16 @@ class Case:
         """The step of `optimal` / that of the best rival; 0 if none fits."""
         if not self.rivals:
             return 0.0
-        best = min(predicted(plan).step_s for plan in self.rivals.values())
-        return predicted(self.optimal).step_s / best if self.optimal else float("inf")
+        best = min(get_prediction(plan).step_s for plan in self.rivals.values())
+        return get_prediction(self.optimal).step_s / best if self.optimal else float("inf")
 
     @property
     def stages(self) -> int:
         return len(self.optimal.stages) if self.optimal else 0
 
     def __str__(self) -> str:
-        rivals = ", ".join(f"{n} {predicted(p).step_s:.3f} s" for n, p in self.rivals.items())
-        own = f"{predicted(self.optimal).step_s:.3f} s" if self.optimal else "none"
+        rivals = ", ".join(f"{n} {get_prediction(p).step_s:.3f} s" for n, p in self.rivals.items())
+        own = f"{get_prediction(self.optimal).step_s:.3f} s" if self.optimal else "none"
         return f"{self.name}: {own} in {self.stages} stages; {rivals or 'no rival fits'}"
 
 
@@ -173,7 +173,7 @@ def main() -> int:
         print(f"{case}{mark}", flush=True)
     ratios, in_stages, overruns = [], 0, 0
     for job in JOBS:
-        case, turns = run(job, arguments.steps, arguments.rounds)
+        case, turns = run(job, arguments.steps, arguments.stages_per_group)
         in_stages += case.stages > 1
         own = turns.pop("optimal")
         ratios.append(own.step_s / min((t.step_s for t in turns.values()), default=float("inf")))
@@ -203,7 +203,7 @@ def cases() -> Iterator[Case]:
     for (setting, pair), mixture in product(TIMED, MIXTURES):
         number = next(turn)
         between, batch = LINKS[number % 2], BATCHES[number // 2 % 2]
-        network = Network(inside=link("pcie4"), between=link(between))
+        network = Network(inside=parse_link("pcie4"), between=parse_link(between))
         try:
             counts = dict(zip(pair, mixture))
             profile = cephalo.profile(setting, counts, network=network, host_devices=A_HOST)
@@ -216,13 +216,13 @@ def cases() -> Iterator[Case]:
         between, batch = LINKS[number % 2], BATCHES[number // 2 % 2]
         hosts = "; ".join(f"{n}x {card}" for card, n in zip(pair, mixture))
         there = described(hosts, "auto", between)
-        profile = estimated(llama_shaped(parameters), there)
+        profile = estimated(make_llama_like(parameters), there)
         yield Case(f"{parameters / 1e9:g}B, {_mixed(pair, mixture)}, {between}", profile, batch)
 
 
 def estimated(decoder: Decoder, there: Cluster) -> Profile:
     """The profile of a decoder on cards that need not be here."""
-    return estimate(
+    return estimate_profile(
         lambda dtype: decoder.model(TOKENS, dtype, "llama"), there, sequence_length=TOKENS
     )
 
@@ -244,20 +244,20 @@ def even_pipeline(profile: Profile, batch: int) -> Plan | None:
         for way in _even_ways(profile, batch)
         for row in (devices, devices[::-1])
     )
-    fitting = [plan for plan in plans if fit(predicted(plan).workers)]
-    return min(fitting, key=lambda plan: predicted(plan).step_s, default=None)
+    fitting = [plan for plan in plans if is_within_memory(get_prediction(plan).workers)]
+    return min(fitting, key=lambda plan: get_prediction(plan).step_s, default=None)
 
 
 def _even_ways(profile: Profile, batch: int) -> Iterator[EvenStages]:
     devices, most = len(profile.cluster.devices), len(profile.model.calls)
     largest = min(of.largest_micro_batch or batch for of in profile.classes)
     names = [of.device_class for of in profile.classes]
-    manners = Manners({ALONE: profile}, SPACE)
-    schedules = [one for one in SCHEDULES if manners.lacking(names, one) is None]
+    manners = StageModes({NO_TENSOR_PARALLEL: profile}, SPACE)
+    schedules = [one for one in SCHEDULES if manners.find_refusal(names, one) is None]
     modes = [
         mode
         for mode in (Mode(), Mode(recompute=False))
-        if all(can(profile, name, mode) for name in names)
+        if all(can_predict_mode(profile, name, mode) for name in names)
     ]
     for stages in (n for n in range(2, min(devices, most) + 1) if devices % n == 0):
         part = batch * stages // devices
@@ -266,7 +266,7 @@ def _even_ways(profile: Profile, batch: int) -> Iterator[EvenStages]:
         for size, schedule, mode, zero in product(sizes, schedules, modes, stages_of_zero):
             if schedule == "zero-bubble" and mode.recompute:
                 continue  # it splits the backward of graphs that are kept
-            if stages * rounds_of(schedule) <= most:
+            if stages * get_stages_per_group(schedule) <= most:
                 yield EvenStages(stages, batch, size, schedule, mode, zero)
 
 
@@ -283,7 +283,9 @@ def run(job: Job, steps: int, rounds: int) -> tuple[Case, dict[str, Turns]]:
         print(case, flush=True)
         assert case.optimal is not None
         turns: dict[str, Turns] = {}
-        near = sorted(case.rivals.items(), key=lambda rival: predicted(rival[1]).step_s)[:NEAREST]
+        near = sorted(case.rivals.items(), key=lambda rival: get_prediction(rival[1]).step_s)[
+            :NEAREST
+        ]
         for _ in range(rounds):
             take_turns(pipeline, {"optimal": case.optimal} | dict(near), turns, steps)
     told = ", ".join(f"{name} {found.step_s:.3f} s" for name, found in turns.items())

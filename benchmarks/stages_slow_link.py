@@ -27,7 +27,7 @@ from typing import Any
 from common import print_counted
 from emulated.hosts import HOSTS, CannotEmulateError, Host, TwoHosts, two_hosts
 from emulated.turns import Turns, job_file, llama, take_turns
-from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.plan import STRATEGIES
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.plan import Plan
@@ -93,7 +93,7 @@ class Outcome:
         return self.turns["one stage"].step_s / self.turns["staged"].step_s
 
     def error(self, name: str) -> float:
-        return predicted(self.plans[name]).step_s / self.turns[name].step_s - 1
+        return get_prediction(self.plans[name]).step_s / self.turns[name].step_s - 1
 
     def lines(self) -> Iterator[str]:
         yield str(self.case)
@@ -111,7 +111,7 @@ def main() -> int:
     try:
         with two_hosts(RATE) as hosts:
             for case in CASES:
-                outcomes.append(outcome(case, hosts, arguments.steps, arguments.rounds))
+                outcomes.append(outcome(case, hosts, arguments.steps, arguments.stages_per_group))
                 print(*outcomes[-1].lines(), sep="\n", flush=True)
     except CannotEmulateError as error:
         print(error, file=sys.stderr)

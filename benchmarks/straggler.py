@@ -34,7 +34,7 @@ from gpumix.train.controller import JobController
 from gpumix.train.processes.local_launcher import RankAddress, launch
 from gpumix.train.processes.runner import LocalRunner
 from gpumix.train.trainer import Trainer
-from gpumix.train.worker.context import Task, joined
+from gpumix.train.worker.context import Task, join_run
 
 RATE = 4e9  # FLOP/s
 DEVICES = 4
@@ -145,17 +145,17 @@ def _training(
     factor: float,
 ) -> dict[str, Any]:
     """In one rank; the last one is slow for a while."""
-    with joined(seat, task) as context:
+    with join_run(seat, task) as context:
         trainer = Trainer(context, plan.for_devices([d.id for d in devices]), profile)
         timeline = context.runtime._pacer.timeline  # type: ignore[attr-defined]
-        usual, step = timeline.flops_per_s, trainer.give_step
+        usual, step = timeline.flops_per_s, trainer.issue_step
 
         def give_step(*arguments: Any) -> Any:
             slow = SLOW_FROM <= trainer.step < SLOW_UNTIL and seat.rank == DEVICES - 1
             timeline.flops_per_s = usual / factor if slow else usual
             return step(*arguments)
 
-        trainer.give_step = give_step  # type: ignore[method-assign]
+        trainer.issue_step = give_step  # type: ignore[method-assign]
         summary = trainer.run()
         return {
             "times": trainer.taken.times_s,

@@ -26,8 +26,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from common import Figures, print_figures
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.sharding.unit_discovery import dissect
-from gpumix.engine.tensor_parallel.parallelize import all_of, divide
+from gpumix.engine.sharding.unit_discovery import split_into_units
+from gpumix.engine.tensor_parallel.parallelize import parallelize_model, select_whole_model
 from harness import run_ranks
 
 HIDDEN = (128, 512)
@@ -57,7 +57,7 @@ def main() -> None:
     arguments = parser.parse_args()
     figures: Figures = {}
     for hidden in HIDDEN:
-        ours_s, theirs_s, ours, theirs = run_ranks(_timed, 2, hidden, arguments.rounds)[0]
+        ours_s, theirs_s, ours, theirs = run_ranks(_timed, 2, hidden, arguments.stages_per_group)[0]
         figures[f"dtensor_vs_ours_{hidden}"] = theirs_s / ours_s
         figures["collectives_ours"], figures["collectives_dtensor"] = ours, theirs
     print_figures(figures, as_json=arguments.json)
@@ -106,8 +106,8 @@ def _ours(config: LlamaConfig, team: Communicator) -> Layers:
     model = Layers(config)
     plan = {f"layers.*.{name}": "colwise" for name in COLWISE}
     plan |= {f"layers.*.{name}": "rowwise" for name in ROWWISE}
-    anatomy = dissect(model, ["LlamaDecoderLayer"])
-    divided, _ = divide(anatomy, team, plan, part=all_of(anatomy))
+    anatomy = split_into_units(model, ["LlamaDecoderLayer"])
+    divided, _ = parallelize_model(anatomy, team, plan, part=select_whole_model(anatomy))
     for slot in (slot for unit in divided.units for slot in unit.slots):
         for module, name in slot.places:
             own = slot.window.of(slot.parameter.detach()).clone()

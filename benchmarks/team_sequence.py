@@ -25,7 +25,7 @@ import gpumix
 from common import Figures, print_figures
 from gpumix.engine.engine import Engine
 from gpumix.engine.prepare import prepare
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.hardware.device import DeviceRuntime, open_device
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.plan.plan import Plan
@@ -60,7 +60,7 @@ def main() -> None:
     arguments = parser.parse_args()
     figures: Figures = {}
     for name in MODES:
-        found: Measured = run_ranks(_measured, 2, name, arguments.rounds)[0]
+        found: Measured = run_ranks(_measured, 2, name, arguments.stages_per_group)[0]
         step, held, given = (divided / whole for divided, whole in zip(found[True], found[False]))
         figures[f"step_{name}"], figures[f"activations_{name}"] = step, held
         if name == "recomputed":
@@ -100,7 +100,7 @@ def _engine(mode: Mode, *, sequence: bool) -> Engine:
     )
     plan = Plan(
         strategy="by hand",
-        model=dissect(model).fingerprint(),
+        model=split_into_units(model).fingerprint(),
         sequence_length=LENGTH,
         global_batch=SAMPLES,
         zero_stage=0,

@@ -30,14 +30,14 @@ from typing import Any
 import torch
 
 from common import print_figures
-from gpumix.engine.comm.step_exchange import COLUMNS, Exchanged
+from gpumix.engine.comm.step_exchange import COLUMNS, StepTable
 from gpumix.engine.comm.wait_clock import WaitClock
-from gpumix.engine.sharding.gradient_fingerprint import OwnNorm
-from gpumix.hardware.timestamps import stamps_of
+from gpumix.engine.sharding.gradient_fingerprint import SampledGradientNorm
+from gpumix.hardware.timestamps import make_device_clock
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.train.monitor.step_timer import StepTimer
-from gpumix.train.rebalance_controller import Balancing
+from gpumix.train.rebalance_controller import RebalanceController
 
 STEP_S = 0.010
 STEPS = 200
@@ -50,12 +50,12 @@ def main() -> int:
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     clocks = WaitClock(device), WaitClock(device)
-    watch = StepTimer(stamps_of(device), *clocks)
+    watch = StepTimer(make_device_clock(device), *clocks)
     batches = repeat(0)
     work = _work(device)
     others_s, _ = _watching_s(watch, work, device, tells=False)
     calls_s, step_s = _watching_s(watch, work, device, tells=True)
-    ratios = [_pair(watch, batches, work, device) for _ in range(arguments.rounds)]
+    ratios = [_pair(watch, batches, work, device) for _ in range(arguments.stages_per_group)]
     low, _, high = quantiles(ratios, n=4)
     reports_s = _timed(_reports(device), work, device)
     norm_s = _timed(_norm(device), work, device)
@@ -73,7 +73,7 @@ def main() -> int:
             "judged_share": round((calls_s + reports_s + norm_s) / STEP_S, 6),
             "paired_share": round(median(ratios) - 1, 5),
             "paired_spread": round((high - low) / 2, 5),
-            "rounds": arguments.rounds,
+            "rounds": arguments.stages_per_group,
         },
         as_json=arguments.json,
     )
@@ -118,12 +118,12 @@ def _timed(call: Callable[[], None], work: Callable[[], None], device: torch.dev
 
 def _reports(device: torch.device) -> Callable[[], None]:
     """What a rank does after a step with what all told in it."""
-    balancing = Balancing(_even_plan(), None, _no_others(), state_moves=False)
+    balancing = RebalanceController(_even_plan(), None, _no_others(), state_moves=False)
     table = torch.rand(RANKS, COLUMNS, dtype=torch.float64, device=device) * 1e-3 + STEP_S
     times: list[float] = []
 
     def run() -> None:
-        exchanged = Exchanged(table)
+        exchanged = StepTable(table)
         times.append(STEP_S)
         balancing.after_step(times, exchanged.reports)
 
@@ -131,7 +131,7 @@ def _reports(device: torch.device) -> Callable[[], None]:
 
 
 def _norm(device: torch.device) -> Callable[[], None]:
-    own, one = OwnNorm(device), torch.randn(256, 256, device=device)
+    own, one = SampledGradientNorm(device), torch.randn(256, 256, device=device)
     products = STEP_S / _seconds(partial(torch.mm, one, one), device)
     # A weight has one forward, and two backward.
     weights = [torch.randn(256 * 256, device=device) for _ in range(max(1, round(products / 3)))]

@@ -19,8 +19,8 @@ from parts import browser
 from rich.console import Console
 
 from gpumix.report.facts import RunFacts
-from gpumix.report.live import frame
-from gpumix.report.page import page
+from gpumix.report.live import render_frame
+from gpumix.report.page import render_page
 from gpumix.report.run import Run, read_run
 
 WIDE, NARROW, PLAN, TERMINAL = 1400, 390, 1140, 1400
@@ -39,7 +39,7 @@ def made(run: Run, to: Path, work: Path) -> None:
     """All of them."""
     beginning, rest, plan = work / "beginning.html", work / "rest.html", work / "plan.html"
     for part, alone in ((beginning, BEGINNING_ALONE), (rest, REST_ALONE), (plan, PLAN_ALONE)):
-        part.write_text(_parts(page(run), alone), encoding="utf-8")
+        part.write_text(_parts(render_page(run), alone), encoding="utf-8")
     for part, name in ((beginning, "report"), (rest, "report-rest")):
         _shown(part, to / f"{name}-light.png", width=WIDE, dark=False)
         _shown(part, to / f"{name}-dark.png", width=WIDE, dark=True)
@@ -63,7 +63,7 @@ def _parts(report: str, style: str) -> str:
 
 def _top(run: Run) -> str:
     console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
-    console.print(frame(RunFacts(run), width=COLUMNS))
+    console.print(render_frame(RunFacts(run), width=COLUMNS))
     return TERMINAL_ALONE + console.export_svg(title=f"gpumix top {run.folder}")
 
 

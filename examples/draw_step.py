@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gpumix.report.step_picture import draw, read
+from gpumix.report.step_picture import draw_panels, read_panel
 
 
 def main() -> None:
@@ -23,10 +23,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("step.png"))
     options = parser.parse_args()
     try:
-        panels = [read(path) for path in options.traces]
+        panels = [read_panel(path) for path in options.traces]
     except ValueError as error:
         parser.error(str(error))
-    draw([panel.with_idle_share() for panel in panels], options.out)
+    draw_panels([panel.with_idle_share() for panel in panels], options.out)
 
 
 if __name__ == "__main__":

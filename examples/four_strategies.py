@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gpumix
-from gpumix.report.step_picture import Panel, draw, read
+from gpumix.report.step_picture import Panel, draw_panels, read_panel
 
 HERE = Path(__file__).parent
 BATCH = 12
@@ -227,9 +227,12 @@ def main() -> None:
         plan, folder = plan_for(one, profile), out / one.name
         plan.save(out / f"{one.name}.json")
         told = train(job, out / f"{one.name}.json", folder.absolute())
-        step = titled(one.title, read(folder / "trace.json"), told["tokens_per_s"])
+        step = titled(one.title, read_panel(folder / "trace.json"), told["tokens_per_s"])
         simulated = simulate(plan, folder, measured)
-        panels[one.name] = [step, *([read(simulated, "as it was planned")] if simulated else [])]
+        panels[one.name] = [
+            step,
+            *([read_panel(simulated, "as it was planned")] if simulated else []),
+        ]
         rows.append(row(one, plan, told, step))
         losses.append(told["loss"])
         overruns += told["overruns"]
@@ -244,8 +247,8 @@ def main() -> None:
         console.print(told, markup=False)
         return
     for name, of_one in panels.items():
-        draw(of_one, out / f"{name}.png")
-    draw([step for step, *_ in panels.values()], out / "strategies.png")
+        draw_panels(of_one, out / f"{name}.png")
+    draw_panels([step for step, *_ in panels.values()], out / "strategies.png")
     console.print(f"pictures: {out / 'strategies.png'}, and one of each strategy beside it")
 
 

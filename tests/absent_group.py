@@ -15,7 +15,7 @@ from gpumix.engine.comm.communicator import Communicator, Pending
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard import Shard, ShardMember
 from gpumix.engine.sharding.shard_layout import Division
-from gpumix.schema.plan.batch_shares import rows_of, share_of, workers_of
+from gpumix.schema.plan.batch_shares import get_batch_share, get_batch_workers, get_micro_batch_rows
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
 
@@ -25,9 +25,11 @@ SENT = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single",
 LOOK_UPS: dict[str, Callable[[Plan, int], object]] = {
     "workers": lambda plan, rank: plan.workers,
     "rows_of": lambda plan, rank: plan.rows_of(rank),
-    "rows_of_short_batch": lambda plan, rank: rows_of(plan, rank, plan.global_batch - 1),
-    "share_of": share_of,
-    "workers_of": lambda plan, rank: workers_of(plan),
+    "rows_of_short_batch": lambda plan, rank: get_micro_batch_rows(
+        plan, rank, plan.global_batch - 1
+    ),
+    "share_of": get_batch_share,
+    "workers_of": lambda plan, rank: get_batch_workers(plan),
     "team_of": lambda plan, rank: plan.team_of(rank, 0),
     "parts_of": lambda plan, rank: plan.parts_of(rank, 0),
     "stages_of": lambda plan, rank: plan.stages_of(rank),

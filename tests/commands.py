@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from gpumix.hardware.memory_limit.build_allocator import BuildError, capped_allocator_library
+from gpumix.hardware.memory_limit.build_allocator import BuildError, build_capped_allocator
 from warm_commands import Command, is_warm
 
 Process = Command | subprocess.Popen[str]
@@ -102,7 +102,7 @@ def environment(cache: Path) -> dict[str, str]:
 def share_compiled(cache: Path) -> None:
     """What takes long to make: the compiler needs seconds for the counting allocator."""
     with suppress(BuildError):  # without a compiler commands find none either
-        built = capped_allocator_library()
+        built = build_capped_allocator()
         libraries = cache / "libraries"  # which only this user may enter
         cache.mkdir(parents=True, exist_ok=True)
         libraries.mkdir(mode=0o700, exist_ok=True)

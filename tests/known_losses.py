@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from gpumix.engine.loss.objective import objective_of
-from gpumix.engine.loss.reduction import TOLD, Reduces, Rule
+from gpumix.engine.loss.objective import make_objective
+from gpumix.engine.loss.reduction import SUM_AND_COUNT, ObjectiveWithRule, Rule
 
 
-def known_loss(model: nn.Module) -> Reduces:
+def known_loss(model: nn.Module) -> ObjectiveWithRule:
     """The objective of one of `models.ARCHITECTURES`: transformers computes means over labels,
     which decoders shift. Padding is cut off where it may be."""
-    objective = objective_of(model, rule_of(model))
+    objective = make_objective(model, rule_of(model))
     objective.trims = objective.may_trim
     return objective
 
@@ -19,7 +19,7 @@ def known_loss(model: nn.Module) -> Reduces:
 def rule_of(model: nn.Module) -> Rule:
     loss = getattr(model, "loss_function", None)
     if loss is None:
-        return TOLD
+        return SUM_AND_COUNT
     encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     shifts = getattr(loss, "__name__", "") == "ForCausalLMLoss" and not encoder_decoder
     return Rule("a mean over 'labels'", "labels", "labels", shifted=shifts)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from gpumix.engine.engine import Engine
-from gpumix.engine.undo import MOST_TAKEN_BACK
+from gpumix.engine.undo import MAX_UNDONE_STEPS
 from models import Batch
 
 
@@ -22,7 +22,7 @@ def count_tensors() -> int:
 def assert_no_tensor_waits_for_the_collector(engine: Engine, batch: Batch) -> None:
     """Each tensor that a step and an evaluation make is gone when they end, except a few that take
     back the last steps."""
-    for _ in range(MOST_TAKEN_BACK):
+    for _ in range(MAX_UNDONE_STEPS):
         engine.step(batch)
     gc.collect()
     gc.disable()

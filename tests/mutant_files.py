@@ -16,14 +16,14 @@ from typing import Any
 
 from gpumix.cli.profile_source import PlanOptions
 from gpumix.cost.predict import predict
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.reading.read import read_job
-from gpumix.train.worker.model import model_of
+from gpumix.train.worker.model import build_model
 
 CLUSTER = """\
 classes:
@@ -352,7 +352,7 @@ def _estimated(job: Job, folder: Path) -> Profile:
     assert isinstance(config, dict)
     asked = PlanOptions(None, [], cluster="4x rtx3090, 2x p40", precision="fp32")
     found = asked._estimate(config, job.sequence_length, "fp32", job.optimizer)
-    anatomy = dissect(model_of(job.model, folder=folder, seed=0))
+    anatomy = split_into_units(build_model(job.model, folder=folder, seed=0))
     units = [unit.name for unit in anatomy.units]
     names = CARDS | NAMES | dict(zip(found.model.calls, units))
     names[found.model.fingerprint] = anatomy.fingerprint()

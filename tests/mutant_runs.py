@@ -96,26 +96,28 @@ def _without_ranks(launched: list[str]) -> Iterator[None]:
     with (
         mock.patch.object(LocalRunner, "warm_up", lambda self: None),
         mock.patch.object(LocalRunner, "run", as_first_rank),
-        mock.patch.object(profile_source, "measured", stop),
+        mock.patch.object(profile_source, "measure_in_subprocess", stop),
     ):
         yield
 
 
 def _open(task: Any) -> None:
-    """Data and model of a job, with errors told as `train.worker.context.joined` does."""
+    """Data and model of a job, with errors told as `train.worker.context.join_run` does."""
     from gpumix.data.sources.open_data import open_data
     from gpumix.hardware.host.environment import cache_folder
-    from gpumix.train.processes.error_translation import in_words
-    from gpumix.train.rank_tasks import _model_to_measure
-    from gpumix.train.worker.model import check_fits, vocabulary_of
+    from gpumix.train.processes.error_translation import translate_error
+    from gpumix.train.rank_tasks import _build_checked_model
+    from gpumix.train.worker.model import check_model_fits_data, get_vocabulary_size
 
     job = task.job
     try:
-        check_fits(job, task.folder)
-        open_data(job, task.folder, cache_folder() / "tokens", vocabulary=vocabulary_of(job.model))
-        _model_to_measure(task)
+        check_model_fits_data(job, task.folder)
+        open_data(
+            job, task.folder, cache_folder() / "tokens", vocabulary=get_vocabulary_size(job.model)
+        )
+        _build_checked_model(task)
     except Exception as error:
-        raise in_words(error, "rank 0") from error
+        raise translate_error(error, "rank 0") from error
 
 
 # -- what is wrong with it -------------------------------------------------------------------------

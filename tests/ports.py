@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gpumix.launch.probes.probe import listening
+from gpumix.launch.probes.probe import find_free_port
 
 
 def free_port() -> int:
-    return int(str(listening("127.0.0.1", 0)["port"]))
+    return int(str(find_free_port("127.0.0.1", 0)["port"]))

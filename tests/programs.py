@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from commands import share_compiled
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.report.run import Run
 from gpumix.schema.plan.plan import Plan
 from models import ARCHITECTURES
@@ -67,7 +67,7 @@ def other_ranks() -> Plan:
 
 def two_stages() -> Plan:
     plan = staged_plan("llama", rows([12], [8, 4]), zero_stage=1)
-    return plan.model_copy(update={"model": dissect(model()).fingerprint()})
+    return plan.model_copy(update={"model": split_into_units(model()).fingerprint()})
 
 
 def as_launched(folder: Path) -> None:

@@ -23,10 +23,10 @@ from torch import nn
 
 from gpumix.engine.comm.host_staged import StagedCommunicator
 from gpumix.engine.engine import Engine
-from gpumix.engine.loss.reduction import TOLD, Objective, SummedLoss
+from gpumix.engine.loss.reduction import SUM_AND_COUNT, Objective, SummedLoss
 from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
-from gpumix.engine.sharding.initial_weights import source_of
+from gpumix.engine.sharding.initial_weights import make_source
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import PLAIN, Mode
 from gpumix.testing import Share, plans
@@ -106,7 +106,7 @@ def own_rows(batch: Any, shares: Sequence[Share], rank: int) -> Any:
 def initialised(factory: Callable[[], nn.Module]) -> nn.Module:
     """An ordinary model with the values that `build` gives to the same factory."""
     deferred = build(factory, SEED)
-    value = source_of(deferred)
+    value = make_source(deferred)
     model = factory()
     with torch.no_grad():
         for (name, parameter), recipe in zip(
@@ -204,7 +204,7 @@ def expected_counts(engine: Engine) -> dict[str, int]:
         called = [parts.units[name].bucket for name in parts.calls]
         runs = [bucket for bucket, _ in groupby(called)]
         twice = sum(len(bucket.groups) for bucket in [*runs, *runs[:-1]])
-        roots = (parts.before, *parts.throughout, parts.after)
+        roots = (parts.before, *parts.always_used_buckets, parts.after)
         counts["gather"] = twice + sum(len(bucket.groups) for bucket in roots)
     if engine.plan.sharding == "host" and parts.division.copies is not None:
         hosts = dict.fromkeys(w.host for w in engine.plan.workers)
@@ -260,7 +260,7 @@ def engine_for(
     model = build(factory, SEED)
     plan = plan_for(model, shares, calls=calls, units=units, **settings)
     comm = through_host(staged_on) if staged_on else None
-    known = known_loss(model) if loss is None else SummedLoss(loss, TOLD)
+    known = known_loss(model) if loss is None else SummedLoss(loss, SUM_AND_COUNT)
     return prepare(model, plan, comm=comm, units=units, loss=known, weights=weights)
 
 

@@ -14,12 +14,12 @@ from torch import nn
 
 from gpumix.engine.engine import Engine
 from gpumix.engine.model.deferred_init import build
-from gpumix.engine.model.model_settings import in_units
+from gpumix.engine.model.model_settings import find_unit_conflicts
 from gpumix.engine.prepare import prepare
-from gpumix.engine.sharding.unit_discovery import dissect
-from gpumix.profiler.compute.dataflow import Flows, find_flows
-from gpumix.profiler.compute.unit_fixture import Specimens
-from gpumix.profiler.compute.unit_kinds import tell_apart
+from gpumix.engine.sharding.unit_discovery import split_into_units
+from gpumix.profiler.compute.dataflow import DataFlow, find_flows
+from gpumix.profiler.compute.unit_fixture import UnitFixture
+from gpumix.profiler.compute.unit_kinds import separate_kinds
 from gpumix.schema.plan.plan import Plan, Schedule
 from gpumix.schema.plan.stage import Mode, Stage, Worker
 from harness import run_ranks
@@ -215,13 +215,13 @@ class Rounds(Regression):
 
     def __init__(self, rounds: bool = True) -> None:
         super().__init__([Block() for _ in range(5)])
-        self.rounds = rounds
+        self.stages_per_group = rounds
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.enter(x)
         side = self.blocks[1](self.blocks[0](x.detach()))
         x = self.blocks[3](self.blocks[2](x))
-        side = (side > 0).float() if self.rounds else side
+        side = (side > 0).float() if self.stages_per_group else side
         return self.error(self.blocks[4](x + side), target)
 
 
@@ -330,7 +330,7 @@ EVERY = (
             "halves": Halves,
             "shares_by_dict": SharesByDict,
             "rounds": Rounds,
-            "never_rounds": partial(Rounds, rounds=False),
+            "never_rounds": partial(Rounds, stages_per_group=False),
             "looks_inside": looks_inside,
             "goes_by_numbers": GoesByNumbers,
             "frozen_bottom": frozen_bottom,
@@ -410,30 +410,30 @@ def calls_of(name: str) -> tuple[str, ...]:
     model = build(EVERY[name].factory, 0)
     if isinstance(model, InOrder):
         return tuple(f"blocks.{number}" for number in model.order)
-    return tuple(unit.name for unit in dissect(model).units)
+    return tuple(unit.name for unit in split_into_units(model).units)
 
 
 @cache
 def fingerprint_of(name: str) -> str:
     """Of an architecture's model, as plans have it."""
-    return dissect(build(EVERY[name].factory, SEED)).fingerprint()
+    return split_into_units(build(EVERY[name].factory, SEED)).fingerprint()
 
 
 @cache
-def flows_of(name: str, *, in_chunks: bool = False) -> Flows:
+def flows_of(name: str, *, in_chunks: bool = False) -> DataFlow:
     """What the calls of an architecture's model need of each other."""
     architecture = EVERY[name]
     model = build(architecture.factory, 0)
-    in_units(model).off()
-    specimens = Specimens(
+    find_unit_conflicts(model).switch_off()
+    specimens = UnitFixture(
         model,
-        dissect(model),
+        split_into_units(model),
         device=torch.device("cpu"),
         compute_dtype=torch.float32,
         objective=known_loss(model),
     )
     batch = architecture.batch(2, torch.Generator().manual_seed(0))
-    tell_apart(specimens, batch)
+    separate_kinds(specimens, batch)
     return find_flows(specimens, batch, in_chunks=in_chunks)
 
 

@@ -24,7 +24,7 @@ from emulated.rounds import joined
 from gpumix.engine.comm.step_recorder import RecordedStep
 from gpumix.engine.engine import Engine
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.splitting import split_micro_batches
@@ -52,7 +52,7 @@ class Case:
     name: str
     model: Model
     shares: tuple[Share, ...]
-    theirs: Callable[[nn.Module], Optimizers]
+    delegated: Callable[[nn.Module], Optimizers]
     ours: Callable[[Engine], torch.optim.Optimizer]
     dtype: ComputeDtype = "fp32"
 
@@ -64,7 +64,7 @@ class Case:
         return self.model.rows(step * self.global_batch, self.global_batch)
 
     def plan(self, model: nn.Module) -> Plan:
-        anatomy = dissect(model)
+        anatomy = split_into_units(model)
         workers = tuple(
             Worker(
                 device=f"rank-{rank}",
@@ -117,7 +117,7 @@ def _single(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = _model_alone(case)
-    optimizers = case.theirs(model)
+    optimizers = case.delegated(model)
     scaler = torch.amp.GradScaler(
         "cpu",
         init_scale=LossScaler(active=True).scale,
@@ -141,7 +141,7 @@ def _model_alone(case: Case) -> Any:
         return model
     policy = MixedPrecisionPolicy(param_dtype=TORCH_DTYPE[case.dtype], reduce_dtype=torch.float32)
     mesh = dist.init_device_mesh("cpu", (1,))
-    for unit in dissect(model).units:
+    for unit in split_into_units(model).units:
         fully_shard(unit.module, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 

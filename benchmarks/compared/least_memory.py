@@ -32,9 +32,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from compared.setting import Model
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.schema.plan.plan import Plan
-from gpumix.schema.plan.splitting import cut_sizes
+from gpumix.schema.plan.splitting import compute_shard_sizes
 from gpumix.schema.plan.stage import Worker
 
 ELEMENT = 4  # bytes of a number in fp32
@@ -56,7 +56,7 @@ class Sizes:
     @classmethod
     def of(cls, model: Model) -> Sizes:
         plain = model.build()
-        anatomy = dissect(plain)
+        anatomy = split_into_units(plain)
         return cls(
             root=anatomy.root.trainable,
             unit=anatomy.units[0].trainable,
@@ -138,7 +138,7 @@ class _Rank:
 
     def _part(self, numel: int) -> int:
         """Of a unit's elements those that the rank owns."""
-        return cut_sizes(numel, self.plan.stages[0].shares)[self.rank]
+        return compute_shard_sizes(numel, self.plan.stages[0].shares)[self.rank]
 
 
 def _saved_inside(model: nn.Module, block: nn.Module, setting: Model) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.plan import Collectives, Plan, ZeroStage
 from gpumix.schema.plan.stage import ComputeDtype, Mode, Stage, Worker
@@ -127,7 +127,7 @@ class Setting:
         self, model: nn.Module, zero_stage: ZeroStage, order: Order, *, nccl: bool = False
     ) -> Plan:
         """Equal parts for all ranks, at a ZeRO stage."""
-        anatomy = dissect(model)
+        anatomy = split_into_units(model)
         workers = tuple(
             Worker(
                 device=device.id,

@@ -23,11 +23,11 @@ from torch.utils.checkpoint import checkpoint
 
 import gpumix
 from compared.setting import USUAL_RATES, Batch, Order, Rates, Setting
-from gpumix.engine.comm.process_groups import all_ranks
+from gpumix.engine.comm.process_groups import make_communicator
 from gpumix.engine.comm.step_recorder import SILENT, RecordedStep, Recorder
 from gpumix.engine.engine import Engine
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.schema.plan.plan import ZeroStage
 from gpumix.schema.plan.stage import ComputeDtype
 from gpumix.schema.profile.profile import ROOT
@@ -120,7 +120,7 @@ class Fsdp:
         self, model: Any, device: torch.device, dtype: ComputeDtype = "fp32"
     ) -> tuple[nn.Module, Exchanging]:
         """Shard a model over all ranks, to compute in `dtype`; gradients are averaged."""
-        self._shard(model, [unit.module for unit in dissect(model).units], device, dtype)
+        self._shard(model, [unit.module for unit in split_into_units(model).units], device, dtype)
 
         def exchanging(last: bool) -> AbstractContextManager[None]:
             if self.whole_gradients:
@@ -165,7 +165,7 @@ class Gpumix:
     def make(self, setting: Setting, device: torch.device) -> System:
         model = setting.model.build()
         plan = setting.plan(model, self.zero_stage, self.order, nccl=device.type == "cuda")
-        engine = gpumix.prepare(model, plan, comm=all_ranks(device, plan.collectives))
+        engine = gpumix.prepare(model, plan, comm=make_communicator(device, plan.collectives))
         return OnEngine(engine, optimizer_of(engine.parameters(), setting.rates))
 
 
@@ -254,5 +254,5 @@ def optimizer_of(
 
 def recomputing(model: nn.Module) -> None:
     """Make each block keep only its input, and compute again what its backward needs."""
-    for unit in dissect(model).units:
+    for unit in split_into_units(model).units:
         unit.module.forward = partial(checkpoint, unit.module.forward, use_reentrant=False)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from gpumix.hardware.host.cpu import cpu_has_bf16
+from gpumix.hardware.host.cpu import has_bf16
 
 WARM_UP_STEPS = 6
 ANSWER_S = 0.015
@@ -188,7 +188,7 @@ def prints(steps: int | None = None, *, mended: bool = False) -> float:
 
 def _in_fast_numbers() -> torch.autocast:
     """In bf16, where the CPU has instructions for it."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=cpu_has_bf16())
+    return torch.autocast("cpu", torch.bfloat16, enabled=has_bf16())
 
 
 def healthy_classifier(steps: int | None = None) -> float:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gpumix.cost.network.link_times import forms_for
+from gpumix.cost.network.link_times import select_collective_forms
 from gpumix.cost.predict import predict
 from gpumix.schema.cluster.cluster import Device
-from gpumix.schema.plan.dtypes import communication_dtype
+from gpumix.schema.plan.dtypes import choose_communication_dtype
 from gpumix.schema.plan.plan import Plan, Schedule, ZeroStage
 from gpumix.schema.plan.stage import Mode, Stage, Worker
 from gpumix.schema.profile.profile import Profile
@@ -62,11 +62,13 @@ class EvenStages:
             model=model.fingerprint,
             sequence_length=profile.sequence_length,
             global_batch=self.samples,
-            communication_dtype=communication_dtype(c.compute_dtype for c in profile.classes),
+            communication_dtype=choose_communication_dtype(
+                c.compute_dtype for c in profile.classes
+            ),
             stages=tuple(stages),
             schedule=self.schedule,
             zero_stage=self.zero_stage,
-            collectives=forms_for(profile),
+            collectives=select_collective_forms(profile),
             emulated=profile.cluster.emulated,
         )
         return plan.model_copy(update={"prediction": predict(profile, plan)})

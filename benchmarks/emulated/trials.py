@@ -14,7 +14,7 @@ import yaml
 
 from common import TEXT
 from gpumix.cost.predict import predict
-from gpumix.planner.common.strategy import predicted
+from gpumix.planner.common.strategy import get_prediction
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.schema.profile.profile import Profile
@@ -88,7 +88,7 @@ def random_plans(
     while found < wanted:
         plan = _random_plan(rng, optimal)
         prediction = predict(profile, plan)
-        slow = prediction.step_s > slowest * predicted(optimal).step_s
+        slow = prediction.step_s > slowest * get_prediction(optimal).step_s
         if not slow and all(w.peak_bytes <= w.memory_limit_bytes for w in prediction.workers):
             found += 1
             yield plan.model_copy(update={"prediction": prediction})
@@ -105,9 +105,9 @@ def measured(label: str, pipeline: JobController, plan: Plan, steps: int) -> Out
         raise SystemExit("this machine cannot count memory: install a C++ compiler (g++)")
     return Outcome(
         label=label,
-        predicted_s=predicted(plan).step_s,
+        predicted_s=get_prediction(plan).step_s,
         measured_s=trial.step_s,
-        predicted_bytes=tuple(w.peak_bytes for w in predicted(plan).workers),
+        predicted_bytes=tuple(w.peak_bytes for w in get_prediction(plan).workers),
         measured_bytes=peaks,
         overruns=trial.overruns,
     )

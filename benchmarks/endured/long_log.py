@@ -33,11 +33,13 @@ def write_log(folder: Path, steps: int) -> int:
 
     from gpumix.schema.plan.plan import Plan
     from gpumix.train.run_log.metrics import ClassRecord, RankRecord, StepRecord
-    from gpumix.train.run_log.time_breakdown import Shares
+    from gpumix.train.run_log.time_breakdown import TimeShares
 
     plan = Plan.load(folder / "plan.json")
-    parts = {name: 1 / len(Shares.__dataclass_fields__) for name in Shares.__dataclass_fields__}
-    shares = Shares(**parts)
+    parts = {
+        name: 1 / len(TimeShares.__dataclass_fields__) for name in TimeShares.__dataclass_fields__
+    }
+    shares = TimeShares(**parts)
     kinds = sorted({worker.device_class for worker in plan.workers})
     classes = [
         asdict(ClassRecord(kind, 1, 4, 0.9, 2**30, 2**30, 0, {"state": 2**20}, {"laid out": 2**20},

@@ -119,7 +119,7 @@ def _set(traps: Traps) -> None:
             traps.passes("forward")
 
     register_module_forward_pre_hook(goes_forward)
-    step = Trainer.give_step
+    step = Trainer.issue_step
 
     def give_step(self: Trainer, *arguments: Any) -> Any:
         traps.begins_step()
@@ -127,7 +127,7 @@ def _set(traps: Traps) -> None:
         traps.ended_step(self)
         return done
 
-    Trainer.give_step = give_step  # type: ignore[method-assign]
+    Trainer.issue_step = give_step  # type: ignore[method-assign]
     for name in ("reduce", "start_all_reduce"):  # where gradients are divided, and where not
         _before(traps, Communicator, name, "reduction")
     _before(traps, torch.autograd, "backward", "backward")

@@ -85,12 +85,12 @@ class Told:
 def samples(folder: str) -> list[dict[str, Tensor]]:
     """For ranks of gpumix, which tell of their steps."""
     told = Told(Path(folder), dist.get_rank() if dist.is_initialized() else 0)
-    step = Trainer.give_step
+    step = Trainer.issue_step
 
     def give_step(self: Trainer, *arguments: Any) -> Any:
         done = step(self, *arguments)
         told.step(self.steps.given, self.steps.given)
         return done
 
-    Trainer.give_step = give_step  # type: ignore[method-assign]
+    Trainer.issue_step = give_step  # type: ignore[method-assign]
     return tokens()

@@ -14,7 +14,7 @@ from torch import nn
 
 from compared.setting import Batch, Setting
 from compared.systems import System
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.schema.errors import GpumixError
 from proof import systems
 from proof.bench import Bench
@@ -203,7 +203,7 @@ def _in_four_bits(model: nn.Module) -> nn.Module:
     """Linear layers of the blocks in NF4, which their first use on the GPU makes."""
     import bitsandbytes
 
-    for unit in dissect(model).units:
+    for unit in split_into_units(model).units:
         for name, layer in list(unit.module.named_modules()):
             if not isinstance(layer, nn.Linear):
                 continue

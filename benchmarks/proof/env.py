@@ -14,7 +14,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch.nn.functional import cross_entropy
 
-from gpumix.engine.cross_entropy.fused_cross_entropy import fused_losses
+from gpumix.engine.cross_entropy.fused_cross_entropy import compute_fused_losses
 from proof.bench import Bench
 from proof.entry import STARTED_BY
 from proof.lines import Bar, is_true
@@ -149,7 +149,7 @@ def _losses(
     bench: Bench, logits: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor
 ) -> torch.Tensor:
     if bench.place == "gpu":
-        return fused_losses(logits, targets, factors, 0.0)
+        return compute_fused_losses(logits, targets, factors, 0.0)
     chosen = logits.float().gather(1, targets[:, None])[:, 0]
     return factors * (logits.float().logsumexp(1) - chosen)
 

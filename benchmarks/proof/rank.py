@@ -24,8 +24,8 @@ from torch import nn
 import gpumix
 from compared.setting import Batch, Setting
 from compared.systems import Loop, OnEngine, optimizer_of
-from gpumix.engine.comm.process_groups import all_ranks
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.comm.process_groups import make_communicator
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode, Stage, Worker
 from proof.lines import last_lines
@@ -59,7 +59,7 @@ class Run:
         return sum(samples for samples, _, _ in self.shares)
 
     def plan(self, model: nn.Module) -> Plan:
-        anatomy = dissect(model)
+        anatomy = split_into_units(model)
         order = "sequential" if self.zero_stage == 0 else "layered"
         workers = tuple(
             Worker(
@@ -130,16 +130,16 @@ class Rank:
 
     def copy_out(self, *, size_bytes: int) -> Told:
         """Copy so much state as copies in memory are made: into a file in memory, registered."""
-        from gpumix.train.checkpoint.dcp_storage import Boxed
+        from gpumix.train.checkpoint.dcp_storage import BoxedTensor
         from gpumix.train.checkpoint.host_copy import HostCopy
-        from gpumix.train.memory_checkpoint.checkpointer import _memory_in
+        from gpumix.train.memory_checkpoint.checkpointer import _create_memory
 
         on_cuda = self.device.type == "cuda"
         value = torch.randn(size_bytes // 4, device=self.device)
-        tensors = {"state": Boxed(value.shape, {(0,): value})}
+        tensors = {"state": BoxedTensor(value.shape, {(0,): value})}
         file = Path("/dev/shm") / f"gpu-proof-copy-{os.getpid()}"
         try:
-            memory = _memory_in(file, size_bytes, pinned=on_cuda)
+            memory = _create_memory(file, size_bytes, pinned=on_cuda)
             copy = HostCopy(tensors, pinned=False, memory=memory)
             stream = torch.cuda.Stream() if on_cuda else None
             seconds = []
@@ -181,7 +181,7 @@ class Rank:
     def unit(self, *, run: Told, samples: int, times: int) -> Told:
         """Seconds of forward and backward of one block for a micro-batch: how fast this rank is."""
         spec = Run(**run).spec
-        block = dissect(spec.build_on(self.device)).units[0].module
+        block = split_into_units(spec.build_on(self.device)).units[0].module
         shape = (samples, spec.sequence, spec.width)
         inputs = torch.randn(shape, device=self.device, requires_grad=True)
         positions = torch.arange(spec.sequence, device=self.device)[None]
@@ -215,7 +215,7 @@ class Rank:
         of = Run(**run)
         model = of.spec.build_on(self.device)
         plan = of.plan(model)
-        engine = gpumix.prepare(model, plan, comm=all_ranks(self.device, plan.collectives))
+        engine = gpumix.prepare(model, plan, comm=make_communicator(self.device, plan.collectives))
         system = OnEngine(engine, optimizer_of(engine.parameters(), TINY_LLAMA_RATES))
         batches = [of.batch(step, self.rank, self.device) for step in range(steps)]
         self._systems[name] = (system, batches)

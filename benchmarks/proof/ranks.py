@@ -94,7 +94,7 @@ class Ranks:
             process.tell(do, **given)
         return [process.answer() for process in self.processes]
 
-    def each(self, do: str, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def run_on_all(self, do: str, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The same with an argument for each."""
         for process, own in zip(self.processes, given, strict=True):
             process.tell(do, **own)

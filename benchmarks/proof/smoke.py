@@ -12,7 +12,7 @@ import torch
 from compared.setting import Order, Setting
 from compared.systems import System
 from gpumix.engine.engine import Engine
-from gpumix.schema.cluster.kernels import Efficiency
+from gpumix.schema.cluster.kernels import KernelSettings
 from gpumix.schema.plan.plan import ZeroStage
 from gpumix.schema.plan.stage import ComputeDtype
 from proof import systems, waits
@@ -41,7 +41,7 @@ class Variant:
     dtype: ComputeDtype = "bf16"
 
     @property
-    def on_device(self) -> bool:
+    def reload(self) -> bool:
         """Whether its whole state is there."""
         return self.worker.get("state_on") != "host"
 
@@ -55,7 +55,7 @@ VARIANTS = (
     Variant(
         "chunked_head_triton",
         mode={"head": "chunked"},
-        worker={"efficiency": Efficiency(loss="triton")},
+        worker={"efficiency": KernelSettings(loss="triton")},
     ),
     Variant("inputs_on_host", mode={"recompute": True, "boundary": "host"}),
     Variant("state_on_host", worker={"state_on": "host"}),
@@ -155,7 +155,7 @@ class _Smoke:
         return figures, self._bars(variant, figures)
 
     def _bars(self, variant: Variant, figures: dict[str, Any]) -> Sequence[Bar]:
-        bars = [Bar("waits_in_step", most=0, judges="gpu")] if variant.on_device else []
+        bars = [Bar("waits_in_step", most=0, judges="gpu")] if variant.reload else []
         if variant.dtype == "fp32":
             return (*bars, Bar("loss_off", most=1e-4))
         trained_off = self._loss_off(self.plains["bf16"], "fp32")
@@ -166,7 +166,7 @@ class _Smoke:
     def _possible(self, worker: dict[str, Any]) -> dict[str, Any]:
         """In a rehearsal torch computes what is Triton's part on a GPU."""
         if self.bench.rehearses and "efficiency" in worker:
-            return {**worker, "efficiency": Efficiency()}
+            return {**worker, "efficiency": KernelSettings()}
         return worker
 
     def _train(self, system: System, weights: Callable[[], Weights]) -> Trained:

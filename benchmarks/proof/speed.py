@@ -12,7 +12,7 @@ from typing import Any
 
 from compared.setting import Order, Setting
 from compared.systems import System
-from gpumix.hardware.estimates.gpu_catalogue import find
+from gpumix.hardware.estimates.gpu_catalogue import find_card
 from gpumix.schema.errors import InputError
 from proof import systems
 from proof.bench import Bench
@@ -41,7 +41,7 @@ def shape_of(bench: Bench) -> tuple[Llama, int]:
 def peak_flops(bench: Bench) -> float | None:
     """Dense bf16 of this card, by its datasheet."""
     try:
-        return find(bench.card.name).flops.bf16 if bench.card is not None else None
+        return find_card(bench.card.name).flops.bf16 if bench.card is not None else None
     except InputError:
         return None
 

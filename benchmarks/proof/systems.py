@@ -15,8 +15,8 @@ from torch import nn
 import gpumix
 from compared.setting import Batch, Order, Rates, Setting
 from compared.systems import Fsdp, Loop, OnEngine, optimizer_of
-from gpumix.engine.comm.process_groups import all_ranks
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.comm.process_groups import make_communicator
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.engine.unit.regional_compile import compile_units
 from gpumix.schema.plan.plan import Plan, ZeroStage
 from proof.bench import Bench
@@ -60,7 +60,7 @@ def engine(
         worker: further fields of the worker.
     """
     plan = changed(setting.plan(model, zero_stage, order), mode or {}, worker or {})
-    comm = all_ranks(bench.device, plan.collectives)
+    comm = make_communicator(bench.device, plan.collectives)
     with _compiling(bench):
         made = gpumix.prepare(model, plan, comm=comm)
     return OnEngine(made, optimizer_of(made.parameters(), setting.rates))
@@ -100,7 +100,7 @@ def join_alone(bench: Bench) -> None:
 
 
 def _compile_blocks(model: nn.Module, bench: Bench) -> None:
-    for unit in dissect(model).units:
+    for unit in split_into_units(model).units:
         unit.module.compile(backend=REHEARSED_BACKEND if bench.rehearses else "inductor")
 
 

@@ -71,7 +71,7 @@ class Sizes:
     fast: Llama = FAST
     batch: int = 1024
     micro_batch: int = 64
-    rounds: int = 3
+    stages_per_group: int = 3
     steps: int = 4
     unit_times: int = 30
     side: int = 4096
@@ -155,7 +155,7 @@ class _Unequal:
             }
             for fraction, own in zip(fractions, processors or [0] * len(fractions))
         ]
-        told = [one["green_context"] for one in ranks.each("open", given)]
+        told = [one["green_context"] for one in ranks.run_on_all("open", given)]
         self.figures["green_contexts"] = ", ".join(sorted(set(filter(None, told))))
 
     def _check(self, ranks: Ranks) -> dict[str, Any]:
@@ -201,7 +201,9 @@ class _Unequal:
     def _joined(self, ranks: Ranks) -> Iterator[None]:
         with loopback_store() as (_, port):
             world = len(ranks.processes)
-            ranks.each("join", [{"rank": n, "world": world, "port": port} for n in range(world)])
+            ranks.run_on_all(
+                "join", [{"rank": n, "world": world, "port": port} for n in range(world)]
+            )
             yield
 
     def _parity_run(self, crew: Crew, zero_stage: int) -> Run:
@@ -237,7 +239,7 @@ class _Unequal:
             ranks.all("steps", name=name, steps=1)  # warms up
         step_s: dict[str, list[float]] = {name: [] for name in runs}
         waiting: list[float] = []
-        for number in range(sizes.rounds):
+        for number in range(sizes.stages_per_group):
             if number and self.bench.left_s < 2.0 * sizes.steps * sum(map(max, step_s.values())):
                 break
             for name in runs if number % 2 else reversed(runs):

@@ -31,12 +31,12 @@ from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.cluster.network import Network
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.plan import Collectives
-from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype, Taken
+from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype, StageInput
 from gpumix.schema.profile.profile import (
     ROOT,
+    CallInputs,
     ClassProfile,
     ModelProfile,
-    Needs,
     Profile,
     RootUnit,
     UnitKind,
@@ -219,7 +219,10 @@ def _model(setting: Setting) -> ModelProfile:
         compute_dtype=setting.dtype,
         calls=tuple(f"layers.{i}" for i in range(layers)),
         kind_of_call=("block",) * layers,
-        needs=(Needs(), *(Needs(outputs=(Taken(call=n, output=0),)) for n in range(layers))),
+        needs=(
+            CallInputs(),
+            *(CallInputs(outputs=(StageInput(call=n, output=0),)) for n in range(layers)),
+        ),
         kinds=(block,),
         root=RootUnit(trainable=0, kept=FREE, head=FREE),
     )
@@ -247,7 +250,7 @@ def _cluster(
     gib = read(FILE)["device_memory_gib"]
     classes = []
     for name in counts:
-        rates = gpu_catalogue.find(CARDS[name]).flops
+        rates = gpu_catalogue.find_card(CARDS[name]).flops
         # Without fast fp16 its products run as fp32 does: so it was measured on the P40.
         peak = rates.fp32 if setting.dtype == "fp32" else rates.fp16 or rates.fp32
         usable = PART_OF_MEMORY * gib[name] * GIB  # for ours, which keeps a reserve of its own

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Literal
 
 from gpumix.cost.pipeline.staged_step import StagedStep, StageReductions
-from gpumix.cost.schedule import Action, Times, Transfer, replay
+from gpumix.cost.schedule import Action, ActionTimes, Transfer, replay
 
 
 class Message(Action):
@@ -47,7 +47,7 @@ class DeepSpeedStep(StagedStep):
     so on."""
 
     @cached_property
-    def times(self) -> Times:
+    def times(self) -> ActionTimes:
         stages = len(self.pipeline.seats)
         orders = {
             seat.rank: tuple(instructions(seat.stage, stages, seat.batches))

@@ -21,12 +21,12 @@ from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.cluster.network import Network
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.plan import Collectives
-from gpumix.schema.plan.stage import Taken
+from gpumix.schema.plan.stage import StageInput
 from gpumix.schema.profile.profile import (
     ROOT,
+    CallInputs,
     ClassProfile,
     ModelProfile,
-    Needs,
     Profile,
     RootParameter,
     RootUnit,
@@ -131,9 +131,9 @@ def model(degree: int, blocks_a_unit: int = 1) -> ModelProfile:
         calls=tuple(f"blocks.{i}" for i in range(units)),
         kind_of_call=("block",) * units,
         needs=(
-            Needs(root=("embedding",)),
-            *(Needs(outputs=(Taken(call=k, output=0),)) for k in range(units - 1)),
-            Needs(root=("norm", "head"), outputs=(Taken(call=units - 1, output=0),)),
+            CallInputs(root=("embedding",)),
+            *(CallInputs(outputs=(StageInput(call=k, output=0),)) for k in range(units - 1)),
+            CallInputs(root=("norm", "head"), outputs=(StageInput(call=units - 1, output=0),)),
         ),
         kinds=(block,),
         root=root,

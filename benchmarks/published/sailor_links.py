@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from itertools import combinations_with_replacement
 
-from gpumix.schema.cluster.network import Link, LinkOf, Network
+from gpumix.schema.cluster.network import ClassPairLink, Link, Network
 from gpumix.schema.curve import Curve
 from published import read
 from published.sailor import HOST_GPUS, Group
@@ -31,7 +31,7 @@ def network(groups: Iterable[Group]) -> Network:
     """
     kinds = sorted({group.name: group for group in groups}.values(), key=lambda g: g.name)
     between = [
-        LinkOf(
+        ClassPairLink(
             where="between",
             classes=(one.name, other.name),
             link=_link(
@@ -42,7 +42,9 @@ def network(groups: Iterable[Group]) -> Network:
     ]
     pair = read("sailor/providers/intra_node_bandwidths.json")
     inside = [
-        LinkOf(where="inside", classes=(kind.name, kind.name), link=_link(pair[kind.gpu]["2"], 1))
+        ClassPairLink(
+            where="inside", classes=(kind.name, kind.name), link=_link(pair[kind.gpu]["2"], 1)
+        )
         for kind in kinds
     ]
     return Network(exceptions=(*between, *inside))

@@ -21,7 +21,7 @@ from torch import nn
 
 from gpumix.engine.engine import Engine
 from gpumix.integrations.common import plan_and_shard
-from gpumix.integrations.common.even_plan import called_of, calls_of
+from gpumix.integrations.common.even_plan import record_unit_calls, select_called_units
 from gpumix.schema.plan.plan import Plan
 from gpumix.testing import Share, plan_for
 from scripts_of import comparing
@@ -234,26 +234,26 @@ def _plain(value: Any) -> Any:
 def _rank(script: Script, output: Path, place: tuple[int, int, int]) -> Any:
     launched(*place)
 
-    def by_hand(model: nn.Module, training: plan_and_shard.Training, *_: Any) -> Plan:
+    def by_hand(model: nn.Module, training: plan_and_shard.TrainingSetup, *_: Any) -> Plan:
         return plan_by_hand(script.plan, model, training)
 
-    plan_and_shard._planned = by_hand
+    plan_and_shard._measure_and_plan = by_hand
     return _run(script, script.changed(), output)
 
 
-def plan_by_hand(kind: str, model: nn.Module, training: plan_and_shard.Training) -> Plan:
+def plan_by_hand(kind: str, model: nn.Module, training: plan_and_shard.TrainingSetup) -> Plan:
     """Of a model that a program is about to train."""
     shares, zero_stage = shares_of(kind, training.global_batch)
     batch = training.make_batch(min(2, training.global_batch))
     assert training.loss is not None
     loss = training.loss
     dtype = training.precision
-    calls = calls_of(model, torch.enable_grad()(lambda: loss(model, batch)))
+    calls = record_unit_calls(model, torch.enable_grad()(lambda: loss(model, batch)))
     return plan_for(
         model,
         shares,
         calls=calls,
-        units=called_of(model, calls),
+        units=select_called_units(model, calls),
         length=training.sequence_length,
         zero_stage=zero_stage,
         compute_dtype=plan_and_shard.precision_of_weights(model) if dtype == "auto" else dtype,

@@ -21,7 +21,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from gpumix.hardware.host.environment import cache_folder
-from gpumix.hardware.memory_limit.build_allocator import LIBRARIES
+from gpumix.hardware.memory_limit.build_allocator import LIBRARY_FOLDER
 from gpumix.schema.errors import GpumixError
 from suites_of import results, stand_ins, swaps
 from zoo_of.forking import kill_group
@@ -127,11 +127,11 @@ class Walk:
 
 def _with_libraries(folder: Path) -> None:
     """Put what gpumix compiled before into a cache folder that is else empty."""
-    compiled = cache_folder() / LIBRARIES
+    compiled = cache_folder() / LIBRARY_FOLDER
     if compiled.is_dir():
         own = folder / cache_folder().name
         own.mkdir(mode=0o700)
-        shutil.copytree(compiled, own / LIBRARIES)
+        shutil.copytree(compiled, own / LIBRARY_FOLDER)
 
 
 def _wait(pid: int, limit: float) -> bool:

@@ -32,10 +32,10 @@ def plan_by_hands() -> None:
     from gpumix.schema.plan.plan import Plan
     from scripts_of.running import plan_by_hand
 
-    def planned(model: nn.Module, training: plan_and_shard.Training, *_: Any) -> Plan:
-        return plan_by_hand("E" if plan_and_shard.world() == 1 else "D", model, training)
+    def planned(model: nn.Module, training: plan_and_shard.TrainingSetup, *_: Any) -> Plan:
+        return plan_by_hand("E" if plan_and_shard.get_world_size() == 1 else "D", model, training)
 
-    plan_and_shard._planned = planned
+    plan_and_shard._measure_and_plan = planned
 
 
 def of_transformers(note: Note) -> None:

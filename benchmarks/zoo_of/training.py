@@ -14,13 +14,13 @@ import torch
 import transformers
 from torch import nn
 
-from gpumix.engine.loss.reduction import TOLD, SummedLoss
-from gpumix.engine.sharding.unit_discovery import dissect
-from gpumix.integrations.common.even_plan import called_of, calls_of
+from gpumix.engine.loss.reduction import SUM_AND_COUNT, SummedLoss
+from gpumix.engine.sharding.unit_discovery import split_into_units
+from gpumix.integrations.common.even_plan import record_unit_calls, select_called_units
 from gpumix.integrations.transformers import Trainer
 from gpumix.profiler.compute.dataflow import find_flows
-from gpumix.profiler.compute.unit_fixture import Specimens
-from gpumix.profiler.compute.unit_kinds import tell_apart
+from gpumix.profiler.compute.unit_fixture import UnitFixture
+from gpumix.profiler.compute.unit_kinds import separate_kinds
 from gpumix.schema.errors import GpumixError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
@@ -187,7 +187,7 @@ def _plan_of(kind: str, entry: Entry, found: Found, number: int) -> Plan | NoPla
         return _staged(entry, found)
     model = found.model(entry)
     calls = _calls(model, found)
-    called = called_of(model, calls)
+    called = select_called_units(model, calls)
     if kind == "A":
         shares = [Share(4, 2, state=1), Share(2, 1, state=3)]
         return plan_for(model, shares, calls=calls, units=called, zero_stage=3)
@@ -197,7 +197,7 @@ def _plan_of(kind: str, entry: Entry, found: Found, number: int) -> Plan | NoPla
 
 def _calls(model: nn.Module, found: Found) -> list[str]:
     feed = found.feed(model)
-    return calls_of(model, lambda: model(**feed.collate(feed.samples(2, seed=0))))
+    return record_unit_calls(model, lambda: model(**feed.collate(feed.samples(2, seed=0))))
 
 
 def _staged(entry: Entry, found: Found) -> Plan | NoPlan:
@@ -206,17 +206,17 @@ def _staged(entry: Entry, found: Found) -> Plan | NoPlan:
     calls = _calls(found.model(entry), found)
     if len(calls) < 2:
         return NoPlan("fewer than two unit calls")
-    anatomy = dissect(model, called_of(model, calls))
+    anatomy = split_into_units(model, select_called_units(model, calls))
     fingerprint = anatomy.fingerprint()
-    specimens = Specimens(
+    specimens = UnitFixture(
         model,
         anatomy,
         device=torch.device("cpu"),
         compute_dtype=torch.float32,
-        objective=SummedLoss(_loss_alone, TOLD),
+        objective=SummedLoss(_loss_alone, SUM_AND_COUNT),
     )
     batch = feed.collate(feed.samples(2, seed=0))
-    tell_apart(specimens, batch)
+    separate_kinds(specimens, batch)
     flows = find_flows(specimens, batch, in_chunks=False)
     if flows.no_stages:
         return NoPlan(flows.no_stages)

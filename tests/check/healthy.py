@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from gpumix.check.facts.cluster import (
-    ClockFacts,
+    ClockOffset,
     FolderFacts,
     GpuSpeed,
     HostFacts,
     JobFacts,
-    JobOnHost,
+    JobHostFacts,
     PairFacts,
     ProcessLimits,
     RankFacts,
@@ -18,7 +18,7 @@ from gpumix.check.facts.cluster import (
     Survey,
 )
 from gpumix.check.finding import Finding, Severity
-from gpumix.check.judge import judge
+from gpumix.check.judge import evaluate_survey
 from gpumix.hardware.discovery.gpu_health import GpuHealth
 
 GIB = 2**30
@@ -110,13 +110,13 @@ JOB = JobFacts(
     checkpoint_bytes=12 * GIB,
     checkpoints=3,
     copies=4,
-    on_hosts={host: JobOnHost(data="3 files, abc", shared=True) for host in HOSTS},
+    on_hosts={host: JobHostFacts(data="3 files, abc", shared=True) for host in HOSTS},
 )
 HEALTHY = Survey(
     ranks=tuple(rank_of(number) for number in range(4)),
     hosts=dict.fromkeys(HOSTS, HOST),
     pairs=PAIRS,
-    clocks=(ClockFacts(host="host-b", ahead_s=0.002, give_or_take_s=0.001),),
+    clocks=(ClockOffset(host="host-b", ahead_s=0.002, give_or_take_s=0.001),),
     job=JOB,
 )
 
@@ -163,7 +163,7 @@ def with_job(**changes: Any) -> Survey:
 
 def wrong(survey: Survey) -> list[Finding]:
     """What is found beside what is fine."""
-    return [one for one in judge(survey) if one.severity is not Severity.OK]
+    return [one for one in evaluate_survey(survey) if one.severity is not Severity.OK]
 
 
 def only(survey: Survey) -> Finding:

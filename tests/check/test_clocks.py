@@ -13,7 +13,7 @@ from healthy import rank_of
 import gpumix
 from gpumix.check.probes import worker
 from gpumix.check.probes.probe import RankProbe
-from gpumix.check.probes.requests import AskedRanks
+from gpumix.check.probes.requests import RankClients
 from gpumix.check.survey import Surveyor
 
 LIMIT_S = 20.0
@@ -41,7 +41,7 @@ def test_the_clock_of_another_host_is_read(skews, ahead_s):
     until = time.monotonic() + LIMIT_S
     hosts = ["host-a", "host-a", "host-b"]
     ranks = [
-        worker.Attendant(
+        worker.TaskServer(
             SimpleNamespace(rank=rank),
             None,
             store,
@@ -56,7 +56,7 @@ def test_the_clock_of_another_host_is_read(skews, ahead_s):
     ]
     for thread in threads:
         thread.start()
-    crew = AskedRanks(store, len(ranks), until)
+    crew = RankClients(store, len(ranks), until)
     surveyor = Surveyor(crew, None, lambda _: None)
     surveyor._meet()
     (clock,) = surveyor._clocks()

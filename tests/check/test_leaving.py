@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from gpumix.check import run
-from gpumix.check.probes.worker import KEYS
+from gpumix.check.probes.worker import STORE_PREFIX
 from gpumix.hardware.host.environment import TorchrunPlace
 from gpumix.schema.errors import InputError
 
@@ -32,19 +32,21 @@ def place(rank: int) -> TorchrunPlace:
 
 def test_a_job_that_no_process_can_read(monkeypatch):
     store = dist.HashStore()
-    monkeypatch.setattr(run, "store_of", lambda seat, patience_s: store)
+    monkeypatch.setattr(run, "connect_store", lambda seat, patience_s: store)
 
     def unreadable():
         raise InputError("there is no such job file")
 
     found = []
     until = time.monotonic() + LIMIT_S
-    other = threading.Thread(target=lambda: found.append(run._attend(place(1), unreadable, until)))
+    other = threading.Thread(
+        target=lambda: found.append(run._run_other_rank(place(1), unreadable, until))
+    )
     leaving = ExitStack()
     other.start()
     with pytest.raises(InputError, match="no such job"):
-        run._speaker(place(0), unreadable, until, print, leaving)
-    store.wait([f"{KEYS}/1/hello"])  # it has told what is wrong with it
+        run._run_first_rank(place(0), unreadable, until, print, leaving)
+    store.wait([f"{STORE_PREFIX}/1/hello"])  # it has told what is wrong with it
     other.join(0.3)
     assert other.is_alive()
     leaving.close()

@@ -25,7 +25,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     monkeypatch.setattr(probe, "LOADED_ROWS", 128)
     monkeypatch.setattr(probe, "COPIED_BYTES", 2**20)
-    monkeypatch.setitem(peak_flops.LARGEST, "cpu", 128)
+    monkeypatch.setitem(peak_flops.MAX_MATRIX_ROWS, "cpu", 128)
     found = RankProbe(SEAT, ProbeSettings(GPU))
     found._runtime = SimpleNamespace(
         torch_device=torch.device("cpu"), memory_limit_bytes=2**30, synchronize=lambda: None
@@ -44,7 +44,7 @@ def test_a_device_that_others_have_filled(stand_in, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 384.00 MiB")
 
-    monkeypatch.setattr(probe, "measured_peak", full)
+    monkeypatch.setattr(probe, "measure_peak", full)
     with pytest.raises(MachineError, match="too little free memory") as caught:
         stand_in.answer("speed", {})
     assert "nvidia-smi" in caught.value.fix

@@ -26,12 +26,12 @@ from healthy import (
     wrong,
 )
 
-from gpumix.check.facts.cluster import ClockFacts, FolderFacts, PairFacts, ProcessLimits, RankFacts
+from gpumix.check.facts.cluster import ClockOffset, FolderFacts, PairFacts, ProcessLimits, RankFacts
 from gpumix.check.finding import Finding, Severity
-from gpumix.check.judge import CHECKS, judge
-from gpumix.check.rules.links import links
-from gpumix.check.rules.software import runs_on
-from gpumix.schema.cluster.network import Network, link
+from gpumix.check.judge import CHECKS, evaluate_survey
+from gpumix.check.rules.links import check_links
+from gpumix.check.rules.software import get_kernel_support
+from gpumix.schema.cluster.network import Network, parse_link
 
 ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
 LOW = FolderFacts(role="output", path="/shared/run", free_bytes=30 * GIB)
@@ -40,7 +40,7 @@ FULL = FolderFacts(role="cache", path="/root/.cache/gpumix", free_bytes=2**20)
 
 
 def test_a_cluster_that_lacks_nothing_has_one_line_for_each_check():
-    found = judge(HEALTHY)
+    found = evaluate_survey(HEALTHY)
     assert {one.severity for one in found} == {Severity.OK}
     silent = {"settings"}  # nothing is set
     assert {one.check for one in found} == {check.name for check in CHECKS} - silent
@@ -48,7 +48,7 @@ def test_a_cluster_that_lacks_nothing_has_one_line_for_each_check():
 
 
 def test_numbers_stand_beside_what_is_fine():
-    links = next(one for one in judge(HEALTHY) if one.check == "links")
+    links = next(one for one in evaluate_survey(HEALTHY) if one.check == "links")
     assert links.measured["ranks 0 and 1 bytes_per_s"] == pytest.approx(20e9)
     assert links.what == (
         "2 pairs inside hosts, the slowest 20 GB/s and 0.02 ms; "
@@ -178,7 +178,7 @@ def test_patches_of_python_and_a_newer_driver_are_fine():
     ],
 )
 def test_which_cards_a_wheel_has_kernels_for(arches, capability, how):
-    assert runs_on(arches, capability) == how
+    assert get_kernel_support(arches, capability) == how
 
 
 def test_a_card_that_the_wheel_has_no_kernels_for():
@@ -220,7 +220,7 @@ def test_unlike_classes_are_not_compared():
 
 def test_clocks_that_differ_by_less_than_is_known_do_not_count():
     def with_clock(ahead_s: float, sure_s: float):
-        clock = ClockFacts(host="host-b", ahead_s=ahead_s, give_or_take_s=sure_s)
+        clock = ClockOffset(host="host-b", ahead_s=ahead_s, give_or_take_s=sure_s)
         return HEALTHY.model_copy(update={"clocks": (clock,)})
 
     assert wrong(with_clock(1.2, 0.5)) == []
@@ -236,7 +236,7 @@ def test_what_is_of_gpus_is_not_said_of_emulated_devices():
     survey = HEALTHY.model_copy(
         update={"ranks": tuple(map(emulated, range(4))), "hosts": hosts, "clocks": ()}
     )
-    found = judge(survey)
+    found = evaluate_survey(survey)
     assert {one.severity for one in found} == {Severity.OK}
     assert not {"driver", "kernels", "gpus", "speed", "cores", "clocks"} & {f.check for f in found}
 
@@ -244,7 +244,7 @@ def test_what_is_of_gpus_is_not_said_of_emulated_devices():
 def test_what_is_emulated_is_said_to_be_on_this_machine_with_its_hosts():
     def told(*ranks: RankFacts) -> dict[str, str]:
         survey = HEALTHY.model_copy(update={"ranks": ranks, "clocks": ()})
-        return {one.check: one.what for one in judge(survey)}
+        return {one.check: one.what for one in evaluate_survey(survey)}
 
     there = tuple(map(emulated, range(4)))
     every = told(*there)
@@ -304,14 +304,14 @@ def test_where_nobody_reaches_anybody_each_pair_is_named():
 
 
 def test_a_link_is_held_against_what_the_cluster_file_says():
-    network = Network(between=link("100GbE"))
+    network = Network(between=parse_link("100GbE"))
     assert wrong(HEALTHY) == []
     found = only(with_pairs(pair_of(0, 2, message_s=2**26 / 3e9), network=network))
     assert found.severity is WARNING
     assert "move 3 GB/s, 100GbE should give 10.6 GB/s" in found.what
     assert "ethtool" in found.fix
     assert found.measured["bytes_per_s"] == pytest.approx(3e9)
-    slower = Network(between=link("25GbE"))
+    slower = Network(between=parse_link("25GbE"))
     assert wrong(with_pairs(pair_of(0, 2, message_s=2**26 / 3e9), network=slower)) == []
 
 
@@ -349,7 +349,7 @@ def test_two_ranks_that_reach_nobody_are_both_named_and_no_gpu_is_blamed():
     )
     cpus = tuple(rank.model_copy(update={"accelerator": "cpu"}) for rank in HEALTHY.ranks)
     for ranks, said in ((HEALTHY.ranks, "nvidia-smi"), (cpus, "busy")):
-        found = list(links(HEALTHY.model_copy(update={"pairs": pairs, "ranks": ranks})))
+        found = list(check_links(HEALTHY.model_copy(update={"pairs": pairs, "ranks": ranks})))
         wrong = [one for one in found if one.severity is ERROR]
         assert [one.device for one in wrong] == [HEALTHY.ranks[rank].device for rank in lost]
         assert all(said in one.fix for one in wrong)

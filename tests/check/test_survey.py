@@ -13,7 +13,7 @@ import gpumix
 from gpumix.check import run, survey
 from gpumix.check.facts.cluster import Survey
 from gpumix.check.finding import Severity
-from gpumix.check.judge import judge
+from gpumix.check.judge import evaluate_survey
 from gpumix.check.probes.probe import RankProbe
 from gpumix.schema.reading.read import read_job
 
@@ -37,8 +37,10 @@ def job(tmp_path):
 
 
 def survey_of(job, make=RankProbe) -> Survey:
-    given = run._Given(read_job(job), job.parent, time.monotonic() + run.LIMIT_S, make, debug=False)
-    return run._alone(given, say=lambda _: None)
+    given = run._CheckInputs(
+        read_job(job), job.parent, time.monotonic() + run.LIMIT_S, make, debug=False
+    )
+    return run._survey_this_host(given, say=lambda _: None)
 
 
 def test_an_emulated_mixture_lacks_nothing(job, tmp_path):
@@ -93,7 +95,7 @@ def test_a_folder_that_hosts_do_not_share(job):
 
 def test_it_ends_in_its_time_whatever_hangs(job, monkeypatch):
     monkeypatch.setattr(run, "LIMIT_S", 6.0)
-    found = judge(survey_of(job, make=Stuck))
+    found = evaluate_survey(survey_of(job, make=Stuck))
     assert [one.device for one in found if one.check == "ranks"] == ["fast-0", "slow-0", "slow-1"]
     assert all("no answer" in one.what for one in found if one.severity is Severity.ERROR)
 
@@ -117,7 +119,7 @@ def test_a_model_that_cannot_be_built(tmp_path):
 )
 def test_a_rank_with_another_gpumix_is_not_asked_anything(changes, said):
     told = rank_of(1, gpumix=gpumix.__version__).model_dump() | changes
-    found = survey._came(1, told)
+    found = survey._parse_hello(1, told)
     assert found.trouble.startswith(said) and found.host == "host-a" and found.fix
 
 

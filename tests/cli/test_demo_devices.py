@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumix.cli.demo_devices import EMULATED, demo_devices
+from gpumix.cli.demo_devices import EMULATED_CLUSTER, choose_demo_devices
 
 sys.path.append(str(Path(__file__).parents[1] / "hardware"))
 from hardware_helpers import FakeCard, FakeNvml, built_for
@@ -22,7 +22,7 @@ def nvml(monkeypatch):
 
 def test_unlike_gpus_are_used(nvml):
     nvml.cards = [FakeCard("GPU-1"), A100, FakeCard("GPU-3")]
-    found = demo_devices()
+    found = choose_demo_devices()
     assert (found.cluster, found.emulated) == ("auto", False)
     assert found.said.endswith("nothing is emulated: 2 x rtx-3090 and 1 x a100-sxm4-40gb")
     assert found.model_size["n_embd"] == 768 and found.sequence_length == 512
@@ -30,8 +30,8 @@ def test_unlike_gpus_are_used(nvml):
 
 def test_gpus_of_one_class_show_nothing_unequal(nvml):
     nvml.cards = [FakeCard("GPU-1"), FakeCard("GPU-2")]
-    found = demo_devices()
-    assert found.cluster is EMULATED and found.sequence_length == 128
+    found = choose_demo_devices()
+    assert found.cluster is EMULATED_CLUSTER and found.sequence_length == 128
     assert found.said.startswith("2 GPUs of class rtx-3090 on this host, nothing unequal to show")
     assert "speeds and memory are stated" in found.said and "is real" in found.said
 
@@ -43,7 +43,7 @@ def test_a_host_without_gpus_says_why(nvml, monkeypatch, hidden):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     else:
         nvml.init_error = "LibraryNotFound"
-    found = demo_devices()
+    found = choose_demo_devices()
     assert found.emulated
     said = "CUDA_VISIBLE_DEVICES= hides the GPUs" if hidden else "this host has no GPU"
     assert found.said.startswith(said)
@@ -52,5 +52,5 @@ def test_a_host_without_gpus_says_why(nvml, monkeypatch, hidden):
 def test_gpus_that_torch_cannot_use_are_told(nvml, monkeypatch):
     nvml.cards = [FakeCard("GPU-1"), A100]
     built_for(monkeypatch, "", "")
-    found = demo_devices()
+    found = choose_demo_devices()
     assert found.emulated and "no CUDA built in" in found.said and "pip install" in found.said

@@ -11,7 +11,7 @@ from click.testing import Result
 from jobs import OWN_PROFILES, plan_for, train, write_job
 from verbs import gpumix, refused
 
-from gpumix.cli.profile_source import PlanOptions, profile_beside
+from gpumix.cli.profile_source import PlanOptions, get_profile_path
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.step_trace import Trace
@@ -38,7 +38,7 @@ def estimated(tmp_path_factory):
     asked = PlanOptions(None, [], cluster=CLUSTER, model="3B", sequence_length=1024)
     profile = asked.source().profile
     make_plan(profile, 48, strategy="even", space=FEW).save(path)
-    profile.save(profile_beside(path))
+    profile.save(get_profile_path(path))
     return path
 
 

@@ -77,12 +77,14 @@ def test_the_course_of_a_run_is_one_line(run, monkeypatch):
     [(6, 9, "██████░░░┃░░"), (12, 12, "███████████┃"), (0, None, "░░░░░░░░░░░░"), (None, 3, "–")],
 )
 def test_memory_is_a_bar_with_what_was_planned(used, expected, shown):
-    assert words.gauge(used, expected, 12) == shown
+    assert words.draw_gauge(used, expected, 12) == shown
 
 
 def test_many_steps_are_as_wide_as_few():
-    assert words.spark([float(n) for n in range(960)]) == words.spark(list(map(float, range(24))))
-    assert words.spark([]) == "" and words.spark([2.0, 2.0]) == "▁▁"
+    assert words.draw_sparkline([float(n) for n in range(960)]) == words.draw_sparkline(
+        list(map(float, range(24)))
+    )
+    assert words.draw_sparkline([]) == "" and words.draw_sparkline([2.0, 2.0]) == "▁▁"
 
 
 def test_samples_of_stages_are_not_added_up(run):
@@ -162,9 +164,9 @@ def test_ctrl_c_ends_it(run):
 @pytest.mark.parametrize(("silent_s", "over"), [(10, False), (500, False), (700, True)])
 def test_a_run_that_is_silent_for_long_is_over(run, silent_s, over):
     tell(run, "training", time=time.time() - silent_s)
-    assert top.over(read_run(run)) is over
+    assert top.has_ended(read_run(run)) is over
 
 
 def test_long_steps_are_waited_for(run):
     tell(run, "training", time=time.time() - 700, step_s=60.0)
-    assert not top.over(read_run(run))
+    assert not top.has_ended(read_run(run))

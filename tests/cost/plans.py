@@ -12,14 +12,14 @@ from gpumix.cost.network.collective_times import (
     BufferCuts,
     CollectiveSeconds,
     ShardedLayout,
-    links_for,
+    compute_collective_seconds,
 )
-from gpumix.cost.network.link_times import Free, TimedCollectives
-from gpumix.planner.common.sharding_setting import setting_of
-from gpumix.planner.common.strategy import DevicePart, PlanRequest, assemble, ranked_devices
+from gpumix.cost.network.link_times import FreeLinks, TimedCollectives
+from gpumix.planner.common.sharding_setting import make_setting
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, ranked_devices
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.job.search_space import EVERYTHING
-from gpumix.schema.plan.dtypes import communication_dtype
+from gpumix.schema.plan.dtypes import choose_communication_dtype
 from gpumix.schema.plan.plan import Collectives, Plan
 from gpumix.schema.plan.stage import Mode, Stage, Worker
 from gpumix.schema.profile.profile import Profile
@@ -29,9 +29,9 @@ def links_of(
     profile: Profile, collectives: Collectives, shares: tuple[float, ...]
 ) -> CollectiveSeconds:
     """The collectives of ZeRO-3 over all ranks."""
-    wire = TimedCollectives(profile.network) if profile.network else Free()
-    dtype = communication_dtype(c.compute_dtype for c in profile.classes)
-    return links_for(
+    wire = TimedCollectives(profile.network) if profile.network else FreeLinks()
+    dtype = choose_communication_dtype(c.compute_dtype for c in profile.classes)
+    return compute_collective_seconds(
         profile, wire, ShardedLayout(3, "all", collectives, BufferCuts.at(shares), dtype)
     )
 
@@ -51,8 +51,8 @@ def plans_of(draw: st.DrawFn, profile: Profile) -> Plan:
         )
         for device, n, weight in zip(devices, samples, weights)
     }
-    return assemble(
-        setting_of(profile, devices),
+    return build_plan(
+        make_setting(profile, devices),
         strategy="random",
         global_batch=sum(samples),
         parts=parts,
@@ -112,7 +112,7 @@ def plans_of_all_kinds(draw: st.DrawFn, profile: Profile) -> Plan:
         model=profile.model.fingerprint,
         sequence_length=profile.sequence_length,
         global_batch=sum(samples),
-        communication_dtype=communication_dtype(c.compute_dtype for c in profile.classes),
+        communication_dtype=choose_communication_dtype(c.compute_dtype for c in profile.classes),
         stages=(
             Stage(
                 units=profile.model.calls,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from profiles import GIB, Card, block, curve, line, profile, root, steady
 
-from gpumix.cost.device_alone import ideal_tokens_per_s, samples_per_s_alone
+from gpumix.cost.device_alone import compute_ideal_samples_per_s, compute_ideal_tokens_per_s
 from gpumix.planner.plan import plan
 from gpumix.schema.profile.profile import ROOT, Profile, UnitTimes
 
@@ -29,22 +29,26 @@ def measured(*, largest: int | None = None) -> Profile:
 
 def test_the_fastest_micro_batch_and_mode_count():
     # Two calls, forward and backward of a kept graph, and the root, for two samples.
-    assert samples_per_s_alone(measured(), "curved") == pytest.approx(2 / (2 * (1.4 + 3.0) + 0.2))
+    assert compute_ideal_samples_per_s(measured(), "curved") == pytest.approx(
+        2 / (2 * (1.4 + 3.0) + 0.2)
+    )
 
 
 def test_micro_batches_that_did_not_fit_do_not_count():
-    found = samples_per_s_alone(measured(largest=1), "curved")
+    found = compute_ideal_samples_per_s(measured(largest=1), "curved")
     assert found == pytest.approx(1 / (2 * (1.0 + 2.0) + 0.1))
 
 
 def test_a_graph_that_was_not_measured_is_not_kept():
-    assert samples_per_s_alone(measured(), "straight") == pytest.approx(1 / (2 * (0.5 + 1.5)))
+    assert compute_ideal_samples_per_s(measured(), "straight") == pytest.approx(
+        1 / (2 * (0.5 + 1.5))
+    )
 
 
 def test_devices_add_up():
     found = measured()
-    alone = {name: samples_per_s_alone(found, name) for name in ("curved", "straight")}
-    both = ideal_tokens_per_s(found, ["straight", "curved", "straight"])
+    alone = {name: compute_ideal_samples_per_s(found, name) for name in ("curved", "straight")}
+    both = compute_ideal_tokens_per_s(found, ["straight", "curved", "straight"])
     samples = alone["curved"] + 2 * alone["straight"]
     assert both == pytest.approx(samples * found.sequence_length)
 
@@ -57,4 +61,4 @@ def test_a_device_that_lacks_no_memory_reaches_it_by_its_plan(name):
     only = found.model_copy(update={"cluster": found.cluster.only({device})})
     prediction = plan(only, 32).prediction
     assert prediction is not None
-    assert prediction.tokens_per_s == pytest.approx(ideal_tokens_per_s(only, [name]))
+    assert prediction.tokens_per_s == pytest.approx(compute_ideal_tokens_per_s(only, [name]))

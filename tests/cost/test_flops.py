@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from gpumix.cost.flops import _Counted
+from gpumix.cost.flops import _StageFlopCounter
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.splitting import split_micro_batches
 from gpumix.schema.profile.profile import UnitKind
@@ -25,7 +25,7 @@ CALLS = [kind("a", 3.0), kind("b", 5.0, 1.0), kind("a", 3.0)]
 
 
 def test_the_models_flops_do_not_depend_on_the_plan():
-    counted = _Counted(CALLS, root=7.0)
+    counted = _StageFlopCounter(CALLS, root=7.0)
     found = {
         counted(6, m, r, k).model for m, r, k in itertools.product((1, 4, 6), (True, False), (0, 2))
     }
@@ -38,10 +38,10 @@ def test_each_pair_that_keeps_no_graph_is_computed_again(samples, micro_batch, k
     sizes = split_micro_batches(samples, micro_batch)
     pairs = [call.flops * size for call in CALLS for size in sizes]
     again = sum(pairs[: max(0, len(pairs) - kept)])
-    found = _Counted(CALLS, root=7.0)(samples, micro_batch, True, kept)
+    found = _StageFlopCounter(CALLS, root=7.0)(samples, micro_batch, True, kept)
     assert found.hardware - found.model == pytest.approx(again + samples * 1.0)
 
 
 def test_whoever_keeps_graphs_or_has_no_samples_computes_nothing_again():
-    assert _Counted(CALLS, 7.0)(4, 2, False, 0).hardware == 4 * (33.0 + 7.0) + 4 * 1.0
-    assert _Counted(CALLS, 7.0)(0, 0, True, 0) == (0.0, 0.0)
+    assert _StageFlopCounter(CALLS, 7.0)(4, 2, False, 0).hardware == 4 * (33.0 + 7.0) + 4 * 1.0
+    assert _StageFlopCounter(CALLS, 7.0)(0, 0, True, 0) == (0.0, 0.0)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from gpumix.cost.layout.chunk_rows import (
     GPU_CHUNK_BYTES,
     bytes_per_logit,
-    chunk_bytes,
-    rows_per_chunk,
+    compute_chunk_bytes,
+    compute_chunk_rows,
 )
 
 SIZES = {"vocabulary": st.integers(2, 300_000), "width": st.integers(1, 20_000)}
@@ -18,14 +18,14 @@ SIZES = {"vocabulary": st.integers(2, 300_000), "width": st.integers(1, 20_000)}
 
 @given(rows=st.integers(1, 1_000_000), on_gpu=st.booleans(), **SIZES)
 def test_a_power_of_two_or_all(rows, on_gpu, vocabulary, width):
-    chunk = rows_per_chunk(rows, vocabulary=vocabulary, width=width, on_gpu=on_gpu)
+    chunk = compute_chunk_rows(rows, vocabulary=vocabulary, width=width, on_gpu=on_gpu)
     assert 1 <= chunk <= rows
     assert chunk == rows or chunk.bit_count() == 1
 
 
 @given(rows=st.integers(128, 1_000_000), **SIZES)
 def test_a_chunk_is_no_larger_than_what_is_there_anyway(rows, vocabulary, width):
-    chunk = rows_per_chunk(rows, vocabulary=vocabulary, width=width)
+    chunk = compute_chunk_rows(rows, vocabulary=vocabulary, width=width)
     assert chunk <= 128 or chunk * vocabulary <= max(rows * width, width * vocabulary / 4)
 
 
@@ -34,19 +34,21 @@ def test_a_chunk_is_no_larger_than_what_is_there_anyway(rows, vocabulary, width)
     [(512, 32_768, 256, 128), (16_384, 128_256, 4096, 1024), (100, 50_257, 768, 100)],
 )
 def test_usual_sizes(rows, vocabulary, width, chunk):
-    assert rows_per_chunk(rows, vocabulary=vocabulary, width=width) == chunk
+    assert compute_chunk_rows(rows, vocabulary=vocabulary, width=width) == chunk
 
 
 def test_a_large_vocabulary_takes_far_less_than_its_logits():
     whole = 16_384 * 128_256 * (2 + 4 + 4)  # logits in bf16, in fp32, and their logarithms
-    assert chunk_bytes(16_384, vocabulary=128_256, width=4096, compute_bytes=2) < whole / 15
+    assert compute_chunk_bytes(16_384, vocabulary=128_256, width=4096, compute_bytes=2) < whole / 15
 
 
 @given(rows=st.integers(1, 1_000_000), fused=st.booleans(), **SIZES)
 def test_a_gpu_takes_more_rows_within_its_budget(rows, fused, vocabulary, width):
-    anywhere = rows_per_chunk(rows, vocabulary=vocabulary, width=width)
+    anywhere = compute_chunk_rows(rows, vocabulary=vocabulary, width=width)
     size = bytes_per_logit(2, fused=fused)
-    chunk = rows_per_chunk(rows, vocabulary=vocabulary, width=width, on_gpu=True, logit_bytes=size)
+    chunk = compute_chunk_rows(
+        rows, vocabulary=vocabulary, width=width, on_gpu=True, logit_bytes=size
+    )
     assert chunk == anywhere or chunk * vocabulary * size <= GPU_CHUNK_BYTES
     assert chunk >= anywhere
 
@@ -59,4 +61,4 @@ def test_usual_sizes_on_a_gpu(vocabulary, width, fused, chunk):
     """Of bf16; 512 rows, which are bound by memory, only where nothing larger fits."""
     size = bytes_per_logit(2, fused=fused)
     sizes = {"vocabulary": vocabulary, "width": width, "logit_bytes": size}
-    assert rows_per_chunk(16_384, on_gpu=True, **sizes) == chunk
+    assert compute_chunk_rows(16_384, on_gpu=True, **sizes) == chunk

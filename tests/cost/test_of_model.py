@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from profiles import FREE, GIB, Card, block, in_a_row, profile, root, steady
 
-from gpumix.cost.model_match import check_use
+from gpumix.cost.model_match import check_settings_have_effect
 from gpumix.cost.predict import predict
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.errors import InputError
@@ -102,7 +102,7 @@ def test_what_would_have_no_effect_is_refused(made, changes, told):
     (worker,) = made.model_dump(mode="json")["stages"][0]["workers"]
     wanted = {"samples": 4, "micro_batch": 1, "mode": {"recompute": True}} | changes
     with pytest.raises(InputError, match=told):
-        check_use(edited(made, 0, workers=[worker | wanted]))
+        check_settings_have_effect(edited(made, 0, workers=[worker | wanted]))
 
 
 def test_more_graphs_than_there_are_cannot_be_kept():
@@ -110,7 +110,7 @@ def test_more_graphs_than_there_are_cannot_be_kept():
     workers = one.model_dump(mode="json")["stages"][0]["workers"]
     workers[0]["kept_graphs"] = 1 + 4 * len(one.workers[0].micro_batches)
     with pytest.raises(InputError, match=r"'kept_graphs' is \d+, device '.*' has \d+ pairs"):
-        check_use(edited(one, 0, workers=workers))
+        check_settings_have_effect(edited(one, 0, workers=workers))
 
 
 def test_a_schedule_that_would_split_nothing_is_refused(made):
@@ -119,9 +119,9 @@ def test_a_schedule_that_would_split_nothing_is_refused(made):
     for worker in workers:
         worker["mode"] = {"recompute": True}
     with pytest.raises(InputError, match="splits the backward of kept graphs, and all devices"):
-        check_use(Plan.model_validate(tree))
+        check_settings_have_effect(Plan.model_validate(tree))
     workers[0]["mode"] = {"recompute": False}
-    check_use(Plan.model_validate(tree))
+    check_settings_have_effect(Plan.model_validate(tree))
 
 
 def test_in_waves_a_stage_splits_where_all_of_its_devices_keep_graphs(made):
@@ -135,6 +135,6 @@ def test_in_waves_a_stage_splits_where_all_of_its_devices_keep_graphs(made):
             for n in range(2)
         ]
     with pytest.raises(InputError, match="kept graphs, and in each stage some devices recompute"):
-        check_use(Plan.model_validate(tree))
+        check_settings_have_effect(Plan.model_validate(tree))
     tree["stages"][0]["workers"][0]["mode"] = {"recompute": False}
-    check_use(Plan.model_validate(tree))
+    check_settings_have_effect(Plan.model_validate(tree))

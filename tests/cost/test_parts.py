@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpumix.cost.layout.causes import in_parts
+from gpumix.cost.layout.causes import group_by_part
 
 
 def test_each_cause_is_in_one_part():
@@ -10,5 +10,5 @@ def test_each_cause_is_in_one_part():
         "state": 100, "replicas": 20, "buffers": 3, "gathered": 40, "gradients": 50,
         "activations": 1000, "boundary gradients": 200, "working set": 7, "framework": 10_000,
     }  # fmt: skip
-    assert in_parts(causes) == {"laid out": 213, "samples": 1207}
-    assert in_parts({}) == {"laid out": 0, "samples": 0}
+    assert group_by_part(causes) == {"laid out": 213, "samples": 1207}
+    assert group_by_part({}) == {"laid out": 0, "samples": 0}

@@ -10,12 +10,12 @@ from plans import links_of, plans_of
 from profiles import GIB, Card, block, line, profile, root, steady
 
 from draws import examples
-from gpumix.cost.layout.activation_phases import phases
+from gpumix.cost.layout.activation_phases import list_peak_phases
 from gpumix.cost.layout.curves import MicroBatches
-from gpumix.cost.network.buckets import Joining, buckets_of
+from gpumix.cost.network.buckets import BucketGrouping, build_buckets
 from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes, usable_bytes
-from gpumix.planner.common.sharding_setting import setting_of
-from gpumix.planner.common.strategy import DevicePart, PlanRequest, assemble, ranked_devices
+from gpumix.planner.common.sharding_setting import make_setting
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, ranked_devices
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.plan.stage import PLAIN
@@ -37,8 +37,8 @@ def one_worker(samples=4, micro_batch=2, **changes):
     )
     devices = ranked_devices(setting, PlanRequest(global_batch=1))
     part = DevicePart(samples, micro_batch, 0.5)
-    plan = assemble(
-        setting_of(setting, devices, cap=1.0),
+    plan = build_plan(
+        make_setting(setting, devices, cap=1.0),
         strategy="by hand",
         global_batch=2 * samples,
         parts={d.id: part for d in devices},
@@ -84,7 +84,7 @@ def test_a_share_within_the_capacity_always_fits(profile, data):
 def test_the_moments_of_a_deep_model_are_as_few_as_of_a_shallow_one():
     def moments(depth):
         cards = [Card("c", 1, GIB, steady(1.0))]
-        return phases(profile(cards, calls=("block",) * depth).model)
+        return list_peak_phases(profile(cards, calls=("block",) * depth).model)
 
     assert len(moments(200)) == len(moments(5))
 
@@ -92,7 +92,7 @@ def test_the_moments_of_a_deep_model_are_as_few_as_of_a_shallow_one():
 def test_gradients_that_wait_beside_make_more_moments_only_where_more_of_them_wait_earlier():
     def moments(waiting):
         model = profile([Card("c", 1, GIB, steady(1.0))], calls=("block",) * len(waiting)).model
-        return len(phases(model.model_copy(update={"waiting": waiting})))
+        return len(list_peak_phases(model.model_copy(update={"waiting": waiting})))
 
     assert moments((0.0, 1.0, 2.0, 3.0)) == moments((0.0, 0.0, 0.0, 0.0))
     assert moments((3.0, 1.0, 2.0, 0.0)) == moments((0.0, 0.0, 0.0, 0.0)) + 2
@@ -103,7 +103,7 @@ def laid_out(calls, joined=1):
     cards = [Card("c", 2, GIB, steady(1.0))]
     model = profile(cards, calls=("block",) * len(calls), kinds=[block(trainable=128)]).model
     model = model.model_copy(update={"calls": tuple(calls)})
-    buckets = buckets_of(model, Joining(joined))
+    buckets = build_buckets(model, BucketGrouping(joined))
     return buckets.full_bytes("fp32", 3) / 512, buckets.gradient_bytes(3) / 512
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumix.cost.schedule import NOTHING_SENT, Action, MicroBatchSchedule, StageSeat, replay
+from gpumix.cost.schedule import NO_TRANSFER, Action, MicroBatchSchedule, StageAssignment, replay
 from gpumix.schema.plan.plan import Plan
-from gpumix.schema.plan.stage import Stage, Taken, Worker
+from gpumix.schema.plan.stage import Stage, StageInput, Worker
 
 SCHEDULES = ["gpipe", "1f1b", "eager-1f1b", "zero-bubble"]
 
@@ -22,7 +22,7 @@ def pipeline(schedule: str, counts: list[list[int]]) -> MicroBatchSchedule:
     for number, of_stage in enumerate(counts):
         ends = list(accumulate(of_stage))
         seats = [
-            StageSeat(number, rank + n, range(end - count, end))
+            StageAssignment(number, rank + n, range(end - count, end))
             for n, (count, end) in enumerate(zip(of_stage, ends))
         ]
         rank += len(of_stage)
@@ -32,7 +32,7 @@ def pipeline(schedule: str, counts: list[list[int]]) -> MicroBatchSchedule:
 
 def round_robin(ranks: int, rounds: int, batches: int) -> MicroBatchSchedule:
     """Stages that go round the same ranks."""
-    seats = [(StageSeat(n, n % ranks, range(batches)),) for n in range(ranks * rounds)]
+    seats = [(StageAssignment(n, n % ranks, range(batches)),) for n in range(ranks * rounds)]
     return MicroBatchSchedule("interleaved", tuple(seats))
 
 
@@ -40,7 +40,7 @@ def step_s(found: MicroBatchSchedule, *, forward_s=1.0, backward_s=2.0) -> float
     """Of equal stages on a network that takes no time."""
     splits = found.schedule == "zero-bubble"
     seconds = {"forward": forward_s, "backward": backward_s / (1 + splits), "weights": 1.0}
-    times = replay(found.orders, found.needs, lambda a: seconds[a.kind], lambda a, b: NOTHING_SENT)
+    times = replay(found.orders, found.needs, lambda a: seconds[a.kind], lambda a, b: NO_TRANSFER)
     return times.step_s
 
 
@@ -97,7 +97,7 @@ def test_all_workers_of_a_stage_are_busy_at_once(schedule, counts):
     def takes(action: Action) -> float:
         return seconds[action.kind] / share[len(found.seats[action.stage])]
 
-    times = replay(found.orders, found.needs, takes, lambda a, b: NOTHING_SENT)
+    times = replay(found.orders, found.needs, takes, lambda a, b: NO_TRANSFER)
     busy = 12 * 3.0
     assert times.step_s < 1.5 * busy
 
@@ -163,7 +163,7 @@ def test_unequal_workers_go_round_without_waiting_for_each_other():
     """Two of a group's workers have micro-batches, unlike many; the other group has one worker."""
     ranks = {0: [(0, range(0)), (1, range(2)), (2, range(2, 3))], 1: [(3, range(3))]}
     seats = tuple(
-        tuple(StageSeat(stage, rank, batches) for rank, batches in ranks[stage % 2])
+        tuple(StageAssignment(stage, rank, batches) for rank, batches in ranks[stage % 2])
         for stage in range(4)
     )
     found = MicroBatchSchedule("interleaved", seats)
@@ -201,7 +201,9 @@ def plans_in_waves(draw: st.DrawFn, schedule: str) -> Plan:
         waves=draw(st.integers(1, most)),
         stages=tuple(
             Stage(
-                units=(f"u{n}",), workers=workers, takes=(Taken(call=n - 1, output=0),) if n else ()
+                units=(f"u{n}",),
+                workers=workers,
+                takes=(StageInput(call=n - 1, output=0),) if n else (),
             )
             for n, workers in enumerate(stages * rounds)
         ),

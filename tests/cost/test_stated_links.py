@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.cost.network.link_times import TREE_PIECE_BYTES, Stated, on_hosts
+from gpumix.cost.network.link_times import TREE_PIECE_BYTES, StatedLinks, count_devices_by_host
 from gpumix.schema.cluster.network import Link, Network
 
 LATENCY_S, RATE = 1e-4, 1e9
 MIB = 2**20
 
 
-def between(hosts: int) -> Stated:
+def between(hosts: int) -> StatedLinks:
     """One device on each host, all linked alike."""
     places = [(f"h{i:03d}", "c") for i in range(hosts)]
-    return Stated.of(Network(between=Link.stated(RATE, LATENCY_S)), on_hosts(places))
+    return StatedLinks.of(
+        Network(between=Link.stated(RATE, LATENCY_S)), count_devices_by_host(places)
+    )
 
 
 def message_s(size: float) -> float:

@@ -7,11 +7,11 @@ from plans import links_of
 from profiles import Card, Network, block, curve, line, profile, root
 
 from gpumix.cost.layout.curves import MicroBatches
-from gpumix.cost.network.buckets import SINGLE, buckets_of
+from gpumix.cost.network.buckets import ONE_UNIT_PER_BUCKET, build_buckets
 from gpumix.cost.network.collective_times import CollectiveSeconds
 from gpumix.cost.predict import predict
 from gpumix.cost.step_time import pass_seconds
-from gpumix.planner.baselines.even import even
+from gpumix.planner.baselines.even import plan_even
 from gpumix.planner.common.strategy import PlanRequest
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import Space
@@ -41,7 +41,7 @@ def two_cards(network=None, count=1):
 
 
 def test_a_step_without_network_by_hand():
-    plan = even(two_cards(), PlanRequest(global_batch=4))
+    plan = plan_even(two_cards(), PlanRequest(global_batch=4))
     fast, slow = plan.prediction.workers
     assert fast.forward_s == pytest.approx(2 * 0.1 + 2 * 2 * 1.0)
     assert slow.backward_s == pytest.approx(2 * 0.5 + 2 * 2 * 6.0)
@@ -56,7 +56,7 @@ def test_computing_hides_the_next_gather_but_not_the_first():
         gather={"broadcast": curve(1.0, 3.0, sizes=(2000, 4000))},
         reduce={"all_to_all": curve(1.5, 5.0, sizes=(2000, 4000))},
     )
-    plan = even(two_cards(wire), PlanRequest(global_batch=2, space=STAGE_3))
+    plan = plan_even(two_cards(wire), PlanRequest(global_batch=2, space=STAGE_3))
     fast, slow = plan.prediction.workers
     # Root 2000 bytes: 1 s to gather, 1.5 s to reduce. Block 4000 bytes: 3 s and 5 s. The root's
     # own code before the first call (0.1 s) runs while a block is gathered; the last one stays for
@@ -74,7 +74,7 @@ def test_computing_hides_the_next_gather_but_not_the_first():
 def test_one_rank_alone_communicates_nothing():
     wire = Network(gather={"broadcast": curve(9.0)}, reduce={"all_to_all": curve(9.0)})
     setting = two_cards(wire)
-    plan = even(setting, PlanRequest(global_batch=2, devices=("fast-0",)))
+    plan = plan_even(setting, PlanRequest(global_batch=2, devices=("fast-0",)))
     assert plan.prediction.exposed_communication_s == 0
 
 
@@ -97,7 +97,7 @@ def test_native_collectives_for_unequal_intervals_are_refused():
 def test_a_form_that_was_not_measured_is_an_error():
     network = Network({"list": curve(1.0)}, {}, Collectives(gather="broadcast"))
     with pytest.raises(InputError, match="'broadcast' form of gather"):
-        even(two_cards(network), PlanRequest(global_batch=2))
+        plan_even(two_cards(network), PlanRequest(global_batch=2))
 
 
 def test_a_unit_called_in_succession_is_gathered_and_reduced_once():
@@ -105,7 +105,7 @@ def test_a_unit_called_in_succession_is_gathered_and_reduced_once():
     setting = two_cards(wire)
     model = setting.model.model_copy(update={"calls": ("layer", "layer")})
     request = PlanRequest(global_batch=2, space=STAGE_3)
-    plan = even(setting.model_copy(update={"model": model}), request)
+    plan = plan_even(setting.model_copy(update={"model": model}), request)
     fast, _ = plan.prediction.workers
     gather = links_of(setting, Collectives(), (0.5, 0.5)).gather_s["block"]
     assert fast.forward_s == pytest.approx(gather + 1 + 1)
@@ -115,7 +115,7 @@ def test_a_unit_called_in_succession_is_gathered_and_reduced_once():
 def test_one_after_the_other_the_smaller_micro_batch_goes_first():
     """3 samples by 2: gathers hide behind the forward of 1, reductions behind the backward of 2."""
     links = CollectiveSeconds(
-        buckets_of(two_cards().model, SINGLE),
+        build_buckets(two_cards().model, ONE_UNIT_PER_BUCKET),
         gather_s={"block": 4.0},
         regather_s={"block": 0.0},
         reduce_s={"block": 10.0},
@@ -131,7 +131,7 @@ def test_one_after_the_other_the_smaller_micro_batch_goes_first():
 
 def test_a_plan_of_another_model_is_refused():
     setting = two_cards()
-    plan = even(setting, PlanRequest(global_batch=2))
+    plan = plan_even(setting, PlanRequest(global_batch=2))
     other = setting.model.model_copy(update={"fingerprint": "another"})
     with pytest.raises(InputError, match="model is synthetic"):
         predict(setting.model_copy(update={"model": other}), plan)
@@ -139,7 +139,7 @@ def test_a_plan_of_another_model_is_refused():
 
 def test_a_class_without_times_is_refused():
     setting = two_cards()
-    plan = even(setting, PlanRequest(global_batch=2))
+    plan = plan_even(setting, PlanRequest(global_batch=2))
     with pytest.raises(InputError, match="device class 'slow'"):
         predict(setting.model_copy(update={"classes": setting.classes[:1]}), plan)
 

@@ -6,8 +6,8 @@ import pytest
 from profiles import FREE, GIB, Card, block, line, profile, steady
 from profiles import Network as Timed
 
-from gpumix.cost.predict import plan_seconds
-from gpumix.planner.baselines.even import even
+from gpumix.cost.predict import predict_step_seconds
+from gpumix.planner.baselines.even import plan_even
 from gpumix.planner.common.strategy import PlanRequest
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.profile.profile import CollectiveTimes, Profile
@@ -28,7 +28,7 @@ def timed(*sums: CollectiveTimes) -> Profile:
 
 def step_s(found: Profile, zero_stage: int) -> float:
     request = PlanRequest(global_batch=2, space=Space(zero_stages=zero_stage, recompute=True))
-    return plan_seconds(found, even(found, request))
+    return predict_step_seconds(found, plan_even(found, request))
 
 
 def test_a_sum_takes_what_was_timed():

@@ -13,7 +13,7 @@ import torch
 
 from gpumix.data.loader import Loader
 from gpumix.data.order.global_order import GlobalOrder
-from gpumix.data.workers.worker_pool import Processes
+from gpumix.data.workers.worker_pool import ProcessWorkerPool
 
 N = 200
 
@@ -55,7 +55,7 @@ def expected(steps: int, *, begin: int = 0, stop: int = 6, batch: int = 8) -> li
 
 def pids(loader: Loader) -> list[int]:
     crew = loader._feed._crew
-    assert isinstance(crew, Processes)
+    assert isinstance(crew, ProcessWorkerPool)
     return crew.pids
 
 

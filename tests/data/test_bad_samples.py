@@ -14,17 +14,24 @@ import pytest
 import torch
 
 from extended import left_out
-from gpumix.data.core.read_policy import AS_USUAL, BadSamples, Reading, Skipped, StuckError, in_time
+from gpumix.data.core.read_policy import (
+    DEFAULT_READING,
+    BadSamples,
+    Reading,
+    Skipped,
+    StuckError,
+    run_with_timeout,
+)
 from gpumix.data.core.sample_rng import sample_generator
 from gpumix.data.core.source import Source, split_held_out
 from gpumix.data.core.tokenizer import ByteTokenizer
 from gpumix.data.loader import Loader, evaluation_batches
-from gpumix.data.sources.iterable import Form, StreamSource
+from gpumix.data.sources.iterable import StreamProcessing, StreamSource
 from gpumix.data.sources.map_style import as_source
 from gpumix.data.sources.pretokenized import OwnSamples
 from gpumix.data.sources.tokenize_on_read import TokenizedTexts
 from gpumix.data.text.document_packing import PackedDocuments
-from gpumix.data.workers.fetch import fetch, fetch_in_time
+from gpumix.data.workers.fetch import fetch, fetch_with_timeout
 from gpumix.schema.errors import InputError, TrainingError
 
 NONE = np.empty(0, dtype=np.int64)
@@ -243,7 +250,7 @@ def test_of_a_stream_it_is_told_which_held_out_samples_are_bad():
     def stream() -> Iterator[dict[str, int]]:
         yield from ({"k": k} for k in range(40))
 
-    whole = StreamSource(stream, "mine", 4, form=Form(doubled), reading=Reading("skip"))
+    whole = StreamSource(stream, "mine", 4, form=StreamProcessing(doubled), reading=Reading("skip"))
     _, held_out = whole.split(2, read=True)
     record: list[Skipped] = []
     for _ in range(2):
@@ -291,12 +298,12 @@ def test_what_is_read_in_time_comes_as_it_is():
             return super().__getitem__(k)
 
     source = as_source(Slow(12, 11))
-    batch, _ = fetch_in_time(source, np.arange(10), Reading("stop", timeout_s=0.45))
+    batch, _ = fetch_with_timeout(source, np.arange(10), Reading("stop", timeout_s=0.45))
     assert batch["input_ids"][:, 0].tolist() == list(range(10))
     with pytest.raises(TrainingError, match="sample 11 of Slow cannot be read: OSError"):
-        fetch_in_time(source, np.arange(10, 12), AS_USUAL)
+        fetch_with_timeout(source, np.arange(10, 12), DEFAULT_READING)
     with pytest.raises(SystemExit):
-        in_time(lambda: sys.exit("as anything that is raised"), "mine", 1.0)
+        run_with_timeout(lambda: sys.exit("as anything that is raised"), "mine", 1.0)
 
 
 class Ends(Damaged):

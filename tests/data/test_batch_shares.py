@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumix.schema.errors import InputError
-from gpumix.schema.plan.batch_shares import share_of
+from gpumix.schema.plan.batch_shares import get_batch_share
 from staging import rows, staged_plan
 
 SHARES = st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any)
@@ -33,15 +33,15 @@ def test_a_short_batch_is_cut_whole_and_nobody_gets_more_than_usual(shares, data
 def cuts_of(shares, total=None):
     cuts = []
     for rank in range(len(shares)):
-        (rows,) = share_of(shares, rank).rows(total)
+        (rows,) = get_batch_share(shares, rank).rows(total)
         cuts.append(rows)
     return cuts
 
 
 def test_a_plan_of_one_stage_is_its_samples():
     plan = staged_plan("gpt2", rows([3, 0, 5]), zero_stage=1)
-    assert [share_of(plan, rank) for rank in range(3)] == [
-        share_of([3, 0, 5], rank) for rank in range(3)
+    assert [get_batch_share(plan, rank) for rank in range(3)] == [
+        get_batch_share([3, 0, 5], rank) for rank in range(3)
     ]
 
 
@@ -50,14 +50,14 @@ def test_every_stage_reads_all_of_the_batch(total):
     """In whole micro-batches, which get smaller if the batch does."""
     plan = staged_plan("gpt2", rows([8], [4, 4], [6, 2]), zero_stage=3)
     for number in range(3):
-        read = [r for k in plan.ranks_of(number) for r in share_of(plan, k).rows(total)]
+        read = [r for k in plan.ranks_of(number) for r in get_batch_share(plan, k).rows(total)]
         assert sorted(n for rows_of_one in read for n in rows_of_one) == list(range(total))
         assert all(len(rows_of_one) <= 2 for rows_of_one in read)
-    assert share_of(plan, 0).rows() == plan.rows_of(0)
+    assert get_batch_share(plan, 0).rows() == plan.rows_of(0)
 
 
 def test_numpy_integers_are_integers():
-    assert share_of(np.array([3, 0, 5]), 2) == share_of([3, 0, 5], 2)
+    assert get_batch_share(np.array([3, 0, 5]), 2) == get_batch_share([3, 0, 5], 2)
 
 
 @pytest.mark.parametrize(
@@ -74,4 +74,4 @@ def test_numpy_integers_are_integers():
 )
 def test_unfit_shares_are_refused(shares, rank, says):
     with pytest.raises(InputError, match=says):
-        share_of(shares, rank)
+        get_batch_share(shares, rank)

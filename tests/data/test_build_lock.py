@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from gpumix.data.core.build_lock import exclusive
+from gpumix.data.core.build_lock import hold_build_lock
 from gpumix.schema.errors import MachineError
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from gpumix.data.core.build_lock import exclusive
-with exclusive(Path(sys.argv[1]), wait_s=10):
+from gpumix.data.core.build_lock import hold_build_lock
+with hold_build_lock(Path(sys.argv[1]), wait_s=10):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -39,7 +39,7 @@ def test_a_holder_without_progress_is_named(holder):
     path, process = holder
     with (
         pytest.raises(MachineError, match=f"process {process.pid} on .* no progress for 0.2 s"),
-        exclusive(path, wait_s=0.2),
+        hold_build_lock(path, wait_s=0.2),
     ):
         pass
 
@@ -48,7 +48,7 @@ def test_the_lock_of_a_dead_process_is_free(holder):
     path, process = holder
     process.kill()
     process.wait()
-    with exclusive(path, wait_s=0.2):
+    with hold_build_lock(path, wait_s=0.2):
         assert str(process.pid) not in path.read_text()
 
 
@@ -58,10 +58,10 @@ def test_waiting_lasts_as_long_as_there_is_progress(tmp_path):
 
     def wait() -> None:
         waiting.set()
-        with exclusive(path, wait_s=1.0):
+        with hold_build_lock(path, wait_s=1.0):
             entered.set()
 
-    with exclusive(path, wait_s=1) as heartbeat:
+    with hold_build_lock(path, wait_s=1) as heartbeat:
         waiter = threading.Thread(target=wait)
         waiter.start()
         waiting.wait()
@@ -76,7 +76,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(MachineError, match="cannot lock") as caught,
-        exclusive(tmp_path / "file" / "x.lock", wait_s=1),
+        hold_build_lock(tmp_path / "file" / "x.lock", wait_s=1),
     ):
         pass
     assert "writable" in caught.value.fix

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumix.data.loader import Loader
-from gpumix.data.order.balance_by_length import costs_of, deal
+from gpumix.data.order.balance_by_length import assign_samples, compute_costs
 from gpumix.data.order.global_order import MAX_POSITION, Cursor, GlobalOrder
 from gpumix.data.order.length_buckets import BucketedOrder
-from gpumix.data.order.sampler import ByLength, Course
+from gpumix.data.order.sampler import ByLength, RankSampler
 from gpumix.engine.model.deferred_init import build
 from gpumix.schema.errors import InputError
-from gpumix.schema.plan.batch_shares import workers_of
+from gpumix.schema.plan.batch_shares import get_batch_workers
 from gpumix.schema.plan.plan import Prediction
 from models import ARCHITECTURES
 from reference import Share, plan_for
@@ -102,7 +102,7 @@ def test_a_step_has_the_same_samples_by_every_plan(by_length, one, n, step, data
 
     def sets(counts: list[int]) -> list[list[int]]:
         courses = [
-            Course(cursor, counts, rank, lengths=lengths, by_length=by_length)
+            RankSampler(cursor, counts, rank, lengths=lengths, by_length=by_length)
             for rank in range(len(counts))
         ]
         return [course.indices(step * total).tolist() for course in courses]
@@ -113,7 +113,7 @@ def test_a_step_has_the_same_samples_by_every_plan(by_length, one, n, step, data
     assert sorted(held) == sorted(sample for own in sets(other) for sample in own)
     for own in found:
         assert lengths[own].tolist() == sorted(lengths[own], reverse=True)
-    course = Course(cursor, one, 0, lengths=lengths, by_length=by_length)
+    course = RankSampler(cursor, one, 0, lengths=lengths, by_length=by_length)
     assert course.tokens(step * total, (step + 1) * total) == lengths[held].sum()
 
 
@@ -125,7 +125,7 @@ def test_a_step_has_the_same_samples_by_every_plan(by_length, one, n, step, data
 @pytest.mark.parametrize("by_length", [ALIKE, AS_DRAWN])
 def test_tokens_of_several_epochs_are_those_of_their_samples(by_length, n, batch, places):
     lengths = lengths_of(n)
-    course = Course(Cursor(3, n, ""), [batch], 0, lengths=lengths, by_length=by_length)
+    course = RankSampler(Cursor(3, n, ""), [batch], 0, lengths=lengths, by_length=by_length)
     start, stop = (place * batch for place in places)
     read = [course.indices(position) for position in range(start, stop, batch)]
     assert course.tokens(start, stop) == sum(int(lengths[one].sum()) for one in read)
@@ -134,7 +134,7 @@ def test_tokens_of_several_epochs_are_those_of_their_samples(by_length, n, batch
 @pytest.mark.parametrize("by_length", [ALIKE, AS_DRAWN])
 def test_a_place_far_ahead_is_counted_at_once(by_length):
     lengths = lengths_of(10)
-    course = Course(Cursor(3, 10, ""), [4], 0, lengths=lengths, by_length=by_length)
+    course = RankSampler(Cursor(3, 10, ""), [4], 0, lengths=lengths, by_length=by_length)
     epochs = MAX_POSITION // 10
     rest = course.tokens(10 * epochs, MAX_POSITION)
     assert course.tokens(0, MAX_POSITION) == epochs * int(lengths.sum()) + rest
@@ -152,9 +152,9 @@ def test_ranks_are_as_fast_as_predicted():
     model = build(ARCHITECTURES["gpt2"].factory, 0)
     plan = plan_for(model, [Share(6, 3, 1), Share(2, 2, 1), Share(0, 0, 1)])
     assert (
-        [taker.speed for taker in workers_of(plan)]
+        [taker.speed for taker in get_batch_workers(plan)]
         == [6, 2, 0]
-        == [taker.speed for taker in workers_of([6, 2, 0])]
+        == [taker.speed for taker in get_batch_workers([6, 2, 0])]
     )
     none = {"memory_bytes": {}, "memory_limit_bytes": 0, "forward_s": 0, "backward_s": 0}
     workers = [
@@ -163,22 +163,22 @@ def test_ranks_are_as_fast_as_predicted():
     ]
     told = {"step_s": 1, "tokens_per_s": 1, "exposed_communication_s": 0, "workers": workers}
     plan = plan.model_copy(update={"prediction": Prediction.model_validate(told)})
-    assert [taker.speed for taker in workers_of(plan)] == [2, 2, 0]
+    assert [taker.speed for taker in get_batch_workers(plan)] == [2, 2, 0]
 
 
 def test_in_stages_samples_are_dealt_between_workers_of_the_first():
     plan = staged_plan("gpt2", rows([4, 2], [6]), zero_stage=1)
-    takers = workers_of(plan)
+    takers = get_batch_workers(plan)
     assert [(taker.parts, taker.speed) for taker in takers] == [((0, 1), 4), ((2,), 2)]
     lengths = lengths_of(30)
-    courses = [Course(Cursor(0, 30, ""), plan, rank, lengths=lengths) for rank in range(3)]
+    courses = [RankSampler(Cursor(0, 30, ""), plan, rank, lengths=lengths) for rank in range(3)]
     first, second, all_of_them = (course.indices(0).tolist() for course in courses)
     assert all_of_them == first + second
     assert lengths[first].tolist() == sorted(lengths[first], reverse=True)
 
 
 def test_without_lengths_ranks_read_in_a_row():
-    course = Course(Cursor(3, 10, ""), [2, 3], 1)
+    course = RankSampler(Cursor(3, 10, ""), [2, 3], 1)
     assert course.indices(5).tolist() == GlobalOrder(10, 3).span(7, 10).tolist()
     assert course.tokens(0, 5) is None
 
@@ -206,8 +206,8 @@ def test_dealing_is_near_what_is_best():
     for seed in range(12):
         rng = np.random.default_rng(seed)
         counts, speeds = ([4, 2, 1], [4.0, 2.0, 1.0]) if seed % 2 else ([3, 3], [1.0, 1.0])
-        costs = costs_of(rng.lognormal(5, 0.6, sum(counts)), 1e-3)
-        taken = deal(costs, counts, speeds)
+        costs = compute_costs(rng.lognormal(5, 0.6, sum(counts)), 1e-3)
+        taken = assign_samples(costs, counts, speeds)
         assert [len(own) for own in taken] == counts
         over.append(max(ends(taken, costs, speeds)) / best_end(costs, counts, speeds))
     assert min(over) >= 1 - 1e-12
@@ -220,9 +220,9 @@ def test_ranks_of_unlike_speed_end_together(speeds):
     begins = np.cumsum([0, *counts])
     dealt, in_a_row = [], []
     for seed in range(20):
-        costs = costs_of(np.random.default_rng(seed).lognormal(5, 1.0, sum(counts)), 1e-4)
+        costs = compute_costs(np.random.default_rng(seed).lognormal(5, 1.0, sum(counts)), 1e-4)
         rows = [np.arange(*pair) for pair in pairwise(begins)]
-        for kept, taken in ((dealt, deal(costs, counts, speeds)), (in_a_row, rows)):
+        for kept, taken in ((dealt, assign_samples(costs, counts, speeds)), (in_a_row, rows)):
             times = ends(taken, costs, speeds)
             kept.append(max(times) / (sum(costs) / sum(speeds)))
     assert np.mean(dealt) < 1.02 < 1.15 < np.mean(in_a_row)

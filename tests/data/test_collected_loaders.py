@@ -12,7 +12,7 @@ import pytest
 from squares import Squares, alive, expected, pids, processes, take, until
 
 from gpumix.data.workers.shared_memory import Arena
-from gpumix.data.workers.worker_pool import Processes
+from gpumix.data.workers.worker_pool import ProcessWorkerPool
 from gpumix.schema.errors import InputError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
@@ -57,8 +57,10 @@ def test_workers_end_wherever_the_loader_is_collected(monkeypatch):
     gc.disable()
     try:
         del loader, cycle
-        look = Processes._look_for_stuck
-        monkeypatch.setattr(Processes, "_look_for_stuck", lambda crew: (gc.collect(), look(crew)))
+        look = ProcessWorkerPool._look_for_stuck
+        monkeypatch.setattr(
+            ProcessWorkerPool, "_look_for_stuck", lambda crew: (gc.collect(), look(crew))
+        )
         until(lambda: not any(map(alive, some)))
     finally:
         gc.enable()

@@ -13,8 +13,8 @@ from data_helpers import Numbers
 from gpumix.data.loader import Loader
 from gpumix.data.order.global_order import GlobalOrder
 from gpumix.data.workers.batch_layout import Batch
-from gpumix.data.workers.device_copy import BatchCopies, CopyStream
-from gpumix.data.workers.padding import PER_TOKEN
+from gpumix.data.workers.device_copy import CopyStream, InFlightBatches
+from gpumix.data.workers.padding import PER_TOKEN_KEYS
 from gpumix.engine.batch import batch_split
 
 
@@ -59,7 +59,7 @@ class Pinned:
 
 def test_what_is_copied_from_is_held_until_its_event():
     way, pinned = FakeWay(), Pinned()
-    copies = BatchCopies(way)
+    copies = InFlightBatches(way)
     for k in (1, 2, 3):
         there = copies.take(k, pinned.batch(k))
         assert there["k"].tolist() == [k, k]
@@ -74,7 +74,7 @@ def test_what_is_copied_from_is_held_until_its_event():
 @pytest.mark.extended
 def test_what_was_forgotten_is_held_as_long():
     way, pinned = FakeWay(), Pinned()
-    copies = BatchCopies(way)
+    copies = InFlightBatches(way)
     copies.begin(1, pinned.batch(1))
     copies.forget()
     gc.collect()
@@ -87,7 +87,7 @@ def test_what_was_forgotten_is_held_as_long():
 
 def test_a_batch_is_copied_once_and_received_before_it_is_used():
     way = FakeWay()
-    copies = BatchCopies(way)
+    copies = InFlightBatches(way)
     batch = {"k": torch.ones(2)}
     copies.begin(8, batch)
     copies.begin(8, batch)
@@ -100,7 +100,7 @@ def test_a_batch_is_copied_once_and_received_before_it_is_used():
 def test_without_room_a_batch_waits_for_its_turn():
     way = FakeWay()
     way.room = 0
-    copies = BatchCopies(way)
+    copies = InFlightBatches(way)
     batch = {"k": torch.ones(2)}
     copies.begin(8, batch)
     assert way.told == []
@@ -112,13 +112,13 @@ def test_without_room_a_batch_waits_for_its_turn():
 
 def test_masks_stay_where_the_engine_looks_at_them():
     way = FakeWay()
-    copies = BatchCopies(way)
+    copies = InFlightBatches(way)
     masked = {key: torch.ones(2, 3) for key in ("input_ids", "labels", "attention_mask")}
     copies.begin(8, masked)
     assert copies.take(8, masked) is masked and way.told == []
     copies.take(16, {**masked, "pixels": torch.ones(2, 3)})
     assert way.told == [("sent", 1), ("received", 1)]
-    assert set(PER_TOKEN) == batch_split.PER_TOKEN
+    assert set(PER_TOKEN_KEYS) == batch_split.PER_TOKEN
 
 
 # -- in a loader -----------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_masks_stay_where_the_engine_looks_at_them():
 
 def copying(source: Numbers, way: FakeWay) -> Loader:
     loader = Loader(source, [4], 0, prefetch=2)
-    loader._copies = BatchCopies(way)
+    loader._copies = InFlightBatches(way)
     return loader
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from data_helpers import Numbers
 
-from gpumix.data.core.source import KnownTokens, Source, View
+from gpumix.data.core.source import Source, SourceSlice, VocabularyCheckedSource
 from gpumix.data.sources.map_style import as_source
 from gpumix.schema.errors import InputError
 
@@ -48,7 +48,7 @@ class Peculiar(Numbers):
 def test_what_the_model_does_not_know_is_named(sample, told):
     good = {"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([1, -100])}
     with pytest.raises(InputError, match=told):
-        KnownTokens(as_source([good, good | sample]), 32).rows(np.arange(2))
+        VocabularyCheckedSource(as_source([good, good | sample]), 32).rows(np.arange(2))
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,14 @@ def test_what_the_model_does_not_know_is_named(sample, told):
 def test_what_are_no_tokens_is_named(dtype, shape, told):
     samples = [{"input_ids": torch.zeros(shape, dtype=dtype)}] * 2
     with pytest.raises(InputError, match=told):
-        KnownTokens(as_source(samples), 32).rows(np.array([1]))
+        VocabularyCheckedSource(as_source(samples), 32).rows(np.array([1]))
 
 
 def test_labels_are_as_many_as_tokens_but_of_a_decoder():
     samples = [{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([1])}]
     with pytest.raises(InputError, match="sample 0 has 2 input_ids and 1 labels"):
-        KnownTokens(as_source(samples), 32).rows(np.array([0]))
-    batch = KnownTokens(as_source(samples), 32, aligned=False).rows(np.array([0]))
+        VocabularyCheckedSource(as_source(samples), 32).rows(np.array([0]))
+    batch = VocabularyCheckedSource(as_source(samples), 32, aligned=False).rows(np.array([0]))
     assert batch["labels"].tolist() == [[1]]
 
 
@@ -77,16 +77,19 @@ def test_labels_are_as_many_as_tokens_but_of_a_decoder():
 def test_tokens_of_any_whole_numbers_become_int64(dtype):
     """Also where the vocabulary is larger than the dtype's numbers."""
     samples = [{"input_ids": torch.tensor([1, 100], dtype=dtype)}]
-    source = KnownTokens(as_source(samples), 50_000)
+    source = VocabularyCheckedSource(as_source(samples), 50_000)
     for rows in (np.array([0]), np.empty(0, dtype=np.int64)):
         assert source.rows(rows)["input_ids"].dtype == torch.int64
     assert source.rows(np.array([0]))["input_ids"].tolist() == [[1, 100]]
 
 
 DERIVED = {
-    "known tokens": (lambda: KnownTokens(Peculiar(), 32), range(10)),
-    "a view": (lambda: View(Peculiar(), 2, 6), range(2, 6)),
-    "a view of known tokens": (lambda: View(KnownTokens(Peculiar(), 32), 2, 6), range(2, 6)),
+    "known tokens": (lambda: VocabularyCheckedSource(Peculiar(), 32), range(10)),
+    "a view": (lambda: SourceSlice(Peculiar(), 2, 6), range(2, 6)),
+    "a view of known tokens": (
+        lambda: SourceSlice(VocabularyCheckedSource(Peculiar(), 32), 2, 6),
+        range(2, 6),
+    ),
 }
 
 

@@ -24,7 +24,7 @@ from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.data.order.global_order import GlobalOrder
 from gpumix.data.sources.pretokenized import OwnSamples
 from gpumix.data.text.document_packing import PackedDocuments
-from gpumix.data.workers.worker_pool import Processes
+from gpumix.data.workers.worker_pool import ProcessWorkerPool
 
 N, BATCH, STEPS = 40, 8, 12  # more than two epochs
 
@@ -151,7 +151,7 @@ def test_what_takes_a_killed_workers_place_repeats_them(truth):
         for _ in range(STEPS):
             found += rows_of(next(loader))
             crew = loader._feed._crew
-            assert isinstance(crew, Processes)
+            assert isinstance(crew, ProcessWorkerPool)
             with suppress(ProcessLookupError):  # it may be one that was killed before
                 os.kill(crew.pids[0], signal.SIGKILL)
     assert found == truth
@@ -423,7 +423,7 @@ def test_without_a_loader_the_generator_is_torchs_own():
 def test_seeds_are_those_of_one_place_each():
     places = np.array([0, 1, 2**40, 2**62])
     seeds = sample_rng.seeds_of(17, places).tolist()
-    assert seeds == [sample_rng.mixed(17, place) for place in places.tolist()]
+    assert seeds == [sample_rng.derive_seed(17, place) for place in places.tolist()]
     many = sample_rng.seeds_of(sample_rng.key_of("a"), np.arange(10**5))
     assert len(np.unique(many)) == 10**5
     assert not set(many[:100]) & set(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumix.data.order.global_order import GlobalOrder
-from gpumix.data.text.first_fit import first_fit
+from gpumix.data.text.first_fit import pack_first_fit
 from gpumix.schema.errors import InputError
 
 
@@ -34,7 +34,7 @@ def by_hand(lengths: list[int], capacity: int, seed: int, window: int) -> list[l
     window=st.sampled_from([1, 2, 7, 64]),
 )
 def test_packs_are_those_of_the_plain_loop(lengths, seed, window):
-    packs = first_fit(np.array(lengths), 20, seed=seed, window=window)
+    packs = pack_first_fit(np.array(lengths), 20, seed=seed, window=window)
     found = [packs.of(k).tolist() for k in range(len(packs))]
     # Inside a pack the order is that of the window, not of the lengths.
     wanted = by_hand(lengths, 20, seed, window)
@@ -44,26 +44,26 @@ def test_packs_are_those_of_the_plain_loop(lengths, seed, window):
 
 def test_many_windows_are_packed_as_few_are(monkeypatch):
     lengths = np.random.default_rng(0).integers(1, 50, 999)
-    whole = first_fit(lengths, 50, seed=1, window=16)
+    whole = pack_first_fit(lengths, 50, seed=1, window=16)
     monkeypatch.setattr("gpumix.data.text.first_fit._WINDOWS_AT_ONCE", 3)
-    parts = first_fit(lengths, 50, seed=1, window=16)
+    parts = pack_first_fit(lengths, 50, seed=1, window=16)
     assert parts.documents.tolist() == whole.documents.tolist()
     assert parts.begins.tolist() == whole.begins.tolist()
 
 
 def test_little_room_is_left_of_text_of_usual_lengths():
     lengths = np.random.default_rng(0).lognormal(5.5, 1.0, 20_000).clip(1, 2048).astype(int)
-    packs = first_fit(lengths, 2048, seed=0)
+    packs = pack_first_fit(lengths, 2048, seed=0)
     assert lengths.sum() / (len(packs) * 2048) > 0.995
 
 
 def test_another_seed_gives_other_packs():
     lengths = np.random.default_rng(0).integers(1, 50, 200)
-    one, other = (first_fit(lengths, 50, seed=seed, window=32) for seed in (0, 1))
+    one, other = (pack_first_fit(lengths, 50, seed=seed, window=32) for seed in (0, 1))
     assert one.documents.tolist() != other.documents.tolist()
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 3], [3, 9]])
 def test_what_does_not_go_into_packs_is_refused(lengths):
     with pytest.raises(InputError):
-        first_fit(np.array(lengths, dtype=int), 8, seed=0)
+        pack_first_fit(np.array(lengths, dtype=int), 8, seed=0)

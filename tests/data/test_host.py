@@ -17,8 +17,13 @@ import torch
 from data_helpers import Numbers
 
 from gpumix.data.core import host_limits
-from gpumix.data.core.host_limits import MEMORY_PART, MOST_BYTES, batch_memory_bytes, cores_for
-from gpumix.data.workers.fetch import Chunk, clocked
+from gpumix.data.core.host_limits import (
+    BATCH_MEMORY_SHARE,
+    MAX_BATCH_BYTES,
+    batch_memory_bytes,
+    get_rank_cores,
+)
+from gpumix.data.workers.fetch import Chunk, fetch_timed
 from staging import rows, staged_plan
 
 GIB = 2**30
@@ -35,7 +40,7 @@ def test_what_a_chunk_waits_for_a_core_is_no_part_of_its_cost():
     def fetched() -> None:
         os.sched_setaffinity(0, [core])  # of this thread
         begun = time.perf_counter()
-        costs.append(clocked(Busy(4), Chunk(0, 0, np.arange(4), np.zeros(4)), "stop")[2])
+        costs.append(fetch_timed(Busy(4), Chunk(0, 0, np.arange(4), np.zeros(4)), "stop")[2])
         costs.append(time.perf_counter() - begun)
 
     thread = threading.Thread(target=fetched)
@@ -51,8 +56,8 @@ def test_what_a_chunk_waits_for_a_core_is_no_part_of_its_cost():
 
 def test_where_the_system_does_not_tell_nothing_is_taken_off(monkeypatch, tmp_path):
     for file in (tmp_path / "none", tmp_path / "empty"):
-        monkeypatch.setattr(host_limits, "_OF_THREAD", str(file))
-        assert host_limits.waited_for_core_s() == 0.0
+        monkeypatch.setattr(host_limits, "_SCHEDSTAT_FILE", str(file))
+        assert host_limits.read_core_wait_s() == 0.0
         (tmp_path / "empty").write_text("")
 
 
@@ -75,11 +80,11 @@ def alone(monkeypatch):
 
 def test_ranks_of_one_host_share_what_batches_ahead_may_take(monkeypatch, alone):
     monkeypatch.setattr(host_limits, "available_host_bytes", lambda: 20 * GIB)
-    assert batch_memory_bytes([4, 4], 0) == int(20 * GIB * MEMORY_PART)
+    assert batch_memory_bytes([4, 4], 0) == int(20 * GIB * BATCH_MEMORY_SHARE)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert batch_memory_bytes([1] * 8, 0) == int(20 * GIB * MEMORY_PART / 4)
+    assert batch_memory_bytes([1] * 8, 0) == int(20 * GIB * BATCH_MEMORY_SHARE / 4)
     monkeypatch.setattr(host_limits, "available_host_bytes", lambda: 10**6 * GIB)
-    assert batch_memory_bytes([1] * 8, 0) == MOST_BYTES
+    assert batch_memory_bytes([1] * 8, 0) == MAX_BATCH_BYTES
 
 
 def test_a_plan_says_who_shares_a_host(monkeypatch, alone):
@@ -87,7 +92,7 @@ def test_a_plan_says_who_shares_a_host(monkeypatch, alone):
     plan = staged_plan("gpt2", rows([6, 2]), zero_stage=1)
     assert len({worker.host for worker in plan.workers}) == 1
     assert [batch_memory_bytes(plan, rank) for rank in (0, 1)] == [GIB, GIB]
-    assert cores_for(plan, 0) == 3 * cores_for(plan, 1)
+    assert get_rank_cores(plan, 0) == 3 * get_rank_cores(plan, 1)
 
 
 FAULTS = """
@@ -113,7 +118,7 @@ def test_the_c_library_is_asked_to_keep_memory_unless_the_user_asked_it_otherwis
     asked: list[tuple[int, int]] = []
     library = SimpleNamespace(mallopt=lambda *given: asked.append(given) or 1)
     monkeypatch.setattr(host_limits.ctypes, "CDLL", lambda name: library)
-    for name in host_limits._SET:
+    for name in host_limits._MALLOC_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     keep = host_limits.keep_freed_memory.__wrapped__  # once in a process
     assert keep()

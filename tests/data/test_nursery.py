@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from extended import every_second
-from gpumix.data.workers.fork_server import SMALL_BYTES, Inbox, Nursery, can_fork, sent
+from gpumix.data.workers.fork_server import SMALL_BYTES, ForkServer, Inbox, can_fork, send_message
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="workers are processes on Linux alone")
 PATIENCE_S = 20
@@ -17,7 +17,7 @@ PATIENCE_S = 20
 
 def echo(inbox: Inbox) -> None:
     while True:
-        sent(inbox.connection, inbox.receive())
+        send_message(inbox.connection, inbox.receive())
 
 
 def slow(inbox: Inbox) -> None:
@@ -26,8 +26,8 @@ def slow(inbox: Inbox) -> None:
 
 
 @pytest.fixture(params=[echo, slow])
-def nursery(request) -> Iterator[Nursery]:
-    found = Nursery(request.param)
+def nursery(request) -> Iterator[ForkServer]:
+    found = ForkServer(request.param)
     yield found
     found.close()
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from gpumix.data.loader import Loader
-from gpumix.data.workers.autotune import FIRST, Limit
+from gpumix.data.workers.autotune import MEASURED_STEPS, Limit
 from gpumix.data.workers.step_timing import StepClock, TimedStep
-from gpumix.hardware.timestamps import HostStamps, StreamStamps
+from gpumix.hardware.timestamps import HostClock, StreamClock
 
 STEP_S, LAUNCH_S, AHEAD = 0.04, 0.001, 3
 
@@ -59,7 +59,7 @@ def test_the_devices_time_is_told_and_not_that_of_giving_it_work():
     assert {round(step.device_s, 9) for step in found[1:]} == {STEP_S}
     assert {round(step.waited_s, 9) for step in found} == {0.0}
     device = Device()  # the host's clock says something else
-    alone = paced(device, StepClock(HostStamps(lambda: device.host_s)), AHEAD)
+    alone = paced(device, StepClock(HostClock(lambda: device.host_s)), AHEAD)
     assert all(step.device_s == pytest.approx(LAUNCH_S) for step in alone)
 
 
@@ -90,7 +90,7 @@ def test_a_loader_has_as_many_workers_as_the_device_needs():
     device = Device()
     with Loader(Remote(), [8], 0) as loader:
         loader._pace = StepClock(device)
-        for _ in range(FIRST + AHEAD + 2):
+        for _ in range(MEASURED_STEPS + AHEAD + 2):
             next(loader)
             device.launch()
         assert loader._tuner._jumped
@@ -103,7 +103,7 @@ def test_a_loader_tunes_by_itself():
     """Nothing is set: several processes read for a device that waits for each batch."""
     with Loader(Remote(), [8], 0, cores=2) as loader:
         found = []
-        for _ in range(FIRST + 30):
+        for _ in range(MEASURED_STEPS + 30):
             found += next(loader)["pid"].tolist()
             time.sleep(5e-3)
         assert loader.setting.kind == "processes" and loader.setting.workers > 1
@@ -115,7 +115,7 @@ def test_a_loader_tunes_by_itself():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_events_of_a_gpu_tell_its_time():
     device = torch.device("cuda:0")
-    pace = StepClock(StreamStamps(device))
+    pace = StepClock(StreamClock(device))
     for _ in range(3):
         pace.asked()
         pace.taken(ready=True)

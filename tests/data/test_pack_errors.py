@@ -154,7 +154,7 @@ def test_a_full_disk_at_the_sidecar_leaves_nothing_either(tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     file = write(tmp_path / "a", b"some text")
-    monkeypatch.setattr(token_file, "write_at_once", full)
+    monkeypatch.setattr(token_file, "write_text_atomically", full)
     with pytest.raises(MachineError, match="No space left"):
         pack(tmp_path, file)
     assert only_locks(tmp_path / "cache")

@@ -145,7 +145,7 @@ def test_the_cache_is_used_again(tmp_path):
 def test_the_cache_may_be_read_only_once_it_is_built(tmp_path, monkeypatch):
     file = write(tmp_path / "a", b"some text")
     pack(tmp_path, file)
-    monkeypatch.setattr("gpumix.data.core.token_file.exclusive", None)
+    monkeypatch.setattr("gpumix.data.core.token_file.hold_build_lock", None)
     assert len(pack(tmp_path, file)) == 2
 
 

@@ -27,9 +27,9 @@ from extended import left_out
 from gpumix.data.loader import Loader
 from gpumix.data.order.global_order import GlobalOrder
 from gpumix.data.workers import prefetcher
-from gpumix.data.workers.autotune import FIRST
+from gpumix.data.workers.autotune import MEASURED_STEPS
 from gpumix.data.workers.shared_memory import Arena
-from gpumix.data.workers.worker_pool import Processes
+from gpumix.data.workers.worker_pool import ProcessWorkerPool
 from gpumix.schema.errors import TrainingError
 
 
@@ -194,7 +194,7 @@ def test_a_replan_keeps_workers_and_what_they_fetched(tmp_path, kind, rank):
         next(loader)
         crew = loader._feed._crew
         assert crew is not None
-        workers = crew.pids if isinstance(crew, Processes) else []
+        workers = crew.pids if isinstance(crew, ProcessWorkerPool) else []
         for step, samples in enumerate(OWN[1:], start=1):
             begin = 24 * step + (24 - samples if rank else 0)
             loader.replan(cut(samples, rank))
@@ -203,7 +203,7 @@ def test_a_replan_keeps_workers_and_what_they_fetched(tmp_path, kind, rank):
             assert batch["k"].tolist() == own == loader.last_indices.tolist()
             assert torch.equal(batch["square"][:, 0], batch["k"].float() ** 2)
             assert loader._feed._crew is crew and loader.setting.kind == kind
-            assert workers == (crew.pids if isinstance(crew, Processes) else [])
+            assert workers == (crew.pids if isinstance(crew, ProcessWorkerPool) else [])
             wanted |= set(own)
     counts = dataset.read()
     assert wanted <= counts.keys()
@@ -267,7 +267,7 @@ def test_a_replan_keeps_what_is_known_of_samples(tmp_path):
         assert known is not None
         loader.replan([18, 6])
         assert loader._tuner._solo == known and not loader._tuner._jumped
-        for _ in range(FIRST + 1):
+        for _ in range(MEASURED_STEPS + 1):
             next(loader)
         assert loader._tuner._jumped and loader._tuner._rows == 18
 

@@ -20,7 +20,7 @@ from gpumix.data.core.tokenizer import ByteTokenizer
 from gpumix.data.loader import Loader
 from gpumix.data.order.sampler import NO_INDICES
 from gpumix.data.sources.iterable import StreamSource
-from gpumix.data.sources.iterable_documents import OwnTokens, StreamDocuments, Texts
+from gpumix.data.sources.iterable_documents import StreamDocuments, TextConversion, TokenConversion
 from gpumix.data.sources.open_data import open_data
 from gpumix.schema.errors import InputError, TrainingError
 from gpumix.schema.job.job import Job
@@ -50,7 +50,7 @@ def sharded() -> Any:
 
 
 def documents(bad: str = "stop", kind: Any = None) -> StreamDocuments:
-    kind = kind or Texts(ByteTokenizer(), "text")
+    kind = kind or TextConversion(ByteTokenizer(), "text")
     return StreamDocuments("mine", kind, LENGTH, Reading(bad))  # type: ignore[arg-type]
 
 
@@ -138,7 +138,9 @@ def test_little_of_the_packs_is_padding(lanes):
     def numbers() -> Iterator[dict[str, torch.Tensor]]:
         yield from ({"input_ids": torch.zeros(int(n), dtype=torch.int64)} for n in lengths)
 
-    form = StreamDocuments("mine", OwnTokens(aligned=True), 512).packed(seed=0, predicts_next=True)
+    form = StreamDocuments("mine", TokenConversion(aligned=True), 512).packed(
+        seed=0, predicts_next=True
+    )
     assert form.repack is not None
     packs = sum(1 for _ in form.repack(numbers(), lanes, (0, 0)))
     assert lengths.clip(max=512).sum() / (512 * packs) > 0.985
@@ -175,7 +177,7 @@ def test_documents_of_a_window_are_waited_for_one_by_one():
             time.sleep(0.05)
             yield {"text": one}
 
-    kind = Texts(ByteTokenizer(), "text")
+    kind = TextConversion(ByteTokenizer(), "text")
     form = StreamDocuments("mine", kind, LENGTH).packed(seed=0, predicts_next=True)
     StreamSource(slow, "mine", BATCH, form=form, reading=Reading(timeout_s=0.8))
 
@@ -225,7 +227,7 @@ def labelled() -> Iterator[dict[str, Any]]:
 
 
 def test_own_tokens_keep_their_labels_and_lose_what_is_too_long():
-    kind = OwnTokens(aligned=True)
+    kind = TokenConversion(aligned=True)
     batch = padded(labelled, kind=kind).rows(np.array([2, 19]))
     assert batch["input_ids"].tolist() == [[2] * 3 + [0] * 13, [19] * 16]
     assert batch["labels"].tolist() == [[-100] + [102] * 2 + [-100] * 13, [-100] + [119] * 15]
@@ -275,7 +277,7 @@ def test_documents_with_other_keys_are_refused():
         yield {"input_ids": [1, 2]}
 
     with pytest.raises(InputError, match=r"holds \['input_ids'\], those before it"):
-        packed(mixed, kind=OwnTokens(aligned=True))
+        packed(mixed, kind=TokenConversion(aligned=True))
 
 
 def test_what_breaks_is_told():
@@ -288,7 +290,7 @@ def test_what_breaks_is_told():
 
 
 def test_a_place_belongs_to_what_samples_are_made_by():
-    own = OwnTokens(aligned=True)
+    own = TokenConversion(aligned=True)
     made = [
         packed(),
         packed(seed=1),

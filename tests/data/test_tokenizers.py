@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 from gpumix.data.core.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
-    bytes_as_file,
+    choose_token_dtype,
+    make_byte_tokenizer_files,
     open_tokenizer,
-    token_dtype,
 )
 from gpumix.schema.errors import InputError, MachineError
 
@@ -39,7 +39,7 @@ def test_bytes_take_text_too():
 def of_bytes(tmp_path_factory) -> Path:
     """The folder with the files that stand for bytes."""
     folder = tmp_path_factory.mktemp("bytes")
-    file, config = bytes_as_file()
+    file, config = make_byte_tokenizer_files()
     (folder / "tokenizer.json").write_text(json.dumps(file), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
@@ -60,7 +60,7 @@ def test_bytes_as_a_file_are_the_same_tokens(of_bytes, text):
     ("vocab_size", "dtype"), [(257, np.uint16), (65536, np.uint16), (65537, np.uint32)]
 )
 def test_ids_take_the_smaller_dtype(vocab_size, dtype):
-    assert token_dtype(vocab_size) == dtype
+    assert choose_token_dtype(vocab_size) == dtype
 
 
 def test_a_file_encodes_without_special_tokens(tmp_path):

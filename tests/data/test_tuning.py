@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumix.data.workers.autotune import (
-    FIRST,
-    PAUSE,
+    MEASURED_STEPS,
+    PAUSE_STEPS,
     WINDOW,
     BatchMeasurements,
     Bounds,
@@ -20,7 +20,7 @@ from gpumix.data.workers.autotune import (
     choose,
 )
 from gpumix.data.workers.fetch import Cost
-from gpumix.data.workers.prefetcher import MOST_AHEAD, WHOLE, PrefetchSettings
+from gpumix.data.workers.prefetcher import MOST_AHEAD, WHOLE_BATCH_SAMPLES, PrefetchSettings
 from gpumix.data.workers.step_timing import TimedStep
 
 BOUNDS = Bounds(cores=8, processes=True, threads=False, memory_bytes=2**30)
@@ -72,7 +72,7 @@ def test_parts_of_a_batch_are_as_many_as_may_be_handed_over():
     """2 % of a step of 40 ms: eight that take 0.1 ms each, or two that take 0.4 ms."""
     assert choose(measured(0.1), BOUNDS, splits=True).chunk == SAMPLES // 8
     assert choose(measured(0.1, handed_s=4e-4), BOUNDS, splits=True).chunk == SAMPLES // 2
-    assert choose(measured(0.1, handed_s=1e-2), BOUNDS, splits=True).chunk == WHOLE
+    assert choose(measured(0.1, handed_s=1e-2), BOUNDS, splits=True).chunk == WHOLE_BATCH_SAMPLES
     assert choose(measured(0.1, handed_s=1e-6), BOUNDS, splits=True).chunk == 1
 
 
@@ -80,8 +80,8 @@ def test_where_cores_are_short_batches_have_as_few_parts_as_keep_workers_at_some
     """What a part costs is missing there. Three for each worker are under way."""
     few = replace(BOUNDS, cores=2)
     for bounds, chunk in [
-        (few, WHOLE),
-        (replace(few, ahead=6), WHOLE),
+        (few, WHOLE_BATCH_SAMPLES),
+        (replace(few, ahead=6), WHOLE_BATCH_SAMPLES),
         (replace(few, ahead=2), SAMPLES // 2 - 5),  # three parts
         (replace(few, memory_bytes=4 * 2**20), SAMPLES // 2),
     ]:
@@ -92,7 +92,7 @@ def test_where_cores_are_short_batches_have_as_few_parts_as_keep_workers_at_some
 def test_what_it_takes_to_hand_them_over_is_measured():
     world = World(0.1, 0.1)
     world.handed_s = 4e-4
-    world.run(FIRST + 2)
+    world.run(MEASURED_STEPS + 2)
     assert world.tuner.setting.chunk == SAMPLES // 2
 
 
@@ -107,7 +107,9 @@ def test_what_it_takes_to_hand_them_over_is_measured():
 def test_settings_are_within_bounds(wall_s, part, tail, step_s, cores, splits):
     found = measured(wall_s, part * wall_s, tail_s=tail * wall_s, step_s=step_s)
     setting = choose(found, replace(BOUNDS, cores=cores), splits)
-    assert setting.workers >= 1 and (1 <= setting.chunk <= SAMPLES or setting.chunk == WHOLE)
+    assert setting.workers >= 1 and (
+        1 <= setting.chunk <= SAMPLES or setting.chunk == WHOLE_BATCH_SAMPLES
+    )
     assert 1 <= setting.ahead <= MOST_AHEAD
     # Workers that compute are no more than there are cores.
     assert setting.workers * part <= max(1.0, cores + 0.25)
@@ -159,24 +161,24 @@ def test_one_jump_for_the_device_and_no_more():
 def test_where_there_are_too_few_cores_that_is_said_and_nothing_is_tried():
     world = World(0.4, 0.4, replace(BOUNDS, cores=2))
     world.run(500)
-    assert world.tuner.setting.workers == 2 and world.tuner.setting.chunk == WHOLE
+    assert world.tuner.setting.workers == 2 and world.tuner.setting.chunk == WHOLE_BATCH_SAMPLES
     assert world.moves == 2  # as many as can be, at first
     assert world.tuner.limit is Limit.CORES
 
 
 def test_more_workers_where_samples_take_longer_later():
     world = World(0.1, 0.01)
-    world.run(FIRST + 2 * WINDOW)
+    world.run(MEASURED_STEPS + 2 * WINDOW)
     before = world.tuner.setting.workers
     world.wall_s = 0.3  # a slow disk: it only waits
-    world.run(PAUSE + 6 * WINDOW)
+    world.run(PAUSE_STEPS + 6 * WINDOW)
     assert world.tuner.setting.workers >= 0.3 / STEP_S > before
     assert world.tuner.limit is Limit.DEVICE
 
 
 def test_much_waiting_is_no_noise():
     world = World(0.1, 0.01)
-    world.run(1 + FIRST + WINDOW)  # the first batch, the jump, a look
+    world.run(1 + MEASURED_STEPS + WINDOW)  # the first batch, the jump, a look
     before = world.tuner.setting.workers
     world.wall_s = 0.3
     world.run(WINDOW)  # one look
@@ -192,7 +194,7 @@ def test_corrections_too_keep_to_what_is_pinned_and_to_the_memory(bounds, most, 
     tuner = Tuner(bounds, splits=True)
     tuner.first([Cost(SAMPLES, 0.1, 0.1)], SAMPLES, 2**20)
     found = set()
-    for _ in range(FIRST + 10 * WINDOW):
+    for _ in range(MEASURED_STEPS + 10 * WINDOW):
         cost = Cost(SAMPLES, 0.1, 0.1)
         found.add(tuner.step(TimedStep(STEP_S / 2, STEP_S, ready), [cost], 2**20).ahead)
     assert len(tuner.reasons) > 2 or ready
@@ -210,7 +212,7 @@ def test_where_a_few_samples_take_most_of_the_time_all_say_what_one_takes():
     tuner = Tuner(BOUNDS, splits=True)
     quick, slow = Cost(SAMPLES, 0.03, 0.001), Cost(SAMPLES, 0.63, 0.001)
     tuner.first([quick], SAMPLES, 2**20)
-    for number in range(FIRST):
+    for number in range(MEASURED_STEPS):
         tuner.step(
             TimedStep(0.0, STEP_S, True), [quick] * 2 if number < 4 else [slow, quick], 2**20
         )
@@ -233,7 +235,7 @@ def test_two_threads_are_tried_where_they_may_be(beside, kind):
 
 def test_a_noisy_step_moves_nothing():
     world = World(0.1, 0.1)
-    world.run(FIRST + WINDOW)
+    world.run(MEASURED_STEPS + WINDOW)
     moves = world.moves
     for k in range(40):
         world.tuner.step(TimedStep(0.04 * (k % 40 == 7), STEP_S, True), [], 2**20)

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from gpumix.data.core.source import Source
 from gpumix.data.loader import Loader
-from gpumix.data.sources.iterable_documents import OwnTokens, StreamDocuments
+from gpumix.data.sources.iterable_documents import StreamDocuments, TokenConversion
 from gpumix.data.sources.open_data import open_data
 from gpumix.data.sources.pretokenized import OwnSamples
 from gpumix.data.text.document_packing import PackedDocuments
@@ -441,6 +441,6 @@ def test_what_happens_to_be_as_long_as_the_tokens_is_not_cut():
     own = {"labels": [7, 8, 9], "decoder_input_ids": [0, 7, 8]}
     found = OwnSamples([hidden | own], "rows", longest=8, aligned=False)[0]
     assert {key: found[key].tolist() for key in own} == own
-    stream = StreamDocuments("mine", OwnTokens(aligned=False), 8).padded()
+    stream = StreamDocuments("mine", TokenConversion(aligned=False), 8).padded()
     found = stream.transform(hidden | own)
     assert {key: found[key].tolist() for key in own} == own

@@ -29,9 +29,9 @@ from gpumix.data.loader import Loader
 from gpumix.data.order.global_order import GlobalOrder
 from gpumix.data.workers import prefetcher, shared_memory
 from gpumix.data.workers.fetch import DataChangedError
-from gpumix.data.workers.fork_server import Nursery, WorkerProcess
+from gpumix.data.workers.fork_server import ForkServer, WorkerProcess
 from gpumix.data.workers.prefetcher import MOST_AHEAD, UNKNOWN_BYTES
-from gpumix.data.workers.worker_pool import Processes
+from gpumix.data.workers.worker_pool import ProcessWorkerPool
 from gpumix.schema.errors import InputError, MachineError, TrainingError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
@@ -249,7 +249,7 @@ def test_where_no_worker_can_be_had_that_is_said_and_nothing_is_lost():
     with processes(Squares()) as loader:
         found = take(loader, 3)
         crew = loader._feed._crew
-        assert isinstance(crew, Processes)
+        assert isinstance(crew, ProcessWorkerPool)
         some = pids(loader)
         os.kill(crew._nursery._pid, signal.SIGKILL)
         until(lambda: not any(map(alive, some)))  # they end with it
@@ -263,9 +263,9 @@ def test_where_no_worker_can_be_had_that_is_said_and_nothing_is_lost():
 def refusing(calls: int = 2**31) -> Callable[..., Any]:
     """What a system does that lets no more processes begin; after so many calls it does again."""
     left = iter(range(calls))
-    real = Nursery.fork
+    real = ForkServer.fork
 
-    def fork(nursery: Nursery) -> WorkerProcess:
+    def fork(nursery: ForkServer) -> WorkerProcess:
         if next(left, None) is None:
             return real(nursery)
         raise MachineError("a worker process cannot be started", why=os.strerror(errno.EAGAIN))
@@ -283,7 +283,7 @@ def spinning(k: int) -> None:
 def test_where_processes_turn_out_to_be_wanted_and_none_can_be_had_no_batch_is_lost(monkeypatch):
     """They are wanted once a thread has fetched the first batch."""
     with processes(Squares(read=spinning), workers="auto", kind="auto") as loader:
-        monkeypatch.setattr(Nursery, "fork", refusing())
+        monkeypatch.setattr(ForkServer, "fork", refusing())
         found = take(loader, 1)
         assert loader.setting.kind == "processes"
         for _ in range(2):
@@ -298,7 +298,7 @@ def test_where_processes_turn_out_to_be_wanted_and_none_can_be_had_no_batch_is_l
 def test_where_no_more_workers_can_be_had_those_that_are_there_go_on(monkeypatch, caplog):
     with processes(Squares()) as loader:
         found = take(loader, 3)
-        monkeypatch.setattr(Nursery, "fork", refusing())
+        monkeypatch.setattr(ForkServer, "fork", refusing())
         loader._feed.set(replace(loader.setting, workers=4))
         found += take(loader, 3)
         assert found == expected(6)
@@ -308,18 +308,18 @@ def test_where_no_more_workers_can_be_had_those_that_are_there_go_on(monkeypatch
 
 REFUSED = """
 from gpumix.data.loader import Loader
-from gpumix.data.workers.fork_server import Nursery
+from gpumix.data.workers.fork_server import ForkServer
 from gpumix.schema.errors import MachineError
-real = Nursery.fork
-def fork(nursery):
+real = ForkServer.fork
+def fork(server):
     raise MachineError("no")
 with Loader([{"x": k} for k in range(10)], [2], 0, workers=2, kind="processes") as loader:
-    Nursery.fork = fork
+    ForkServer.fork = fork
     try:
         next(loader)
     except MachineError:
         print("refused", flush=True)
-    Nursery.fork = real
+    ForkServer.fork = real
     next(loader)
     print("went on", flush=True)
 """
@@ -333,7 +333,7 @@ def test_after_workers_could_not_be_had_nothing_of_the_program_runs_twice(tmp_pa
 
 
 def test_files_that_were_opened_for_workers_are_closed_where_none_can_be_had(monkeypatch):
-    monkeypatch.setattr(Nursery, "fork", refusing())
+    monkeypatch.setattr(ForkServer, "fork", refusing())
     with processes(Squares()) as loader:
         with pytest.raises(MachineError):
             next(loader)
@@ -350,12 +350,12 @@ def test_files_that_were_opened_for_workers_are_closed_where_none_can_be_had(mon
 def test_as_many_workers_as_a_job_may_ask_for_can_be_had(monkeypatch):
     kept = []
 
-    def fork(nursery: Nursery) -> WorkerProcess:
+    def fork(nursery: ForkServer) -> WorkerProcess:
         ours, theirs = socket.socketpair()
         kept.append(theirs)
         return WorkerProcess(0, Connection(ours.detach()), os.eventfd(0))
 
-    monkeypatch.setattr(Nursery, "fork", fork)
+    monkeypatch.setattr(ForkServer, "fork", fork)
     with processes(Squares(), workers=300) as loader:
         loader._feed.want(0, partial(loader.course.part, 0))
         assert len(pids(loader)) == 300

@@ -9,20 +9,25 @@ from pages import ROOT
 
 from gpumix.doctor.function.suspects import NAMES as OF_FUNCTIONS
 from gpumix.doctor.suspects import NAMES as OF_JOBS
-from gpumix.integrations.trackers.metric_names import OF_CHECKPOINT, OF_CLASS, OF_DEVICE, OF_STEP
+from gpumix.integrations.trackers.metric_names import (
+    CHECKPOINT_NAMES,
+    CLASS_NAMES,
+    DEVICE_NAMES,
+    STEP_NAMES,
+)
 from gpumix.planner.plan import STRATEGIES
 from gpumix.schema.cluster.kernels import EfficiencySpec
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.job.trackers import Trackers
 from gpumix.schema.plan.plan import Collectives, Plan
-from gpumix.schema.plan.stage import Mode, Stage, Taken, Worker
+from gpumix.schema.plan.stage import Mode, Stage, StageInput, Worker
 
 COMMANDS = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 TRACKERS = (ROOT / "docs" / "trackers.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "plans.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("part", [Plan, Stage, Worker, Taken, Mode, Collectives])
+@pytest.mark.parametrize("part", [Plan, Stage, Worker, StageInput, Mode, Collectives])
 def test_every_field_is_there(part):
     missing = [name for name in part.model_fields if f"`{name}`" not in PAGE]
     assert not missing
@@ -45,10 +50,10 @@ def test_every_tracker_is_there_and_every_name_that_it_gets():
     assert not [
         name for name in Trackers.model_fields if f"| `{name}` | `pip install" not in TRACKERS
     ]
-    groups = {"train": OF_STEP, "device/ID": OF_DEVICE, "checkpoint": OF_CHECKPOINT}
+    groups = {"train": STEP_NAMES, "device/ID": DEVICE_NAMES, "checkpoint": CHECKPOINT_NAMES}
     names = [f"{group}/{what}" for group, of in groups.items() for what in of.values()]
     assert not [name for name in names if f"`{name}`" not in TRACKERS]
-    assert not [what for what in OF_CLASS.values() if f"/{what}`" not in TRACKERS]
+    assert not [what for what in CLASS_NAMES.values() if f"/{what}`" not in TRACKERS]
 
 
 def test_every_concept_says_where_it_is_from():

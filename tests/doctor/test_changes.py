@@ -7,7 +7,13 @@ import os
 import pytest
 import yaml
 
-from gpumix.doctor.change import default_of, given_again, in_words, overrides, write_tuned
+from gpumix.doctor.change import (
+    describe_changes,
+    format_overrides,
+    get_default,
+    merge_overrides,
+    write_tuned,
+)
 from gpumix.schema.errors import MachineError
 from gpumix.schema.reading.read import read_job
 
@@ -34,7 +40,7 @@ def job(tmp_path):
 def test_a_tuned_file_is_the_job_with_the_changes(job):
     tuned = job.with_name("tuned.yaml")
     write_tuned(job, tuned, CHANGES)
-    assert read_job(tuned) == read_job(job, overrides(CHANGES))
+    assert read_job(tuned) == read_job(job, format_overrides(CHANGES))
     assert read_job(job).data.workers == 0
 
 
@@ -111,7 +117,10 @@ def test_whatever_the_layout_the_values_are_right(job, written, changes):
 
 
 def test_changes_in_words():
-    assert in_words(CHANGES) == "no `data.workers`, no `techniques.recompute`, `data.prefetch: 3`"
+    assert (
+        describe_changes(CHANGES)
+        == "no `data.workers`, no `techniques.recompute`, `data.prefetch: 3`"
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +128,7 @@ def test_changes_in_words():
     [("strategy", "optimal"), ("data.workers", "auto"), ("techniques.zero_stages", [3, 2, 1, 0])],
 )
 def test_defaults(key, default):
-    assert default_of(key) == default
+    assert get_default(key) == default
 
 
 SMALL = """model: {config: {model_type: gpt2}}
@@ -150,7 +159,7 @@ def test_nothing_else_changes_however_a_job_is_written(job, more, mark, changes)
     job.write_text(mark + SMALL + more)
     tuned = job.with_name("tuned.yaml")
     write_tuned(job, tuned, changes)
-    assert read_job(tuned) == read_job(job, overrides(changes))
+    assert read_job(tuned) == read_job(job, format_overrides(changes))
     assert "\\x" not in tuned.read_text() and "\ufeff" not in tuned.read_text()
 
 
@@ -186,4 +195,4 @@ def test_a_tuned_file_is_whole_or_not_there(job, monkeypatch):
     ],
 )
 def test_what_is_given_again_leaves_the_changes_as_they_are(given, again):
-    assert given_again(given, {"data.workers": 2, "compile": True}) == again
+    assert merge_overrides(given, {"data.workers": 2, "compile": True}) == again

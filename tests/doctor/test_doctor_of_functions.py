@@ -10,7 +10,7 @@ from jobs import gpumix
 
 import commands
 from extended import left_out
-from gpumix.doctor.function.patient import function_patient, imported
+from gpumix.doctor.function.patient import list_imports, open_function_patient
 from gpumix.schema.errors import InputError, TrainingError
 
 SCRIPT = """
@@ -100,7 +100,9 @@ def folder(tmp_path_factory) -> Path:
 
 def window(folder: Path, name: str, steps: int = 4, patience_s: float = 60.0):
     """Of a function of the script, and what it showed."""
-    with function_patient(f"script:{name}", folder, steps=steps, patience_s=patience_s) as patient:
+    with open_function_patient(
+        f"script:{name}", folder, steps=steps, patience_s=patience_s
+    ) as patient:
         patient.least_s = 0.0
         found = patient.window()
         return found, patient.windows[-1]
@@ -184,7 +186,7 @@ def test_options_for_jobs(tmp_path, option):
 
 def test_what_a_script_imports():
     source = "import torch, a.b as c\nfrom transformers.models import x\ndef f():\n  import late\n"
-    assert imported(source) == {"torch", "a", "transformers", "late"}
+    assert list_imports(source) == {"torch", "a", "transformers", "late"}
 
 
 WORK = """

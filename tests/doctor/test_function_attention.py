@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpumix.doctor.function.attention import WrittenOut
+from gpumix.doctor.function.attention import UnfusedAttentionFinder
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 3, 5, 4
 
@@ -61,7 +61,7 @@ def classes(x: Tensor) -> Tensor:
 
 
 def looked_at(compute) -> list[str]:
-    look = WrittenOut()
+    look = UnfusedAttentionFinder()
     look.begin()
     try:
         compute(torch.randn(BATCH, HEADS, LENGTH, WIDTH, requires_grad=True)).sum().backward()
@@ -103,7 +103,7 @@ def test_that_of_a_library_is_the_librarys():
 
 def test_all_is_as_before_in_the_end():
     before = F.scaled_dot_product_attention
-    look = WrittenOut()
+    look = UnfusedAttentionFinder()
     look.begin()
     assert F.scaled_dot_product_attention is not before
     look.end()

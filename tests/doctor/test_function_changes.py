@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpumix.doctor.function.changing import LateValues, apply
-from gpumix.doctor.function.patches import Patches, calling_line
-from gpumix.doctor.function.roots import Roots
+from gpumix.doctor.function.changing import DelayedReads, apply_changes
+from gpumix.doctor.function.patches import Patches, find_user_line
+from gpumix.doctor.function.roots import RootModules
 
 
 @pytest.fixture
@@ -30,19 +30,19 @@ def loader(**arguments) -> DataLoader:
 
 def place_of_loaders() -> str:
     """The line in `loader` above."""
-    file = calling_line().rpartition(":")[0]
+    file = find_user_line().rpartition(":")[0]
     return f"{file}:{inspect.getsourcelines(loader)[1] + 1}"
 
 
 def test_workers_of_the_loader_of_one_line(patches):
-    apply({"num_workers": {place_of_loaders(): 2}}, patches)
+    apply_changes({"num_workers": {place_of_loaders(): 2}}, patches)
     assert (loader().num_workers, loader().persistent_workers) == (2, True)
     assert DataLoader(TensorDataset(torch.arange(4))).num_workers == 0
 
 
 def test_batches_and_pinned_memory_together(patches):
     changes = {"batch_size": {place_of_loaders(): 8}, "pinned": True}
-    apply(changes, patches)
+    apply_changes(changes, patches)
     made = loader(batch_size=4, shuffle=True)
     assert (made.batch_size, made.pin_memory) == (8, True)
 
@@ -53,8 +53,8 @@ def optimizer(kind: type[torch.optim.Optimizer], **arguments) -> torch.optim.Opt
 
 def test_optimizers_of_some_lines_are_fused(patches):
     """But for those that cannot be."""
-    file = calling_line().rpartition(":")[0]
-    apply({"fused": (f"{file}:{inspect.getsourcelines(optimizer)[1] + 1}",)}, patches)
+    file = find_user_line().rpartition(":")[0]
+    apply_changes({"fused": (f"{file}:{inspect.getsourcelines(optimizer)[1] + 1}",)}, patches)
     for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         assert optimizer(kind).defaults["fused"] is True
     assert not optimizer(torch.optim.SGD, foreach=True).defaults["fused"]
@@ -77,14 +77,14 @@ def test_what_was_computed_again_is_kept(patches):
 
     again, computed = gradient(), len(calls)
     calls.clear()
-    apply({"recompute": False}, patches)
+    apply_changes({"recompute": False}, patches)
     assert torch.equal(gradient(), again)
     assert (computed, len(calls)) == (2, 1)
 
 
 def rooted(changes: dict, patches: Patches, module: nn.Module, *args):
     """The module called, as that which is trained."""
-    roots = Roots(apply(changes, patches))
+    roots = RootModules(apply_changes(changes, patches))
     roots.find()
     try:
         return module(*args)
@@ -131,7 +131,7 @@ def test_what_is_not_trained_is_left_alone(patches):
 def test_settings_that_are_ignored(patches):
     threads = torch.get_num_threads()
     try:
-        apply({"threads": 2, "anomaly": False, "deterministic": False}, patches)
+        apply_changes({"threads": 2, "anomaly": False, "deterministic": False}, patches)
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
         with torch.autograd.detect_anomaly():
@@ -144,7 +144,7 @@ def test_settings_that_are_ignored(patches):
 
 
 def test_prints_are_swallowed(patches, capsys):
-    apply({"quiet": True}, patches)
+    apply_changes({"quiet": True}, patches)
     print("nobody reads this")
     print("nor this", file=sys.stderr)
     sys.stdout.write("nor that")
@@ -159,7 +159,7 @@ def test_what_is_printed_is_not_even_written_out(patches, tmp_path):
         def __str__(self) -> str:
             raise AssertionError("nobody reads it")
 
-    apply({"quiet": True}, patches)
+    apply_changes({"quiet": True}, patches)
     print(Unread())
     print(Unread(), file=sys.stderr)
     with (tmp_path / "log").open("w") as log:
@@ -178,7 +178,7 @@ class Sent:
 
 
 def test_values_come_one_call_late(patches):
-    late = LateValues(lambda tensor: tensor.dim() == 1, lambda tensor: Sent(tensor.clone()))
+    late = DelayedReads(lambda tensor: tensor.dim() == 1, lambda tensor: Sent(tensor.clone()))
     patches.replace(torch.Tensor, "tolist", late.reading)
     read = []
     for n in range(4):
@@ -190,7 +190,7 @@ def test_values_come_one_call_late(patches):
 
 def test_what_a_library_reads_by_itself_comes_at_once(patches):
     """Its lines have no names: the loss would be taken for the norm that was read before it."""
-    late = LateValues(lambda tensor: True, lambda tensor: Sent(tensor.clone()))
+    late = DelayedReads(lambda tensor: True, lambda tensor: Sent(tensor.clone()))
     patches.replace(torch.Tensor, "item", late.reading)
     with ThreadPoolExecutor(1) as library:
         for n in range(3):

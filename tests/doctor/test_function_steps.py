@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpumix.doctor.function import steps as module
-from gpumix.doctor.function.steps import Enough, OptimizerSteps
+from gpumix.doctor.function.steps import StepCounter, WindowDone
 
 ENDS = ("ends", "leaves")
 
@@ -21,7 +21,7 @@ class Events:
 
     def __init__(self, warm_up: int, steps: int, profiled: int = 0, **more: Any) -> None:
         self.seen: list[tuple[str, int]] = []
-        self.steps = OptimizerSteps(
+        self.steps = StepCounter(
             warm_up,
             steps,
             profiled,
@@ -57,7 +57,7 @@ def optimizer() -> torch.optim.Optimizer:
 
 def test_a_function_is_ended_once_enough_was_seen(hooked):
     events, sgd = hooked(Events(2, 3)), optimizer()
-    with pytest.raises(Enough):
+    with pytest.raises(WindowDone):
         while True:
             sgd.step()
     assert events.seen == [("begins", 2), ("ends", 5), ("leaves", 5)]
@@ -68,7 +68,7 @@ def test_of_short_steps_there_are_more(hooked, monkeypatch):
     seconds = count()  # a second later each time that somebody looks
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     events, sgd = hooked(Events(1, 2, least_s=20)), optimizer()
-    with pytest.raises(Enough):
+    with pytest.raises(WindowDone):
         while True:
             sgd.step()
     assert 2 < events.steps.counted < 400 and events.steps.seconds >= 20
@@ -78,7 +78,7 @@ def test_of_short_steps_there_are_more(hooked, monkeypatch):
 def test_the_warm_up_lasts_until_steps_have_settled(hooked):
     asked = iter([False, False, True])
     events, sgd = hooked(Events(2, 3, settled=lambda: next(asked))), optimizer()
-    with pytest.raises(Enough):
+    with pytest.raises(WindowDone):
         while True:
             sgd.step()
     assert events.seen == [("begins", 4), ("ends", 7), ("leaves", 7)]
@@ -87,7 +87,7 @@ def test_the_warm_up_lasts_until_steps_have_settled(hooked):
 def test_what_catches_all_errors_does_not_catch_that(hooked):
     hooked(Events(1, 1))
     sgd = optimizer()
-    with pytest.raises(Enough):
+    with pytest.raises(WindowDone):
         for _ in range(3):
             try:
                 sgd.step()
@@ -97,7 +97,7 @@ def test_what_catches_all_errors_does_not_catch_that(hooked):
 
 def test_steps_to_profile_come_behind(hooked):
     events, sgd = hooked(Events(1, 2, 2)), optimizer()
-    with pytest.raises(Enough):
+    with pytest.raises(WindowDone):
         while True:
             sgd.step()
     assert events.seen == [("begins", 1), ("ends", 3), ("leaves", 5)]

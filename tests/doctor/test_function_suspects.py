@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 
 from gpumix.data.workers.autotune import Limit
-from gpumix.doctor.function.seen import LoaderSeen, ModelSeen, Observations, OptimizerSeen, Site
-from gpumix.doctor.function.suspects import NAMES, between, suspects
+from gpumix.doctor.function.seen import (
+    LoaderObservation,
+    ModelObservation,
+    Observations,
+    OptimizerObservation,
+    Site,
+)
+from gpumix.doctor.function.suspects import NAMES, describe_host_gap, find_suspects
 
 # Ten steps of a tenth of a second, of 16 samples each; the optimizer takes 1 %.
-LOADER = LoaderSeen(
+LOADER = LoaderObservation(
     place="train.py:5",
     workers=0,
     batch_size=16,
@@ -24,8 +30,12 @@ LOADER = LoaderSeen(
     begun=0,
     samples=160,
 )
-OPTIMIZER = OptimizerSeen(place="train.py:8", name="AdamW", fused=False, fusible=True, seconds=0.01)
-MODEL = ModelSeen(place="train.py:9", name="GPT", fp32=True, eager_attention=False, compiled=False)
+OPTIMIZER = OptimizerObservation(
+    place="train.py:8", name="AdamW", fused=False, fusible=True, seconds=0.01
+)
+MODEL = ModelObservation(
+    place="train.py:9", name="GPT", fp32=True, eager_attention=False, compiled=False
+)
 SEEN = Observations(
     steps=10,
     seconds=1.0,
@@ -45,7 +55,7 @@ def site(what: str, calls: int, seconds: float) -> tuple[Site, ...]:
 
 
 def names(seen: Observations, kernels_share: float | None = None) -> list[str]:
-    found = [one.name for one in suspects(seen, kernels_share)]
+    found = [one.name for one in find_suspects(seen, kernels_share)]
     assert set(found) <= set(NAMES)
     return found
 
@@ -181,7 +191,7 @@ def test_nothing_is_suspected_of_a_function_that_shows_nothing():
     ],
 )
 def test_what_is_suspected(seen, name, changes, fix):
-    (found,) = suspects(seen)
+    (found,) = find_suspects(seen)
     assert found.name in NAMES
     assert (found.name, found.changes) == (name, changes)
     assert fix in found.fix
@@ -208,7 +218,7 @@ def test_what_is_not(seen):
 
 
 def test_of_a_gpu_nothing_is_left_to_the_user():
-    assert not any(one.changes_training or one.costly for one in suspects(A100))
+    assert not any(one.changes_training or one.costly for one in find_suspects(A100))
     assert names(replace(A100, capability=7, cpu_bf16=True)) == ["fused_optimizer", "compile"]
 
 
@@ -235,19 +245,21 @@ def test_the_input_comes_first():
 
 def test_two_loaders_are_to_keep_up_with_what_is_computed_beside_them():
     one = replace(LOADER, workers=1, persistent=True, waited_s=0.38)
-    (found,) = suspects(replace(SEEN, loaders=(one, replace(one, place="train.py:6"))))
+    (found,) = find_suspects(replace(SEEN, loaders=(one, replace(one, place="train.py:6"))))
     assert found.changes == {"num_workers": {"train.py:5": 5, "train.py:6": 5}}
 
 
 def test_time_that_passes_before_forward_passes_is_told():
-    told = between(replace(SEEN, between_s=0.6))
+    told = describe_host_gap(replace(SEEN, between_s=0.6))
     assert told.startswith("60% of a step passes between the update (or a backward pass) and")
     assert "gpumix.Loader" in told
-    assert between(replace(SEEN, between_s=0.05)) == ""
+    assert describe_host_gap(replace(SEEN, between_s=0.05)) == ""
 
 
 def test_of_a_gpu_it_is_the_hosts_time_and_told_where_the_gpu_waits():
     seen = replace(A100, between_s=0.6)
-    assert between(seen, 0.95) == ""
-    assert between(seen, 0.5).startswith("60% of the host's time in a step passes between")
-    assert "the GPU computes in 50% of a step" in between(seen, 0.5)
+    assert describe_host_gap(seen, 0.95) == ""
+    assert describe_host_gap(seen, 0.5).startswith(
+        "60% of the host's time in a step passes between"
+    )
+    assert "the GPU computes in 50% of a step" in describe_host_gap(seen, 0.5)

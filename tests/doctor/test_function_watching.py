@@ -19,13 +19,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from gpumix.data.loader import Loader
-from gpumix.data.workers.autotune import FIRST, Limit
+from gpumix.data.workers.autotune import MEASURED_STEPS, Limit
 from gpumix.doctor.function.lines import WaitingLines
 from gpumix.doctor.function.patches import Patches
-from gpumix.doctor.function.roots import Roots
+from gpumix.doctor.function.roots import RootModules
 from gpumix.doctor.function.seen import Observations
-from gpumix.doctor.function.steps import Enough, OptimizerSteps
-from gpumix.doctor.function.watching import FunctionWatch, rows_of
+from gpumix.doctor.function.steps import StepCounter, WindowDone
+from gpumix.doctor.function.watching import FunctionWatch, get_batch_size
 
 WARM_UP, STEPS = 2, 4
 FETCHING_S = 0.01
@@ -59,9 +59,9 @@ def seen_of(
     """As a window's process sees it."""
     found: list[Observations] = []
     with Patches() as patches:
-        watch = FunctionWatch(roots := Roots([]), WaitingLines(foreign))
+        watch = FunctionWatch(roots := RootModules([]), WaitingLines(foreign))
         watch.install(patches, gpu=gpu)
-        steps = OptimizerSteps(
+        steps = StepCounter(
             WARM_UP,
             STEPS,
             0,
@@ -74,7 +74,7 @@ def seen_of(
             patches.callback(register_optimizer_step_post_hook(hook).remove)
         patches.callback(roots.end)
         roots.find()
-        with pytest.raises(Enough):
+        with pytest.raises(WindowDone):
             train()
     return found[0]
 
@@ -175,7 +175,7 @@ def test_a_loader_of_gpumix_is_waited_for_as_others_are():
     assert loader.tunes and not loader.streams and loader.workers == 1
     assert loader.samples == 8 * STEPS and loader.limit == Limit.UNKNOWN
     assert seen.input_share > 0.3  # the sleeps, but for what a busy machine computes
-    assert len(seen.losses) > FIRST + STEPS
+    assert len(seen.losses) > MEASURED_STEPS + STEPS
     assert seen.between_s < loader.waited_s
 
 
@@ -419,4 +419,4 @@ def test_all_is_as_before_in_the_end():
     ],
 )
 def test_samples_of_a_batch(batch, rows):
-    assert rows_of(batch) == rows
+    assert get_batch_size(batch) == rows

@@ -10,7 +10,7 @@ import pytest
 import torch
 from jobs import gpumix, write_job
 
-from gpumix.doctor.inside import Inside, SeenInside
+from gpumix.doctor.inside import RankObservations, RankWatch
 
 OWN = """
 import time
@@ -44,7 +44,7 @@ def step() -> None:
     (x @ x).softmax(-1) @ x
 
 
-def seen(inside: Inside) -> SeenInside:
+def seen(inside: RankWatch) -> RankObservations:
     """Of two steps that count, and one that is looked at."""
     with inside:
         step()
@@ -54,12 +54,12 @@ def seen(inside: Inside) -> SeenInside:
         inside.ends()
         with inside.looking():
             step()
-    return SeenInside.of(json.loads(json.dumps(inside.told())))
+    return RankObservations.of(json.loads(json.dumps(inside.told())))
 
 
 def test_lines_of_the_users_own(tmp_path):
     """As it goes to a rank, and comes back."""
-    found = seen(pickle.loads(pickle.dumps(Inside({}, tmp_path / "log", gpu=False, looks=True))))
+    found = seen(pickle.loads(pickle.dumps(RankWatch({}, tmp_path / "log", gpu=False, looks=True))))
     (write,) = found.writes
     assert write.calls == 2 and "test_inside.py" in write.place
     assert found.syncs == () and found.kernels_s is None
@@ -69,12 +69,12 @@ def test_lines_of_the_users_own(tmp_path):
 
 
 def test_attention_is_not_looked_at_where_code_is_compiled(tmp_path):
-    inside = Inside({}, tmp_path / "log", gpu=False, looks=True, attention=False)
+    inside = RankWatch({}, tmp_path / "log", gpu=False, looks=True, attention=False)
     assert seen(inside).attention == ()
 
 
 def test_what_is_done_otherwise(tmp_path):
-    inside = Inside({"quiet": True}, tmp_path / "log", gpu=False)
+    inside = RankWatch({"quiet": True}, tmp_path / "log", gpu=False)
     seen(inside)
     with inside:
         sys.stdout.write("nor what is written without `print`")

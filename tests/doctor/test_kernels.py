@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpumix.doctor.function.kernels import Kernels, computing_s
+from gpumix.doctor.function.kernels import KernelProfile, sum_compute_s
 
 
 def test_seconds_of_kernels_that_compute():
@@ -15,10 +15,10 @@ def test_seconds_of_kernels_that_compute():
         SimpleNamespace(key="Memcpy HtoD", self_device_time_total=500.0),
         SimpleNamespace(key="ncclDevKernel_AllGather_RING_LL", self_device_time_total=9000.0),
     ]
-    assert computing_s(averages) == pytest.approx(2e-3)
+    assert sum_compute_s(averages) == pytest.approx(2e-3)
 
 
 def test_without_a_gpu_nothing_is_known():
-    kernels = Kernels()
+    kernels = KernelProfile()
     kernels.begin()
     assert kernels.seconds() is None

@@ -8,15 +8,15 @@ import pytest
 
 from gpumix.data.workers.autotune import Limit
 from gpumix.doctor.machine import (
-    GpuWatched,
-    Watched,
-    look_at,
+    GpuSamples,
+    MachineObservations,
+    describe_core_shortage,
+    describe_starvation,
     paged_in_bytes,
     remarks_on,
+    sample_gpus,
     stalled_us,
-    still_starved,
-    too_few_cores,
-    watched,
+    watch_machine,
 )
 from gpumix.hardware.discovery.gpu_health import GpuReading
 
@@ -26,8 +26,8 @@ FULL = (5, 16)
 def remarks(
     *looks: GpuReading, most=FULL, stalled=None, rate=0.0, input_share=0.0, retries=0
 ) -> list[str]:
-    gpus = (GpuWatched("GPU 0", most, looks),)
-    seen = Watched(gpus, stalled, rate)
+    gpus = (GpuSamples("GPU 0", most, looks),)
+    seen = MachineObservations(gpus, stalled, rate)
     return list(remarks_on(seen, input_share=input_share, retries=retries))
 
 
@@ -79,20 +79,20 @@ def test_an_allocator_that_is_short_of_memory():
 
 def test_a_device_that_still_waits_for_its_data():
     """The one that waits longest; what is short is told where it is known."""
-    assert still_starved([0.02, 0.01], [Limit.DEVICE, Limit.CORES]) == ""
-    short = still_starved([0.1, 0.3], [Limit.DEVICE, Limit.CORES])
+    assert describe_starvation([0.02, 0.01], [Limit.DEVICE, Limit.CORES]) == ""
+    short = describe_starvation([0.1, 0.3], [Limit.DEVICE, Limit.CORES])
     assert short.startswith(
         "a device still waits for its data in 30% of a step, held back by cores"
     )
     for limit in (Limit.UNKNOWN, Limit.DEVICE):
-        told = still_starved([0.3, 0.1], [limit, Limit.CORES])
+        told = describe_starvation([0.3, 0.1], [limit, Limit.CORES])
         assert told.startswith("a device still waits for its data in 30% of a step: make reading")
 
 
 def test_too_few_cores():
-    assert "all 4 cores" in too_few_cores(3.9, 1.0, 4.0, input_share=0.3)
-    assert too_few_cores(2.0, 1.0, 4.0, input_share=0.3) == ""  # half of them are free
-    assert too_few_cores(3.9, 1.0, 4.0, input_share=0.01) == ""  # nobody waits
+    assert "all 4 cores" in describe_core_shortage(3.9, 1.0, 4.0, input_share=0.3)
+    assert describe_core_shortage(2.0, 1.0, 4.0, input_share=0.3) == ""  # half of them are free
+    assert describe_core_shortage(3.9, 1.0, 4.0, input_share=0.01) == ""  # nobody waits
 
 
 def test_how_gpus_are_looked_at():
@@ -108,8 +108,8 @@ def test_how_gpus_are_looked_at():
         nvmlDeviceGetMaxPcieLinkWidth=lambda gpu: 16,
     )
     answers = iter([False, False, True])
-    busy, idle = look_at(nvml, lambda: next(answers))
-    assert busy == GpuWatched("GPU 0", (5, 16), (GpuReading(True, 4, (4, 16)),) * 2)
+    busy, idle = sample_gpus(nvml, lambda: next(answers))
+    assert busy == GpuSamples("GPU 0", (5, 16), (GpuReading(True, 4, (4, 16)),) * 2)
     assert idle.looks == (GpuReading(False, 1, (1, 16)),) * 2
 
 
@@ -120,6 +120,6 @@ def test_the_kernels_accounts():
 
 
 def test_watching_gives_what_was_seen_afterwards():
-    with watched() as told:
+    with watch_machine() as told:
         pass
-    assert isinstance(told(), Watched)
+    assert isinstance(told(), MachineObservations)

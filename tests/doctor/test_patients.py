@@ -11,11 +11,11 @@ import pytest
 
 from gpumix.data.workers.autotune import Limit
 from gpumix.doctor.function.patient import FunctionPatient
-from gpumix.doctor.function.seen import LoaderSeen, Observations, Site
+from gpumix.doctor.function.seen import LoaderObservation, Observations, Site
 from gpumix.doctor.job import JobPatient
 
 # Ten steps of a tenth of a second, half of which the loop waits; on two cores, without a GPU.
-LOADER = LoaderSeen("train.py:5", 2, 16, True, False, False, 0.5, 0.0, 0, 160)
+LOADER = LoaderObservation("train.py:5", 2, 16, True, False, False, 0.5, 0.0, 0, 160)
 STARVED = Observations(steps=10, seconds=1.0, losses=(1.0,), loaders=(LOADER,), cores=2.0)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from gpumix.doctor.function.seen import Site
-from gpumix.doctor.inside import SeenInside
-from gpumix.doctor.suspects import NAMES, Evidence, suspects
+from gpumix.doctor.inside import RankObservations
+from gpumix.doctor.suspects import NAMES, Evidence, find_suspects
 from gpumix.schema.job.job import Job
 from gpumix.schema.plan.plan import Plan
-from gpumix.train.run_log.interruption_cost import Interlude
+from gpumix.train.run_log.interruption_cost import InterruptionCost
 
 ITEM = Site("model.py:3", "item", calls=10, seconds=0.1)
 PRINT = Site("model.py:4", "print", calls=20, seconds=0.1)
@@ -30,10 +30,10 @@ def seen(job: dict[str, Any], **given: Any) -> Evidence:
     evidence = {
         "input_share": 0.01,
         "step_s": 0.1,
-        "save": Interlude(),
-        "evaluation": Interlude(),
+        "save": InterruptionCost(),
+        "evaluation": InterruptionCost(),
         "padding_share": None,
-        "inside": SeenInside(),
+        "inside": RankObservations(),
         "steps": 10,
         "retries": 0,
         "kernels_share": None,
@@ -50,7 +50,7 @@ def seen(job: dict[str, Any], **given: Any) -> Evidence:
 
 
 def names(evidence: Evidence) -> list[str]:
-    found = [one.name for one in suspects(evidence)]
+    found = [one.name for one in find_suspects(evidence)]
     assert set(found) <= set(NAMES)
     return found
 
@@ -89,8 +89,8 @@ def test_nothing_is_suspected_of_a_job_that_says_nothing():
         ({}, {"compilers": True, "kernels_share": 0.4}, "launches", {"compile": True}),
         ({}, {"cpu_bf16": ("cpu",)}, "bf16", {"precision": {"cpu": "bf16"}}),
         ({}, {"retries": 3}, "retries", {"expandable_segments": True}),
-        ({}, {"inside": SeenInside(syncs=(ITEM,))}, "syncs", {"late_values": True}),
-        ({}, {"inside": SeenInside(writes=(PRINT,))}, "prints", {"quiet": True}),
+        ({}, {"inside": RankObservations(syncs=(ITEM,))}, "syncs", {"late_values": True}),
+        ({}, {"inside": RankObservations(writes=(PRINT,))}, "prints", {"quiet": True}),
         (
             {"techniques": {"leave_out": False}},
             {},
@@ -124,53 +124,53 @@ def test_nothing_is_suspected_of_a_job_that_says_nothing():
         ),
         (
             {"checkpoint": {"every_steps": 2}},
-            {"save": Interlude(0.1)},
+            {"save": InterruptionCost(0.1)},
             "checkpoints",
             {"checkpoint.every_steps": 50},  # then it is 2 % of the steps
         ),
         (
             {"checkpoint": {"every_steps": 1}},
-            {"save": Interlude(0.001, 0.001, 0.4)},
+            {"save": InterruptionCost(0.001, 0.001, 0.4)},
             "checkpoints",
             {"checkpoint.every_steps": 4},  # then one is written before the next begins
         ),
         (
             {"evaluation": {"every_steps": 1}},
-            {"evaluation": Interlude(0.2)},
+            {"evaluation": InterruptionCost(0.2)},
             "evaluation",
             {"evaluation.every_steps": 100},
         ),
     ],
 )
 def test_what_is_suspected(job, given, name, changes):
-    (found,) = suspects(seen(job, **given))
+    (found,) = find_suspects(seen(job, **given))
     assert found.name in NAMES
     assert (found.name, found.changes) == (name, changes)
 
 
 def test_compiled_code_of_cpus_takes_minutes_to_try():
-    (found,) = suspects(seen({}, cpu_compilers=True))
+    (found,) = find_suspects(seen({}, cpu_compilers=True))
     assert (found.name, found.costly) == ("compile", True)
-    (found,) = suspects(seen({}, cpu_compilers=True, compilers=True))
+    (found,) = find_suspects(seen({}, cpu_compilers=True, compilers=True))
     assert not found.costly
 
 
 def test_bf16_of_a_cpu_is_left_to_the_user():
-    (found,) = suspects(seen({}, cpu_bf16=("cpu",)))
-    assert found.changes_training and "look at the loss" in found.mended_by
+    (found,) = find_suspects(seen({}, cpu_bf16=("cpu",)))
+    assert found.changes_training and "look at the loss" in found.change_text
     assert names(seen({"precision": "fp32"}, cpu_bf16=("cpu",))) == []
 
 
 def test_small_batches_come_last_and_are_left_to_the_user():
-    *_, found = suspects(seen({"strategy": "even"}, foretold_s=lambda changes: 0.08))
+    *_, found = find_suspects(seen({"strategy": "even"}, foretold_s=lambda changes: 0.08))
     assert (found.name, found.changes) == ("batch", {"global_batch": 8})
-    assert found.changes_training and "`global_batch: 8`" in found.mended_by
+    assert found.changes_training and "`global_batch: 8`" in found.change_text
 
 
 def test_another_order_of_samples_is_left_to_the_user():
-    (found,) = suspects(seen(data(packing="none"), padding_share=0.3))
+    (found,) = find_suspects(seen(data(packing="none"), padding_share=0.3))
     assert found.changes_training
-    assert "another order" in found.mended_by and "cannot be gone on from" in found.mended_by
+    assert "another order" in found.change_text and "cannot be gone on from" in found.change_text
 
 
 @pytest.mark.parametrize(
@@ -178,20 +178,20 @@ def test_another_order_of_samples_is_left_to_the_user():
     [
         (
             {"checkpoint": {"every_steps": 2}},
-            {"save": Interlude(0.1)},
+            {"save": InterruptionCost(0.1)},
             "`checkpoint.every_steps: 50` (what is on the disk is up to 50 steps old, 2 as it is)",
         ),
         (
             {"evaluation": {"every_steps": 1}},
-            {"evaluation": Interlude(0.2)},
+            {"evaluation": InterruptionCost(0.2)},
             "`evaluation.every_steps: 100` (the loss of evaluation is known every 100 steps, every "
             "1 as it is)",
         ),
     ],
 )
 def test_what_is_given_up_is_told(job, given, told):
-    (found,) = suspects(seen(job, **given))
-    assert found.mended_by == told and not found.changes_training
+    (found,) = find_suspects(seen(job, **given))
+    assert found.change_text == told and not found.changes_training
 
 
 @pytest.mark.parametrize(
@@ -205,12 +205,12 @@ def test_what_is_given_up_is_told(job, given, told):
         ({"strategy": "even"}, {"foretold_s": lambda changes: 0.099}),
         ({"strategy": "even"}, {"foretold_s": lambda changes: None}),  # there is no such plan
         ({"techniques": {"recompute": True}}, {"foretold_s": lambda changes: 0.2}),
-        ({"checkpoint": {"every_steps": 100}}, {"save": Interlude(0.1)}),
-        ({}, {"inside": SeenInside(syncs=(replace(ITEM, calls=3),))}),  # not in each step
-        ({}, {"inside": SeenInside(syncs=(replace(ITEM, what="__bool__"),))}),
-        ({}, {"inside": SeenInside(writes=(replace(PRINT, seconds=0.005),))}),
+        ({"checkpoint": {"every_steps": 100}}, {"save": InterruptionCost(0.1)}),
+        ({}, {"inside": RankObservations(syncs=(replace(ITEM, calls=3),))}),  # not in each step
+        ({}, {"inside": RankObservations(syncs=(replace(ITEM, what="__bool__"),))}),
+        ({}, {"inside": RankObservations(writes=(replace(PRINT, seconds=0.005),))}),
         ({"compile": True}, {"compilers": True, "kernels_share": 0.4}),
-        ({"checkpoint": {"every_steps": 10}}, {"save": Interlude(0.001, 0.001, 0.9)}),
+        ({"checkpoint": {"every_steps": 10}}, {"save": InterruptionCost(0.001, 0.001, 0.9)}),
         (data(packing="none"), {"padding_share": 0.01}),
     ],
 )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.doctor.verdict import enough, gain_of
+from gpumix.doctor.verdict import compute_gain, has_enough_pairs
 
 
 def test_the_gain_is_the_median_of_pairs_and_its_range():
-    gain = gain_of([2.0, 2.2, 1.8, 2.0, 2.1], [1.0, 1.0, 1.0, 1.0, 1.0])
+    gain = compute_gain([2.0, 2.2, 1.8, 2.0, 2.1], [1.0, 1.0, 1.0, 1.0, 1.0])
     assert (gain.factor, gain.low, gain.high) == (2.0, 1.8, 2.2)
     assert gain.real and gain.pairs == 5
     assert gain.confidence == pytest.approx(0.9375)  # 1 - 2 / 2^5
@@ -27,14 +27,14 @@ def test_the_gain_is_the_median_of_pairs_and_its_range():
     ],
 )
 def test_of_many_pairs_the_outermost_do_not_count(pairs, out, confidence):
-    gain = gain_of([float(n) for n in range(1, pairs + 1)], [1.0] * pairs)
+    gain = compute_gain([float(n) for n in range(1, pairs + 1)], [1.0] * pairs)
     assert (gain.low, gain.high) == (1.0 + out, float(pairs - out))
     assert gain.confidence == pytest.approx(confidence, abs=1e-4)
 
 
 def test_what_disturbs_both_windows_of_a_pair_says_nothing():
     """A machine that becomes three times as slow."""
-    gain = gain_of([1.0, 3.0, 1.1], [0.5, 1.5, 0.55])
+    gain = compute_gain([1.0, 3.0, 1.1], [0.5, 1.5, 0.55])
     assert gain.low == pytest.approx(2.0) and gain.high == pytest.approx(2.0)
 
 
@@ -48,7 +48,7 @@ def test_what_disturbs_both_windows_of_a_pair_says_nothing():
     ],
 )
 def test_what_is_no_gain(before_s, after_s):
-    assert not gain_of(before_s, after_s).real
+    assert not compute_gain(before_s, after_s).real
 
 
 @pytest.mark.parametrize(
@@ -64,4 +64,4 @@ def test_what_is_no_gain(before_s, after_s):
     ],
 )
 def test_how_many_windows_there_are(ratios, ends):
-    assert enough(ratios, [1.0] * len(ratios), pairs=5) is ends
+    assert has_enough_pairs(ratios, [1.0] * len(ratios), pairs=5) is ends

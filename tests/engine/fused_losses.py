@@ -17,12 +17,16 @@ from torch.nn import functional as F
 from triton.runtime.interpreter import interpreter_builder
 
 from gpumix.engine.cross_entropy import linear_cross_entropy
-from gpumix.engine.cross_entropy.fused_cross_entropy import LARGEST_BLOCK, fused_losses
-from gpumix.engine.cross_entropy.linear_cross_entropy import Gradients, LinearCrossEntropy, Sum
+from gpumix.engine.cross_entropy.fused_cross_entropy import MAX_BLOCK_COLUMNS, compute_fused_losses
+from gpumix.engine.cross_entropy.linear_cross_entropy import (
+    Gradients,
+    GradientSum,
+    LinearCrossEntropy,
+)
 
 ROWS, WIDTH = 13, 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-linear_cross_entropy.rows_per_chunk = lambda rows, **sizes: 5
+linear_cross_entropy.compute_chunk_rows = lambda rows, **sizes: 5
 
 
 def error(found: torch.Tensor, right: torch.Tensor) -> float:
@@ -36,8 +40,8 @@ def of_kernel(dtype: torch.dtype, rows: int, classes: int, smoothing: float) -> 
     right = F.cross_entropy(leaf, targets, reduction="none", label_smoothing=smoothing)
     (right * factors).sum().backward()
     assert leaf.grad is not None
-    forward_only = fused_losses(logits, targets, None, smoothing)
-    losses = fused_losses(logits, targets, factors, smoothing)
+    forward_only = compute_fused_losses(logits, targets, None, smoothing)
+    losses = compute_fused_losses(logits, targets, factors, smoothing)
     return max(error(forward_only, right), error(losses, right), error(logits, leaf.grad))
 
 
@@ -52,7 +56,9 @@ def of_problem(dtype: torch.dtype, mean: bool) -> float:
     found = []
     for fused in (True, False):
         into = Gradients(
-            torch.empty_like(problem.hidden), Sum(torch.zeros(31, WIDTH)), Sum(torch.zeros(31))
+            torch.empty_like(problem.hidden),
+            GradientSum(torch.zeros(31, WIDTH)),
+            GradientSum(torch.zeros(31)),
         )
         way = replace(problem, fused=fused)
         assert into.weight is not None and into.bias is not None
@@ -99,7 +105,7 @@ def shared_elements(classes: int) -> int:
     logits, factors = torch.randn(3, classes), torch.randn(3)
     begin, end = logits.data_ptr(), logits.data_ptr() + logits.nbytes
     with lanes_by_address() as seen:
-        fused_losses(logits, torch.randint(classes, (3,)), factors, 0.1)
+        compute_fused_losses(logits, torch.randint(classes, (3,)), factors, 0.1)
     own = {address: lanes for address, lanes in seen.items() if begin <= address < end}
     assert len(own) == logits.numel(), "each element is loaded"
     return sum(lanes == {-1} or len(lanes) > 1 for lanes in own.values())
@@ -115,4 +121,4 @@ if __name__ == "__main__":
         f"loss {name}": max(of_problem(dtype, mean) for mean in (True, False))
         for name, dtype in DTYPES.items()
     }
-    print(json.dumps({"errors": worst, "shared": shared_elements(2 * LARGEST_BLOCK)}))
+    print(json.dumps({"errors": worst, "shared": shared_elements(2 * MAX_BLOCK_COLUMNS)}))

@@ -17,7 +17,7 @@ from gpumix.engine.engine import Engine
 from gpumix.engine.loss.reduction import ReducedLoss, integer_labels
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.prepare import prepare
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
 from harness import run_ranks
@@ -274,7 +274,7 @@ def test_a_forward_that_changes_weights_is_refused():
 )
 def test_parameters_that_cannot_be_sharded_are_refused(other, what):
     with pytest.raises(InputError, match=what):
-        dissect(Blocks(other))
+        split_into_units(Blocks(other))
 
 
 def test_rules_that_the_first_batch_does_not_tell_apart_are_by_a_later_one():

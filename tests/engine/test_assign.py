@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.engine.optimizers.assign_work import assign
+from gpumix.engine.optimizers.assign_work import assign_jobs
 
 COSTS = st.lists(st.floats(0.1, 100), max_size=6)
 SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=3)
@@ -29,14 +29,14 @@ def earliest(costs, speeds):
 
 @given(COSTS, SPEEDS)
 def test_unequal_workers_end_within_twice_the_least(costs, speeds):
-    found = ends(costs, speeds, assign(costs, speeds), [0.0] * len(speeds))
+    found = ends(costs, speeds, assign_jobs(costs, speeds), [0.0] * len(speeds))
     assert found <= 2 * earliest(costs, speeds) * (1 + 1e-9)
 
 
 @given(COSTS, st.integers(1, 3))
 def test_equal_workers_end_within_a_third_of_the_least(costs, world):
     speeds = [1.0] * world
-    found = ends(costs, speeds, assign(costs, speeds), [0.0] * world)
+    found = ends(costs, speeds, assign_jobs(costs, speeds), [0.0] * world)
     assert found <= (4 / 3 - 1 / (3 * world)) * earliest(costs, speeds) * (1 + 1e-9)
 
 
@@ -44,7 +44,7 @@ def test_equal_workers_end_within_a_third_of_the_least(costs, world):
 def test_no_single_job_is_better_elsewhere(costs, speeds, data):
     """Also with what workers have to do already: moving the last job that one got helps nobody."""
     busy = data.draw(st.lists(st.floats(0, 100), min_size=len(speeds), max_size=len(speeds)))
-    chosen = assign(costs, speeds, busy=busy)
+    chosen = assign_jobs(costs, speeds, busy=busy)
     if costs:
         last = min(range(len(costs)), key=lambda job: (costs[job], -job))
         mine = sum(c for c, w in zip(costs, chosen) if w == chosen[last]) + busy[chosen[last]]
@@ -57,9 +57,9 @@ def test_no_single_job_is_better_elsewhere(costs, speeds, data):
 
 @given(COSTS, SPEEDS)
 def test_a_worker_without_speed_gets_nothing_unless_all_are(costs, speeds):
-    assert 0 not in assign(costs, [0.0, *speeds])
-    assert assign(costs, [0.0] * len(speeds)) == assign(costs, [1.0] * len(speeds))
+    assert 0 not in assign_jobs(costs, [0.0, *speeds])
+    assert assign_jobs(costs, [0.0] * len(speeds)) == assign_jobs(costs, [1.0] * len(speeds))
 
 
 def test_between_equals_the_nearer_one_does_it():
-    assert assign([1.0, 1.0], [1.0, 1.0], near=[[0.2, 0.8], [0.9, 0.1]]) == [1, 0]
+    assert assign_jobs([1.0, 1.0], [1.0, 1.0], near=[[0.2, 0.8], [0.9, 0.1]]) == [1, 0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.engine.rehearsal.module_attributes import LONG, attributes_kept
+from gpumix.engine.rehearsal.module_attributes import MAX_COPIED_ELEMENTS, preserve_attributes
 
 
 class Keeps(nn.Module):
@@ -25,8 +25,8 @@ class Keeps(nn.Module):
         self.lists = defaultdict(list)
         self.recent = deque([1, 2], maxlen=2)
         self.known = {1}
-        self.total, self.added = torch.zeros(2), torch.zeros(2)
-        self.many = list(range(LONG + 1))
+        self.total, self.measure_added = torch.zeros(2), torch.zeros(2)
+        self.many = list(range(MAX_COPIED_ELEMENTS + 1))
 
     def forward(self, x):
         self.count += len(x)
@@ -40,7 +40,7 @@ class Keeps(nn.Module):
         self.recent.append(3)
         self.known.add(2)
         self.total = self.total + x.sum()
-        self.added += 1
+        self.measure_added += 1
         self.many.append(0)
         return self.inner(x)
 
@@ -57,7 +57,7 @@ def test_attributes_are_what_they_were(fails):
     module = nn.Sequential(Keeps())
     before, objects = module[0].kept(), {name: id(one) for name, one in vars(module[0]).items()}
     try:
-        with attributes_kept(module):
+        with preserve_attributes(module):
             module(torch.ones(3, 2))
             assert module[0].kept().keys() == before.keys()
             assert all(value != before[name] for name, value in module[0].kept().items())
@@ -73,7 +73,7 @@ def test_attributes_are_what_they_were(fails):
 def test_what_a_list_held_is_the_same_object():
     module = Keeps()
     first = module.outputs[0]
-    with attributes_kept(module):
+    with preserve_attributes(module):
         module.outputs.clear()
         module.outputs.append(torch.zeros(1))
     assert module.outputs[0] is first
@@ -83,7 +83,7 @@ def test_a_container_that_holds_itself():
     module = nn.Linear(2, 2)
     module.tree = {"children": []}
     module.tree["children"].append(module.tree)
-    with attributes_kept(module):
+    with preserve_attributes(module):
         module.tree["children"].append(1)
     (child,) = module.tree["children"]
     assert child is module.tree
@@ -94,7 +94,7 @@ def test_a_tensor_of_an_evaluation_may_be_replaced():
     module = Keeps()
     with torch.inference_mode():
         module.total = kept = torch.ones(2)
-    with attributes_kept(module):
+    with preserve_attributes(module):
         module.total = module.total + 1
     assert module.total is kept
     assert torch.equal(kept, torch.ones(2))

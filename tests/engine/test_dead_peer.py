@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from extended import left_out
-from gpumix.engine.comm.collective_progress import doing, stand_of_main
+from gpumix.engine.comm.collective_progress import ActivityScope, get_main_progress
 from gpumix.engine.comm.communicator import CommunicationError
-from gpumix.engine.comm.hang_attribution import Stand, held_up_by
+from gpumix.engine.comm.hang_attribution import RankProgress, find_blocking_ranks
 from gpumix.engine.schedule import pipeline_parallel
 from gpumix.schema.errors import GpumixError
 from gpumix.schema.plan.plan import Plan
@@ -75,12 +75,12 @@ def test_the_others_are_told_in_the_middle_of_a_step(tmp_path, layout):
     results = run_ranks(
         _step_until, 3, plan, 1, tmp_path, timeout_s=60, group_timeout_s=300, mortal=[1]
     )
-    stands = {rank: Stand.from_text((tmp_path / str(rank)).read_text()) for rank in range(3)}
+    stands = {rank: RankProgress.from_text((tmp_path / str(rank)).read_text()) for rank in range(3)}
     for rank in (0, 2):
         assert "failed" in results[rank]
         assert "why:" in results[rank]
         of_rank_1 = re.search(r"the message with .+ \((from|to) rank 1\) failed", results[rank])
-        assert of_rank_1 or held_up_by(stands, rank) == [1]
+        assert of_rank_1 or find_blocking_ranks(stands, rank) == [1]
         assert of_rank_1 or layout != "in the middle of a pipeline"
 
 
@@ -92,7 +92,7 @@ def _step_until(plan_json: str, dead: int, folder: Path) -> str | None:
     own = own_samples(plan, engine.comm.rank, next(batches(GPT2, plan.global_batch, 1)))
 
     def leave_stand() -> None:
-        stand = stand_of_main(runs_ahead=False).to_text()
+        stand = get_main_progress(runs_ahead=False).to_text()
         (folder / str(engine.comm.rank)).write_text(stand)
 
     engine.step(own)
@@ -109,7 +109,7 @@ def _step_until(plan_json: str, dead: int, folder: Path) -> str | None:
     try:
         engine.step(own)
     except CommunicationError as error:
-        with doing("after it", error.wait):
+        with ActivityScope("after it", error.wait):
             leave_stand()
         return str(error)
     return None

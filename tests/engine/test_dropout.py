@@ -11,7 +11,7 @@ from torch import nn
 
 from gpumix.engine.engine import Engine
 from gpumix.engine.model.forward_coroutine import ModelError
-from gpumix.engine.model.rng import OtherGenerators, Randomness, program_untouched
+from gpumix.engine.model.rng import OtherGenerators, Randomness, preserve_all_rng
 from harness import run_ranks
 from models import WIDTH, Block, Regression, gpt2, packed_lm, vectors
 from reference import (
@@ -94,7 +94,7 @@ def test_gradients_are_those_of_a_kept_graph_with_the_same_masks(kind):
     engine = engine_alone(KINDS[kind], 5, 2)
     engine.step(batch)
     assert engine._others.are_used == (kind != "torch")
-    with program_untouched():
+    with preserve_all_rng():
         expected = plain_gradients(batch, (2, 2, 1), KINDS[kind])
     assert_gradients_equal(joined([pieces_of(engine, gradients=True)]), expected)
 
@@ -206,6 +206,6 @@ def test_masks_follow_the_place_in_the_global_batch_not_the_rank():
     shares = [Share(2, 2, 1), Share(3, 2, 2)]
     found = joined(run_ranks(_on_ranks, 2, shares))
     batch = vectors(5, torch.Generator().manual_seed(1))
-    with program_untouched():
+    with preserve_all_rng():
         expected = plain_gradients(batch, (2, 2, 1))
     assert_gradients_equal(found, expected)

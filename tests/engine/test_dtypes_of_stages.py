@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from extended import chosen, left_out
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
-from gpumix.schema.plan.dtypes import communication_dtype
+from gpumix.schema.plan.dtypes import choose_communication_dtype
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import ComputeDtype, Mode
 from models import mean_loss
@@ -54,7 +54,7 @@ OVERFLOWS: tuple[tuple[ComputeDtype, ComputeDtype], ...] = (("fp32", "fp16"), ("
 
 def planned(case: str, dtypes: tuple[ComputeDtype, ...]) -> Plan:
     name, layout, settings = CASES[case]
-    sent = communication_dtype(dtypes)
+    sent = choose_communication_dtype(dtypes)
     plan = staged_plan(name, layout, communication_dtype=sent, **settings)
     return on_devices(plan, *({"compute_dtype": dtype} for dtype in dtypes))
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from extended import left_out
-from gpumix.engine.model.kernel_selection import channels_last, make_efficient
-from gpumix.schema.cluster.kernels import Efficiency
+from gpumix.engine.model.kernel_selection import apply_efficiency, to_channels_last
+from gpumix.schema.cluster.kernels import KernelSettings
 from gpumix.schema.errors import InputError
 from models import ARCHITECTURES
 from reference import SEED, Share, assert_step_is_plain, build, plan_for, prepare
@@ -18,7 +18,7 @@ def test_a_step_is_that_of_plain_pytorch(name):
     architecture = ARCHITECTURES[name]
     model = build(architecture.factory, SEED)
     plan = plan_for(model, [Share(3, 2, 1)])
-    (stage,), efficiency = plan.stages, Efficiency(attention="eager", channels_last=True)
+    (stage,), efficiency = plan.stages, KernelSettings(attention="eager", channels_last=True)
     workers = tuple(w.model_copy(update={"efficiency": efficiency}) for w in stage.workers)
     plan = plan.model_copy(update={"stages": (stage.model_copy(update={"workers": workers}),)})
     batch = architecture.batch(3, torch.Generator().manual_seed(1))
@@ -28,16 +28,16 @@ def test_a_step_is_that_of_plain_pytorch(name):
 
 def test_images_lie_with_channels_last_and_nothing_else():
     images = torch.randn(2, 3, 4, 4)
-    assert channels_last(images).is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(channels_last(images), images)
+    assert to_channels_last(images).is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(to_channels_last(images), images)
     for other in (torch.randn(2, 3, 4), torch.ones(2, 3, 4, 4, dtype=torch.int64)):
-        assert channels_last(other) is other
+        assert to_channels_last(other) is other
 
 
 def test_attention_that_a_model_lacks_is_named():
     model = ARCHITECTURES["plain-own-blocks"].factory()
     with pytest.raises(InputError, match="no choice of attention"):
-        make_efficient(model, Efficiency(attention="sdpa"), torch.device("cpu"))
+        apply_efficiency(model, KernelSettings(attention="sdpa"), torch.device("cpu"))
     with pytest.raises(InputError, match="flash_attention_2"):
         llama = ARCHITECTURES["llama"].factory()
-        make_efficient(llama, Efficiency(attention="flash"), torch.device("cpu"))
+        apply_efficiency(llama, KernelSettings(attention="flash"), torch.device("cpu"))

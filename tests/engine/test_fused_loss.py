@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpumix.engine.cross_entropy.fused_cross_entropy import fused_losses
+from gpumix.engine.cross_entropy.fused_cross_entropy import compute_fused_losses
 from gpumix.schema.errors import MachineError
 
 HERE = Path(__file__).parent
@@ -50,4 +50,4 @@ def test_no_lane_loads_a_logit_that_another_lane_overwrites(found):
 @pytest.mark.skipif(find_spec("triton") is not None, reason="triton is installed")
 def test_without_triton_there_is_a_word():
     with pytest.raises(MachineError, match="pip install triton"):
-        fused_losses(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), None, 0.0)
+        compute_fused_losses(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), None, 0.0)

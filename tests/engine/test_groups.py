@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gpumix.engine.comm import process_groups
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.comm.host_staged import StagedCommunicator
-from gpumix.engine.rank_group import Ranks
+from gpumix.engine.rank_group import RankGroup
 from gpumix.schema.errors import MachineError
 
 
@@ -43,19 +43,19 @@ def test_gpus_without_nccl_go_through_the_host(monkeypatch, backends, device, ki
     monkeypatch.setattr(
         "gpumix.engine.comm.communicator.WaitClock", lambda device: None
     )  # needs the device
-    comm = process_groups.all_ranks(torch.device(device))
+    comm = process_groups.make_communicator(torch.device(device))
     assert type(comm) is kind
     assert (comm.rank, comm.world, comm.device) == (1, 2, torch.device(device))
 
 
 def test_a_single_process_needs_no_group():
-    comm = process_groups.all_ranks(torch.device("cpu"))
+    comm = process_groups.make_communicator(torch.device("cpu"))
     assert (comm.rank, comm.world, comm.group) == (0, 1, None)
 
 
 def test_a_torch_without_the_backend_of_its_gpus_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "is_backend_available", lambda backend: False)
-    ranks = Ranks.__new__(Ranks)
+    ranks = RankGroup.__new__(RankGroup)
     ranks.device = torch.device("xpu", 0)
     with pytest.raises(MachineError, match="this torch has no XCCL, by which GPUs exchange"):
         ranks._connect(None)

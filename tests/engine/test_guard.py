@@ -10,7 +10,7 @@ from torch import nn
 
 from gpumix.engine.comm.async_read import AsyncRead
 from gpumix.engine.comm.wait_clock import WaitClock
-from gpumix.engine.update_guard import Guard, makes_momentum, takes_guard
+from gpumix.engine.update_guard import UpdateGuard, can_skip_updates, is_first_momentum_step
 
 CPU = torch.device("cpu")
 GOOD, BAD = torch.tensor(1.0), torch.tensor(float("nan"))
@@ -24,7 +24,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_from_a_bad_step_on_nothing_changes(name, bad):
     parameter = nn.Parameter(torch.arange(4.0))
-    optimizer, guard = OPTIMIZERS[name]([parameter]), Guard(CPU)
+    optimizer, guard = OPTIMIZERS[name]([parameter]), UpdateGuard(CPU)
 
     def step(loss: torch.Tensor, gradient: float) -> None:
         parameter.grad = torch.full((4,), gradient)
@@ -47,22 +47,22 @@ def test_from_a_bad_step_on_nothing_changes(name, bad):
 
 def test_only_fused_optimizers_leave_a_step_out():
     parameter = [nn.Parameter(torch.zeros(1))]
-    assert all(takes_guard(make(parameter)) for make in OPTIMIZERS.values())
-    assert not takes_guard(torch.optim.AdamW(parameter, foreach=True))
-    assert not takes_guard(torch.optim.SGD(parameter))
+    assert all(can_skip_updates(make(parameter)) for make in OPTIMIZERS.values())
+    assert not can_skip_updates(torch.optim.AdamW(parameter, foreach=True))
+    assert not can_skip_updates(torch.optim.SGD(parameter))
 
 
 def test_momentum_is_made_by_a_step_that_is_looked_at():
     first, second = (nn.Parameter(torch.zeros(1)) for _ in range(2))
     optimizer = torch.optim.SGD([first, second], lr=1.0, momentum=0.9, fused=True)
     first.grad = torch.ones(1)
-    assert makes_momentum(optimizer)
+    assert is_first_momentum_step(optimizer)
     optimizer.step()
-    assert not makes_momentum(optimizer)
+    assert not is_first_momentum_step(optimizer)
     second.grad = torch.ones(1)
-    assert makes_momentum(optimizer)
-    assert not makes_momentum(torch.optim.SGD([first], lr=1.0, fused=True))
-    assert not makes_momentum(torch.optim.AdamW([first], fused=True))
+    assert is_first_momentum_step(optimizer)
+    assert not is_first_momentum_step(torch.optim.SGD([first], lr=1.0, fused=True))
+    assert not is_first_momentum_step(torch.optim.AdamW([first], fused=True))
 
 
 def test_a_reading_is_of_the_moment_at_which_it_was_made():
@@ -70,7 +70,7 @@ def test_a_reading_is_of_the_moment_at_which_it_was_made():
     reading = AsyncRead([table, loss])
     table.zero_()
     loss.zero_()
-    assert reading.is_there
+    assert reading.is_complete
     read, number = reading.tensors()
     assert read.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert number.item() == torch.tensor(0.1).item()

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from extended import left_out
-from gpumix.cost.layout.chunk_rows import chunk_bytes
+from gpumix.cost.layout.chunk_rows import compute_chunk_bytes
 from gpumix.engine.cross_entropy import linear_cross_entropy
-from gpumix.engine.cross_entropy.linear_cross_entropy import LinearCrossEntropy, Sum
-from gpumix.engine.loss.chunked_head import HeadInChunks
+from gpumix.engine.cross_entropy.linear_cross_entropy import GradientSum, LinearCrossEntropy
+from gpumix.engine.loss.chunked_head import ChunkedHead
 from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
 from gpumix.schema.plan.stage import Mode
@@ -46,7 +46,9 @@ MODELS = ARCHITECTURES | {n: Architecture(n, f, causal_lm) for n, f in SCALED.it
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(linear_cross_entropy, "rows_per_chunk", lambda rows, **sizes: min(rows, 10))
+    monkeypatch.setattr(
+        linear_cross_entropy, "compute_chunk_rows", lambda rows, **sizes: min(rows, 10)
+    )
 
 
 @pytest.fixture
@@ -265,8 +267,8 @@ def test_a_loss_of_no_rows_leaves_gradients_of_zero():
     )  # fmt: skip
     into = linear_cross_entropy.Gradients(
         torch.empty(0, 4),
-        Sum(torch.full((6, 4), torch.nan), empty=True),
-        Sum(torch.full((6,), torch.nan), empty=True),
+        GradientSum(torch.full((6, 4), torch.nan), empty=True),
+        GradientSum(torch.full((6,), torch.nan), empty=True),
     )
     problem.run(torch.ones(()), into)
     assert not into.weight.tensor.any() and not into.bias.tensor.any()
@@ -275,8 +277,8 @@ def test_a_loss_of_no_rows_leaves_gradients_of_zero():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_first_product_is_written_and_others_are_added(dtype):
     gradient, hidden = torch.randn(9, 40).to(dtype), torch.randn(9, 3).to(dtype)
-    products = Sum(torch.full((40, 3), torch.nan), empty=True)
-    from_zero = Sum(torch.zeros(40, 3))
+    products = GradientSum(torch.full((40, 3), torch.nan), empty=True)
+    from_zero = GradientSum(torch.zeros(40, 3))
     for _ in range(2):
         products.add_product(gradient, hidden)
         from_zero.add_product(gradient, hidden)
@@ -298,7 +300,7 @@ def test_whole_logits_never_exist():
             engine.step(batch)
         peaks[head] = tracker.peak
     logits = rows * vocabulary * 4
-    chunk = chunk_bytes(rows, vocabulary=vocabulary, width=32, compute_bytes=4)
+    chunk = compute_chunk_bytes(rows, vocabulary=vocabulary, width=32, compute_bytes=4)
     assert peaks["whole"] > 2.5 * logits
     assert peaks["chunked"] < peaks["whole"] - 2.5 * logits + chunk
 
@@ -321,10 +323,12 @@ def test_a_loss_takes_what_is_predicted(dtype):
         label_smoothing=0.0,
         mean=True,
     )
-    into = linear_cross_entropy.Gradients(torch.empty_like(hidden), Sum(layer.weight.grad))
+    into = linear_cross_entropy.Gradients(torch.empty_like(hidden), GradientSum(layer.weight.grad))
     with PeakBytes() as tracker, torch.no_grad():
         problem.run(torch.ones(()), into)
-    predicted = chunk_bytes(rows, vocabulary=vocabulary, width=width, compute_bytes=dtype.itemsize)
+    predicted = compute_chunk_bytes(
+        rows, vocabulary=vocabulary, width=width, compute_bytes=dtype.itemsize
+    )
     others = 2 * hidden.nbytes + layer.weight.nbytes + layer.weight.grad.nbytes
     assert predicted * 0.9 < tracker.peak < predicted + others + rows * 64
 
@@ -341,6 +345,6 @@ def test_outside_of_a_step_the_model_is_as_it_was():
     model = ARCHITECTURES["gpt2"].factory()
     batch = next(batches(GPT2, 2, 1))
     expected = model(**batch).logits
-    HeadInChunks(model)
+    ChunkedHead(model)
     assert type(model(**batch).logits) is torch.Tensor
     assert torch.equal(model(**batch).logits, expected)

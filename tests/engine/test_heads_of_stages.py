@@ -77,7 +77,9 @@ def _train(plan_json: str, name: str) -> tuple[list[float], Any, list[bool]]:
         return run(self, upstream, into)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_cross_entropy, "rows_per_chunk", lambda rows, **sizes: min(rows, ROWS))
+        patch.setattr(
+            linear_cross_entropy, "compute_chunk_rows", lambda rows, **sizes: min(rows, ROWS)
+        )
         patch.setattr(LinearCrossEntropy, "run", noted)
         losses, pieces = train_rank(plan_json, name, STEPS)
     return losses, pieces, passes

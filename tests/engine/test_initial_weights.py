@@ -13,7 +13,7 @@ from torch import nn
 from extended import left_out
 from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
-from gpumix.engine.sharding.initial_weights import unused
+from gpumix.engine.sharding.initial_weights import find_unused_tensors
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
 from harness import run_ranks
@@ -205,7 +205,7 @@ def test_a_wrong_shape_of_a_buffer_is_told(tmp_path):
 
 def test_tensors_without_a_place_are_told(tmp_path):
     save_file(own_blocks().state_dict() | {"other": torch.zeros(1)}, tmp_path / "w.safetensors")
-    assert unused(own_blocks(), tmp_path) == ["other"]
+    assert find_unused_tensors(own_blocks(), tmp_path) == ["other"]
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import commands
 from gpumix.engine.comm import init_distributed
-from gpumix.engine.comm.init_distributed import join_launched
+from gpumix.engine.comm.init_distributed import ensure_process_group
 from gpumix.engine.model.deferred_init import build
 from gpumix.schema.errors import InputError
 from models import own_blocks, vectors
@@ -49,9 +49,9 @@ def start(monkeypatch, **changes):
 
 
 def test_a_process_that_was_started_alone_stays_alone(calls, monkeypatch):
-    join_launched(on_gpus=True)
+    ensure_process_group(on_gpus=True)
     start(monkeypatch, WORLD_SIZE="1", RANK="0", LOCAL_RANK="0")
-    join_launched(on_gpus=True)
+    ensure_process_group(on_gpus=True)
     assert calls == []
 
 
@@ -61,24 +61,24 @@ def test_a_process_that_was_started_alone_stays_alone(calls, monkeypatch):
 )
 def test_one_of_several_joins_the_others(calls, monkeypatch, on_gpus, asked):
     start(monkeypatch)
-    join_launched(on_gpus=on_gpus)
+    ensure_process_group(on_gpus=on_gpus)
     assert calls == asked
 
 
 def test_a_group_that_is_there_is_taken_as_it_is(calls, monkeypatch):
     start(monkeypatch)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    join_launched(on_gpus=True)
+    ensure_process_group(on_gpus=True)
     assert calls == []
 
 
 def test_who_cannot_join_is_refused(calls, monkeypatch):
     start(monkeypatch, MASTER_PORT="")
     with pytest.raises(InputError, match="WORLD_SIZE is 2, and this process is in no process grou"):
-        join_launched(on_gpus=False)
+        ensure_process_group(on_gpus=False)
     start(monkeypatch, LOCAL_RANK="2")
     with pytest.raises(InputError, match="process 2 of this host has no GPU of its own"):
-        join_launched(on_gpus=True)
+        ensure_process_group(on_gpus=True)
     assert calls == []
 
 
@@ -93,13 +93,13 @@ def test_who_cannot_join_is_refused(calls, monkeypatch):
     ],
 )
 def test_agents_that_anybody_reaches_are_told_of_once(calls, monkeypatch, capsys, changes, said):
-    init_distributed.tell_of_open_agents.cache_clear()
+    init_distributed.warn_of_open_agents.cache_clear()
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     start(monkeypatch, **({"RANK": "0", "TORCHELASTIC_RUN_ID": "one"} | changes))
     for there in (False, True):
         monkeypatch.setattr(dist, "is_initialized", lambda there=there: there)
-        join_launched(on_gpus=False)
-    assert capsys.readouterr().err.count(init_distributed.AGENTS_OPEN) == said
+        ensure_process_group(on_gpus=False)
+    assert capsys.readouterr().err.count(init_distributed.OPEN_AGENTS_WARNING) == said
 
 
 LOOP = """
@@ -109,7 +109,7 @@ from pathlib import Path
 
 import torch
 import gpumix
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.schema.plan.stage import Stage, Worker
 from models import own_blocks, vectors
 
@@ -120,7 +120,7 @@ def of_gloo() -> None:
     os.write(1, f"threads of rank {rank}: {count}\\n".encode())
 
 model = gpumix.build(own_blocks, seed=0)
-anatomy = dissect(model)
+anatomy = split_into_units(model)
 workers = tuple(
     Worker(device=f"d{n}", device_class="c", samples=n + 1, micro_batch=n + 1, state_share=0.5)
     for n in (0, 1)
@@ -149,7 +149,7 @@ def test_processes_of_torchrun_are_the_ranks_of_one_run(tmp_path):
     done = commands.run([*torchrun, "2", "loop.py"], folder=tmp_path, env=env, timeout_s=120)
     assert done.code == 0, done.err
     assert "destroy_process_group" not in done.err
-    assert done.err.count(init_distributed.AGENTS_OPEN) == 1
+    assert done.err.count(init_distributed.OPEN_AGENTS_WARNING) == 1
     told = dict(line.split(": ") for line in done.out.splitlines())
     assert [told.pop(f"threads of rank {rank}") for rank in (0, 1)] == ["0", "0"]
     assert told.keys() == {"rank 0", "rank 1"}

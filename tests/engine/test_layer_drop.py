@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from extended import left_out
-from gpumix.engine.model.model_settings import layer_drop
+from gpumix.engine.model.model_settings import find_layer_drop_rates
 from gpumix.schema.plan.stage import Mode
 from gpumix.testing import Share
 from harness import run_ranks
@@ -116,6 +116,6 @@ def test_what_modules_call_their_config_may_be_anything(config):
         model.enter.config = config
         return model
 
-    assert layer_drop(factory()).on == []
+    assert find_layer_drop_rates(factory()).on == []
     batch = vectors(2, torch.Generator().manual_seed(0))
     assert_step_is_plain(engine_alone(factory, 2, 1), factory, batch)

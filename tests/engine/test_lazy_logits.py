@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpumix.engine.cross_entropy import linear_cross_entropy
-from gpumix.engine.loss.chunked_head import HeadInChunks
+from gpumix.engine.loss.chunked_head import ChunkedHead
 from gpumix.engine.model.forward_coroutine import ModelError
 
 SAMPLES, LENGTH, WIDTH, VOCABULARY = 3, 7, 8, 20
@@ -20,7 +20,7 @@ IGNORED = -100
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(linear_cross_entropy, "rows_per_chunk", lambda rows, **sizes: 4)
+    monkeypatch.setattr(linear_cross_entropy, "compute_chunk_rows", lambda rows, **sizes: 4)
 
 
 class Head(nn.Module):
@@ -56,7 +56,7 @@ def compared(function, tolerance=1e-6, **settings):
     """The head of `function`, whose results are right."""
     expected = outcome(Head(function, **settings))
     model = Head(function, **settings)
-    head = HeadInChunks(model)
+    head = ChunkedHead(model)
     with head.step(None):
         found = outcome(model)
     for one, other in zip(found, expected, strict=True):
@@ -169,7 +169,7 @@ def test_a_scale_that_is_trained_gets_its_gradient():
             return self.function(self.output(hidden) * self.scale, labels)
 
     model = Scaled(loss)
-    with HeadInChunks(model).step(None):
+    with ChunkedHead(model).step(None):
         found = outcome(model)
     for one, other in zip(found, outcome(Scaled(loss)), strict=True):
         torch.testing.assert_close(one, other)
@@ -177,7 +177,7 @@ def test_a_scale_that_is_trained_gets_its_gradient():
 
 def test_without_gradients():
     model = Head(FOLLOWED["softcap"])
-    head = HeadInChunks(model)
+    head = ChunkedHead(model)
     with torch.no_grad():
         expected = model(*inputs())
         with head.step(None):
@@ -189,7 +189,7 @@ def test_without_gradients():
 
 def test_autocast_is_left_alone():
     model = Head(loss)
-    head = HeadInChunks(model)
+    head = ChunkedHead(model)
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(*inputs())
         with head.step(None):
@@ -200,7 +200,7 @@ def test_autocast_is_left_alone():
 def test_logits_that_are_asked_for_too_late():
     kept = []
     model = Head(lambda x, y: (kept.append(x), loss(x, y))[1])
-    with HeadInChunks(model).step(None):
+    with ChunkedHead(model).step(None):
         model(*inputs())
     assert kept[0].shape == (SAMPLES, LENGTH, VOCABULARY)
     with pytest.raises(ModelError, match="asked for \\(argmax\\) when the step is over"):
@@ -223,7 +223,7 @@ def test_operands_that_are_written_into_later(wanted):
         return value if wanted == "loss" else value + logits.argmax()
 
     model = Head(function)
-    head = HeadInChunks(model)
+    head = ChunkedHead(model)
     expected = model(*inputs())
     with head.step(None):
         torch.testing.assert_close(model(*inputs()), expected)
@@ -240,10 +240,10 @@ def test_hidden_states_that_are_written_into_later(use):
 
     model = Writes(use)
     refused = pytest.raises(ModelError, match="written into after the head was called")
-    with torch.no_grad(), HeadInChunks(model).step(None), refused:
+    with torch.no_grad(), ChunkedHead(model).step(None), refused:
         model(*inputs())
 
 
 def test_a_model_without_an_output_layer():
-    head = HeadInChunks(nn.Sequential(nn.Linear(4, 2)))
+    head = ChunkedHead(nn.Sequential(nn.Linear(4, 2)))
     assert "no linear output layer" in head.whole_because

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpumix.engine.model.kernel_selection import make_efficient
-from gpumix.schema.cluster.kernels import Efficiency
+from gpumix.engine.model.kernel_selection import apply_efficiency
+from gpumix.schema.cluster.kernels import KernelSettings
 from gpumix.schema.errors import MachineError
 from models import ARCHITECTURES
 from reference import SEED, Share, assert_step_is_plain, build, plan_for, prepare
 
-LIGER = Efficiency(kernels="liger")
+LIGER = KernelSettings(kernels="liger")
 
 
 class Norm:
@@ -62,7 +62,7 @@ def liger(monkeypatch):
 
 def changed(model: nn.Module) -> set[str]:
     """The last parts of the names of modules that compute otherwise."""
-    make_efficient(model, LIGER, torch.device("cpu"))
+    apply_efficiency(model, LIGER, torch.device("cpu"))
     return {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
@@ -156,4 +156,4 @@ def test_layers_that_do_something_else_beside_are_left_alone(kind, taken):
 def test_without_the_package_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.rms_norm", SimpleNamespace())
     with pytest.raises(MachineError, match="Liger's kernels are not here"):
-        make_efficient(Gated(), LIGER, torch.device("cpu"))
+        apply_efficiency(Gated(), LIGER, torch.device("cpu"))

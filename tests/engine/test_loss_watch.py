@@ -6,12 +6,12 @@ import pytest
 import torch
 from test_additivity import WIDTH, Blocks, a_batch, an_engine, cross_entropy, reduced
 
-from gpumix.engine.comm.step_exchange import Exchanged, Makeup
+from gpumix.engine.comm.step_exchange import LossComposition, StepTable
 from gpumix.engine.engine import Engine
 from gpumix.engine.loss.loss_graph import kind_and_weight_of, kind_of
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.prepare import prepare
-from gpumix.engine.rehearsal.loss_watch import AGAIN, LossWatch
+from gpumix.engine.rehearsal.loss_watch import REHEARSAL_STEPS, LossWatch
 from harness import run_ranks
 from reference import SEED, Share, build, initialised, plan_for
 
@@ -264,10 +264,10 @@ def test_a_term_that_grows_from_next_to_nothing_is_found_by_a_later_rehearsal():
 
     engine = an_engine(growing)
     with pytest.raises(ModelError, match="made of the losses of its parts") as caught:
-        for _ in range(AGAIN[0] + 2):
+        for _ in range(REHEARSAL_STEPS[0] + 2):
             weight = min(1.0, weight * 10)
             engine.step(a_batch())
-    assert caught.value.where == f"Blocks, step {AGAIN[0]}"
+    assert caught.value.where == f"Blocks, step {REHEARSAL_STEPS[0]}"
 
 
 def test_counters_of_a_model_are_what_steps_alone_make_of_them():
@@ -327,10 +327,14 @@ def test_a_loss_changes_while_rules_are_not_told_apart():
 def test_what_is_learned_settles_no_other_doubt():
     cpu = torch.device("cpu")
     watch = LossWatch(cpu, [5], late=0, by_values=False)
-    told = [Makeup(7, 7, 1.0, 1.0, 0.0), Makeup(5, 0, 1.0, 2.0, 0.0), Makeup(7, 7, 1.0, 1.0, 0.0)]
+    told = [
+        LossComposition(7, 7, 1.0, 1.0, 0.0),
+        LossComposition(5, 0, 1.0, 2.0, 0.0),
+        LossComposition(7, 7, 1.0, 1.0, 0.0),
+    ]
     for step, makeup in enumerate(told, 1):
         watch.take()
-        watch.note(step, Exchanged.row(cpu, 0.0, 0.0, 0.0, makeup)[None])
+        watch.note(step, StepTable.row(cpu, 0.0, 0.0, 0.0, makeup)[None])
     watch.read()
     assert [(one.step, one.kinds, one.unlike) for one in watch.doubts] == [
         (1, [7], None),
@@ -338,7 +342,7 @@ def test_what_is_learned_settles_no_other_doubt():
         (3, [7], None),
     ]
     watch.doubts.popleft()
-    watch.learn([7])
+    watch.accept_kinds([7])
     assert [one.step for one in watch.doubts] == [2]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from extended import left_out
-from gpumix.engine.loss.objective import objective_of
+from gpumix.engine.loss.objective import make_objective
 from gpumix.engine.model.forward_coroutine import ModelError
 from known_losses import known_loss
 from models import ARCHITECTURES, mean_loss
@@ -33,7 +33,7 @@ def test_sums_over_parts_are_the_mean_of_the_whole(name):
 def test_a_part_without_labels_counts_for_nothing():
     model = initialised(ARCHITECTURES["gpt2"].factory)
     batch = next(batches(ARCHITECTURES["gpt2"], 2, 1))
-    loss, count = objective_of(model)(model, {**batch, "labels": torch.full((2, 12), -100)})
+    loss, count = make_objective(model)(model, {**batch, "labels": torch.full((2, 12), -100)})
     assert count == 0
     assert loss == 0
     loss.backward()
@@ -59,7 +59,7 @@ def test_a_sum_over_many_labels_does_not_overflow_half_precision():
 def test_transformers_models_need_labels():
     model = ARCHITECTURES["gpt2"].factory()
     with pytest.raises(ModelError, match="needs batches with 'labels'"):
-        objective_of(model)(model, {"input_ids": torch.zeros(1, 4, dtype=torch.long)})
+        make_objective(model)(model, {"input_ids": torch.zeros(1, 4, dtype=torch.long)})
 
 
 class Returns(nn.Module):
@@ -77,12 +77,12 @@ class Returns(nn.Module):
 def test_other_models_return_a_loss(result):
     with pytest.raises(ModelError, match="in which there is no loss"):
         model = Returns(lambda tensors: result)
-        objective_of(model)(model, torch.zeros(1))
+        make_objective(model)(model, torch.zeros(1))
 
 
 def test_models_may_return_a_sum_and_a_count():
     model = Returns(lambda tensors: (sum(t.sum() for t in tensors), torch.tensor(len(tensors))))
-    ones, objective = torch.ones(2), objective_of(model)
+    ones, objective = torch.ones(2), make_objective(model)
     assert objective(model, (ones, ones)) == (4, 2)
     assert objective(model, ones) == (2, 1)
 
@@ -100,7 +100,7 @@ REDUCED = {
 @pytest.mark.parametrize("name", REDUCED)
 def test_models_may_return_a_reduced_loss(name):
     model = Returns(lambda tensors: REDUCED[name](tensors[0].mean()))
-    objective = objective_of(model)
+    objective = make_objective(model)
     for _ in range(2):
         assert objective(model, torch.ones(4)) == (4, 4)
 
@@ -108,7 +108,7 @@ def test_models_may_return_a_reduced_loss(name):
 def test_models_return_the_same_kind_of_loss_for_every_batch():
     kinds = iter([lambda t: (t[0].sum(), 2), lambda t: t[0].mean()])
     model = Returns(lambda tensors: next(kinds)(tensors))
-    objective = objective_of(model)
+    objective = make_objective(model)
     objective(model, torch.ones(2))
     with pytest.raises(ModelError, match="for one batch, and a reduced loss for another"):
         objective(model, torch.ones(2))

@@ -14,7 +14,7 @@ from extended import chosen, left_out
 from gpumix.engine.model.deferred_init import build
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.prepare import prepare
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage
 from harness import run_ranks
@@ -228,7 +228,7 @@ def _engine(block: type[Block], between: Any, *, sequence: bool = True) -> Any:
     plan: Plan = staged_plan("llama", [row])
     names = ["blocks.0", "blocks.1"]
     stage = Stage(units=names, workers=plan.stages[0].workers, tensor=2, sequence=sequence)
-    update = {"stages": (stage,), "model": dissect(model).fingerprint()}
+    update = {"stages": (stage,), "model": split_into_units(model).fingerprint()}
     there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     styles = {f"**.{name}": style for name, style in STYLES.items() if name in there}
     return prepare(model, plan.model_copy(update=update), tensor=styles)

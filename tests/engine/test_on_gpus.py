@@ -10,11 +10,11 @@ import torch
 
 import cuda_device
 from extended import left_out
-from gpumix.engine.comm.process_groups import all_ranks
-from gpumix.engine.cross_entropy.fused_cross_entropy import fused_losses
-from gpumix.engine.cross_entropy.linear_cross_entropy import Sum
-from gpumix.engine.model.equal_weights import make_alike
-from gpumix.engine.model.rng import program_untouched
+from gpumix.engine.comm.process_groups import make_communicator
+from gpumix.engine.cross_entropy.fused_cross_entropy import compute_fused_losses
+from gpumix.engine.cross_entropy.linear_cross_entropy import GradientSum
+from gpumix.engine.model.equal_weights import broadcast_weights
+from gpumix.engine.model.rng import preserve_all_rng
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.plan.stage import Mode
 from harness import run_ranks
@@ -90,7 +90,7 @@ def test_the_fused_loss_is_that_of_pytorch(dtype):
     right = torch.nn.functional.cross_entropy(leaf, targets, reduction="none")
     (right * factors).sum().backward()
     assert leaf.grad is not None
-    losses = fused_losses(logits, targets, factors, 0.0)
+    losses = compute_fused_losses(logits, targets, factors, 0.0)
     assert torch.allclose(losses.double(), right, rtol=1e-5)
     error = (logits.double() - leaf.grad).norm() / leaf.grad.norm()
     assert error < {4: 1e-5}.get(dtype.itemsize, 1e-2)
@@ -100,7 +100,7 @@ def test_the_fused_loss_is_that_of_pytorch(dtype):
 def test_a_product_ends_in_an_fp32_gradient(dtype):
     """Also on a device whose library cannot do that at once, where it goes by parts."""
     gradient, hidden = (torch.randn(64, n, device="cuda").to(dtype) for n in (96, 32))
-    total = Sum(torch.full((96, 32), torch.nan, device="cuda"), empty=True)
+    total = GradientSum(torch.full((96, 32), torch.nan, device="cuda"), empty=True)
     for times in (1, 2):
         total.add_product(gradient, hidden)
         expected = times * (gradient.double().t() @ hidden.double())
@@ -289,7 +289,7 @@ def _losses_of(stage, early, **settings):
 def test_numbers_of_a_program_go_on_on_its_gpu():
     torch.cuda.manual_seed(5)
     before = torch.cuda.get_rng_state()
-    with program_untouched():
+    with preserve_all_rng():
         torch.manual_seed(0)
         assert not torch.equal(torch.cuda.get_rng_state(), before)
     assert torch.equal(torch.cuda.get_rng_state(), before)
@@ -307,4 +307,4 @@ def _made_alike() -> tuple[list[str], float]:
     layer = torch.nn.Linear(3, 3, device=device)
     torch.nn.init.zeros_(layer.bias)
     torch.nn.init.constant_(layer.weight, rank)
-    return make_alike(layer, all_ranks(device)), layer.weight.max().item()
+    return broadcast_weights(layer, make_communicator(device)), layer.weight.max().item()

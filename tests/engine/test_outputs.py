@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from extended import left_out
-from gpumix.schema.plan.batch_shares import share_of
+from gpumix.schema.plan.batch_shares import get_batch_share
 from gpumix.schema.plan.plan import Plan
 from harness import run_ranks
 from models import ARCHITECTURES, gpt2
@@ -95,7 +95,7 @@ def _outputs(plan_json: str) -> dict[tuple[int, int], list]:
     plan = Plan.model_validate_json(plan_json)
     engine = staged_engine("gpt2", plan)
     (whole,) = batches(GPT2, plan.global_batch, 1)
-    own = [n for of in share_of(plan, engine.comm.rank).rows(None) for n in of]
+    own = [n for of in get_batch_share(plan, engine.comm.rank).rows(None) for n in of]
     found = engine.outputs(logits, {key: value[own] for key, value in whole.items()})
     return {(of.start, of.stop): value.tolist() for of, value in found.items()}
 

@@ -10,12 +10,12 @@ import torch
 
 import gpumix
 from extended import left_out
-from gpumix.engine.sharding.state_dict import load_optimizer_state, optimizer_state
-from gpumix.integrations.common.optimizer_adapter import taken_over
+from gpumix.engine.sharding.state_dict import collect_optimizer_state, load_optimizer_state
+from gpumix.integrations.common.optimizer_adapter import take_over_optimizer
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import OptimizerSpec, ParameterGroup
 from gpumix.schema.plan.plan import Plan
-from gpumix.train.worker.optimizer import optimizer_for
+from gpumix.train.worker.optimizer import build_optimizer
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import (
@@ -128,7 +128,7 @@ def test_a_pattern_without_a_parameter_is_refused():
 def _of_job(engine, match):
     groups = (ParameterGroup(match=match, lr=0.02),)
     spec = OptimizerSpec(name="sgd", lr=0.1, weight_decay=0.0, groups=groups)
-    return optimizer_for(spec, engine.pieces(), names=engine.trained_names())
+    return build_optimizer(spec, engine.pieces(), names=engine.trained_names())
 
 
 def _of_engine(engine, match):
@@ -146,7 +146,7 @@ def _taken_over(engine, match):
     """Made of the model's own parameters."""
     model = initialised(GPT2.factory)
     optimizer = _of_model(model.named_parameters(), match)
-    taken_over(optimizer, engine, {id(p): n for n, p in model.named_parameters()})
+    take_over_optimizer(optimizer, engine, {id(p): n for n, p in model.named_parameters()})
     return optimizer
 
 
@@ -164,7 +164,7 @@ def _by_plan(name, plan_json, make, match):
         engine.step(own_samples(plan, engine.comm.rank, batch))
         optimizer.step()
         optimizer.zero_grad()
-    state = optimizer_state(engine.pieces(), optimizer)
+    state = collect_optimizer_state(engine.pieces(), optimizer)
     load_optimizer_state(engine.pieces(), optimizer, state)
     return pieces_of(engine)
 

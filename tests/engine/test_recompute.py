@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpumix.engine.model.forward_coroutine import ModelError
-from gpumix.engine.unit.activation_checkpoint import Recomputed
+from gpumix.engine.unit.activation_checkpoint import CheckpointedRun
 
 
 class Counted(nn.Linear):
@@ -22,7 +22,7 @@ class Counted(nn.Linear):
 
 def differentiated(run):
     """Forward and backward of the sum, with recompute."""
-    recomputed = Recomputed("blocks.3", run)
+    recomputed = CheckpointedRun("blocks.3", run)
     out = recomputed.forward(run)
     with recomputed.backward():
         out.sum().backward()
@@ -82,7 +82,7 @@ def test_nothing_saved_lives_between_forward_and_backward():
         alive.append(weakref.ref(y.untyped_storage()))
         return y * x.detach()
 
-    recomputed = Recomputed("blocks.3", run)
+    recomputed = CheckpointedRun("blocks.3", run)
     out = recomputed.forward(run)
     assert alive[0]() is None
     with recomputed.backward():
@@ -147,7 +147,7 @@ def test_a_tensor_that_changes_after_it_was_saved_is_refused():
 
 def test_nothing_is_there_outside_of_its_backward():
     x = torch.ones(3, requires_grad=True)
-    out = Recomputed("blocks.3", lambda: torch.exp(x)).forward(lambda: torch.exp(x))
+    out = CheckpointedRun("blocks.3", lambda: torch.exp(x)).forward(lambda: torch.exp(x))
     with pytest.raises(ModelError, match=r"unit 'blocks\.3' made is used outside of it"):
         out.sum().backward()
 

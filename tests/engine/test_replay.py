@@ -7,10 +7,10 @@ import torch
 
 from extended import chosen, left_out
 from gpumix.engine.sharding import gradient_fingerprint
-from gpumix.engine.sharding.gradient_fingerprint import Fingerprints, OwnNorm
+from gpumix.engine.sharding.gradient_fingerprint import GradientFingerprints, SampledGradientNorm
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
-from gpumix.train.monitor.replay_verdict import comparable
+from gpumix.train.monitor.replay_verdict import group_comparable_ranks
 from harness import run_ranks
 from models import ARCHITECTURES, gpt2, mean_loss
 from reference import (
@@ -39,7 +39,7 @@ def _trained(shares, zero_stage: int, replays: bool):
         optimizer.zero_grad()
         if replays:
             one = next(batches(GPT2, 1, 1)) if shares[rank].samples else None
-            seen = Fingerprints()
+            seen = GradientFingerprints()
             engine.replay(one, seen.see)
             prints.append(seen.by_bucket())
     return losses, [piece[3] for piece in pieces_of(engine)], prints, engine.exchanged.own_norms
@@ -72,7 +72,7 @@ def _trained_by(plan_json: str, name: str, replays: bool):
         optimizer.zero_grad()
         if replays:
             computes = plan.workers[rank].samples > 0
-            seen = Fingerprints()
+            seen = GradientFingerprints()
             one = next(batches(architecture, 1, 1)) if computes else None
             times = engine.replay(one, seen.see)
             prints.append(seen.by_bucket(times) if computes else {})
@@ -100,7 +100,7 @@ def test_in_stages_and_teams_those_that_compute_the_same_are_alike(case, trained
         assert mine[0] == other[0] and mine[3] == other[3]
         assert all((a == b).all() for a, b in zip(mine[1], other[1], strict=True))
     name, layout, settings = PAIRS[case]
-    alike = comparable(staged_plan(name, layout, **settings))
+    alike = group_comparable_ranks(staged_plan(name, layout, **settings))
     assert alike
     for ranks in alike:
         for prints in zip(*(replayed[rank][2] for rank in ranks), strict=True):
@@ -129,7 +129,7 @@ def test_training_is_the_same_with_replays_between(zero_stage):
 
 
 def test_the_norm_of_one_rank_alone_is_that_of_the_gradient(monkeypatch):
-    monkeypatch.setattr(gradient_fingerprint, "ROW", 2**30)  # all is looked at
+    monkeypatch.setattr(gradient_fingerprint, "ROW_NUMEL", 2**30)  # all is looked at
     engine = engine_alone(GPT2.factory, 4, 2)
     batch = next(batches(GPT2, 4, 1))
     model = initialised(GPT2.factory)
@@ -146,7 +146,7 @@ def test_the_norm_of_one_rank_alone_is_that_of_the_gradient(monkeypatch):
 
 
 def test_norms_are_of_one_step_each():
-    norm = OwnNorm(torch.device("cpu"))
+    norm = SampledGradientNorm(torch.device("cpu"))
     norm.see("one", [torch.tensor([3.0])])
     norm.see("two", [torch.tensor([4.0])])
     assert norm.take() == 5.0
@@ -155,7 +155,7 @@ def test_norms_are_of_one_step_each():
 
 def test_of_large_gradients_a_part_is_looked_at():
     gradient = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
-    norm = OwnNorm(torch.device("cpu"))
+    norm = SampledGradientNorm(torch.device("cpu"))
     norm.see("bucket", [gradient])
     assert norm.take().item() == pytest.approx(gradient.norm().item() / 8**0.5, rel=0.03)
 
@@ -164,7 +164,7 @@ def test_fingerprints_see_what_norms_do_not():
     gradient = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     prints = []
     for one in (gradient, -gradient, gradient.flip(0)):
-        seen = Fingerprints()
+        seen = GradientFingerprints()
         seen.see("bucket", [one])
         prints.append(seen.by_bucket()["bucket"])
     assert prints[0][0] == pytest.approx(prints[1][0]) == pytest.approx(prints[2][0])

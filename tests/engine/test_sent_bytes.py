@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.schema.plan.splitting import Intervals
+from gpumix.schema.plan.splitting import ShardIntervals
 from harness import run_ranks
 
 RANKS, NUMEL = 3, 12
@@ -22,8 +22,8 @@ def _sent() -> dict[str, int]:
     pair = comm.among((0, 2))
     full = torch.ones(NUMEL)
     own = full[OFFSETS[rank] : OFFSETS[rank + 1]].clone()
-    comm.gather(full, own, Intervals(OFFSETS), "gather").wait()
-    comm.reduce(full, Intervals(OFFSETS), "reduction", lambda rows: None).wait()
+    comm.gather(full, own, ShardIntervals(OFFSETS), "gather").wait()
+    comm.reduce(full, ShardIntervals(OFFSETS), "reduction", lambda rows: None).wait()
     comm.all_reduce(full, "all-reduce")
     comm.exchange(full, "rows")[1].wait()
     if pair is not None:

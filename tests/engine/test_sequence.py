@@ -13,7 +13,7 @@ from turns import assert_case, in_turn
 from extended import left_out
 from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.schema.errors import GpumixError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import PLAIN, Mode, Stage
@@ -154,7 +154,7 @@ def own(block: type[Block], mode: Mode = PLAIN, styles: dict[str, str] = STYLES)
     plan = staged_plan("llama", [row])
     names = ["blocks.0", "blocks.1"]
     stage = Stage(units=names, workers=plan.stages[0].workers, tensor=2, sequence=True)
-    update = {"stages": (stage,), "model": dissect(model).fingerprint()}
+    update = {"stages": (stage,), "model": split_into_units(model).fingerprint()}
     return prepare(model, plan.model_copy(update=update), tensor=styles)
 
 

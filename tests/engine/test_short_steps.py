@@ -7,7 +7,7 @@ import torch
 
 from extended import chosen, left_out
 from gpumix.schema.errors import InputError
-from gpumix.schema.plan.batch_shares import rows_of
+from gpumix.schema.plan.batch_shares import get_micro_batch_rows
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
 from models import ARCHITECTURES, mean_loss
@@ -72,7 +72,7 @@ def _losses(plan_json: str) -> list[float]:
     losses = []
     for samples in SIZES:
         (whole,) = batches(GPT2, samples, 1)
-        own = [n for of in rows_of(plan, engine.comm.rank, samples) for n in of]
+        own = [n for of in get_micro_batch_rows(plan, engine.comm.rank, samples) for n in of]
         part = {key: value[own] for key, value in whole.items()}
         losses.append(engine.step(part, samples=samples).item())
         optimizer.step()
@@ -90,8 +90,13 @@ def test_sizes_that_no_step_has_are_refused():
 def test_parts_of_a_short_batch_are_all_of_it_once():
     plan = staged_plan("gpt2", [rows([3, 0, 5])[0]])
     for samples in range(1, 9):
-        found = [n for rank in range(3) for of in rows_of(plan, rank, samples) for n in of]
+        found = [
+            n for rank in range(3) for of in get_micro_batch_rows(plan, rank, samples) for n in of
+        ]
         assert found == list(range(samples))
         assert (
-            torch.tensor([len(of) for r in range(3) for of in rows_of(plan, r, samples)]).max() <= 2
+            torch.tensor(
+                [len(of) for r in range(3) for of in get_micro_batch_rows(plan, r, samples)]
+            ).max()
+            <= 2
         )

@@ -13,7 +13,7 @@ import gpumix
 from counted_steps import BESIDE_THE_MODEL_BYTES, counted, llama, profiled
 from extended import chosen, left_out
 from gpumix.cost.predict import predict
-from gpumix.cost.traffic import traffic
+from gpumix.cost.traffic import count_traffic
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
@@ -170,7 +170,7 @@ def done(plans):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*SOME, *SOME_UNLIKE, *SOME_PLANNED])
 def test_collectives_and_messages_are_those_that_were_counted(profile, plans, done, case):
-    expected = traffic(profile, plans[case])
+    expected = count_traffic(profile, plans[case])
     for rank, (counts, sizes, _) in zip(expected, done[case], strict=True):
         assert dict(rank.counts) == counts
         assert dict(rank.bytes) == sizes

@@ -19,7 +19,7 @@ from extended import chosen, every_second, left_out
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.prepare import prepare
 from gpumix.schema.errors import InputError, MachineError
-from gpumix.schema.plan.batch_shares import share_of
+from gpumix.schema.plan.batch_shares import get_batch_share
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import PLAIN, Mode
 from harness import run_ranks
@@ -545,7 +545,7 @@ def _evaluate(plan_json: str, sizes: list[int]) -> dict[int, float]:
     found = {}
     for samples in sizes:
         (batch,) = batches(GPT2, samples, 1)
-        rows = share_of(plan, engine.comm.rank).rows(samples)
+        rows = get_batch_share(plan, engine.comm.rank).rows(samples)
         own = [n for of_one in rows for n in of_one]
         found[samples] = engine.evaluate({k: v[own] for k, v in batch.items()}, samples).item()
     return found

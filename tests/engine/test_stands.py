@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpumix.engine.comm.collective_progress import where_main_stands
+from gpumix.engine.comm.collective_progress import describe_main_thread
 from gpumix.engine.comm.step_recorder import SILENT, Recorder
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import ROOT
@@ -19,7 +19,7 @@ told: list[str] = []
 
 
 def tell() -> None:
-    found = re.search(r"\((.*)\)$", where_main_stands())
+    found = re.search(r"\((.*)\)$", describe_main_thread())
     told.append(found[1] if found else "")
 
 

@@ -17,7 +17,7 @@ from checkpoints import (
     whole,
 )
 from gpumix.engine.model.deferred_init import build
-from gpumix.engine.sharding.initial_weights import source_of
+from gpumix.engine.sharding.initial_weights import make_source
 from gpumix.engine.sharding.state_dict import TensorPart
 from gpumix.schema.errors import InputError
 from harness import run_ranks
@@ -53,7 +53,7 @@ def _state_of_rank(shares, rank0_only):
 def plain_state():
     """The state dict of the unsharded model, with the values that the engine starts from."""
     model, recipe = odd(), build(odd, 7)
-    value = source_of(recipe)
+    value = make_source(recipe)
     with torch.no_grad():
         for (name, p), q in zip(model.named_parameters(), recipe.parameters()):
             p.copy_(value(name, q, 0, q.numel()).view(q.shape))

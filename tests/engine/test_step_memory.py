@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from extended import left_out
 from gpumix.engine.engine import Engine
-from gpumix.engine.sharding.absent_parameter import AtRest, Away
+from gpumix.engine.sharding.absent_parameter import AbsentParameter, MasterParameter
 from gpumix.schema.plan.stage import Mode
 from memory import assert_no_tensor_waits_for_the_collector, count_tensors
 from models import ARCHITECTURES
@@ -43,7 +43,9 @@ def present(engine: Engine) -> set[str]:
     """Units whose parameters are gathered, or on their way."""
     units = engine._parts.units.items()
     for _, unit in units:
-        here = not any(isinstance(p, Away | AtRest) for p in unit.module.parameters())
+        here = not any(
+            isinstance(p, AbsentParameter | MasterParameter) for p in unit.module.parameters()
+        )
         assert not here or unit.bucket._gathering is not None
     return {name for name, unit in units if unit.bucket._gathering is not None}
 

@@ -25,8 +25,8 @@ from turns import assert_case, in_turn
 from extended import chosen, left_out
 from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
-from gpumix.engine.sharding.unit_discovery import dissect
-from gpumix.engine.tensor_parallel.plans import tensor_plan
+from gpumix.engine.sharding.unit_discovery import split_into_units
+from gpumix.engine.tensor_parallel.plans import resolve_tensor_plan
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode, Stage
@@ -345,7 +345,7 @@ def _prepared(factory, styles=None, degree: int = 2):
     )
     (row,) = rows([4], tensor=[degree])
     plan = staged_plan("llama", [row])
-    anatomy = dissect(model)
+    anatomy = split_into_units(model)
     stage = Stage(units=names, workers=plan.stages[0].workers, tensor=degree)
     update = {"stages": (stage,), "model": anatomy.fingerprint()}
     return prepare(model, plan.model_copy(update=update), tensor=styles)
@@ -378,7 +378,7 @@ FOLLOWED = [
 
 @pytest.mark.parametrize(("style", "name"), FOLLOWED)
 def test_what_styles_of_torch_ask_for(style, name):
-    assert tensor_plan(Own(), {"blocks.*.up": style}) == {"blocks.*.up": name}
+    assert resolve_tensor_plan(Own(), {"blocks.*.up": style}) == {"blocks.*.up": name}
 
 
 NOT_FOLLOWED = [
@@ -397,7 +397,7 @@ NOT_FOLLOWED = [
 @pytest.mark.parametrize(("style", "told", "fix"), NOT_FOLLOWED)
 def test_what_styles_of_torch_ask_for_in_vain(style, told, fix):
     with pytest.raises(InputError, match=r"'blocks\.\*\.up'") as caught:
-        tensor_plan(Own(), {"blocks.*.up": style})
+        resolve_tensor_plan(Own(), {"blocks.*.up": style})
     assert told in caught.value.what
     assert fix in caught.value.fix
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpumix.engine.sharding.unit_discovery import ROOT, dissect
+from gpumix.engine.sharding.unit_discovery import ROOT, split_into_units
 from models import ARCHITECTURES, Block, Regression, vectors
 from reference import assert_step_is_plain, batches, engine_alone
 
@@ -12,7 +12,7 @@ GPT2 = ARCHITECTURES["gpt2"]
 
 
 def owners(model):
-    return {slot.name: unit.name for unit in dissect(model).all for slot in unit.slots}
+    return {slot.name: unit.name for unit in split_into_units(model).all for slot in unit.slots}
 
 
 def test_tied_head_and_embedding_are_one_piece():

@@ -8,10 +8,10 @@ import gpumix
 from counted_steps import BESIDE_THE_MODEL_BYTES, VOCABULARY, WIDTH, counted, llama, profiled
 from extended import chosen
 from gpumix.cost.predict import predict
-from gpumix.cost.traffic import traffic
+from gpumix.cost.traffic import count_traffic
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
-from gpumix.schema.profile.profile import End, Profile
+from gpumix.schema.profile.profile import EndParameters, Profile
 from reference import SEED, Share, plan_for
 
 ENDS = {"before": ("model.embed_tokens.weight",), "after": ("lm_head.weight",)}
@@ -47,7 +47,7 @@ PLANS = {
 def profile() -> Profile:
     profile = profiled()
     sizes = {"trainable": VOCABULARY * WIDTH}
-    ends = {end: End(names=names, **sizes) for end, names in ENDS.items()}
+    ends = {end: EndParameters(names=names, **sizes) for end, names in ENDS.items()}
     root = profile.model.root.model_copy(update=ends)
     return profile.model_copy(update={"model": profile.model.model_copy(update={"root": root})})
 
@@ -68,7 +68,7 @@ def done(plans):
 
 @pytest.mark.parametrize("case", PLANS)
 def test_collectives_and_bytes_are_those_that_were_counted(profile, plans, done, case):
-    expected = traffic(profile, plans[case])
+    expected = count_traffic(profile, plans[case])
     for rank, (counts, sizes, _) in zip(expected, done[case], strict=True):
         assert counts == dict(rank.counts)
         assert sizes == dict(rank.bytes)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpumix.engine.offload.copy_lanes import CopyLane
-from gpumix.engine.offload.state_transfers import HostMasters, Transfers
+from gpumix.engine.offload.state_transfers import HostMasters, StateTransfers
 from models import ARCHITECTURES
 from reference import batches, engine_alone
 
@@ -16,7 +16,7 @@ GPT2 = ARCHITECTURES["gpt2"]
 
 @pytest.fixture
 def masters():
-    found = HostMasters(3, (torch.float32, torch.bfloat16), Transfers(CPU), CPU)
+    found = HostMasters(3, (torch.float32, torch.bfloat16), StateTransfers(CPU), CPU)
     found.master.copy_(torch.tensor([1.0, 1.001, 3.0]))
     return found
 
@@ -32,7 +32,7 @@ def test_masters_are_rounded_once_in_a_step_and_again_in_the_next(masters):
 
 
 def test_masters_that_nothing_rounds_are_given_as_they_are():
-    found = HostMasters(3, (torch.float32, torch.float32), Transfers(CPU), CPU)
+    found = HostMasters(3, (torch.float32, torch.float32), StateTransfers(CPU), CPU)
     assert found.values() is found.master
 
 
@@ -40,7 +40,7 @@ def test_a_lane_of_a_cpu_is_no_stream():
     lane, done = CopyLane(CPU), []
     with lane.active():
         done.append(lane.uses(torch.ones(1)))
-    lane.mark().hold_back()
+    lane.mark().block_current_stream()
     lane.mark().wait()
     assert not lane.is_stream and len(done) == 1
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.engine.sharding.unit_discovery import ROOT, buffer_bytes, dissect
+from gpumix.engine.sharding.unit_discovery import ROOT, buffer_bytes, split_into_units
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.stage import PLAIN, Mode
 from harness import run_ranks
@@ -28,11 +28,11 @@ from reference import (
 
 
 def names(model, wanted=()):
-    return [unit.name for unit in dissect(model, wanted).units]
+    return [unit.name for unit in split_into_units(model, wanted).units]
 
 
 def kinds(model, wanted=()):
-    return [unit.kind for unit in dissect(model, wanted).units]
+    return [unit.kind for unit in split_into_units(model, wanted).units]
 
 
 def test_transformers_models_name_their_blocks():
@@ -131,7 +131,7 @@ class Small(nn.Module):
 
 def test_a_model_without_repeated_blocks_consists_of_its_modules():
     assert names(Small()) == ["enter", "heads.0"]
-    assert [slot.name for slot in dissect(Small()).root.slots] == ["scale"]
+    assert [slot.name for slot in split_into_units(Small()).root.slots] == ["scale"]
     batch = vectors(4, torch.Generator().manual_seed(0))
     assert_step_is_plain(engine_alone(Small, 4, 3), Small, batch)
 
@@ -152,7 +152,7 @@ class Affine(nn.Module):
 
 def test_a_model_without_modules_is_one_unit_itself():
     assert names(nn.Linear(2, 2)) == names(Affine()) == [""]
-    assert not dissect(Affine()).root.slots
+    assert not split_into_units(Affine()).root.slots
     batch = vectors(5, torch.Generator().manual_seed(0))
     for mode in (PLAIN, Mode(recompute=False)):
         assert_step_is_plain(engine_alone(Affine, 5, 2, mode=mode), Affine, batch)
@@ -186,7 +186,7 @@ def test_units_by_name_come_in_the_models_order():
 
 
 def test_what_is_no_unit_is_the_roots():
-    root = dissect(own_blocks(), ["blocks.1"]).root
+    root = split_into_units(own_blocks(), ["blocks.1"]).root
     assert root.name == ROOT
     owned = {slot.name for slot in root.slots}
     assert {"enter.weight", "blocks.0.out.bias", "leave.bias"} <= owned
@@ -195,7 +195,7 @@ def test_what_is_no_unit_is_the_roots():
 
 def test_a_wanted_unit_must_exist():
     with pytest.raises(InputError, match=r"no module called 'Blocks'(.|\n)*classes.*Block"):
-        dissect(own_blocks(), ["Blocks"])
+        split_into_units(own_blocks(), ["Blocks"])
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,9 @@ def test_a_blocks_number_makes_no_kind():
 
 
 def test_the_fingerprint_is_of_shapes_not_of_values():
-    assert dissect(own_blocks()).fingerprint() == dissect(own_blocks()).fingerprint()
+    assert (
+        split_into_units(own_blocks()).fingerprint() == split_into_units(own_blocks()).fingerprint()
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,7 +263,7 @@ def test_the_fingerprint_is_of_shapes_not_of_values():
 def test_the_fingerprint_changes_with_the_model(change):
     model = own_blocks()
     change(model)
-    assert dissect(model).fingerprint() != dissect(own_blocks()).fingerprint()
+    assert split_into_units(model).fingerprint() != split_into_units(own_blocks()).fingerprint()
 
 
 def test_shared_buffers_are_counted_once():
@@ -273,7 +275,7 @@ def test_shared_buffers_are_counted_once():
 
 def test_kinds_are_replaced_where_they_are_known():
     """Of a unit that is never called none is measured."""
-    anatomy = dissect(own_blocks())
+    anatomy = split_into_units(own_blocks())
     first, *rest = (unit.kind for unit in anatomy.units)
     renamed = anatomy.of_kinds({anatomy.units[0].name: "own"})
     assert [unit.kind for unit in renamed.units] == ["own", *rest]

@@ -12,7 +12,7 @@ from turns import assert_case, in_turn
 from extended import chosen, left_out
 from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
 from harness import run_ranks
@@ -103,7 +103,7 @@ def _losses(plan_json: str, frozen: bool) -> list[float]:
     for name, parameter in model.named_parameters() if frozen else ():
         if "mlp" in name or "q_proj" in name:
             parameter.requires_grad_(False)
-    plan = plan.model_copy(update={"model": dissect(model).fingerprint()})
+    plan = plan.model_copy(update={"model": split_into_units(model).fingerprint()})
     engine = prepare(model, plan)
     optimizer = optimizer_for(engine.parameters())
     losses = []

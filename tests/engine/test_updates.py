@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from extended import chosen, left_out
-from gpumix.engine.update_guard import Guard
+from gpumix.engine.update_guard import UpdateGuard
 from gpumix.hardware.memory_limit import limit_memory
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.stage import Mode
@@ -82,7 +82,7 @@ def test_a_loss_that_is_not_finite_holds_back_the_updates_of_its_step():
     engine = engine_alone(GPT2.factory, 2, 1)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=0.1, fused=True)
     good, bad = batches(GPT2, 2, 2)
-    engine.guard = Guard(engine.device)
+    engine.guard = UpdateGuard(engine.device)
     engine.step(good, optimizer)
     before = {name: p.detach().clone() for name, p in engine.named_parameters()}
     bad["labels"] = torch.full_like(bad["labels"], -100)  # a mean of no labels

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from gpumix.engine.model.unit_values import Arguments, flatten, unflatten
+from gpumix.engine.model.unit_values import ArgumentsStructure, flatten, unflatten
 
 ONE, TWO = torch.zeros(1), torch.ones(2)
 Pair = namedtuple("Pair", ["left", "right"])
@@ -54,6 +54,6 @@ def test_an_open_object_is_made_again_with_its_attributes():
     again, _ = unflatten(structure, iter(leaves))
     assert type(again) is Named and again is not value and again.name == "own"
     assert again["a"] is ONE and again["b"][0] is TWO
-    leaves, structure = Arguments.of((value,), {"k": value})
+    leaves, structure = ArgumentsStructure.of((value,), {"k": value})
     (one,), others = structure.filled(leaves)
     assert one["a"] is others["k"]["a"] is ONE and one is not others["k"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gpumix
-from gpumix.engine.comm.version_check import own_versions, refuse_unlike
+from gpumix.engine.comm.version_check import check_equal_versions, own_versions
 from gpumix.schema.errors import InputError
 from harness import run_ranks
 from models import WIDTH, Block, Regression
@@ -70,7 +70,7 @@ def test_builds_of_one_torch_go_together(version, refused, monkeypatch):
         told.append(own_versions())
     if refused:
         with pytest.raises(InputError, match=r"torch is 2\.0\.0 on .* 2\.0\.1 on"):
-            refuse_unlike(told)
+            check_equal_versions(told)
     else:
-        refuse_unlike(told)
+        check_equal_versions(told)
         assert json.loads(told[0])["host"] == socket.gethostname()

@@ -22,7 +22,7 @@ from changed_imports import (
     losses_before,
     trained,
 )
-from gpumix.report.page import page
+from gpumix.report.page import render_page
 from gpumix.report.run import read_run
 from gpumix.schema.plan.plan import Plan
 
@@ -65,7 +65,9 @@ def check_report(found: Launched) -> None:
     run = read_run(found.output / "gpumix")
     assert [window.step for window in run.history.windows] == [10, REPORTED_STEPS]
     assert [one.loss for one in run.history.steps] == pytest.approx(found.losses, abs=1e-4)
-    line = re.search(rf"gpumix launch .*{EXAMPLES / 'run_clm.py'}.*", html.unescape(page(run)))[0]
+    line = re.search(
+        rf"gpumix launch .*{EXAMPLES / 'run_clm.py'}.*", html.unescape(render_page(run))
+    )[0]
     found.output.rename(found.output.with_name("former"))
     assert Path(run.record.folder) == found.output.parent
     again = trained(shlex.split(line, comments=True), "run_clm", found.output)

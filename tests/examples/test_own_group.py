@@ -116,7 +116,7 @@ def test_classes_of_one_name_that_differ_are_told_apart():
         device = gpumix.Device(id=f"GPU-{host}", device_class="rtx-3090", host=host)
         return gpumix.Cluster(classes=[own], devices=[device])
 
-    cluster, devices = api._together([found("a", "1"), found("b", "2"), found("c", "1")])
+    cluster, devices = api._merge_clusters([found("a", "1"), found("b", "2"), found("c", "1")])
     assert [d.device_class for d in devices] == ["rtx-3090", "rtx-3090-2", "rtx-3090"]
     assert [(c.name, c.driver) for c in cluster.classes] == [("rtx-3090", "1"), ("rtx-3090-2", "2")]
 

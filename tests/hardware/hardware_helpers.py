@@ -79,7 +79,7 @@ class FakeNvml:
             monkeypatch.delenv(name, raising=False)
         built_for(monkeypatch, "CUDA", "13.0")
         plugged_in(monkeypatch)
-        monkeypatch.setattr(discover, "shows_gpus", lambda: False)
+        monkeypatch.setattr(discover, "has_gpu_signs", lambda: False)
         return self
 
 
@@ -95,11 +95,11 @@ CHOICES = (
 def built_for(monkeypatch, toolkit: str, version: str) -> TorchBuild:
     """What discovery takes the installed torch for."""
     build = TorchBuild(f"2.13.0+{toolkit.lower() or 'cpu'}", toolkit, version)
-    monkeypatch.setattr(discover, "torch_build", lambda: build)
+    monkeypatch.setattr(discover, "read_torch_build", lambda: build)
     return build
 
 
 def plugged_in(monkeypatch, *makers: str) -> None:
     """What is on the bus of this host."""
     cards = tuple(PciGpu(maker, f"0000:{n + 1:02}:00.0") for n, maker in enumerate(makers))
-    monkeypatch.setattr(discover, "cards_on_bus", lambda: cards)
+    monkeypatch.setattr(discover, "list_pci_gpus", lambda: cards)

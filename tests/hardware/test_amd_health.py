@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpumix.hardware.discovery.amd_health import amd_driver, amd_handle_of, amd_health
+from gpumix.hardware.discovery.amd_health import find_amd_handle, open_amdsmi, read_amd_health
 from gpumix.hardware.discovery.gpu_health import GpuHealth
 
 GIB = 2**30
@@ -52,7 +52,7 @@ def fake(**changes) -> SimpleNamespace:
 
 
 def test_all_that_the_library_tells():
-    assert amd_health(fake(), "second", 0) == GpuHealth(
+    assert read_amd_health(fake(), "second", 0) == GpuHealth(
         index=0,
         memory_bytes=196592 * 2**20,
         used_bytes=20 * GIB,
@@ -69,7 +69,7 @@ def test_a_card_that_tells_only_its_memory():
         for name in vars(fake())
         if name.startswith("amdsmi_get_gpu_") and not name.endswith("vram_usage")
     }
-    found = amd_health(fake(**silent, amdsmi_get_power_cap_info=unsupported), "first", 1)
+    found = read_amd_health(fake(**silent, amdsmi_get_power_cap_info=unsupported), "first", 1)
     assert found == GpuHealth(index=1, memory_bytes=196592 * 2**20, used_bytes=20 * GIB)
 
 
@@ -78,28 +78,28 @@ def test_a_card_that_tells_only_its_memory():
     [([{"status": "PENDING"}], True), ([], False), ("No bad pages found.", False)],
 )
 def test_pages_that_wait_for_a_reset(pages, pending):
-    found = amd_health(fake(amdsmi_get_gpu_bad_page_info=lambda _: pages), "first", 1)
+    found = read_amd_health(fake(amdsmi_get_gpu_bad_page_info=lambda _: pages), "first", 1)
     assert found.pages_pending is pending
 
 
 def test_a_gpu_is_found_by_torchs_uuid_before_hips_number():
     digits = b"5f0b0a97ce50b0a9".hex()
     uuid = f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
-    assert amd_handle_of(fake(), uuid, 1) == "second"
-    assert amd_handle_of(fake(), "node7-gpu-1", 1) == "first"
-    assert amd_handle_of(fake(), "node7-gpu-5", 5) is None
+    assert find_amd_handle(fake(), uuid, 1) == "second"
+    assert find_amd_handle(fake(), "node7-gpu-1", 1) == "first"
+    assert find_amd_handle(fake(), "node7-gpu-5", 5) is None
 
 
 def test_the_driver_is_given_back_and_missing_is_nothing(monkeypatch):
     shut = []
     smi = fake(amdsmi_shut_down=lambda: shut.append(True))
     monkeypatch.setitem(sys.modules, "amdsmi", smi)
-    with amd_driver() as found:
+    with open_amdsmi() as found:
         assert found is smi and not shut
     assert shut == [True]
     monkeypatch.setitem(sys.modules, "amdsmi", fake(amdsmi_init=unsupported))
-    with amd_driver() as found:
+    with open_amdsmi() as found:
         assert found is None
     monkeypatch.setitem(sys.modules, "amdsmi", None)  # not installed
-    with amd_driver() as found:
+    with open_amdsmi() as found:
         assert found is None

@@ -19,15 +19,15 @@ from gpumix.hardware.estimates.gpu_catalogue import (
     DeviceLink,
     DeviceLinkKind,
     PcieLink,
-    find,
-    load,
+    find_card,
+    load_cards,
 )
 from gpumix.schema.errors import InputError
 
 GIB = 2**30
 MIB = 2**20
 GB = 10**9
-CARDS = load()
+CARDS = load_cards()
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def test_error_correction_is_in_the_memory_of_data_centre_cards_without_hbm(card
     ],
 )  # fmt: skip
 def test_programs_see_the_memory_that_the_driver_reports(name, reported_mib):
-    assert 1 <= find(name).visible_bytes / (reported_mib * MIB) < 1.011
+    assert 1 <= find_card(name).visible_bytes / (reported_mib * MIB) < 1.011
 
 
 @every_card
@@ -252,14 +252,18 @@ def test_a_device_link_is_a_number_of_links_of_the_chip_in_one_direction(card):
 
 
 def test_rates_of_well_known_cards():
-    a100, rtx3090 = find("a100-80gb-sxm"), find("rtx3090")
+    a100, rtx3090 = find_card("a100-80gb-sxm"), find_card("rtx3090")
     assert (a100.flops.bf16, a100.flops.tf32, a100.memory_bandwidth) == (312e12, 156e12, 2039 * GB)
     assert (a100.memory_bytes, a100.device_link.bandwidth) == (80 * GIB, 300 * GB)
     assert rtx3090.flops.bf16 == pytest.approx(71e12, rel=0.005)
-    assert find("h100-80gb-sxm").flops.fp16 == pytest.approx(989e12, rel=0.005)  # not 1979, sparse
-    assert find("rtx4090").flops.fp16 == pytest.approx(165.2e12, rel=0.005)  # not 330, fp16 sums
-    assert find("p40").flops.fp16 is None
-    assert find("mi250x").memory_bytes == 64 * GIB  # one die of the two
+    assert find_card("h100-80gb-sxm").flops.fp16 == pytest.approx(
+        989e12, rel=0.005
+    )  # not 1979, sparse
+    assert find_card("rtx4090").flops.fp16 == pytest.approx(
+        165.2e12, rel=0.005
+    )  # not 330, fp16 sums
+    assert find_card("p40").flops.fp16 is None
+    assert find_card("mi250x").memory_bytes == 64 * GIB  # one die of the two
 
 
 @pytest.mark.parametrize(
@@ -282,7 +286,7 @@ def test_rates_of_well_known_cards():
     ],
 )
 def test_find_takes_names_as_people_and_drivers_write_them(text, name):
-    assert find(text).name == name
+    assert find_card(text).name == name
 
 
 @pytest.mark.parametrize(
@@ -316,12 +320,12 @@ def test_find_takes_names_as_people_and_drivers_write_them(text, name):
     ],
 )
 def test_what_is_unique_may_be_left_out(text, name):
-    assert find(text).name == name
+    assert find_card(text).name == name
 
 
 @every_card
 def test_every_name_and_alias_finds_its_card(card):
-    assert all(find(text) is card for text in (card.name, *card.aliases))
+    assert all(find_card(text) is card for text in (card.name, *card.aliases))
 
 
 def suggestions(error):
@@ -342,7 +346,7 @@ def suggestions(error):
 )
 def test_an_unknown_name_is_told_its_neighbours(text, suggested):
     with pytest.raises(InputError, match=f"no card '{text}'") as caught:
-        find(text)
+        find_card(text)
     names = suggestions(caught.value)
     assert suggested <= set(names) <= {card.name for card in CARDS}
     assert "Pascal" in caught.value.why
@@ -368,14 +372,14 @@ def test_an_unknown_name_is_told_its_neighbours(text, suggested):
 )
 def test_a_name_of_several_cards_is_never_guessed(text, choices):
     with pytest.raises(InputError, match="fits several cards") as caught:
-        find(text)
+        find_card(text)
     assert suggestions(caught.value) == choices
 
 
 @pytest.mark.parametrize("text", ["two rtx4090", "2  rtx4090", "a 4090"])
 def test_a_number_has_its_form(text):
     with pytest.raises(InputError, match="no card") as caught:
-        find(text)
+        find_card(text)
     first, rest = text.split()
     assert caught.value.fix == f"if '{first}' is how many, write '2x {rest}'"
 
@@ -383,12 +387,12 @@ def test_a_number_has_its_form(text):
 @pytest.mark.parametrize("text", ["", "nvidia", "?!"])
 def test_a_name_without_content_is_told_an_example(text):
     with pytest.raises(InputError, match="no card"):
-        find(text)
+        find_card(text)
 
 
 def test_cards_are_frozen_and_strict():
     with pytest.raises(ValidationError):
-        find("p40").memory_bytes = 1
+        find_card("p40").memory_bytes = 1
     with pytest.raises(ValidationError, match="a link has a bandwidth"):
         DeviceLink(kind=DeviceLinkKind.NVLINK)
 
@@ -402,7 +406,8 @@ def test_pcie_counts_lanes_and_generations():
 
 
 def test_the_catalogue_needs_no_torch():
-    code = "import sys; from gpumix.hardware.estimates.gpu_catalogue import find; find('p40'); "
+    code = "import sys; from gpumix.hardware.estimates.gpu_catalogue import find_card; "
+    code += "find_card('p40'); "
     code += "sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr or "torch was imported"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpumix.hardware.host import cgroups
-from gpumix.hardware.host.cgroups import core_quotas, memory_groups
+from gpumix.hardware.host.cgroups import read_core_quotas, read_memory_groups
 from gpumix.hardware.host.environment import available_host_bytes, host_memory_bytes
 
 OF_SLURM = "0::/system.slice/slurmstepd.scope/job_7/step_0\n"
@@ -26,7 +26,7 @@ def machine(monkeypatch, tmp_path):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(content)
 
-    monkeypatch.setattr(cgroups, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(cgroups, "_OWN_GROUPS_FILE", tmp_path / "own")
     monkeypatch.setattr(cgroups, "_ROOT", tmp_path / "root")
     return write
 
@@ -57,7 +57,7 @@ JOB = "system.slice/slurmstepd.scope/job_7"
 def test_quotas_of_all_groups_count(machine, own, files, cores):
     """-1 and "max" are none."""
     machine(own, files)
-    assert core_quotas() == cores
+    assert read_core_quotas() == cores
 
 
 @pytest.mark.parametrize(
@@ -82,21 +82,21 @@ def test_memory_that_keeps_files_is_free(machine, own, folder, names):
             f"{folder}memory.stat": shadowed + kept,
         },
     )
-    (group,) = memory_groups()
-    assert (group.most_bytes, group.used_bytes) == (16 * 2**20, 6 * 2**20)
+    (group,) = read_memory_groups()
+    assert (group.limit_bytes, group.used_bytes) == (16 * 2**20, 6 * 2**20)
     assert host_memory_bytes() == 16 * 2**20 and available_host_bytes() == 10 * 2**20
 
 
 def test_without_limits_there_is_the_whole_host(machine):
     machine("0::/a/b\n", {"a/memory.max": "max\n", "a/b/memory.current": "4096\n"})
-    assert memory_groups() == [] and host_memory_bytes() > 2**20
+    assert read_memory_groups() == [] and host_memory_bytes() > 2**20
     machine("", {})
-    assert core_quotas() == []
+    assert read_core_quotas() == []
 
 
 def test_the_kernels_own_files_are_read():
     """Whatever this machine has: limits are positive, and no more than the version allows."""
     if not Path("/proc/self/cgroup").exists():
         pytest.skip("there are no control groups here")
-    assert all(group.most_bytes > 0 and group.used_bytes >= 0 for group in memory_groups())
-    assert all(cores > 0 for cores in core_quotas())
+    assert all(group.limit_bytes > 0 and group.used_bytes >= 0 for group in read_memory_groups())
+    assert all(cores > 0 for cores in read_core_quotas())

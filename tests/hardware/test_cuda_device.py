@@ -59,7 +59,7 @@ class FakeCuda:
         }
         for name, function in of_any_maker.items():
             monkeypatch.setattr(torch.accelerator, name, function)
-        monkeypatch.setattr(runtime, "load_products", lambda device: WORKSPACES)
+        monkeypatch.setattr(runtime, "load_matmul_library", lambda device: WORKSPACES)
         for name in (*ALLOCATORS, "PYTORCH_NVML_BASED_CUDA_CHECK"):
             monkeypatch.setenv(name, "")  # taken back at the end
             monkeypatch.delenv(name)
@@ -125,7 +125,7 @@ def test_a_smaller_class_has_its_memory_beside_others_that_were_there(cuda, monk
         (device,) = makers
         yield device, GpuHealth(index=0, memory_bytes=TOTAL, used_bytes=cuda.elsewhere)
 
-    monkeypatch.setattr("gpumix.hardware.device.health_of", told)
+    monkeypatch.setattr("gpumix.hardware.device.read_gpu_health", told)
     with open_device(gpu_class(memory_bytes=8 * GIB), 0) as device:
         assert device.framework_bytes() == CONTEXT + WORKSPACES
         assert cuda.fraction * TOTAL == pytest.approx(8 * GIB - CONTEXT)
@@ -144,7 +144,7 @@ def test_a_card_without_memory_to_start_is_told(cuda, monkeypatch):
     def full(device):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB.")
 
-    monkeypatch.setattr(runtime, "load_products", full)
+    monkeypatch.setattr(runtime, "load_matmul_library", full)
     with pytest.raises(MachineError, match="other programs fill GPU 0") as raised:
         open_device(gpu_class(), 0)
     assert "CUDA_VISIBLE_DEVICES" in raised.value.fix
@@ -200,7 +200,7 @@ def test_a_driver_that_cannot_grow_segments_keeps_them_fixed(cuda, monkeypatch):
             raise RuntimeError("CUDA driver error: operation not supported")
         return WORKSPACES
 
-    monkeypatch.setattr(runtime, "load_products", load_products)
+    monkeypatch.setattr(runtime, "load_matmul_library", load_products)
     monkeypatch.setattr(
         torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False
     )

@@ -8,21 +8,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import gpumix
 from extended import left_out
-from gpumix.engine.sharding.unit_discovery import dissect
-from gpumix.engine.tensor_parallel.parallelize import all_of, divide
-from gpumix.engine.tensor_parallel.plans import tensor_plan
+from gpumix.engine.sharding.unit_discovery import split_into_units
+from gpumix.engine.tensor_parallel.parallelize import parallelize_model, select_whole_model
+from gpumix.engine.tensor_parallel.plans import resolve_tensor_plan
 from gpumix.hardware.device import open_device
 from gpumix.hardware.estimates.decoder_shapes import (
-    GATED,
+    GATED_FAMILIES,
     KIND,
-    PLAIN,
+    PLAIN_FAMILIES,
     Decoder,
     decoder,
-    llama_shaped,
+    make_llama_like,
 )
 from gpumix.profiler.compute.class_measurement import measure_class
-from gpumix.profiler.compute.unit_fixture import MadeUpTeam
-from gpumix.profiler.subject import Shape, Subject
+from gpumix.profiler.compute.unit_fixture import FakeTensorParallelGroup
+from gpumix.profiler.subject import Workload, WorkloadShape
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.errors import InputError
 from gpumix.schema.profile.profile import ROOT
@@ -60,11 +60,11 @@ def built(config: dict) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
 
 
-@pytest.mark.parametrize("kind", [*GATED, *PLAIN])
+@pytest.mark.parametrize("kind", [*GATED_FAMILIES, *PLAIN_FAMILIES])
 def test_parameters_are_counted_exactly(kind):
     model = built(given(kind))
     elements = sum(p.numel() for p in model.parameters())
-    units = dissect(model).units
+    units = split_into_units(model).units
     matrices = [s.parameter for u in units for s in u.slots if s.parameter.dim() == 2]
     in_matrices = sum(p.numel() for p in matrices)
     for config in (given(kind), model.config.to_dict()):
@@ -95,15 +95,15 @@ def measured(config: dict, batch: int = BATCH, length: int = LENGTH, degrees: tu
     ids = torch.randint(0, config["vocab_size"], (batch, length), generator=generator)
     settings = {k: v for k, v in config.items() if k != "model_type"}
     made = AutoConfig.for_model(config["model_type"], **settings)
-    subject = Subject(
+    subject = Workload(
         build=lambda: gpumix.build(lambda: AutoModelForCausalLM.from_config(made), seed=0),
         make_batch=lambda n: {"input_ids": ids[:n], "labels": ids[:n]},
         optimizer_of=torch.optim.AdamW,
-        shape=Shape(sequence_length=length, global_batch=batch),
+        shape=WorkloadShape(sequence_length=length, global_batch=batch),
         budget_s=20,
         dtypes={"cpu": "fp32"},
         degrees={"cpu": degrees},
-        must_divide=True,
+        requires_tensor_parallel=True,
     )
     with open_device(DeviceClass(name="cpu", accelerator="cpu", memory_bytes=2**27), 0) as runtime:
         return measure_class(subject, runtime, device_class="cpu", progress=lambda line: None)
@@ -184,13 +184,15 @@ def test_stages_and_teams_are_as_measured(kind, dropout):
         assert told(ours[ROOT]) == told(team.told[ROOT])
 
 
-@pytest.mark.parametrize("kind", [*GATED, *PLAIN])
+@pytest.mark.parametrize("kind", [*GATED_FAMILIES, *PLAIN_FAMILIES])
 def test_teams_are_for_models_that_the_engine_divides(kind):
     config = given(kind) | ({} if kind in OWN_NAMES else {"num_key_value_heads": 4})
-    model, team = built(config), MadeUpTeam(2, torch.device("cpu"))
-    anatomy = dissect(model)
+    model, team = built(config), FakeTensorParallelGroup(2, torch.device("cpu"))
+    anatomy = split_into_units(model)
     try:
-        divide(anatomy, team, tensor_plan(model), part=all_of(anatomy))
+        parallelize_model(
+            anatomy, team, resolve_tensor_plan(model), part=select_whole_model(anatomy)
+        )
     except InputError:
         assert decoder(config).degrees == ()
     else:
@@ -199,7 +201,7 @@ def test_teams_are_for_models_that_the_engine_divides(kind):
 
 @pytest.mark.parametrize("size", [1e8, 1e9, 7e9, 7e10])
 def test_a_size_becomes_a_llama_of_about_that_size(size):
-    found = llama_shaped(size)
+    found = make_llama_like(size)
     assert found.parameters == pytest.approx(size, rel=0.15)
 
 
@@ -246,7 +248,7 @@ def test_a_narrow_opt_is_refused_whatever_its_width():
                  "word_embed_proj_dim": 512})  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [*GATED, *PLAIN])
+@pytest.mark.parametrize("kind", [*GATED_FAMILIES, *PLAIN_FAMILIES])
 def test_a_size_that_is_none_is_named(kind):
     optional = ("n_positions", "max_position_embeddings", "n_inner", "head_dim")
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -268,4 +270,4 @@ def test_samples_that_no_device_could_hold_or_end_are_told():
     with pytest.raises(InputError, match="one sample of this model would take"):
         wide.model(2**28, "bf16", "wide")
     with pytest.raises(InputError, match="is more work for this model than any card ends"):
-        llama_shaped(3e8).model(10**13, "bf16", "300M")
+        make_llama_like(3e8).model(10**13, "bf16", "300M")

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from gpumix.hardware.estimates.cluster_shorthand import cards, cluster
+from gpumix.hardware.estimates.cluster_shorthand import parse_cards, parse_cluster
 from gpumix.schema.errors import InputError
 
 
@@ -15,7 +15,7 @@ def counts(found):
 
 
 def test_commas_join_cards_of_one_host():
-    found = cluster("4x rtx3090, 2x p40", "fp16")
+    found = parse_cluster("4x rtx3090, 2x p40", "fp16")
     assert counts(found) == {("host-0", "rtx3090"): 4, ("host-0", "p40"): 2}
     assert sorted(d.ordinal for d in found.devices) == list(range(6))
     assert found.class_named("rtx3090").memory_bytes == 24 * 2**30
@@ -23,7 +23,7 @@ def test_commas_join_cards_of_one_host():
 
 
 def test_hosts_are_separated_and_repeated():
-    found = cluster("2 hosts of 2x t4, 1x l4; p40", "fp16", "25GbE")
+    found = parse_cluster("2 hosts of 2x t4, 1x l4; p40", "fp16", "25GbE")
     assert counts(found) == {
         ("host-0", "t4"): 2, ("host-0", "l4"): 1,
         ("host-1", "t4"): 2, ("host-1", "l4"): 1,
@@ -36,7 +36,7 @@ def test_hosts_are_separated_and_repeated():
 
 def test_hosts_without_a_link_are_refused():
     with pytest.raises(InputError, match="how the 2 hosts are linked"):
-        cluster("t4; t4", "fp16")
+        parse_cluster("t4; t4", "fp16")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_hosts_without_a_link_are_refused():
     ],
 )
 def test_cards(text, name, count):
-    found = cards(text)
+    found = parse_cards(text)
     assert (found.card.name, found.count) == (name, count)
 
 
@@ -60,11 +60,11 @@ def test_cards(text, name, count):
 )
 def test_what_is_no_card_is_an_error(text):
     with pytest.raises(InputError):
-        cluster(text, "fp16")
+        parse_cluster(text, "fp16")
 
 
 def test_cards_of_a_kind_use_their_own_fabric_and_others_their_slots():
-    found = cluster("8x a100-80gb-sxm, 1x p40", "fp16")
+    found = parse_cluster("8x a100-80gb-sxm, 1x p40", "fp16")
     assert found.network is not None
     same = found.network.of("inside", "a100-80gb-sxm", "a100-80gb-sxm")
     mixed = found.network.of("inside", "p40", "a100-80gb-sxm")
@@ -76,6 +76,11 @@ def test_cards_of_a_kind_use_their_own_fabric_and_others_their_slots():
 
 
 def test_bf16_is_no_faster_than_fp32_where_there_is_none():
-    old = cluster("v100-16gb-sxm", "bf16").classes[0]
-    assert old.peak_flops_per_s == cluster("v100-16gb-sxm", "fp32").classes[0].peak_flops_per_s
-    assert cluster("v100-16gb-sxm", "fp16").classes[0].peak_flops_per_s > 5 * old.peak_flops_per_s
+    old = parse_cluster("v100-16gb-sxm", "bf16").classes[0]
+    assert (
+        old.peak_flops_per_s == parse_cluster("v100-16gb-sxm", "fp32").classes[0].peak_flops_per_s
+    )
+    assert (
+        parse_cluster("v100-16gb-sxm", "fp16").classes[0].peak_flops_per_s
+        > 5 * old.peak_flops_per_s
+    )

@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from gpumix.hardware.estimates.kernel_choice import TABLE, Chosen, Installed, choose
+from gpumix.hardware.estimates.kernel_choice import (
+    SETTINGS_TABLE,
+    ChosenSettings,
+    Installed,
+    choose,
+)
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
-from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, Efficiency, EfficiencySpec
+from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, EfficiencySpec, KernelSettings
 from gpumix.schema.errors import InputError
-from gpumix.schema.plan.dtypes import compute_dtypes
+from gpumix.schema.plan.dtypes import choose_compute_dtypes
 
 ALL = Installed(flash_attn=True, liger_kernel=True, triton=True)
 CAPABILITIES = {"p40": "6.1", "v100": "7.0", "t4": "7.5", "a100": "8.0", "h100": "9.0"}
@@ -27,13 +32,13 @@ def chosen(
     installed: Installed = ALL,
     precision: str = "auto",
     compiled: frozenset[str] = frozenset(),
-) -> dict[str, Chosen]:
+) -> dict[str, ChosenSettings]:
     devices = tuple(Device(id=c.name, device_class=c.name) for c in classes)
     cluster = Cluster(classes=classes, devices=devices)
     return choose(
         spec or EfficiencySpec(),
         cluster,
-        dtypes=compute_dtypes(precision, cluster),
+        dtypes=choose_compute_dtypes(precision, cluster),
         compiled=compiled,
         installed=installed,
     )
@@ -41,10 +46,10 @@ def chosen(
 
 def test_classes_of_one_run_choose_by_what_they_can():
     found = {name: one.efficiency for name, one in chosen().items()}
-    ampere = Efficiency(
+    ampere = KernelSettings(
         tf32=True, attention="flash", kernels="liger", loss="triton", channels_last=True
     )
-    volta = Efficiency(loss="triton", channels_last=True)
+    volta = KernelSettings(loss="triton", channels_last=True)
     assert found == {
         "p40": PLAIN_EFFICIENCY,
         "v100": volta,
@@ -69,7 +74,7 @@ def test_cpus_and_emulated_devices_compute_plainly(emulate):
 
 def test_what_is_not_installed_is_not_chosen_and_says_so():
     found = chosen(installed=Installed())["a100"]
-    assert found.efficiency == Efficiency(tf32=True, channels_last=True)
+    assert found.efficiency == KernelSettings(tf32=True, channels_last=True)
     for name, package in (
         ("attention", "flash-attn"),
         ("kernels", "liger-kernel"),
@@ -96,7 +101,7 @@ def test_compiled_code_has_no_use_for_kernels():
 
 def test_each_choice_has_a_reason_and_what_is_dropped_another():
     for one in chosen().values():
-        assert [c.what for c in one.choices] == ["dtype", "compile", *TABLE]
+        assert [c.what for c in one.choices] == ["dtype", "compile", *SETTINGS_TABLE]
         assert all(c.why for c in one.choices)
     dropped = chosen()["a100"].without("kernels", "not used: wrong")
     assert dropped.efficiency.kernels == "torch"

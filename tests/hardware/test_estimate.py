@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.cost.layout.curves import seconds_at, seconds_of
+from gpumix.cost.layout.curves import interpolate_one_seconds, interpolate_seconds
 from gpumix.cost.network.link_times import PER_OWNER
-from gpumix.cost.teams import in_team
-from gpumix.hardware.estimates.cluster_shorthand import cluster
-from gpumix.hardware.estimates.decoder_shapes import KIND, decoder, llama_shaped
-from gpumix.hardware.estimates.estimate import estimate, rescaled
-from gpumix.planner.common.strategy import PlanRequest, predicted
-from gpumix.planner.data_parallel.search import optimal
-from gpumix.planner.optimal import fastest
-from gpumix.planner.pipeline_parallel.search import staged
+from gpumix.cost.teams import make_group_profile
+from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
+from gpumix.hardware.estimates.decoder_shapes import KIND, decoder, make_llama_like
+from gpumix.hardware.estimates.estimate import estimate_profile, scale_estimates
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
+from gpumix.planner.data_parallel.search import plan_one_stage
+from gpumix.planner.optimal import plan_fastest
+from gpumix.planner.pipeline_parallel.search import plan_staged
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.profile.profile import ROOT
 
 
 def model_in(dtype):
-    return llama_shaped(1e9).model(1024, dtype, "1B")
+    return make_llama_like(1e9).model(1024, dtype, "1B")
 
 
 MODEL = model_in("bf16")
@@ -28,7 +28,7 @@ ONE_STAGE = Space(most_stages=1, tensor=1)  # which is found soon
 
 
 def estimated(text="2x rtx3090, 1x p40", model=model_in, **changes):
-    return estimate(model, cluster(text), sequence_length=1024, **changes)
+    return estimate_profile(model, parse_cluster(text), sequence_length=1024, **changes)
 
 
 def test_every_class_is_there_and_marked():
@@ -38,7 +38,7 @@ def test_every_class_is_there_and_marked():
     for of_class in profile.classes:
         assert set(of_class.units) == {KIND, ROOT}
         assert of_class.disturbed() == ""
-    made = optimal(profile, PlanRequest(global_batch=8, space=ONE_STAGE))
+    made = plan_one_stage(profile, PlanRequest(global_batch=8, space=ONE_STAGE))
     assert set(made.estimated) == {w.device_class for w in made.workers}
     assert not made.emulated
 
@@ -47,8 +47,8 @@ def test_the_recompute_is_a_forward_more():
     for of_class in estimated().classes:
         times = of_class.units[KIND]
         for n in (1, 3, 50):
-            both = seconds_at(times.forward, n) + seconds_at(times.gradient, n)
-            assert seconds_at(times.backward, n) == pytest.approx(both)
+            both = interpolate_seconds(times.forward, n) + interpolate_seconds(times.gradient, n)
+            assert interpolate_seconds(times.backward, n) == pytest.approx(both)
 
 
 def test_the_halves_of_a_backward_are_together_the_whole():
@@ -65,9 +65,9 @@ SMALL = decoder({"model_type": "llama"} | SIZES)
 
 
 def small(text, network=None):
-    return estimate(
+    return estimate_profile(
         lambda dtype: SMALL.model(256, dtype, "small"),
-        cluster(text, network=network),
+        parse_cluster(text, network=network),
         sequence_length=256,
         parts_in=lambda dtype: SMALL.parts(256, dtype, "small"),
     )
@@ -97,10 +97,12 @@ def test_what_teams_tell_each_other_takes_as_long_as_their_link_is_slow():
     profile = small("2x rtx3090")
     (team,) = profile.teams
     samples, size = 64, 64 * 256 * 1024 * 2
-    forward = in_team(profile, 2).of_class("rtx3090").units[KIND].forward
-    waits = seconds_at(forward, samples) - seconds_at(team.classes[0].units[KIND].forward, samples)
+    forward = make_group_profile(profile, 2).of_class("rtx3090").units[KIND].forward
+    waits = interpolate_seconds(forward, samples) - interpolate_seconds(
+        team.classes[0].units[KIND].forward, samples
+    )
     link = profile.cluster.network.of("inside", "rtx3090", "rtx3090")
-    there_and_back = 2 * seconds_of(link.times, size / 2)
+    there_and_back = 2 * interpolate_one_seconds(link.times, size / 2)
     assert 2 * there_and_back <= waits <= 2 * PER_OWNER * there_and_back * 1.001
 
 
@@ -108,9 +110,9 @@ def test_stages_are_weighed_between_hosts_with_a_slow_link():
     profile = small("2 hosts of 1x rtx3090", "1GbE")
     few = Space(recompute=False, heads="whole", schedules="1f1b")
     request = PlanRequest(global_batch=16, space=few)
-    in_one = optimal(profile, request.model_copy(update={"space": few.with_all_devices()}))
-    found = staged(profile, request)
-    assert predicted(found).step_s < predicted(in_one).step_s
+    in_one = plan_one_stage(profile, request.model_copy(update={"space": few.with_all_devices()}))
+    found = plan_staged(profile, request)
+    assert get_prediction(found).step_s < get_prediction(in_one).step_s
     assert [len(stage.workers) for stage in found.stages] == [1, 1]
     assert sum(len(stage.units) for stage in found.stages) == SMALL.layers
     assert found.estimated == ("rtx3090",)
@@ -120,22 +122,24 @@ def test_stages_are_weighed_between_hosts_with_a_slow_link():
 def test_every_schedule_can_be_told(schedule):
     profile = small("2x rtx3090")
     few = Space(recompute=False, heads="whole", schedules=schedule)
-    found = staged(profile, PlanRequest(global_batch=8, space=few))
+    found = plan_staged(profile, PlanRequest(global_batch=8, space=few))
     assert found.schedule == schedule
-    assert predicted(found).step_s > 0
+    assert get_prediction(found).step_s > 0
 
 
 def test_a_longer_sequence_takes_longer_than_in_proportion():
     """Attention grows with its square."""
     short, long = (
-        estimate(
-            lambda dtype, tokens=tokens: llama_shaped(1e9).model(tokens, dtype, "1B"),
-            cluster("1x rtx3090"),
+        estimate_profile(
+            lambda dtype, tokens=tokens: make_llama_like(1e9).model(tokens, dtype, "1B"),
+            parse_cluster("1x rtx3090"),
             sequence_length=tokens,
         )
         for tokens in (1024, 8192)
     )
-    times = [float(seconds_at(p.classes[0].units[KIND].forward, 16)) for p in (short, long)]
+    times = [
+        float(interpolate_seconds(p.classes[0].units[KIND].forward, 16)) for p in (short, long)
+    ]
     assert times[1] > 8.5 * times[0]
 
 
@@ -143,7 +147,7 @@ def test_an_optimizer_without_state_needs_less_of_everything():
     adamw, sgd = estimated(), estimated(optimizer_bytes=0)
     assert (adamw.optimizer_bytes_per_element, sgd.optimizer_bytes_per_element) == (8, 0)
     request = PlanRequest(global_batch=8, space=ONE_STAGE)
-    plans = [predicted(fastest(p, request)) for p in (adamw, sgd)]
+    plans = [get_prediction(plan_fastest(p, request)) for p in (adamw, sgd)]
     for one, other in zip(*(p.workers for p in plans)):
         # Beside masters of 4 bytes an element there are 8 of the optimizer's, or none.
         assert other.memory_bytes["state"] == pytest.approx(one.memory_bytes["state"] / 3, rel=0.1)
@@ -160,7 +164,7 @@ def test_a_model_whose_flops_nobody_counted_is_refused():
 
 def test_estimates_that_were_off_are_set_right():
     profile = estimated()
-    for slow, of_class in zip(rescaled(profile.classes, 1.5), profile.classes):
+    for slow, of_class in zip(scale_estimates(profile.classes, 1.5), profile.classes):
         assert slow.estimated
         for kind, times in of_class.units.items():
             assert slow.units[kind].forward.values == pytest.approx(
@@ -172,7 +176,7 @@ def test_estimates_that_were_off_are_set_right():
 @pytest.mark.parametrize("size", [1e3, 1e13])
 def test_a_size_that_no_llama_has_is_refused(size):
     with pytest.raises(InputError, match="shaped like a Llama"):
-        llama_shaped(size)
+        make_llama_like(size)
 
 
 def test_what_a_model_holds_does_not_depend_on_the_cards():

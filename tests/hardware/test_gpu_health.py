@@ -11,11 +11,11 @@ import pytest
 from gpumix.hardware.discovery.gpu_health import (
     GpuHealth,
     GpuReading,
-    driver,
     driver_versions,
-    handle_of,
-    health,
-    look,
+    find_handle,
+    open_nvml,
+    read_gpu,
+    read_health,
 )
 
 
@@ -61,7 +61,7 @@ def fake(**changes) -> SimpleNamespace:
 
 
 def test_all_that_a_driver_tells():
-    assert health(fake(), 0) == GpuHealth(
+    assert read_health(fake(), 0) == GpuHealth(
         index=5,
         memory_bytes=80 * 2**30,
         used_bytes=3 * 2**30,
@@ -76,9 +76,9 @@ def test_all_that_a_driver_tells():
 
 
 def test_rows_that_wait_for_a_reset_and_rows_that_ran_out():
-    found = health(fake(nvmlDeviceGetRemappedRows=lambda _: (0, 1, 1, 1)), 0)
+    found = read_health(fake(nvmlDeviceGetRemappedRows=lambda _: (0, 1, 1, 1)), 0)
     assert found.pages_pending and found.remap_failed
-    pages = health(fake(nvmlDeviceGetRetiredPagesPendingStatus=lambda _: 1), 0)
+    pages = read_health(fake(nvmlDeviceGetRetiredPagesPendingStatus=lambda _: 1), 0)
     assert pages.pages_pending and not pages.remap_failed
 
 
@@ -89,23 +89,23 @@ def test_a_card_that_tells_little():
         for name in vars(fake())
         if name.startswith("nvmlDeviceGet") and not name.endswith(few)
     }
-    assert health(fake(**silent), 0) == GpuHealth(
+    assert read_health(fake(**silent), 0) == GpuHealth(
         index=5, memory_bytes=80 * 2**30, used_bytes=3 * 2**30
     )
 
 
 def test_a_compute_mode_that_lets_nobody_in():
-    assert health(fake(nvmlDeviceGetComputeMode=lambda _: 2), 0).prohibited
-    assert not health(fake(nvmlDeviceGetComputeMode=lambda _: 3), 0).prohibited  # one process
+    assert read_health(fake(nvmlDeviceGetComputeMode=lambda _: 2), 0).prohibited
+    assert not read_health(fake(nvmlDeviceGetComputeMode=lambda _: 3), 0).prohibited  # one process
 
 
 def test_a_look():
-    assert look(fake(), 0, 0.05) == GpuReading(True, 0x24, (3, 8))
+    assert read_gpu(fake(), 0, 0.05) == GpuReading(True, 0x24, (3, 8))
 
 
 def test_a_gpu_is_found_by_its_uuid_before_its_number():
-    assert handle_of(fake(), "GPU-12", 3) == "GPU-12"
-    assert handle_of(fake(), "small-0", 3) == 3
+    assert find_handle(fake(), "GPU-12", 3) == "GPU-12"
+    assert find_handle(fake(), "small-0", 3) == 3
 
 
 def test_versions(monkeypatch):
@@ -115,7 +115,7 @@ def test_versions(monkeypatch):
 
 def test_without_a_driver_there_is_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", fake(nvmlInit=unsupported))
-    with driver() as nvml:
+    with open_nvml() as nvml:
         assert nvml is None
     assert driver_versions() == ("", "")
 
@@ -126,7 +126,7 @@ def test_the_driver_is_given_back(monkeypatch, fails):
     nvml = fake(nvmlShutdown=lambda: shut.append(True))
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     try:
-        with driver():
+        with open_nvml():
             if fails:
                 raise NvmlError
     except NvmlError:

@@ -6,7 +6,7 @@ import pytest
 
 from gpumix.hardware.host.environment import torchrun_place
 from gpumix.schema.errors import InputError
-from gpumix.train.processes.runner import LocalRunner, runner
+from gpumix.train.processes.runner import LocalRunner, make_runner
 
 PLACE = {
     "RANK": "1",
@@ -55,7 +55,7 @@ def test_one_of_several_that_cannot_meet_is_refused(told, monkeypatch, missing):
         monkeypatch.delenv(name)
     assert torchrun_place() is None
     with pytest.raises(InputError, match="one of 2 processes, and nothing says how") as caught:
-        runner()
+        make_runner()
     assert f"{' and '.join(missing)} not" in caught.value.why
     assert "gpumix launch" in caught.value.fix
 
@@ -67,7 +67,7 @@ def test_one_of_several_that_cannot_meet_is_refused(told, monkeypatch, missing):
 def test_one_process_alone_may_be_told_a_part(told, monkeypatch, size, missing):
     told(RANK="0", WORLD_SIZE=size)
     monkeypatch.delenv(missing)
-    assert isinstance(runner(), LocalRunner)
+    assert isinstance(make_runner(), LocalRunner)
 
 
 def test_a_rank_must_be_one_of_its_world(told):

@@ -9,7 +9,11 @@ import pytest
 import test_gpu_health as nvidia
 from profiles import Card, profile, steady
 
-from gpumix.hardware.discovery.foreign_memory import Occupied, leave_taken, occupied
+from gpumix.hardware.discovery.foreign_memory import (
+    OccupiedGpu,
+    find_occupied_gpus,
+    reserve_foreign_memory,
+)
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.errors import MachineError
 
@@ -48,7 +52,7 @@ def taken(monkeypatch):
 
 def test_a_card_that_nobody_uses(taken):
     taken(GIB // 2)
-    assert occupied(cluster()) == ()
+    assert find_occupied_gpus(cluster()) == ()
 
 
 def test_less_is_planned_beside_a_program_and_it_is_named(taken):
@@ -58,7 +62,7 @@ def test_less_is_planned_beside_a_program_and_it_is_named(taken):
         other.stdout.readline()  # it has its own name by now
         try:
             taken(9 * GIB, (other.pid, 9 * GIB - GIB // 5))
-            (found,) = occupied(cluster())
+            (found,) = find_occupied_gpus(cluster())
         finally:
             other.kill()
     told = f"9.0 GiB of the 24.0 GiB of rtx 1 are taken by process {other.pid} (cat, 8.8 GiB)"
@@ -69,32 +73,32 @@ def test_less_is_planned_beside_a_program_and_it_is_named(taken):
 def test_a_card_that_is_full_is_refused(taken):
     taken(20 * GIB, (999_999_999, 20 * GIB))
     with pytest.raises(MachineError, match="another program fills a GPU of this run") as raised:
-        occupied(cluster())
+        find_occupied_gpus(cluster())
     assert "999999999 (of another container, 20.0 GiB)" in str(raised.value)
     assert "kill 999999999" in raised.value.fix and "CUDA_VISIBLE_DEVICES" in raised.value.fix
 
 
 def test_a_class_that_is_to_use_less_than_the_card_has_room_beside_others(taken):
     taken(16 * GIB, (999_999_999, 16 * GIB))
-    (found,) = occupied(cluster(memory_bytes=6 * GIB))
+    (found,) = find_occupied_gpus(cluster(memory_bytes=6 * GIB))
     assert found.left_bytes == 8 * GIB
     own = profile([Card("rtx", 2, 6 * GIB, steady(1.0), framework=GIB)])
-    assert leave_taken(own, (found,)) == own
+    assert reserve_foreign_memory(own, (found,)) == own
     taken(20 * GIB, (999_999_999, 20 * GIB))
-    (found,) = occupied(cluster(memory_bytes=6 * GIB))
-    assert leave_taken(own, (found,)).of_class("rtx").framework_bytes == 3 * GIB
+    (found,) = find_occupied_gpus(cluster(memory_bytes=6 * GIB))
+    assert reserve_foreign_memory(own, (found,)).of_class("rtx").framework_bytes == 3 * GIB
     taken(22 * GIB, (999_999_999, 22 * GIB))
     with pytest.raises(MachineError, match="fills a GPU"):
-        occupied(cluster(memory_bytes=6 * GIB))
+        find_occupied_gpus(cluster(memory_bytes=6 * GIB))
 
 
 def test_only_gpus_of_this_host_are_asked(taken, monkeypatch):
     taken(20 * GIB, (7, 20 * GIB))
     elsewhere = [d.model_copy(update={"host": "elsewhere"}) for d in cluster().devices]
-    assert occupied(cluster().model_copy(update={"devices": tuple(elsewhere)})) == ()
+    assert find_occupied_gpus(cluster().model_copy(update={"devices": tuple(elsewhere)})) == ()
     monkeypatch.setitem(sys.modules, "pynvml", None)  # to ask it would fail
-    assert occupied(cluster(accelerator="cpu", emulate_flops_per_s=1e9)) == ()
-    assert occupied(cluster(accelerator="xpu")) == ()
+    assert find_occupied_gpus(cluster(accelerator="cpu", emulate_flops_per_s=1e9)) == ()
+    assert find_occupied_gpus(cluster(accelerator="xpu")) == ()
 
 
 def test_amds_are_asked_by_amdsmi(monkeypatch):
@@ -102,7 +106,7 @@ def test_amds_are_asked_by_amdsmi(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "amdsmi", amd.fake())
     kinds = {"memory_bytes": 192 * GIB, "gfx_target": "gfx942"}
-    first, second = occupied(cluster(**kinds))  # both hold 20 GiB there
+    first, second = find_occupied_gpus(cluster(**kinds))  # both hold 20 GiB there
     assert first.taken_bytes == second.taken_bytes == 20 * GIB
     pids = [int(name.split()[0]) for name in first.holders]
     assert pids == [7, 8], "this process is none of them"
@@ -111,10 +115,10 @@ def test_amds_are_asked_by_amdsmi(monkeypatch):
 def test_a_profile_leaves_what_others_hold():
     found = profile([Card("rtx", 2, 24 * GIB, steady(1.0), framework=GIB)])
     device = Device(id="GPU-1", device_class="rtx")
-    held = Occupied(device, 24 * GIB, 9 * GIB, ())
-    assert leave_taken(found, (held,)).of_class("rtx").framework_bytes == 10 * GIB
+    held = OccupiedGpu(device, 24 * GIB, 9 * GIB, ())
+    assert reserve_foreign_memory(found, (held,)).of_class("rtx").framework_bytes == 10 * GIB
     beside = found.model_copy(
         update={"classes": (found.classes[0].model_copy(update={"framework_bytes": 10 * GIB}),)}
     )
-    assert leave_taken(beside, (held,)) == beside, "measured beside it: it is counted"
-    assert leave_taken(found, ()) is found
+    assert reserve_foreign_memory(beside, (held,)) == beside, "measured beside it: it is counted"
+    assert reserve_foreign_memory(found, ()) is found

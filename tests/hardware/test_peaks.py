@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.hardware.estimates.gpu_catalogue import find
-from gpumix.hardware.estimates.stated_peak import stated_peak
+from gpumix.hardware.estimates.gpu_catalogue import find_card
+from gpumix.hardware.estimates.stated_peak import find_stated_peak
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.peak_flops import Peak
 
@@ -16,25 +16,25 @@ def of(product: str = "", **fields) -> DeviceClass:
 
 
 def test_a_datasheet_states_the_rate_of_the_dtype():
-    card = find("rtx3090")
+    card = find_card("rtx3090")
     for dtype in ("fp32", "bf16"):
         rate = getattr(card.flops, dtype)
-        assert stated_peak(of(card.product), dtype) == Peak(flops_per_s=rate, source="stated")
+        assert find_stated_peak(of(card.product), dtype) == Peak(flops_per_s=rate, source="stated")
 
 
 @pytest.mark.parametrize(
     "product", ["", "NVIDIA GeForce RTX 3090 Laptop GPU", "NVIDIA RTX 9999", "3090", "Tesla"]
 )
 def test_a_card_that_nobody_knows_has_none(product):
-    assert stated_peak(of(product), "bf16") is None
+    assert find_stated_peak(of(product), "bf16") is None
 
 
 def test_what_the_user_says_counts_before_the_datasheet():
-    said = of(find("rtx3090").product, peak_flops_per_s=1e12)
-    assert stated_peak(said, "bf16") == Peak(flops_per_s=1e12, source="stated")
+    said = of(find_card("rtx3090").product, peak_flops_per_s=1e12)
+    assert find_stated_peak(said, "bf16") == Peak(flops_per_s=1e12, source="stated")
 
 
 def test_an_emulated_device_has_its_rate_and_a_cpu_none():
     emulated = of("", accelerator="cpu", emulate_flops_per_s=2e9)
-    assert stated_peak(emulated, "fp32") == Peak(flops_per_s=2e9, source="emulated")
-    assert stated_peak(of("Xeon", accelerator="cpu"), "fp32") is None
+    assert find_stated_peak(emulated, "fp32") == Peak(flops_per_s=2e9, source="emulated")
+    assert find_stated_peak(of("Xeon", accelerator="cpu"), "fp32") is None

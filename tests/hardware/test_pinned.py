@@ -9,10 +9,10 @@ import os
 import pytest
 import torch
 
-from gpumix.engine.offload.host_offload import empty_on_host
+from gpumix.engine.offload.host_offload import allocate_on_host
 from gpumix.hardware import runtime
 from gpumix.hardware.host import pinned
-from gpumix.hardware.host.pinned import pinned_memory
+from gpumix.hardware.host.pinned import allocate_pinned
 
 SIZE = 3 * mmap.PAGESIZE + 5
 
@@ -47,18 +47,18 @@ def driver(monkeypatch):
     monkeypatch.setattr(runtime, "unregister_pinned", driver.unregister)
     monkeypatch.setattr(runtime, "synchronize", driver.synchronize)
     monkeypatch.setattr(runtime, "is_gpu", lambda device: torch.device(device).type == "meta")
-    pinned._say_refused.cache_clear()
+    pinned._warn_refused.cache_clear()
     return driver
 
 
 def test_no_more_is_taken_than_is_asked_for(driver):
-    memory = pinned_memory(SIZE)
+    memory = allocate_pinned(SIZE)
     assert driver.registered == {memory.data_ptr(): SIZE}
     assert memory.nbytes == SIZE
 
 
 def test_it_is_given_back_with_the_last_tensor_that_uses_it(driver):
-    part = pinned_memory(SIZE)[8:24].view(torch.float32)
+    part = allocate_pinned(SIZE)[8:24].view(torch.float32)
     gc.collect()
     assert part.fill_(2.0).sum() == 8.0
     assert len(driver.registered) == 1
@@ -70,7 +70,7 @@ def test_it_is_given_back_with_the_last_tensor_that_uses_it(driver):
 def test_a_files_bytes_are_that_memory(driver, tmp_path):
     file = tmp_path / "copy"
     file.write_bytes(bytes(SIZE))
-    memory = pinned_memory(SIZE, file)
+    memory = allocate_pinned(SIZE, file)
     memory[-1] = 7
     assert file.read_bytes()[-1] == 7
     assert list(driver.registered.values()) == [SIZE]
@@ -78,7 +78,7 @@ def test_a_files_bytes_are_that_memory(driver, tmp_path):
 
 def test_without_the_driver_it_is_ordinary_memory_and_that_is_told_once(driver, caplog):
     driver.refuses = True
-    first, second = pinned_memory(SIZE), pinned_memory(SIZE)
+    first, second = allocate_pinned(SIZE), allocate_pinned(SIZE)
     assert (first.fill_(1) + second.fill_(2)).sum() == 3 * SIZE
     del first, second
     gc.collect()
@@ -87,7 +87,7 @@ def test_without_the_driver_it_is_ordinary_memory_and_that_is_told_once(driver, 
 
 
 def test_a_fork_gives_nothing_back(driver, monkeypatch):
-    memory = pinned_memory(SIZE)
+    memory = allocate_pinned(SIZE)
     number = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: number + 1)
     del memory
@@ -96,13 +96,13 @@ def test_a_fork_gives_nothing_back(driver, monkeypatch):
 
 
 def test_nothing_takes_nothing(driver):
-    assert pinned_memory(0).numel() == 0
+    assert allocate_pinned(0).numel() == 0
     assert not driver.registered
 
 
 def test_memory_for_a_gpus_copies_is_pinned_and_for_a_cpus_it_is_not(driver):
-    there = empty_on_host(10, torch.bfloat16, torch.device("meta"))  # the fixture's GPU
+    there = allocate_on_host(10, torch.bfloat16, torch.device("meta"))  # the fixture's GPU
     assert there.dtype == torch.bfloat16 and there.shape == (10,)
     assert list(driver.registered.values()) == [20]
-    empty_on_host(10, torch.bfloat16, torch.device("cpu"))
+    allocate_on_host(10, torch.bfloat16, torch.device("cpu"))
     assert len(driver.registered) == 1

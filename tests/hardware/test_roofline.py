@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.hardware.estimates.gpu_catalogue import find, load
+from gpumix.hardware.estimates.gpu_catalogue import find_card, load_cards
 from gpumix.hardware.estimates.roofline import (
-    MATRIX,
-    PLAIN,
-    flops_per_s,
+    GENERAL_FRACTIONS,
+    MATRIX_FRACTIONS,
     forward_curve,
+    get_peak_flops_per_s,
     gradient_curve,
-    host_copy,
+    make_host_copy_curve,
     optimizer_s_per_element,
     reached_flops_per_s,
 )
 
 
 def test_every_capability_has_a_reach_of_its_own():
-    nvidia = [card for card in load() if card.vendor == "nvidia"]
-    assert {card.compute_capability for card in nvidia} == set(PLAIN)
-    assert {card.compute_capability for card in nvidia if card.matrix_units} == set(MATRIX)
+    nvidia = [card for card in load_cards() if card.vendor == "nvidia"]
+    assert {card.compute_capability for card in nvidia} == set(GENERAL_FRACTIONS)
+    assert {card.compute_capability for card in nvidia if card.matrix_units} == set(
+        MATRIX_FRACTIONS
+    )
 
 
 @pytest.mark.parametrize(
     ("sharing", "alone", "part"), [("a16", "a40", 4), ("gb200", "gh200-96gb", 2)]
 )
 def test_gpus_that_share_a_link_to_the_host_copy_at_their_part(sharing, alone, part):
-    ours, theirs = (host_copy(find(name)).values[-1] for name in (sharing, alone))
+    ours, theirs = (make_host_copy_curve(find_card(name)).values[-1] for name in (sharing, alone))
     assert ours / theirs == pytest.approx(part, rel=1e-3)
 
 
@@ -36,22 +38,30 @@ CARDS = ("p40", "v100-16gb-sxm", "rtx3090", "l4", "h100-sxm", "mi250x-gcd")
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_what_is_reached_is_part_of_what_is_promised(dtype):
-    for card in load():
+    for card in load_cards():
         reached = reached_flops_per_s(card, dtype)
-        assert 0.05 * flops_per_s(card, dtype) < reached < flops_per_s(card, dtype), card.name
-        assert flops_per_s(card, dtype) >= card.flops.fp32
+        assert (
+            0.05 * get_peak_flops_per_s(card, dtype) < reached < get_peak_flops_per_s(card, dtype)
+        ), card.name
+        assert get_peak_flops_per_s(card, dtype) >= card.flops.fp32
 
 
 def test_narrow_products_pay_only_on_matrix_units():
-    assert flops_per_s(find("p40"), "fp16") == find("p40").flops.fp32
-    assert flops_per_s(find("v100-16gb-sxm"), "bf16") == find("v100-16gb-sxm").flops.fp32
-    assert flops_per_s(find("v100-16gb-sxm"), "fp16") == find("v100-16gb-sxm").flops.fp16
+    assert get_peak_flops_per_s(find_card("p40"), "fp16") == find_card("p40").flops.fp32
+    assert (
+        get_peak_flops_per_s(find_card("v100-16gb-sxm"), "bf16")
+        == find_card("v100-16gb-sxm").flops.fp32
+    )
+    assert (
+        get_peak_flops_per_s(find_card("v100-16gb-sxm"), "fp16")
+        == find_card("v100-16gb-sxm").flops.fp16
+    )
 
 
 @pytest.mark.parametrize("name", CARDS)
 def test_a_forward_by_hand(name):
     """Few samples wait for the weights, many for the products."""
-    card = find(name)
+    card = find_card(name)
     curve = forward_curve(card, "fp16", flops=2e11, weight_bytes=4e8)
     weights_s = 4e8 / (0.8 * card.memory_bandwidth)
     products_s = 2e11 / reached_flops_per_s(card, "fp16")
@@ -63,7 +73,7 @@ def test_a_forward_by_hand(name):
 @pytest.mark.parametrize("name", CARDS)
 def test_a_backward_by_hand(name):
     """Twice the products of the forward, and 16 bytes for each element's gradient."""
-    card = find(name)
+    card = find_card(name)
     curve = gradient_curve(card, "fp16", flops=2e11, elements=1e8)
     added_s = 16e8 / (0.8 * card.memory_bandwidth)
     for samples, seconds in zip(curve.sizes, curve.values):
@@ -74,14 +84,14 @@ def test_a_backward_by_hand(name):
 @pytest.mark.parametrize(("state_bytes", "moved"), [(8, 28), (4, 20), (0, 12)])
 def test_an_update_reads_and_writes_parameter_and_state(state_bytes, moved):
     """AdamW, SGD with momentum, SGD: the gradient is only read."""
-    card = find("rtx3090")
+    card = find_card("rtx3090")
     found = optimizer_s_per_element(card, state_bytes)
     assert found == pytest.approx(moved / (0.8 * card.memory_bandwidth))
 
 
 def test_copies_to_the_host_take_the_slot():
-    card = find("rtx3090")
+    card = find_card("rtx3090")
     bandwidth = card.host_link.bandwidth
     assert bandwidth == pytest.approx(31.5e9, rel=0.01)  # PCIe 4.0 x16
-    copied = host_copy(card)
+    copied = make_host_copy_curve(card)
     assert copied.values[-1] == pytest.approx(copied.sizes[-1] / (0.75 * bandwidth), rel=1e-3)

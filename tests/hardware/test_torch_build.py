@@ -9,10 +9,10 @@ import torch
 
 from gpumix.hardware.discovery.torch_build import (
     TorchBuild,
-    build_of,
-    cuda_wheel,
-    torch_build,
-    wheel_of,
+    parse_torch_build,
+    read_torch_build,
+    suggest_cuda_wheel,
+    suggest_wheel,
 )
 
 VERSION_FILE = """
@@ -35,31 +35,33 @@ xpu: Optional[str] = {xpu}
 def test_a_build_is_read_from_its_version_file(name, toolkit, version):
     values = dict.fromkeys(("cuda", "hip", "xpu"), "None")
     values |= {{"CUDA": "cuda", "ROCm": "hip", "XPU": "xpu"}.get(toolkit, "none"): repr(version)}
-    found = build_of(
+    found = parse_torch_build(
         VERSION_FILE.format(name=name, **{k: values[k] for k in ("cuda", "hip", "xpu")})
     )
     assert found == TorchBuild(f"2.13.0+{name}", toolkit, version)
 
 
 def test_a_file_that_is_not_torchs_tells_nothing():
-    assert build_of("# made by hand") is None
+    assert parse_torch_build("# made by hand") is None
 
 
 def test_the_build_that_is_here(monkeypatch):
-    found = torch_build()
+    found = read_torch_build()
     monkeypatch.delitem(sys.modules, "torch.version")
-    assert torch_build() == found, "the same from its file, before it is imported"
+    assert read_torch_build() == found, "the same from its file, before it is imported"
     assert found.version == torch.__version__
     assert bool(found.toolkit) == any((torch.version.cuda, torch.version.hip, torch.version.xpu))
 
 
 @pytest.mark.parametrize(("driver", "index"), [("12.4", "cu126"), ("13.0", "cu130"), ("", "cu130")])
 def test_a_wheel_for_a_driver(driver, index):
-    assert cuda_wheel(driver).endswith(f"--index-url https://download.pytorch.org/whl/{index}")
+    assert suggest_cuda_wheel(driver).endswith(
+        f"--index-url https://download.pytorch.org/whl/{index}"
+    )
 
 
 def test_a_wheel_for_a_card():
-    assert wheel_of("NVIDIA", (7, 0)).endswith("cu126"), "CUDA 13 has no kernels for Volta"
-    assert wheel_of("NVIDIA", (9, 0)).endswith("cu130")
-    assert wheel_of("Intel").endswith("/xpu")
-    assert "rocmX.Y" in wheel_of("AMD")
+    assert suggest_wheel("NVIDIA", (7, 0)).endswith("cu126"), "CUDA 13 has no kernels for Volta"
+    assert suggest_wheel("NVIDIA", (9, 0)).endswith("cu130")
+    assert suggest_wheel("Intel").endswith("/xpu")
+    assert "rocmX.Y" in suggest_wheel("AMD")

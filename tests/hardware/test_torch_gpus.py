@@ -12,8 +12,8 @@ from gpumix.hardware import runtime
 from gpumix.hardware.discovery import discover as discovery
 from gpumix.hardware.discovery import torch_gpus
 from gpumix.hardware.discovery.cuda_visible_devices import Gpu
-from gpumix.hardware.discovery.discover import discover
-from gpumix.hardware.discovery.torch_gpus import gpus_by_torch, shows_gpus, told_by_torch
+from gpumix.hardware.discovery.discover import discover_cluster
+from gpumix.hardware.discovery.torch_gpus import find_torch_gpus, has_gpu_signs, query_torch
 from gpumix.schema.errors import MachineError
 
 GIB = 2**30
@@ -55,7 +55,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
         monkeypatch.setattr(torch, "get_device_module", lambda device: module)
         monkeypatch.setattr(torch.version, "hip", "7.1.5" if toolkit == "ROCm" else None)
-        monkeypatch.setattr(torch_gpus, "_ask", told_by_torch)
+        monkeypatch.setattr(torch_gpus, "_query_in_subprocess", query_torch)
         return built_for(monkeypatch, toolkit, "7.1.5")
 
     return install
@@ -63,7 +63,7 @@ def machine(monkeypatch):
 
 def test_amds(machine):
     machine("ROCm", [amd(1), amd(2)])
-    cluster = discover()
+    cluster = discover_cluster()
     (kind,) = cluster.classes
     assert (kind.name, kind.accelerator, kind.maker) == ("mi300x", "cuda", "AMD")
     assert (kind.gfx_target, kind.compute_capability) == ("gfx942", "")
@@ -76,7 +76,7 @@ def test_amds(machine):
 
 def test_intels_whose_driver_tells_no_uuid(machine):
     machine("XPU", [intel(0), intel(1)])
-    cluster = discover()
+    cluster = discover_cluster()
     (kind,) = cluster.classes
     assert (kind.accelerator, kind.maker, kind.driver) == ("xpu", "Intel", "1.6.33276")
     assert kind.name == "arc-tm-b580"
@@ -102,10 +102,10 @@ def test_amds_variables(machine, monkeypatch, variables, seen, wrong):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if not wrong:
-        assert len(discover().devices) == seen
+        assert len(discover_cluster().devices) == seen
         return
     with pytest.raises(MachineError, match=wrong):
-        discover()
+        discover_cluster()
 
 
 @pytest.mark.parametrize(("mask", "wrong"), [("1", False), ("0.0,0.1", False), ("0,1", True)])
@@ -114,38 +114,38 @@ def test_intels_variable(machine, monkeypatch, mask, wrong):
     monkeypatch.setenv("ZE_AFFINITY_MASK", mask)
     if wrong:
         with pytest.raises(MachineError, match="ZE_AFFINITY_MASK names 2 GPUs"):
-            discover()
+            discover_cluster()
     else:
-        assert len(discover().devices) == 1
+        assert len(discover_cluster().devices) == 1
 
 
 def test_nvidias_without_nvml(monkeypatch):
     """On a Jetson the bus has no card either; a node of the driver is the sign."""
     FakeNvml(init_error="LibraryNotFound").install(monkeypatch)
     gpu = Gpu(0, "GPU-1", "Orin", 8 * GIB, "", "8.7")
-    monkeypatch.setattr(discovery, "gpus_by_torch", lambda host, toolkit: ((gpu,), ""))
-    assert discover().classes[0].accelerator == "cpu"
-    monkeypatch.setattr(discovery, "shows_gpus", lambda: True)
-    assert discover().classes[0].product == "Orin"
+    monkeypatch.setattr(discovery, "find_torch_gpus", lambda host, toolkit: ((gpu,), ""))
+    assert discover_cluster().classes[0].accelerator == "cpu"
+    monkeypatch.setattr(discovery, "has_gpu_signs", lambda: True)
+    assert discover_cluster().classes[0].product == "Orin"
 
 
 def test_the_signs_of_a_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch_gpus, "_NODES", (tmp_path / "nvidiactl",))
+    monkeypatch.setattr(torch_gpus, "_DEVICE_NODES", (tmp_path / "nvidiactl",))
     monkeypatch.setattr(runtime, "is_available", lambda: False)
-    assert not shows_gpus()
+    assert not has_gpu_signs()
     (tmp_path / "nvidiactl").touch()
-    assert shows_gpus()
+    assert has_gpu_signs()
 
 
 def test_amds_that_are_hidden(machine, monkeypatch):
     machine("ROCm", [])
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")
-    assert discover().classes[0].accelerator == "cpu"
+    assert discover_cluster().classes[0].accelerator == "cpu"
 
 
 def test_why_there_is_none(machine):
     machine("ROCm", [])
-    assert told_by_torch("here") == {"gpus": [], "why": "No HIP GPUs are available"}
+    assert query_torch("here") == {"gpus": [], "why": "No HIP GPUs are available"}
 
 
 def test_a_gpu_is_checked_against_its_class(machine, monkeypatch):
@@ -153,7 +153,7 @@ def test_a_gpu_is_checked_against_its_class(machine, monkeypatch):
 
     machine("ROCm", [amd(1)])
     monkeypatch.setattr(runtime, "device_name", lambda device: "AMD Instinct MI250X")
-    (kind,) = discover().classes
+    (kind,) = discover_cluster().classes
     with pytest.raises(MachineError, match=r"GPU 0 is a AMD Instinct MI250X \(gfx942\)"):
         open_device(kind, 0)
 
@@ -161,12 +161,12 @@ def test_a_gpu_is_checked_against_its_class(machine, monkeypatch):
 @pytest.mark.extended
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
 def test_the_torch_that_is_here_is_asked_in_a_process_of_its_own():
-    gpus, why = gpus_by_torch("here", "")
+    gpus, why = find_torch_gpus("here", "")
     assert gpus == () and why == "this torch is built for CPUs only"
 
 
 def test_a_torch_that_fails_is_told_with_its_words(monkeypatch):
     monkeypatch.setattr(torch_gpus, "__name__", "gpumix.nowhere")
     with pytest.raises(MachineError, match="torch fails where it is asked") as raised:
-        gpus_by_torch("here", "ROCm")
+        find_torch_gpus("here", "ROCm")
     assert "gpumix.nowhere" in raised.value.why

@@ -7,7 +7,7 @@ from hardware_helpers import FakeCard, FakeNvml, built_for, plugged_in
 
 from gpumix.hardware.discovery import discover as discovery
 from gpumix.hardware.discovery import unusable_gpus
-from gpumix.hardware.discovery.discover import discover, why_cpu
+from gpumix.hardware.discovery.discover import discover_cluster, explain_cpu
 from gpumix.schema.errors import MachineError
 
 
@@ -20,7 +20,7 @@ def nvml(monkeypatch, tmp_path):
 
 def refused(**wanted):
     with pytest.raises(MachineError) as raised:
-        discover()
+        discover_cluster()
     assert "CUDA_VISIBLE_DEVICES=" in raised.value.fix, "the CPU can be chosen"
     return raised.value
 
@@ -28,7 +28,7 @@ def refused(**wanted):
 @pytest.mark.parametrize(("toolkit", "version"), [("", ""), ("XPU", "20250301")])
 def test_a_build_of_torch_without_cuda(nvml, monkeypatch, toolkit, version):
     built_for(monkeypatch, toolkit, version)
-    monkeypatch.setattr(discovery, "gpus_by_torch", lambda host, toolkit: ((), "none"))
+    monkeypatch.setattr(discovery, "find_torch_gpus", lambda host, toolkit: ((), "none"))
     error = refused()
     assert "no CUDA built in" in str(error)
     assert "pip install --force-reinstall torch --index-url" in error.fix and "cu130" in error.fix
@@ -50,13 +50,13 @@ def test_a_driver_that_is_too_old_for_any_torch(nvml):
 
 def test_a_driver_that_is_newer_than_torch_runs_it(nvml, monkeypatch):
     built_for(monkeypatch, "CUDA", "12.6")
-    assert discover().classes[0].accelerator == "cuda"
+    assert discover_cluster().classes[0].accelerator == "cuda"
 
 
 def test_a_card_without_a_driver(nvml, monkeypatch):
     nvml.init_error = "LibraryNotFound"
     plugged_in(monkeypatch, "NVIDIA", "NVIDIA")
-    monkeypatch.setattr(discovery, "gpus_by_torch", lambda host, toolkit: ((), "No driver there"))
+    monkeypatch.setattr(discovery, "find_torch_gpus", lambda host, toolkit: ((), "No driver there"))
     error = refused()
     assert "this host has 2 NVIDIA GPUs that torch cannot use" in str(error)
     assert "0000:01:00.0, 0000:02:00.0" in error.where
@@ -67,7 +67,7 @@ def test_a_container_that_was_given_no_card(nvml, monkeypatch, tmp_path):
     nvml.init_error = "LibraryNotFound"
     (tmp_path / "_NVIDIA_MODULE").touch()
     plugged_in(monkeypatch, "NVIDIA")
-    monkeypatch.setattr(discovery, "gpus_by_torch", lambda host, toolkit: ((), ""))
+    monkeypatch.setattr(discovery, "find_torch_gpus", lambda host, toolkit: ((), ""))
     assert "docker run --gpus all" in refused().fix
 
 
@@ -85,7 +85,7 @@ def test_an_amd_card_whose_driver_is_not_loaded(nvml, monkeypatch, tmp_path):
     nvml.init_error = "LibraryNotFound"
     built_for(monkeypatch, "ROCm", "7.1")
     plugged_in(monkeypatch, "AMD")
-    monkeypatch.setattr(discovery, "gpus_by_torch", lambda host, toolkit: ((), "No HIP GPUs"))
+    monkeypatch.setattr(discovery, "find_torch_gpus", lambda host, toolkit: ((), "No HIP GPUs"))
     error = refused()
     assert f"there is no {tmp_path / '_KFD'}" in error.why and "No HIP GPUs" in error.why
 
@@ -104,16 +104,16 @@ def test_who_hides_the_cards_gets_the_cpu(nvml, monkeypatch, variable):
     nvml.init_error = "LibraryNotFound"
     plugged_in(monkeypatch, "NVIDIA", "AMD")
     monkeypatch.setenv(variable, "")
-    assert discover().classes[0].accelerator == "cpu"
-    assert why_cpu() == f"{variable}= hides the GPUs of this host"
+    assert discover_cluster().classes[0].accelerator == "cpu"
+    assert explain_cpu() == f"{variable}= hides the GPUs of this host"
 
 
 def test_a_host_without_a_card_says_so(nvml):
     nvml.init_error = "LibraryNotFound"
-    assert discover().classes[0].accelerator == "cpu"
-    assert why_cpu() == "this host has no GPU"
+    assert discover_cluster().classes[0].accelerator == "cpu"
+    assert explain_cpu() == "this host has no GPU"
 
 
 def test_without_torch_there_is_nothing_to_refuse(nvml, monkeypatch):
-    monkeypatch.setattr(discovery, "torch_build", lambda: None)
-    assert discover().classes[0].accelerator == "cuda"
+    monkeypatch.setattr(discovery, "read_torch_build", lambda: None)
+    assert discover_cluster().classes[0].accelerator == "cuda"

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from extended import every_second, left_out
-from gpumix.report.page import page
+from gpumix.report.page import render_page
 from gpumix.report.run import Run, read_run
 from gpumix.schema.errors import InputError
 from harness import run_ranks
@@ -216,7 +216,7 @@ def test_top_and_report_read_what_a_loop_leaves(stock, ours, folder):
     assert run.record is not None and run.record.script is not None
     assert run.record.script.plans == "Accelerator"
     assert run.progress.steps is None and run.progress.step == len(expected)
-    assert "step 10" in page(run)
+    assert "step 10" in render_page(run)
     told_of_input(run)
 
 

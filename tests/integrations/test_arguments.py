@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpumix.integrations.common.plan_and_shard import refuse_gpu
-from gpumix.integrations.common.unsupported_arguments import Fields
+from gpumix.integrations.common.unsupported_arguments import FieldSupport
 from gpumix.schema.errors import InputError
 from harness import run_ranks
 from programs import Texts, arguments, as_launched, model, tokenizer
@@ -30,7 +30,7 @@ KINDS = (
 )
 
 
-def classes() -> dict[str, tuple[list[str], Fields]]:
+def classes() -> dict[str, tuple[list[str], FieldSupport]]:
     """What fields there are, and what is said of them. Their libraries take a second to import, so
     none is imported where tests are only collected."""
     import accelerate
@@ -41,14 +41,14 @@ def classes() -> dict[str, tuple[list[str], Fields]]:
 
     from gpumix.integrations.accelerate import arguments as loop
     from gpumix.integrations.transformers import arguments as trainer
-    from gpumix.integrations.trl import ARGUMENTS
+    from gpumix.integrations.trl import SFT_FIELDS
 
     kinds = {
-        transformers.TrainingArguments: trainer.TRAINING,
-        transformers.Seq2SeqTrainingArguments: trainer.SEQ2SEQ,
-        trl.SFTConfig: ARGUMENTS,
-        AcceleratorConfig: trainer.ACCELERATOR,
-        DataLoaderConfiguration: loop.LOADING,
+        transformers.TrainingArguments: trainer.TRAINING_FIELDS,
+        transformers.Seq2SeqTrainingArguments: trainer.SEQ2SEQ_FIELDS,
+        trl.SFTConfig: SFT_FIELDS,
+        AcceleratorConfig: trainer.ACCELERATOR_FIELDS,
+        DataLoaderConfiguration: loop.LOADER_FIELDS,
     }
     found = {
         kind.__name__: ([f.name for f in dataclasses.fields(kind)], fields)
@@ -56,7 +56,7 @@ def classes() -> dict[str, tuple[list[str], Fields]]:
     }
     found["Accelerator"] = (
         list(inspect.signature(accelerate.Accelerator).parameters),
-        (loop.PARAMETERS),
+        (loop.ACCELERATOR_FIELDS),
     )
     assert tuple(found) == KINDS
     return found
@@ -65,13 +65,13 @@ def classes() -> dict[str, tuple[list[str], Fields]]:
 @pytest.mark.parametrize("name", KINDS)
 def test_each_field_is_in_one_list(name):
     there, fields = classes()[name]
-    lists = [*fields.heard, *fields.theirs, *fields.refused]
+    lists = [*fields.heard, *fields.delegated, *fields.refused]
     assert sorted(lists) == sorted(set(lists))
     assert set(there) <= set(lists)
 
 
 def test_a_field_of_another_version_is_refused_where_it_is_set():
-    fields = Fields.of("heard", "theirs", {"refused": "leave it out: so it is"})
+    fields = FieldSupport.of("heard", "theirs", {"refused": "leave it out: so it is"})
     for name in ("heard", "theirs", "refused", "unknown"):
         fields.check(name, None, False, where="Arguments")
     fields.check("heard", 1, None, where="Arguments")
@@ -256,7 +256,7 @@ def _asked(folder: Path) -> dict[str, Any]:
 
         return told
 
-    trainer_mixin.host, accelerator.host = host("Trainer"), host("Accelerator")
+    trainer_mixin.shard_by_plan, accelerator.shard_by_plan = host("Trainer"), host("Accelerator")
     for said in PRECISIONS:
         found[said] = {}
         asked = {} if said == "no" else {said: True}

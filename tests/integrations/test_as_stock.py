@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from gpumix.integrations.dataloader.example_batch import specimen_of
+from gpumix.integrations.dataloader.example_batch import find_example
 from gpumix.testing import Share, plan_for
 from harness import run_ranks
 from programs import Texts, arguments, as_launched, model
@@ -153,7 +153,7 @@ def test_a_collator_that_pads_nothing_is_not_asked_to():
         return {"input_ids": torch.stack([one["input_ids"] for one in samples])}
 
     unlike = [{"input_ids": torch.ones(length, dtype=torch.long)} for length in (3, 5)]
-    specimen = specimen_of(unlike, stacked)
+    specimen = find_example(unlike, stacked)
     assert specimen.sequence_length == 5
     assert specimen.padded() is None
 
@@ -203,12 +203,12 @@ def _fitted(folder: Path) -> dict[str, Any]:
         settings = {"logger": False, "enable_progress_bar": False, "max_epochs": 1}
         trainer = Trainer(default_root_dir=folder / kind, accelerator="cpu", **settings, **more)
         (before,) = trainer.validate(module, loader, verbose=False)
-        trainer.fit(module, loader, loader)
+        trainer.can_fit(module, loader, loader)
         trainer.save_checkpoint(folder / f"{kind}.ckpt")
         saved = torch.load(folder / f"{kind}.ckpt", weights_only=True)["state_dict"]
         more = more and {"strategy": GpumixStrategy()}
         another = Trainer(default_root_dir=folder / kind, accelerator="cpu", **settings, **more)
-        another.fit(module, loader)
+        another.can_fit(module, loader)
         (after,) = another.validate(module, loader, verbose=False)
         losses = before["val_loss"], after["val_loss"], trainer.callback_metrics["loss"].item()
         found[kind] = losses, saved, another.predict(module, loader)

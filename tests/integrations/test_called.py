@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.integrations.accelerate.call_signature import call_of
+from gpumix.integrations.accelerate.call_signature import bind_batch
 from gpumix.schema.errors import InputError
 
 X, Y = torch.zeros(2, 3), torch.ones(2)
@@ -61,12 +61,12 @@ class Adapted(nn.Module):
     ],
 )
 def test_parts_go_by_name_then_in_order(model, batch, args, kwargs):
-    found = call_of(model(), batch)
+    found = bind_batch(model(), batch)
     assert [id(one) for one in found["args"]] == [id(one) for one in args]
     assert {k: id(v) for k, v in found["kwargs"].items()} == {k: id(v) for k, v in kwargs.items()}
 
 
 def test_a_batch_with_less_than_forward_needs_is_told():
     with pytest.raises(InputError, match="forward takes x, mask, and a batch") as told:
-        call_of(OfTwo(), {"inputs": X})
+        bind_batch(OfTwo(), {"inputs": X})
     assert "Accelerator(plan=...)" in told.value.fix

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpumix.integrations.accelerate import coupled_rows
-from gpumix.integrations.accelerate.coupled_rows import refuse_coupled
+from gpumix.integrations.accelerate.coupled_rows import check_row_coupling
 from gpumix.schema.errors import InputError
 
 Y = torch.tensor([0, 2, 1, 2])
@@ -47,7 +47,7 @@ def outputs() -> Tensor:
 def test_a_sum_over_samples_is_none(name):
     z = outputs()
     loss = APART[name](z)
-    refuse_coupled(loss, [z])
+    check_row_coupling(loss, [z])
     loss.backward()  # its graph is still there
     assert z.grad is not None
 
@@ -56,21 +56,21 @@ def test_a_sum_over_samples_is_none(name):
 def test_a_loss_that_couples_samples_is_refused(name):
     z = outputs()
     with pytest.raises(InputError, match="couples samples"):
-        refuse_coupled(COUPLED[name](z), [z])
+        check_row_coupling(COUPLED[name](z), [z])
 
 
 def test_of_several_outputs_those_with_rows_are_looked_at():
     z, w, scalar = outputs(), outputs(), torch.ones((), requires_grad=True)
-    refuse_coupled(scalar * F.cross_entropy(z, Y) + w.square().mean(), [scalar, z, w])
+    check_row_coupling(scalar * F.cross_entropy(z, Y) + w.square().mean(), [scalar, z, w])
     with pytest.raises(InputError):
-        refuse_coupled((z @ w.T).logsumexp(1).mean() * scalar, [scalar, z, w])
+        check_row_coupling((z @ w.T).logsumexp(1).mean() * scalar, [scalar, z, w])
 
 
 def test_a_single_row_and_outputs_that_are_too_large_are_not_looked_at(monkeypatch):
     z = outputs()
-    refuse_coupled((z[:1] @ z[:1].T).exp().sum(), [z[:1].detach().requires_grad_()])
-    monkeypatch.setattr(coupled_rows, "MOST_ELEMENTS", 11)
-    refuse_coupled(COUPLED["negatives in the batch"](z), [z])
+    check_row_coupling((z[:1] @ z[:1].T).exp().sum(), [z[:1].detach().requires_grad_()])
+    monkeypatch.setattr(coupled_rows, "MAX_ELEMENTS", 11)
+    check_row_coupling(COUPLED["negatives in the batch"](z), [z])
 
 
 def test_random_numbers_are_as_they_would_be():
@@ -78,5 +78,5 @@ def test_random_numbers_are_as_they_would_be():
     torch.manual_seed(5)
     expected = torch.rand(2)
     torch.manual_seed(5)
-    refuse_coupled(F.cross_entropy(z, Y), [z])
+    check_row_coupling(F.cross_entropy(z, Y), [z])
     assert torch.equal(torch.rand(2), expected)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpumix.engine.comm.process_groups import all_ranks
-from gpumix.engine.model.equal_weights import _digest, make_alike, refuse_other_models
-from gpumix.integrations.common.gather import all_rows, all_texts
+from gpumix.engine.comm.process_groups import make_communicator
+from gpumix.engine.model.equal_weights import _digest, broadcast_weights, check_equal_models
+from gpumix.integrations.common.gather import gather_rows, gather_texts
 from gpumix.schema.errors import InputError
 from harness import run_ranks
 
@@ -28,12 +28,12 @@ def test_rows_come_in_the_order_of_their_places():
 
 
 def _rows() -> tuple[list, list, list]:
-    comm = all_ranks(torch.device("cpu"))
+    comm = make_communicator(torch.device("cpu"))
     parts = {
         of: torch.utils._pytree.tree_map(lambda t, of=of: t[of.start : of.stop], whole())
         for of in PLACES[comm.rank]
     }
-    found = all_rows(parts, comm, "rows")
+    found = gather_rows(parts, comm, "rows")
     first, second = found["logits"]
     assert second.dtype == torch.bfloat16
     return first.tolist(), second.float().tolist(), found["labels"].tolist()
@@ -44,9 +44,9 @@ def test_shorter_rows_are_padded_as_transformers_does():
 
 
 def _unlike_widths() -> list:
-    comm = all_ranks(torch.device("cpu"))
+    comm = make_communicator(torch.device("cpu"))
     own = [torch.tensor([[0, 1]]), torch.tensor([[2, 3, 4]])][comm.rank]
-    return all_rows({range(comm.rank, comm.rank + 1): own}, comm, "rows").tolist()
+    return gather_rows({range(comm.rank, comm.rank + 1): own}, comm, "rows").tolist()
 
 
 def test_nothing_at_all_is_none():
@@ -54,12 +54,12 @@ def test_nothing_at_all_is_none():
 
 
 def _nothing() -> bool:
-    return all_rows({}, all_ranks(torch.device("cpu")), "rows") is None
+    return gather_rows({}, make_communicator(torch.device("cpu")), "rows") is None
 
 
 @pytest.mark.parametrize("text", ["", "a", "é" * 40, "\x00\n\u2028\U0001f600 "])
 def test_texts_alone(text):
-    assert all_texts(text, all_ranks(torch.device("cpu")), "words") == [text]
+    assert gather_texts(text, make_communicator(torch.device("cpu")), "words") == [text]
 
 
 def test_texts_of_ranks():
@@ -67,14 +67,14 @@ def test_texts_of_ranks():
 
 
 def _texts() -> list[str]:
-    comm = all_ranks(torch.device("cpu"))
-    return all_texts(["", "one ü", "22"][comm.rank], comm, "words")
+    comm = make_communicator(torch.device("cpu"))
+    return gather_texts(["", "one ü", "22"][comm.rank], comm, "words")
 
 
 def test_what_has_no_row_for_each_sample_is_told():
-    comm = all_ranks(torch.device("cpu"))
+    comm = make_communicator(torch.device("cpu"))
     with pytest.raises(InputError, match=r"of 3 samples something of shape \(\) was made"):
-        all_rows({range(3): torch.zeros(())}, comm, "rows")
+        gather_rows({range(3): torch.zeros(())}, comm, "rows")
 
 
 def test_ranks_begin_with_the_first_ones_weights():
@@ -93,7 +93,7 @@ def _alike() -> tuple[list[str], float, float]:
     with torch.no_grad():
         model[1].weight.fill_(rank)
         model[0].running_mean.fill_(rank)
-    names = make_alike(model, all_ranks(torch.device("cpu")))
+    names = broadcast_weights(model, make_communicator(torch.device("cpu")))
     return names, model[1].weight.max().item(), model[0].running_mean.max().item()
 
 
@@ -118,4 +118,4 @@ def test_ranks_with_other_models_are_told():
 
 def _unlike() -> None:
     model = torch.nn.Linear(3, 3 + torch.distributed.get_rank())
-    refuse_other_models(model, all_ranks(torch.device("cpu")))
+    check_equal_models(model, make_communicator(torch.device("cpu")))

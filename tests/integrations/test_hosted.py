@@ -26,9 +26,9 @@ def test_what_a_newer_gpumix_left_is_kept(tmp_path, monkeypatch, kind):
     file = tmp_path / f"{kind}.json"
     newer = json.dumps({"kind": kind, "schema_version": 99})
     file.write_text(newer)
-    training = plan_and_shard.Training(torch.zeros, sequence_length=1, global_batch=1)
+    training = plan_and_shard.TrainingSetup(torch.zeros, sequence_length=1, global_batch=1)
     with pytest.raises(InputError) as caught:
-        plan_and_shard.host(nn.Linear(1, 1), training, folder=tmp_path)
+        plan_and_shard.shard_by_plan(nn.Linear(1, 1), training, folder=tmp_path)
     assert caught.value.why == "a newer gpumix wrote it"
     assert file.read_text() == newer
 
@@ -39,10 +39,10 @@ def test_a_given_plan_that_computes_in_another_dtype_is_told(monkeypatch, asked,
         monkeypatch.setattr(plan_and_shard, name, Mock())
     plan, said = staged_plan("gpt2", rows([1])), []
     batch = plan.global_batch
-    training = plan_and_shard.Training(
+    training = plan_and_shard.TrainingSetup(
         torch.zeros, sequence_length=1, global_batch=batch, precision=asked
     )
-    plan_and_shard.host(nn.Linear(1, 1), training, plan=plan, say=said.append)
+    plan_and_shard.shard_by_plan(nn.Linear(1, 1), training, plan=plan, say=said.append)
     line = "devices compute in fp32, as the plan says, not in bf16"
     assert said == ([line] if told else [])
 
@@ -58,7 +58,7 @@ def test_memory_of_what_was_trained_before_is_free_for_what_comes(monkeypatch):
     for name in ("refuse_other_models", "own_device", "leave_at_end"):
         monkeypatch.setattr(plan_and_shard, name, Mock())
     plan = staged_plan("gpt2", rows([1]))
-    training = plan_and_shard.Training(
+    training = plan_and_shard.TrainingSetup(
         torch.zeros, sequence_length=1, global_batch=plan.global_batch
     )
     gc.disable()
@@ -66,6 +66,6 @@ def test_memory_of_what_was_trained_before_is_free_for_what_comes(monkeypatch):
         before = weakref.ref(Trained())
         assert before() is not None
         monkeypatch.setattr(plan_and_shard, "prepare", lambda *given, **more: before())
-        assert plan_and_shard.host(nn.Linear(1, 1), training, plan=plan) is None
+        assert plan_and_shard.shard_by_plan(nn.Linear(1, 1), training, plan=plan) is None
     finally:
         gc.enable()

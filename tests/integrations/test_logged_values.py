@@ -6,7 +6,12 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from gpumix.integrations.lightning.combining import TRIES, LoggedPart, Ways, fitting_ways
+from gpumix.integrations.lightning.combining import (
+    MAX_COMPARED_BATCHES,
+    CombiningRules,
+    LoggedPart,
+    find_fitting_rules,
+)
 
 SAMPLES = [1.0, 5.0, 3.0]
 LABELS = [2.0, 4.0, 1.0]
@@ -36,7 +41,7 @@ def part(rows: slice, log) -> LoggedPart:
 
 def ways_of(log, reduced="mean") -> list[str]:
     parts = part(slice(0, 1), log), part(slice(1, 3), log)
-    return fitting_ways(part(slice(0, 3), log), parts, {"value": reduced})["value"]
+    return find_fitting_rules(part(slice(0, 3), log), parts, {"value": reduced})["value"]
 
 
 @pytest.mark.parametrize("reduced", ["mean", "sum"])
@@ -46,26 +51,26 @@ def test_the_way_is_found_whatever_steps_are_reduced_by(way, reduced):
 
 
 def test_a_value_that_no_way_gives_is_combined_as_the_module_says():
-    ways = Ways()
+    ways = CombiningRules()
     assert ways.take({"value": ways_of(lambda x, w: max(x) * min(x) + len(x))}) == ["value"]
     assert ways.of("value", "max") == "max"
-    assert not ways.is_open
+    assert not ways.needs_comparison
 
 
 def test_several_ways_that_fit_are_told_apart_by_later_batches():
-    ways = Ways()
+    ways = CombiningRules()
     assert not ways.take({"value": ["mean", "sum"]})
     assert ways.of("value", "mean") == "mean"
-    assert ways.is_open
+    assert ways.needs_comparison
     ways.take({"value": ["sum", "max"]})
     assert ways.of("value", "mean") == "sum"
-    assert not ways.is_open
+    assert not ways.needs_comparison
 
 
 def test_they_are_not_compared_for_ever():
-    ways = Ways()
-    for _ in range(TRIES):
-        assert ways.is_open
+    ways = CombiningRules()
+    for _ in range(MAX_COMPARED_BATCHES):
+        assert ways.needs_comparison
         ways.take({"value": ["max", "mean"]})
-    assert not ways.is_open
+    assert not ways.needs_comparison
     assert ways.of("value", "mean") == "max"

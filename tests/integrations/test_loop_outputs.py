@@ -13,8 +13,13 @@ from torch.utils.data import DataLoader
 
 from extended import left_out
 from gpumix.engine.model.forward_coroutine import ModelError
-from gpumix.integrations.accelerate.outputs import NotKept, as_leaves, joined, without_rows
-from gpumix.integrations.accelerate.unlike_rows import is_of_rows
+from gpumix.integrations.accelerate.outputs import (
+    VaryingNumber,
+    detach_to_leaves,
+    join_outputs,
+    take_zero_rows,
+)
+from gpumix.integrations.accelerate.unlike_rows import is_row_wise
 from gpumix.schema.errors import InputError
 from harness import run_ranks
 from programs import as_launched
@@ -125,12 +130,12 @@ def test_what_is_no_row_of_a_sample_is_refused(kind, tmp_path):
 def test_micro_batches_are_joined():
     one = {"rows": torch.ones(2, 3), "same": 1.5, "other": torch.tensor(1), "text": "a"}
     other = {"rows": torch.zeros(1, 3), "same": 1.5, "other": torch.tensor(2), "text": "a"}
-    found = joined([one, other])
+    found = join_outputs([one, other])
     assert found["rows"].tolist() == [[1.0] * 3] * 2 + [[0.0] * 3]
     assert (found["same"], found["text"]) == (1.5, "a")
-    assert isinstance(found["other"], NotKept)
-    assert len(without_rows(found)["rows"]) == 0
-    outputs, leaves, numbers = as_leaves(found | {"scale": torch.tensor(2.0)})
+    assert isinstance(found["other"], VaryingNumber)
+    assert len(take_zero_rows(found)["rows"]) == 0
+    outputs, leaves, numbers = detach_to_leaves(found | {"scale": torch.tensor(2.0)})
     assert leaves[0] is outputs["rows"] and numbers[0] is outputs["scale"]
     for use in (float, repr, lambda number: number + 1, lambda number: number.item()):
         with pytest.raises(InputError, match="is not known"):
@@ -140,7 +145,7 @@ def test_micro_batches_are_joined():
 def test_rows_that_differ_in_width_are_no_rows():
     square = [torch.ones(2, 2), torch.ones(1, 1)]
     with pytest.raises(InputError, match="not a row for each sample"):
-        joined(square)
-    assert not is_of_rows(torch.ones(3, 3), square, 1e-4)
-    assert is_of_rows(torch.ones(3, 2), [torch.ones(1, 2), torch.ones(2, 2)], 1e-4)
-    assert not is_of_rows(torch.ones(3, 2), [torch.ones(1, 2), 1.1 * torch.ones(2, 2)], 1e-4)
+        join_outputs(square)
+    assert not is_row_wise(torch.ones(3, 3), square, 1e-4)
+    assert is_row_wise(torch.ones(3, 2), [torch.ones(1, 2), torch.ones(2, 2)], 1e-4)
+    assert not is_row_wise(torch.ones(3, 2), [torch.ones(1, 2), 1.1 * torch.ones(2, 2)], 1e-4)

@@ -40,13 +40,13 @@ def on_the_gpu(folder: Path) -> Any:
     cluster = folder / "gpu.yaml"
     cluster.write_text("- {class: card, accelerator: cuda, memory: 1GiB}\n")
     os.environ["GPUMIX_CLUSTER"] = str(cluster)
-    records.CLASSES_STEPS = 1000  # ranks then tell each other how they did
+    records.REPORT_INTERVAL_STEPS = 1000  # ranks then tell each other how they did
     return plan_for(model(), [Share(BATCH, 2, 1)], zero_stage=2)
 
 
 def recorded(folder: Path) -> list[StepRecord]:
     """The steps that the record has told of so far."""
-    path = folder / "out" / run_files.OF_SCRIPT
+    path = folder / "out" / run_files.SCRIPT_FOLDER
     return list(read_run(path).history.steps) if (path / run_files.METRICS).exists() else []
 
 

@@ -35,7 +35,7 @@ def on_unlike_devices(folder: Path) -> None:
 
     Path(os.environ["GPUMIX_CLUSTER"]).write_text(CLUSTER)
     plan_and_shard.profile = partial(plan_and_shard.profile, budget_s=2.0)
-    plan_and_shard.strategy_of = lambda couples: "proportional"
+    plan_and_shard.select_strategy = lambda couples: "proportional"
 
 
 def by_trainer(folder: Path, world: int) -> tuple[list[float], Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.integrations.common.plan_and_shard import lines_of
+from gpumix.integrations.common.plan_and_shard import describe_plan
 from staging import rows, staged_plan
 
 
@@ -26,4 +26,4 @@ from staging import rows, staged_plan
 def test_each_device_has_a_line(samples, zero_stage, told):
     plan = staged_plan("gpt2", rows(*samples), zero_stage=zero_stage)
     devices = [worker.device for worker in plan.workers]
-    assert list(lines_of(plan)) == [f"{d}: {line}" for d, line in zip(devices, told)]
+    assert list(describe_plan(plan)) == [f"{d}: {line}" for d, line in zip(devices, told)]

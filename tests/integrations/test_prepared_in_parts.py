@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from extended import chosen, left_out
-from gpumix.integrations.common.plan_and_shard import refuse_as_loaded
+from gpumix.integrations.common.plan_and_shard import check_plain_weights
 from gpumix.schema.errors import GpumixError, InputError
 from harness import run_ranks
 from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks
@@ -196,8 +196,8 @@ def test_models_that_were_loaded_in_another_way_are_refused(attributes, told):
     network = torch.nn.Linear(2, 2)
     vars(network).update({"hf_device_map": {"": "cpu"}, **attributes})
     with pytest.raises(InputError, match=told):
-        refuse_as_loaded(network)
-    refuse_as_loaded(torch.nn.Linear(2, 2))
+        check_plain_weights(network)
+    check_plain_weights(torch.nn.Linear(2, 2))
 
 
 def test_norms_over_the_batch_and_labels_without_a_name_are_refused(tmp_path):

@@ -135,7 +135,7 @@ def test_metrics_are_reported_to_ray_tune(trained, folder):
         tune.with_resources(trial, {"CPU": 1}),
         param_space={"lr": 1e-2},
         run_config=tune.RunConfig(storage_path=str(folder / "tune"), verbose=0),
-    ).fit()[0]
+    ).can_fit()[0]
     assert found.error is None
     assert found.metrics["step"] == 4
     assert found.metrics["loss"] == trained[0]["losses"][-1]
@@ -145,12 +145,12 @@ def _sums(own: float) -> tuple[str, str, float]:
     import torch
     import torch.distributed as dist
 
-    from gpumix.engine.comm.init_distributed import join_launched
+    from gpumix.engine.comm.init_distributed import ensure_process_group
 
     rank = os.environ["RANK"]
     if own < 0 and rank == "1":
         raise ValueError("of the function's own")
-    join_launched(on_gpus=False)
+    ensure_process_group(on_gpus=False)
     summed = torch.tensor(own + int(rank))
     dist.all_reduce(summed)
     return rank, os.environ["LOCAL_WORLD_SIZE"], summed.item()

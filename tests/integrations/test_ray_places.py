@@ -14,15 +14,15 @@ pytest.importorskip("ray")
 
 from gpumix.hardware.host.environment import place_settings
 from gpumix.integrations.ray.placement import (
-    Arrived,
     RankPlace,
+    WorkerReport,
     Workers,
-    no_place,
-    places,
-    the_error,
-    wanted,
+    assign_ranks,
+    choose_error,
+    list_wanted_workers,
+    make_placement_error,
 )
-from gpumix.integrations.ray.worker import JobRank, numbers_of
+from gpumix.integrations.ray.worker import JobRank, select_numbers
 from gpumix.schema.errors import (
     InputError,
     MachineError,
@@ -32,8 +32,8 @@ from gpumix.schema.errors import (
 )
 
 
-def on(node: str, *gpus: str) -> Arrived:
-    return Arrived(node, f"host-{node}", f"10.0.0.{ord(node[0])}", gpus)
+def on(node: str, *gpus: str) -> WorkerReport:
+    return WorkerReport(node, f"host-{node}", f"10.0.0.{ord(node[0])}", gpus)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def own_environment():
 
 def test_workers_are_named_by_their_accelerator_or_have_labels_of_their_own():
     own = Workers(1, {"rack": "a"}, {"CPU": 2, "fast": 1})
-    found = wanted({"A100": 2, "mine": own})
+    found = list_wanted_workers({"A100": 2, "mine": own})
     assert [one.name for one in found] == ["A100", "A100", "mine"]
     assert found[0].workers.labels == {"ray.io/accelerator-type": "A100"}
     assert found[0].workers.resources == {"CPU": 1, "GPU": 1}
@@ -55,11 +55,11 @@ def test_workers_are_named_by_their_accelerator_or_have_labels_of_their_own():
 @pytest.mark.parametrize("workers", [{}, {"A100": 0}, {"A100": 1.5}])
 def test_there_must_be_some(workers):
     with pytest.raises(InputError):
-        wanted(workers)
+        list_wanted_workers(workers)
 
 
 def test_ranks_of_a_node_follow_each_other_by_their_gpus():
-    order = places([on("a", "10"), on("b", "0"), on("a", "2"), on("b", "1"), on("a", "3")])
+    order = assign_ranks([on("a", "10"), on("b", "0"), on("a", "2"), on("b", "1"), on("a", "3")])
     assert [number for number, _ in order] == [2, 4, 0, 1, 3]
     told = [place for _, place in order]
     assert [place.rank for place in told] == list(range(5))
@@ -69,14 +69,14 @@ def test_ranks_of_a_node_follow_each_other_by_their_gpus():
 
 
 def test_on_one_node_ranks_meet_on_loopback():
-    order = places([on("a"), on("a")])
+    order = assign_ranks([on("a"), on("a")])
     assert [(number, place.rank) for number, place in order] == [(0, 0), (1, 1)]
     assert {place.address for _, place in order} == {"127.0.0.1"}
 
 
 def test_a_worker_has_one_gpu():
     with pytest.raises(InputError, match="has 2 GPUs"):
-        places([on("a", "0", "1")])
+        assign_ranks([on("a", "0", "1")])
 
 
 def test_ranks_find_what_torchrun_would_tell_them():
@@ -98,27 +98,27 @@ def test_what_is_missing_in_the_cluster_is_named():
         {"Alive": True, "Labels": {"ray.io/accelerator-type": "T4"}, "Resources": {"GPU": 4.0}},
         {"Alive": False, "Labels": {}, "Resources": {"fast": 8.0}},
     ]
-    asked = wanted({"A100": 2, "mine": Workers(1, {}, {"fast": 1})})
-    error = no_place(asked, nodes, 3)
+    asked = list_wanted_workers({"A100": 2, "mine": Workers(1, {}, {"fast": 1})})
+    error = make_placement_error(asked, nodes, 3)
     assert "3 workers within 3 s" in error.what
     assert "'A100'" in error.why and "there are 0 in the cluster, 2 wanted" in error.why
     assert "'mine'" in error.why
-    enough = wanted({"any": Workers(2, {}, {"GPU": 1})})
-    assert no_place(enough, nodes, 3).why == "others use what would be enough"
+    enough = list_wanted_workers({"any": Workers(2, {}, {"GPU": 1})})
+    assert make_placement_error(enough, nodes, 3).why == "others use what would be enough"
 
 
 def test_the_error_that_others_followed_from_is_told():
     lost, own = RankLost("rank 1 is gone"), NoFeasiblePlanError("it does not fit")
-    assert the_error({0: lost, 1: own}) is own
+    assert choose_error({0: lost, 1: own}) is own
     assert own.where == "rank 1"
-    told = the_error({0: lost, 2: ValueError("of the user's")})
+    told = choose_error({0: lost, 2: ValueError("of the user's")})
     assert isinstance(told, TrainingError) and told.what.endswith("ValueError: of the user's")
     assert told.where == "rank 2"
 
 
 def test_numbers_of_a_step():
     event = {"step": 3, "loss": 0.5, "shares": {}, "event": "x", "resumed": True}
-    assert numbers_of(event) == {"step": 3, "loss": 0.5}
+    assert select_numbers(event) == {"step": 3, "loss": 0.5}
 
 
 def test_a_job_rank_runs_gpumix_and_reads_what_it_printed(tmp_path, own_environment):

@@ -9,16 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from gpumix.engine.comm.process_groups import all_ranks
+from gpumix.engine.comm.process_groups import make_communicator
 from gpumix.engine.comm.wait_clock import WaitClock
-from gpumix.hardware.timestamps import HostStamps
+from gpumix.hardware.timestamps import HostClock
 from gpumix.integrations.common import run_recorder
-from gpumix.integrations.common.run_recorder import CLASSES_STEPS, Recorded, TrainingRecord
-from gpumix.report.page import page
+from gpumix.integrations.common.run_recorder import (
+    REPORT_INTERVAL_STEPS,
+    RunRecorder,
+    TrainingRecorder,
+)
+from gpumix.report.page import render_page
 from gpumix.report.run import read_run
 from gpumix.train.monitor.step_timer import WINDOW_STEPS, StepTimer
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.time_breakdown import Shares
+from gpumix.train.run_log.time_breakdown import TimeShares
 from staging import rows, staged_plan
 
 HOST = torch.device("cpu")
@@ -31,9 +35,9 @@ class Loop:
         self.now = 0.0
         clock = lambda: self.now  # noqa: E731
         monkeypatch.setattr(run_recorder, "StepTimer", partial(StepTimer, clock=clock))
-        monkeypatch.setattr(run_recorder, "stamps_of", lambda device: HostStamps(clock))
+        monkeypatch.setattr(run_recorder, "make_device_clock", lambda device: HostClock(clock))
         engine: Any = SimpleNamespace(
-            comm=all_ranks(HOST),
+            comm=make_communicator(HOST),
             plan=staged_plan("gpt2", rows([4])),
             device=HOST,
             copies=WaitClock(HOST),
@@ -43,7 +47,7 @@ class Loop:
         )
         self.folder, self.steps = folder, 0
         engine.plan.save(folder / run_files.PLAN)
-        self.record = Recorded(engine, folder, plans="Loop", steps=None, done=0)
+        self.record = RunRecorder(engine, folder, plans="Loop", steps=None, done=0)
 
     def batches(self, seconds: float) -> Any:
         while True:
@@ -63,7 +67,7 @@ class Loop:
         loss = torch.tensor(float(self.steps))
         self.record.step(self.steps, loss=loss, learning_rate=0.1, norm=1.0)
 
-    def shares(self) -> list[Shares | None]:
+    def shares(self) -> list[TimeShares | None]:
         """Of the steps, and of each class in the end."""
         self.record.finish(self.steps)
         history = read_run(self.folder).history
@@ -104,7 +108,7 @@ def test_batches_of_one_step_wait_one_by_one(loop):
     for _ in range(2):
         loop.batch(waits=2.0, idles=1.0, computes=3.0)
     loop.step(updates=4.0)
-    expected = Shares(
+    expected = TimeShares(
         compute=pytest.approx(10 / 16),
         input=pytest.approx(4 / 16),
         communication=0.0,
@@ -127,7 +131,7 @@ def test_what_comes_between_steps_is_no_part_of_them(loop):
     loop.batch(waits=0.0, idles=0.0, computes=1.0)
     loop.record.rest()  # the model is evaluated before the optimizer steps
     loop.step(updates=1.0)
-    assert loop.shares()[0] == Shares(0.0, 0.0, 0.0, 0.0, 1.0)
+    assert loop.shares()[0] == TimeShares(0.0, 0.0, 0.0, 0.0, 1.0)
 
 
 def test_a_run_says_once_that_it_waits_for_its_data(loop):
@@ -140,19 +144,19 @@ def test_a_run_says_once_that_it_waits_for_its_data(loop):
     (event,) = [one for one in run.history.events if one.event == "input-bound"]
     assert event.step == 2 * WINDOW_STEPS
     assert event.told["ranks"][0]["share"] == pytest.approx(0.25)
-    assert "25.0 % waiting for data" in page(run).replace("25.0%", "25.0 %")
+    assert "25.0 % waiting for data" in render_page(run).replace("25.0%", "25.0 %")
 
 
 def test_the_last_batch_is_followed_by_none(loop):
     assert loop.record.next_of(iter([])) is None
-    assert TrainingRecord().next_of(iter([])) is None
-    assert TrainingRecord().next_of(iter([7])) == 7
+    assert TrainingRecorder().next_of(iter([])) is None
+    assert TrainingRecorder().next_of(iter([7])) == 7
 
 
 def test_a_run_that_ended_early_does_not_promise_more(loop):
     loop.batch(waits=1.0, idles=0.0, computes=3.0)
     loop.step(updates=0.0)
-    assert loop.steps < CLASSES_STEPS
-    assert "has not told yet how its devices did" in page(read_run(loop.folder))
+    assert loop.steps < REPORT_INTERVAL_STEPS
+    assert "has not told yet how its devices did" in render_page(read_run(loop.folder))
     loop.record.close()
-    assert "ended before it told how its devices did" in page(read_run(loop.folder))
+    assert "ended before it told how its devices did" in render_page(read_run(loop.folder))

@@ -12,7 +12,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from gpumix.integrations.dataloader.samplers import alike, grouped, prepared, seed_of_all
+from gpumix.integrations.dataloader.samplers import (
+    get_shared_seed,
+    prepare_sampler,
+    scale_length_grouping,
+    share_order,
+)
 from harness import run_ranks
 
 NUMBERS = range(20)
@@ -44,7 +49,7 @@ def _read() -> dict[str, Any]:
     torch.manual_seed(rank)
     undisturbed = torch.rand(1).item()
     torch.manual_seed(rank)
-    orders = [[list(read) for _ in range(2)] for read in map(alike, samplers())]
+    orders = [[list(read) for _ in range(2)] for read in map(share_order, samplers())]
     return {"orders": orders, "then": torch.rand(1).item(), "undisturbed": undisturbed}
 
 
@@ -61,7 +66,9 @@ def _grouped() -> list[int]:
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
     torch.manual_seed(torch.distributed.get_rank())
-    return list(alike(grouped(LengthGroupedSampler(4, lengths=list(range(200))))))
+    return list(
+        share_order(scale_length_grouping(LengthGroupedSampler(4, lengths=list(range(200)))))
+    )
 
 
 def test_orders_by_a_seed_are_the_first_ranks_too():
@@ -72,7 +79,7 @@ def test_orders_by_a_seed_are_the_first_ranks_too():
 
 def _seeded() -> list[list[int]]:
     torch.manual_seed(torch.distributed.get_rank())
-    sampler = prepared(RandomSampler(NUMBERS), seedable=True, seed=seed_of_all())
+    sampler = prepare_sampler(RandomSampler(NUMBERS), seedable=True, seed=get_shared_seed())
     return [list(sampler) for _ in range(2)]
 
 
@@ -81,4 +88,4 @@ def test_what_needs_no_numbers_stays_as_it_is():
         SequentialSampler(NUMBERS),
         RandomSampler(NUMBERS, generator=torch.Generator()),
     ):
-        assert alike(sampler) is sampler
+        assert share_order(sampler) is sampler

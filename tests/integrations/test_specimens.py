@@ -11,7 +11,11 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
 from gpumix.integrations.dataloader import example_batch
-from gpumix.integrations.dataloader.example_batch import OF_STREAM, are_padded, specimen_of
+from gpumix.integrations.dataloader.example_batch import (
+    MAX_STREAM_SAMPLES,
+    find_example,
+    needs_padding,
+)
 from gpumix.schema.errors import InputError
 from harness import run_ranks
 
@@ -53,7 +57,7 @@ def at_its_speed(streamed: bool) -> tuple[int, list[int]]:
         dataset = SlowStream(0.0)
         dataset.samples = samples
     example_batch.time = SimpleNamespace(monotonic=lambda: samples.now)
-    found = specimen_of(dataset, padded)
+    found = find_example(dataset, padded)
     return found.sequence_length, found.batch(1)["input_ids"][0].tolist()
 
 
@@ -64,7 +68,7 @@ def drawn() -> int:
     def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
         return {"input_ids": torch.zeros(len(samples), 5 + longer, dtype=torch.long)}
 
-    return specimen_of(Slow(0.0), collate).sequence_length
+    return find_example(Slow(0.0), collate).sequence_length
 
 
 def everything() -> list[Any]:
@@ -83,7 +87,7 @@ def made(lengths: list[int]) -> Any:
 
 
 # The longest lies behind what is looked at one by one.
-MANY = [1 + n % 7 for n in range(example_batch.LOOKED_AT)] + [30, 40, 2]
+MANY = [1 + n % 7 for n in range(example_batch.MAX_SAMPLES)] + [30, 40, 2]
 SHOWN = {
     "as it is": (lambda all_: all_, 40),
     "shuffled": (lambda all_: all_.shuffle(seed=1), 40),
@@ -97,8 +101,8 @@ SHOWN = {
 def test_of_a_table_the_longest_of_all_is_taken(name, monkeypatch):
     show, longest = SHOWN[name]
     dataset = show(made(MANY))
-    monkeypatch.setattr(example_batch, "LOOKS_S", -1.0)
-    assert specimen_of(dataset, padded).sequence_length == (longest or max(dataset["more"]))
+    monkeypatch.setattr(example_batch, "MAX_SEARCH_S", -1.0)
+    assert find_example(dataset, padded).sequence_length == (longest or max(dataset["more"]))
 
 
 @pytest.mark.parametrize("as_tensors", [True, False])
@@ -114,7 +118,7 @@ def test_of_samples_with_several_rows_the_longest_row_counts(as_tensors):
         padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         return {"input_ids": padded.transpose(1, 2)}
 
-    found = specimen_of([choices(length) for length in LENGTHS], collate)
+    found = find_example([choices(length) for length in LENGTHS], collate)
     assert found.batch(1)["input_ids"].shape == (1, 2, max(LENGTHS))
     narrow, wide = found.padded()
     assert (narrow["input_ids"].shape[2], wide["input_ids"].shape[2]) == (2, max(LENGTHS))
@@ -123,15 +127,15 @@ def test_of_samples_with_several_rows_the_longest_row_counts(as_tensors):
 def test_a_dataset_without_samples_is_told():
     for none in (made([]), []):
         with pytest.raises(InputError, match="the dataset has no samples"):
-            specimen_of(none, padded)
+            find_example(none, padded)
 
 
 def test_of_a_stream_so_many_are_looked_at():
     class Longer(IterableDataset[Any]):
         def __iter__(self):
-            return ({"input_ids": [0] * length} for length in range(1, 2 * OF_STREAM))
+            return ({"input_ids": [0] * length} for length in range(1, 2 * MAX_STREAM_SAMPLES))
 
-    assert specimen_of(Longer(), padded).sequence_length == OF_STREAM
+    assert find_example(Longer(), padded).sequence_length == MAX_STREAM_SAMPLES
 
 
 def test_of_texts_the_longest_one_is_taken():
@@ -142,7 +146,7 @@ def test_of_texts_the_longest_one_is_taken():
 
     for of in (lambda text: text, lambda text: {"text": text}, lambda text: (text, 1)):
         texts = [of(text) for text in ("one", "a longer one", "two")]
-        found = specimen_of(
+        found = find_example(
             texts, lambda rows: collate([text for row in rows for text in _text_of(row)])
         )
         assert found.sequence_length == len("a longer one")
@@ -154,7 +158,7 @@ def _text_of(row: Any) -> list[str]:
 
 @pytest.mark.parametrize("lengths, found", [([4, 4, 4], False), ([4, 4, 3], True)])
 def test_samples_are_padded_where_their_lengths_differ(lengths, found):
-    assert are_padded([{"input_ids": [1] * length} for length in lengths], padded) is found
+    assert needs_padding([{"input_ids": [1] * length} for length in lengths], padded) is found
 
 
 def test_samples_that_a_collator_cuts_are_padded():
@@ -163,4 +167,4 @@ def test_samples_that_a_collator_cuts_are_padded():
     def collate(rows):
         return padded([{"input_ids": row["input_ids"][: row["input_ids"][0]]} for row in rows])
 
-    assert are_padded(samples, collate)
+    assert needs_padding(samples, collate)

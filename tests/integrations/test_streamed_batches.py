@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from extended import left_out
 from gpumix.integrations.dataloader.inspect import Batching
-from gpumix.integrations.dataloader.sharded_loader import Collated, OwnLoader
+from gpumix.integrations.dataloader.sharded_loader import RankCollator, RankLoader
 from gpumix.schema.errors import InputError
 
 SAMPLES, BATCH = 26, 4
@@ -87,14 +87,17 @@ def test_workers_give_each_sample_once_in_the_order_of_torchs_loader(name, drop_
 
     given = Batching.of(DataLoader(make(), BATCH, **settings))
     found = [
-        [batch["row"].tolist() for batch in given.own_part(BATCH, of, collated(), OwnLoader)]
+        [
+            batch["row"].tolist()
+            for batch in given.make_rank_loader(BATCH, of, collated(), RankLoader)
+        ]
         for of in (first_rank, second_rank)
     ]
     assert [one + other for one, other in zip(*found, strict=True)] == expected
 
 
-def collated() -> Collated:
-    return Collated(torch.utils.data.default_collate)
+def collated() -> RankCollator:
+    return RankCollator(torch.utils.data.default_collate)
 
 
 def test_batches_out_of_order_are_refused():

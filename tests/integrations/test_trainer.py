@@ -62,7 +62,7 @@ def trained(folder: Path, import_of: str, plan: str = "", resumes: bool = False)
         from gpumix.integrations.common import run_recorder
         from gpumix.integrations.transformers import Trainer
 
-        run_recorder.CLASSES_STEPS = 3
+        run_recorder.REPORT_INTERVAL_STEPS = 3
         made = PLANS[plan]()
         more, world = {"plan": made}, len(made.workers)
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import gpumix
 from extended import chosen, every_second, left_out
-from gpumix.integrations.common.optional_dependency import need_names
+from gpumix.integrations.common.optional_dependency import require_attributes
 from gpumix.report.run import read_run
 from gpumix.schema.errors import GpumixError, InputError
 from harness import run_ranks
@@ -440,9 +440,9 @@ def test_another_version_of_a_library_is_told():
         def known(self):
             pass
 
-    need_names(Trainer, ["known"], package="transformers", tested=">=5")
+    require_attributes(Trainer, ["known"], package="transformers", tested=">=5")
     with pytest.raises(InputError, match=r"transformers \d.* has no Trainer._prepare") as error:
-        need_names(Trainer, ["known", "_prepare"], package="transformers", tested=">=5,<6")
+        require_attributes(Trainer, ["known", "_prepare"], package="transformers", tested=">=5,<6")
     assert 'pip install "transformers>=5,<6"' in str(error.value)
 
 

@@ -11,8 +11,11 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 import gpumix
-from gpumix.integrations.common.optimizer_adapter import like, optimizer_like
-from gpumix.integrations.common.plan_and_shard import Training, _allowed
+from gpumix.integrations.common.optimizer_adapter import (
+    make_factory_from_optimizer,
+    make_factory_from_trainer,
+)
+from gpumix.integrations.common.plan_and_shard import TrainingSetup, _restrict_space
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import EVERYTHING, Space
 
@@ -30,25 +33,29 @@ def of_arguments(kind: type) -> SimpleNamespace:
 
 def test_of_a_trainers_arguments():
     with pytest.raises(InputError, match="Adafactor cannot update a sharded model") as caught:
-        like(of_arguments(Adafactor))
+        make_factory_from_trainer(of_arguments(Adafactor))
     assert caught.value.fix.startswith('optim="adamw_torch"')
     assert "optimizers=(gpumix.Adafactor(model.parameters()), None)" in caught.value.fix
-    made = like(of_arguments(torch.optim.RMSprop))([nn.Parameter(torch.ones(2))])
+    made = make_factory_from_trainer(of_arguments(torch.optim.RMSprop))(
+        [nn.Parameter(torch.ones(2))]
+    )
     assert isinstance(made, torch.optim.RMSprop)
 
 
 def test_plans_for_optimizers_of_whole_matrices_have_one_stage():
     def allowed(kind: type) -> Space:
         made = kind([nn.Parameter(torch.ones(2, 2))])
-        return _allowed(Training(lambda n: None, 12, 4, optimizer=optimizer_like(made)))
+        return _restrict_space(
+            TrainingSetup(lambda n: None, 12, 4, optimizer=make_factory_from_optimizer(made))
+        )
 
     for kind in (gpumix.Adafactor, gpumix.Muon):
         assert (allowed(kind).most_stages, allowed(kind).tensor) == (1, (1,))
     assert allowed(torch.optim.AdamW) == EVERYTHING
-    assert _allowed(Training(lambda n: None, 12, 4)) == EVERYTHING
+    assert _restrict_space(TrainingSetup(lambda n: None, 12, 4)) == EVERYTHING
 
 
 def test_of_a_loop():
     with pytest.raises(InputError, match="Adafactor cannot update a sharded model") as caught:
-        optimizer_like(torch.optim.Adafactor([nn.Parameter(torch.ones(2, 2))]))
+        make_factory_from_optimizer(torch.optim.Adafactor([nn.Parameter(torch.ones(2, 2))]))
     assert caught.value.fix.startswith("torch.optim.AdamW")

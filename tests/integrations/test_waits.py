@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import gpumix
-from gpumix.engine.rank_group import Ranks
+from gpumix.engine.rank_group import RankGroup
 from gpumix.integrations.common.saver import Saver
 from gpumix.profiler import api
 from harness import run_ranks
@@ -30,12 +30,12 @@ def waits(timeout_s: float | None) -> tuple[list[float], float]:
     """Of a profile, and of the group for saving."""
     waited: list[float] = []
 
-    class Noted(Ranks):
+    class Noted(RankGroup):
         def __init__(self, *args, **settings):
             waited.append(settings["timeout_s"])
             super().__init__(*args, **settings)
 
-    api.Ranks = Noted
+    api.RankGroup = Noted
     device_class = gpumix.DeviceClass(
         name="d", accelerator="cpu", memory_bytes=300 * 2**20, emulate_flops_per_s=1e12
     )

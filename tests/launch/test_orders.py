@@ -64,13 +64,13 @@ def test_a_launcher_that_is_gone_means_stop(launcher):
 
 def test_a_launcher_that_is_silent_means_stop(launcher, monkeypatch):
     """As behind a cable that is pulled: no end of the connection comes."""
-    monkeypatch.setattr(orders, "SILENCE_S", 1.0)
+    monkeypatch.setattr(orders, "HEARTBEAT_TIMEOUT_S", 1.0)
     given = Orders(led=True)
     given.listen()
     for _ in range(4):
         launcher.say("alive\n")
         time.sleep(0.3)
-    assert given.given is Order.GO_ON
+    assert given.given is Order.CONTINUE
     heard(given, Order.STOP)
 
 
@@ -79,4 +79,4 @@ def test_who_is_not_led_reads_nothing(launcher):
     given.listen()
     launcher.say("end\n")
     time.sleep(0.2)
-    assert given.given is Order.GO_ON
+    assert given.given is Order.CONTINUE

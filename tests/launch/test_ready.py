@@ -13,7 +13,7 @@ from sshd import CLOSED, LOCKED, SILENT, STRANGE
 
 from extended import left_out
 from gpumix.launch.probes import probe, survey
-from gpumix.launch.probes.readiness import ProbeFacts, meeting_at, refuse_unready
+from gpumix.launch.probes.readiness import ProbeFacts, check_rendezvous, refuse_unready
 from gpumix.schema.errors import InputError, MachineError
 
 HERE = ProbeFacts(
@@ -80,7 +80,7 @@ def test_libraries_of_scripts_are_of_one_version_where_they_are():
 
 
 def test_a_host_tells_the_versions_of_what_reads_and_trains():
-    told = survey.here([]).libraries
+    told = survey.gather_local_facts([]).libraries
     for name in ("datasets", "transformers"):
         assert told[name] == version(name)
 
@@ -100,7 +100,7 @@ def test_all_hosts_that_are_not_ready_are_told_at_once():
 )
 def test_where_ranks_cannot_meet_is_told(address, told, said):
     with pytest.raises(MachineError) as caught:
-        meeting_at(address, replace(THERE, listening=told), host="a", alone=False)
+        check_rendezvous(address, replace(THERE, listening=told), host="a", alone=False)
     assert said in str(caught.value)
     assert "--address" in caught.value.fix
 
@@ -108,16 +108,16 @@ def test_where_ranks_cannot_meet_is_told(address, told, said):
 def test_where_ranks_meet():
     for address, ip in (("a", "10.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1")):
         facts = replace(THERE, listening={"ip": ip, "port": 7})
-        assert meeting_at(address, facts, host="a", alone=False).port == 7
+        assert check_rendezvous(address, facts, host="a", alone=False).port == 7
 
 
 def test_a_probe_finds_a_free_port_and_says_why_there_is_none():
-    found = probe.listening("127.0.0.1", 0)
+    found = probe.find_free_port("127.0.0.1", 0)
     assert found["ip"] == "127.0.0.1" and found["port"]
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
-        assert probe.listening("127.0.0.1", taken) == {"error": "Address already in use"}
-    assert "error" in probe.listening("192.0.2.1", 0)
+        assert probe.find_free_port("127.0.0.1", taken) == {"error": "Address already in use"}
+    assert "error" in probe.find_free_port("192.0.2.1", 0)
 
 
 # -- real hosts ------------------------------------------------------------------------------------

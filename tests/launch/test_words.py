@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from gpumix.launch.commands import RendezvousAddress, Ssh, Surroundings, on_host
-from gpumix.launch.hosts import Host, hosts_of, in_rank_order, placed, read_hosts, uncounted
-from gpumix.launch.options import pythons_of, settings_of
+from gpumix.launch.commands import LaunchEnvironment, RendezvousAddress, Ssh, make_host_line
+from gpumix.launch.hosts import (
+    Host,
+    assign_ranks,
+    find_uncounted,
+    get_cluster_hosts,
+    read_hosts,
+    sort_by_rank,
+)
+from gpumix.launch.options import parse_pythons, parse_variables
 from gpumix.launch.program import Program
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.errors import InputError
@@ -55,31 +62,34 @@ def test_what_names_no_hosts_is_refused(text):
 
 def test_hosts_without_a_cluster_have_what_is_said_or_found():
     hosts = read_hosts("b:3,a,c")
-    assert uncounted(hosts, None) == ["a", "c"]
-    places = placed(in_rank_order(hosts, None), None, {"b": 8, "a": 2, "c": 1})
+    assert find_uncounted(hosts, None) == ["a", "c"]
+    places = assign_ranks(sort_by_rank(hosts, None), None, {"b": 8, "a": 2, "c": 1})
     assert ranks(places) == {"b": (0, 3), "a": (3, 2), "c": (5, 1)}
 
 
 def test_hosts_of_a_cluster_go_in_the_order_of_its_devices():
     """Rank r computes on its r-th device."""
     wanted = cluster(b=2, a=4)
-    hosts = in_rank_order(read_hosts("b,me@a"), wanted)
-    assert uncounted(hosts, wanted) == []
-    places = placed(hosts, wanted, {})
+    hosts = sort_by_rank(read_hosts("b,me@a"), wanted)
+    assert find_uncounted(hosts, wanted) == []
+    places = assign_ranks(hosts, wanted, {})
     assert ranks(places) == {"me@a": (0, 4), "b": (4, 2)}
     devices = wanted.in_rank_order()
     for place in places:
         mine = devices[place.first : place.first + place.processes]
-        assert {device.host for device in mine} == {place.host.bare}
-    assert [(host.name, host.processes) for host in hosts_of(wanted)] == [("a", 4), ("b", 2)]
+        assert {device.host for device in mine} == {place.host.name_without_user}
+    assert [(host.name, host.processes) for host in get_cluster_hosts(wanted)] == [
+        ("a", 4),
+        ("b", 2),
+    ]
 
 
 def test_a_cluster_without_hosts_is_divided_as_is_said():
     wanted = cluster(localhost=3)
-    hosts = in_rank_order(read_hosts("a:1,b:2"), wanted)
-    assert ranks(placed(hosts, wanted, {})) == {"a": (0, 1), "b": (1, 2)}
+    hosts = sort_by_rank(read_hosts("a:1,b:2"), wanted)
+    assert ranks(assign_ranks(hosts, wanted, {})) == {"a": (0, 1), "b": (1, 2)}
     with pytest.raises(InputError, match="names no hosts"):
-        hosts_of(wanted)
+        get_cluster_hosts(wanted)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +104,7 @@ def test_a_cluster_without_hosts_is_divided_as_is_said():
 def test_hosts_that_are_not_those_of_the_cluster_are_refused(hosts, devices, said):
     wanted = cluster(**devices)
     with pytest.raises(InputError) as caught:
-        placed(in_rank_order(read_hosts(hosts), wanted), wanted, {})
+        assign_ranks(sort_by_rank(read_hosts(hosts), wanted), wanted, {})
     assert said in caught.value.what
 
 
@@ -103,26 +113,26 @@ def test_hosts_that_are_not_those_of_the_cluster_are_refused(hosts, devices, sai
 
 def test_groups_of_hosts_have_interpreters_of_their_own():
     hosts = read_hosts("a,me@b,c")
-    default, some = pythons_of(["/usr/bin/python3", "a,b=/opt/rocm/bin/python"], hosts)
+    default, some = parse_pythons(["/usr/bin/python3", "a,b=/opt/rocm/bin/python"], hosts)
     assert default == "/usr/bin/python3"
     assert some == {"a": "/opt/rocm/bin/python", "me@b": "/opt/rocm/bin/python"}
-    assert pythons_of([], hosts) == (sys.executable, {})
+    assert parse_pythons([], hosts) == (sys.executable, {})
 
 
 @pytest.mark.parametrize("word", ["d=/python", "a=", "=/python", ""])
 def test_what_names_no_interpreter_is_refused(word):
     with pytest.raises(InputError):
-        pythons_of([word], read_hosts("a,b"))
+        parse_pythons([word], read_hosts("a,b"))
 
 
 def test_variables_are_given_or_as_they_are_here(monkeypatch):
     monkeypatch.setenv("HERE", "a=b")
-    assert settings_of(["HERE", "THERE=x=y", "EMPTY="]) == {
+    assert parse_variables(["HERE", "THERE=x=y", "EMPTY="]) == {
         "HERE": "a=b", "THERE": "x=y", "EMPTY": ""
     }  # fmt: skip
     for word in ("NOT_SET", "1X=2", "A B=c", "=x"):
         with pytest.raises(InputError):
-            settings_of([word])
+            parse_variables([word])
 
 
 # -- programs and commands -------------------------------------------------------------------------
@@ -145,9 +155,9 @@ def test_shells_read_words_as_they_were_given(tmp_path):
     teller.chmod(0o755)
     folder = tmp_path / "it's a folder"
     folder.mkdir()
-    around = Surroundings(folder, str(teller), settings={"ODD": "'$ODD'"})
-    (place,) = placed(read_hosts("a:1"), None, {})
-    line = on_host(
+    around = LaunchEnvironment(folder, str(teller), settings={"ODD": "'$ODD'"})
+    (place,) = assign_ranks(read_hosts("a:1"), None, {})
+    line = make_host_line(
         place,
         Program("script", "train.py", tuple(odd)),
         around,
@@ -158,7 +168,7 @@ def test_shells_read_words_as_they_were_given(tmp_path):
     ssh = tmp_path / "ssh"  # gives the last of its words to a shell, as sshd does
     ssh.write_text('#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')
     ssh.chmod(0o755)
-    typed = Ssh((str(ssh),)).by_hand(place.host, line)
+    typed = Ssh((str(ssh),)).make_interactive_line(place.host, line)
     for command in (["sh", "-c", typed], Ssh((str(ssh),)).command(place.host, line)):
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         where, value, words = json.loads(done.stdout)

@@ -18,12 +18,12 @@ from profiles import Card, Network, block, curve, profile, root
 
 from gpumix.cost.layout.curves import MicroBatches
 from gpumix.cost.peak_memory import Activations, free_bytes
-from gpumix.cost.step_time import can, exposed_seconds, pass_seconds
+from gpumix.cost.step_time import can_predict_mode, exposed_seconds, pass_seconds
 from gpumix.planner.common.device_pool import Fleet
-from gpumix.planner.common.sharding_setting import ShardingSetting, settings
-from gpumix.planner.common.strategy import PlanRequest, predicted, ranked_devices
-from gpumix.planner.data_parallel.search import optimal
-from gpumix.schema.cluster.network import Link, LinkOf
+from gpumix.planner.common.sharding_setting import ShardingSetting, iterate_settings
+from gpumix.planner.common.strategy import PlanRequest, get_prediction, ranked_devices
+from gpumix.planner.data_parallel.search import plan_one_stage
+from gpumix.schema.cluster.network import ClassPairLink, Link
 from gpumix.schema.cluster.network import Network as StatedNetwork
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import NoFeasiblePlanError
@@ -50,7 +50,7 @@ def cuts() -> Cut:
 def plan_of(profile: Profile, batch: int, space: Space = EVERYTHING) -> Plan | None:
     """The optimal plan; None if nothing fits."""
     try:
-        return optimal(profile, PlanRequest(global_batch=batch, space=space))
+        return plan_one_stage(profile, PlanRequest(global_batch=batch, space=space))
     except NoFeasiblePlanError:
         return None
 
@@ -58,7 +58,7 @@ def plan_of(profile: Profile, batch: int, space: Space = EVERYTHING) -> Plan | N
 def step_of(profile: Profile, batch: int, space: Space = EVERYTHING) -> float | None:
     """Seconds of the optimal plan's step; None if nothing fits."""
     plan = plan_of(profile, batch, space)
-    return None if plan is None else predicted(plan).step_s
+    return None if plan is None else get_prediction(plan).step_s
 
 
 def best_step(
@@ -68,7 +68,7 @@ def best_step(
     cut = cut or cuts()
     devices = ranked_devices(profile, PlanRequest(global_batch=batch))
     steps = []
-    for setting in settings(Fleet.of(profile, devices), space):
+    for setting in iterate_settings(Fleet.of(profile, devices), space):
         best = best_of(_with_all_modes(setting, space), batch, cut)
         if best < inf:
             steps.append(exposed_seconds(profile, setting.links) + best)
@@ -78,7 +78,10 @@ def best_step(
 def _with_all_modes(setting: ShardingSetting, space: Space) -> ShardingSetting:
     """The setting with all that was measured, also what the planner finds not worth a look."""
     every = tuple(space.modes(setting.zero_stage))
-    modes = {n: tuple(m for m in every if can(setting.profile, n, m)) for n in setting.classes}
+    modes = {
+        n: tuple(m for m in every if can_predict_mode(setting.profile, n, m))
+        for n in setting.classes
+    }
     return replace(setting, modes=modes)
 
 
@@ -240,7 +243,7 @@ def networks(draw: st.DrawFn, profile: Profile) -> StatedNetwork:
     """Links inside hosts and between them, some classes linked in their own way."""
     names = st.sampled_from(sorted(c.name for c in profile.cluster.classes))
     others = st.builds(
-        LinkOf,
+        ClassPairLink,
         where=st.sampled_from(["inside", "between"]),
         classes=st.tuples(names, names),
         link=_links(),

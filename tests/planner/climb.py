@@ -8,10 +8,15 @@ from dataclasses import replace
 from random import Random
 
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
-from gpumix.planner.pipeline_parallel.call_times import PaceOf
-from gpumix.planner.pipeline_parallel.candidate import PlanCandidate
-from gpumix.planner.pipeline_parallel.micro_batch_counts import Candidate, Counting
-from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Manner, Manners, kind_of
+from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
+from gpumix.planner.pipeline_parallel.candidate import UncutCandidate
+from gpumix.planner.pipeline_parallel.micro_batch_counts import CandidateEvaluator, CutCandidate
+from gpumix.planner.pipeline_parallel.stage_modes import (
+    NO_TENSOR_PARALLEL,
+    StageMode,
+    StageModes,
+    get_group_kind,
+)
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.plan import Plan, Schedule, ZeroStage
 from gpumix.schema.profile.profile import Profile
@@ -34,20 +39,20 @@ class Climb:
         self._batch = request.global_batch
         self._devices = ranked_devices(profile, request)
         self._cuts = profile.model.cuts
-        pace_of = PaceOf(profile)
-        self._manners = Manners(pace_of.profiles, request.space)
-        self._counting = Counting(pace_of, self._batch)
+        pace_of = CallTimesCache(profile)
+        self._manners = StageModes(pace_of.profiles, request.space)
+        self._counting = CandidateEvaluator(pace_of, self._batch)
         self._random = Random(seed)
         self._left = budget
         self._best_s = float("inf")
-        self._best: Candidate | None = None
+        self._best: CutCandidate | None = None
         self.plan: Plan | None = None
 
     def run(self) -> float:
         """Seconds of the fastest plan that was found; infinite where none fits."""
         first = int(self._left * (1 - RANDOM_PART))
         while self._left > first:
-            self._try(self._drawn())
+            self._try(self._allow_random_draws())
         while self._best is not None and self._left > 0:
             before = self._best_s
             others = list(self._neighbours(self._best))
@@ -60,7 +65,7 @@ class Climb:
                 break
         return self._best_s
 
-    def _try(self, candidate: Candidate | None) -> None:
+    def _try(self, candidate: CutCandidate | None) -> None:
         self._left -= 1
         if candidate is None:
             return
@@ -68,7 +73,7 @@ class Climb:
         if found is not None:
             self._best, self._best_s, self.plan = candidate, found.seconds, found.plan
 
-    def _drawn(self) -> Candidate | None:
+    def _allow_random_draws(self) -> CutCandidate | None:
         random = self._random
         devices = list(self._devices)
         random.shuffle(devices)
@@ -91,20 +96,20 @@ class Climb:
         size: int,
         *,
         waves: int | None,
-    ) -> Candidate | None:
+    ) -> CutCandidate | None:
         """With a manner for each stage that is drawn; None where there is none."""
         groups = tuple(tuple(d for d in self._devices if d in group) for group in row)
-        manners: list[Manner] = []
+        manners: list[StageMode] = []
         for number, group in enumerate(groups):
-            every = self._manners.of(kind_of(group), schedule, last=number == len(row) - 1)
-            alone = [manner for manner in every if manner.team == ALONE]
+            every = self._manners.of(get_group_kind(group), schedule, last=number == len(row) - 1)
+            alone = [manner for manner in every if manner.team == NO_TENSOR_PARALLEL]
             if not alone:
                 return None
             manners.append(self._random.choice(alone))
-        way = PlanCandidate(groups, tuple(manners), schedule, size)
-        return Candidate(way, zero_stage, tuple(cut), waves=waves)
+        way = UncutCandidate(groups, tuple(manners), schedule, size)
+        return CutCandidate(way, zero_stage, tuple(cut), waves=waves)
 
-    def _neighbours(self, one: Candidate) -> Iterator[Candidate | None]:
+    def _neighbours(self, one: CutCandidate) -> Iterator[CutCandidate | None]:
         way, row = one.way, [list(group) for group in one.way.row]
         for giver, group in enumerate(row):
             for device in group if len(group) > 1 else ():
@@ -130,7 +135,7 @@ class Climb:
                 row, list(one.cut), schedule, one.zero_stage, way.micro_batch, waves=one.waves
             )
 
-    def _like(self, one: Candidate, row: list[list[Device]]) -> Candidate | None:
+    def _like(self, one: CutCandidate, row: list[list[Device]]) -> CutCandidate | None:
         way = one.way
         return self._candidate(
             row, list(one.cut), way.schedule, one.zero_stage, way.micro_batch, waves=one.waves

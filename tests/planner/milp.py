@@ -15,7 +15,7 @@ from naive import moments_bytes, worker_seconds
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
-from gpumix.schema.plan.dtypes import communication_dtype
+from gpumix.schema.plan.dtypes import choose_communication_dtype
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode, Stage, Worker
 from gpumix.schema.profile.profile import ClassProfile, Profile
@@ -188,7 +188,7 @@ def _plan_with(
         model=profile.model.fingerprint,
         sequence_length=profile.sequence_length,
         global_batch=samples + 1,
-        communication_dtype=communication_dtype(w.compute_dtype for w in workers),
+        communication_dtype=choose_communication_dtype(w.compute_dtype for w in workers),
         stages=(Stage(units=profile.model.calls, workers=tuple(workers)),),
         collectives=profile.collectives,
     )

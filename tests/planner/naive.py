@@ -17,7 +17,7 @@ from gpumix.cost.layout.buffer_slots import Buffer, share_slots
 from gpumix.schema.cluster.network import Link
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.plan import Plan
-from gpumix.schema.plan.splitting import cut_sizes
+from gpumix.schema.plan.splitting import compute_shard_sizes
 from gpumix.schema.plan.stage import Worker
 from gpumix.schema.profile.profile import ROOT, ClassProfile, ModelProfile, Profile, UnitKind
 
@@ -151,7 +151,7 @@ class Wire:
     def form(self, operation: str, elements: int) -> str:
         """Equal intervals go by the native form where there is one."""
         named = getattr(self.plan.collectives, operation)
-        equal = len(set(cut_sizes(elements, self.shares))) == 1
+        equal = len(set(compute_shard_sizes(elements, self.shares))) == 1
         return "native" if equal and self._known(operation, "native") else named
 
     def padding_bytes(self) -> int:
@@ -600,4 +600,4 @@ def _owned_of(plan: Plan, rank: int, numel: int) -> int:
     own = plan.workers[rank]
     others = [w for w in plan.workers if plan.sharding == "all" or w.host == own.host]
     shares = tuple(w.state_share for w in others)
-    return cut_sizes(numel, shares)[others.index(own)]
+    return compute_shard_sizes(numel, shares)[others.index(own)]

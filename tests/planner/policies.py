@@ -6,17 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gpumix.cost.layout.curves import MicroBatches
-from gpumix.cost.network.collective_times import CollectiveSeconds, free_links
+from gpumix.cost.network.collective_times import CollectiveSeconds, make_free_collectives
 from gpumix.cost.peak_memory import Activations, free_bytes
 from gpumix.cost.step_time import pass_seconds
-from gpumix.planner.common.score import even_settings
+from gpumix.planner.common.score import iterate_even_settings
 from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.planner.common.strategy import (
     DevicePart,
     PlanRequest,
     Strategy,
-    assemble,
-    predicted,
+    build_plan,
+    get_prediction,
     ranked_devices,
 )
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
@@ -54,7 +54,7 @@ def parts_of(plan: Plan) -> list[tuple[str, int, int]]:
 
 def ways(profile: Profile, batch: int, space: Space) -> Iterator[tuple[ShardingSetting, Mode]]:
     devices = ranked_devices(profile, PlanRequest(global_batch=batch))
-    yield from even_settings(profile, devices, space)
+    yield from iterate_even_settings(profile, devices, space)
 
 
 def room(setting: ShardingSetting, name: str, mode: Mode, samples: int, micro_batch: int) -> float:
@@ -83,7 +83,7 @@ def seconds(
     links: CollectiveSeconds | None = None,
 ) -> float:
     """Of both passes, by default without collectives."""
-    links = links or free_links(setting.links.buckets)
+    links = links or make_free_collectives(setting.links.buckets)
     micro = MicroBatches.of([samples], [micro_batch])
     forward, backward = pass_seconds(setting.profile, name, links, micro, mode)
     return float((forward + backward)[0])
@@ -95,8 +95,8 @@ def even_step(
     """Seconds of the step in which each device, as (id, samples, micro-batch), stores as much."""
     share = 1 / len(given)
     parts = {id_: DevicePart(n, min(m, n), share, mode) for id_, n, m in given}
-    plan = assemble(setting, strategy="test", global_batch=batch, parts=parts)
-    return predicted(plan).step_s
+    plan = build_plan(setting, strategy="test", global_batch=batch, parts=parts)
+    return get_prediction(plan).step_s
 
 
 def by_largest_remainder(total: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:

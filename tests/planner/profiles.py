@@ -9,20 +9,20 @@ from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.cluster.network import Network as StatedNetwork
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.plan import Collectives
-from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype, Taken
+from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype, StageInput
 from gpumix.schema.profile.profile import (
     ROOT,
+    CallInputs,
     ClassProfile,
     CollectiveTimes,
-    End,
+    EndParameters,
     ModelProfile,
-    Needs,
     Profile,
     RootParameter,
     RootUnit,
-    TeamCollective,
     TeamProfile,
-    TeamTraffic,
+    TensorParallelCollective,
+    TensorParallelTraffic,
     UnitKind,
     UnitTimes,
 )
@@ -114,8 +114,8 @@ def root(
         kept=kept,
         head=head,
         chunked_head=chunked_head,
-        before=End(names=("tokens.weight",) if before else (), trainable=before),
-        after=End(names=("head.weight",) if after else (), trainable=after),
+        before=EndParameters(names=("tokens.weight",) if before else (), trainable=before),
+        after=EndParameters(names=("head.weight",) if after else (), trainable=after),
     )
 
 
@@ -284,8 +284,8 @@ def in_a_row(found: Profile, *, message: Curve = FREE, tied: int = 0) -> Profile
     """
     names = ("tied.weight",) if tied else ()
     calls = len(found.model.calls)
-    takes = [Needs(outputs=(Taken(call=n, output=0),)) for n in range(calls)]
-    needs = [Needs(root=names), *takes[:-1], takes[-1].model_copy(update={"root": names})]
+    takes = [CallInputs(outputs=(StageInput(call=n, output=0),)) for n in range(calls)]
+    needs = [CallInputs(root=names), *takes[:-1], takes[-1].model_copy(update={"root": names})]
     model = found.model
     rest = model.root.trainable - tied
     root_unit = model.root.model_copy(
@@ -327,9 +327,9 @@ def _team(found: Profile, degree: int, faster: float, *, sequence: bool) -> Team
         forward, backward = (c.scaled(1 / faster) for c in (of_kind.forward, of_kind.backward))
         return UnitTimes(forward=forward, backward=backward)
 
-    told = TeamCollective(operation="all_reduce", times=2, bytes=line(1.0))
+    told = TensorParallelCollective(operation="all_reduce", times=2, bytes=line(1.0))
     of_kinds = {
-        kind.name: TeamTraffic(
+        kind.name: TensorParallelTraffic(
             forward=(told,),
             backward=(told,),
             part=smaller(kind).outputs.get(0) if sequence else None,

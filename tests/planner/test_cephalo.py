@@ -15,11 +15,11 @@ from profiles import GIB, MIB, Card, block, fleet, line, profile, steady
 
 from draws import examples
 from gpumix.planner.baselines import cephalo as module
-from gpumix.planner.baselines.cephalo import cephalo, solve
-from gpumix.planner.common.score import even_settings
-from gpumix.planner.common.sharding_setting import setting_of
+from gpumix.planner.baselines.cephalo import plan_cephalo, solve
+from gpumix.planner.common.score import iterate_even_settings
+from gpumix.planner.common.sharding_setting import make_setting
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
-from gpumix.planner.common.why_policy_does_not_fit import Short, too_large
+from gpumix.planner.common.why_policy_does_not_fit import Shortage, make_policy_error
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
 from gpumix.schema.plan.stage import Mode
@@ -32,7 +32,7 @@ INF = float("inf")
 @given(small_profiles(), st.integers(1, 8))
 def test_it_is_the_published_recurrence(profile, batch):
     assume(batch >= len(profile.cluster.devices))
-    plan = plan_by(cephalo, profile, batch, Space(boundaries=("device",)))
+    plan = plan_by(plan_cephalo, profile, batch, Space(boundaries=("device",)))
     expected = recurrence(profile, batch)
     assert (None if plan is None else sorted(parts_of(plan))) == expected
 
@@ -41,7 +41,7 @@ def recurrence(profile, batch):
     """(class, samples, micro-batch) of each device, by the recurrence in plain loops."""
     devices = ranked_devices(profile, PlanRequest(global_batch=batch))
     names = sorted(d.device_class for d in devices)
-    equal, unequal = (setting_of(profile, devices, cap=cap) for cap in (1.0, INF))
+    equal, unequal = (make_setting(profile, devices, cap=cap) for cap in (1.0, INF))
     mode, share = Mode(), 1 / len(names)
 
     @cache
@@ -84,11 +84,11 @@ def test_shares_are_as_even_as_room_allows():
         Card("big", 2, 60 * MIB, steady(1.0), framework=MIB),
         Card("small", 1, 12 * MIB, steady(1.0), framework=MIB),
     ]
-    plan = cephalo(profile(cards, kinds=kinds), PlanRequest(global_batch=3))
+    plan = plan_cephalo(profile(cards, kinds=kinds), PlanRequest(global_batch=3))
     shares = {w.device_class: w.state_share for w in plan.workers}
     assert shares["small"] < 1 / 3 < shares["big"]
     assert 2 * shares["big"] + shares["small"] == pytest.approx(1)
-    even = cephalo(profile([Card("big", 3, GIB, steady(1.0))]), PlanRequest(global_batch=3))
+    even = plan_cephalo(profile([Card("big", 3, GIB, steady(1.0))]), PlanRequest(global_batch=3))
     assert {w.state_share for w in even.workers} == {1 / 3}
 
 
@@ -96,7 +96,7 @@ def test_inputs_are_kept_on_the_host_where_that_is_known_and_allowed():
     cards = [Card("a", 1, GIB, steady(1.0), host_copy=line(1e-12)), Card("b", 1, GIB, steady(1.0))]
     made = profile(cards, kinds=[block(kept=line(1_000))])
     for space, boundary in ((EVERYTHING, "host"), (Space(boundaries=("device",)), "device")):
-        plan = cephalo(made, PlanRequest(global_batch=4, space=space))
+        plan = plan_cephalo(made, PlanRequest(global_batch=4, space=space))
         kept = {w.device_class: w.mode.boundary for w in plan.workers}
         assert kept == {"a": boundary, "b": "device"}
         assert all(w.mode.recompute for w in plan.workers)
@@ -114,9 +114,9 @@ def test_a_batch_divided_by_a_factor_is_whole_again():
 def test_the_factor_is_the_smallest_that_is_not_too_much(monkeypatch):
     made, request = fleet(4), PlanRequest(global_batch=64)
     exact = solve(made, request)
-    assert cephalo(made, request) == exact
-    monkeypatch.setattr(module, "MOST_WORK", module.MOST_WORK / 300)
-    coarse = cephalo(made, request)
+    assert plan_cephalo(made, request) == exact
+    monkeypatch.setattr(module, "MAX_CELLS", module.MAX_CELLS / 300)
+    coarse = plan_cephalo(made, request)
     assert coarse == next(
         plan for f in range(2, 20) if (plan := solve(made, request, factor=f)) == coarse
     )
@@ -125,33 +125,33 @@ def test_the_factor_is_the_smallest_that_is_not_too_much(monkeypatch):
 
 def test_a_search_that_would_never_end_is_not_begun():
     with pytest.raises(InputError, match="not run for 1000 devices and a batch of 8192") as caught:
-        cephalo(fleet(1_000), PlanRequest(global_batch=8_192))
+        plan_cephalo(fleet(1_000), PlanRequest(global_batch=8_192))
     assert "optimal" in caught.value.fix
 
 
 def test_every_device_needs_a_sample():
     with pytest.raises(InputError, match="no sample for each of 4 devices"):
-        cephalo(fleet(4), PlanRequest(global_batch=3))
+        plan_cephalo(fleet(4), PlanRequest(global_batch=3))
 
 
 @pytest.mark.parametrize("space", [Space(zero_stages=(0, 2)), Space(recompute=(False,))])
 def test_other_techniques_than_theirs_are_refused(space):
     with pytest.raises(InputError, match="ZeRO-3 with recompute"):
-        cephalo(fleet(4), PlanRequest(global_batch=64, space=space))
+        plan_cephalo(fleet(4), PlanRequest(global_batch=64, space=space))
 
 
 def test_a_host_that_is_short_is_not_taken_for_its_devices():
     """At the size that comes nearest."""
     over, over_host = np.array([9, -5, -7]), np.array([0, 3, 8])
-    assert Short.least(over, over_host) == Short(3, on_host=True)
-    assert Short.least(over, np.zeros(3, dtype=int)) == Short()
+    assert Shortage.least(over, over_host) == Shortage(3, on_host=True)
+    assert Shortage.least(over, np.zeros(3, dtype=int)) == Shortage()
     profile = fleet(4)
-    setting = next(even_settings(profile, profile.cluster.devices, Space()))[0]
-    error = too_large("a plan", [(setting, {"t4": Short(3, on_host=True)})])
+    setting = next(iterate_even_settings(profile, profile.cluster.devices, Space()))[0]
+    error = make_policy_error("a plan", [(setting, {"t4": Shortage(3, on_host=True)})])
     assert "the host of device class 't4' is short of 3 bytes" in error.what
     assert "that its host has for it" in error.why
 
 
 def test_the_class_that_is_short_is_named():
     with pytest.raises(NoFeasiblePlanError, match=r"'t4' is short of .*\d bytes"):
-        cephalo(fleet(4, memory_factor=0.3), PlanRequest(global_batch=64))
+        plan_cephalo(fleet(4, memory_factor=0.3), PlanRequest(global_batch=64))

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from profiles import GIB, Card, profile, steady
 
 from draws import examples
-from gpumix.hardware.estimates.cluster_shorthand import cluster
+from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
 from gpumix.hardware.estimates.decoder_shapes import decoder
-from gpumix.hardware.estimates.estimate import estimate
-from gpumix.planner.cluster_change import outlooks
+from gpumix.hardware.estimates.estimate import estimate_profile
+from gpumix.planner.cluster_change import forecast_clusters
 from gpumix.planner.common.strategy import PlanRequest
-from gpumix.planner.data_parallel.search import optimal
-from gpumix.planner.pipeline_parallel.search import staged
+from gpumix.planner.data_parallel.search import plan_one_stage
+from gpumix.planner.pipeline_parallel.search import plan_staged
 from gpumix.planner.plan import STRATEGIES
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import Space
@@ -33,14 +33,14 @@ def cards(fast=1, slow=1, memory=GIB):
 
 def asked(*variants, batch=8, prices=None):
     named = [(f"change {i}", variant) for i, variant in enumerate(variants)]
-    return outlooks(named, PlanRequest(global_batch=batch), prices)
+    return forecast_clusters(named, PlanRequest(global_batch=batch), prices)
 
 
 @EASY
 @given(small_profiles(), small_profiles(), st.integers(1, 8))
 def test_each_is_the_plan_that_is_made_for_its_cluster(one, other, batch):
     request = PlanRequest(global_batch=batch)
-    found = outlooks([("now", one), ("then", other)], request)
+    found = forecast_clusters([("now", one), ("then", other)], request)
     for outlook, variant in zip(found, (one, other)):
         counts = {c.name: len(variant.cluster.members(c.name)) for c in variant.cluster.classes}
         assert outlook.devices == counts
@@ -63,19 +63,19 @@ def test_what_is_faster_in_stages_counts_in_stages():
     one."""
     shape = decoder(SIZES)
     now, then = (
-        estimate(
+        estimate_profile(
             lambda dtype: shape.model(256, dtype, "small"),
-            cluster("2 hosts of 1x rtx3090", network=link),
+            parse_cluster("2 hosts of 1x rtx3090", network=link),
             sequence_length=256,
         )
         for link in ("1GbE", "2.5GbE")
     )
     space = Space(recompute=False, heads="whole", schedules="1f1b", leave_out=False)
     request = PlanRequest(global_batch=16, space=space)
-    found = outlooks([("now", now), ("then", then)], request)
-    planned = [staged(variant, request).prediction.step_s for variant in (now, then)]
+    found = forecast_clusters([("now", now), ("then", then)], request)
+    planned = [plan_staged(variant, request).prediction.step_s for variant in (now, then)]
     assert [outlook.step_s for outlook in found] == pytest.approx(planned)
-    assert planned[0] < optimal(now, request).prediction.step_s
+    assert planned[0] < plan_one_stage(now, request).prediction.step_s
 
 
 def test_a_device_more_and_one_less():

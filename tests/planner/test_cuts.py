@@ -7,13 +7,13 @@ import pytest
 from profiles import GIB, Card, block, in_a_row, line, profile
 
 from extended import left_out
-from gpumix.planner.pipeline_parallel.call_times import PaceOf
-from gpumix.planner.pipeline_parallel.candidate import PlanCandidate, rounds_of
-from gpumix.planner.pipeline_parallel.device_order import rows
-from gpumix.planner.pipeline_parallel.micro_batch_counts import Candidate, Counting
+from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
+from gpumix.planner.pipeline_parallel.candidate import UncutCandidate, get_stages_per_group
+from gpumix.planner.pipeline_parallel.device_order import list_rows
+from gpumix.planner.pipeline_parallel.micro_batch_counts import CandidateEvaluator, CutCandidate
 from gpumix.planner.pipeline_parallel.stage_cuts import Cutter
-from gpumix.planner.pipeline_parallel.stage_memory import StageRoom
-from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Manner, Manners
+from gpumix.planner.pipeline_parallel.stage_memory import StageMemory
+from gpumix.planner.pipeline_parallel.stage_modes import NO_TENSOR_PARALLEL, StageMode, StageModes
 from gpumix.schema.cluster.network import Link, Network
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Schedule, ZeroStage
@@ -91,35 +91,41 @@ def test_the_first_to_come_and_the_last_to_go_back_may_pass_different_workers(sc
 def test_devices_of_like_strengths_share_a_step_as_they_are_fast(size):
     """Two fast ones and one that takes 2.3 times as long; no smaller micro-batch is left."""
     found = mixture()
-    pace_of, manner = PaceOf(found), Manner(ALONE, Mode(recompute=False))
-    fast_s = float(pace_of("fast", ALONE, manner.mode, (size,)).both_s[0, -1]) * BATCH / size
+    pace_of, manner = CallTimesCache(found), StageMode(NO_TENSOR_PARALLEL, Mode(recompute=False))
+    fast_s = (
+        float(pace_of("fast", NO_TENSOR_PARALLEL, manner.mode, (size,)).both_s[0, -1])
+        * BATCH
+        / size
+    )
     expected_s = fast_s / (2 + 1 / 2.3) + found.step_overhead_s
-    every, _ = rows(found.cluster.in_rank_order(), 3)
+    every, _ = list_rows(found.cluster.in_rank_order(), 3)
     for row in every:
-        [least_s] = Cutter(pace_of, BATCH).least_of_ways(row, (manner,) * len(row), [size])
+        [least_s] = Cutter(pace_of, BATCH).bound_row(row, (manner,) * len(row), [size])
         assert least_s == pytest.approx(expected_s)
 
 
 def _is_least(found: Profile, schedule: Schedule, zero_stage: ZeroStage, size: int) -> int:
     """How many candidates were counted, none of which takes less than is told of its cut."""
-    pace_of = PaceOf(found)
-    cutter, manner = Cutter(pace_of, BATCH), Manner(ALONE, Mode(recompute=False))
-    every, _ = rows(found.cluster.in_rank_order(), 3)
-    least_of_all = cutter.least_of([("fast", 2), ("slow", 1)], Manners({ALONE: found}, Space()))
+    pace_of = CallTimesCache(found)
+    cutter, manner = Cutter(pace_of, BATCH), StageMode(NO_TENSOR_PARALLEL, Mode(recompute=False))
+    every, _ = list_rows(found.cluster.in_rank_order(), 3)
+    least_of_all = cutter.bound_all_plans(
+        [("fast", 2), ("slow", 1)], StageModes({NO_TENSOR_PARALLEL: found}, Space())
+    )
     counted = 0
     for row in every:
-        stages = len(row) * rounds_of(schedule)
+        stages = len(row) * get_stages_per_group(schedule)
         if stages > len(found.model.calls):
             continue
-        way = PlanCandidate(row, (manner,) * stages, schedule, size)
-        [least_of_way] = cutter.least_of_ways(row, way.manners, [size])
+        way = UncutCandidate(row, (manner,) * stages, schedule, size)
+        [least_of_way] = cutter.bound_row(row, way.manners, [size])
         cuts = cutter.cuts(way)
         least = cutter.least_s(way, cuts, zero_stage)
         for number, least_s in enumerate(least):
             cut = cuts.cut(number)
-            assert cutter.least_of_cut(way, cut, zero_stage) == least_s >= least_of_all * 0.999
-            best, _ = Counting(pace_of, BATCH).best_deal(
-                Candidate(way, zero_stage, cut), float("inf")
+            assert cutter.bound_cut(way, cut, zero_stage) == least_s >= least_of_all * 0.999
+            best, _ = CandidateEvaluator(pace_of, BATCH).best_deal(
+                CutCandidate(way, zero_stage, cut), float("inf")
             )
             assert best is not None and best.seconds >= least_s * (1 - 1e-9)
             assert best.seconds >= least_of_way * (1 - 1e-9)
@@ -131,14 +137,14 @@ def test_a_unit_that_is_called_twice_counts_once_and_for_nobody_surely():
     found = in_a_row(profile([Card("one", 2, GIB, mixture().classes[0].units)]))
     calls = ("layers.0", "layers.1", "layers.0", "layers.2")
     found = found.model_copy(update={"model": found.model.model_copy(update={"calls": calls})})
-    room, begin, end = StageRoom(found), np.array([0, 2]), np.array([2, 4])
+    room, begin, end = StageMemory(found), np.array([0, 2]), np.array([2, 4])
     assert list(room.elements(begin, end)) == [2000, 1000]
-    assert list(room.least_elements(begin, end)) == [1000, 1000]
+    assert list(room.count_exclusive_elements(begin, end)) == [1000, 1000]
 
 
 def test_state_has_room_where_workers_can_divide_it():
     found = in_a_row(profile([Card("one", 2, 20_000_000, mixture().classes[0].units)]))
-    room, elements = StageRoom(found), np.array([1e6, 2e6, 3e6])
+    room, elements = StageMemory(found), np.array([1e6, 2e6, 3e6])
     assert list(room.fits((("one", 2),), elements, 0)) == [True, False, False]
     assert list(room.fits((("one", 2),), elements, 3)) == [True, True, False]
     held = {"one": np.array([19e6])}

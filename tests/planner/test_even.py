@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from profiles import GIB, Card, block, line, profile, steady
 
 from draws import examples
-from gpumix.planner.baselines.even import even, even_plans
+from gpumix.planner.baselines.even import iterate_even_plans, plan_even
 from gpumix.planner.common.strategy import PlanRequest
-from gpumix.planner.data_parallel.search import optimal
+from gpumix.planner.data_parallel.search import plan_one_stage
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import Space
 
@@ -19,7 +19,7 @@ MANY = examples(8)
 
 
 def test_samples_shares_and_micro_batches_are_equal():
-    plan = even(profile([Card("c", 4, GIB, steady(1.0))]), PlanRequest(global_batch=10))
+    plan = plan_even(profile([Card("c", 4, GIB, steady(1.0))]), PlanRequest(global_batch=10))
     assert [w.samples for w in plan.workers] == [3, 3, 2, 2]
     assert [w.micro_batch for w in plan.workers] == [3, 3, 2, 2]
     assert {w.state_share for w in plan.workers} == {0.25}
@@ -28,20 +28,20 @@ def test_samples_shares_and_micro_batches_are_equal():
 def test_the_smallest_device_sets_the_micro_batch_of_all():
     unit = block(trainable=0, backward=line(1000))
     cards = [Card("big", 1, 100_000, steady(1.0)), Card("small", 1, 3_200, steady(1.0))]
-    plan = even(profile(cards, kinds=[unit]), PlanRequest(global_batch=16))
+    plan = plan_even(profile(cards, kinds=[unit]), PlanRequest(global_batch=16))
     assert {w.micro_batch for w in plan.workers} == {3}
 
 
 def test_the_smallest_limit_counts_too():
     cards = [Card("a", 1, GIB, steady(1.0)), Card("b", 1, GIB, steady(1.0), largest=2)]
-    plan = even(profile(cards), PlanRequest(global_batch=16))
+    plan = plan_even(profile(cards), PlanRequest(global_batch=16))
     assert {w.micro_batch for w in plan.workers} == {2}
 
 
 def test_fewer_samples_than_devices_are_refused():
     setting = profile([Card("c", 4, GIB, steady(1.0))])
     with pytest.raises(InputError, match="3 cannot be split evenly over 4"):
-        even(setting, PlanRequest(global_batch=3))
+        plan_even(setting, PlanRequest(global_batch=3))
 
 
 def test_the_class_that_is_short_is_named_with_its_bytes():
@@ -54,7 +54,7 @@ def test_the_class_that_is_short_is_named_with_its_bytes():
     with pytest.raises(
         NoFeasiblePlanError, match=rf"'small' is short of .*\b{needed - 49_000} bytes"
     ):
-        even(setting, PlanRequest(global_batch=4, space=Space(zero_stages=(3,))))
+        plan_even(setting, PlanRequest(global_batch=4, space=Space(zero_stages=(3,))))
 
 
 @MANY
@@ -62,13 +62,13 @@ def test_the_class_that_is_short_is_named_with_its_bytes():
 def test_an_even_plan_fits_and_is_never_faster_than_the_optimal_one(profile, batch):
     request = PlanRequest(global_batch=batch)
     try:
-        plan = even(profile, request)
+        plan = plan_even(profile, request)
     except (InputError, NoFeasiblePlanError):
         return
     for predicted in plan.prediction.workers:
         assert predicted.peak_bytes <= predicted.memory_limit_bytes
     try:
-        best = optimal(profile, request).prediction.step_s
+        best = plan_one_stage(profile, request).prediction.step_s
     except NoFeasiblePlanError:
         # The rounding of cuts, which the search sets aside, can decide in a model of 1000 elements.
         return
@@ -82,10 +82,10 @@ def nearly_full(plan):
 def test_all_settings_that_fit_are_planned_and_the_fastest_comes_first():
     cards = [Card("fast", 1, GIB, steady(4.0)), Card("slow", 1, GIB, steady(1.0))]
     measured, request = profile(cards), PlanRequest(global_batch=8)
-    plans = list(even_plans(measured, request))
+    plans = list(iterate_even_plans(measured, request))
     times = [plan.prediction.step_s for plan in plans]
     assert times == sorted(times)
     settings = [(plan.zero_stage, plan.workers[0].mode) for plan in plans]
     assert len(set(settings)) == len(settings)
     assert {stage for stage, _ in settings} == {0, 1, 2, 3}
-    assert plans[0] == even(measured, request)
+    assert plans[0] == plan_even(measured, request)

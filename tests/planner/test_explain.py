@@ -10,13 +10,13 @@ import pytest
 from profiles import GIB, Card, Network, block, curve, fleet, line, profile, steady
 from rich.console import Console, RenderableType
 
-from gpumix.planner.plan import against, plan
-from gpumix.schema.cluster.kernels import Choice
+from gpumix.planner.plan import compare_step_times, plan
+from gpumix.schema.cluster.kernels import SettingChoice
 from gpumix.schema.cluster.network import Network as Links
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
-from gpumix.train.run_log.tables import efficiency_table, mixing, plan_table, why
+from gpumix.train.run_log.tables import describe_mixing, efficiency_table, explain_plan, plan_table
 
 
 def two_classes(slow=3.0, **changes):
@@ -108,14 +108,14 @@ def test_mixing_is_held_against_the_best_class():
 def test_one_class_is_not_mixed():
     best = plan(profile([Card("c", 2, GIB, steady(1.0))]), 8)
     assert best.reasons.mixing is None
-    assert why(best)[0].startswith("predicted")
+    assert explain_plan(best)[0].startswith("predicted")
 
 
 def test_classes_that_cost_more_than_they_give_are_named():
     best = plan(on_two_hosts("100 B/s"), 8)
     found = best.reasons.mixing
     assert (found.pays, found.best_class, found.left_out) == (False, "fast", ("slow",))
-    assert why(best)[0] == (
+    assert explain_plan(best)[0] == (
         "mixing does not pay: only fast trains, for slow would cost more than they give"
     )
 
@@ -218,7 +218,7 @@ def test_a_class_whose_worth_is_not_told_is_in_the_table():
 
 def test_whether_mixing_pays_is_said_first():
     made = of_two_classes()
-    first, second, third, *_ = why(made)
+    first, second, third, *_ = explain_plan(made)
     assert first == "mixing pays: 1.33 times as fast as only fast, the best single class"
     assert second.endswith("; no plan for the devices that take part takes less")
     assert third == "what binds: compute of fast, slow"
@@ -227,12 +227,15 @@ def test_whether_mixing_pays_is_said_first():
 
 def test_a_small_gain_of_mixing_is_not_rounded_to_none():
     made = of_two_classes().reasons.mixing.model_copy(update={"speedup": 1.004})
-    assert mixing(made) == "mixing hardly pays: 0.4% faster than only fast, the best single class"
+    assert (
+        describe_mixing(made)
+        == "mixing hardly pays: 0.4% faster than only fast, the best single class"
+    )
 
 
 def test_that_mixing_does_not_pay_comes_with_what_to_do():
     wire = Network(gather={"broadcast": curve(50.0)}, reduce={"all_to_all": curve(50.0)})
-    lines = why(plan(two_classes(network=wire), 8))
+    lines = explain_plan(plan(two_classes(network=wire), 8))
     assert lines[0].startswith("mixing does not pay: with only fast a step takes")
     assert "give the job a cluster of that class" in lines[0]
     assert "; links inside hosts, as measured (" in lines[2]
@@ -279,7 +282,7 @@ def test_json_has_all_of_it():
     ],
 )
 def test_how_steps_compare_in_words(step_s, said):
-    assert against(step_s, 1.0) == said
+    assert compare_step_times(step_s, 1.0) == said
 
 
 def test_what_is_kept_and_where_stands_in_the_table():
@@ -309,7 +312,7 @@ def test_tables_have_room_in_a_terminal_of_a_hundred_columns():
 
 def test_classes_that_compute_alike_are_told_once():
     found = two_classes()
-    choices = (Choice(what="tf32", value="off", why="because"),)
+    choices = (SettingChoice(what="tf32", value="off", why="because"),)
     told = [c.model_copy(update={"choices": choices}) for c in found.classes]
     alike = found.model_copy(update={"classes": tuple(told)})
     assert shown_of(efficiency_table(alike)).count("because") == 1

@@ -10,11 +10,11 @@ from profiles import GIB, Card, Network, block, curve, line, profile, root
 
 from draws import examples
 from gpumix.cost.predict import predict
-from gpumix.planner.common.sharding_setting import setting_of
-from gpumix.planner.common.strategy import DevicePart, PlanRequest, assemble
-from gpumix.planner.data_parallel.class_options import Paces
-from gpumix.planner.data_parallel.search import optimal
-from gpumix.planner.refine import _most_graphs, finished
+from gpumix.planner.common.sharding_setting import make_setting
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan
+from gpumix.planner.data_parallel.class_options import TimeBounds
+from gpumix.planner.data_parallel.search import plan_one_stage
+from gpumix.planner.refine import _most_graphs, refine_plan
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
 from gpumix.schema.profile.profile import ROOT, UnitTimes
@@ -28,9 +28,9 @@ TIMES = {
 
 def touched(measured, batch, space=EVERYTHING):
     """The optimal plan before and after."""
-    request, paces = PlanRequest(global_batch=batch, space=space), Paces(measured, batch)
-    plan = optimal(measured, request, paces)
-    return plan, finished(measured, request, plan, paces)
+    request, paces = PlanRequest(global_batch=batch, space=space), TimeBounds(measured, batch)
+    plan = plan_one_stage(measured, request, paces)
+    return plan, refine_plan(measured, request, plan, paces)
 
 
 @MANY
@@ -61,9 +61,9 @@ def test_as_many_graphs_are_kept_as_fit(room, kept):
     """
     kinds = [block(trainable=0, saved=line(1000), backward=line(1000))]
     measured = profile([Card("c", 1, GIB, TIMES)], calls=("block",) * 4, kinds=kinds)
-    setting = setting_of(measured, measured.cluster.in_rank_order())
+    setting = make_setting(measured, measured.cluster.in_rank_order())
     parts = {measured.cluster.devices[0].id: DevicePart(2, 1, 1.0)}
-    plan = assemble(setting, strategy="by hand", global_batch=2, parts=parts)
+    plan = build_plan(setting, strategy="by hand", global_batch=2, parts=parts)
     assert _most_graphs(measured, plan, plan.workers[0], room) == kept
 
 

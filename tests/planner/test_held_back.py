@@ -8,17 +8,17 @@ import pytest
 from profiles import GIB, Card, block, in_a_row, line, profile, steady
 
 from extended import every_second, every_third
-from gpumix.cost.input_time import input_seconds, rates_of
-from gpumix.cost.predict import plan_seconds, predict
-from gpumix.planner.common.strategy import PlanRequest, predicted
-from gpumix.planner.data_parallel.input_bound import held_back
+from gpumix.cost.input_time import compute_host_read_rates, compute_input_seconds
+from gpumix.cost.predict import predict, predict_step_seconds
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
+from gpumix.planner.data_parallel.input_bound import slow_down_to_input
 from gpumix.planner.plan import STRATEGIES
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.cluster.network import Link, Network
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import HostInput, Profile
-from gpumix.train.run_log.tables import why
+from gpumix.train.run_log.tables import explain_plan
 
 BATCH = 64
 ONE_STAGE = Space(most_stages=1, tensor=1, leave_out=False)
@@ -80,9 +80,9 @@ def test_the_plan_is_that_of_brute_force_where_a_disk_or_a_network_is_slow(most,
 
 def _is_best(found: Profile) -> None:
     plan = planned(found)
-    best = min(plan_seconds(found, _with(plan, n)) for n in range(BATCH + 1))
-    assert predicted(plan).step_s == pytest.approx(best, rel=0.01)
-    bound_s = predicted(plan).bound_s
+    best = min(predict_step_seconds(found, _with(plan, n)) for n in range(BATCH + 1))
+    assert get_prediction(plan).step_s == pytest.approx(best, rel=0.01)
+    bound_s = get_prediction(plan).bound_s
     assert bound_s is not None and bound_s <= best * (1 + 1e-9)
 
 
@@ -123,7 +123,7 @@ def with_readers(found: Profile, readers: int, wait_s: float = 0.0) -> Profile:
 def test_a_rank_reads_with_no_more_than_its_readers(readers, cpu_s, wait_s, cores, sample_s):
     found = with_readers(hosts(cpu_s, (cores, cores)), readers, wait_s)
     plan = _with(planned_without_data(), 24)
-    assert input_seconds(found, plan) == pytest.approx((BATCH - 24) * sample_s)
+    assert compute_input_seconds(found, plan) == pytest.approx((BATCH - 24) * sample_s)
 
 
 @cache
@@ -140,18 +140,18 @@ def test_the_readers_of_a_host_are_those_of_all_its_ranks():
     read_s = 40e-3
     one = HostInput(host=host, cores=4, cpu_s_per_sample=read_s, readers=1)
     found = found.model_copy(update={"inputs": (one,)})
-    assert rates_of(found) == {host: pytest.approx(3 / read_s)}
+    assert compute_host_read_rates(found) == {host: pytest.approx(3 / read_s)}
     plan = planned(found, 90)
     most = max(worker.samples for worker in plan.workers)
-    assert predicted(plan).input_s == pytest.approx(most * read_s)
+    assert get_prediction(plan).input_s == pytest.approx(most * read_s)
     assert most == 30
     free = found.model_copy(update={"inputs": (one.model_copy(update={"readers": None}),)})
-    assert rates_of(free) == {host: pytest.approx(4 / read_s)}
+    assert compute_host_read_rates(free) == {host: pytest.approx(4 / read_s)}
 
 
 def test_without_data_that_is_slow_nothing_changes():
     free, slow = hosts(0.0), hosts(1e-6)
-    assert held_back(free) is None and held_back(slow) is None
+    assert slow_down_to_input(free) is None and slow_down_to_input(slow) is None
     assert samples(planned(free)) == samples(planned(slow))
 
 
@@ -162,7 +162,7 @@ def test_a_fast_card_gets_no_more_than_its_host_can_prepare():
     assert fast < slow < BATCH  # the card itself is three times as fast
     naive = planned(found.model_copy(update={"inputs": ()}))
     assert samples(naive)[0] > 2 * samples(naive)[1]
-    assert plan_seconds(found, naive) > 1.5 * predicted(plan).step_s
+    assert predict_step_seconds(found, naive) > 1.5 * get_prediction(plan).step_s
 
 
 def test_a_fast_card_gets_no_more_than_its_disk_gives():
@@ -173,8 +173,8 @@ def test_a_fast_card_gets_no_more_than_its_disk_gives():
     assert fast < slow < BATCH
     naive = planned(hosts(1e-6, (64, 64)))
     assert samples(naive)[0] > 2 * samples(naive)[1]
-    assert input_seconds(found, naive) == samples(naive)[0] / 100.0
-    assert plan_seconds(found, naive) > 1.5 * predicted(plan).step_s
+    assert compute_input_seconds(found, naive) == samples(naive)[0] / 100.0
+    assert predict_step_seconds(found, naive) > 1.5 * get_prediction(plan).step_s
 
 
 @pytest.mark.parametrize("cores", [(1, 8), (1, 2, 8), (1, 1.05, 2, 4, 8, 16)])
@@ -193,9 +193,9 @@ def test_alike_cards_on_unlike_hosts_get_what_their_hosts_can_prepare(cores):
     given = {w.host: w.samples for w in plan.workers}
     rest = found.model_copy(update={"inputs": ()})
     together_s = read_s * BATCH / sum(cores)
-    assert together_s > predicted(planned(rest)).step_s
+    assert together_s > get_prediction(planned(rest)).step_s
     # As soon as all read at once, but for what is rounded and for hosts that count as alike.
-    assert predicted(plan).step_s <= 1.1 * together_s + read_s / min(cores)
+    assert get_prediction(plan).step_s <= 1.1 * together_s + read_s / min(cores)
     assert given.get(hosts_[0], 0) * 2 < given[hosts_[-1]]
 
 
@@ -217,9 +217,9 @@ def test_stages_that_there_may_be_make_no_plan_slower(calls, batch):
         for host, read_s in zip(names, (40e-3, 10e-3))
     )
     found = found.model_copy(update={"inputs": inputs})
-    one_stage = predicted(planned(found, batch)).step_s
+    one_stage = get_prediction(planned(found, batch)).step_s
     any_stages = STRATEGIES["optimal"](found, PlanRequest(global_batch=batch))
-    assert predicted(any_stages).step_s <= one_stage * (1 + 1e-9)
+    assert get_prediction(any_stages).step_s <= one_stage * (1 + 1e-9)
 
 
 def test_a_class_alone_is_compared_with_what_its_host_reads():
@@ -238,7 +238,11 @@ def test_what_is_predicted_says_what_the_data_takes():
     plan = planned(found)
     read_s = {host.host: 16e-3 / host.cores for host in found.inputs}
     expected = max(w.samples * read_s[w.host] for w in plan.workers)
-    assert input_seconds(found, plan) == predict(found, plan).input_s == pytest.approx(expected)
+    assert (
+        compute_input_seconds(found, plan)
+        == predict(found, plan).input_s
+        == pytest.approx(expected)
+    )
     assert predict(found, plan).step_s >= expected
 
 
@@ -246,7 +250,7 @@ def test_what_is_predicted_says_what_the_data_takes():
     ("cpu_s", "told"), every_second([(1.0, "reading samples"), (1e-5, "compute")])
 )
 def test_what_binds_is_told_where_it_is_the_data_too(cpu_s, told):
-    lines = why(make_plan(hosts(cpu_s), BATCH, space=ONE_STAGE))
+    lines = explain_plan(make_plan(hosts(cpu_s), BATCH, space=ONE_STAGE))
     assert any(line.startswith(f"what binds: {told}") for line in lines)
 
 
@@ -258,5 +262,5 @@ def test_data_never_makes_a_plan_faster(cores, cpu_s):
     found = hosts(cpu_s, cores)
     free = planned(found.model_copy(update={"inputs": ()}))
     plan = planned(found)
-    assert predicted(plan).step_s >= predicted(free).step_s * (1 - 1e-9)
-    assert predicted(plan).step_s <= plan_seconds(found, free) * (1 + 1e-9)
+    assert get_prediction(plan).step_s >= get_prediction(free).step_s * (1 - 1e-9)
+    assert get_prediction(plan).step_s <= predict_step_seconds(found, free) * (1 + 1e-9)

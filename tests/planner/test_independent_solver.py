@@ -12,7 +12,7 @@ from naive import exposed_seconds, peak_bytes, step_seconds
 from profiles import FREE, Card, Network, block, curve, profile, root
 
 from extended import left_out
-from gpumix.planner.data_parallel.branch_and_bound import IMPROVEMENT
+from gpumix.planner.data_parallel.branch_and_bound import EXACT_GAP
 from gpumix.planner.data_parallel.search import LARGE_GAP
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
@@ -104,7 +104,7 @@ def test_no_plan_of_many_options_is_faster(seed, room):
     dice = Random(seed)
     counts = dice.choice([(2, 2, 2), (3, 2, 1), (4, 3), (1, 2, 4), (3, 3, 2)])
     profile = random_profile(dice, counts, room, update=0.5)
-    check(profile, dice.randint(24, 40), alone=True, gap=IMPROVEMENT)
+    check(profile, dice.randint(24, 40), alone=True, gap=EXACT_GAP)
 
 
 @pytest.mark.extended
@@ -112,7 +112,7 @@ def test_no_plan_of_many_options_is_faster(seed, room):
 @pytest.mark.parametrize("seed", range(2))
 def test_what_does_not_fit_has_no_solution(seed):
     profile = random_profile(Random(seed), (2, 1, 1), 10, update=0.0)
-    assert check(profile, 16, alone=False, gap=IMPROVEMENT) is None
+    assert check(profile, 16, alone=False, gap=EXACT_GAP) is None
 
 
 COUNTS = [(0, 4, 9), (0, 20, 60), (1, 20, 60), (2, 20, 60)]

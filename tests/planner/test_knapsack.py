@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.planner.data_parallel.knapsack import WHOLE, Staircase, select
+from gpumix.planner.data_parallel.knapsack import FULL_STATE_SHARE, Staircase, select_steps
 
 
 @st.composite
@@ -41,13 +41,13 @@ def totals(stairs, selection):
 @given(problems())
 def test_what_is_selected_is_enough(problem):
     stairs, batch = problem
-    selection = select(stairs, batch)
+    selection = select_steps(stairs, batch)
     if selection is None:
         return
     assert [sum(n for _, n in runs) for runs in selection] == [s.devices for s in stairs]
     samples, share = totals(stairs, selection)
     assert samples >= batch
-    assert share >= WHOLE
+    assert share >= FULL_STATE_SHARE
 
 
 @pytest.mark.parametrize("each", [0.001, 0.0011, 0.0013])
@@ -57,7 +57,7 @@ def test_room_that_falls_in_a_line_is_enough_to_the_last_sample(each):
     line = Staircase.of(2, np.arange(200), np.where(share >= 0, share, -1.0))
     for step, room in enumerate(line.share.tolist()):
         scaled = [Staircase(2, line.samples, line.share / (2 * room))]
-        selection = select(scaled, 2 * step)
+        selection = select_steps(scaled, 2 * step)
         assert selection is not None
         assert totals(scaled, selection)[0] >= 2 * step
 
@@ -69,5 +69,5 @@ def test_something_is_selected_wherever_there_is_something(problem):
         *(combinations_with_replacement(range(len(s.samples)), s.devices) for s in stairs)
     )
     found = (totals(stairs, [[(n, 1) for n in steps] for steps in chosen]) for chosen in every)
-    possible = any(samples >= batch and share >= WHOLE for samples, share in found)
-    assert (select(stairs, batch) is not None) == possible
+    possible = any(samples >= batch and share >= FULL_STATE_SHARE for samples, share in found)
+    assert (select_steps(stairs, batch) is not None) == possible

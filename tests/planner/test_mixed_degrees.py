@@ -10,9 +10,9 @@ from profiles import GIB, MIB, Card, block, in_a_row, line, profile, steady, wit
 from rich.console import Console
 
 from gpumix.cost.predict import predict
-from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.plan import STRATEGIES
-from gpumix.report.facts import groups_of
+from gpumix.report.facts import group_workers
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
@@ -57,22 +57,22 @@ def test_small_ones_team_up_beside_a_large_one_that_computes_alone():
         ["large"], ["small", "small"], ["small", "small"],
     ]  # fmt: skip
     assert all(leader.samples for leader in stage.leaders)
-    assert predicted(plan).step_s < 0.8 * predicted(best(found, tensor=1)).step_s
+    assert get_prediction(plan).step_s < 0.8 * get_prediction(best(found, tensor=1)).step_s
     with pytest.raises(NoFeasiblePlanError):  # the small ones cannot hold all of the state
         best(found, tensor=2)
-    for worker in predicted(plan).workers:
+    for worker in get_prediction(plan).workers:
         assert worker.peak_bytes <= worker.memory_limit_bytes
 
 
 def test_what_is_foretold_of_it_is_what_the_simulator_replays():
     found, plan = planned()
     again = predict(found, plan)
-    assert again.step_s == pytest.approx(predicted(plan).step_s, rel=1e-9)
+    assert again.step_s == pytest.approx(get_prediction(plan).step_s, rel=1e-9)
     assert [w.memory_bytes for w in again.workers] == [
-        w.memory_bytes for w in predicted(plan).workers
+        w.memory_bytes for w in get_prediction(plan).workers
     ]
     assert simulate(found, plan).step_s == pytest.approx(again.step_s, rel=0.02)
-    assert predicted(plan).bound_s <= predicted(plan).step_s
+    assert get_prediction(plan).bound_s <= get_prediction(plan).step_s
 
 
 def test_devices_with_room_enough_stay_alone():
@@ -88,14 +88,16 @@ def test_of_three_on_a_host_two_team_up_and_one_computes_alone():
     (stage,) = plan.stages
     assert sorted(map(len, stage.teams)) == [1, 2]
     assert {worker.device_class for worker in plan.workers} == {"card"}
-    assert sorted((g.devices, g.team) for g in groups_of(plan, stage, 1)) == [(1, 1), (2, 2)]
+    assert sorted((g.devices, g.team) for g in group_workers(plan, stage, 1)) == [(1, 1), (2, 2)]
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(plan_table(plan))
     assert "2 in teams of 2" in console.export_text()
-    assert predicted(plan).step_s < 0.9 * predicted(best(found, batch=12, tensor=1)).step_s
-    assert simulate(found, plan).step_s == pytest.approx(predicted(plan).step_s, rel=0.02)
+    assert (
+        get_prediction(plan).step_s < 0.9 * get_prediction(best(found, batch=12, tensor=1)).step_s
+    )
+    assert simulate(found, plan).step_s == pytest.approx(get_prediction(plan).step_s, rel=0.02)
     again = predict(found, plan)
-    assert again.step_s == pytest.approx(predicted(plan).step_s, rel=1e-9)
+    assert again.step_s == pytest.approx(get_prediction(plan).step_s, rel=1e-9)
 
 
 def test_teams_that_were_not_measured_are_refused():
@@ -133,10 +135,16 @@ def test_many_classes_have_few_mixtures_and_a_bound_for_all_of_them(monkeypatch)
     assert not without.stages[0].unlike_teams
     monkeypatch.undo()
     # What was not looked at might have taken less, and the bound says so.
-    assert predicted(without).bound_s <= predicted(plan).step_s < predicted(without).step_s
-    monkeypatch.setattr("gpumix.planner.pipeline_parallel.tensor_parallel_teams.COMBINED", 1)
+    assert (
+        get_prediction(without).bound_s
+        <= get_prediction(plan).step_s
+        < get_prediction(without).step_s
+    )
+    monkeypatch.setattr(
+        "gpumix.planner.pipeline_parallel.tensor_parallel_teams.MAX_RANKED_MIXTURES", 1
+    )
     fewer = best(found)
-    assert predicted(fewer).bound_s <= predicted(plan).step_s
+    assert get_prediction(fewer).bound_s <= get_prediction(plan).step_s
 
 
 def test_what_was_not_measured_of_teams_is_no_assertion():

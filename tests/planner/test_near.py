@@ -10,13 +10,13 @@ from every_stage import least_s
 from profiles import GIB, Card, block, in_a_row, line, profile, steady, with_teams
 
 from extended import every_third, left_out
-from gpumix.planner.common.strategy import PlanRequest, predicted
-from gpumix.planner.pipeline_parallel.candidate import members
-from gpumix.planner.pipeline_parallel.device_order import rows
-from gpumix.planner.pipeline_parallel.search import staged
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
+from gpumix.planner.pipeline_parallel.candidate import form_tensor_parallel_groups
+from gpumix.planner.pipeline_parallel.device_order import list_rows
+from gpumix.planner.pipeline_parallel.search import plan_staged
 from gpumix.planner.plan import STRATEGIES
 from gpumix.planner.plan import plan as make_plan
-from gpumix.schema.cluster.link_islands import Links, PairTimes, placed
+from gpumix.schema.cluster.link_islands import Links, PairTimes, add_found_islands
 from gpumix.schema.cluster.network import Link, Network
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
@@ -49,7 +49,7 @@ def measured(found: Profile, what: RankGroup) -> Profile:
         PairTimes(one=a, other=b, times=curve(SLOW if (a - b) % 2 else FAST))
         for a, b in combinations(range(len(devices)), 2)
     ]
-    devices = placed(devices, pairs)
+    devices = add_found_islands(devices, pairs)
     operations = (("gather", "list"), ("reduce", "list"), ("sum", "native"))
     groups: tuple[tuple[RankGroup, float], ...] = (("all", SLOW), (what, FAST))
     return found.model_copy(
@@ -93,7 +93,7 @@ def test_stages_are_of_devices_that_are_near(name):
     """Listed in turn. Sums of gradients over slow links take long, messages are small."""
     found = CLUSTERS[name](4)
     space = SPACE.model_copy(update={"most_stages": 2})
-    plan = staged(found, PlanRequest(global_batch=4, space=space))
+    plan = plan_staged(found, PlanRequest(global_batch=4, space=space))
     groups = {frozenset(w.device for w in stage.workers) for stage in plan.stages}
     assert groups == {frozenset({"card-0", "card-2"}), frozenset({"card-1", "card-3"})}
 
@@ -104,8 +104,8 @@ def test_stages_are_of_devices_that_are_near(name):
 def test_no_plan_is_faster(name, calls):
     found = CLUSTERS[name](calls)
     space = SPACE if calls > 2 else SPACE.model_copy(update={"zero_stages": (1,)})
-    plan = staged(found, PlanRequest(global_batch=2, space=space))
-    assert predicted(plan).step_s == pytest.approx(least_s(found, 2, space))
+    plan = plan_staged(found, PlanRequest(global_batch=2, space=space))
+    assert get_prediction(plan).step_s == pytest.approx(least_s(found, 2, space))
 
 
 @pytest.mark.parametrize("name", ["islands", "racks"])
@@ -115,7 +115,7 @@ def test_a_message_takes_what_its_own_link_takes(name):
 
     def step_s(*devices: str) -> float:
         request = PlanRequest(global_batch=1, devices=devices, space=SPACE)
-        return predicted(staged(found, request)).step_s
+        return get_prediction(plan_staged(found, request)).step_s
 
     assert step_s("card-1", "card-2") - step_s("card-0", "card-2") == pytest.approx(
         2 * 1e3 / SLOW, rel=0.05
@@ -129,7 +129,7 @@ def test_of_many_devices_groups_follow_islands_and_racks():
         d.model_copy(update={"island": str(d.ordinal % 4), "rack": f"r{int(d.host[5:]) % 3}"})
         for d in found.cluster.devices
     )
-    every, complete = rows(devices, 16)
+    every, complete = list_rows(devices, 16)
     assert not complete
     made = [[{(d.rack) for d in group} for group in row] for row in every]
     assert [{"r0"}, {"r1"}, {"r2"}] in made
@@ -142,7 +142,7 @@ def test_teams_keep_to_an_island():
     space = Space(tensor=2, schedules="1f1b", heads="whole")
     pairs = [["card-0", "card-2"], ["card-1", "card-3"]]
     devices = found.cluster.in_rank_order()
-    assert [[d.id for d in team] for team in members(devices, 2)] == pairs
+    assert [[d.id for d in team] for team in form_tensor_parallel_groups(devices, 2)] == pairs
     for strategy in ("optimal", "staged"):
         plan = STRATEGIES[strategy](found, PlanRequest(global_batch=4, space=space))
         teams = [[w.device for w in team] for stage in plan.stages for team in stage.teams]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from profiles import GIB, MIB, Card, block, in_a_row, line, profile, steady
 
 from draws import examples
-from gpumix.planner.common.strategy import PlanRequest, predicted
-from gpumix.planner.optimal import fastest
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
+from gpumix.planner.optimal import plan_fastest
 from gpumix.planner.plan import STRATEGIES
 from gpumix.schema.cluster.network import Link, Network
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
@@ -42,7 +42,7 @@ def cluster(
 
 def step_s(strategy: str, found: Profile, batch: int) -> float:
     try:
-        return predicted(STRATEGIES[strategy](found, PlanRequest(global_batch=batch))).step_s
+        return get_prediction(STRATEGIES[strategy](found, PlanRequest(global_batch=batch))).step_s
     except (InputError, NoFeasiblePlanError):
         return float("inf")
 
@@ -82,7 +82,7 @@ def test_no_random_climb_is_faster_than_the_default(found, batch, seed):
 def test_a_climb_finds_what_the_default_does_where_stages_pay():
     """Else it could beat nobody."""
     found, request = cluster([(1e-3, 2), (2.6e-3, 2)], link=3e7), PlanRequest(global_batch=16)
-    plan = fastest(found, request)
+    plan = plan_fastest(found, request)
     assert len(plan.stages) > 1
     best_s = min(Climb(found, request, budget=400, seed=seed).run() for seed in range(2))
-    assert best_s <= 1.1 * predicted(plan).step_s
+    assert best_s <= 1.1 * get_prediction(plan).step_s

@@ -14,10 +14,10 @@ from profiles import GIB, Card, Network, block, curve, line, profile, steady
 
 from draws import examples
 from gpumix.planner.common import device_pool
-from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.data_parallel import class_options
 from gpumix.planner.data_parallel import search as module
-from gpumix.planner.data_parallel.search import optimal
+from gpumix.planner.data_parallel.search import plan_one_stage
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.profile.profile import ROOT, UnitTimes
@@ -80,7 +80,7 @@ def test_a_rough_answer_first_changes_nothing(profile, batch):
         patch.setattr(module, "FEW_CELLS", 1)
         patch.setattr(module, "FEW_SIZES", 2)
         patch.setattr(class_options, "FEW_SIZES", 2)
-        patch.setattr(class_options, "WORTH_THINNING", 0)
+        patch.setattr(class_options, "MIN_OPTIONS_TO_THIN", 0)
         assert step_of(profile, batch) == (expected and pytest.approx(expected, rel=1e-9))
 
 
@@ -95,14 +95,14 @@ def test_a_batch_of_a_thousand_is_split_as_trying_all_splits_does(rises):
              largest=64)
         for n, t in enumerate(times)
     ]  # fmt: skip
-    plan = optimal(profile(cards), PlanRequest(global_batch=batch))
+    plan = plan_one_stage(profile(cards), PlanRequest(global_batch=batch))
     alone = [4 * 3 * least_seconds(t, sizes, batch) for t in times]
     together = alone[0]
     for more in alone[1:]:  # the least maximum over all ways to share n samples
         together = np.asarray(
             [np.maximum(together[: n + 1], more[n::-1]).min() for n in range(batch + 1)]
         )
-    assert predicted(plan).step_s == about(together[batch])
+    assert get_prediction(plan).step_s == about(together[batch])
 
 
 def both_passes(forward, backward):
@@ -122,7 +122,7 @@ def least_seconds(times, sizes, batch):
 
 def test_a_fast_card_gets_more_samples_and_an_equal_share():
     cards = [Card("fast", 1, GIB, steady(1.0)), Card("slow", 1, GIB, steady(3.0))]
-    plan = optimal(profile(cards), PlanRequest(global_batch=8))
+    plan = plan_one_stage(profile(cards), PlanRequest(global_batch=8))
     assert [w.samples for w in plan.workers] == [6, 2]
     assert [w.state_share for w in plan.workers] == [0.5, 0.5]
 
@@ -131,7 +131,7 @@ def test_a_card_without_room_computes_but_stores_little():
     """The fast card has hardly any memory: the slow one keeps nearly all of the state."""
     cards = [Card("big", 1, 10**8, steady(3.0)), Card("small", 1, 300_000, steady(1.0))]
     kinds = [block(trainable=10_000)]
-    plan = optimal(profile(cards, kinds=kinds), PlanRequest(global_batch=8))
+    plan = plan_one_stage(profile(cards, kinds=kinds), PlanRequest(global_batch=8))
     big, small = plan.workers
     assert (big.samples, small.samples) == (2, 6)
     assert 0.5 < big.state_share < 1
@@ -140,13 +140,13 @@ def test_a_card_without_room_computes_but_stores_little():
 def test_a_card_without_memory_for_samples_only_stores():
     kinds = [block(trainable=100, kept=line(2_000))]
     cards = [Card("fast", 1, 60_000, steady(1.0)), Card("slow", 1, 9_000, steady(1.5))]
-    plan = optimal(profile(cards, kinds=kinds), PlanRequest(global_batch=4))
+    plan = plan_one_stage(profile(cards, kinds=kinds), PlanRequest(global_batch=4))
     assert [(w.samples, w.micro_batch) for w in plan.workers] == [(4, 1), (0, 0)]
     assert plan.workers[1].state_share > 0
 
 
 def test_fewer_samples_than_devices_is_fine():
-    plan = optimal(profile([Card("c", 3, GIB, steady(1.0))]), PlanRequest(global_batch=2))
+    plan = plan_one_stage(profile([Card("c", 3, GIB, steady(1.0))]), PlanRequest(global_batch=2))
     assert [w.samples for w in plan.workers] == [1, 1, 0]
 
 
@@ -155,7 +155,7 @@ def test_state_follows_the_speed_of_the_update():
         Card("quick", 1, GIB, steady(1.0), optimizer_s_per_element=1e-3),
         Card("tardy", 1, GIB, steady(1.0), optimizer_s_per_element=3e-3),
     ]
-    plan = optimal(profile(cards), PlanRequest(global_batch=2))
+    plan = plan_one_stage(profile(cards), PlanRequest(global_batch=2))
     assert [w.state_share for w in plan.workers] == pytest.approx([0.75, 0.25])
 
 
@@ -167,24 +167,24 @@ def test_equal_shares_are_chosen_when_native_collectives_pay(unequal_s, equal):
     ]
     forms = {"native": curve(1.0, sizes=(4000,)), "list": curve(unequal_s, sizes=(4000,))}
     network = Network(forms, forms, Collectives(gather="list", reduce="list"))
-    plan = optimal(profile(cards, network=network), PlanRequest(global_batch=2))
+    plan = plan_one_stage(profile(cards, network=network), PlanRequest(global_batch=2))
     assert (plan.workers[0].state_share == 0.5) == equal
 
 
 def test_where_the_network_hides_computing_the_samples_still_balance():
     wire = Network(gather={"broadcast": curve(1e6)}, reduce={"all_to_all": curve(1e6)})
     cards = [Card("fast", 1, GIB, steady(1.0)), Card("slow", 1, GIB, steady(3.0))]
-    plan = optimal(profile(cards, network=wire), PlanRequest(global_batch=8))
+    plan = plan_one_stage(profile(cards, network=wire), PlanRequest(global_batch=8))
     assert [w.samples for w in plan.workers] == [6, 2]
 
 
 def test_a_micro_batch_that_was_not_measured_is_not_planned():
     card = Card("c", 1, GIB, steady(1.0, start=1.0), largest=3)
-    plan = optimal(profile([card]), PlanRequest(global_batch=8))
+    plan = plan_one_stage(profile([card]), PlanRequest(global_batch=8))
     assert plan.workers[0].micro_batch == 3
 
 
 def test_an_unknown_device_is_refused():
     setting = profile([Card("c", 1, GIB, steady(1.0))])
     with pytest.raises(InputError, match="'gone' is not in"):
-        optimal(setting, PlanRequest(global_batch=4, devices=("gone",)))
+        plan_one_stage(setting, PlanRequest(global_batch=4, devices=("gone",)))

@@ -6,13 +6,13 @@ import pytest
 from profiles import GIB, MIB, Card, block, in_a_row, line, profile
 
 from extended import left_out
-from gpumix.planner.common.strategy import PlanRequest, predicted
-from gpumix.planner.pipeline_parallel.call_times import PaceOf
-from gpumix.planner.pipeline_parallel.device_order import rows
-from gpumix.planner.pipeline_parallel.micro_batch_counts import Counting
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
+from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
+from gpumix.planner.pipeline_parallel.device_order import list_rows
+from gpumix.planner.pipeline_parallel.micro_batch_counts import CandidateEvaluator
 from gpumix.planner.pipeline_parallel.pipeline_estimate import PipelineEstimates
-from gpumix.planner.pipeline_parallel.search import staged
-from gpumix.planner.pipeline_parallel.stage_modes import Manners
+from gpumix.planner.pipeline_parallel.search import plan_staged
+from gpumix.planner.pipeline_parallel.stage_modes import StageModes
 from gpumix.schema.cluster.network import Link
 from gpumix.schema.cluster.network import Network as StatedNetwork
 from gpumix.schema.job.search_space import Space
@@ -60,9 +60,9 @@ def estimated(found: Profile, batch: int, schedule: str = "1f1b", space: Space |
     """Estimates of all rows at ZeRO stages 0 and 1, in seconds, with the exact plans of those that
     fit."""
     space = space or Space(zero_stages=(0, 1), heads="whole")
-    pace_of = PaceOf(found)
-    estimates = PipelineEstimates(pace_of, Manners(pace_of.profiles, space), batch, [1, 2, 4])
-    every, _ = rows(found.cluster.in_rank_order(), 4)
+    pace_of = CallTimesCache(found)
+    estimates = PipelineEstimates(pace_of, StageModes(pace_of.profiles, space), batch, [1, 2, 4])
+    every, _ = list_rows(found.cluster.in_rank_order(), 4)
     for row in every:
         for zero_stage in space.zero_stages:
             for number in range(3):
@@ -70,7 +70,7 @@ def estimated(found: Profile, batch: int, schedule: str = "1f1b", space: Space |
                 candidate = of_row.candidate(zero_stage, schedule, 0, number)
                 if candidate is None:
                     continue
-                counting = Counting(pace_of, batch)
+                counting = CandidateEvaluator(pace_of, batch)
                 exact = counting.best(candidate, float("inf"))
                 yield float(of_row.divided(zero_stage, schedule, 0).seconds[number]), exact
 
@@ -107,7 +107,7 @@ def test_what_is_estimated_mostly_fits():
 def test_hosts_with_the_same_devices_may_change_places():
     """Three stages, one a host: whichever of the hosts is where."""
     found = cluster([(1e-3, 6)])
-    every, complete = rows(found.cluster.in_rank_order(), 3)
+    every, complete = list_rows(found.cluster.in_rank_order(), 3)
     whole = [row for row in every if [len(group) for group in row] == [2, 2, 2]]
     by_host = [row for row in whole if all(len({d.host for d in group}) == 1 for group in row)]
     assert complete and len(by_host) == 1
@@ -131,7 +131,7 @@ def test_slow_links_make_more_micro_batches_wait():
 
     def step_s(schedule: str) -> float:
         space = Space(zero_stages=0, recompute=True, schedules=schedule, heads="whole")
-        plan = staged(apart, PlanRequest(global_batch=32, space=space))
-        return predicted(plan).step_s
+        plan = plan_staged(apart, PlanRequest(global_batch=32, space=space))
+        return get_prediction(plan).step_s
 
     assert step_s("eager-1f1b") < 0.97 * step_s("1f1b")

@@ -6,29 +6,29 @@ import pytest
 from naive import peak_bytes, step_seconds
 
 from gpumix.cost.predict import predict
-from gpumix.cost.traffic import traffic
-from gpumix.hardware.estimates.cluster_shorthand import cluster
-from gpumix.hardware.estimates.decoder_shapes import llama_shaped
-from gpumix.hardware.estimates.estimate import estimate
-from gpumix.planner.common.strategy import PlanRequest, predicted
-from gpumix.planner.data_parallel.search import optimal
+from gpumix.cost.traffic import count_traffic
+from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
+from gpumix.hardware.estimates.decoder_shapes import make_llama_like
+from gpumix.hardware.estimates.estimate import estimate_profile
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
+from gpumix.planner.data_parallel.search import plan_one_stage
 from gpumix.planner.plan import plan
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import DTYPE_BYTES
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.run_log.tables import why
+from gpumix.train.run_log.tables import explain_plan
 
 V100, A100 = "v100-16gb-sxm", "a100-40gb-pcie"
-MODEL = llama_shaped(3e8)
+MODEL = make_llama_like(3e8)
 ONE_STAGE = Space(most_stages=1)
 
 
 def profile(text: str = f"2x {V100}, 1x {A100}", precision="auto") -> Profile:
-    return estimate(
+    return estimate_profile(
         lambda dtype: MODEL.model(512, dtype, "300M"),
-        cluster(text, precision),
+        parse_cluster(text, precision),
         sequence_length=512,
         precision=precision,
     )
@@ -36,7 +36,7 @@ def profile(text: str = f"2x {V100}, 1x {A100}", precision="auto") -> Profile:
 
 def planned(of: Profile, batch: int = 32) -> Plan:
     """The fastest plan of one stage, without reasons."""
-    return optimal(of, PlanRequest(global_batch=batch, space=ONE_STAGE))
+    return plan_one_stage(of, PlanRequest(global_batch=batch, space=ONE_STAGE))
 
 
 def dtypes(made):
@@ -49,7 +49,7 @@ def test_each_class_computes_in_its_own_and_all_gather_in_one():
     assert made.communication_dtype == "bf16"
     reasons = {d.device_class: d for d in made.reasons.dtypes}
     assert (reasons[V100].compute_dtype, reasons[A100].compute_dtype) == ("fp16", "bf16")
-    assert any(line.startswith(f"{V100} computes in fp16: ") for line in why(made))
+    assert any(line.startswith(f"{V100} computes in fp16: ") for line in explain_plan(made))
 
 
 def test_classes_alike_need_no_words():
@@ -69,14 +69,14 @@ def test_a_class_that_is_left_out_does_not_decide_what_is_gathered():
         global_batch=8,
         devices=tuple(d.id for d in profile().cluster.members(V100)),
     )
-    made = optimal(profile(), alone)
+    made = plan_one_stage(profile(), alone)
     assert (dtypes(made), made.communication_dtype) == ({V100: "fp16"}, "fp16")
 
 
 def test_fp16_takes_less_time_and_less_memory_than_fp32_on_a_v100():
     of_slow = profile(precision={V100: "fp32"})
     fast, slow = (planned(of) for of in (profile(), of_slow))
-    assert predicted(fast).step_s < predicted(slow).step_s
+    assert get_prediction(fast).step_s < get_prediction(slow).step_s
     forced = fast.model_copy(
         update={
             "stages": (
@@ -120,5 +120,5 @@ def test_what_is_gathered_is_counted_in_the_communication_dtype():
     made = planned(of).model_copy(update={"zero_stage": 1})
     width = DTYPE_BYTES[made.communication_dtype]
     assert (dtypes(made)[V100], width) == ("fp32", 2)
-    for counted in traffic(of, made):
+    for counted in count_traffic(of, made):
         assert counted.bytes["gather"] == of.model.parameters * width

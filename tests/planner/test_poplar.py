@@ -18,7 +18,7 @@ from policies import (
 from profiles import GIB, Card, Network, block, curve, fleet, line, profile, steady
 
 from draws import examples
-from gpumix.planner.baselines.poplar import poplar
+from gpumix.planner.baselines.poplar import plan_poplar
 from gpumix.planner.common.strategy import PlanRequest
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
@@ -41,7 +41,7 @@ def test_it_is_the_published_rule(space, profile, batch):
         parts = rule(setting, mode, batch)
         if parts is not None:
             steps.append(even_step(setting, mode, parts, batch))
-    plan = plan_by(poplar, profile, batch, space)
+    plan = plan_by(plan_poplar, profile, batch, space)
     assert (plan is None) == (not steps)
     if plan is not None:
         assert plan.prediction.step_s == pytest.approx(min(steps), rel=1e-9)
@@ -133,7 +133,7 @@ def test_at_low_stages_each_device_takes_its_own_best_micro_batch():
         Card("many", 1, GIB, {"block": many, ROOT: idle}),
     ]
     request = PlanRequest(global_batch=20, space=Space(zero_stages=(1,), **ONE_WAY))
-    plan = poplar(profile(cards), request)
+    plan = plan_poplar(profile(cards), request)
     # 2 samples in 3.6 s; 20 samples in 12 s: speeds 0.556 and 1.667, so 5 and 15.
     assert parts_of(plan) == [("many", 15, 15), ("one", 5, 2)]
 
@@ -141,7 +141,7 @@ def test_at_low_stages_each_device_takes_its_own_best_micro_batch():
 def test_at_high_stages_all_run_as_many_micro_batches():
     unit = block(trainable=0, backward=line(1_000))
     cards = [Card("big", 1, 9_000, steady(1.0)), Card("small", 1, 4_000, steady(1.0))]
-    plan = poplar(profile(cards, kinds=[unit]), PlanRequest(global_batch=19))
+    plan = plan_poplar(profile(cards, kinds=[unit]), PlanRequest(global_batch=19))
     # No more than 3 at once on the small card. Five times 2 and 2, and 1 too many in the end.
     assert parts_of(plan) == [("big", 10, 2), ("small", 9, 2)]
 
@@ -153,16 +153,16 @@ def test_the_stage_is_chosen_by_itself():
     for memory in (10**6, 160_000):
         card = Card("c", 2, memory, steady(1.0))
         made = profile([card], network=wire, calls=("block",) * 16)
-        stages[memory] = poplar(made, PlanRequest(global_batch=4, space=EVERYTHING)).zero_stage
+        stages[memory] = plan_poplar(made, PlanRequest(global_batch=4, space=EVERYTHING)).zero_stage
     assert stages[10**6] < stages[160_000] == 3
 
 
 def test_state_is_shared_evenly():
-    plan = poplar(fleet(8), PlanRequest(global_batch=64))
+    plan = plan_poplar(fleet(8), PlanRequest(global_batch=64))
     assert {w.state_share for w in plan.workers} == {1 / 8}
 
 
 def test_the_class_that_is_short_is_named():
     with pytest.raises(NoFeasiblePlanError, match=r"'t4' is short of .*\d bytes") as caught:
-        poplar(fleet(4, memory_factor=0.9), PlanRequest(global_batch=64))
+        plan_poplar(fleet(4, memory_factor=0.9), PlanRequest(global_batch=64))
     assert "optimal" in caught.value.fix

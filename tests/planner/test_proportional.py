@@ -23,7 +23,7 @@ from profiles import GIB, Card, block, fleet, line, profile, steady
 from draws import examples
 from gpumix.cost.layout.curves import MicroBatches
 from gpumix.cost.peak_memory import Activations
-from gpumix.planner.baselines.whale import proportional
+from gpumix.planner.baselines.whale import plan_proportional
 from gpumix.planner.common.strategy import PlanRequest
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
@@ -57,7 +57,7 @@ def test_it_is_the_published_algorithm(space, profile, batch):
                     for (name, device), n in zip(listed(setting), samples)
                 ]
                 steps.append(even_step(setting, mode, given_out, batch))
-    plan = plan_by(proportional, profile, batch, space)
+    plan = plan_by(plan_proportional, profile, batch, space)
     assert (plan is None) == (not steps)
     if plan is not None:
         assert plan.prediction.step_s == pytest.approx(min(steps), rel=1e-9)
@@ -104,7 +104,7 @@ def memory(setting, name, mode, samples, size):
     demands = setting.memory.demands(
         Activations(setting.profile.model_of(name), MicroBatches.of([samples], [size]), mode)
     )
-    held = demands.fixed
+    held = demands.fixed_bytes
     if setting.zero_stage:
         held = held + demands.rounding + demands.per_share / len(setting.devices)
     measured = setting.profile.of_class(name)
@@ -119,7 +119,7 @@ def class_of(setting, name) -> DeviceClass:
 
 def test_samples_follow_the_peaks_and_not_the_measured_speed():
     cards = [Card("a", 1, GIB, steady(1.0)), Card("b", 1, GIB, steady(1.0))]
-    plan = proportional(peaked(profile(cards)), PlanRequest(global_batch=8))
+    plan = plan_proportional(peaked(profile(cards)), PlanRequest(global_batch=8))
     assert [w.samples for w in plan.workers] == [6, 2]
     assert {w.state_share for w in plan.workers} == {0.5}
     assert {w.mode for w in plan.workers} == {Mode()}
@@ -132,7 +132,7 @@ def test_an_emulated_device_goes_by_its_stated_speed():
         for c, rate in zip(made.cluster.classes, (1e9, 3e9))
     )
     made = made.model_copy(update={"cluster": made.cluster.model_copy(update={"classes": (a, b)})})
-    plan = proportional(made, PlanRequest(global_batch=8))
+    plan = plan_proportional(made, PlanRequest(global_batch=8))
     assert [w.samples for w in plan.workers] == [2, 6]
 
 
@@ -144,20 +144,20 @@ def test_what_overflows_goes_to_the_device_with_room():
     small = roomy.cluster.classes[0].model_copy(update={"memory_bytes": 17_000})
     cluster = roomy.cluster.model_copy(update={"classes": (small, roomy.cluster.classes[1])})
     made = peaked(roomy.model_copy(update={"cluster": cluster}))
-    plan = proportional(made, PlanRequest(global_batch=12))
+    plan = plan_proportional(made, PlanRequest(global_batch=12))
     assert [n for _, n, _ in parts_of(plan)] == [4, 8]
 
 
 def test_an_unknown_peak_is_asked_for():
     with pytest.raises(InputError, match="'c' is not known") as caught:
-        proportional(profile([Card("c", 1, GIB, steady(1.0))]), PlanRequest(global_batch=4))
+        plan_proportional(profile([Card("c", 1, GIB, steady(1.0))]), PlanRequest(global_batch=4))
     assert "peak_flops" in caught.value.fix
 
 
 def test_the_class_that_is_short_is_named():
     with pytest.raises(NoFeasiblePlanError, match=r"'t4' is short of .*\d bytes") as caught:
         made = peaked(fleet(4, memory_factor=0.9), [4e12, 2e12, 1e12, 3e12])
-        proportional(made, PlanRequest(global_batch=64))
+        plan_proportional(made, PlanRequest(global_batch=64))
     assert "optimal" in caught.value.fix
 
 
@@ -166,6 +166,6 @@ def test_a_thousand_devices_take_few_calls():
     """As many as devices, not as pairs of them: 0.1 s."""
     made = peaked(fleet(1_000), [4e12, 2e12, 1e12, 3e12])
     counted = cProfile.Profile()
-    plan = counted.runcall(proportional, made, PlanRequest(global_batch=8_192))
+    plan = counted.runcall(plan_proportional, made, PlanRequest(global_batch=8_192))
     assert len(plan.workers) == 1_000
     assert pstats.Stats(counted).total_calls < 1_000_000

@@ -10,11 +10,11 @@ from profiles import Card, block, line, profile, steady
 
 from draws import examples
 from gpumix.planner.common.device_pool import Fleet
-from gpumix.planner.common.sharding_setting import setting_of
-from gpumix.planner.common.sharding_setting import settings as settings_of
+from gpumix.planner.common.sharding_setting import iterate_settings as settings_of
+from gpumix.planner.common.sharding_setting import make_setting
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
 from gpumix.planner.data_parallel import feasibility
-from gpumix.planner.data_parallel.feasibility import may_fit
+from gpumix.planner.data_parallel.feasibility import can_fit
 from gpumix.schema.job.search_space import EVERYTHING
 
 MANY = examples(10)
@@ -28,10 +28,10 @@ def test_nothing_fits_where_it_is_said(profile, batch, steps):
     devices = ranked_devices(profile, PlanRequest(global_batch=batch))
     cut = cuts()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feasibility, "STEPS", steps)
+        patch.setattr(feasibility, "SAMPLE_COUNTS", steps)
         for setting in settings_of(Fleet.of(profile, devices), EVERYTHING):
             if all(setting.modes[name] for name in setting.classes):
-                assert may_fit(setting, batch) or best_of(setting, batch, cut) == inf
+                assert can_fit(setting, batch) or best_of(setting, batch, cut) == inf
 
 
 @pytest.mark.parametrize(("batch", "fits"), [(1, True), (90, True), (110, False)])
@@ -40,5 +40,5 @@ def test_a_batch_that_is_a_little_too_large_is_told(batch, fits):
     kinds = [block(trainable=0, kept=line(1_000))]
     cards = [Card("c", 2, 204_082, steady(1.0))]  # 2 % are for the framework's own kernels
     whole = profile(cards, kinds=kinds)
-    setting = setting_of(whole, ranked_devices(whole, PlanRequest(global_batch=batch)))
-    assert may_fit(setting, batch) == fits
+    setting = make_setting(whole, ranked_devices(whole, PlanRequest(global_batch=batch)))
+    assert can_fit(setting, batch) == fits

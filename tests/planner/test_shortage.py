@@ -11,7 +11,7 @@ from profiles import GIB, Card, block, curve, line, profile, steady
 from extended import every_second
 from gpumix.cost.peak_memory import usable_bytes
 from gpumix.planner.common.strategy import PlanRequest
-from gpumix.planner.data_parallel.search import optimal
+from gpumix.planner.data_parallel.search import plan_one_stage
 from gpumix.planner.data_parallel.why_nothing_fits import UNREACHABLE
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
@@ -35,7 +35,7 @@ def test_what_is_missing_is_named_to_the_byte():
         return profile(cards, kinds=kinds)
 
     with pytest.raises(NoFeasiblePlanError) as caught:
-        optimal(cluster(400_000), PlanRequest(global_batch=4, space=LAYERED))
+        plan_one_stage(cluster(400_000), PlanRequest(global_batch=4, space=LAYERED))
     error = caught.value
     assert error.exit_code == 4
     assert "the 2 devices are short of" in error.what
@@ -70,7 +70,7 @@ def test_the_largest_batch_that_fits_is_named(space):
     kinds = [block(trainable=100, kept=line(2_000))]
     setting = profile([Card("c", 2, 50_000, steady(1.0))], kinds=kinds)
     with pytest.raises(NoFeasiblePlanError, match="the largest that fits") as caught:
-        optimal(setting, PlanRequest(global_batch=40, space=space))
+        plan_one_stage(setting, PlanRequest(global_batch=40, space=space))
     largest = int(caught.value.fix.split("global_batch: ")[1].split("`")[0])
     assert plan_of(setting, largest, space) is not None
     assert plan_of(setting, largest + 1, space) is None
@@ -79,7 +79,7 @@ def test_the_largest_batch_that_fits_is_named(space):
 def test_a_device_too_small_to_take_part_is_named():
     cards = [Card("big", 1, GIB, steady(1.0)), Card("tiny", 1, 100, steady(1.0))]
     with pytest.raises(NoFeasiblePlanError, match="even without samples and state") as caught:
-        optimal(profile(cards), PlanRequest(global_batch=4, space=LAYERED))
+        plan_one_stage(profile(cards), PlanRequest(global_batch=4, space=LAYERED))
     assert "leave tiny out" in caught.value.fix
 
 
@@ -88,7 +88,7 @@ def test_kernels_that_like_large_micro_batches_count_as_they_are():
     kept = curve(10_000, 11_000, 12_000, 13_000)
     setting = profile([Card("c", 1, 160_000, steady(1.0))], kinds=[block(kept=kept)])
     with pytest.raises(NoFeasiblePlanError) as caught:
-        optimal(setting, PlanRequest(global_batch=40, space=LAYERED))
+        plan_one_stage(setting, PlanRequest(global_batch=40, space=LAYERED))
     largest = int(caught.value.fix.split("global_batch: ")[1].split("`")[0])
     assert [plan_of(setting, largest + n, LAYERED) is not None for n in range(4)] == [
         True,
@@ -121,7 +121,7 @@ def cards(memory=50_000, elements=100, **changes):
 
 def refusal(setting, batch, space=LAYERED):
     with pytest.raises(NoFeasiblePlanError) as caught:
-        optimal(setting, PlanRequest(global_batch=batch, space=space))
+        plan_one_stage(setting, PlanRequest(global_batch=batch, space=space))
     assert " 0 bytes" not in str(caught.value)
     assert str(UNREACHABLE) not in str(caught.value)
     return caught.value

@@ -16,10 +16,10 @@ from draws import examples
 from extended import every_second, every_third, left_out
 from gpumix.cost.peak_memory import usable_bytes
 from gpumix.cost.predict import predict
-from gpumix.planner.baselines.naive_model_parallel import by_memory
-from gpumix.planner.common.strategy import PlanRequest, predicted
-from gpumix.planner.pipeline_parallel.micro_batch_counts import spread
-from gpumix.planner.pipeline_parallel.search import SCHEDULES, staged
+from gpumix.planner.baselines.naive_model_parallel import plan_naive_model_parallel
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
+from gpumix.planner.pipeline_parallel.micro_batch_counts import deal_by_speed
+from gpumix.planner.pipeline_parallel.search import SCHEDULES, plan_staged
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.cluster.network import Link
 from gpumix.schema.cluster.network import Network as StatedNetwork
@@ -69,7 +69,7 @@ def cluster(
 
 
 def fits(plan: Plan) -> bool:
-    return all(w.peak_bytes <= w.memory_limit_bytes for w in predicted(plan).workers)
+    return all(w.peak_bytes <= w.memory_limit_bytes for w in get_prediction(plan).workers)
 
 
 @pytest.mark.extended
@@ -101,10 +101,10 @@ def is_the_fastest_of_equal_shares(
     speeds: list[float], batch: int, calls: int, start: float, link: float
 ) -> None:
     found = cluster([(s, 1) for s in speeds], calls=calls, start=start, link=link)
-    plan = staged(found, PlanRequest(global_batch=batch, space=SPACE))
+    plan = plan_staged(found, PlanRequest(global_batch=batch, space=SPACE))
     assert fits(plan)
-    assert predicted(plan).step_s == pytest.approx(least_s(found, batch, SPACE), rel=1e-6)
-    assert predicted(plan).bound_s <= predicted(plan).step_s
+    assert get_prediction(plan).step_s == pytest.approx(least_s(found, batch, SPACE), rel=1e-6)
+    assert get_prediction(plan).bound_s <= get_prediction(plan).step_s
 
 
 def with_room(found: Profile, part: float) -> Profile:
@@ -133,13 +133,13 @@ def is_the_fastest(found: Profile, batch: int, space: Space, *, short: bool) -> 
         found = with_room(found, part)
     wanted_s = min((seconds for seconds, _ in every), default=float("inf"))
     try:
-        plan = staged(found, PlanRequest(global_batch=batch, space=space))
+        plan = plan_staged(found, PlanRequest(global_batch=batch, space=space))
     except NoFeasiblePlanError:
         assert wanted_s == float("inf")
         return None
     assert fits(plan)
     assert step_s(plan) <= wanted_s * (1 + 1e-6)
-    assert predicted(plan).bound_s <= step_s(plan)
+    assert get_prediction(plan).bound_s <= step_s(plan)
     if all(len({w.state_share for w in stage.workers}) == 1 for stage in plan.stages):
         assert step_s(plan) == pytest.approx(wanted_s, rel=1e-6)
     return plan
@@ -164,7 +164,7 @@ def test_of_two_devices_no_plan_of_any_kind_is_faster(
     found = with_split_backward(cluster(cards, calls=calls, link=link, chunked=chunked))
     plan = is_the_fastest(found, batch, Space(zero_stages=zero_stages), short=short)
     assert plan is not None
-    assert predicted(plan).bound_s == pytest.approx(step_s(plan))
+    assert get_prediction(plan).bound_s == pytest.approx(step_s(plan))
 
 
 @pytest.mark.extended
@@ -194,8 +194,8 @@ def test_of_three_devices_no_plan_of_some_kinds_is_faster(
 @pytest.mark.parametrize("batch", [4, 8])
 def test_of_two_unlike_devices_it_is_proven_in_the_default_space(batch):
     found = with_split_backward(cluster([(1e-3, 1), (2.2e-3, 1)], calls=8, chunked=True))
-    plan = staged(found, PlanRequest(global_batch=batch, space=Space()))
-    assert predicted(plan).bound_s == pytest.approx(step_s(plan))
+    plan = plan_staged(found, PlanRequest(global_batch=batch, space=Space()))
+    assert get_prediction(plan).bound_s == pytest.approx(step_s(plan))
 
 
 def with_split_backward(found: Profile) -> Profile:
@@ -228,7 +228,7 @@ def test_no_schedule_is_faster_where_it_is_the_only_one(cards, link):
 
     def step_s(*schedules: Schedule) -> float:
         space = Space(zero_stages=(0, 1), schedules=schedules, heads="whole")
-        return predicted(staged(found, PlanRequest(global_batch=8, space=space))).step_s
+        return get_prediction(plan_staged(found, PlanRequest(global_batch=8, space=space))).step_s
 
     several: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble")
     assert step_s(*several) <= 1.005 * min(map(step_s, several))
@@ -236,7 +236,7 @@ def test_no_schedule_is_faster_where_it_is_the_only_one(cards, link):
 
 def test_layers_go_where_they_are_computed_fast():
     found = cluster([(1e-3, 1), (3e-3, 1)], calls=8)
-    plan = staged(found, PlanRequest(global_batch=32, space=SPACE))
+    plan = plan_staged(found, PlanRequest(global_batch=32, space=SPACE))
     layers = {s.workers[0].device_class: len(s.units) for s in plan.stages}
     assert layers == {"c0": 6, "c1": 2}
 
@@ -244,7 +244,7 @@ def test_layers_go_where_they_are_computed_fast():
 @pytest.mark.parametrize("most", [2, 4])
 def test_stages_that_go_round_count_each_time(most):
     space = Space(most_stages=most, schedules=("1f1b", "interleaved"), recompute=True)
-    plan = staged(cluster([(1e-3, 2)], calls=8), PlanRequest(global_batch=4, space=space))
+    plan = plan_staged(cluster([(1e-3, 2)], calls=8), PlanRequest(global_batch=4, space=space))
     assert len(plan.stages) == most and space.missing(plan) == ""
 
 
@@ -270,7 +270,9 @@ def test_stages_that_go_round_count_each_time(most):
 )
 def test_why_a_schedule_is_not_possible_is_told(space, told, fix):
     with pytest.raises(NoFeasiblePlanError, match=told) as caught:
-        staged(cluster([(1e-3, 4)], calls=8), PlanRequest(global_batch=4, space=Space(**space)))
+        plan_staged(
+            cluster([(1e-3, 4)], calls=8), PlanRequest(global_batch=4, space=Space(**space))
+        )
     assert re.search(fix, caught.value.fix)
     assert "profile" not in caught.value.fix
 
@@ -279,7 +281,7 @@ def test_why_a_schedule_is_not_possible_is_told(space, told, fix):
 def test_zero_bubble_goes_with_every_zero_stage(zero_stage):
     found = with_split_backward(cluster([(1e-3, 2), (3e-3, 2)], calls=4, link=1e9))
     space = Space(zero_stages=zero_stage, schedules="zero-bubble", most_stages=2)
-    plan = staged(found, PlanRequest(global_batch=4, space=space))
+    plan = plan_staged(found, PlanRequest(global_batch=4, space=space))
     assert (plan.zero_stage, plan.schedule, len(plan.stages)) == (zero_stage, "zero-bubble", 2)
     assert not any(worker.mode.recompute for worker in plan.workers)
 
@@ -287,14 +289,14 @@ def test_zero_bubble_goes_with_every_zero_stage(zero_stage):
 def test_each_schedule_has_its_own_reason():
     space = Space(schedules=("interleaved", "zero-bubble"), most_stages=2, recompute=True)
     with pytest.raises(NoFeasiblePlanError) as caught:
-        staged(cluster([(1e-3, 4)], calls=8), PlanRequest(global_batch=4, space=space))
+        plan_staged(cluster([(1e-3, 4)], calls=8), PlanRequest(global_batch=4, space=space))
     assert "interleaved: it has 2 stages for each" in caught.value.why
     assert "zero-bubble: it splits the backward" in caught.value.why
 
 
 def test_stages_are_not_to_be_had_where_one_is_the_most():
     with pytest.raises(InputError, match="with most_stages 1"):
-        staged(cluster([(1e-3, 4)]), PlanRequest(global_batch=4, space=Space(most_stages=1)))
+        plan_staged(cluster([(1e-3, 4)]), PlanRequest(global_batch=4, space=Space(most_stages=1)))
 
 
 def test_interleaved_stages_count_each():
@@ -302,42 +304,42 @@ def test_interleaved_stages_count_each():
     found = cluster([(1e-3, 2)], calls=8, link=1e12)
     for least in (3, 4):
         space = Space(schedules="interleaved", least_stages=least)
-        plan = staged(found, PlanRequest(global_batch=8, space=space))
+        plan = plan_staged(found, PlanRequest(global_batch=8, space=space))
         assert len(plan.stages) == 4
     three = Space(least_stages=3, most_stages=3)
     with pytest.raises(NoFeasiblePlanError):
-        staged(found, PlanRequest(global_batch=8, space=three))
+        plan_staged(found, PlanRequest(global_batch=8, space=three))
     with pytest.raises(InputError, match="2 devices, of which each may have 2 stages, and 8 units"):
-        staged(found, PlanRequest(global_batch=8, space=Space(least_stages=5)))
+        plan_staged(found, PlanRequest(global_batch=8, space=Space(least_stages=5)))
 
 
 def test_micro_batches_go_to_workers_as_they_are_fast():
-    assert spread(8, [1.0, 3.0]) == (6, 2)
-    assert spread(3, [1.0, 1.0]) == (2, 1)
-    assert spread(2, [1.0, 5.0]) == (2, 0)
+    assert deal_by_speed(8, [1.0, 3.0]) == (6, 2)
+    assert deal_by_speed(3, [1.0, 1.0]) == (2, 1)
+    assert deal_by_speed(2, [1.0, 5.0]) == (2, 0)
 
 
 def test_what_does_not_fit_is_refused():
     found = cluster([(1e-3, 2)], memory=1000)
     with pytest.raises(NoFeasiblePlanError):
-        staged(found, PlanRequest(global_batch=4, space=SPACE))
+        plan_staged(found, PlanRequest(global_batch=4, space=SPACE))
 
 
 @pytest.mark.parametrize("devices", [1])
 def test_one_device_has_one_stage(devices):
     found = cluster([(1e-3, devices)])
     with pytest.raises(InputError, match="one device alone"):
-        staged(found, PlanRequest(global_batch=4))
+        plan_staged(found, PlanRequest(global_batch=4))
 
 
 def test_a_profile_without_needs_is_told():
     found = cluster([(1e-3, 2)])
     bare = found.model_copy(update={"model": found.model.model_copy(update={"needs": ()})})
     with pytest.raises(InputError, match="need of each other"):
-        staged(bare, PlanRequest(global_batch=4))
+        plan_staged(bare, PlanRequest(global_batch=4))
 
 
-@pytest.mark.parametrize("strategy", [staged, by_memory])
+@pytest.mark.parametrize("strategy", [plan_staged, plan_naive_model_parallel])
 def test_on_some_devices_no_others_are_used(strategy):
     found = cluster([(1e-3, 2), (2e-3, 2)])
     some = ("c0-0", "c1-1")
@@ -349,14 +351,14 @@ def test_on_some_devices_no_others_are_used(strategy):
 def test_a_pinned_number_of_stages_is_that_of_the_fastest_such_plan(stages):
     found = cluster([(1.0, 1), (2.0, 2)], calls=3)
     space = SPACE.model_copy(update={"least_stages": stages, "most_stages": stages})
-    plan = staged(found, PlanRequest(global_batch=2, space=space))
+    plan = plan_staged(found, PlanRequest(global_batch=2, space=space))
     assert len(plan.stages) == stages
     wanted_s = min(
         predict(found, one).step_s
         for one in every_plan(found, 2, SPACE)
         if len(one.stages) == stages
     )
-    assert predicted(plan).step_s <= wanted_s * (1 + 1e-9)
+    assert get_prediction(plan).step_s <= wanted_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("strategy", left_out(["optimal", "staged"], ["staged"]))
@@ -368,7 +370,7 @@ def test_advice_to_take_one_class_keeps_to_what_is_pinned(strategy):
     assert plan.reasons is not None
     others = {one.strategy: one for one in plan.reasons.alternatives}
     fast = PlanRequest(global_batch=4, devices=("c0-0", "c0-1"), space=space)
-    wanted = predicted(staged(found, fast)).step_s
+    wanted = get_prediction(plan_staged(found, fast)).step_s
     assert others["only c0"].step_s == pytest.approx(wanted)
     assert others["only c1"].step_s is None and "one device alone" in others["only c1"].why
 
@@ -379,7 +381,7 @@ def test_one_class_alone_may_have_stages_too():
     plan = make_plan(found, 4, space=SPACE.model_copy(update={"leave_out": True}))
     assert len(plan.stages) > 1 and plan.reasons is not None
     others = {one.strategy: one for one in plan.reasons.alternatives}
-    assert others["only c0"].step_s == pytest.approx(predicted(plan).step_s)
+    assert others["only c0"].step_s == pytest.approx(get_prediction(plan).step_s)
 
 
 @pytest.mark.extended
@@ -398,10 +400,10 @@ def test_a_number_of_stages_that_nobody_looks_at_is_refused(strategy):
 def test_more_stages_than_devices_or_units_are_refused():
     space = Space(least_stages=4, schedules="1f1b")
     with pytest.raises(InputError, match="no plan of 4 stages: there are 3 devices, and 4 units"):
-        staged(cluster([(1.0, 3)]), PlanRequest(global_batch=4, space=space))
+        plan_staged(cluster([(1.0, 3)]), PlanRequest(global_batch=4, space=space))
     space = Space(least_stages=3, schedules="1f1b")
     with pytest.raises(InputError, match="no plan of 3 stages: there are 4 devices, and 2 units"):
-        staged(cluster([(1.0, 4)], calls=2), PlanRequest(global_batch=4, space=space))
+        plan_staged(cluster([(1.0, 4)], calls=2), PlanRequest(global_batch=4, space=space))
     with pytest.raises(ValueError, match="'least_stages' is 4, 'most_stages' 2"):
         Space(least_stages=4, most_stages=2)
 
@@ -445,7 +447,7 @@ def test_a_model_that_begins_again_has_one_stage(strategy):
 
 
 def step_s(plan: Plan) -> float:
-    return predicted(plan).step_s
+    return get_prediction(plan).step_s
 
 
 def least_of_many_deals(found: Profile, row: list[list[str]], cut: int, batch: int) -> float:
@@ -464,19 +466,19 @@ def test_micro_batches_are_dealt_otherwise_than_by_speed_where_that_is_faster(ba
     """And where there are too many ways for all of them no more is claimed than is known."""
     found = cluster([(1e-3, 2), (3.5e-3, 3)], calls=2)
     space = Space(zero_stages=0, recompute=True, schedules="1f1b", heads="whole", most_stages=2)
-    plan = staged(found, PlanRequest(global_batch=batch, space=space))
+    plan = plan_staged(found, PlanRequest(global_batch=batch, space=space))
     row = [[w.device for w in stage.workers] for stage in plan.stages]
     wanted_s = least_of_many_deals(found, row, len(plan.stages[0].units), batch)
-    assert predicted(plan).bound_s <= wanted_s
+    assert get_prediction(plan).bound_s <= wanted_s
     assert step_s(plan) == pytest.approx(wanted_s)
 
 
 @pytest.mark.parametrize(("batch", "start"), every_third([(20, 5.0), (64, 20.0), (100, 5.0)]))
 def test_of_many_sizes_large_ones_are_tried_too(batch, start):
     found = cluster([(1e-3, 1), (1.7e-3, 1)], calls=3, start=start)
-    plan = staged(found, PlanRequest(global_batch=batch, space=ALIKE))
+    plan = plan_staged(found, PlanRequest(global_batch=batch, space=ALIKE))
     wanted_s = min(predict(found, one).step_s for one in every_plan(found, batch, ALIKE))
-    assert predicted(plan).bound_s <= wanted_s * (1 + 1e-9)
+    assert get_prediction(plan).bound_s <= wanted_s * (1 + 1e-9)
     assert step_s(plan) <= 1.02 * wanted_s
 
 
@@ -487,12 +489,12 @@ def test_what_classes_that_take_no_part_can_run_is_of_no_matter():
     limited = cluster([(1e-3, 2), (2e-3, 1)], start=50.0, largest={1: 1})
     free = cluster([(1e-3, 2), (2e-3, 1)], start=50.0)
     request = PlanRequest(global_batch=8, devices=("c0-0", "c0-1"))
-    assert step_s(staged(limited, request)) == step_s(staged(free, request))
+    assert step_s(plan_staged(limited, request)) == step_s(plan_staged(free, request))
 
 
 def test_no_micro_batch_is_larger_than_was_measured():
     found = cluster([(1e-3, 1), (2e-3, 1)], start=50.0, largest={1: 3})
-    plan = staged(found, PlanRequest(global_batch=8))
+    plan = plan_staged(found, PlanRequest(global_batch=8))
     assert max(worker.micro_batch for worker in plan.workers) <= 3
 
 

@@ -10,9 +10,9 @@ from profiles import GIB, Card, block, in_a_row, line, profile, steady, with_tea
 
 from draws import examples
 from gpumix.cost.predict import predict
-from gpumix.planner.common.strategy import PlanRequest, predicted
-from gpumix.planner.optimal import fastest
-from gpumix.planner.pipeline_parallel.search import staged
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
+from gpumix.planner.optimal import plan_fastest
+from gpumix.planner.pipeline_parallel.search import plan_staged
 from gpumix.schema.cluster.network import Link, Network
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import Space
@@ -39,7 +39,7 @@ def in_hosts(
 
 def test_as_many_stages_as_are_wanted_where_teams_would_have_one():
     found = in_hosts(4, 4, faster=3.9)
-    assert len(fastest(found, request(1, least_stages=2)).stages) >= 2
+    assert len(plan_fastest(found, request(1, least_stages=2)).stages) >= 2
 
 
 @examples(4)
@@ -72,9 +72,9 @@ def test_no_plan_of_stages_of_which_some_are_teams_is_faster(
         tensor=degrees, zero_stages=zero_stage, schedules=schedule, recompute=True, heads="whole",
         sequence=False, orders="layered", boundaries="device",
     )  # fmt: skip
-    plan = staged(found, PlanRequest(global_batch=batch, space=space))
-    assert predicted(plan).step_s == pytest.approx(least_s(found, batch, space), rel=1e-6)
-    assert predicted(plan).bound_s <= predicted(plan).step_s * (1 + 1e-9)
+    plan = plan_staged(found, PlanRequest(global_batch=batch, space=space))
+    assert get_prediction(plan).step_s == pytest.approx(least_s(found, batch, space), rel=1e-6)
+    assert get_prediction(plan).bound_s <= get_prediction(plan).step_s * (1 + 1e-9)
 
 
 def with_limit(found: Profile, largest: int) -> Profile:
@@ -92,9 +92,9 @@ def with_limit(found: Profile, largest: int) -> Profile:
 def test_teams_run_no_larger_micro_batches_than_were_measured():
     found = in_hosts(2, 2, faster=1.9, start=2e-2, count=4)
     wanted = request(2, tensor=(1, 2), schedules="1f1b")
-    plan = staged(found, wanted)
+    plan = plan_staged(found, wanted)
     assert plan.in_teams and max(worker.micro_batch for worker in plan.workers) == 2
-    plan = staged(with_limit(found, 1), wanted)
+    plan = plan_staged(with_limit(found, 1), wanted)
     assert plan.in_teams and max(worker.micro_batch for worker in plan.workers) == 1
 
 
@@ -102,7 +102,7 @@ def test_teams_may_run_larger_micro_batches_than_their_members_alone():
     found = in_hosts(2, 2, faster=1.9, start=5e-3)
     alone = tuple(c.model_copy(update={"largest_micro_batch": 1}) for c in found.classes)
     found = found.model_copy(update={"classes": alone})
-    plan = staged(found, request(8, tensor=(1, 2), schedules="1f1b"))
+    plan = plan_staged(found, request(8, tensor=(1, 2), schedules="1f1b"))
     assert max(worker.micro_batch for worker in plan.workers) > 1
 
 
@@ -122,7 +122,7 @@ def test_stages_may_have_teams_of_different_degrees_where_none_computes_alone():
     teams = tuple(team for one in both for team in one.teams)
     network = tuple(times for one in both for times in one.network)
     found = found.model_copy(update={"teams": teams, "network": network})
-    plan = staged(found, request(1, tensor=(2, 4), schedules="1f1b"))
+    plan = plan_staged(found, request(1, tensor=(2, 4), schedules="1f1b"))
     assert {s.workers[0].device_class: s.tensor for s in plan.stages} == {"four": 4, "two": 2}
 
 
@@ -141,30 +141,30 @@ def test_in_one_stage_two_team_up_beside_others_that_compute_alone():
     )
     found = with_teams(in_a_row(found, message=line(1e4)), 2, faster=1.5, divided=1.9)
     space = {"schedules": "1f1b", "sequence": False, "boundaries": "device", "heads": "whole"}
-    plan = staged(found, request(2, tensor=(1, 2), **space))
+    plan = plan_staged(found, request(2, tensor=(1, 2), **space))
     assert len(plan.stages) > 1 and any(stage.unlike_teams for stage in plan.stages)
-    alone = staged(found, request(2, tensor=1, **space))
-    assert predicted(plan).step_s < 0.95 * predicted(alone).step_s
+    alone = plan_staged(found, request(2, tensor=1, **space))
+    assert get_prediction(plan).step_s < 0.95 * get_prediction(alone).step_s
     again = predict(found, plan)
-    assert again.step_s == pytest.approx(predicted(plan).step_s, rel=1e-9)
+    assert again.step_s == pytest.approx(get_prediction(plan).step_s, rel=1e-9)
     assert simulate(found, plan).step_s == pytest.approx(again.step_s, rel=1e-9)
-    assert predicted(plan).bound_s <= again.step_s
+    assert get_prediction(plan).bound_s <= again.step_s
     for worker in again.workers:
         assert worker.peak_bytes <= worker.memory_limit_bytes
 
 
 def test_devices_that_are_too_many_for_teams_are_left_out():
     found = in_hosts(3, 2, faster=1.9)
-    plan = staged(found, request(4, tensor=2, leave_out=True, schedules="1f1b"))
+    plan = plan_staged(found, request(4, tensor=2, leave_out=True, schedules="1f1b"))
     assert len(plan.workers) == 6 and {stage.tensor for stage in plan.stages} == {2}
     with pytest.raises(NoFeasiblePlanError, match="cannot all be divided into teams of 2"):
-        staged(found, request(4, tensor=2, leave_out=False))
+        plan_staged(found, request(4, tensor=2, leave_out=False))
 
 
 def test_one_team_alone_has_one_stage():
     """Of three devices two are a team, and the third is none."""
     found = in_hosts(3, 2, faster=1.9, count=3)
     with pytest.raises(InputError, match="one team of 2 alone has one stage") as caught:
-        staged(found, request(4, tensor=2, leave_out=True))
+        plan_staged(found, request(4, tensor=2, leave_out=True))
     assert "tensor: [1, 2]" in caught.value.fix
-    assert len(fastest(found, request(4, tensor=2, leave_out=True)).stages) == 1
+    assert len(plan_fastest(found, request(4, tensor=2, leave_out=True)).stages) == 1

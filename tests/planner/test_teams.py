@@ -8,12 +8,12 @@ import pytest
 from profiles import GIB, MIB, Card, block, in_a_row, line, profile, steady, with_teams
 
 from gpumix.cost.pipeline.staged_step import StagedStep
-from gpumix.cost.predict import plan_seconds, predict
-from gpumix.cost.teams import told_in
-from gpumix.planner.common.strategy import PlanRequest, predicted
-from gpumix.planner.optimal import fastest
-from gpumix.planner.pipeline_parallel.candidate import PlanCandidate, assemble_stages
-from gpumix.planner.pipeline_parallel.stage_modes import Manner, Team
+from gpumix.cost.predict import predict, predict_step_seconds
+from gpumix.cost.teams import list_group_collectives
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
+from gpumix.planner.optimal import plan_fastest
+from gpumix.planner.pipeline_parallel.candidate import UncutCandidate, build_staged_plan
+from gpumix.planner.pipeline_parallel.stage_modes import StageMode, TensorParallelDegree
 from gpumix.planner.plan import STRATEGIES
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.curve import Curve
@@ -23,7 +23,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import CollectiveTimes, Profile
 from gpumix.simulate.events import simulate
-from gpumix.train.run_log.tables import why
+from gpumix.train.run_log.tables import explain_plan
 
 optimal, staged = STRATEGIES["optimal"], STRATEGIES["staged"]
 
@@ -63,8 +63,8 @@ def test_one_sample_is_computed_by_several():
     found = cards()
     plan = optimal(found, request(1, most_stages=1, leave_out=True))
     assert [stage.tensor for stage in plan.stages] == [2]
-    alone = fastest(found, request(1, tensor=1, most_stages=1))
-    assert predicted(plan).step_s < 0.6 * predicted(alone).step_s
+    alone = plan_fastest(found, request(1, tensor=1, most_stages=1))
+    assert get_prediction(plan).step_s < 0.6 * get_prediction(alone).step_s
 
 
 def test_waiting_for_each_other_may_cost_more_than_it_gives():
@@ -92,14 +92,14 @@ def test_where_a_model_has_no_room_teams_may():
         optimal(found, request(4, tensor=1, **space))
     plan = optimal(found, request(4, leave_out=True, **space))
     assert plan.in_teams
-    for worker in predicted(plan).workers:
+    for worker in get_prediction(plan).workers:
         assert worker.peak_bytes <= worker.memory_limit_bytes
 
 
 def test_stages_of_teams():
     plan = staged(cards(), request(8, tensor=2, leave_out=True))
     assert len(plan.stages) > 1 and {stage.tensor for stage in plan.stages} == {2}
-    assert predicted(plan).step_s == pytest.approx(plan_seconds(cards(), plan))
+    assert get_prediction(plan).step_s == pytest.approx(predict_step_seconds(cards(), plan))
 
 
 @pytest.mark.parametrize("most_stages", [1, 2])
@@ -109,7 +109,7 @@ def test_a_plan_in_teams_is_predicted_as_a_whole_and_replayed(most_stages):
     plan = strategy(found, request(4, tensor=2, leave_out=True, most_stages=most_stages))
     expected = predict(found, plan)
     assert len(expected.workers) == len(plan.workers)
-    assert expected.step_s == pytest.approx(predicted(plan).step_s)
+    assert expected.step_s == pytest.approx(get_prediction(plan).step_s)
     replayed = simulate(found, plan)
     assert replayed.step_s == pytest.approx(expected.step_s, rel=0.02)
     ranks = sorted(rank for lane in replayed.lanes for rank in lane.ranks)
@@ -167,7 +167,7 @@ def test_the_sequence_is_divided_where_a_whole_one_has_no_room():
         optimal(found, whole)
     plan = optimal(found, request(1, **space))
     assert all(stage.sequence for stage in plan.stages)
-    for worker in predicted(plan).workers:
+    for worker in get_prediction(plan).workers:
         assert worker.peak_bytes <= worker.memory_limit_bytes
 
 
@@ -195,7 +195,7 @@ def test_stages_that_divide_the_sequence_make_it_whole_at_their_ends():
         update={"stages": tuple(s.model_copy(update={"sequence": False}) for s in plan.stages)}
     )
     assert predict(found, plan).step_s > predict(found, whole).step_s
-    assert simulate(found, plan).step_s == pytest.approx(predicted(plan).step_s, rel=0.02)
+    assert simulate(found, plan).step_s == pytest.approx(get_prediction(plan).step_s, rel=0.02)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
@@ -205,12 +205,12 @@ def test_each_stage_waits_for_what_its_teams_gather(cut):
     found = _with_gathers(cards(divided=1.9), enters=(0, 2), leaves=(1,), seconds=1.0)
     devices = [d for d in found.cluster.in_rank_order() if d.device_class == "new"]
     row = (tuple(devices[:2]), tuple(devices[2:]))
-    way = PlanCandidate(row, (Manner(Team(2, True), Mode()),) * 2, "1f1b", 1)
-    plan = assemble_stages(found, 1, way, (cut, 4), ((1,), (1,)), strategy="staged")
+    way = UncutCandidate(row, (StageMode(TensorParallelDegree(2, True), Mode()),) * 2, "1f1b", 1)
+    plan = build_staged_plan(found, 1, way, (cut, 4), ((1,), (1,)), strategy="staged")
     step = StagedStep(found, plan)
     for action in step.times.end_s:
         leader = plan.stages[action.stage].leaders[0]
-        between = told_in(found, plan, action.stage, leader)[-1]
+        between = list_group_collectives(found, plan, action.stage, leader)[-1]
         gathers = {"forward": between.forward, "backward": between.backward}[action.kind]
         assert round(step.action_s(action)) == len(gathers)
 
@@ -248,7 +248,10 @@ def test_devices_that_are_in_no_team_are_told_so():
     assert reasons is not None and reasons.mixing is None
     assert reasons.in_no_team == ("new-9", "old-0")
     assert reasons.hosts_left_out == reasons.devices_left_out == ()
-    assert "2 devices (new-9, old-0) left out: too few of a class on a host for a team" in why(plan)
+    assert (
+        "2 devices (new-9, old-0) left out: too few of a class on a host for a team"
+        in explain_plan(plan)
+    )
 
 
 def test_devices_that_a_team_is_faster_without_are_told_so():
@@ -256,7 +259,7 @@ def test_devices_that_a_team_is_faster_without_are_told_so():
     assert [stage.tensor for stage in plan.stages] == [2] and plan.reasons is not None
     (left,) = plan.reasons.devices_left_out
     assert plan.reasons.in_no_team == ()
-    assert f"{left} left out: more devices would cost more than they give" in why(plan)
+    assert f"{left} left out: more devices would cost more than they give" in explain_plan(plan)
 
 
 def in_threes() -> Profile:

@@ -14,10 +14,10 @@ from profiles import fleet
 from draws import examples
 from extended import left_out
 from gpumix.cost.peak_memory import usable_bytes
-from gpumix.planner.common.strategy import DevicePart, PlanRequest, assemble
-from gpumix.planner.data_parallel.branch_and_bound import level as fill
-from gpumix.planner.optimal import fastest
-from gpumix.planner.undivided import strategy_of, undivided
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan
+from gpumix.planner.data_parallel.branch_and_bound import find_fill_level as fill
+from gpumix.planner.optimal import plan_fastest
+from gpumix.planner.undivided import plan_undivided, select_strategy
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
 
@@ -41,7 +41,7 @@ def fits(profile, plan) -> bool:
 @MANY
 @given(profile=small_profiles(), batch=st.integers(1, 12))
 def test_one_device_computes_and_no_plan_of_equal_shares_is_faster(space, profile, batch):
-    plan = plan_by(undivided, profile, batch, space)
+    plan = plan_by(plan_undivided, profile, batch, space)
     if plan is not None:
         assert plan.is_uncut
         assert sorted(worker.samples for worker in plan.workers)[:-1] == [0] * (
@@ -60,7 +60,7 @@ def test_one_device_computes_and_no_plan_of_equal_shares_is_faster(space, profil
                 )
                 for device in setting.devices
             }
-            other = assemble(setting, strategy="even", global_batch=batch, parts=parts)
+            other = build_plan(setting, strategy="even", global_batch=batch, parts=parts)
             if fits(profile, other):
                 assert plan is not None
                 assert plan.prediction.step_s <= other.prediction.step_s * (1 + 1e-9)
@@ -69,19 +69,19 @@ def test_one_device_computes_and_no_plan_of_equal_shares_is_faster(space, profil
 @MANY
 @given(profile=small_profiles(), batch=st.integers(1, 12))
 def test_it_is_never_faster_than_the_fastest(profile, batch):
-    plan = plan_by(undivided, profile, batch, ONE)
+    plan = plan_by(plan_undivided, profile, batch, ONE)
     if plan is not None:
-        best = fastest(profile, PlanRequest(global_batch=batch, space=ONE))
+        best = plan_fastest(profile, PlanRequest(global_batch=batch, space=ONE))
         assert best.prediction.step_s <= plan.prediction.step_s * (1 + 1e-9)
 
 
 def test_many_unlike_devices_store_what_one_computes_with():
     found = fleet(64)
-    plan = undivided(found, PlanRequest(global_batch=8))
+    plan = plan_undivided(found, PlanRequest(global_batch=8))
     (busy,) = [worker for worker in plan.workers if worker.samples]
     assert (busy.device_class, busy.samples, busy.micro_batch) == ("a100", 8, 8)
     with pytest.raises(NoFeasiblePlanError, match="no device computes a batch of 4096 samples"):
-        undivided(found, PlanRequest(global_batch=4096))
+        plan_undivided(found, PlanRequest(global_batch=4096))
 
 
 @pytest.mark.parametrize(
@@ -101,5 +101,5 @@ def test_the_state_is_spread_as_evenly_as_there_is_room(most, counts, level):
 
 
 def test_it_is_what_couples_asks_for():
-    assert strategy_of("batch") == "undivided"
-    assert strategy_of("micro-batch") == strategy_of("") == "optimal"
+    assert select_strategy("batch") == "undivided"
+    assert select_strategy("micro-batch") == select_strategy("") == "optimal"

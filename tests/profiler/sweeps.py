@@ -20,7 +20,7 @@ from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.emulation import Pacer, device
 from gpumix.profiler.compute import sweep
 from gpumix.profiler.compute.class_measurement import measure_class
-from gpumix.profiler.subject import Shape, Subject
+from gpumix.profiler.subject import Workload, WorkloadShape
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.profile.measurements import ClassMeasurement
 from gpumix.schema.profile.profile import ROOT
@@ -103,12 +103,12 @@ def subject(
     largest: int,
     budget_s: float = 1e9,
     make_batch: Callable[[int], Batch] = some_batch,
-) -> Subject:
-    return Subject(
+) -> Workload:
+    return Workload(
         build=model,
         make_batch=make_batch,
         optimizer_of=partial(torch.optim.SGD, lr=0.1),
-        shape=Shape(sequence_length=ROWS, global_batch=largest),
+        shape=WorkloadShape(sequence_length=ROWS, global_batch=largest),
         budget_s=budget_s,
         dtypes={"one": "fp32"},
     )

@@ -13,12 +13,12 @@ from torch import nn
 from extended import every_second
 from gpumix.engine.unit.regional_compile import CompiledForward
 from gpumix.hardware.device import open_device
-from gpumix.hardware.estimates.kernel_choice import PLAIN, Chosen
+from gpumix.hardware.estimates.kernel_choice import PLAIN_SETTINGS, ChosenSettings
 from gpumix.profiler.compute import numerics_check, unit_fixture
 from gpumix.profiler.compute.class_measurement import measure_class
-from gpumix.profiler.subject import Subject
+from gpumix.profiler.subject import Workload
 from gpumix.schema.cluster.cluster import DeviceClass
-from gpumix.schema.cluster.kernels import Choice, Efficiency
+from gpumix.schema.cluster.kernels import KernelSettings, SettingChoice
 from gpumix.schema.profile.profile import ClassProfile
 from models import ARCHITECTURES, WIDTH, Regression
 
@@ -26,12 +26,12 @@ MIB = 2**20
 NAMES = ("dtype", "compile", "attention", "channels_last", "fused_optimizer")
 
 
-def wanted(**settings) -> Chosen:
-    choices = tuple(Choice(what=name, value="?", why="as asked") for name in NAMES)
-    return Chosen(Efficiency(**settings), choices)
+def wanted(**settings) -> ChosenSettings:
+    choices = tuple(SettingChoice(what=name, value="?", why="as asked") for name in NAMES)
+    return ChosenSettings(KernelSettings(**settings), choices)
 
 
-def measured(what: Subject) -> tuple[ClassProfile, list[str]]:
+def measured(what: Workload) -> tuple[ClassProfile, list[str]]:
     told: list[str] = []
     one = DeviceClass(name="one", accelerator="cpu", memory_bytes=64 * MIB)
     with open_device(one, 0) as runtime:
@@ -39,16 +39,16 @@ def measured(what: Subject) -> tuple[ClassProfile, list[str]]:
     return found.device_class, [line for line in told if "not used" in line]
 
 
-def compared(what: Subject) -> tuple[Subject, list[str]]:
+def compared(what: Workload) -> tuple[Workload, list[str]]:
     """What is left of the choices; no time is measured."""
     told: list[str] = []
     one = DeviceClass(name="one", accelerator="cpu", memory_bytes=64 * MIB)
     with open_device(one, 0) as runtime:
-        found = numerics_check.agreed(what, runtime, "one", told.append)
+        found = numerics_check.keep_agreeing_settings(what, runtime, "one", told.append)
     return found, [line for line in told if "not used" in line]
 
 
-def llama(*, dtype: str = "fp32", chosen: Chosen = PLAIN) -> Subject:
+def llama(*, dtype: str = "fp32", chosen: ChosenSettings = PLAIN_SETTINGS) -> Workload:
     architecture = ARCHITECTURES["llama"]
     # Another batch at each call, as a program's own may be.
     generator = torch.Generator().manual_seed(1)
@@ -64,7 +64,7 @@ def test_what_computes_the_same_is_used(dtype):
     found, told = compared(llama(dtype=dtype, chosen=wanted(**settings)))
     assert not told
     chosen = found.chosen["one"]
-    assert chosen.efficiency == Efficiency(**settings)
+    assert chosen.efficiency == KernelSettings(**settings)
     assert found.dtypes["one"] == dtype
     assert "off fp32" in chosen.why("attention")
     assert ("off fp32" in chosen.why("dtype")) == (dtype == "bf16")
@@ -133,7 +133,7 @@ def test_what_comes_before_the_first_unit_is_compared_too(monkeypatch, is_right)
 
 
 def test_attention_that_computes_something_else_is_not_used(monkeypatch):
-    plain = numerics_check.make_efficient
+    plain = numerics_check.apply_efficiency
 
     def wrong(model, efficiency, device):
         plain(model, efficiency, device)
@@ -142,7 +142,7 @@ def test_attention_that_computes_something_else_is_not_used(monkeypatch):
                 if type(module).__name__ == "LlamaAttention":
                     module.register_forward_hook(lambda m, a, out: (out[0] * 1.1, *out[1:]))
 
-    monkeypatch.setattr(numerics_check, "make_efficient", wrong)
+    monkeypatch.setattr(numerics_check, "apply_efficiency", wrong)
     found, [told] = compared(llama(chosen=wanted(attention="eager")))
     chosen = found.chosen["one"]
     assert chosen.efficiency.attention == "own"
@@ -170,7 +170,7 @@ def test_what_there_is_no_room_to_check_is_not_used_but_for_the_dtype(monkeypatc
     def full(*_):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(numerics_check, "computed", full)
+    monkeypatch.setattr(numerics_check, "compute_results", full)
     found, [told] = compared(llama(dtype="bf16", chosen=wanted(attention="eager")))
     assert (found.dtypes["one"], found.chosen["one"].efficiency.attention) == ("bf16", "own")
     assert "no room to check it" in told
@@ -262,7 +262,7 @@ def test_a_fused_optimizer_that_updates_otherwise_is_not_used():
 
 def test_tf32_is_switched_on_for_gpus_alone():
     before = torch.get_float32_matmul_precision()
-    numerics_check.make_efficient(nn.Linear(1, 1), Efficiency(tf32=True), torch.device("cpu"))
+    numerics_check.apply_efficiency(nn.Linear(1, 1), KernelSettings(tf32=True), torch.device("cpu"))
     assert torch.get_float32_matmul_precision() == before
 
 
@@ -289,11 +289,13 @@ def test_a_fused_loss_is_used_where_it_computes_the_same_faster(monkeypatch, com
     monkeypatch.setattr(numerics_check, "compare_losses", compare)
     what = llama()
     head = what.build().lm_head
-    chosen = replace(wanted(loss="triton"), choices=(Choice(what="loss", value="?", why="asked"),))
+    chosen = replace(
+        wanted(loss="triton"), choices=(SettingChoice(what="loss", value="?", why="asked"),)
+    )
     one = DeviceClass(name="one", accelerator="cpu", memory_bytes=64 * MIB)
     with open_device(one, 0) as runtime:
         what = replace(what, chosen={"one": chosen})
-        found = numerics_check.agreed(what, runtime, "one", print).chosen["one"]
+        found = numerics_check.keep_agreeing_settings(what, runtime, "one", print).chosen["one"]
     assert asked == [(head.in_features, head.out_features)]
     assert found.efficiency.loss == loss
     assert found.why("loss") == why

@@ -11,7 +11,7 @@ from gpumix.hardware.device import open_device
 from gpumix.profiler.compute import class_measurement
 from gpumix.profiler.compute.class_measurement import measure_class
 from gpumix.profiler.compute.sweep import Sweep
-from gpumix.profiler.subject import Shape, Subject
+from gpumix.profiler.subject import Workload, WorkloadShape
 from gpumix.schema.cluster.cluster import DeviceClass
 from models import ARCHITECTURES, LENGTH
 
@@ -34,11 +34,11 @@ def test_a_time_above_that_of_more_work_is_lowered_to_it(monkeypatch, part):
     monkeypatch.setattr(class_measurement, "sweep", disturbed)
     architecture = ARCHITECTURES["gpt2"]
     generator = torch.Generator().manual_seed(1)
-    subject = Subject(
+    subject = Workload(
         build=lambda: gpumix.build(architecture.factory, seed=0),
         make_batch=lambda n: architecture.batch(n, generator),
         optimizer_of=torch.optim.AdamW,
-        shape=Shape(sequence_length=LENGTH, global_batch=BATCH),
+        shape=WorkloadShape(sequence_length=LENGTH, global_batch=BATCH),
         budget_s=20,
         dtypes={"cpu": "fp32"},
     )

@@ -13,9 +13,14 @@ from extended import left_out
 from gpumix.data.core.read_policy import Reading
 from gpumix.data.sources.map_style import SampleSource
 from gpumix.data.workers.fetch import Cost
-from gpumix.engine.rank_group import Ranks
+from gpumix.engine.rank_group import RankGroup
 from gpumix.profiler import input_pipeline
-from gpumix.profiler.input_pipeline import measure_input, most_of, most_samples_per_s, read_at_once
+from gpumix.profiler.input_pipeline import (
+    compute_max_rate,
+    measure_input,
+    most_samples_per_s,
+    read_at_once,
+)
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 
 ANSWER_S = 0.004
@@ -79,7 +84,7 @@ def test_one_reads_where_there_are_threads_only_and_samples_bear_one(
         SampleSource(Ready(thread_safe=thread_safe), "data"),
         Cluster(classes=(kind,), devices=(device,)),
         [device],
-        Ranks(None, rank=0, world=1, device=torch.device("cpu"), timeout_s=10),
+        RankGroup(None, rank=0, world=1, device=torch.device("cpu"), timeout_s=10),
         reading=Reading(),
     )
     assert found.parallel == (forks or thread_safe)
@@ -103,7 +108,7 @@ def got(per_s: float, busy: float = 0.0) -> Cost:
     ],
 )
 def test_what_holds_readers_back(few, many, cores, most):
-    assert most_of(few, many, cores) == most
+    assert compute_max_rate(few, many, cores) == most
 
 
 def test_what_computes_is_not_looked_at():

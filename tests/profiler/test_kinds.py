@@ -10,7 +10,7 @@ from sweeps import measure
 from torch.utils._pytree import tree_leaves
 
 from extended import every_third
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.hardware.device import open_device
 from gpumix.schema.cluster.cluster import DeviceClass
 from staging import EVERY, calls_of
@@ -42,7 +42,7 @@ def test_what_is_measured_is_true_of_each_call(name, alike):
     kinds = list(dict.fromkeys(found.kind_of_call))
     assert [kinds.index(kind) for kind in found.kind_of_call] == alike
     assert found.calls == calls_of(name)
-    assert found.fingerprint == dissect(architecture.factory()).fingerprint()
+    assert found.fingerprint == split_into_units(architecture.factory()).fingerprint()
     for size in range(1, LARGEST + 1):
         measured = [
             [curve.values[curve.sizes.index(size)] for _, curve in sorted(outputs.items())]
@@ -55,7 +55,7 @@ def _bytes_returned(name: str, samples: int) -> list[list[int]]:
     """By each call of the model's blocks, run as it is."""
     architecture, found = EVERY[name], []
     model = architecture.factory()
-    for unit in dissect(model).units:
+    for unit in split_into_units(model).units:
         unit.module.register_forward_hook(
             lambda _, __, out: found.append(
                 [t.nbytes for t in tree_leaves(out) if isinstance(t, torch.Tensor)]

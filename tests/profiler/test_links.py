@@ -15,9 +15,14 @@ import gpumix
 from extended import every_second
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.profiler import network
-from gpumix.profiler.network import PRODUCT_S, measure_links, product_rows, team_ranks
+from gpumix.profiler.network import (
+    PRODUCT_S,
+    find_tensor_parallel_ranks,
+    measure_links,
+    product_rows,
+)
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
-from gpumix.schema.cluster.link_islands import placed
+from gpumix.schema.cluster.link_islands import add_found_islands
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.profile.profile import Profile
 from harness import run_ranks
@@ -114,7 +119,7 @@ def agreed_s(seconds):
     clock, left = VirtualClock(), iter(seconds[dist.get_rank()])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "time", SimpleNamespace(perf_counter=clock))
-        found = network._agreed_s(all_ranks(), lambda: clock.spend(next(left)))
+        found = network._time_slowest_rank(all_ranks(), lambda: clock.spend(next(left)))
     assert not list(left)
     return found
 
@@ -191,8 +196,8 @@ def nccl(monkeypatch):
     """Two ranks whose collectives take what the tables say."""
     monkeypatch.setattr(network, "_gather_s", lambda comm, form, size: GATHERS[form](size))
     monkeypatch.setattr(network, "_reduce_s", lambda comm, form, size: REDUCES[form](size))
-    monkeypatch.setattr(network, "_small_s", lambda comm: 3e-5)
-    monkeypatch.setattr(network, "message_s", lambda line, size, agree: MESSAGE(size))
+    monkeypatch.setattr(network, "_time_small_all_reduce", lambda comm: 3e-5)
+    monkeypatch.setattr(network, "time_message", lambda line, size, agree: MESSAGE(size))
     monkeypatch.setattr(network, "_sum_s", lambda comm, size, agree: SUM(size))
     return SimpleNamespace(world=2, on_gloo=False, among=lambda ranks: None)
 
@@ -262,7 +267,7 @@ def test_islands_and_racks_are_found_in_messages_between_each_two(hosts, what):
     assert all(other.pairs == first.pairs for other in others)
     assert {(p.one, p.other) for p in first.pairs} == set(combinations(range(4), 2))
     assert {p.times.sizes for p in first.pairs} == {(64 * KIB, 300 * KIB)}
-    assert {d.id: getattr(d, what) for d in placed(places(hosts), first.pairs)} == {
+    assert {d.id: getattr(d, what) for d in add_found_islands(places(hosts), first.pairs)} == {
         "d0": "0",
         "d1": "1",
         "d2": "0",
@@ -275,7 +280,7 @@ def test_islands_and_racks_are_found_in_messages_between_each_two(hosts, what):
 
 def test_teams_are_timed_inside_an_island():
     devices = [d.model_copy(update={"island": str(n % 2)}) for n, d in enumerate(places(["a"] * 4))]
-    assert team_ranks(devices, {"card": (2, 4)}) == {2: (0, 2)}
+    assert find_tensor_parallel_ranks(devices, {"card": (2, 4)}) == {2: (0, 2)}
 
 
 @pytest.mark.extended

@@ -14,10 +14,10 @@ from extended import every_third
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.hardware.device import open_device
 from gpumix.profiler.compute.class_measurement import measure_class
-from gpumix.profiler.subject import Subject
+from gpumix.profiler.subject import Workload
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.errors import InputError
-from gpumix.schema.profile.measurements import TeamMeasurement
+from gpumix.schema.profile.measurements import TensorParallelMeasurement
 from gpumix.schema.profile.profile import ROOT
 from models import ARCHITECTURES, LENGTH, WIDTH, Regression
 
@@ -27,7 +27,7 @@ CLASS = DeviceClass(name="one", accelerator="cpu", memory_bytes=64 * 2**20)
 PART = LENGTH // DEGREE * WIDTH * 4
 
 
-def measured(what: Subject) -> dict[bool, TeamMeasurement]:
+def measured(what: Workload) -> dict[bool, TensorParallelMeasurement]:
     """By whether the sequence was divided."""
     what = replace(what, degrees={"one": (DEGREE,)})
     with virtual_time(), open_device(CLASS, 0) as runtime:
@@ -35,7 +35,7 @@ def measured(what: Subject) -> dict[bool, TeamMeasurement]:
     return {team.sequence: team for team in found.teams}
 
 
-def of_architecture(name: str) -> Subject:
+def of_architecture(name: str) -> Workload:
     architecture, generator = ARCHITECTURES[name], torch.Generator().manual_seed(0)
     return subject(
         architecture.factory, largest=1, make_batch=lambda n: architecture.batch(n, generator)
@@ -60,7 +60,7 @@ def test_where_a_sequence_is_divided_and_whole_again(name, enters, leaves):
 
 
 @pytest.fixture(scope="module")
-def of_llama() -> dict[bool, TeamMeasurement]:
+def of_llama() -> dict[bool, TensorParallelMeasurement]:
     return measured(of_architecture("llama"))
 
 
@@ -72,7 +72,7 @@ def test_each_sum_of_a_block_is_a_reduction_and_a_gather_of_its_halves(of_llama)
     assert of_llama[True].told["LlamaDecoderLayer"].summed == 2 * WIDTH  # of both norms
 
 
-def told(team: TeamMeasurement, kind: str) -> dict[str, dict[tuple[str, float], int]]:
+def told(team: TensorParallelMeasurement, kind: str) -> dict[str, dict[tuple[str, float], int]]:
     return {
         way: {(c.operation, c.bytes.values[0] / c.times): c.times for c in collectives}
         for way, collectives in team.told[kind]
@@ -109,15 +109,15 @@ def test_a_tensor_plan_that_divides_half_of_a_block_is_the_users_own_error():
     half = replace(MIXING, tensor={"**.up": "colwise"})
     assert not measured(half)
     with pytest.raises(InputError, match="does not run as its tensor plan divides it over 2"):
-        measured(replace(half, must_divide=True))
+        measured(replace(half, requires_tensor_parallel=True))
 
 
 def test_a_model_whose_positions_cannot_be_divided_is_measured_without():
     assert list(measured(MIXING)) == [False]
-    assert list(measured(replace(MIXING, must_divide=True))) == [False]
+    assert list(measured(replace(MIXING, requires_tensor_parallel=True))) == [False]
 
 
 def test_nor_is_that_an_error_but_where_nothing_else_is_wanted():
     assert not measured(replace(MIXING, sequence=(True,)))
     with pytest.raises(ModelError, match=r"positions of unit '.*' cannot be divided"):
-        measured(replace(MIXING, sequence=(True,), must_divide=True))
+        measured(replace(MIXING, sequence=(True,), requires_tensor_parallel=True))

@@ -15,7 +15,7 @@ from sweeps import costly_model, subject, virtual_time
 
 import gpumix
 from extended import every_second
-from gpumix.engine.rank_group import Ranks
+from gpumix.engine.rank_group import RankGroup
 from gpumix.hardware.device import open_device
 from gpumix.profiler.cache.measurement_cache import MeasurementCache
 from gpumix.profiler.cache.measurement_files import MEASURED_CODE, own_files
@@ -288,7 +288,7 @@ def measure_here(
         ClusterProfiler(
             subject(model, largest=largest, budget_s=budget_s),
             cluster,
-            ranks=Ranks(None, rank=0, world=1, device=runtime.torch_device, timeout_s=10),
+            ranks=RankGroup(None, rank=0, world=1, device=runtime.torch_device, timeout_s=10),
             devices=cluster.devices,
             runtime=runtime,
             cache=cache(folder, *overrides),

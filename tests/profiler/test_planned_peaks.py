@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gpumix
 from extended import every_second, left_out
-from gpumix.cost.layout.curves import bytes_at
+from gpumix.cost.layout.curves import interpolate_bytes
 from gpumix.cost.predict import predict
 from gpumix.cost.schedule import MicroBatchSchedule
 from gpumix.hardware.device import open_device
@@ -343,7 +343,7 @@ def test_what_a_split_backward_leaves_is_planned_for_where_gradients_end_early()
     (one,), saved = plan.stages[0].workers, profile.model.kinds[0].saved
     assert saved is not None
     waiting = MicroBatchSchedule.of(plan).in_flight[0]
-    above = [waiting * float(bytes_at(saved, one.micro_batch)), 0.0]
+    above = [waiting * float(interpolate_bytes(saved, one.micro_batch)), 0.0]
     expected = predict(profile, plan).workers
     for worker, measured, of_first in zip(expected, peaks, above, strict=True):
         least = (1 - MOST_BELOW) * measured

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gpumix
 from extended import left_out
-from gpumix.engine.loss.objective import objective_of
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.loss.objective import make_objective
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.hardware.device import open_device
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
@@ -93,7 +93,7 @@ def test_the_plans_flops_are_those_of_the_whole_model(profiled, planned):
     told = sum(worker.model_flops or 0.0 for worker in prediction.workers)
     model, batch = architecture.factory(), architecture.batch(BATCH, torch.Generator())
     with FlopCounterMode(display=False) as flops, sdpa_kernel(SDPBackend.MATH):
-        objective_of(model)(model, batch)[0].backward()
+        make_objective(model)(model, batch)[0].backward()
     if name == "mixtral":  # torch knows no product of groups
         assert told > flops.get_total_flops()
     else:
@@ -103,7 +103,7 @@ def test_the_plans_flops_are_those_of_the_whole_model(profiled, planned):
 def test_a_profile_is_true_to_the_model(profiled):
     name, profile = profiled
     model = ARCHITECTURES[name].factory()
-    anatomy = dissect(model)
+    anatomy = split_into_units(model)
     assert profile.model.fingerprint == anatomy.fingerprint()
     assert profile.model.calls == tuple(unit.name for unit in anatomy.units)
     trained = [p.numel() for p in model.parameters() if p.requires_grad]

@@ -14,7 +14,7 @@ from torch import nn
 import gpumix
 from gpumix.integrations.common.plan_and_shard import without_weights
 from gpumix.profiler import input_pipeline
-from gpumix.profiler.cache.program_cache import work_of
+from gpumix.profiler.cache.program_cache import describe_work
 from harness import run_ranks
 from models import ARCHITECTURES, LENGTH
 
@@ -112,7 +112,7 @@ class Doubled(nn.Module):
 
 def test_what_changes_the_work_is_told():
     def told(model: nn.Module, samples: int = 1, more: str = "") -> object:
-        return work_of(model, batch(samples), more)
+        return describe_work(model, batch(samples), more)
 
     model = GPT2.factory()
     plain = told(model)

@@ -12,11 +12,11 @@ import torch
 from gpumix.hardware.discovery import gpu_clocks
 from gpumix.hardware.discovery.gpu_clocks import ClockReader
 from gpumix.profiler.compute import warm_up
-from gpumix.schema.cluster.clocks import Clocks
-from gpumix.train.monitor.clock_warnings import ClockWatch
+from gpumix.schema.cluster.clocks import GpuClocks
+from gpumix.train.monitor.clock_warnings import ClockMonitor
 from gpumix.train.run_log.metrics import RankRecord
 
-HOT = Clocks(sm_mhz=1410, power_watts=350.5, temperature_c=71)
+HOT = GpuClocks(sm_mhz=1410, power_watts=350.5, temperature_c=71)
 
 
 class Driver:
@@ -51,8 +51,8 @@ class Driver:
     ("driver", "uuid", "expected"),
     [
         (Driver(), "GPU-1", HOT),
-        (Driver("power"), "GPU-1", Clocks(sm_mhz=1410, temperature_c=71)),
-        (Driver("power", "temperature"), "GPU-1", Clocks(sm_mhz=1410)),
+        (Driver("power"), "GPU-1", GpuClocks(sm_mhz=1410, temperature_c=71)),
+        (Driver("power", "temperature"), "GPU-1", GpuClocks(sm_mhz=1410)),
         (Driver("clock"), "GPU-1", None),
         (Driver(), "GPU-2", None),
         (None, "GPU-1", None),
@@ -63,7 +63,7 @@ def test_a_driver_is_asked_for_what_it_knows(driver, uuid, expected, monkeypatch
     def here() -> Any:
         yield driver
 
-    monkeypatch.setattr(gpu_clocks, "driver", here)
+    monkeypatch.setattr(gpu_clocks, "open_nvml", here)
     reader = ClockReader(uuid, 0)
     assert reader.look() == expected
     reader.close()
@@ -103,12 +103,12 @@ def test_a_class_whose_clock_stays_apart_is_told_of_once():
         SimpleNamespace(classes=classes),
         SimpleNamespace(workers=[SimpleNamespace(device=f"d{n}") for n in range(3)]),
     )
-    watch = ClockWatch(profile)  # type: ignore[arg-type]
+    watch = ClockMonitor(profile)  # type: ignore[arg-type]
 
     def told(*mhz: float | None) -> list[Any]:
         names = ("card", "card", "unknown")
         records = [_record(name, one) for name, one in zip(names, mhz)]
-        return watch.differ(plan, records)  # type: ignore[arg-type]
+        return watch.find_clock_changes(plan, records)  # type: ignore[arg-type]
 
     assert told(1410, 1005, 1) == []  # once is no reason
     assert told(1410, 1400, 1) == []
@@ -123,6 +123,6 @@ def test_a_class_whose_clock_stays_apart_is_told_of_once():
 
 def test_without_a_profile_nothing_is_compared():
     plan: Any = SimpleNamespace(workers=[SimpleNamespace(device="d0")])
-    watch = ClockWatch(None)
+    watch = ClockMonitor(None)
     for _ in range(3):
-        assert watch.differ(plan, [_record("card", 1.0)]) == []
+        assert watch.find_clock_changes(plan, [_record("card", 1.0)]) == []

@@ -75,12 +75,12 @@ def test_crews_train_the_same_batches(crew):
 
 
 def test_values_that_are_read_are_noted_by_who_reads_them(bench):
-    from gpumix.engine.batch.batch_split import padded_from
+    from gpumix.engine.batch.batch_split import find_padding_starts
 
     mask = torch.ones(2, 4, dtype=torch.long)
     with waits.watched(bench) as seen:
         torch.ones(3).sum().item()
-        padded_from({"attention_mask": mask}, [range(2)])
+        find_padding_starts({"attention_mask": mask}, [range(2)])
     assert seen.others == {"elsewhere": 1}
     assert [line.split(":")[0] for line in seen.ours] == ["engine/batch/batch_split.py"]
     assert torch.Tensor.item is not None and torch.ones(1).item() == 1.0

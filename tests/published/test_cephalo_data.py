@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.cost.layout.curves import bytes_at, seconds_at
+from gpumix.cost.layout.curves import interpolate_bytes, interpolate_seconds
 from gpumix.cost.peak_memory import usable_bytes
 from gpumix.schema.profile.profile import ROOT
 from published import GIB, cephalo
@@ -20,26 +20,28 @@ def test_times_are_the_measured_points_and_backward_recomputes():
     assert block.gradient.values[1] == pytest.approx(0.0314939119)
     assert block.backward.values[1] == pytest.approx(0.00744542140 + 0.0314939119)
     assert found.largest_micro_batch == 16
-    assert seconds_at(found.units[ROOT].backward, 5) == 0
+    assert interpolate_seconds(found.units[ROOT].backward, 5) == 0
 
 
 def test_where_only_a_fit_is_given_it_is_the_time():
     p40 = cephalo.profile(GPT, {"p40": 1, "l4": 1}).of_class("p40")
-    assert seconds_at(p40.units["block"].forward, 5) == pytest.approx(0.082319572)
+    assert interpolate_seconds(p40.units["block"].forward, 5) == pytest.approx(0.082319572)
     assert p40.largest_micro_batch is None
 
 
 def test_peaks_go_on_by_their_largest_step():
     peak = cephalo.peak_bytes(GPT)
-    assert bytes_at(peak, 4) / GIB == pytest.approx(2.2334365845)
+    assert interpolate_bytes(peak, 4) / GIB == pytest.approx(2.2334365845)
     step = 1.8626046181 - 1.4901814461
-    assert bytes_at(peak, 10) / GIB == pytest.approx(2.2334365845 + 6 * step)
+    assert interpolate_bytes(peak, 10) / GIB == pytest.approx(2.2334365845 + 6 * step)
 
 
 def test_longer_samples_take_their_memory_and_fp32_stands_in_for_fp16():
     peak = cephalo.peak_bytes(cephalo.Setting("llama_3b", "fp16", 1024))
-    assert bytes_at(peak, 1) / GIB == pytest.approx(3.050779700)  # two samples of 512 tokens
-    assert bytes_at(peak, 2) / GIB == pytest.approx(3.367326617)
+    assert interpolate_bytes(peak, 1) / GIB == pytest.approx(
+        3.050779700
+    )  # two samples of 512 tokens
+    assert interpolate_bytes(peak, 2) / GIB == pytest.approx(3.367326617)
 
 
 def test_three_quarters_of_a_card_may_be_used():
@@ -53,7 +55,7 @@ def test_a_planned_peak_is_theirs_with_what_they_set_aside():
     """Gathered parameters and gradients are in their peak, and counted by the cost model too."""
     profile = cephalo.profile(GPT, {"a6000": 1, "p40": 1})
     in_flight = 2 * (2 + 4) * profile.model.kinds[0].trainable
-    working = float(bytes_at(profile.model.kinds[0].backward, 3))
+    working = float(interpolate_bytes(profile.model.kinds[0].backward, 3))
     assert (working + in_flight) / GIB == pytest.approx(1.8626046181 + 2)
 
 

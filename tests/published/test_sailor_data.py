@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 
-from gpumix.cost.layout.curves import seconds_at
+from gpumix.cost.layout.curves import interpolate_seconds
 from gpumix.cost.schedule import Action
 from gpumix.schema.profile.profile import ROOT
 from published import GIB
@@ -24,15 +24,15 @@ def v100(count: int = 4):
 
 def test_a_block_takes_the_mean_of_24_layers():
     block = v100().units["block"]
-    assert seconds_at(block.forward, 2) == pytest.approx((0.014626 + 23 * 0.014086) / 24)
-    both = seconds_at(block.forward, 2) + seconds_at(block.gradient, 2)
-    assert seconds_at(block.backward, 2) == pytest.approx(both)
+    assert interpolate_seconds(block.forward, 2) == pytest.approx((0.014626 + 23 * 0.014086) / 24)
+    both = interpolate_seconds(block.forward, 2) + interpolate_seconds(block.gradient, 2)
+    assert interpolate_seconds(block.backward, 2) == pytest.approx(both)
 
 
 def test_the_root_is_the_embedding_before_and_the_head_after():
     root = v100().units[ROOT]
     assert root.forward.values[root.forward.sizes.index(2)] == pytest.approx(0.000527)
-    assert seconds_at(root.backward, 2) == pytest.approx(0.036702 + 0.059358 + 0.000003)
+    assert interpolate_seconds(root.backward, 2) == pytest.approx(0.036702 + 0.059358 + 0.000003)
 
 
 def test_an_update_is_that_of_26_layers():
@@ -72,7 +72,7 @@ def test_hosts_send_with_all_their_gpus():
             2**20,
         )
     )
-    assert seconds_at(link.times, 4 * 2**20) == pytest.approx(seconds)
+    assert interpolate_seconds(link.times, 4 * 2**20) == pytest.approx(seconds)
 
 
 def test_links_between_unlike_hosts_of_one_laboratory_are_slow():

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 
 import planner_cephalo as contest
-from gpumix.planner.baselines.cephalo import cephalo as programme
+from gpumix.planner.baselines.cephalo import plan_cephalo as programme
 from gpumix.planner.common.strategy import PlanRequest
 from published import cephalo
 

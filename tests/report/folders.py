@@ -14,7 +14,7 @@ from typing import Any
 from verbs import measured
 
 from gpumix.planner.plan import plan as make_plan
-from gpumix.report.page import page
+from gpumix.report.page import render_page
 from gpumix.report.run import Run, read_run
 from gpumix.schema.plan.plan import Plan
 
@@ -127,7 +127,7 @@ class Read(HTMLParser):
 def read(run: Run) -> Read:
     """The page of a run, well-formed."""
     found = Read()
-    found.feed(page(run))
+    found.feed(render_page(run))
     found.close()
     assert found.wrong == []
     assert found.open == []

@@ -11,7 +11,7 @@ from profiles import fleet
 from verbs import measured
 
 from gpumix.planner.plan import plan as make_plan
-from gpumix.report.cluster import Box, cluster_of
+from gpumix.report.cluster import Box, build_cluster_box
 from gpumix.report.run import Run, read_run
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.cluster.link_islands import Links, PairTimes
@@ -91,7 +91,7 @@ def inner(box: Box) -> dict[str, Box]:
 
 def test_boxes_are_racks_hosts_and_islands_with_their_links(tmp_path):
     profile = a_rack()
-    whole = cluster_of(make_plan(profile, 64, space=FEW), profile)
+    whole = build_cluster_box(make_plan(profile, 64, space=FEW), profile)
     assert (whole.level, whole.hosts, whole.devices) == ("cluster", 3, 12)
     racks = inner(whole)
     assert racks.keys() == {"near", "far"}
@@ -132,7 +132,7 @@ def test_boxes_are_racks_hosts_and_islands_with_their_links(tmp_path):
 def test_what_devices_have_is_the_plans(tmp_path, count):
     profile = a_rack(count)
     plan = make_plan(profile, 64, space=FEW)
-    members = cluster_of(plan, profile).all_members
+    members = build_cluster_box(plan, profile).all_members
     assert sorted(m.device for m in members) == sorted(d.id for d in profile.cluster.devices)
     workers = {worker.device: worker for worker in plan.workers}
     for member in members:
@@ -159,7 +159,7 @@ def test_many_alike_are_one(tmp_path):
         between="25GbE",
     )
     workers = make_plan(fleet(128), 512, space=FEW)
-    whole = cluster_of(workers, profile)
+    whole = build_cluster_box(workers, profile)
     assert (whole.devices, whole.hosts) == (128, 32)
     assert len(whole.boxes) == 4  # one for the hosts of each class
     assert sum(

@@ -10,7 +10,7 @@ import re
 import pytest
 from folders import PARTS, check_alone, event_line, planned, read, run_of, step_line, write_run
 
-from gpumix.report.page import page, write_page
+from gpumix.report.page import render_page, write_page
 from gpumix.report.run import read_run
 from gpumix.schema.errors import InputError, MachineError
 from gpumix.schema.plan.plan import Plan
@@ -57,7 +57,7 @@ def hostile_run(folder, name: str):
 
 
 def test_the_policy_allows_its_own_style_and_nothing_else(tmp_path):
-    text = page(run_of(tmp_path))
+    text = render_page(run_of(tmp_path))
     (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
@@ -80,7 +80,7 @@ def test_text_of_a_folder_is_text_in_the_page(tmp_path, name):
 @pytest.mark.parametrize("name", UNSHOWABLE)
 def test_what_no_page_can_show_is_replaced(tmp_path, name):
     run = run_of(tmp_path, [event_line("restart", 1, why=name)], state="failed", why=name)
-    text = page(run)
+    text = render_page(run)
     text.encode("utf-8")
     assert not re.search("[\x00-\x08\x1b\u202a-\u202e\ud800-\udfff]", text)
     assert "\ufffd" in text
@@ -135,7 +135,7 @@ def test_lines_that_could_not_be_read_are_told(tmp_path):
 def test_many_steps_make_no_large_page(tmp_path):
     """Ten thousand points are drawn by some of them, the highest among these."""
     lines = [step_line(n, loss=50.0 if n == 7_777 else 2.0) for n in range(1, 10_001)]
-    text = page(run_of(tmp_path, lines, state="training"))
+    text = render_page(run_of(tmp_path, lines, state="training"))
     assert len(text) < 150_000
     assert re.search(r"<title>Loss over steps 1 to 10000", text)
     points = re.findall(r'<polyline points="([^"]*)"', text)[0].split()
@@ -147,7 +147,7 @@ def test_many_steps_make_no_large_page(tmp_path):
 @pytest.mark.parametrize(("loss", "steps"), [(0.0, 1), (1e30, 3), (1e-30, 3), (-2.0, 3)])
 def test_curves_of_odd_losses_are_drawn(tmp_path, loss, steps):
     lines = [step_line(n, loss=loss) for n in range(1, steps + 1)]
-    text = page(run_of(tmp_path, lines, state="training"))
+    text = render_page(run_of(tmp_path, lines, state="training"))
     assert "nan" not in text.lower().replace("nan-", "")
     assert "inf" not in re.sub(r"[a-z]*inf[a-z]+|[a-z]+inf", "", text.lower())
 

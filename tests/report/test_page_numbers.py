@@ -9,13 +9,13 @@ from folders import event_line, planned, read, run_of, step_line
 from rich.console import Console
 
 from gpumix.report.facts import RunFacts
-from gpumix.report.live import frame
+from gpumix.report.live import render_frame
 
 
 def shown(facts: RunFacts) -> str:
     """The page, and what a terminal shows."""
     terminal = Console(width=120, file=io.StringIO())
-    terminal.print(frame(facts, width=120))
+    terminal.print(render_frame(facts, width=120))
     return read(facts.run).text + terminal.file.getvalue()
 
 
@@ -102,7 +102,7 @@ def test_what_is_told_after_the_end_of_a_run_stands_behind_it(tmp_path):
     ]
     assert [one.what for one in facts.events] == order
     terminal = Console(width=120, file=io.StringIO())
-    terminal.print(frame(facts, width=120))
+    terminal.print(render_frame(facts, width=120))
     for text in (read(facts.run).text, terminal.file.getvalue()):
         places = [text.rindex(what) for what in order]
         assert places == sorted(places)

@@ -8,7 +8,7 @@ from pathlib import Path
 from folders import planned, read, run_of
 
 from gpumix.report.facts import RunFacts
-from gpumix.report.parts.reproduce import _started
+from gpumix.report.parts.reproduce import _make_launcher_command
 from gpumix.report.run import read_run
 from gpumix.train.run_manifest import RunRecord, Script
 
@@ -26,7 +26,7 @@ def shown_of(folder: Path, recorded: Script) -> str:
 
 
 def started(folder: Path, **fields: object) -> str:
-    return shlex.join(_started(RunFacts(run_of(folder)), script("a.py", **fields)))
+    return shlex.join(_make_launcher_command(RunFacts(run_of(folder)), script("a.py", **fields)))
 
 
 def test_who_started_it_starts_it_again(tmp_path):
@@ -47,7 +47,12 @@ def test_several_hosts_are_named(tmp_path):
     ]
     stages = [stage.model_copy(update={"workers": tuple(workers)})]
     facts = RunFacts(run_of(tmp_path, plan=plan.model_copy(update={"stages": tuple(stages)})))
-    assert _started(facts, script("a.py")) == ["gpumix", "launch", "--hosts", "h0:2,h1:1"]
+    assert _make_launcher_command(facts, script("a.py")) == [
+        "gpumix",
+        "launch",
+        "--hosts",
+        "h0:2,h1:1",
+    ]
 
 
 def test_the_page_says_how_and_where(tmp_path):

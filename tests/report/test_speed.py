@@ -6,7 +6,7 @@ import pytest
 from folders import BATCH, STEP_S, event_line, planned, run_of, step_line
 
 from gpumix.report.run import read_run
-from gpumix.report.speed import answer_of
+from gpumix.report.speed import compute_run_speeds
 
 LINES = [step_line(n) for n in range(1, 6)]
 
@@ -20,7 +20,7 @@ def even_step_s() -> float:
 
 
 def test_of_a_plan_alone_it_is_the_predicted_one(tmp_path):
-    found = answer_of(run_of(tmp_path))
+    found = compute_run_speeds(run_of(tmp_path))
     expected = planned().prediction
     assert expected is not None
     assert (found.best.source, found.measured.step_s) == ("predicted", None)
@@ -30,19 +30,19 @@ def test_of_a_plan_alone_it_is_the_predicted_one(tmp_path):
 
 
 def test_the_even_split_is_that_which_the_plan_was_weighed_against(tmp_path):
-    found = answer_of(run_of(tmp_path, LINES, state="training"))
+    found = compute_run_speeds(run_of(tmp_path, LINES, state="training"))
     assert found.even.source == "predicted"
     assert found.even.step_s == even_step_s()
     # Its prediction is compared with one: a measured step may be slow for the machine is busy.
     assert found.predicted.step_s != STEP_S
-    assert found.against_even == pytest.approx(even_step_s() / found.predicted.step_s)
+    assert found.speedup_over_even == pytest.approx(even_step_s() / found.predicted.step_s)
 
 
 def test_an_even_split_that_was_measured_goes_before(tmp_path):
     told = event_line("compared", 5, strategy="even", steps=5, step_s=2.0, tokens_per_s=1.0)
-    found = answer_of(run_of(tmp_path, [*LINES, told], state="finished"))
+    found = compute_run_speeds(run_of(tmp_path, [*LINES, told], state="finished"))
     assert (found.even.source, found.even.step_s) == ("measured", 2.0)
-    assert found.against_even == pytest.approx(2.0 / STEP_S)
+    assert found.speedup_over_even == pytest.approx(2.0 / STEP_S)
     tokens = BATCH * planned().sequence_length
     assert found.even.tokens_per_s == pytest.approx(tokens / 2.0)
 
@@ -51,14 +51,14 @@ def test_what_is_not_known_says_why(tmp_path):
     plan = planned().model_copy(update={"prediction": None, "reasons": None})
     run = run_of(tmp_path, plan=plan)
     (tmp_path / "profile.json").unlink()
-    found = answer_of(read_run(run.folder))
+    found = compute_run_speeds(read_run(run.folder))
     for speed in (found.measured, found.predicted, found.even, found.ideal):
         assert not speed and speed.tokens_per_s is None
         assert speed.why
-    assert (found.against_even, found.of_ideal) == (None, None)
+    assert (found.speedup_over_even, found.fraction_of_ideal) == (None, None)
 
 
 def test_no_plan_is_faster_than_the_ideal(tmp_path):
-    found = answer_of(run_of(tmp_path))
-    assert found.of_ideal is not None
-    assert 0 < found.of_ideal <= 1
+    found = compute_run_speeds(run_of(tmp_path))
+    assert found.fraction_of_ideal is not None
+    assert 0 < found.fraction_of_ideal <= 1

@@ -12,10 +12,10 @@ from jobs import EMULATED, train, write_job
 
 from gpumix.report import words
 from gpumix.report.facts import RunFacts
-from gpumix.report.page import page
+from gpumix.report.page import render_page
 from gpumix.report.run import read_run
-from gpumix.report.speed import answer_of
-from gpumix.report.step_rows import simulated, traced
+from gpumix.report.speed import compute_run_speeds
+from gpumix.report.step_rows import make_traced_rows, simulate_rows
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.reading.read import read_job
@@ -68,7 +68,7 @@ def test_the_page_of_a_run_is_whole_and_alone(trained):
 
 def test_the_speed_is_that_of_the_run(trained, shown):
     _, summary = trained
-    assert words.rate(summary.tokens_per_s) in shown
+    assert words.format_token_rate(summary.tokens_per_s) in shown
     assert f"measured, {show_seconds(summary.step_s)} a step" in shown
     assert f"predicted step time off by {summary.prediction_error:+.1%}" in shown
     assert f"loss {summary.loss:.4f}" in shown
@@ -78,7 +78,7 @@ def test_the_prediction_is_that_of_the_plan(trained, shown):
     expected = Plan.load(trained[0] / "plan.json").prediction
     assert expected is not None
     assert show_seconds(expected.step_s) in shown
-    assert words.rate(expected.tokens_per_s) in shown
+    assert words.format_token_rate(expected.tokens_per_s) in shown
 
 
 def test_memory_is_that_of_plan_and_metrics(trained, shown):
@@ -116,7 +116,7 @@ def test_predictions_are_off_by_what_was_measured(trained):
         busy = mean(one["busy_share"] for one in told if one["device_class"] == name)
         planned_busy = mean(w["busy_s"] for w in own) / predicted["step_s"]
         expected[f"{name}: busy"] = planned_busy / busy
-    shown = off_by(page(read_run(folder)))
+    shown = off_by(render_page(read_run(folder)))
     assert len(expected) == 6
     assert {name: shown[name] for name in expected} == {
         name: f"{ratio - 1:+.1%}" for name, ratio in expected.items()
@@ -171,7 +171,7 @@ def test_commands_name_the_code_that_a_job_calls(trained, shown):
 
 def test_of_a_run_the_measured_speed_is_the_one_that_it_told(trained):
     folder, summary = trained
-    found = answer_of(read_run(folder))
+    found = compute_run_speeds(read_run(folder))
     assert found.best is found.measured
     assert found.measured.source == "measured"
     assert found.measured.step_s == summary.step_s
@@ -182,7 +182,10 @@ def test_of_a_run_the_measured_speed_is_the_one_that_it_told(trained):
 def test_the_traced_step_has_the_same_devices(trained):
     run = read_run(trained[0])
     assert run.trace is not None and run.profile is not None
-    found, planned_step = traced(run.trace, run.plan), simulated(run.profile, run.plan)
+    found, planned_step = (
+        make_traced_rows(run.trace, run.plan),
+        simulate_rows(run.profile, run.plan),
+    )
     assert planned_step is not None
     assert [row.device for row in found.rows] == [row.device for row in planned_step.rows]
     for row, worker in zip(found.rows, run.plan.workers):

@@ -70,9 +70,9 @@ def resume(place: Place) -> str:
     """What a run does with its folder when it goes on, as the first rank does it."""
     from gpumix.schema.plan.plan import Plan
     from gpumix.train.checks.output_folder import check_folder
-    from gpumix.train.run_log.metrics import RunEvent, RunLog, StepRecord, tell_afterwards
+    from gpumix.train.run_log.metrics import RunEvent, RunLog, StepRecord, append_event
     from gpumix.train.run_log.progress import mark_failed, mark_restarting
-    from gpumix.train.run_log.run_id import give_id
+    from gpumix.train.run_log.run_id import assign_run_id
 
     said = []
     plan = Plan.model_validate_json(documents()["plan.json"])
@@ -84,13 +84,13 @@ def resume(place: Place) -> str:
 
     for use in (
         lambda: check_folder(place.run),
-        lambda: os.close(files.opened_lock(place.run / run_files.LOCK)),
-        lambda: give_id(place.run, fresh=True),
+        lambda: os.close(files.open_lock_file(place.run / run_files.LOCK)),
+        lambda: assign_run_id(place.run, fresh=True),
         lambda: plan.save(place.run / run_files.PLAN),
         write,
         lambda: mark_failed(place.run, "why"),
         lambda: mark_restarting(place.run, "why"),
-        lambda: tell_afterwards(place.run, 2, RunEvent("note", {}, "")),
+        lambda: append_event(place.run, 2, RunEvent("note", {}, "")),
     ):
         try:
             use()
@@ -106,13 +106,13 @@ FOREIGN = ("link", "link inside", "marks", "pipe", "file", "device", "open", "ne
 
 def squat(how: str, place: Place) -> str:
     """The folders of copies in memory, before they are made: the user's are made and removed."""
-    from gpumix.train.memory_checkpoint.memory_folder import Home
+    from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder
 
     memory = place.root / "memory"
     memory.mkdir(mode=0o1777)
     output, treasure = place.root / "output", place.home / "folder"
     output.mkdir()
-    homes = [Home(memory, output, "localhost", run) for run in ("earlier", "now")]
+    homes = [MemoryFolder(memory, output, "localhost", run) for run in ("earlier", "now")]
     names = [f"gpumix-{os.getuid()}", "gpumix-", "gpumix-0123456789abcdef", homes[0].folder.name]
     for name in names:
         _squat_at(memory / name, how, output, treasure)
@@ -206,9 +206,9 @@ def linked_folder(name: str, place: Place) -> str:
     place.link(name, place.home / "folder")
     said = report(place)
     for use in (
-        lambda: checkpoint_folder.begin(place.run / name, 7),
+        lambda: checkpoint_folder.begin_part(place.run / name, 7),
         lambda: checkpoint_folder.prune(place.run / name, 1),
-        lambda: checkpoint_folder.latest(place.run / name),
+        lambda: checkpoint_folder.find_latest(place.run / name),
     ):
         try:
             use()
@@ -223,7 +223,7 @@ def linked_checkpoint(name: str, place: Place) -> str:
 
     fill(place)
     place.link(f"checkpoints/{name}", place.home / "folder")
-    checkpoint_folder.begin(place.run / "checkpoints", 7)
+    checkpoint_folder.begin_part(place.run / "checkpoints", 7)
     checkpoint_folder.prune(place.run / "checkpoints", 1)
     return report(place)
 
@@ -282,17 +282,17 @@ def race(use: str, place: Place) -> str:
         os.mkfifo(name)
 
     def append() -> None:
-        with files.opened_log(name) as log:
+        with files.open_log(name) as log:
             log.write("written by the user\n")
 
     uses: dict[str, Callable[[], object]] = {
         "read": lambda: files.read_text(name),
         "append": append,
-        "lock": lambda: os.close(files.opened_lock(name)),
-        "replace": lambda: files.write_at_once(name, "written by the user"),
+        "lock": lambda: os.close(files.open_lock_file(name)),
+        "replace": lambda: files.write_text_atomically(name, "written by the user"),
         "in place": lambda: files.write_in_place(name, "written by the user"),
         "remove": lambda: files.remove(name),
-        "anew": lambda: os.close(files.opened_anew(name)),
+        "anew": lambda: os.close(files.create_private_file(name)),
         "move": lambda: files.move(name, "moved"),
     }
     give_away(place.run)
@@ -324,7 +324,7 @@ def race_folder(use: str, place: Place) -> str:
         give_away(folder)
     uses: dict[str, Callable[[], object]] = {
         "remove": lambda: files.remove(name),
-        "write inside": lambda: files.write_at_once(name / "notes", "x"),
+        "write inside": lambda: files.write_text_atomically(name / "notes", "x"),
         "remove inside": lambda: files.remove(name / "notes"),
         "make private": lambda: files.make_private(name),
     }
@@ -363,7 +363,7 @@ def loaded(how: str, place: Place) -> str:
 
     cache_folder = place.root / "cache"
     os.environ["XDG_CACHE_HOME"] = str(cache_folder)
-    name = f"capped_alloc-{build_allocator._key()}.so"
+    name = f"capped_alloc-{build_allocator._hash_build()}.so"
     folder = cache_folder / "gpumix" / "libraries"
     folder.mkdir(parents=True, mode=0o700)
     for there in (folder, folder.parent):
@@ -380,7 +380,7 @@ def loaded(how: str, place: Place) -> str:
     elif how == "link":
         (folder / name).unlink()
         (folder / name).symlink_to(give_away(folder.parent / name))
-    limit._limit_of_this_process.cache_clear()
+    limit._get_process_limit.cache_clear()
     memory = limit.limit_memory(None)
     return memory.why_inexact
 

@@ -134,7 +134,7 @@ def moved(place: Place) -> str:
     (folder / "step-00000001").rename(elsewhere)
     (folder / "step-00000001").symlink_to(elsewhere)
     checkpoint_folder.prune(folder, 1)
-    checkpoint_folder.begin(folder, 9)
+    checkpoint_folder.begin_part(folder, 9)
     assert (elsewhere / "checkpoint.json").exists(), "what was moved is gone"
     return ""
 

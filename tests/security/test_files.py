@@ -85,10 +85,10 @@ def test_a_line_without_an_end_is_cut_and_the_next_one_found(tmp_path, monkeypat
     monkeypatch.setattr(files, "LOST_BYTES", 64)
     log = tmp_path / "log"
     log.write_bytes(b"first\n" + b"x" * 30 + b"\nlast\n")
-    with files.opened(log) as stream:
+    with files.open_for_reading(log) as stream:
         assert list(files.lines_in(stream)) == [b"first\n", b"x" * 8, b"last\n"]
     log.write_bytes(b"first\n" + b"x" * 300 + b"\nlast\n")
-    with files.opened(log) as stream:
+    with files.open_for_reading(log) as stream:
         assert list(files.lines_in(stream)) == [b"first\n", b"x" * 8]
 
 
@@ -98,7 +98,7 @@ def test_lines_from_the_end(tmp_path, monkeypatch, block):
     log = tmp_path / "log"
     for content in (b"", b"\n", b"one", b"one\n", b"one\n\ntwo three\nfour", b"a\nbb\nccc\n"):
         log.write_bytes(content)
-        with files.opened(log) as stream:
+        with files.open_for_reading(log) as stream:
             found = list(files.lines_from_end(stream))
         assert [line for _, line in reversed(found)] == content.splitlines(keepends=True)
         assert all(content[at : at + len(line)] == line for at, line in found)
@@ -109,13 +109,13 @@ def test_lines_from_the_end(tmp_path, monkeypatch, block):
 
 def test_writing_replaces_a_link_and_leaves_what_it_leads_to(tmp_path, secret):
     (tmp_path / "report").symlink_to(secret)
-    files.write_at_once(tmp_path / "report", "new")
+    files.write_text_atomically(tmp_path / "report", "new")
     assert secret.read_text() == "mine"
     assert (tmp_path / "report").read_text() == "new"
     assert not (tmp_path / "report").is_symlink()
 
 
-@pytest.mark.parametrize("open_it", [files.opened_log, files.opened_lock])
+@pytest.mark.parametrize("open_it", [files.open_log, files.open_lock_file])
 def test_nothing_is_written_through_a_link_or_into_a_pipe(tmp_path, secret, open_it):
     (tmp_path / "link").symlink_to(secret)
     os.mkfifo(tmp_path / "pipe")
@@ -127,26 +127,26 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(tmp_path, secret, open
 
 
 def test_a_lock_keeps_what_the_file_holds(tmp_path, secret):
-    os.close(files.opened_lock(secret))
+    os.close(files.open_lock_file(secret))
     assert secret.read_text() == "mine"
 
 
 def test_names_of_parts_are_random_and_parts_of_the_dead_are_removed(tmp_path):
     names = set()
     for _ in range(2):
-        with files.replacing(tmp_path / "file"):
+        with files.replace_atomically(tmp_path / "file"):
             names |= {path.name for path in tmp_path.iterdir()} - {"file"}
     assert len(names) == 2
     left, new = (tmp_path / f".gpumix-{n}.part" for n in range(2))
     for part in (left, new):
         part.touch()
     os.utime(left, (1, 1))
-    files.forget_parts(tmp_path)
+    files.remove_partial_files(tmp_path)
     assert not left.exists() and new.exists()
 
 
 def test_an_error_while_writing_leaves_what_was_there(tmp_path, secret):
-    with pytest.raises(ZeroDivisionError), files.replacing(secret) as stream:
+    with pytest.raises(ZeroDivisionError), files.replace_atomically(secret) as stream:
         stream.write(b"half")
         raise ZeroDivisionError
     assert secret.read_text() == "mine"
@@ -158,7 +158,7 @@ def test_a_folder_that_another_user_linked_is_not_written_into(tmp_path):
     (tmp_path / "home").mkdir()
     folder = linked(tmp_path / "checkpoints", tmp_path / "home")
     for write in (
-        lambda: files.write_at_once(folder / "file", "x"),
+        lambda: files.write_text_atomically(folder / "file", "x"),
         lambda: files.remove(folder / "file"),
         lambda: files.move(folder / "file", "other"),
     ):
@@ -236,7 +236,7 @@ def test_what_another_user_may_have_written_is_not_executed(tmp_path, spoil):
     library = folder / "one.so"
     library.write_bytes(b"\x7fELF")
     library.chmod(0o700)
-    with files.opened_own(library) as descriptor:
+    with files.open_trusted(library) as descriptor:
         assert Path(files.name_of(descriptor, library)).read_bytes() == b"\x7fELF"
     if spoil == "theirs":
         give_away(library)
@@ -247,7 +247,7 @@ def test_what_another_user_may_have_written_is_not_executed(tmp_path, spoil):
         folder.chmod(0o777)
     else:
         library.chmod(0o777)
-    with pytest.raises(OSError), files.opened_own(library):
+    with pytest.raises(OSError), files.open_trusted(library):
         pass
 
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 from profiles import FREE, Card, Network, block, curve, line, profile, root
 
-from gpumix.cost.step_time import can
-from gpumix.planner.common.sharding_setting import setting_of
-from gpumix.planner.common.strategy import DevicePart, PlanRequest, assemble, ranked_devices
+from gpumix.cost.step_time import can_predict_mode
+from gpumix.planner.common.sharding_setting import make_setting
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, ranked_devices
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import PLAIN, Mode
 from gpumix.schema.profile.profile import ROOT, Profile, UnitTimes
-from gpumix.simulate.events import Played
+from gpumix.simulate.events import ReplayedProgram
 from gpumix.simulate.program import RankTask
-from gpumix.simulate.replay import BACK, FRONT, OUTSIDE, Event
+from gpumix.simulate.replay import ROOT_AFTER_CALL, ROOT_BEFORE_CALL, ROOT_CALL, Event
 
 
 def cards(
@@ -70,8 +70,8 @@ def plan_by_hand(
         device.id: DevicePart(n, min(n, micro_batch), share, mode)
         for device, n, share, mode in zip(devices, samples, shares, modes, strict=True)
     }
-    setting = setting_of(measured, devices, zero_stage=zero_stage)
-    return assemble(setting, strategy="by hand", global_batch=sum(samples), parts=parts)
+    setting = make_setting(measured, devices, zero_stage=zero_stage)
+    return build_plan(setting, strategy="by hand", global_batch=sum(samples), parts=parts)
 
 
 @st.composite
@@ -87,14 +87,18 @@ def any_plans(draw: st.DrawFn, measured: Profile, stages: Sequence[int] = (0, 1,
     )
     parts = {}
     for device, n, weight in zip(devices, samples, weights):
-        modes = [m for m in EVERYTHING.modes(zero_stage) if can(measured, device.device_class, m)]
+        modes = [
+            m
+            for m in EVERYTHING.modes(zero_stage)
+            if can_predict_mode(measured, device.device_class, m)
+        ]
         micro = draw(st.integers(1, n)) if n else 0
         parts[device.id] = DevicePart(n, micro, weight / sum(weights), draw(st.sampled_from(modes)))
-    setting = setting_of(measured, devices, zero_stage=zero_stage)
-    return assemble(setting, strategy="random", global_batch=sum(samples), parts=parts)
+    setting = make_setting(measured, devices, zero_stage=zero_stage)
+    return build_plan(setting, strategy="random", global_batch=sum(samples), parts=parts)
 
 
-def lockstep_s(replay: Played) -> float:
+def lockstep_s(replay: ReplayedProgram) -> float:
     """Seconds if all ranks met after every task and every collective beside it: no rank gets ahead,
     and nothing is hidden but within one call. No contention."""
     program = replay.program
@@ -105,37 +109,39 @@ def lockstep_s(replay: Played) -> float:
             longest[key] = max(longest.get(key, 0.0), task.seconds, task.copied_s)
     moved = {(c.kind, c.call): c.seconds for c in program.collectives}
     total = program.overhead_s
-    total += moved.get(("gather", OUTSIDE), 0.0) + moved.get(("gather", FRONT), 0.0)
+    total += moved.get(("gather", ROOT_CALL), 0.0) + moved.get(("gather", ROOT_BEFORE_CALL), 0.0)
     last = len(program.calls) - 1
     for (kind, call), seconds in longest.items():
         total += max(seconds, sum(moved.get(move, 0.0) for move in _beside(kind, call, last)))
-    ends = (("reduce", 0), ("reduce", OUTSIDE), ("reduce", FRONT))
+    ends = (("reduce", 0), ("reduce", ROOT_CALL), ("reduce", ROOT_BEFORE_CALL))
     return total + sum(moved.get(move, 0.0) for move in ends)
 
 
 def _beside(kind: str, call: int, last: int) -> list[tuple[str, int]]:
     if kind == "forward":
-        following = BACK if call == last else call + 1  # the root's number is one below the first
+        following = (
+            ROOT_AFTER_CALL if call == last else call + 1
+        )  # the root's number is one below the first
         return [("gather", following)]
     if kind == "backward":
-        following = BACK if call == last else call + 1
+        following = ROOT_AFTER_CALL if call == last else call + 1
         return [("reduce", following)] + ([("regather", call - 1)] if call else [])
     return []
 
 
-def head_s(replay: Played) -> float:
+def head_s(replay: ReplayedProgram) -> float:
     """What a rank may do before it waits for others that are not through their forward: the
     longest of the heads with the last call's backward, and what moves beside that."""
     tasks: list[RankTask] = [task for lane in replay.program.lanes for task in lane.tasks]
     last = len(replay.program.calls) - 1
     heads = [task.seconds for task in tasks if task.kind == "head"]
     of_last = [t.seconds for t in tasks if (t.kind, t.call) == ("backward", last)]
-    beside = [("reduce", BACK), ("regather", last - 1)]
+    beside = [("reduce", ROOT_AFTER_CALL), ("regather", last - 1)]
     moved = (c.seconds for c in replay.program.collectives if (c.kind, c.call) in beside)
     return max(heads) + max(of_last) + sum(moved)
 
 
-def on_stream(replay: Played, lane: int) -> dict[str, list[Event]]:
+def on_stream(replay: ReplayedProgram, lane: int) -> dict[str, list[Event]]:
     """The events of a lane by stream, in order of time."""
     found: dict[str, list[Event]] = {"compute": [], "copies": [], "collectives": []}
     for event in replay.events:

@@ -18,8 +18,8 @@ from replays import any_plans, cards, on_stream, plan_by_hand, wire
 from draws import examples
 from gpumix.schema.plan.stage import Mode
 from gpumix.simulate.events import simulate
-from gpumix.simulate.program import program_of
-from gpumix.simulate.timeline import uses
+from gpumix.simulate.program import build_program
+from gpumix.simulate.timeline import compute_utilization
 
 EASY = examples(6)
 
@@ -37,7 +37,7 @@ def test_nothing_overlaps_on_a_stream(profile, data):
 @given(small_profiles(), st.data())
 def test_busy_and_idle_are_the_step(profile, data):
     replay = simulate(profile, data.draw(any_plans(profile)))
-    for use in uses(replay):
+    for use in compute_utilization(replay):
         assert use.busy_s + sum(use.idle_s.values()) == pytest.approx(replay.step_s)
         assert min(use.idle_s.values()) >= 0
 
@@ -95,7 +95,7 @@ def test_units_are_computed_with_their_parameters(profile, data):
 def test_collectives_are_issued_in_the_order_of_the_engine():
     measured = cards((1.0, 2.0), calls=3, network=wire(1.0, 1.0))
     for samples in ((2, 2), (4, 0)):
-        program = program_of(measured, plan_by_hand(measured, samples))
+        program = build_program(measured, plan_by_hand(measured, samples))
         assert [(c.kind, c.call) for c in program.collectives] == [
             ("gather", -1), ("gather", 0), ("gather", 1), ("gather", 2),
             ("regather", 1), ("reduce", 2), ("regather", 0), ("reduce", 1), ("reduce", 0),
@@ -108,7 +108,7 @@ def test_collectives_are_issued_in_the_order_of_the_engine():
 )
 def test_collectives_of_each_stage(zero_stage, gathers, regathers, reductions):
     measured = cards((1.0, 2.0), calls=3, network=wire(1.0, 1.0))
-    program = program_of(measured, plan_by_hand(measured, (2, 2), zero_stage=zero_stage))
+    program = build_program(measured, plan_by_hand(measured, (2, 2), zero_stage=zero_stage))
     kinds = [c.kind for c in program.collectives]
     assert kinds.count("gather") == gathers
     assert kinds.count("regather") == regathers
@@ -150,7 +150,7 @@ def test_copies_run_beside_the_computing_of_their_call():
 def test_ranks_that_are_alike_are_replayed_once():
     profile = fleet(64)
     plan = plan_by_hand(profile, [16] * 32 + [8] * 32, micro_batch=1)
-    lanes = program_of(profile, plan).lanes
+    lanes = build_program(profile, plan).lanes
     alike = {(w.device_class, w.samples) for w in plan.workers}
     assert len(lanes) == len(alike) < 64
     assert sorted(rank for lane in lanes for rank in lane.ranks) == list(range(64))

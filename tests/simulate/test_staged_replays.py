@@ -10,8 +10,16 @@ from profiles import Card, block, in_a_row, line, profile, steady, with_teams
 
 from extended import every_second
 from gpumix.cost.predict import predict
-from gpumix.planner.pipeline_parallel.candidate import PlanCandidate, assemble_stages, rounds_of
-from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Manner, Team
+from gpumix.planner.pipeline_parallel.candidate import (
+    UncutCandidate,
+    build_staged_plan,
+    get_stages_per_group,
+)
+from gpumix.planner.pipeline_parallel.stage_modes import (
+    NO_TENSOR_PARALLEL,
+    StageMode,
+    TensorParallelDegree,
+)
 from gpumix.schema.cluster.network import Link
 from gpumix.schema.cluster.network import Network as StatedNetwork
 from gpumix.schema.errors import InputError
@@ -20,8 +28,8 @@ from gpumix.schema.plan.stage import PLAIN, Mode
 from gpumix.schema.profile.profile import Profile
 from gpumix.simulate.events import simulate
 from gpumix.simulate.replay import Replay
-from gpumix.simulate.timeline import critical_path, stretches, uses
-from gpumix.simulate.trace import trace_of
+from gpumix.simulate.timeline import compute_utilization, find_critical_path, list_critical_segments
+from gpumix.simulate.trace import build_trace
 
 GIB = 2**30
 S = 1e-3  # seconds of a sample and call
@@ -67,7 +75,7 @@ def staged(
     groups: list[int],
     batches: int,
     *,
-    team: Team = ALONE,
+    team: TensorParallelDegree = NO_TENSOR_PARALLEL,
     modes: Sequence[Mode] = (),
     **settings,
 ) -> Plan:
@@ -77,13 +85,13 @@ def staged(
         row.append(tuple(devices[at : at + size]))
         at += size
     calls, schedule = len(found.model.calls), settings.pop("schedule", "1f1b")
-    stages = len(groups) * rounds_of(schedule)
+    stages = len(groups) * get_stages_per_group(schedule)
     cut = tuple(calls * (n + 1) // stages for n in range(stages))
-    manners = tuple(Manner(team, mode) for mode in modes or (PLAIN,) * stages)
-    way = PlanCandidate(tuple(row), manners, schedule, 1)
+    manners = tuple(StageMode(team, mode) for mode in modes or (PLAIN,) * stages)
+    way = UncutCandidate(tuple(row), manners, schedule, 1)
     workers = [size // team.degree for size in groups]
     counts = settings.pop("counts", tuple((batches // n,) * n for n in workers))
-    return assemble_stages(found, batches, way, cut, counts, strategy="test", **settings)
+    return build_staged_plan(found, batches, way, cut, counts, strategy="test", **settings)
 
 
 PLANS = {
@@ -118,7 +126,7 @@ def test_each_moment_of_each_rank_is_told(name, overhead):
     replay = simulate(found, plan)
     assert replay.step_s == pytest.approx(replay.predicted_s)
     assert replay.step_s == pytest.approx(predict(found, plan).step_s)
-    for use in uses(replay):
+    for use in compute_utilization(replay):
         told = use.busy_s + sum(use.idle_s.values())
         assert told == pytest.approx(replay.step_s)
 
@@ -128,17 +136,17 @@ def test_the_critical_path_has_no_gap(name):
     groups, settings = PLANS[name]
     found = that_splits(cluster(sum(groups), overhead=0.01))
     replay = simulate(found, staged(found, groups, 8, **settings))
-    path = critical_path(replay)
+    path = find_critical_path(replay)
     assert path[0].start == 0.0 and path[-1].end == replay.step_s
     for one, other in pairwise(path):
         assert one.end == pytest.approx(other.start)
-    assert sum(s.seconds for s in stretches(replay)) == pytest.approx(replay.step_s)
+    assert sum(s.seconds for s in list_critical_segments(replay)) == pytest.approx(replay.step_s)
 
 
 def test_the_bubble_is_the_textbooks():
     found = cluster(2, link=1e15)
     replay = simulate(found, staged(found, [1, 1], 8))
-    idle = uses(replay)[0].idle_s["other stage"]
+    idle = compute_utilization(replay)[0].idle_s["other stage"]
     assert idle / replay.step_s == pytest.approx(1 / 9, abs=0.01)
 
 
@@ -211,7 +219,7 @@ def test_classes_that_were_not_measured_are_told():
 
 def test_a_slow_link_is_what_is_waited_for():
     found = cluster(2, link=1e4)
-    idle = uses(simulate(found, staged(found, [1, 1], 4)))[1].idle_s
+    idle = compute_utilization(simulate(found, staged(found, [1, 1], 4)))[1].idle_s
     assert idle["message"] > 2 * idle["other stage"] > 0
 
 
@@ -230,19 +238,19 @@ def test_messages_of_a_wave_go_over_a_link_one_after_the_other():
 
 def test_each_of_a_team_on_another_host_gets_a_message_of_its_own():
     found = with_teams(cluster(4, link=1e6, per_host=2), 2, faster=2.0)
-    plan = staged(found, [2, 2], 4, team=Team(2))
+    plan = staged(found, [2, 2], 4, team=TensorParallelDegree(2))
     assert [stage.tensor for stage in plan.stages] == [2, 2]
     assert sent_s(found, plan) == [pytest.approx(2 * MESSAGE / 1e6, rel=0.01)] * 8
 
 
 def test_inside_a_host_messages_do_not_hinder_each_other():
     found = with_teams(cluster(4, link=1e6, per_host=4), 2, faster=2.0)
-    plan = staged(found, [2, 2], 4, team=Team(2))
+    plan = staged(found, [2, 2], 4, team=TensorParallelDegree(2))
     assert sent_s(found, plan) == [pytest.approx(MESSAGE / 1e6, rel=0.01)] * 8
 
 
 def test_the_trace_names_stages():
     found = cluster(2)
     plan = staged(found, [1, 1], 4)
-    names = {one.name for one in trace_of(simulate(found, plan), plan).traceEvents}
+    names = {one.name for one in build_trace(simulate(found, plan), plan).traceEvents}
     assert {"forward stage 1", "backward stage 2", "send stage 1"} <= names

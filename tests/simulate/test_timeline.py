@@ -14,7 +14,7 @@ from replays import any_plans, cards, plan_by_hand, wire
 from draws import examples
 from gpumix.schema.plan.stage import Mode
 from gpumix.simulate.events import simulate
-from gpumix.simulate.timeline import critical_path, stretches, uses
+from gpumix.simulate.timeline import compute_utilization, find_critical_path, list_critical_segments
 
 EASY = examples(8)
 
@@ -23,7 +23,7 @@ EASY = examples(8)
 @given(small_profiles(), st.data())
 def test_the_critical_path_is_connected_and_as_long_as_the_step(profile, data):
     replay = simulate(profile, data.draw(any_plans(profile)))
-    path = critical_path(replay)
+    path = find_critical_path(replay)
     assert all(one.end == other.start for one, other in pairwise(path))
     assert (path[0].start if path else 0.0) == 0.0
     assert (path[-1].end if path else 0.0) == replay.step_s
@@ -34,7 +34,7 @@ def test_the_critical_path_is_connected_and_as_long_as_the_step(profile, data):
 @given(small_profiles(), st.data())
 def test_like_events_are_joined(profile, data):
     replay = simulate(profile, data.draw(any_plans(profile)))
-    joined, path = stretches(replay), critical_path(replay)
+    joined, path = list_critical_segments(replay), find_critical_path(replay)
     assert sum(stretch.events for stretch in joined) == len(path)
     assert sum(s.seconds for s in joined) == pytest.approx(replay.step_s)
     assert len({(stretch.kind, stretch.lane) for stretch in joined}) == len(joined)
@@ -43,7 +43,9 @@ def test_like_events_are_joined(profile, data):
 def test_the_path_of_a_step_that_the_slow_card_binds():
     measured = cards((1.0, 2.0), calls=3, network=wire(0.1, 0.1))
     replay = simulate(measured, plan_by_hand(measured, (2, 2)))
-    assert [(s.kind, s.lane, s.events, s.first, s.last) for s in stretches(replay)] == [
+    assert [
+        (s.kind, s.lane, s.events, s.first, s.last) for s in list_critical_segments(replay)
+    ] == [
         ("gather", None, 1, "(root)", "(root)"),
         ("forward", 1, 4, "(root)", "layers.2"),
         ("head", 1, 1, "(root)", "(root)"),
@@ -56,23 +58,23 @@ def test_the_path_of_a_step_that_the_slow_card_binds():
 def test_the_path_of_a_step_that_the_network_binds():
     measured = cards((1e-3, 2e-3), calls=3, network=wire(5.0, 7.0))
     replay = simulate(measured, plan_by_hand(measured, (2, 2)))
-    moved = sum(s.seconds for s in stretches(replay) if s.lane is None)
+    moved = sum(s.seconds for s in list_critical_segments(replay) if s.lane is None)
     assert moved > 0.99 * replay.step_s
-    for use in uses(replay):
+    for use in compute_utilization(replay):
         assert use.idle_s["gather"] > use.idle_s["slower rank"]
         assert use.idle_s["reduction"] > use.idle_s["slower rank"]
 
 
 def test_the_fast_card_waits_for_the_slow_one():
     measured = cards((1.0, 2.0))
-    fast, slow = uses(simulate(measured, plan_by_hand(measured, (2, 2))))
+    fast, slow = compute_utilization(simulate(measured, plan_by_hand(measured, (2, 2))))
     assert slow.idle_s["slower rank"] == 0
     assert fast.idle_s["slower rank"] == pytest.approx(slow.busy_s - fast.busy_s)
 
 
 def test_what_nothing_hides_are_the_ends():
     measured = cards((1.0, 1.0), network=wire(3.0, 3.0), overhead=0.5)
-    for use in uses(simulate(measured, plan_by_hand(measured, (9, 9)))):
+    for use in compute_utilization(simulate(measured, plan_by_hand(measured, (9, 9)))):
         assert use.idle_s["ends"] == pytest.approx(9.0)
         assert use.idle_s["overhead"] == pytest.approx(0.5)
 
@@ -80,7 +82,7 @@ def test_what_nothing_hides_are_the_ends():
 def test_a_rank_without_samples_waits_from_beginning_to_end():
     measured = cards((1.0, 2.0), network=wire(0.5, 0.5))
     replay = simulate(measured, plan_by_hand(measured, (4, 0), shares=(1.0, 0.0)))
-    computing, storing = uses(replay)
+    computing, storing = compute_utilization(replay)
     assert storing.busy_s == 0
     assert storing.idle_s["slower rank"] > 0.5 * computing.busy_s
     assert sum(storing.idle_s.values()) == pytest.approx(replay.step_s)
@@ -93,7 +95,7 @@ def test_copies_that_take_longer_than_computing_are_waited_for():
         update={"model": measured.model.model_copy(update={"kinds": kinds})}
     )
     plan = plan_by_hand(measured, (1,), modes=(Mode(boundary="host"),))
-    [use] = uses(simulate(measured, plan))
+    [use] = compute_utilization(simulate(measured, plan))
     copied = 1e-3 * 2**30
     assert use.idle_s["host copies"] == pytest.approx(4 * copied, rel=1e-3)
 
@@ -105,6 +107,8 @@ def test_a_rank_that_waits_for_its_own_copies_waits_for_nobody_else():
         update={"model": measured.model.model_copy(update={"kinds": kinds})}
     )
     modes = (Mode(boundary="host"), Mode())
-    copying, other = uses(simulate(measured, plan_by_hand(measured, (1, 1), modes=modes)))
+    copying, other = compute_utilization(
+        simulate(measured, plan_by_hand(measured, (1, 1), modes=modes))
+    )
     assert copying.idle_s["slower rank"] == pytest.approx(0, abs=1e-9)
     assert other.idle_s["slower rank"] > 100

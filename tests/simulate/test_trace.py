@@ -13,10 +13,10 @@ from replays import any_plans, cards, plan_by_hand, wire
 
 from draws import examples
 from gpumix.schema.errors import InputError
-from gpumix.schema.plan.step_trace import STREAMS, Trace, event, wait
+from gpumix.schema.plan.step_trace import STREAMS, Trace, make_wait_span, make_work_span
 from gpumix.simulate import trace as simulated
 from gpumix.simulate.events import simulate
-from gpumix.simulate.trace import trace_of
+from gpumix.simulate.trace import build_trace
 
 COMMUNICATION = STREAMS.index("communication")
 EASY = examples(6)
@@ -37,7 +37,7 @@ def example():
 @given(small_profiles(), st.data())
 def test_the_format(profile, data):
     plan = data.draw(any_plans(profile))
-    events = document(trace_of(simulate(profile, plan), plan))["traceEvents"]
+    events = document(build_trace(simulate(profile, plan), plan))["traceEvents"]
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     processes = [e["pid"] for e in events if e["name"] == "process_name"]
     assert len(set(processes)) == len(processes)
@@ -58,7 +58,7 @@ def test_the_format(profile, data):
 @given(small_profiles(), st.data())
 def test_slices_of_a_thread_do_not_overlap(profile, data):
     plan = data.draw(any_plans(profile))
-    slices = [e for e in document(trace_of(simulate(profile, plan), plan))["traceEvents"]
+    slices = [e for e in document(build_trace(simulate(profile, plan), plan))["traceEvents"]
               if e["ph"] == "X"]  # fmt: skip
     for thread in {e["tid"] for e in slices}:
         there = sorted((e["ts"], e["ts"] + e["dur"]) for e in slices if e["tid"] == thread)
@@ -67,7 +67,7 @@ def test_slices_of_a_thread_do_not_overlap(profile, data):
 
 def test_processes_are_devices_in_rank_order():
     replay, plan = example()
-    events = document(trace_of(replay, plan))["traceEvents"]
+    events = document(build_trace(replay, plan))["traceEvents"]
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["localhost: c0-0 (c0)", "localhost: c1-0 (c1)"]
     threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -76,7 +76,7 @@ def test_processes_are_devices_in_rank_order():
 
 def test_times_are_microseconds():
     replay, plan = example()
-    slices = [e for e in document(trace_of(replay, plan))["traceEvents"] if e["ph"] == "X"]
+    slices = [e for e in document(build_trace(replay, plan))["traceEvents"] if e["ph"] == "X"]
     ends = max(e["ts"] + e["dur"] for e in slices)
     assert ends == pytest.approx(replay.step_s * 1e6, abs=1)
     forward = next(e for e in slices if e["name"] == "forward layers.1")
@@ -87,14 +87,14 @@ def test_times_are_microseconds():
 
 def test_the_critical_path_is_marked():
     replay, plan = example()
-    slices = [e for e in document(trace_of(replay, plan))["traceEvents"] if e["ph"] == "X"]
+    slices = [e for e in document(build_trace(replay, plan))["traceEvents"] if e["ph"] == "X"]
     slow = [e for e in slices if e["pid"] == 2 and e["args"]["critical"]]
     assert sum(e["dur"] for e in slow) == pytest.approx(replay.step_s * 1e6, abs=20)
 
 
 def test_collectives_are_shown_on_every_device():
     replay, plan = example()
-    slices = [e for e in document(trace_of(replay, plan))["traceEvents"] if e["ph"] == "X"]
+    slices = [e for e in document(build_trace(replay, plan))["traceEvents"] if e["ph"] == "X"]
     one, other = (
         [(e["name"], e["ts"], e["dur"]) for e in slices if e["tid"] == 100 * pid + COMMUNICATION]
         for pid in (1, 2)
@@ -108,10 +108,10 @@ def test_collectives_are_shown_on_every_device():
 
 
 def test_of_very_many_devices_those_that_are_alike_are_shown_once(monkeypatch):
-    monkeypatch.setattr(simulated, "DEVICES", 2)
+    monkeypatch.setattr(simulated, "MAX_SEPARATE_DEVICES", 2)
     measured = cards((1.0, 2.0, 2.0))
     plan = plan_by_hand(measured, (2, 3, 3))
-    events = document(trace_of(simulate(measured, plan), plan))["traceEvents"]
+    events = document(build_trace(simulate(measured, plan), plan))["traceEvents"]
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == [f"1 devices like localhost: c{i}-0 (c{i})" for i in range(3)]
 
@@ -119,12 +119,12 @@ def test_of_very_many_devices_those_that_are_alike_are_shown_once(monkeypatch):
 def test_a_trace_is_a_document(tmp_path):
     replay, plan = example()
     path = tmp_path / "step.trace.json"
-    trace_of(replay, plan).save(path)
-    trace_of(replay, plan).save(path)
-    assert Trace.load(path) == trace_of(replay, plan)
+    build_trace(replay, plan).save(path)
+    build_trace(replay, plan).save(path)
+    assert Trace.load(path) == build_trace(replay, plan)
     plan.save(tmp_path / "plan.json")
     with pytest.raises(InputError, match="is not overwritten"):
-        trace_of(replay, plan).save(tmp_path / "plan.json")
+        build_trace(replay, plan).save(tmp_path / "plan.json")
 
 
 @EASY
@@ -132,7 +132,7 @@ def test_a_trace_is_a_document(tmp_path):
 def test_at_any_moment_a_device_computes_or_waits(profile, data):
     plan = data.draw(any_plans(profile))
     replay = simulate(profile, plan)
-    events = document(trace_of(replay, plan))["traceEvents"]
+    events = document(build_trace(replay, plan))["traceEvents"]
     threads = {
         e["tid"] for e in events
         if e["name"] == "thread_name" and e["args"]["name"] in ("compute", "waiting")
@@ -147,9 +147,9 @@ def test_at_any_moment_a_device_computes_or_waits(profile, data):
 
 def test_spans_lie_by_device_and_stream():
     spans = [
-        event("gather", "layers.1", process="host-a: gpu-0", start_s=0.0015, end_s=0.002),
-        event("forward", "layers.0", process="host-a: gpu-0", start_s=0.001, end_s=0.003),
-        wait("slower rank", process="host-b: gpu-0", start_s=0.001, end_s=0.005),
+        make_work_span("gather", "layers.1", process="host-a: gpu-0", start_s=0.0015, end_s=0.002),
+        make_work_span("forward", "layers.0", process="host-a: gpu-0", start_s=0.001, end_s=0.003),
+        make_wait_span("slower rank", process="host-b: gpu-0", start_s=0.001, end_s=0.005),
     ]
     slices = [e for e in document(Trace.of(spans))["traceEvents"] if e["ph"] == "X"]
     assert [(e["name"], e["cat"]) for e in slices] == [

@@ -6,7 +6,7 @@ import pytest
 
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.errors import InputError
-from gpumix.schema.job.compile_choice import compiled_classes
+from gpumix.schema.job.compile_choice import choose_compiled_classes
 
 
 def gpus(**capabilities: str) -> Cluster:
@@ -36,7 +36,7 @@ MIXED = gpus(p40="6.1", v100="7.0", a100="8.0", b200="10.0")
     ],
 )
 def test_gpus(wanted, found):
-    assert compiled_classes(wanted, MIXED, cpp_compiler=False) == found
+    assert choose_compiled_classes(wanted, MIXED, cpp_compiler=False) == found
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_gpus(wanted, found):
 )
 def test_what_is_named_must_be_possible(wanted, message):
     with pytest.raises(InputError, match=message):
-        compiled_classes(wanted, MIXED, cpp_compiler=True)
+        choose_compiled_classes(wanted, MIXED, cpp_compiler=True)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_what_is_named_must_be_possible(wanted, message):
     ],
 )
 def test_cpus(cluster, cpp_compiler, message):
-    found = compiled_classes(True, cluster, cpp_compiler=cpp_compiler)
+    found = choose_compiled_classes(True, cluster, cpp_compiler=cpp_compiler)
     assert found == (set() if message else {"cpu"})
     if message:
         with pytest.raises(InputError, match=message):
-            compiled_classes({"cpu": True}, cluster, cpp_compiler=cpp_compiler)
+            choose_compiled_classes({"cpu": True}, cluster, cpp_compiler=cpp_compiler)

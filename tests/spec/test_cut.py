@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gpumix.schema.plan.plan import Plan
-from gpumix.schema.plan.splitting import cut, cut_sizes, split_micro_batches
+from gpumix.schema.plan.splitting import (
+    compute_shard_offsets,
+    compute_shard_sizes,
+    split_micro_batches,
+)
 from gpumix.schema.plan.stage import Stage, Worker
 
 WEIGHTS = st.one_of(st.just(0.0), st.integers(1, 1000).map(float), st.floats(1e-6, 1.0))
@@ -28,41 +32,41 @@ NUMEL = st.one_of(st.integers(0, 100), st.integers(0, 2**40))
 @example(2**40, (1 / 3, 1 / 3, 1 / 3))
 @example(7, (0.1, 0.2, 0.3, 0.4 - 1e-17, 0.0))
 def test_a_cut_covers_the_buffer_in_order(numel, shares):
-    offsets = cut(numel, shares)
+    offsets = compute_shard_offsets(numel, shares)
     assert len(offsets) == len(shares) + 1
     assert (offsets[0], offsets[-1]) == (0, numel)
     assert all(a <= b for a, b in pairwise(offsets))
-    assert sum(cut_sizes(numel, shares)) == numel
+    assert sum(compute_shard_sizes(numel, shares)) == numel
 
 
 @given(NUMEL, SHARES)
 def test_no_owner_is_more_than_one_element_off_its_share(numel, shares):
-    for size, share in zip(cut_sizes(numel, shares), shares, strict=True):
+    for size, share in zip(compute_shard_sizes(numel, shares), shares, strict=True):
         assert abs(size - numel * share / sum(shares)) <= 1 + 1e-15 * 100 * numel
 
 
 @given(NUMEL, SHARES)
 def test_a_share_of_zero_owns_nothing(numel, shares):
-    for size, share in zip(cut_sizes(numel, shares), shares, strict=True):
+    for size, share in zip(compute_shard_sizes(numel, shares), shares, strict=True):
         assert share > 0 or size == 0
 
 
 @given(st.integers(0, 2**40), SHARES, st.data())
 def test_rounding_does_not_drift_in_any_order(numel, shares, data):
     order = data.draw(st.permutations(range(len(shares))))
-    sizes = cut_sizes(numel, shares)
-    permuted = cut_sizes(numel, tuple(shares[i] for i in order))
+    sizes = compute_shard_sizes(numel, shares)
+    permuted = compute_shard_sizes(numel, tuple(shares[i] for i in order))
     for position, original in enumerate(order):
         assert abs(permuted[position] - sizes[original]) <= 2
     exact = 0.0
-    for offset, share in zip(cut(numel, shares)[1:], shares, strict=True):
+    for offset, share in zip(compute_shard_offsets(numel, shares)[1:], shares, strict=True):
         exact += numel * share
         assert abs(offset - exact) <= 0.5 + 1e-15 * 100 * numel
 
 
 def test_equal_shares_of_what_divides_are_equal():
-    assert cut_sizes(12, (0.25,) * 4) == (3, 3, 3, 3)
-    assert cut(12, (0.0, 1.0, 0.0)) == (0, 0, 12, 12)
+    assert compute_shard_sizes(12, (0.25,) * 4) == (3, 3, 3, 3)
+    assert compute_shard_offsets(12, (0.0, 1.0, 0.0)) == (0, 0, 12, 12)
 
 
 @given(st.integers(0, 300), st.integers(1, 300))

@@ -12,7 +12,13 @@ from gpumix.schema import files
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError, MachineError
-from gpumix.schema.plan.explanation import Alternative, Binding, Mixing, Reasons, Worth
+from gpumix.schema.plan.explanation import (
+    Bottlenecks,
+    ClassWorth,
+    MixingComparison,
+    Reasons,
+    RejectedPlan,
+)
 from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.schema.profile.profile import (
@@ -61,10 +67,10 @@ def make_plan(**changes) -> Plan:
             ),
         ),
         "reasons": Reasons(
-            mixing=Mixing(pays=True, best_class="fast", speedup=1.5),
-            binds=Binding(compute=("fast",)),
-            worth=(Worth(device_class="fast", whole=None, one_more=0.1),),
-            alternatives=(Alternative(strategy="even", step_s=None, why="does not fit"),),
+            mixing=MixingComparison(pays=True, best_class="fast", speedup=1.5),
+            binds=Bottlenecks(compute=("fast",)),
+            worth=(ClassWorth(device_class="fast", whole=None, one_more=0.1),),
+            alternatives=(RejectedPlan(strategy="even", step_s=None, why="does not fit"),),
         ),
     }  # fmt: skip
     return Plan(**(fields | changes))

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.hardware.estimates.cluster_shorthand import cluster, device_class
-from gpumix.hardware.estimates.gpu_catalogue import find, load
+from gpumix.hardware.estimates.cluster_shorthand import make_device_class, parse_cluster
+from gpumix.hardware.estimates.gpu_catalogue import find_card, load_cards
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.dtypes import (
     UNKNOWN,
-    communication_dtype,
-    compute_dtypes,
-    reason,
-    support_of,
+    choose_communication_dtype,
+    choose_compute_dtypes,
+    explain_compute_dtype,
+    get_dtype_support,
 )
 
-MIXED = cluster("1x p40, 1x v100-16gb-sxm, 1x a100-80gb-sxm")
+MIXED = parse_cluster("1x p40, 1x v100-16gb-sxm, 1x a100-80gb-sxm")
 BY_ITSELF = {"p40": "fp32", "v100-16gb-sxm": "fp16", "a100-80gb-sxm": "bf16"}
 
 
 def test_every_card_of_the_catalogue_computes_in_what_it_does_best():
-    for card in load():
-        support = support_of(device_class(card))
+    for card in load_cards():
+        support = get_dtype_support(make_device_class(card))
         assert support is not UNKNOWN, card.name
         assert support.why, card.name
         flops = card.flops
@@ -44,7 +44,7 @@ def test_every_card_of_the_catalogue_computes_in_what_it_does_best():
     [("p100-16gb-pcie", "fp32"), ("t4", "fp16"), ("rtx3090", "bf16"), ("mi100", "fp16")],
 )
 def test_some_cards(name, dtype):
-    assert support_of(device_class(find(name))).usual == dtype
+    assert get_dtype_support(make_device_class(find_card(name))).usual == dtype
 
 
 def one(**settings) -> DeviceClass:
@@ -54,40 +54,47 @@ def one(**settings) -> DeviceClass:
 def test_cpus_emulated_devices_and_unknown_gpus_compute_in_fp32():
     emulated = one(accelerator="cpu", emulate_flops_per_s=1e9, compute_capability="8.0")
     for unlike in (one(accelerator="cpu"), emulated, one(accelerator="cuda")):
-        assert support_of(unlike).usual == "fp32"
-        assert not support_of(unlike).unable
-    assert support_of(one(accelerator="cuda", compute_capability="5.2")).usual == "fp32"
+        assert get_dtype_support(unlike).usual == "fp32"
+        assert not get_dtype_support(unlike).unable
+    assert get_dtype_support(one(accelerator="cuda", compute_capability="5.2")).usual == "fp32"
 
 
 def test_each_class_by_itself_or_as_it_is_told():
-    assert compute_dtypes("auto", MIXED) == BY_ITSELF
-    assert compute_dtypes("fp16", MIXED) == dict.fromkeys(BY_ITSELF, "fp16")
-    told = compute_dtypes({"a100-80gb-sxm": "fp16", "p40": "fp16"}, MIXED)
+    assert choose_compute_dtypes("auto", MIXED) == BY_ITSELF
+    assert choose_compute_dtypes("fp16", MIXED) == dict.fromkeys(BY_ITSELF, "fp16")
+    told = choose_compute_dtypes({"a100-80gb-sxm": "fp16", "p40": "fp16"}, MIXED)
     assert told == dict.fromkeys(BY_ITSELF, "fp16")
-    assert compute_dtypes({"v100-16gb-sxm": "bf16"}, MIXED)["v100-16gb-sxm"] == "bf16"  # slow
+    assert (
+        choose_compute_dtypes({"v100-16gb-sxm": "bf16"}, MIXED)["v100-16gb-sxm"] == "bf16"
+    )  # slow
 
 
 @pytest.mark.parametrize("wanted", ["bf16", {"p40": "bf16"}])
 def test_what_a_class_cannot_do_is_refused(wanted):
     with pytest.raises(InputError, match="'p40' does not compute in bf16") as caught:
-        compute_dtypes(wanted, MIXED)
+        choose_compute_dtypes(wanted, MIXED)
     assert "libraries" in caught.value.why
     assert "fp32" in caught.value.fix
 
 
 def test_a_class_that_is_not_there_is_refused():
     with pytest.raises(InputError, match="names the device class 'a100'") as caught:
-        compute_dtypes({"a100": "bf16"}, MIXED)
+        choose_compute_dtypes({"a100": "bf16"}, MIXED)
     assert "a100-80gb-sxm" in caught.value.why
 
 
 def test_reasons_say_what_speaks_against_a_choice():
     v100 = MIXED.class_named("v100-16gb-sxm")
-    assert reason(v100, "fp16") == support_of(v100).why
-    assert reason(v100, "bf16").startswith("as asked; bf16 is computed in software")
-    of_cpus = reason(one(accelerator="cpu"), "bf16")  # whether it has instructions is not known
+    assert explain_compute_dtype(v100, "fp16") == get_dtype_support(v100).why
+    assert explain_compute_dtype(v100, "bf16").startswith("as asked; bf16 is computed in software")
+    of_cpus = explain_compute_dtype(
+        one(accelerator="cpu"), "bf16"
+    )  # whether it has instructions is not known
     assert "with instructions for it" in of_cpus and "slower on others" in of_cpus
-    assert reason(v100, "fp32") == f"as asked; by itself it would be fp16: {support_of(v100).why}"
+    assert (
+        explain_compute_dtype(v100, "fp32")
+        == f"as asked; by itself it would be fp16: {get_dtype_support(v100).why}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,10 +108,10 @@ def test_reasons_say_what_speaks_against_a_choice():
     ],
 )
 def test_all_gather_in_one_dtype(computed, gathered):
-    assert communication_dtype(computed) == gathered
+    assert choose_communication_dtype(computed) == gathered
 
 
 def test_peaks_are_of_what_a_class_computes_in():
     peaks = {c.name: c.peak_flops_per_s for c in MIXED.classes}
-    assert peaks["p40"] == find("p40").flops.fp32
-    assert peaks["v100-16gb-sxm"] == find("v100-16gb-sxm").flops.fp16
+    assert peaks["p40"] == find_card("p40").flops.fp32
+    assert peaks["v100-16gb-sxm"] == find_card("v100-16gb-sxm").flops.fp16

@@ -16,7 +16,7 @@ from gpumix.schema.errors import (
     PlanOutdated,
     RankInterrupted,
     RankLost,
-    error_from,
+    rebuild_error,
 )
 from gpumix.train.checkpoint.manifest import Damaged
 
@@ -34,7 +34,7 @@ ERRORS = [
 @pytest.mark.parametrize("way", ["words", "pickle"])
 def test_an_error_is_what_it_was(error, way):
     if way == "words":
-        other = error_from(json.loads(json.dumps(error.as_dict())))
+        other = rebuild_error(json.loads(json.dumps(error.as_dict())))
     else:
         other = pickle.loads(pickle.dumps(error))
     assert type(other) is type(error)
@@ -44,7 +44,7 @@ def test_an_error_is_what_it_was(error, way):
 
 def test_a_class_that_is_not_known_is_an_error_all_the_same():
     told = GpumixError("it broke", **WORDS).as_dict() | {"error": "SystemExit"}
-    assert type(error_from(told)) is GpumixError
+    assert type(rebuild_error(told)) is GpumixError
 
 
 def test_what_a_terminal_would_obey_is_written_out():

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumix.schema.cluster.cluster import Device
-from gpumix.schema.cluster.link_islands import TIMES_FASTER, Links, PairTimes, grouped, near, placed
+from gpumix.schema.cluster.link_islands import (
+    TIMES_FASTER,
+    Links,
+    PairTimes,
+    add_found_islands,
+    find_smallest_place,
+    group_by_link_speed,
+)
 from gpumix.schema.curve import Curve
 
 NVLINK, SWITCH, PCIE = 1.0, 14.0, 25.0
@@ -21,7 +28,10 @@ def links(names: str, fast: dict[str, float], slow: float = PCIE) -> dict[tuple[
 
 
 def test_pairs_that_a_bridge_links_are_islands():
-    assert grouped("abcd", links("abcd", {"ac": NVLINK, "bd": NVLINK})) == [("a", "c"), ("b", "d")]
+    assert group_by_link_speed("abcd", links("abcd", {"ac": NVLINK, "bd": NVLINK})) == [
+        ("a", "c"),
+        ("b", "d"),
+    ]
 
 
 def test_the_clearest_of_several_levels_counts():
@@ -29,28 +39,28 @@ def test_the_clearest_of_several_levels_counts():
     fast = dict.fromkeys(["ab", "cd", "ef", "gh"], NVLINK)
     fast |= dict.fromkeys(["ac", "ad", "bc", "bd", "eg", "eh", "fg", "fh"], SWITCH)
     pairs = [tuple(two) for two in ("ab", "cd", "ef", "gh")]
-    assert grouped("abcdefgh", links("abcdefgh", fast)) == pairs
+    assert group_by_link_speed("abcdefgh", links("abcdefgh", fast)) == pairs
 
 
 def test_who_has_no_bridge_is_in_none():
-    assert grouped("abcd", links("abcd", {"bd": NVLINK})) == [("b", "d")]
+    assert group_by_link_speed("abcd", links("abcd", {"bd": NVLINK})) == [("b", "d")]
 
 
 def test_a_mesh_in_which_not_all_are_linked_is_no_island():
     """Each reaches the others through a third, or over slow links."""
     mesh = dict.fromkeys(["ab", "bc", "cd", "ad"], NVLINK)
-    assert grouped("abcd", links("abcd", mesh)) == []
+    assert group_by_link_speed("abcd", links("abcd", mesh)) == []
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.2, 0.99 * TIMES_FASTER])
 def test_links_that_are_nearly_alike_make_none(factor):
-    assert grouped("abcd", links("abcd", {"ac": 1.0, "bd": 1.0}, slow=factor)) == []
+    assert group_by_link_speed("abcd", links("abcd", {"ac": 1.0, "bd": 1.0}, slow=factor)) == []
 
 
 def test_nothing_is_said_where_a_link_is_not_known():
     known = links("abcd", {"ac": NVLINK, "bd": NVLINK})
     del known["b", "c"]
-    assert grouped("abcd", known) == []
+    assert group_by_link_speed("abcd", known) == []
 
 
 @given(st.integers(3, 7), st.data())
@@ -58,7 +68,7 @@ def test_links_inside_are_faster_than_all_that_leave(count, data):
     names = "abcdefg"[:count]
     seconds = st.sampled_from([1.0, 1.1, 1.4, 2.0, 3.5, 6.0])
     known = {pair: data.draw(seconds) for pair in combinations(names, 2)}
-    islands = grouped(names, known)
+    islands = group_by_link_speed(names, known)
     members = [name for island in islands for name in island]
     assert len(set(members)) == len(members)
     of = {name: number for number, island in enumerate(islands) for name in island}
@@ -67,7 +77,9 @@ def test_links_inside_are_faster_than_all_that_leave(count, data):
         leaving = [s for (a, b), s in known.items() if (a in island) != (b in island)]
         assert max(inside) * TIMES_FASTER <= min(leaving)
     order = data.draw(st.permutations(names))
-    assert {frozenset(i) for i in grouped(order, known)} == {frozenset(i) for i in islands}
+    assert {frozenset(i) for i in group_by_link_speed(order, known)} == {
+        frozenset(i) for i in islands
+    }
     assert len(of) < count or len(islands) != 1
 
 
@@ -91,13 +103,13 @@ def test_devices_of_two_classes_are_in_no_island_together():
     """The slow class is linked as slowly inside as to the fast one: that makes no islands of it."""
     devices = [*on("h", "ab", "fast"), *on("h", "cd", "slow")]
     fast = links("abcd", {"ab": NVLINK})
-    assert not any(d.island for d in placed(devices, timed(devices, fast)))
+    assert not any(d.island for d in add_found_islands(devices, timed(devices, fast)))
 
 
 def test_islands_of_a_host_have_names_of_their_own():
     devices = [*on("h", "abc", "one"), *on("h", "def", "two"), *on("i", "xyz", "one")]
     fast = links("abcdef", {"ab": NVLINK, "de": NVLINK}) | links("xyz", {"yz": NVLINK})
-    found = {d.id: d.island for d in placed(devices, timed(devices, fast))}
+    found = {d.id: d.island for d in add_found_islands(devices, timed(devices, fast))}
     first, second, none = (dict.fromkeys(*of) for of in (("abyz", "0"), ("de", "1"), ("cfx", "")))
     assert found == first | second | none
 
@@ -105,16 +117,18 @@ def test_islands_of_a_host_have_names_of_their_own():
 def test_what_is_stated_stays():
     devices = on("h", "ab", island="mine") + on("h", "cd")
     fast = timed(devices, links("abcd", {"ac": NVLINK, "bd": NVLINK}))
-    assert list(placed(devices, fast)) == devices
+    assert list(add_found_islands(devices, fast)) == devices
 
 
 def test_how_near_devices_are():
     one, other = on("h", "ab", island="0", rack="r"), on("h", "c", island="1", rack="r")
     beside, far = on("i", "d", rack="r"), on("j", "e")
-    assert near(one) == "island"
-    assert near([*one, *other]) == near(other + on("h", "f")) == "inside"
-    assert near([*one, *beside]) == "rack"
-    assert near([*one, *far]) == near([*far, *on("k", "g")]) == "all"
+    assert find_smallest_place(one) == "island"
+    assert (
+        find_smallest_place([*one, *other]) == find_smallest_place(other + on("h", "f")) == "inside"
+    )
+    assert find_smallest_place([*one, *beside]) == "rack"
+    assert find_smallest_place([*one, *far]) == find_smallest_place([*far, *on("k", "g")]) == "all"
 
 
 def test_a_message_takes_what_the_middle_link_between_two_places_takes():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from gpumix.schema.cluster.network import Link, Network, link
+from gpumix.schema.cluster.network import Link, Network, parse_link
 
 
 @pytest.mark.parametrize(
@@ -20,17 +20,17 @@ from gpumix.schema.cluster.network import Link, Network, link
     ],
 )
 def test_names_and_rates(text, low, high):
-    assert low < link(text).largest_bytes_per_s <= high
+    assert low < parse_link(text).largest_bytes_per_s <= high
 
 
 @pytest.mark.parametrize("text", ["", "fast", "25", "25 GB", "-3 GB/s", "0 GB/s", "0GbE"])
 def test_what_is_no_link(text):
     with pytest.raises(ValueError, match=r"link|more than 0"):
-        link(text)
+        parse_link(text)
 
 
 def test_bits_and_bytes_are_told_apart():
-    assert link("10 GB/s").largest_bytes_per_s > 7 * link("10 Gb/s").largest_bytes_per_s
+    assert parse_link("10 GB/s").largest_bytes_per_s > 7 * parse_link("10 Gb/s").largest_bytes_per_s
 
 
 def test_the_most_special_link_counts():

@@ -8,7 +8,7 @@ import pytest
 
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError
-from gpumix.schema.reading.cluster_file import written
+from gpumix.schema.reading.cluster_file import format_cluster
 from gpumix.schema.reading.read import read_cluster, read_job
 
 LONG = """\
@@ -132,7 +132,7 @@ def test_islands_and_racks_are_stated(read):
     ]
     where = {"island": "nvlink3", "inside": "pcie4", "rack": "100GbE", "between": "25GbE"}
     assert {w: found.network.of(w, "rtx3090", "gtx1060").name for w in where} == where
-    assert read(json.dumps(written(found))) == found
+    assert read(json.dumps(format_cluster(found))) == found
 
 
 def test_a_cluster_survives_json(read):

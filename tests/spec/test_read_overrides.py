@@ -8,7 +8,7 @@ import pytest
 
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.read import read_job
-from gpumix.schema.untrusted_text import printable
+from gpumix.schema.untrusted_text import escape_invisible
 
 JOB = """\
 model: {config: {model_type: gpt2}}
@@ -91,7 +91,9 @@ def test_the_argument_is_the_place(path, argument, expected):
     with pytest.raises(InputError) as caught:
         read_job(path, [argument])
     assert caught.value.where == f"--set {argument}"
-    assert str(caught.value).startswith(f"--set {printable(argument)}: {printable(expected)}")
+    assert str(caught.value).startswith(
+        f"--set {escape_invisible(argument)}: {escape_invisible(expected)}"
+    )
 
 
 def test_the_file_keeps_its_lines(path):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gpumix.schema.cluster.kernels import Efficiency
+from gpumix.schema.cluster.kernels import KernelSettings
 from gpumix.schema.plan.plan import Plan
-from gpumix.schema.plan.stage import Stage, Taken, Worker
+from gpumix.schema.plan.stage import Stage, StageInput, Worker
 
 
 def stage(number: int, *devices: str, samples: int = 4, **changes: Any) -> Stage:
@@ -17,7 +17,7 @@ def stage(number: int, *devices: str, samples: int = 4, **changes: Any) -> Stage
     share = {"device_class": "c", "samples": samples // len(devices), "micro_batch": 1}
     share |= changes.pop("worker", {})
     workers = [Worker(device=d, state_share=1 / len(devices), **share) for d in devices]
-    takes = (Taken(call=number - 1, output=0),) if number else ()
+    takes = (StageInput(call=number - 1, output=0),) if number else ()
     return Stage(
         **{"units": (f"block.{number}",), "workers": tuple(workers), "takes": takes} | changes
     )
@@ -67,12 +67,12 @@ def test_a_stage_computes_something_on_some_device(part, told):
         ((GOOD[0], stage(1, "a")), {}, "device 'a' is in two stages"),
         ((GOOD[0], stage(1, "b", units=("block.0",))), {}, "unit 'block.0' is in two stages"),
         (
-            (GOOD[0], stage(1, "b", takes=(Taken(call=1, output=0),))),
+            (GOOD[0], stage(1, "b", takes=(StageInput(call=1, output=0),))),
             {},
             "stage 2 takes what call 1 returns, which is not in an earlier stage",
         ),
         (
-            (*GOOD, stage(2, "d", takes=(Taken(call=0, output=0),))),
+            (*GOOD, stage(2, "d", takes=(StageInput(call=0, output=0),))),
             {},
             "nobody takes what stage 2 computes: 'takes' of stage 3 has none of its calls",
         ),
@@ -108,7 +108,7 @@ def test_refused(stages, changes, told):
         ("compute_dtype", "bf16"),
         ("state_on", "host"),
         ("compile", True),
-        ("efficiency", Efficiency(tf32=True)),
+        ("efficiency", KernelSettings(tf32=True)),
     ],
 )
 def test_a_device_is_the_same_in_all_of_its_stages(key, other):

@@ -20,14 +20,14 @@ import yaml
 import commands
 from commands import Done
 from gpumix.engine.model.deferred_init import build
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import PLAIN, Mode, Stage, Worker
 from gpumix.schema.reading.read import read_job
 from gpumix.train.controller import JobController
 from gpumix.train.run_log.summary import Summary
-from gpumix.train.worker.model import model_of
+from gpumix.train.worker.model import build_model
 
 HERE = Path(__file__).parent
 LENGTH = 8
@@ -94,8 +94,8 @@ def plan_for(
     if job.model.config is None:
         model = build(lambda: toys.model(**job.model.arguments), seed=0)
     else:
-        model = model_of(job.model, folder=job_file.parent, seed=0)
-    anatomy = dissect(model)
+        model = build_model(job.model, folder=job_file.parent, seed=0)
+    anatomy = split_into_units(model)
     workers = tuple(
         Worker(
             device=device.id,

@@ -11,7 +11,7 @@ import torch
 
 import cuda_device
 from gpumix.engine.engine import Engine
-from gpumix.engine.update_guard import Guard
+from gpumix.engine.update_guard import UpdateGuard
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.plan import Plan
 from gpumix.train import issued_steps, rank_tasks
@@ -61,7 +61,7 @@ def forked(seat: RankAddress) -> tuple[bool, bool, str]:
 def _late(late: bool) -> None:
     """A CPU's results are late too: its fused optimizers leave steps out as a GPU's do."""
     if late:
-        issued_steps._guard_of = lambda engine, optimizer: Guard(engine.device)
+        issued_steps._guard_of = lambda engine, optimizer: UpdateGuard(engine.device)
 
 
 def _bad_in(bad_step: int | None) -> None:

@@ -14,11 +14,11 @@ from gpumix.schema.errors import InputError, TrainingError
 from gpumix.train.processes.torchrun_runner import (
     Arrival,
     TorchrunRunner,
-    _was_there,
+    _has_same_agent,
     agent,
     arrive,
+    assign_devices,
     meet_devices,
-    seats,
 )
 from gpumix.train.run_log import run_files
 
@@ -76,12 +76,12 @@ def test_what_an_earlier_start_said_is_not_taken_for_this_one():
 
 
 def test_an_output_is_of_the_run_whose_agents_are_there(tmp_path):
-    assert not _was_there(tmp_path, ["a", "b"])
+    assert not _has_same_agent(tmp_path, ["a", "b"])
     (tmp_path / run_files.AGENTS).write_text(json.dumps(["b", "c"]))
-    assert _was_there(tmp_path, ["a", "b"])
-    assert not _was_there(tmp_path, ["a", "d"])
+    assert _has_same_agent(tmp_path, ["a", "b"])
+    assert not _has_same_agent(tmp_path, ["a", "d"])
     (tmp_path / run_files.AGENTS).write_text("{")
-    assert not _was_there(tmp_path, ["a", "b"])
+    assert not _has_same_agent(tmp_path, ["a", "b"])
     assert agent() == agent()
 
 
@@ -113,14 +113,14 @@ def ids(devices: tuple[Device, ...]) -> list[str]:
 
 def test_fewer_ranks_have_the_devices_of_their_hosts():
     arrivals = [Arrival("b", 1, ""), Arrival("a", 0, ""), Arrival("b", 0, "")]
-    assert ids(seats(cluster("a", "a", "b", "b"), arrivals)) == ["d3", "d0", "d2"]
+    assert ids(assign_devices(cluster("a", "a", "b", "b"), arrivals)) == ["d3", "d0", "d2"]
 
 
 def test_as_many_ranks_too_whatever_the_order_of_their_hosts():
     """torch numbers hosts by addresses, of which 10.0.0.10 comes before 10.0.0.9."""
     hosts = cluster("a", "a", "b")
     arrivals = [Arrival("b", 0, "", "10.0.0.10"), Arrival("a", 0, ""), Arrival("a", 1, "")]
-    assert ids(seats(hosts, arrivals)) == ["d2", "d0", "d1"]
+    assert ids(assign_devices(hosts, arrivals)) == ["d2", "d0", "d1"]
     runner = TorchrunRunner(place(rank=0, world=3))
     runner._arrived = ("word", arrivals)
     assert ids(runner.devices(runner.cluster(hosts))) == ["d2", "d0", "d1"]
@@ -128,14 +128,14 @@ def test_as_many_ranks_too_whatever_the_order_of_their_hosts():
 
 def test_two_agents_of_one_host_have_all_of_its_devices():
     arrivals = [Arrival("a", 0, "one"), Arrival("a", 0, "two"), Arrival("a", 1, "two")]
-    assert ids(seats(cluster("a", "a", "a"), arrivals)) == ["d0", "d1", "d2"]
+    assert ids(assign_devices(cluster("a", "a", "a"), arrivals)) == ["d0", "d1", "d2"]
 
 
 @pytest.mark.parametrize("named", ["a", "vm"])
 def test_hosts_that_the_cluster_only_invents_have_its_devices_in_turn(named):
     """The host on which all of them are emulated may have the name of one."""
     arrivals = [Arrival(named, 0, ""), Arrival(named, 1, ""), Arrival(named, 2, "")]
-    assert ids(seats(cluster("a", "a", "b"), arrivals)) == ["d0", "d1", "d2"]
+    assert ids(assign_devices(cluster("a", "a", "b"), arrivals)) == ["d0", "d1", "d2"]
 
 
 def test_who_asks_nobody_has_the_device_of_its_own_host():
@@ -150,7 +150,10 @@ def test_who_asks_nobody_has_the_device_of_its_own_host():
 
 def test_on_hosts_that_the_cluster_does_not_know_they_have_the_first_ones():
     arrivals = [Arrival("vm", 0, ""), Arrival("vm", 0, "")]
-    assert ids(seats(cluster("localhost", "localhost", "localhost"), arrivals)) == ["d0", "d1"]
+    assert ids(assign_devices(cluster("localhost", "localhost", "localhost"), arrivals)) == [
+        "d0",
+        "d1",
+    ]
 
 
 def test_a_rank_that_has_lost_its_device_takes_no_part():
@@ -165,7 +168,7 @@ def test_a_rank_that_has_lost_its_device_takes_no_part():
         for rank, (found, devices) in enumerate(ranks.map(met, range(3))):
             assert (found, devices) == (wanted, (None, *wanted.devices))
             runner = TorchrunRunner(place(rank=rank, world=3))
-            runner._met, runner._apart = devices, Board  # type: ignore[method-assign]
+            runner._met, runner._connect_idle_store = devices, Board  # type: ignore[method-assign]
             assert runner.take_part(wanted, ()) is (rank > 0)
             assert runner.speaks is (rank == 1)
             assert runner.devices(wanted) == wanted.devices
@@ -174,7 +177,7 @@ def test_a_rank_that_has_lost_its_device_takes_no_part():
 
 def test_a_host_with_more_ranks_than_devices_is_refused():
     with pytest.raises(InputError, match="host 'a' has 1 devices"):
-        seats(cluster("a", "b", "b"), [Arrival("a", 0, ""), Arrival("a", 1, "")])
+        assign_devices(cluster("a", "b", "b"), [Arrival("a", 0, ""), Arrival("a", 1, "")])
     with pytest.raises(InputError, match="host 'a' has 1 devices"):
         uneven = [Arrival("a", 0, ""), Arrival("a", 1, ""), Arrival("b", 0, "")]
-        seats(cluster("a", "b", "b"), uneven)
+        assign_devices(cluster("a", "b", "b"), uneven)

@@ -10,7 +10,7 @@ import pytest
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.train.elastic.rebalancer import WINDOW_STEPS
-from gpumix.train.rebalance_controller import FIRST_STEPS, MEASURED_STEPS, Balancing
+from gpumix.train.rebalance_controller import FIRST_STEPS, MEASURED_STEPS, RebalanceController
 from gpumix.train.run_log.metrics import RunEvent
 
 
@@ -34,7 +34,7 @@ class Run:
             runtime=SimpleNamespace(peak_bytes=lambda: None),
             ranks=SimpleNamespace(gather=lambda what, own: [own, own]),
         )
-        self.balancing = Balancing(plan, None, context, state_moves=False, **settings)
+        self.balancing = RebalanceController(plan, None, context, state_moves=False, **settings)
         self.sample_s = [1.0, 1.0]
         self.times: list[float] = []
         self._before = [0.0, 0.0]

@@ -25,7 +25,7 @@ from checkpoints import train as go_on
 from extended import every_second
 from gpumix.schema.errors import MachineError
 from gpumix.train.checkpoint import checkpointer as checkpoint
-from gpumix.train.checkpoint.dcp_storage import Boxed
+from gpumix.train.checkpoint.dcp_storage import BoxedTensor
 from gpumix.train.checkpoint.host_copy import HostCopy
 from harness import run_ranks
 
@@ -34,7 +34,7 @@ def _save_beside(folder, room):
     """Begin to save, and train on before it is written; what was to be saved."""
     with pytest.MonkeyPatch.context() as patches:
         if not room:
-            patches.setattr(checkpoint, "room_for", lambda size, ranks: False)
+            patches.setattr(checkpoint, "has_room_for", lambda size, ranks: False)
         engine, optimizer = trained(UNEVEN)
         saver = checkpointer(folder)
         for step in (2, 3):  # the second into the memory of the first
@@ -97,8 +97,11 @@ def test_a_disk_that_is_full_is_told_at_the_end(tmp_path, monkeypatch):
 
 def test_a_copy_is_of_the_same_names_shapes_and_values():
     tensors = {
-        "model": {"a": Boxed.whole(torch.arange(5.0)), "b": Boxed.whole(torch.tensor(3))},
-        "optimizer": {"a": {"step": Boxed.whole(torch.tensor(2.0, dtype=torch.float64))}},
+        "model": {
+            "a": BoxedTensor.whole(torch.arange(5.0)),
+            "b": BoxedTensor.whole(torch.tensor(3)),
+        },
+        "optimizer": {"a": {"step": BoxedTensor.whole(torch.tensor(2.0, dtype=torch.float64))}},
     }
     copy = HostCopy(tensors, pinned=False)
     copy.fill(tensors)

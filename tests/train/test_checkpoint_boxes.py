@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumix.engine.sharding.nd_boxes import boxes
+from gpumix.engine.sharding.nd_boxes import split_into_boxes
 
 
 @st.composite
@@ -22,7 +22,7 @@ def intervals(draw):
 def test_boxes_are_the_interval(interval):
     shape, start, end = interval
     numbers = np.arange(int(np.prod(shape))).reshape(shape)
-    found = boxes(shape, start, end)
+    found = split_into_boxes(shape, start, end)
     parts = [
         numbers[tuple(slice(o, o + s) for o, s in zip(offset, size))] for offset, size in found
     ]
@@ -35,25 +35,29 @@ def test_boxes_are_the_interval(interval):
 
 
 def test_without_dimensions():
-    assert boxes((), 0, 1) == [((), ())]
-    assert boxes((), 0, 0) == []
+    assert split_into_boxes((), 0, 1) == [((), ())]
+    assert split_into_boxes((), 0, 0) == []
 
 
 def test_one_dimension():
-    assert boxes((9,), 2, 7) == [((2,), (5,))]
+    assert split_into_boxes((9,), 2, 7) == [((2,), (5,))]
 
 
 def test_two_dimensions():
-    assert boxes((4, 10), 7, 33) == [((0, 7), (1, 3)), ((1, 0), (2, 10)), ((3, 0), (1, 3))]
-    assert boxes((4, 10), 12, 15) == [((1, 2), (1, 3))]
-    assert boxes((4, 10), 10, 40) == [((1, 0), (3, 10))]
+    assert split_into_boxes((4, 10), 7, 33) == [
+        ((0, 7), (1, 3)),
+        ((1, 0), (2, 10)),
+        ((3, 0), (1, 3)),
+    ]
+    assert split_into_boxes((4, 10), 12, 15) == [((1, 2), (1, 3))]
+    assert split_into_boxes((4, 10), 10, 40) == [((1, 0), (3, 10))]
 
 
 def test_no_elements():
-    assert boxes((0, 3), 0, 0) == []
+    assert split_into_boxes((0, 3), 0, 0) == []
 
 
 @pytest.mark.parametrize(("start", "end"), [(-1, 2), (3, 2), (0, 7)])
 def test_an_interval_outside_is_refused(start, end):
     with pytest.raises(ValueError, match="not inside"):
-        boxes((2, 3), start, end)
+        split_into_boxes((2, 3), start, end)

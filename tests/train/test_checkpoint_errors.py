@@ -25,7 +25,13 @@ from checkpoints import (
 )
 from gpumix.schema.errors import InputError, MachineError
 from gpumix.train.checkpoint import manifest as checkpoint_file
-from gpumix.train.checkpoint.manifest import Damaged, SavedFile, described, of_steps, read_manifest
+from gpumix.train.checkpoint.manifest import (
+    Damaged,
+    SavedFile,
+    describe_file,
+    get_job_steps,
+    read_manifest,
+)
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import engine_for
@@ -162,7 +168,7 @@ def test_a_disk_that_fails_damages_nothing(copy, monkeypatch):
     def fail(file):
         raise OSError(errno.EIO, "Input/output error", str(file))
 
-    monkeypatch.setattr(checkpoint_file, "opened", fail)
+    monkeypatch.setattr(checkpoint_file, "open_for_reading", fail)
     with pytest.raises(MachineError, match="could not open a checkpoint") as caught:
         checkpointer(copy.parent).load(*blank(ALONE))
     assert "Input/output error" in caught.value.why
@@ -222,7 +228,7 @@ class Bomb:
 def reseal(path, **files):
     """Describe the checkpoint's files anew, as an attacker would."""
     names = [file.name for file in path.iterdir() if file.name != "checkpoint.json"]
-    entries = {name: described(path / name) for name in names} | files
+    entries = {name: describe_file(path / name) for name in names} | files
     manifest = read_manifest(path).model_copy(update={"files": entries})
     (path / "checkpoint.json").write_text(manifest.sealed())
 
@@ -451,8 +457,8 @@ def test_dtypes_that_no_tensor_has_are_refused(copy, name, why):
 
 @pytest.mark.parametrize("job", [None, "x", {}, {"steps": "many"}])
 def test_what_no_job_saved_is_of_no_number_of_steps(job):
-    assert of_steps({"job": job}) is None and of_steps({}) is None
-    assert of_steps({"job": {"steps": 7}}) == 7
+    assert get_job_steps({"job": job}) is None and get_job_steps({}) is None
+    assert get_job_steps({"job": {"steps": 7}}) == 7
 
 
 # -- another run -----------------------------------------------------------------------------------

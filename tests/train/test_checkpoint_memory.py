@@ -10,8 +10,8 @@ from gpumix.hardware.device import open_device
 from gpumix.hardware.memory_limit import limit_memory
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.train.checkpoint.checkpointer import Checkpointer
-from gpumix.train.checkpoint.collective_errors import CollectiveErrors
-from gpumix.train.checkpoint.dcp_storage import Boxed, read, write
+from gpumix.train.checkpoint.collective_errors import CollectiveActions
+from gpumix.train.checkpoint.dcp_storage import BoxedTensor, read, write
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import batches, engine_alone
@@ -26,8 +26,8 @@ def risen(folder: Path) -> tuple[int, int]:
     with open_device(CLASS, 0) as runtime:
         buffer = torch.arange(2.0 * NUMEL)
         halves = {"a": buffer[:NUMEL].view(64, -1), "b": buffer[NUMEL:].view(64, -1)}
-        boxed = {name: Boxed.whole(half) for name, half in halves.items()}
-        together, index = CollectiveErrors(None), None
+        boxed = {name: BoxedTensor.whole(half) for name, half in halves.items()}
+        together, index = CollectiveActions(None), None
         for _ in range(2):
             runtime.reset_peak()
             before = runtime.current_bytes()

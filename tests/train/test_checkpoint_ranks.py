@@ -70,9 +70,9 @@ def box(offset: int, size: int) -> StoredBox:
 def test_what_is_not_saved_whole_is_an_error(boxes):
     tensor = StoredTensor(dtype="float32", shape=(8,), boxes=tuple(boxes))
     with pytest.raises(GpumixError, match=r"elements of 'model\.a'|boxes of 'model\.a' overlap"):
-        Index(tensors={"model.a": tensor}).check_whole()
+        Index(tensors={"model.a": tensor}).check_complete()
     whole = tensor.model_copy(update={"boxes": (box(0, 4), box(4, 4))})
-    Index(tensors={"model.a": whole}).check_whole()
+    Index(tensors={"model.a": whole}).check_complete()
     assert json.loads(Index(tensors={"model.a": whole}).model_dump_json())
 
 
@@ -109,7 +109,7 @@ def is_whole(shape: tuple[int, ...], boxes: list[Place]) -> bool:
     ]
     tensor = StoredTensor(dtype="float32", shape=shape, boxes=tuple(stored))
     try:
-        Index(tensors={"model.a": tensor}).check_whole()
+        Index(tensors={"model.a": tensor}).check_complete()
     except GpumixError:
         return False
     return True

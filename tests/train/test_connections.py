@@ -17,11 +17,11 @@ import torch.distributed as dist
 from gpumix.train.processes.store import store_on
 from gpumix.train.processes.tcp_liveness import (
     WatchedConnection,
-    give_up_after,
-    is_visited,
+    has_visitors,
     listen_at,
-    wait_until_left,
-    watched_at,
+    listen_for_watchers,
+    set_connection_timeouts,
+    wait_for_disconnects,
 )
 
 
@@ -47,7 +47,7 @@ def test_those_to_the_port_give_up():
         left, right = socket.socketpair()
         gc.collect()  # what earlier tests have left open
         before = sorted(Path("/dev/fd").iterdir())
-        give_up_after(7.5, port=one.getsockname()[1])
+        set_connection_timeouts(7.5, port=one.getsockname()[1])
         assert sorted(Path("/dev/fd").iterdir()) == before
         assert limits(meant) == (7500, 1)
         assert limits(other) == (0, 0)
@@ -86,7 +86,7 @@ def test_a_store_sees_when_all_others_have_left():
 def is_waiting(port: int, limit_s: float = 0.5) -> bool:
     """Whether a server of this process stays for as long as it may."""
     began = time.monotonic()
-    wait_until_left(port, limit_s=limit_s)
+    wait_for_disconnects(port, limit_s=limit_s)
     return time.monotonic() - began >= limit_s
 
 
@@ -95,9 +95,9 @@ def test_a_store_at_one_address_is_not_visited_by_its_own_process():
     with listen_at("127.0.0.1", 0, one_host=True) as server:
         port = server.getsockname()[1]
         store = store_on(server, "127.0.0.1")
-    assert not is_visited(port)
+    assert not has_visitors(port)
     guest = dist.TCPStore("127.0.0.1", port)  # of this process too
-    assert not is_visited(port)
+    assert not has_visitors(port)
     assert store.num_keys() == guest.num_keys()
     with socket.create_connection(("127.0.0.1", port)) as other:
         visit = subprocess.Popen(
@@ -108,18 +108,18 @@ def test_a_store_at_one_address_is_not_visited_by_its_own_process():
         left = other.detach()
     os.close(left)  # now it is another process's alone
     deadline = time.monotonic() + 10
-    while not is_visited(port):  # before, it may wait to be accepted
+    while not has_visitors(port):  # before, it may wait to be accepted
         assert time.monotonic() < deadline
         time.sleep(0.01)
     visit.communicate()
-    wait_until_left(port, limit_s=10)
-    assert not is_visited(port)
+    wait_for_disconnects(port, limit_s=10)
+    assert not has_visitors(port)
 
 
 WATCHED = """
 import sys
-from gpumix.train.processes.tcp_liveness import watched_at
-watched = watched_at("127.0.0.1")
+from gpumix.train.processes.tcp_liveness import listen_for_watchers
+watched = listen_for_watchers("127.0.0.1")
 print(watched.getsockname()[1], flush=True)
 sys.stdin.read()
 """
@@ -145,4 +145,4 @@ def test_a_process_is_there_until_it_is_gone():
 
 
 def test_an_address_of_another_host_is_not_listened_at():
-    assert watched_at("192.0.2.1") is None  # RFC 5737: of nobody
+    assert listen_for_watchers("192.0.2.1") is None  # RFC 5737: of nobody

@@ -8,8 +8,8 @@ import pytest
 from jobs import BATCH, metrics, plan_for, train, write_job
 
 from gpumix.data.order.global_order import GlobalOrder
-from gpumix.hardware.host.cpu import cores_here
-from gpumix.planner.common.strategy import predicted
+from gpumix.hardware.host.cpu import count_cores
+from gpumix.planner.common.strategy import get_prediction
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.train.controller import JobController
@@ -38,19 +38,21 @@ def read_s(profile: Profile, first: int) -> float:
 @pytest.mark.extended
 @pytest.mark.slow
 def test_a_plan_gives_a_host_no_more_than_it_can_read(tmp_path):
-    cpu_s = 5e-3 * cores_here()  # 10 ms of a host, which has half of the cores
+    cpu_s = 5e-3 * count_cores()  # 10 ms of a host, which has half of the cores
     data = {"factory": "toys:costly_tokens", "arguments": {"cpu_s": cpu_s}, "held_out": 0.1}
     job = write_job(tmp_path, data=data, cluster=TWO_HOSTS)
     pipeline = JobController.of_file(job, ["profile.budget=1"], debug=False)
     profile = pipeline.profile()
     assert [one.host for one in profile.inputs] == ["one", "two"]
-    assert {one.cores for one in profile.inputs} == {cores_here() / 2}
+    assert {one.cores for one in profile.inputs} == {count_cores() / 2}
     assert all(one.cpu_s_per_sample >= cpu_s for one in profile.inputs)
     assert pipeline.profile() == profile  # as it was kept
 
     plan = pipeline.plan(profile)
-    assert predicted(plan).input_s == pytest.approx(read_s(profile, samples(plan)["one"]))
-    assert predicted(plan).step_s >= predicted(plan).input_s * (1 - 1e-9)  # sums of floats
+    assert get_prediction(plan).input_s == pytest.approx(read_s(profile, samples(plan)["one"]))
+    assert get_prediction(plan).step_s >= get_prediction(plan).input_s * (
+        1 - 1e-9
+    )  # sums of floats
 
     # A hundred times as long, so that reading is all that counts, however busy this machine is.
     inputs = [

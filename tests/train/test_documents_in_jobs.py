@@ -10,7 +10,7 @@ import pytest
 from jobs import CLUSTER, metrics, plan_for, progress, train, write_job
 
 from extended import left_out
-from gpumix.doctor.inside import Inside
+from gpumix.doctor.inside import RankWatch
 from gpumix.schema.errors import InputError
 from gpumix.train.controller import JobController
 
@@ -103,7 +103,7 @@ def test_tokens_a_second_leave_out_padding_wherever_they_are_told(tmp_path, text
     recent = metrics(tmp_path / "run", "ranks")[-1]["ranks"][0]["tokens_per_s"]
     median_s = max(step["step_s"] for step in steps[2:])  # of two, the upper one
     assert recent * median_s == pytest.approx(sum(tokens[2:]) / 2)
-    looks = Inside({}, tmp_path / "printed", gpu=False, looks=True)  # at a step more
+    looks = RankWatch({}, tmp_path / "printed", gpu=False, looks=True)  # at a step more
     trial = JobController.of_file(job, [], debug=True).try_out(plan, 2, watcher=looks)
     assert trial.tokens_per_s * trial.step_s == pytest.approx(sum(tokens[2:]) / 2)
 

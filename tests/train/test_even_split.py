@@ -8,10 +8,15 @@ from types import SimpleNamespace
 import pytest
 from profiles import GIB, Card, block, line, profile, steady
 
-from gpumix.planner.common.strategy import predicted
+from gpumix.planner.common.strategy import get_prediction
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.search_space import Space
-from gpumix.train.run_log.even_baseline import DOUBT, MOST_TRIED, best_even_split, even_plans
+from gpumix.train.run_log.even_baseline import (
+    MOST_TRIED_PLANS,
+    PREDICTION_DOUBT_SHARE,
+    measure_best_even_plan,
+    select_even_plans,
+)
 
 CARDS = [Card("fast", 1, GIB, steady(4.0)), Card("slow", 1, GIB, steady(1.0))]
 
@@ -34,26 +39,26 @@ class Pipeline:
 
 
 def test_settings_that_may_be_the_fastest_are_planned_once_each():
-    plans = even_plans(job(), profile(CARDS))
+    plans = select_even_plans(job(), profile(CARDS))
     settings = [(plan.zero_stage, plan.workers[0].mode.recompute) for plan in plans]
-    assert 1 < len(plans) <= MOST_TRIED
+    assert 1 < len(plans) <= MOST_TRIED_PLANS
     assert len(set(settings)) == len(plans)
     assert {plan.strategy for plan in plans} == {"even"}
-    times = [predicted(plan).step_s for plan in plans]
+    times = [get_prediction(plan).step_s for plan in plans]
     assert times == sorted(times)
-    assert times[-1] <= (1 + DOUBT) * times[0]
+    assert times[-1] <= (1 + PREDICTION_DOUBT_SHARE) * times[0]
 
 
 def test_only_techniques_of_the_job_are_tried():
-    (plan,) = even_plans(job(zero_stages=3, recompute=True), profile(CARDS))
+    (plan,) = select_even_plans(job(zero_stages=3, recompute=True), profile(CARDS))
     assert (plan.zero_stage, plan.workers[0].mode.recompute) == (3, True)
 
 
 def test_the_fastest_trial_counts_and_not_the_best_prediction():
     measured = profile(CARDS)
-    plans = even_plans(job(), measured)
+    plans = select_even_plans(job(), measured)
     pipeline = Pipeline(job(), [3.0, 1.0, 2.0])
-    found = best_even_split(pipeline, measured, steps=4)
+    found = measure_best_even_plan(pipeline, measured, steps=4)
     assert pipeline.plans == plans
     assert (found.plan, found.trial.step_s, found.trial.steps) == (plans[1], 1.0, 4)
     assert (found.tried, found.overruns) == (len(plans), len(plans))
@@ -65,4 +70,4 @@ def test_an_even_split_that_does_not_fit_is_refused():
     cards = [CARDS[0], Card("small", 1, 50_000, steady(1.0))]
     small = profile(cards, kinds=[block(trainable=1000, backward=line(1000))])
     with pytest.raises(NoFeasiblePlanError, match="'small' is short of"):
-        best_even_split(Pipeline(job(), []), small, steps=4)
+        measure_best_even_plan(Pipeline(job(), []), small, steps=4)

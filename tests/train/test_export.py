@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 import gpumix.train.checkpoint.export
 from checkpoints import checkpointer, odd
 from extended import left_out
-from gpumix.data.core.tokenizer import bytes_as_file
+from gpumix.data.core.tokenizer import make_byte_tokenizer_files
 from gpumix.schema.errors import InputError, MachineError
 from gpumix.train.checkpoint.export import export
-from gpumix.train.checkpoint.model_files import saved_beside_weights
+from gpumix.train.checkpoint.model_files import dump_model_files
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, batches, engine_for, own_rows
@@ -42,7 +42,7 @@ def _train_and_save(folder, name, shares):
     for batch in batches(architecture, sum(s.samples for s in shares), 2):
         engine.step(own_rows(batch, shares, engine.comm.rank))
         optimizer.step()
-    extra = saved_beside_weights(engine.model)
+    extra = dump_model_files(engine.model)
     checkpointer(folder / "checkpoints").save(2, engine, optimizer, cursor={}, extra=extra)
     return {name: tensor.numpy() for name, tensor in engine.state_dict().items()}
 
@@ -51,7 +51,7 @@ def _save_of_job(folder, job):
     architecture = ARCHITECTURES["llama"]
     engine = engine_for(architecture.factory, ALONE)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
-    extra = {**saved_beside_weights(engine.model), "job": job}
+    extra = {**dump_model_files(engine.model), "job": job}
     checkpointer(folder / "checkpoints").save(0, engine, optimizer, cursor={}, extra=extra)
 
 
@@ -112,7 +112,7 @@ def _save_mamba2(folder):
     engine.step({"input_ids": tokens, "labels": tokens})
     optimizer = torch.optim.AdamW(engine.parameters())
     optimizer.step()
-    extra = saved_beside_weights(engine.model)
+    extra = dump_model_files(engine.model)
     checkpointer(folder / "checkpoints").save(1, engine, optimizer, cursor={}, extra=extra)
 
 
@@ -149,7 +149,7 @@ def test_only_a_tokenizer_is_copied_whatever_file_a_checkpoint_names(tmp_path, b
     secret = tmp_path / "own" / ("tokenizer_config.json" if beside else "tokenizer.json")
     secret.parent.mkdir()
     if beside:
-        (secret.parent / "tokenizer.json").write_text(json.dumps(bytes_as_file()[0]))
+        (secret.parent / "tokenizer.json").write_text(json.dumps(make_byte_tokenizer_files()[0]))
     secret.write_text("root:$6$secret:19000::::::\n")
     named = str(secret.parent if beside else secret)
     run_ranks(_save_of_job, 1, tmp_path, {"tokenizer": named, "data": {"text": ["a.txt"]}})

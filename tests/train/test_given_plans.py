@@ -11,7 +11,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.peak_flops import Peak
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.checks.user_plan import other_speeds
+from gpumix.train.checks.user_plan import describe_speed_changes
 from gpumix.train.controller import JobController
 
 # Few plans are possible, so that one is soon made.
@@ -114,7 +114,7 @@ def test_a_profile_of_more_memory_is_held_to_what_there_is(tmp_path, made):
 def test_a_plan_for_faster_devices_of_the_same_names_is_told_of(tmp_path, made, capsys):
     """The profile beside it is theirs, and nothing was measured here."""
     plan, profile = made
-    assert plan.prediction is not None and other_speeds(plan, profile.cluster) == []
+    assert plan.prediction is not None and describe_speed_changes(plan, profile.cluster) == []
     peaks = {"big": Peak(flops_per_s=5e10, source="emulated")}
     peaks["small"] = Peak(flops_per_s=1e9, source="measured")  # another time another rate
     prediction = plan.prediction.model_copy(update={"peaks": peaks})

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.train.run_log.interruption_cost import Interlude
+from gpumix.train.run_log.interruption_cost import InterruptionCost
 
 
 def whole_s(every: int, step_s: float, slowed_s: float, writes_s: float) -> float:
@@ -31,10 +31,10 @@ def test_steps_beside_it_are_slower(every, watched, slower, writes_s):
     step_s = 0.1
     # Without the wait for its end, if it lasts longer than all of them.
     took_s = min(whole_s(watched, step_s, slower * step_s, writes_s), watched * slower * step_s)
-    save = Interlude.of_steps(0.0, writes_s, usual_s=watched * step_s, took_s=took_s)
+    save = InterruptionCost.of_steps(0.0, writes_s, usual_s=watched * step_s, took_s=took_s)
     expected = whole_s(every, step_s, slower * step_s, writes_s)
-    assert every * step_s + save.each_s(every * step_s) == pytest.approx(expected)
+    assert every * step_s + save.compute_added_s(every * step_s) == pytest.approx(expected)
 
 
 def test_steps_that_are_faster_beside_it_are_none():
-    assert Interlude.of_steps(0.2, 0.5, usual_s=1.0, took_s=0.9).each_s(10.0) == 0.2
+    assert InterruptionCost.of_steps(0.2, 0.5, usual_s=1.0, took_s=0.9).compute_added_s(10.0) == 0.2

@@ -14,7 +14,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import OptimizerSpec, ParameterGroup
 from gpumix.schema.profile.profile import ModelProfile
 from gpumix.schema.reading.read import read_job
-from gpumix.train.worker.optimizer import optimizer_for, set_learning_rates, trial_optimizer
+from gpumix.train.worker.optimizer import build_optimizer, build_trial_optimizer, set_learning_rates
 from reference import engine_alone
 
 OPTIMIZERS = {
@@ -64,7 +64,7 @@ def test_groups_have_their_own_rates_and_decay(tmp_path):
             ParameterGroup(match="blocks.*", lr=0.5),
         ),
     )
-    optimizer = optimizer_for(spec, engine.pieces())
+    optimizer = build_optimizer(spec, engine.pieces())
     job = read_job(write_job(tmp_path, schedule={"warmup_steps": 4}))
     set_learning_rates(optimizer, job, 1)
     names = {id(p): n for n, p in engine.named_parameters()}
@@ -85,11 +85,11 @@ def test_the_settings_are_those_of_torch():
     spec = OptimizerSpec(
         name="adafactor", lr=0.1, beta2_decay=-0.5, clip_threshold=2.0, least_scale=0.5
     )
-    (group, _) = optimizer_for(spec, engine.pieces(), engine.layout).param_groups
+    (group, _) = build_optimizer(spec, engine.pieces(), engine.layout).param_groups
     expected = {"beta2_decay": -0.5, "d": 2.0, "eps": (None, 0.5), "lr": 0.1, "weight_decay": 0.1}
     assert expected.items() <= group.items()
     spec = OptimizerSpec(name="muon", ns_steps=3, nesterov=False, adjust_lr="original", eps=1e-5)
-    groups = optimizer_for(spec, engine.pieces(), engine.layout).param_groups
+    groups = build_optimizer(spec, engine.pieces(), engine.layout).param_groups
     muon = next(g for g in groups if g["use_muon"])
     assert (muon["ns_steps"], muon["nesterov"], muon["momentum"]) == (3, False, 0.95)
     assert muon["adjust_lr_fn"] == "original"
@@ -102,7 +102,7 @@ def test_the_settings_are_those_of_torch():
 def held_bytes(spec: OptimizerSpec) -> float:
     """Of the optimizer's state of a whole toy model, an element."""
     engine = engine_alone(toy_model, 2, 1)
-    optimizer = optimizer_for(spec, engine.pieces(), engine.layout)
+    optimizer = build_optimizer(spec, engine.pieces(), engine.layout)
     for p in engine.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -118,7 +118,7 @@ def measured(spec: OptimizerSpec) -> tuple[ModelProfile, float]:
         sequence_length=8,
         global_batch=2,
         cluster=CLUSTER,
-        optimizer=lambda parameters: trial_optimizer(spec, parameters),
+        optimizer=lambda parameters: build_trial_optimizer(spec, parameters),
         budget_s=5,
         progress=lambda line: None,
     )

@@ -10,7 +10,7 @@ import torch
 from jobs import metrics, plan_for, toy, train, write_job
 
 from gpumix.engine.comm.wait_clock import WaitClock
-from gpumix.hardware.timestamps import stamps_of
+from gpumix.hardware.timestamps import make_device_clock
 from gpumix.schema.plan.step_trace import Trace
 from gpumix.train.monitor.step_timer import StepTimer
 
@@ -42,7 +42,7 @@ def test_a_job_trains_as_on_the_cpu(tmp_path):
 def test_a_gap_on_the_gpu_is_told_by_its_own_clock():
     """The host waits for data while the device computes: nothing of that is lost."""
     device = torch.device("cuda")
-    watch = StepTimer(stamps_of(device), WaitClock(device), WaitClock(device))
+    watch = StepTimer(make_device_clock(device), WaitClock(device), WaitClock(device))
 
     def slow(seconds: float) -> Iterator[int]:
         time.sleep(seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.train.state_keeper import interval_of
+from gpumix.train.state_keeper import choose_copy_interval
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ from gpumix.train.state_keeper import interval_of
     ],
 )
 def test_the_longer_a_step_the_more_a_copy_may_take(copied_s, step_s, every):
-    assert interval_of(copied_s, step_s) == every
+    assert choose_copy_interval(copied_s, step_s) == every

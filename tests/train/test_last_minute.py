@@ -14,9 +14,9 @@ from jobs import CLUSTER, checkpoints, environment, metrics, plan_for, toy, trai
 
 from commands import begin
 from gpumix.schema.errors import Interrupted, MachineError
-from gpumix.train.checkpoint.checkpointer import opened
+from gpumix.train.checkpoint.checkpointer import open_checkpoint
 from gpumix.train.checkpoint.manifest import verify
-from gpumix.train.preemption_save import AT_ONCE, LastMinute, Moment
+from gpumix.train.preemption_save import AT_ONCE, PreemptionSaver, StopTiming
 from ports import free_port
 from warm_commands import Command
 
@@ -51,7 +51,7 @@ def losses(tmp_path_factory) -> list[float]:
 )
 def test_a_step_is_waited_for_while_there_is_time_for_a_save(now, step_s, tells, save_s, late):
     """Asked at 100 s, in a step that began at 95 s, by somebody who waits for 30 s."""
-    assert Moment(100.0, 30.0, 95.0, step_s, tells, save_s).too_late(now) is late
+    assert StopTiming(100.0, 30.0, 95.0, step_s, tells, save_s).too_late(now) is late
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_step_is_waited_for_while_there_is_time_for_a_save(now, step_s, tells,
     ],
 )
 def test_no_checkpoint_begins_before_the_one_under_way_is_whole(now, save_s, writing_since, late):
-    moment = Moment(100.0, 30.0, 95.0, 1.0, True, save_s, writing_since)
+    moment = StopTiming(100.0, 30.0, 95.0, 1.0, True, save_s, writing_since)
     assert moment.too_late(now) is late
 
 
@@ -86,11 +86,11 @@ def test_a_save_that_does_not_end_is_waited_for_as_long_as_one_may_take(tmp_path
     )
     stop: Any = SimpleNamespace(asked_at=None, wait=lambda _: None, wake=lambda: None)
     late = r"rank 3 could not save the end of the run within 0 s"
-    last: Any = LastMinute(SimpleNamespace(ranks=ranks, job=job), keeping, lambda: 2)
+    last: Any = PreemptionSaver(SimpleNamespace(ranks=ranks, job=job), keeping, lambda: 2)
     with last.beside(stop):
         try:
             with pytest.raises(MachineError, match=late) as caught:
-                last.leave_to_me()
+                last.claim_last_save()
         finally:
             goes_on.set()
     assert str(tmp_path) in caught.value.where
@@ -148,7 +148,7 @@ def test_on_a_disk_too_slow_for_another_checkpoint(tmp_path):
         train(job, plan=plan_for(job))
     assert time.time() - (tmp_path / "asked").stat().st_mtime < GRACE_S + 10
     assert checkpoints(tmp_path / "run") == ["step-00000003"]
-    whole = opened(tmp_path / "run" / "checkpoints" / "step-00000003")[0]
+    whole = open_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000003")[0]
     verify(tmp_path / "run" / "checkpoints" / "step-00000003", sorted(whole.files.items()))
 
 

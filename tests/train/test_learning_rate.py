@@ -13,7 +13,7 @@ from torch import nn
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard import Piece
 from gpumix.schema.job.job import DataSpec, Job, ModelSpec, OptimizerSpec, ScheduleSpec
-from gpumix.train.worker.optimizer import learning_rate, optimizer_for
+from gpumix.train.worker.optimizer import build_optimizer, compute_learning_rate
 
 PEAK = 0.3
 
@@ -32,7 +32,7 @@ def job(steps: int, **schedule) -> Job:
 
 def rates(steps: int, **schedule) -> list[float]:
     made = job(steps, **schedule)
-    return [learning_rate(made, step) for step in range(steps)]
+    return [compute_learning_rate(made, step) for step in range(steps)]
 
 
 def test_warm_up_grows_evenly_to_the_peak():
@@ -98,7 +98,7 @@ def test_matrices_decay_whatever_the_shape_of_their_piece():
         piece("gain", (), numel=1),
         piece("frozen", (4, 4), numel=16, trained=False),
     ]
-    optimizer = optimizer_for(OptimizerSpec(weight_decay=0.05), pieces)
+    optimizer = build_optimizer(OptimizerSpec(weight_decay=0.05), pieces)
     decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     found = {p.name: decay.get(id(p.local)) for p in pieces}
     assert found == {"weight": 0.05, "filters": 0.05, "bias": 0.0, "gain": 0.0, "frozen": None}
@@ -106,7 +106,7 @@ def test_matrices_decay_whatever_the_shape_of_their_piece():
 
 def test_a_step_without_gradient_shrinks_matrices_only():
     pieces = [piece("weight", (2, 2), numel=4), piece("bias", (2,), numel=2)]
-    optimizer = optimizer_for(OptimizerSpec(lr=0.1, weight_decay=0.5), pieces)
+    optimizer = build_optimizer(OptimizerSpec(lr=0.1, weight_decay=0.5), pieces)
     for p in pieces:
         p.local.grad = torch.zeros_like(p.local)
     optimizer.step()
@@ -115,7 +115,7 @@ def test_a_step_without_gradient_shrinks_matrices_only():
 
 
 def test_sgd_has_its_momentum():
-    optimizer = optimizer_for(
+    optimizer = build_optimizer(
         OptimizerSpec(name="sgd", momentum=0.9), [piece("w", (2, 2), numel=4)]
     )
     assert isinstance(optimizer, torch.optim.SGD)
@@ -123,7 +123,7 @@ def test_sgd_has_its_momentum():
 
 
 def test_a_rank_without_matrices_has_one_group():
-    [group] = optimizer_for(OptimizerSpec(), [piece("bias", (2,), numel=2)]).param_groups
+    [group] = build_optimizer(OptimizerSpec(), [piece("bias", (2,), numel=2)]).param_groups
     assert group["weight_decay"] == 0.0
 
 
@@ -131,4 +131,6 @@ def test_a_rank_without_matrices_has_one_group():
 def test_after_the_last_step_it_stays_at_its_end(kind):
     """As where the doctor tries out more steps than a job has."""
     made = job(10, kind=kind, final_ratio=0.1)
-    assert [learning_rate(made, step) for step in (10, 15, 100)] == pytest.approx([PEAK / 10] * 3)
+    assert [compute_learning_rate(made, step) for step in (10, 15, 100)] == pytest.approx(
+        [PEAK / 10] * 3
+    )

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gpumix.engine.comm.heartbeat import STOPPED_S, Pulse
+from gpumix.engine.comm.heartbeat import STOPPED_TIMEOUT_S, SilenceDetector
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import GpumixError, RankLost
 from gpumix.train.processes.local_launcher import RankAddress
-from gpumix.train.processes.peer_watchdog import Lookout
+from gpumix.train.processes.peer_watchdog import PeerWatchdog
 from gpumix.train.processes.tcp_liveness import Presence, WatchedConnection
 from gpumix.train.processes.torchrun_runner import Arrival
 
@@ -26,18 +26,18 @@ WHY = "it has not answered for 20 s"
 @pytest.fixture
 def said(monkeypatch) -> list[GpumixError]:
     found: list[GpumixError] = []
-    monkeypatch.setattr(Lookout, "_end", lambda _, error: found.append(error))
+    monkeypatch.setattr(PeerWatchdog, "_end", lambda _, error: found.append(error))
     return found
 
 
-def of_rank_1(monkeypatch, found: Presence) -> Lookout:
+def of_rank_1(monkeypatch, found: Presence) -> PeerWatchdog:
     """That of a rank that finds the other one's process so."""
     monkeypatch.setattr(WatchedConnection, "look", lambda self, *, within_s: found)
-    return Lookout(RankAddress(1, 2, DEVICES[1], 29500), ARRIVALS, DEVICES, print)
+    return PeerWatchdog(RankAddress(1, 2, DEVICES[1], 29500), ARRIVALS, DEVICES, print)
 
 
 def test_a_host_that_does_not_answer_either_is_named(monkeypatch, said):
-    of_rank_1(monkeypatch, "without answer")._without_store(WHY)
+    of_rank_1(monkeypatch, "without answer")._end_without_store(WHY)
     (error,) = said
     assert isinstance(error, RankLost)
     assert (error.where, error.device) == ("rank 1 (device 'gpu-b' on b)", "gpu-a")
@@ -48,7 +48,7 @@ def test_a_host_that_does_not_answer_either_is_named(monkeypatch, said):
 
 @pytest.mark.parametrize("found", ["there", "gone"])
 def test_else_it_is_the_process_that_has_it(monkeypatch, said, found):
-    of_rank_1(monkeypatch, found)._without_store(WHY)
+    of_rank_1(monkeypatch, found)._end_without_store(WHY)
     (error,) = said
     assert error.what == "the process that holds the ranks together is gone"
     assert error.why == WHY
@@ -67,14 +67,14 @@ def test_another_host_whose_heart_stands_still_is_looked_for(monkeypatch, said, 
         return bool(told) or next(looks, None) is None
 
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(Pulse.__init__, "__defaults__", (lambda: clock.now,))
+    monkeypatch.setattr(SilenceDetector.__init__, "__defaults__", (lambda: clock.now,))
     of_rank._over = SimpleNamespace(wait=passed, is_set=lambda: False)
     store: Any = SimpleNamespace(
         get=lambda key: b"7 1", check=lambda keys: keys == ["beat/0"], set=told.__setitem__
     )
     of_rank._look(store)
     if found == "there":
-        assert not said and not told and clock.now > 3 * STOPPED_S
+        assert not said and not told and clock.now > 3 * STOPPED_TIMEOUT_S
         return
     (error,) = said
     assert isinstance(error, RankLost)
@@ -103,7 +103,9 @@ def test_hosts_are_asked_at_once(monkeypatch, said):
         return "there" if line.address == ("10.0.0.1", 2) else "without answer"
 
     monkeypatch.setattr(WatchedConnection, "look", look)
-    Lookout(RankAddress(3, 4, devices[3], 29500), arrivals, devices, print)._without_store(WHY)
+    PeerWatchdog(RankAddress(3, 4, devices[3], 29500), arrivals, devices, print)._end_without_store(
+        WHY
+    )
     (error,) = said
     assert error.what == (
         "rank 0 (device 'gpu-0' on host-0) and rank 2 (device 'gpu-2' on host-2) stopped answering"

@@ -9,7 +9,7 @@ from jobs import EMULATED, checkpoints, gpumix, metrics, plan_for, progress, toy
 
 from extended import every_second, left_out
 from gpumix.schema.errors import GpumixError, MachineError, RankLost, TrainingError
-from gpumix.train.checkpoint.checkpointer import opened
+from gpumix.train.checkpoint.checkpointer import open_checkpoint
 from gpumix.train.checkpoint.manifest import verify
 
 MIB = 2**20
@@ -222,7 +222,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     assert "File too large" in error.why
     assert checkpoints(tmp_path / "run") == ["step-00000002"]
     saved = tmp_path / "run" / "checkpoints" / "step-00000002"
-    verify(saved, sorted(opened(saved)[0].files.items()))
+    verify(saved, sorted(open_checkpoint(saved)[0].files.items()))
 
 
 STUCK = [(1, 2), (1, 0), (-1, 0), (-1, 2)]

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters, Rende
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from extended import every_second
-from gpumix.train.processes.rendezvous_handler import Backend, handler
+from gpumix.train.processes.rendezvous_handler import JsonRendezvousBackend, make_handler
 from harness import run_ranks
 
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"  # both loopback
@@ -40,8 +40,8 @@ def filled() -> _RendezvousState:
     return state
 
 
-def backend(store: dist.Store) -> Backend:
-    return Backend(store, "run")
+def backend(store: dist.Store) -> JsonRendezvousBackend:
+    return JsonRendezvousBackend(store, "run")
 
 
 def test_what_agents_agree_on_is_all_of_torchs_state():
@@ -97,10 +97,10 @@ def _listens(host: str, port: int) -> bool:
 
 def _meet(host: str) -> tuple[list[bool], str, str]:
     told = parameters(f"{host}:0", is_host="true")
-    met = handler(told)
+    met = make_handler(told)
     port = met._store.port
     second = parameters(f"{host}:{port}")
-    handler(second)  # which finds that the first one has the store
+    make_handler(second)  # which finds that the first one has the store
     apart = os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
     assert not met.use_agent_store
     return [_listens(at, port) for at in (HERE, ELSEWHERE)], second.local_addr, apart

@@ -27,29 +27,29 @@ from checkpoints import (
     whole,
 )
 from extended import every_second, left_out
-from gpumix.engine.rank_group import Ranks
+from gpumix.engine.rank_group import RankGroup
 from gpumix.schema.errors import InputError, RankLost
 from gpumix.train.checkpoint.host_copy import HostCopy
 from gpumix.train.memory_checkpoint import memory_folder, reader
 from gpumix.train.memory_checkpoint.checkpointer import MemoryCheckpointer
-from gpumix.train.memory_checkpoint.memory_folder import Home
-from gpumix.train.memory_checkpoint.replication import Buddies, buddies
+from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder
+from gpumix.train.memory_checkpoint.replication import BuddyReplicator, assign_buddies
 from harness import run_ranks
 from reference import random_shares
 
 
-def home_of(folder: Path, hosts: str, rank: int) -> Home:
+def home_of(folder: Path, hosts: str, rank: int) -> MemoryFolder:
     """That of a rank; `hosts` are their names by rank. Each host has memory of its own."""
     memory = folder / hosts[rank]
     memory.mkdir(exist_ok=True)
-    return Home(memory, folder / "run", hosts[rank], "only")
+    return MemoryFolder(memory, folder / "run", hosts[rank], "only")
 
 
-def all_ranks() -> Ranks:
+def all_ranks() -> RankGroup:
     if not dist.is_initialized():
-        return Ranks(None, rank=0, world=1, device=torch.device("cpu"), timeout_s=20)
+        return RankGroup(None, rank=0, world=1, device=torch.device("cpu"), timeout_s=20)
     store = dist.PrefixStore("words", dist.distributed_c10d._get_default_store())
-    return Ranks(
+    return RankGroup(
         store,
         rank=dist.get_rank(),
         world=dist.get_world_size(),
@@ -59,11 +59,11 @@ def all_ranks() -> Ranks:
 
 
 def copier(
-    folder: Path, hosts: str, ranks: Ranks, generation: int = 1, **settings: Any
+    folder: Path, hosts: str, ranks: RankGroup, generation: int = 1, **settings: Any
 ) -> MemoryCheckpointer:
     home, second = home_of(folder, hosts, ranks.rank), None
     if len(set(hosts)) > 1:
-        second = Buddies(home.make(generation), hosts, dist.new_group(backend="gloo"))
+        second = BuddyReplicator(home.make(generation), hosts, dist.new_group(backend="gloo"))
     return MemoryCheckpointer(
         home,
         generation,
@@ -97,7 +97,7 @@ def _take_up(folder: Path, shares: Any, hosts: str, settings: Any = None) -> Any
         home = home_of(folder, hosts, ranks.rank)
         held = home.held()
         told = ranks.gather("held", memory_folder.to_text(held))
-        found = memory_folder.newest([memory_folder.from_text(text) for text in told])
+        found = memory_folder.find_newest_state([memory_folder.from_text(text) for text in told])
         assert found is not None
         group = dist.group.WORLD if ranks.world > 1 else None
         state = reader.load(home, held, found, ranks, group, engine, optimizer)
@@ -153,7 +153,7 @@ def test_a_host_may_be_lost(tmp_path, lost):
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abc", "aabbb", "abcabca"])
 def test_second_copies_are_on_other_hosts_and_spread(hosts):
-    found = buddies(hosts)
+    found = assign_buddies(hosts)
     assert all(hosts[rank] != hosts[buddy] for rank, buddy in enumerate(found))
     most = max(found.count(rank) for rank in range(len(hosts)))
     assert most <= math.ceil(max(map(hosts.count, hosts)) / min(map(hosts.count, hosts)))
@@ -181,7 +181,7 @@ def test_the_last_of_several_copies_counts(tmp_path):
 def _without_room(folder: Path) -> tuple[str, str]:
     from gpumix.train.memory_checkpoint import checkpointer
 
-    checkpointer.room_for = lambda size, ranks: False
+    checkpointer.has_room_for = lambda size, ranks: False
     with all_ranks() as ranks:
         engine, optimizer = trained(ALONE)
         memory = copier(folder, "a", ranks)

@@ -13,23 +13,23 @@ import pytest
 from gpumix.schema.errors import MachineError
 from gpumix.train.memory_checkpoint import memory_folder as folder
 from gpumix.train.memory_checkpoint.memory_folder import (
-    HeldState,
-    Home,
+    MemoryFolder,
     NewestState,
+    StateCopy,
+    find_newest_state,
     from_text,
-    newest,
     to_text,
 )
-from gpumix.train.run_log.run_id import give_id
+from gpumix.train.run_log.run_id import assign_run_id
 
 RUN = "1a2b"
 
 
-def held(rank: int, step: int, slot: int = 0, generation: int = 1, world: int = 2) -> HeldState:
-    return HeldState(generation, world, rank, slot, step)
+def held(rank: int, step: int, slot: int = 0, generation: int = 1, world: int = 2) -> StateCopy:
+    return StateCopy(generation, world, rank, slot, step)
 
 
-def seal(home: Home, one: HeldState) -> None:
+def seal(home: MemoryFolder, one: StateCopy) -> None:
     place = home.make(one.generation)
     (place / folder.data_file(one.rank, one.slot)).touch()
     told = {"world": one.world, "manifest": {"step": one.step}}
@@ -40,29 +40,29 @@ def seal(home: Home, one: HeldState) -> None:
 def test_the_newest_step_that_all_ranks_have():
     ahead = [held(0, 7, 0), held(0, 8, 1)]
     behind = [held(1, 7, 1), held(1, 6, 0)]
-    assert newest([ahead, behind]) == NewestState(1, 7, slots=(0, 1), givers=(0, 1))
+    assert find_newest_state([ahead, behind]) == NewestState(1, 7, slots=(0, 1), senders=(0, 1))
 
 
 def test_copies_of_an_earlier_start_count_until_the_next_one_has_them():
     first = [held(0, 7), held(1, 7)]
     second = [held(0, 5, generation=2)]
-    assert newest([first + second]) == NewestState(1, 7, slots=(0, 0), givers=(0, 0))
+    assert find_newest_state([first + second]) == NewestState(1, 7, slots=(0, 0), senders=(0, 0))
     second += [held(1, 5, generation=2)]
-    assert newest([first + second]) == NewestState(2, 5, slots=(0, 0), givers=(0, 0))
+    assert find_newest_state([first + second]) == NewestState(2, 5, slots=(0, 0), senders=(0, 0))
 
 
 def test_a_start_with_another_number_of_ranks_is_another_state():
-    assert newest([[held(0, 7, world=3), held(1, 7, world=3)]]) is None
-    assert newest([[held(0, 7), held(1, 7, world=3)]]) is None
+    assert find_newest_state([[held(0, 7, world=3), held(1, 7, world=3)]]) is None
+    assert find_newest_state([[held(0, 7), held(1, 7, world=3)]]) is None
 
 
 def test_nothing_is_nothing():
-    assert newest([]) is None
-    assert newest([[], []]) is None
+    assert find_newest_state([]) is None
+    assert find_newest_state([[], []]) is None
 
 
 def test_what_is_sealed_is_found(tmp_path):
-    home = Home(tmp_path, tmp_path / "run", "localhost", RUN)
+    home = MemoryFolder(tmp_path, tmp_path / "run", "localhost", RUN)
     assert home.held() == []
     copies = [held(0, 7, 0), held(0, 8, 1), held(1, 7, 0)]
     for one in copies:
@@ -73,14 +73,14 @@ def test_what_is_sealed_is_found(tmp_path):
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"world": 2}', '{"world": "x"}'])
 def test_what_is_no_seal_is_passed_over(tmp_path, content):
-    home = Home(tmp_path, tmp_path / "run", "localhost", RUN)
+    home = MemoryFolder(tmp_path, tmp_path / "run", "localhost", RUN)
     seal(home, held(0, 7))
     (home.generation(1) / folder.seal_file(0, 0)).write_text(content)
     assert home.held() == []
 
 
 def test_earlier_starts_are_forgotten(tmp_path):
-    home = Home(tmp_path, tmp_path / "run", "localhost", RUN)
+    home = MemoryFolder(tmp_path, tmp_path / "run", "localhost", RUN)
     for generation in (1, 2, 3):
         seal(home, held(0, 7, generation=generation))
     home.forget_before(3)
@@ -90,7 +90,7 @@ def test_earlier_starts_are_forgotten(tmp_path):
 def test_a_host_that_comes_with_copies_of_an_earlier_run_has_none_of_this_one(tmp_path):
     """Whole ones, of a start with a higher number."""
     of = {
-        (host, run): Home(tmp_path / host, tmp_path / "run", host, run)
+        (host, run): MemoryFolder(tmp_path / host, tmp_path / "run", host, run)
         for host in ("stays", "comes")
         for run in ("earlier", RUN)
     }
@@ -100,12 +100,14 @@ def test_a_host_that_comes_with_copies_of_an_earlier_run_has_none_of_this_one(tm
         seal(of["comes", "earlier"], held(rank, 9, generation=5))
         seal(of["stays", RUN], held(rank, 3, generation=2))
     told = [of[host, RUN].held() for host in ("comes", "stays")]
-    assert newest(told) == NewestState(2, 3, slots=(0, 0), givers=(1, 1))
+    assert find_newest_state(told) == NewestState(2, 3, slots=(0, 0), senders=(1, 1))
     assert folder.latest_generation(told) == 2
 
 
 def test_a_run_forgets_those_before_it(tmp_path):
-    earlier, now = (Home(tmp_path, tmp_path / "run", "localhost", run) for run in ("earlier", RUN))
+    earlier, now = (
+        MemoryFolder(tmp_path, tmp_path / "run", "localhost", run) for run in ("earlier", RUN)
+    )
     now.forget_other_runs()  # there are none
     for home in (earlier, now):
         seal(home, held(0, 7))
@@ -117,7 +119,7 @@ def test_a_run_removes_its_own_and_those_whose_output_is_gone(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "run").mkdir()
     homes = {
-        name: Home(tmp_path / "memory", tmp_path / name, "localhost", RUN)
+        name: MemoryFolder(tmp_path / "memory", tmp_path / name, "localhost", RUN)
         for name in ("run", "other", "gone")
     }
     (tmp_path / "memory").mkdir()
@@ -132,7 +134,7 @@ def test_a_run_removes_its_own_and_those_whose_output_is_gone(tmp_path):
 
 
 def test_only_its_user_can_reach_it(tmp_path):
-    home = Home(tmp_path, tmp_path / "run", "localhost", RUN)
+    home = MemoryFolder(tmp_path, tmp_path / "run", "localhost", RUN)
     seal(home, held(0, 7))
     assert stat.S_IMODE(home.folder.stat().st_mode) == 0o700
     home.folder.chmod(0o755)
@@ -142,7 +144,7 @@ def test_only_its_user_can_reach_it(tmp_path):
 
 
 def test_a_link_is_not_followed(tmp_path):
-    home = Home(tmp_path, tmp_path / "run", "localhost", RUN)
+    home = MemoryFolder(tmp_path, tmp_path / "run", "localhost", RUN)
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     home.folder.symlink_to(tmp_path / "elsewhere")
     assert home.held() == []
@@ -181,7 +183,7 @@ def test_nothing_is_removed_through_what_another_user_left(tmp_path, how):
     (treasure / "thesis").write_text("years")
     squat(memory, treasure, output, "localhost", how)
     before = sorted(path.name for path in memory.iterdir())
-    home = Home(memory, output, "localhost", RUN)
+    home = MemoryFolder(memory, output, "localhost", RUN)
     seal(home, held(0, 7))
     home.forget_other_runs()
     assert home.held() == [held(0, 7)]
@@ -192,7 +194,7 @@ def test_nothing_is_removed_through_what_another_user_left(tmp_path, how):
 
 
 def test_no_link_in_a_folder_of_copies_is_followed(tmp_path):
-    home = Home(tmp_path, tmp_path / "run", "localhost", RUN)
+    home = MemoryFolder(tmp_path, tmp_path / "run", "localhost", RUN)
     seal(home, held(0, 7))
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis").touch()
@@ -203,7 +205,7 @@ def test_no_link_in_a_folder_of_copies_is_followed(tmp_path):
 
 
 def test_nobody_can_tell_the_name_of_the_folder_without_the_run_s_id(tmp_path):
-    give_id(tmp_path, fresh=True)
+    assign_run_id(tmp_path, fresh=True)
     assert stat.S_IMODE((tmp_path / ".id").stat().st_mode) == 0o600
-    names = {Home(tmp_path, tmp_path, "localhost", run).folder.name for run in ("a", "b")}
+    names = {MemoryFolder(tmp_path, tmp_path, "localhost", run).folder.name for run in ("a", "b")}
     assert len(names) == 2

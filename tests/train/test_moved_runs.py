@@ -8,10 +8,10 @@ import pytest
 from jobs import metrics, plan_for, toy, train, write_job
 
 from gpumix.cost.predict import predict
-from gpumix.hardware.estimates.what_if import with_less_memory
+from gpumix.hardware.estimates.what_if import scale_memory
 from gpumix.schema.plan.plan import Collectives, Plan
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.checkpoint.checkpointer import opened
+from gpumix.train.checkpoint.checkpointer import open_checkpoint
 from gpumix.train.controller import JobController
 
 STEPS = 20
@@ -54,7 +54,7 @@ def model(**harm):
 def trained(folder, profile: Profile, plan: Plan, part: float, **changes) -> None:
     """Devices that are taken to have that part of their memory; what they have in excess is for
     what a model so small takes besides."""
-    tight = with_less_memory(profile, {"card": part})
+    tight = scale_memory(profile, {"card": part})
     plan = plan.model_copy(update={"prediction": predict(tight, plan)})
     job = write_job(folder, cluster=ALIKE, **USUAL | changes)
     JobController.of_file(job, (), debug=False).train(plan, resume=False, made_from=tight)
@@ -85,7 +85,7 @@ def test_state_moves_while_the_run_trains_and_losses_stay(tmp_path):
     assert [one["step"] for one in told] == list(range(1, STEPS + 1))
     assert [one["loss"] for one in told] == pytest.approx(expected, rel=1e-5)
     # Each rank has saved what it has of the state in the end.
-    _, index = opened(run / "checkpoints" / f"step-{STEPS:08d}")
+    _, index = open_checkpoint(run / "checkpoints" / f"step-{STEPS:08d}")
     saved = Counter[str]()
     for tensor in index.tensors.values():
         for box in tensor.boxes:

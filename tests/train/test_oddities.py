@@ -9,12 +9,12 @@ from gpumix.data.core.source import split_held_out
 from gpumix.data.sources.iterable import StreamSource
 from gpumix.data.sources.map_style import as_source
 from gpumix.schema.reading.read import read_job
-from gpumix.train.checks.job_warnings import of_data, of_schedule
+from gpumix.train.checks.job_warnings import warn_of_data, warn_of_schedule
 
 
 def told(samples: int, held_out: float, global_batch: int = 8) -> list[str]:
     whole = as_source([{"k": k} for k in range(samples)])
-    return of_data(*split_held_out(whole, held_out), global_batch)
+    return warn_of_data(*split_held_out(whole, held_out), global_batch)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_what_is_odd_is_told_with_its_numbers(samples, held_out, numbers):
 
 def test_a_peak_that_is_never_reached_is_told_with_the_last_rate(tmp_path):
     def told(**settings):
-        return of_schedule(read_job(write_job(tmp_path, **settings)))
+        return warn_of_schedule(read_job(write_job(tmp_path, **settings)))
 
     assert told(steps=5, schedule={"warmup_steps": 5}) == []  # the last step has it
     (line,) = told(steps=5, schedule={"warmup_steps": 20}, optimizer={"lr": 0.1})
@@ -52,7 +52,7 @@ def test_a_peak_that_is_never_reached_is_told_with_the_last_rate(tmp_path):
 
 def test_a_stream_is_not_counted():
     stream = StreamSource(lambda number: iter([{"k": 1}] * 9), "stream", 8)
-    assert of_data(*stream.split(1, read=False), 8) == []
+    assert warn_of_data(*stream.split(1, read=False), 8) == []
 
 
 def test_a_run_says_it_once(tmp_path):

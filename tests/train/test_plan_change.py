@@ -15,17 +15,17 @@ from gpumix.schema.reading.read import read_job
 from gpumix.train.elastic.device_pace import with_samples
 from gpumix.train.elastic.plan_change import (
     PlanParts,
-    change,
-    dealt_anew,
-    in_force,
-    in_words,
-    split_anew,
-    started,
+    apply_split,
+    describe_changes,
+    diff_plan_parts,
+    load_parts_in_force,
+    make_rebalance_event,
+    make_start_event,
 )
 from gpumix.train.elastic.rebalance_memory import with_shares
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import RunLog, StepRecord
-from gpumix.train.run_log.run_id import give_id
+from gpumix.train.run_log.run_id import assign_run_id
 from gpumix.train.run_manifest import RunRecord
 from gpumix.train.worker.context import Task
 
@@ -43,10 +43,12 @@ def other(plan: Plan) -> Plan:
 
 
 def test_the_same_plan_changes_nothing(plan):
-    assert change(PlanParts.of(plan), PlanParts.of(plan)) == {}
-    assert started(PlanParts.of(plan), PlanParts.of(plan), "starting again") is None
+    assert diff_plan_parts(PlanParts.of(plan), PlanParts.of(plan)) == {}
+    assert make_start_event(PlanParts.of(plan), PlanParts.of(plan), "starting again") is None
     predicted_anew = plan.model_copy(update={"prediction": None, "reasons": None})
-    assert started(PlanParts.of(plan), PlanParts.of(predicted_anew), "starting again") is None
+    assert (
+        make_start_event(PlanParts.of(plan), PlanParts.of(predicted_anew), "starting again") is None
+    )
 
 
 def test_other_devices_of_the_same_names_are_told(plan, tmp_path):
@@ -57,18 +59,21 @@ def test_other_devices_of_the_same_names_are_told(plan, tmp_path):
     assert isinstance(job.cluster, Cluster)
     now = PlanParts.of(plan, job.cluster)
     before = replace(now, devices={"big-0": "emulated, 90 GFLOP/s", "gone": "cpu"})
-    told = started(before, now, "the run was resumed")
+    told = make_start_event(before, now, "the run was resumed")
     assert told is not None and told.fields["live"] is False
-    assert in_words(told.fields) == "devices: big-0 emulated, 90 GFLOP/s to emulated, 50 GFLOP/s"
-    assert started(PlanParts.of(plan), now, "nobody knows") is None
+    assert (
+        describe_changes(told.fields)
+        == "devices: big-0 emulated, 90 GFLOP/s to emulated, 50 GFLOP/s"
+    )
+    assert make_start_event(PlanParts.of(plan), now, "nobody knows") is None
     plan.save(tmp_path / run_files.PLAN)
-    assert in_force(tmp_path) == PlanParts.of(plan)
+    assert load_parts_in_force(tmp_path) == PlanParts.of(plan)
     RunRecord.of(Task(job, job.cluster, tmp_path)).save(tmp_path / run_files.RUN)
-    assert in_force(tmp_path) == now
+    assert load_parts_in_force(tmp_path) == now
 
 
 def test_samples_and_shares_are_told_before_and_after(plan):
-    told = started(PlanParts.of(plan), PlanParts.of(other(plan)), "by the times of now")
+    told = make_start_event(PlanParts.of(plan), PlanParts.of(other(plan)), "by the times of now")
     assert told is not None
     assert (told.event, told.fields["why"], told.fields["live"]) == (
         "plan",
@@ -92,16 +97,18 @@ def test_what_else_differs_is_told_too(plan):
             "stages": (stage.model_copy(update={"workers": tuple(workers)}),),
         }
     )
-    fields = change(PlanParts.of(plan), PlanParts.of(smaller))
+    fields = diff_plan_parts(PlanParts.of(plan), PlanParts.of(smaller))
     assert (fields["strategy_before"], fields["strategy"]) == (plan.strategy, "mine")
     assert set(fields["micro_batches"].values()) == {1}
     assert fields["samples"] == fields["samples_before"]
-    assert in_words(fields).startswith(f"strategy {plan.strategy} to mine; largest micro-batches: ")
+    assert describe_changes(fields).startswith(
+        f"strategy {plan.strategy} to mine; largest micro-batches: "
+    )
 
 
 def test_words_tell_of_those_whose_part_has_changed(plan):
-    fields = change(PlanParts.of(plan), PlanParts.of(other(plan)))
-    first, second = in_words(fields).split("; ")[:2]
+    fields = diff_plan_parts(PlanParts.of(plan), PlanParts.of(other(plan)))
+    first, second = describe_changes(fields).split("; ")[:2]
     assert first == "samples: big-0 6 to 8, small-1 4 to 2"
     assert second.startswith("of the state: big-0 ")
 
@@ -109,7 +116,7 @@ def test_words_tell_of_those_whose_part_has_changed(plan):
 def test_a_split_anew_is_told_in_a_line(plan):
     even = with_shares(plan, (0.5, 0.25, 0.25))
     why = "device 'small-1' takes 2.00 times as long"
-    told = dealt_anew(
+    told = make_rebalance_event(
         even, other(plan), why, what="a step", before_s=0.4, after_s=0.3, moving_s=0.1
     )
     assert told.text == (
@@ -125,7 +132,7 @@ def test_a_split_anew_is_told_in_a_line(plan):
 
 def test_words_of_very_many_name_some():
     before = {f"gpu-{n}": 1 for n in range(1000)}
-    told = in_words({"samples_before": before, "samples": dict.fromkeys(before, 2)})
+    told = describe_changes({"samples_before": before, "samples": dict.fromkeys(before, 2)})
     assert told.endswith("gpu-5 1 to 2 and 994 more")
 
 
@@ -133,13 +140,13 @@ def test_words_of_very_many_name_some():
     "told", [{}, {"samples": 3}, {"samples": {"a": 1}}, {"samples": [], "samples_before": {}}]
 )
 def test_words_of_what_is_no_such_event_are_few(told):
-    assert in_words(told) == ""
+    assert describe_changes(told) == ""
 
 
 def test_an_event_makes_the_plan_that_it_tells_of(plan):
     after = other(plan)
     assert PlanParts.of(
-        split_anew(plan, change(PlanParts.of(plan), PlanParts.of(after)))
+        apply_split(plan, diff_plan_parts(PlanParts.of(plan), PlanParts.of(after)))
     ) == PlanParts.of(after)
 
 
@@ -153,27 +160,27 @@ def test_an_event_makes_the_plan_that_it_tells_of(plan):
     ],
 )
 def test_an_event_of_another_plan_makes_none(plan, told):
-    assert split_anew(plan, told) == plan
+    assert apply_split(plan, told) == plan
 
 
 def test_what_is_in_force_is_the_plan_as_it_was_split_last(plan, tmp_path):
-    assert in_force(tmp_path) is None
+    assert load_parts_in_force(tmp_path) is None
     plan.save(tmp_path / run_files.PLAN)
-    assert in_force(tmp_path) == PlanParts.of(plan)
-    told = started(PlanParts.of(plan), PlanParts.of(other(plan)), "")
+    assert load_parts_in_force(tmp_path) == PlanParts.of(plan)
+    told = make_start_event(PlanParts.of(plan), PlanParts.of(other(plan)), "")
     assert told is not None
     with RunLog(tmp_path, plan, 10) as log:
         log.step(STEP)
         log.tell(1, told)
     with (tmp_path / run_files.METRICS).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"event": "plan", "step": 2})[:-3])  # cut short
-    assert in_force(tmp_path) == PlanParts.of(other(plan))
+    assert load_parts_in_force(tmp_path) == PlanParts.of(other(plan))
 
 
 def test_what_an_earlier_run_left_is_not_in_force(plan, tmp_path):
     """Its plan is there until the one of a run begun anew is written, and its record still then."""
     plan.save(tmp_path / run_files.PLAN)
-    told = started(PlanParts.of(plan), PlanParts.of(other(plan)), "")
+    told = make_start_event(PlanParts.of(plan), PlanParts.of(other(plan)), "")
     assert told is not None
     with RunLog(tmp_path, plan, 10) as log:
         log.step(STEP)
@@ -181,13 +188,13 @@ def test_what_an_earlier_run_left_is_not_in_force(plan, tmp_path):
     long_ago = 1e9
     for name in (run_files.PLAN, run_files.METRICS):
         os.utime(tmp_path / name, (long_ago, long_ago))
-    give_id(tmp_path, fresh=True)
-    assert in_force(tmp_path, fresh=True) is None
+    assign_run_id(tmp_path, fresh=True)
+    assert load_parts_in_force(tmp_path, fresh=True) is None
     plan.save(tmp_path / run_files.PLAN)
-    assert in_force(tmp_path, fresh=True) == PlanParts.of(plan)
-    assert in_force(tmp_path) == PlanParts.of(other(plan))  # of a run that is resumed
+    assert load_parts_in_force(tmp_path, fresh=True) == PlanParts.of(plan)
+    assert load_parts_in_force(tmp_path) == PlanParts.of(other(plan))  # of a run that is resumed
 
 
 def test_a_plan_of_another_version_is_none(tmp_path):
     (tmp_path / run_files.PLAN).write_text('{"kind": "plan", "schema_version": 99}')
-    assert in_force(tmp_path) is None
+    assert load_parts_in_force(tmp_path) is None

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from extended import every_second
 from gpumix.hardware.host import environment
-from gpumix.hardware.host.environment import talk_inside_of_host
+from gpumix.hardware.host.environment import restrict_to_loopback
 from gpumix.schema.errors import MachineError
 from gpumix.train.processes.local_launcher import LOOPBACK, RankAddress
-from gpumix.train.processes.store import store_of
+from gpumix.train.processes.store import connect_store
 from gpumix.train.processes.torchrun_runner import NO_DEVICE
 from harness import run_ranks
 from ports import free_port
@@ -39,7 +39,7 @@ def _answers(host: str, port: int) -> bool:
 
 def _reached_at(host: str) -> list[bool]:
     seat = _seat(host)
-    store_of(seat, 5.0).set("word", "here")
+    connect_store(seat, 5.0).set("word", "here")
     return [_answers(at, seat.port) for at in (LOOPBACK, ELSEWHERE)]
 
 
@@ -52,7 +52,7 @@ def test_a_store_listens_where_it_was_said_alone(host, reached):
 
 def _refused(host: str, **changes: object) -> tuple[str, str]:
     with pytest.raises(MachineError) as caught:
-        store_of(_seat(host, **changes), 5.0)
+        connect_store(_seat(host, **changes), 5.0)
     return caught.value.what, caught.value.fix
 
 
@@ -71,7 +71,7 @@ def test_who_says_that_all_are_here_is_believed(host):
 
 
 def _told(host: str) -> str:
-    store = store_of(_seat(host, one_host=False), 5.0)
+    store = connect_store(_seat(host, one_host=False), 5.0)
     store.set("word", "here")
     return store.get("word").decode()
 
@@ -86,10 +86,10 @@ def test_ranks_of_one_host_talk_on_loopback(monkeypatch):
     for name in SETTINGS:
         monkeypatch.setenv(name, "")  # what is set inside is taken back in the end
         monkeypatch.delenv(name)
-    talk_inside_of_host()
+    restrict_to_loopback()
     assert [os.environ[name] for name in SETTINGS] == ["lo", "lo"]
     monkeypatch.setenv(SETTINGS[0], "eth7")
-    talk_inside_of_host()
+    restrict_to_loopback()
     assert os.environ[SETTINGS[0]] == "eth7"
 
 
@@ -97,5 +97,5 @@ def test_where_there_is_no_loopback_nothing_is_set(monkeypatch):
     for name in SETTINGS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(environment, "LOOPBACKS", ())
-    talk_inside_of_host()
+    restrict_to_loopback()
     assert not set(SETTINGS) & set(os.environ)

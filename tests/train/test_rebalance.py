@@ -13,15 +13,15 @@ from jobs import metrics, plan_for, toy, train, write_job
 
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
-from gpumix.train.elastic.device_pace import DevicePace, split, with_samples
+from gpumix.train.elastic.device_pace import DevicePace, split_samples, with_samples
 from gpumix.train.elastic.rebalance_memory import with_shares
 from gpumix.train.elastic.rebalancer import (
     FAILED_STEPS,
     WINDOW_STEPS,
-    Change,
-    Fixed,
+    FixedSplitLimits,
     MovedShares,
     Rebalancer,
+    SplitChange,
 )
 
 PLENTY = 10**6
@@ -63,7 +63,7 @@ class Roomy:
         self.asked += 1
         if self.moving_s is None:
             return None
-        samples = split(TOTAL, paces, [PLENTY] * len(paces))
+        samples = split_samples(TOTAL, paces, [PLENTY] * len(paces))
         assert samples is not None
         return MovedShares(samples, (0.1, 0.2, 0.3, 0.4), self.moving_s)
 
@@ -85,7 +85,7 @@ class Run:
         self.noise, self.chance = noise, random.Random(3)
         self._before = [0.0] * len(samples)
 
-    def steps(self, number: int) -> list[tuple[int, Change]]:
+    def steps(self, number: int) -> list[tuple[int, SplitChange]]:
         """After which the samples were split anew. What a rank tells is of the step before."""
         found = []
         for step in range(number):
@@ -113,7 +113,7 @@ def test_the_split_is_that_of_brute_force(total, teams):
     paces, most = [DevicePace(a, b) for a, b, _ in teams], [limit for _, _, limit in teams]
     choices = [range(1, limit + 1) if limit else (0,) for limit in most]
     whole = [counts for counts in itertools.product(*choices) if sum(counts) == total]
-    found = split(total, paces, most)
+    found = split_samples(total, paces, most)
     if not whole:
         assert found is None
         return
@@ -282,7 +282,7 @@ def test_an_idle_device_is_taken_to_be_off_as_the_others_are():
 
 
 def test_steps_that_do_not_count_are_no_evidence():
-    rebalancer = Rebalancer(plan(4, 4), Fixed([PLENTY] * 2), steps=100)
+    rebalancer = Rebalancer(plan(4, 4), FixedSplitLimits([PLENTY] * 2), steps=100)
     for _ in range(20):
         assert rebalancer.observe([12.0, 4.0]) is None
         assert rebalancer.observe([12.0, 4.0]) is None
@@ -290,7 +290,7 @@ def test_steps_that_do_not_count_are_no_evidence():
 
 
 def test_of_a_team_the_slowest_counts():
-    rebalancer = Rebalancer(plan(8, 8, tensor=2), Fixed([PLENTY] * 2), steps=100)
+    rebalancer = Rebalancer(plan(8, 8, tensor=2), FixedSplitLimits([PLENTY] * 2), steps=100)
     changes = [rebalancer.observe([8.0, 24.0, 8.0, 8.0]) for _ in range(WINDOW_STEPS)]
     assert changes[:-1] == [None] * (WINDOW_STEPS - 1)
     assert changes[-1] is not None
@@ -300,7 +300,7 @@ def test_of_a_team_the_slowest_counts():
 def test_ranks_need_not_have_the_order_of_teams():
     made = plan(8, 8, tensor=2)
     apart = Plan.model_validate(made.model_dump() | {"ranks": ("d0", "d2", "d1", "d3")})
-    rebalancer = Rebalancer(apart, Fixed([PLENTY] * 2), steps=100)
+    rebalancer = Rebalancer(apart, FixedSplitLimits([PLENTY] * 2), steps=100)
     changes = [rebalancer.observe([8.0, 8.0, 24.0, 8.0]) for _ in range(WINDOW_STEPS)]
     assert changes[-1] is not None
     assert changes[-1].samples == (4, 12)
@@ -339,12 +339,14 @@ def test_state_stays_where_it_cannot_move_or_that_takes_too_long(moving_s):
 def test_a_move_that_did_not_bring_what_it_should_makes_the_next_change_ask_for_more(brought):
     run = slowed()
     run.room.moving_s, run.sample_s[3] = 0.0, 100.0
-    changes: list[tuple[int, Change]] = []
+    changes: list[tuple[int, SplitChange]] = []
     while not changes:
         changes = run.steps(1)
     ((_, change),) = changes
     assert change.shares is not None and change.samples[3] == 1
-    run.rebalancer.go_on(with_shares(plan(*change.samples), change.shares), Fixed([PLENTY] * 4))
+    run.rebalancer.go_on(
+        with_shares(plan(*change.samples), change.shares), FixedSplitLimits([PLENTY] * 4)
+    )
     if not brought:
         run.sample_s[3] = change.before_s
     assert run.steps(40) == []  # it keeps one
@@ -380,7 +382,9 @@ def test_what_has_moved_is_gone_on_from():
     run = slowed()
     run.room.moving_s = 0.0
     ((_, change),) = run.steps(20)
-    run.rebalancer.go_on(with_shares(plan(*change.samples), change.shares), Fixed([PLENTY] * 4))
+    run.rebalancer.go_on(
+        with_shares(plan(*change.samples), change.shares), FixedSplitLimits([PLENTY] * 4)
+    )
     assert run.steps(50) == []
     run.sample_s[3] = 1.0
     ((_, change),) = run.steps(20)

@@ -16,8 +16,13 @@ from gpumix.cost.predict import predict
 from gpumix.schema.plan.plan import Collectives, Plan
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.elastic.device_pace import DevicePace, split, with_samples
-from gpumix.train.elastic.rebalance_memory import Movable, most_by_memory, settled, with_shares
+from gpumix.train.elastic.device_pace import DevicePace, split_samples, with_samples
+from gpumix.train.elastic.rebalance_memory import (
+    MovableSplitLimits,
+    limit_samples_by_memory,
+    predict_rebalanced_plan,
+    with_shares,
+)
 
 BATCH = 12
 MEMORIES = [(620, 570, 550), (560, 560, 560), (900, 550, 550)]  # KiB
@@ -67,7 +72,7 @@ def fits(found: Profile, plan: Plan) -> bool:
 @pytest.mark.parametrize("memories", MEMORIES)
 def test_the_most_samples_are_those_that_fit(memories):
     found, plan = made(memories)
-    for number, most in enumerate(most_by_memory(found, plan)):
+    for number, most in enumerate(limit_samples_by_memory(found, plan)):
         for count in range(1, BATCH + 1):
             samples = [4, 4, 4]
             samples[number] = count
@@ -81,12 +86,12 @@ def test_of_teams_the_ranks_need_not_be_in_the_order_of_the_stage():
     found = with_teams(found, 2, faster=2.0)
     (stage,) = plan.stages
     teams = plan.model_copy(update={"stages": (stage.model_copy(update={"tensor": 2}),)})
-    roomy, scarce = most_by_memory(found, teams)
+    roomy, scarce = limit_samples_by_memory(found, teams)
     assert roomy > scarce
     (a, b), (c, d) = ((w.device for w in team) for team in teams.stages[0].teams)
     for ranks in ((a, c, b, d), (c, d, a, b)):
         other = teams.model_copy(update={"ranks": ranks})
-        assert most_by_memory(found, other) == (roomy, scarce)
+        assert limit_samples_by_memory(found, other) == (roomy, scarce)
 
 
 @given(
@@ -96,7 +101,7 @@ def test_of_teams_the_ranks_need_not_be_in_the_order_of_the_stage():
 def test_a_move_fits_and_is_no_slower_than_staying(memories, factors):
     found, plan = made(memories)
     paces = [DevicePace(0.0, factor) for factor in factors]
-    room = Movable(found, plan)
+    room = MovableSplitLimits(found, plan)
     moved = room.moved(paces)
     assert moved is not None
     assert sum(moved.samples) == BATCH
@@ -104,7 +109,7 @@ def test_a_move_fits_and_is_no_slower_than_staying(memories, factors):
     assert min(moved.shares) >= 0.0
     after = with_shares(with_samples(plan, moved.samples), moved.shares)
     assert fits(found, Plan.model_validate(after.model_dump()))
-    stays = split(BATCH, paces, room.most)
+    stays = split_samples(BATCH, paces, room.most)
     assert stays is not None
     assert slowest(paces, moved.samples) <= slowest(paces, stays)
     assert slowest(paces, moved.samples) <= 1.34 * best(found, plan, paces)
@@ -151,7 +156,7 @@ def possible(found: Profile, plan: Plan, samples: tuple[int, ...]) -> bool:
 
 def test_as_little_as_possible_moves():
     found, plan = made(MEMORIES[1])
-    moved = Movable(found, plan).moved([DevicePace(0.0, 1.0)] * 3)
+    moved = MovableSplitLimits(found, plan).moved([DevicePace(0.0, 1.0)] * 3)
     assert moved is not None
     assert moved.samples == (4, 4, 4)
     assert moved.shares == pytest.approx((1 / 3,) * 3)
@@ -167,7 +172,7 @@ def test_padded_collectives_bound_what_a_device_can_store(padding):
     plan = plan.model_copy(update={"collectives": padded})
     network = Network(gather={"native": bus}, reduce={"native": bus}, chosen=padded)
     found = found.model_copy(update={"network": network.times, "collectives": padded})
-    moved = Movable(found, plan).moved(
+    moved = MovableSplitLimits(found, plan).moved(
         [DevicePace(0.0, 4.0), DevicePace(0.0, 1.0), DevicePace(0.0, 1.0)]
     )
     assert moved is not None
@@ -181,10 +186,10 @@ def test_a_plan_settles_as_a_run_would_settle_it():
     ]
     found = profile(cards, kinds=[block(trainable=100)])
     plan = even(found, zero_stage=0)
-    assert settled(found, plan) is plan  # nobody knows what it takes
+    assert predict_rebalanced_plan(found, plan) is plan  # nobody knows what it takes
     plan = plan.model_copy(update={"prediction": predict(found, plan)})
-    after = settled(found, plan)
+    after = predict_rebalanced_plan(found, plan)
     assert [worker.samples for worker in after.workers] == [10, 2]
     assert after.prediction is not None
     assert after.prediction == predict(found, after)
-    assert settled(found, after) is after
+    assert predict_rebalanced_plan(found, after) is after

@@ -123,7 +123,7 @@ def test_of_a_rank_that_hangs_and_those_that_their_watchdogs_abort_the_first_is_
 
 @pytest.mark.slow  # until it is taken for lost
 def test_a_stopped_rank_is_found_long_before_the_timeout(tmp_path, undisturbed, monkeypatch):
-    monkeypatch.setattr("gpumix.train.processes.local_launcher.STOPPED_S", 2.0)
+    monkeypatch.setattr("gpumix.train.processes.local_launcher.STOPPED_TIMEOUT_S", 2.0)
     harm = {"once": str(tmp_path / "stopped")}
     job = disturbed(tmp_path, "stop", at=6, harm=harm, timeout=3600)
     train(job, plan=plan_for(job))
@@ -135,7 +135,7 @@ def test_a_stopped_rank_is_found_long_before_the_timeout(tmp_path, undisturbed, 
 @pytest.mark.slow
 def test_a_call_that_keeps_pythons_lock_is_waited_for(tmp_path, undisturbed, monkeypatch):
     """The heart stands still for longer than that of a process that is stopped may."""
-    monkeypatch.setattr("gpumix.train.processes.local_launcher.STOPPED_S", 2.0)
+    monkeypatch.setattr("gpumix.train.processes.local_launcher.STOPPED_TIMEOUT_S", 2.0)
     job = disturbed(tmp_path, "hold-lock")
     train(job, plan=plan_for(job))
     assert not check_same(tmp_path / "run", undisturbed)

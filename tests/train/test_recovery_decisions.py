@@ -8,7 +8,7 @@ from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.errors import OutOfMemory, PlanOutdated, RankInterrupted, RankLost, TrainingError
 from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
 from gpumix.schema.plan.stage import Stage, Worker
-from gpumix.train.elastic.recovery import LESS_MEMORY, Lessons, Recovery, Restart, taken_up
+from gpumix.train.elastic.recovery import LESS_MEMORY, Lessons, Recovery, Restart, complete_restart
 
 
 def plan(peak: int = 0, framework: int = 0) -> Plan:
@@ -207,21 +207,24 @@ JOINED, GONE = "2 devices joined: b-0 on host b, b-1 on host b", "no longer ther
 def test_who_takes_a_run_up_tells_of_devices_that_came_and_went(before, now, why, decided):
     """Beside what was learnt of a failure."""
     there, plans = cluster(now), (plan_on(before), plan_on(now))
-    restart = taken_up(Restart("", 1.0), *plans, there, there)
+    restart = complete_restart(Restart("", 1.0), *plans, there, there)
     assert (restart.why, restart.decided) == (why, decided)
     learnt = Restart("its rank was lost", 1.0, "starting again")
-    restart = taken_up(learnt, *plans, there, there)
+    restart = complete_restart(learnt, *plans, there, there)
     assert restart.why == f"its rank was lost; {why}"
     assert restart.decided == f"starting again; {decided}"
 
 
 def test_who_takes_a_run_up_with_the_same_devices_tells_what_is_known_of_the_failure():
     there, same = cluster(A | B), plan_on(A | B)
-    restart = taken_up(Restart("", 1.0), same, same, there, there)
+    restart = complete_restart(Restart("", 1.0), same, same, there, there)
     assert restart.why == "a rank was lost, or failed: the same devices are there"
     assert restart.decided == "trains on with 3 devices, by the same plan"
-    assert taken_up(Restart("no such token", 1.0), same, same, there, there).why == "no such token"
-    not_yet = taken_up(Restart("", 1.0), None, same, there, there)
+    assert (
+        complete_restart(Restart("no such token", 1.0), same, same, there, there).why
+        == "no such token"
+    )
+    not_yet = complete_restart(Restart("", 1.0), None, same, there, there)
     assert not_yet.why == "it was ended before it trained"
     assert not_yet.decided == "trains with 3 devices, by its first plan"
 
@@ -229,7 +232,7 @@ def test_who_takes_a_run_up_with_the_same_devices_tells_what_is_known_of_the_fai
 def test_a_device_that_is_left_out_is_still_there():
     learnt = Restart("its rank was lost", 1.0, "device 'c-0' is left out")
     plans = plan_on(A | C), plan_on(A)
-    assert taken_up(learnt, *plans, cluster(A | C), cluster(A)) == learnt
+    assert complete_restart(learnt, *plans, cluster(A | C), cluster(A)) == learnt
 
 
 def outdated(**slower: float) -> PlanOutdated:

@@ -12,10 +12,10 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.train.monitor.replay_verdict import (
     TOLERANCE,
-    comparable,
-    not_replayed,
-    tolerance,
-    verdict,
+    explain_no_replay,
+    find_deviating_ranks,
+    get_tolerance,
+    group_comparable_ranks,
 )
 
 LAST, FIRST = "block.1", "block.0"  # in the order of backward
@@ -30,37 +30,37 @@ def off(part: float, *buckets: str) -> dict[str, list[float]]:
 
 
 def test_who_agrees_is_sound():
-    assert verdict({0: GOOD, 2: off(1e-6, LAST, FIRST), 3: GOOD}, 1e-3) is None
+    assert find_deviating_ranks({0: GOOD, 2: off(1e-6, LAST, FIRST), 3: GOOD}, 1e-3) is None
 
 
 def test_one_of_three_is_named_with_where_it_begins():
-    found = verdict({0: GOOD, 1: off(0.5, FIRST), 2: GOOD}, 1e-3)
+    found = find_deviating_ranks({0: GOOD, 1: off(0.5, FIRST), 2: GOOD}, 1e-3)
     assert (found.ranks, found.where, found.sure) == ((1,), FIRST, True)
     assert 0.2 < found.deviation < 1.0
-    assert verdict({0: off(0.5, LAST, FIRST), 1: GOOD, 2: GOOD}, 1e-3).where == LAST
+    assert find_deviating_ranks({0: off(0.5, LAST, FIRST), 1: GOOD, 2: GOOD}, 1e-3).where == LAST
 
 
 def test_of_two_nobody_knows_who():
-    found = verdict({4: GOOD, 7: off(0.5, LAST)}, 1e-3)
+    found = find_deviating_ranks({4: GOOD, 7: off(0.5, LAST)}, 1e-3)
     assert (found.ranks, found.sure) == ((4, 7), False)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_no_number_is_wrong(value):
     spoilt = GOOD | {FIRST: [value, 1.0, 2.0]}
-    found = verdict({0: GOOD, 1: GOOD, 2: spoilt}, 1e-3)
+    found = find_deviating_ranks({0: GOOD, 1: GOOD, 2: spoilt}, 1e-3)
     assert (found.ranks, found.deviation) == ((2,), math.inf)
 
 
 def test_a_batch_that_has_no_gradient_tells_nothing():
     nothing = {name: [math.nan] * 3 for name in GOOD}
-    assert verdict(dict.fromkeys(range(3), nothing), 1e-3) is None
+    assert find_deviating_ranks(dict.fromkeys(range(3), nothing), 1e-3) is None
     still = {name: [0.0] * 3 for name in GOOD}
-    assert verdict(dict.fromkeys(range(3), still), 1e-3) is None
+    assert find_deviating_ranks(dict.fromkeys(range(3), still), 1e-3) is None
 
 
 def test_one_alone_tells_nothing():
-    assert verdict({0: GOOD}, 1e-3) is None
+    assert find_deviating_ranks({0: GOOD}, 1e-3) is None
 
 
 @given(
@@ -75,7 +75,7 @@ def test_fewer_than_half_are_found(ranks, data, part, noise):
         rank: off(part * (1 + n), FIRST) if rank in few else off(noise, LAST, FIRST)
         for n, rank in enumerate(range(ranks))
     }
-    found = verdict(prints, 1e-3)
+    found = find_deviating_ranks(prints, 1e-3)
     assert set(found.ranks) == few
     assert found.sure
 
@@ -118,14 +118,14 @@ def test_which_devices_of_a_plan_are_compared(stages, groups, why):
         stages=(stage(a=1, b=1),),
     )
     plan = one.model_copy(update={"stages": stages})
-    assert comparable(plan) == groups
-    assert not_replayed(plan) == why
+    assert group_comparable_ranks(plan) == groups
+    assert explain_no_replay(plan) == why
 
 
 def test_the_coarsest_dtype_says_what_is_tolerated():
     worker = Worker(device="a", device_class="c", samples=1, micro_batch=1, state_share=0.5)
     half = worker.model_copy(update={"compute_dtype": "bf16"})
     tf32 = worker.efficiency.model_copy(update={"tf32": True})
-    assert tolerance([worker]) == TOLERANCE["fp32"]
-    assert tolerance([worker, half]) == TOLERANCE["bf16"]
-    assert tolerance([worker.model_copy(update={"efficiency": tf32})]) == TOLERANCE["tf32"]
+    assert get_tolerance([worker]) == TOLERANCE["fp32"]
+    assert get_tolerance([worker, half]) == TOLERANCE["bf16"]
+    assert get_tolerance([worker.model_copy(update={"efficiency": tf32})]) == TOLERANCE["tf32"]

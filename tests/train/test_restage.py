@@ -12,7 +12,7 @@ from profiles import Card, block, in_a_row, line, profile, steady
 
 from extended import every_second
 from gpumix.cost.predict import predict
-from gpumix.hardware.estimates.what_if import with_less_memory, with_slower
+from gpumix.hardware.estimates.what_if import scale_memory, with_slower
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.cluster.network import Link
 from gpumix.schema.cluster.network import Network as StatedNetwork
@@ -22,7 +22,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.schema.profile.profile import Profile
 from gpumix.train.elastic.device_pace import with_samples_in
-from gpumix.train.elastic.replan_stages import WINDOW_STEPS, Redealt, Restaging
+from gpumix.train.elastic.replan_stages import WINDOW_STEPS, MicroBatchExchange, StageReplanner
 
 BATCH, STEPS = 16, 10_000
 # A small model: these tests ask whether the run is planned again, not which plan is found.
@@ -110,7 +110,7 @@ class Planner:
 
 
 def watched(staged, measured, *, steps: int = STEPS, planner: Planner | None = None):
-    return Restaging(staged, measured, replan=planner or Planner(staged), steps=steps)
+    return StageReplanner(staged, measured, replan=planner or Planner(staged), steps=steps)
 
 
 def times(
@@ -129,7 +129,7 @@ def work_of(plan: Plan) -> Counter[str]:
     return work
 
 
-def found_in(watch: Restaging, seconds: list[float], steps: int = 3 * WINDOW_STEPS):
+def found_in(watch: StageReplanner, seconds: list[float], steps: int = 3 * WINDOW_STEPS):
     every = [watch.observe(seconds) for _ in range(steps)]
     return [one for one in every if one is not None]
 
@@ -221,8 +221,8 @@ def in_two_stages(measured: Profile, **changes: object) -> Plan:
     return by_hand(measured, rows, **changes)
 
 
-def live(plan: Plan, measured: Profile) -> Restaging:
-    return Restaging(plan, measured, replan=None, steps=STEPS)
+def live(plan: Plan, measured: Profile) -> StageReplanner:
+    return StageReplanner(plan, measured, replan=None, steps=STEPS)
 
 
 @pytest.mark.parametrize("settings", [{}, {"zero_stage": 3, "waves": 2}])
@@ -231,7 +231,7 @@ def test_workers_of_a_stage_share_its_micro_batches_anew(measured, settings):
     plan = plan.model_copy(update={"prediction": predict(measured, plan)})
     watch = live(plan, measured)
     (change,) = found_in(watch, times(plan, {"b-1": 3.0}))
-    assert isinstance(change, Redealt)
+    assert isinstance(change, MicroBatchExchange)
     assert [[w.samples for w in stage.workers] for stage in change.plan.stages] == [
         [12, 4],
         [8, 8],
@@ -265,7 +265,7 @@ def test_no_worker_gets_more_than_it_has_memory_for(measured):
     assert peak_of(12, measured) > peak_of(11, measured)
     expected = next(w for w in plan.prediction.workers if w.device == "b-0")
     part = (peak_of(11, measured) + 1) / expected.memory_limit_bytes
-    tight = with_less_memory(measured, {"b": part})
+    tight = scale_memory(measured, {"b": part})
     (change,) = found_in(live(plan, tight), times(plan, {"b-1": 3.0}))
     found = change.plan.stages[0].workers[0].samples
     limits = {w.device: w.memory_limit_bytes for w in change.plan.prediction.workers}

@@ -28,13 +28,13 @@ from gpumix.train.run_log.metrics import (
     RunEvent,
     RunLog,
     StepRecord,
+    append_event,
     by_class,
     fullest_by_class,
     speed_of,
-    tell_afterwards,
 )
 from gpumix.train.run_log.progress import mark_failed, mark_restarting
-from gpumix.train.run_log.time_breakdown import Shares
+from gpumix.train.run_log.time_breakdown import TimeShares
 
 MIB = 2**20
 
@@ -155,7 +155,7 @@ def test_what_a_rank_tells_arrives_as_it_was():
 
 
 def test_shares_of_a_class_are_means_and_arrive_as_they_were():
-    shares = [Shares(0.5, 0.1, 0.2, 0.1, 0.1), Shares(0.7, 0.1, 0.0, 0.1, 0.1)]
+    shares = [TimeShares(0.5, 0.1, 0.2, 0.1, 0.1), TimeShares(0.7, 0.1, 0.0, 0.1, 0.1)]
     records = [
         RECORDS[0],
         *(replace(r, shares=s, mfu=0.3) for r, s in zip(RECORDS[1:3], shares)),
@@ -310,7 +310,7 @@ def test_progress_says_that_a_run_starts_again_and_that_it_could_not(tmp_path):
 def test_what_is_found_out_afterwards_is_one_more_record(tmp_path):
     with RunLog(tmp_path, plan(), 1) as log:
         log.step(step(1))
-    tell_afterwards(tmp_path, 1, RunEvent("compared", {"strategy": "even", "step_s": 2.0}, ""))
+    append_event(tmp_path, 1, RunEvent("compared", {"strategy": "even", "step_s": 2.0}, ""))
     assert [r["step"] for r in metrics(tmp_path)] == [1]
     (told,) = metrics(tmp_path, "compared")
     assert (told["step"], told["strategy"], told["step_s"]) == (1, "even", 2.0)
@@ -377,7 +377,7 @@ def test_that_it_failed_is_told_where_no_further_file_has_room(tmp_path, monkeyp
 
     told = {"state": "training", "why": "", "step": 3, "time": 1.0}
     (tmp_path / "progress.json").write_text(json.dumps(told | {"more": "x" * 200}))
-    monkeypatch.setattr(progress_file, "write_at_once", full)
+    monkeypatch.setattr(progress_file, "write_text_atomically", full)
     mark_failed(tmp_path, "the disk is full")
     now = json.loads((tmp_path / "progress.json").read_text())
     assert (now["state"], now["why"], now["step"]) == ("failed", "the disk is full", 3)
@@ -387,6 +387,6 @@ def test_a_file_for_which_there_is_no_room_leaves_no_part(tmp_path, monkeypatch)
     (tmp_path / "told").write_text("before")
     monkeypatch.setattr(files.os, "replace", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        progress_file.write_at_once(tmp_path / "told", "after")
+        progress_file.write_text_atomically(tmp_path / "told", "after")
     assert [file.name for file in tmp_path.iterdir()] == ["told"]
     assert (tmp_path / "told").read_text() == "before"

@@ -12,7 +12,7 @@ import pytest
 from jobs import EMULATED, toy, write_job
 
 from commands import run
-from gpumix.schema.reading.cluster_file import written
+from gpumix.schema.reading.cluster_file import format_cluster
 from gpumix.schema.reading.read import read_cluster, read_job
 from gpumix.train.run_manifest import RunRecord, Script
 
@@ -124,5 +124,5 @@ def test_a_cluster_written_out_is_the_same_cluster(tmp_path):
 
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(CLUSTERS["cuda"]))
     cluster = read_cluster(tmp_path / "one.yaml")
-    (tmp_path / "two.yaml").write_text(yaml.safe_dump(written(cluster)))
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(format_cluster(cluster)))
     assert read_cluster(tmp_path / "two.yaml") == cluster

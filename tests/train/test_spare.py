@@ -45,7 +45,7 @@ def kill(process: int) -> None:
     pipe = _forkserver._forkserver_alive_fd if process == _forkserver._forkserver_pid else None
     os.kill(process, signal.SIGKILL)
     deadline = time.monotonic() + 30.0
-    while _runs(process) or (pipe is not None and spare_fork._is_read(pipe)):
+    while _runs(process) or (pipe is not None and spare_fork._has_reader(pipe)):
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
@@ -58,7 +58,7 @@ def _runs(process: int) -> bool:
     return state not in "ZX"
 
 
-def kept() -> spare_fork.Spare:
+def kept() -> spare_fork.SpareServer:
     found = spare_fork.keep_spare()
     assert found is not None
     assert found.pid != server()
@@ -103,7 +103,7 @@ def test_a_server_that_is_killed_before_it_has_forked_a_spare_is_started_anew():
     late = spare_fork.keep_spare()  # nothing is waited for
     assert late is not None
     kill(first)
-    assert not late.lives
+    assert not late.is_alive
     assert first not in parents()
 
 

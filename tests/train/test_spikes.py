@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from gpumix.train.monitor.gradient_spikes import KNOWN_STEPS, Spikes
+from gpumix.train.monitor.gradient_spikes import LEAST_HISTORY_STEPS, SpikeDetector
 
 COUNTS = [30, 10, 10, 0]  # the last rank computes nothing
 
@@ -19,9 +19,9 @@ def norms(noise: random.Random, times: dict[int, float] | None = None) -> list[f
     ]
 
 
-def settled() -> tuple[Spikes, random.Random]:
-    spikes, noise = Spikes(), random.Random(0)
-    for _ in range(KNOWN_STEPS):
+def settled() -> tuple[SpikeDetector, random.Random]:
+    spikes, noise = SpikeDetector(), random.Random(0)
+    for _ in range(LEAST_HISTORY_STEPS):
         assert not spikes.after_step(norms(noise), COUNTS)
     return spikes, noise
 
@@ -54,8 +54,10 @@ def test_what_is_no_number_stands_out():
 
 
 def test_before_it_is_known_what_is_usual_nothing_is():
-    spikes, noise = Spikes(), random.Random(0)
-    assert not any(spikes.after_step(norms(noise, {0: 100.0}), COUNTS) for _ in range(KNOWN_STEPS))
+    spikes, noise = SpikeDetector(), random.Random(0)
+    assert not any(
+        spikes.after_step(norms(noise, {0: 100.0}), COUNTS) for _ in range(LEAST_HISTORY_STEPS)
+    )
 
 
 def test_a_rank_with_more_samples_than_before_does_not():
@@ -65,8 +67,8 @@ def test_a_rank_with_more_samples_than_before_does_not():
 
 
 def test_one_rank_alone():
-    spikes = Spikes()
-    for _ in range(KNOWN_STEPS):
+    spikes = SpikeDetector()
+    for _ in range(LEAST_HISTORY_STEPS):
         spikes.after_step([1.0], [8])
     (found,) = spikes.after_step([50.0], [8])
     assert (found.times, found.others) == (50.0, 1.0)

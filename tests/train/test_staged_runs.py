@@ -26,7 +26,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.step_trace import Trace
 from gpumix.simulate.events import simulate
-from gpumix.simulate.trace import trace_of
+from gpumix.simulate.trace import build_trace
 from gpumix.train.controller import JobController
 
 
@@ -71,7 +71,7 @@ def test_a_run_in_stages_is_that_of_one(job, alone, zero_stage):
 def check_trace(job, plan: Plan, measured: Trace) -> None:
     """Passes and messages are those of the simulated step; a device computes, or it waits."""
     profile = JobController.of_file(job, [], debug=False).profile()
-    found, expected = slices(measured), slices(trace_of(simulate(profile, plan), plan))
+    found, expected = slices(measured), slices(build_trace(simulate(profile, plan), plan))
     assert list(found) == list(expected)
     for process, threads in found.items():
         # Waits cut passes, where a device waits for what it has not expected early enough.

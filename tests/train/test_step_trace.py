@@ -16,9 +16,9 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.schema.plan.step_trace import CAUSES, Trace
 from gpumix.simulate.events import simulate
-from gpumix.simulate.trace import trace_of as simulated_trace
+from gpumix.simulate.trace import build_trace as simulated_trace
 from gpumix.train.controller import JobController
-from gpumix.train.monitor.step_trace import trace_of
+from gpumix.train.monitor.step_trace import build_trace
 
 STEP = 3
 REAL = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB", "count": 2}]
@@ -164,7 +164,7 @@ def times(spans: list) -> list[tuple[str, float, float]]:
 
 
 def test_who_waits_for_another_rank_and_who_for_the_collective():
-    trace = trace_of(two_ranks(), [recording(1.0, 5.0), recording(3.0, 5.0)])
+    trace = build_trace(two_ranks(), [recording(1.0, 5.0), recording(3.0, 5.0)])
     fast, slow = slices(trace).values()
     assert times(fast["waiting"]) == [
         ("overhead", 0.0, 0.5), ("slower rank", 1.0, 3.0), ("gather", 3.0, 5.0)
@@ -190,7 +190,7 @@ def test_who_waits_for_another_rank_and_who_for_the_collective():
 )
 def test_the_cause_of_a_wait_is_that_of_the_simulation(kind, unit, cause):
     ranks = [recording(1.0, 5.0, kind, unit)] * 2
-    for threads in slices(trace_of(two_ranks(), ranks)).values():
+    for threads in slices(build_trace(two_ranks(), ranks)).values():
         assert [name for name, *_ in times(threads["waiting"])] == ["overhead", cause]
 
 
@@ -198,7 +198,7 @@ def test_collectives_under_way_at_once_are_shown_one_after_the_other():
     moves = (RecordedMove("gather", "a", 1.0, 4.0), RecordedMove("reduce", "b", 2.0, 3.0),
              RecordedMove("gather", "c", 3.5, 6.0))  # fmt: skip
     activities = (Activity("overhead", "(root)", 0.0, 9.0),)
-    trace = trace_of(two_ranks(), [RecordedStep(activities, moves)] * 2)
+    trace = build_trace(two_ranks(), [RecordedStep(activities, moves)] * 2)
     for threads in slices(trace).values():
         assert times(threads["communication"]) == [
             ("gather a", 1.0, 4.0), ("reduce b", 4.0, 4.0), ("gather c", 4.0, 6.0)
@@ -207,7 +207,7 @@ def test_collectives_under_way_at_once_are_shown_one_after_the_other():
 
 def test_a_clock_that_started_earlier_makes_no_collective_end_after_its_rank():
     """The second issues at 6 by its own clock what ended at 5 by that of the first."""
-    trace = trace_of(two_ranks(), [recording(1.0, 5.0), recording(6.0, 7.0)])
+    trace = build_trace(two_ranks(), [recording(1.0, 5.0), recording(6.0, 7.0)])
     first, second = slices(trace).values()
     assert times(first["waiting"])[1:] == [("slower rank", 1.0, 5.0), ("gather", 5.0, 5.0)]
     assert times(first["communication"]) == [("gather layers.1", 5.0, 5.0)]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.train.monitor.step_history import KEPT_STEPS, Newest
+from gpumix.train.monitor.step_history import KEPT_STEPS, NewestValues
 
 
-def newest(count: int) -> Newest[int]:
-    found = Newest[int]()
+def newest(count: int) -> NewestValues[int]:
+    found = NewestValues[int]()
     for number in range(count):
         found.append(number)
     return found

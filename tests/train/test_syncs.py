@@ -20,12 +20,12 @@ def test_lines_by_torchs_warnings():
                 file,
                 line,
             )
-        warnings.warn_explicit(f"{host_syncs.SIGN}", UserWarning, host_syncs.__file__, 3)
+        warnings.warn_explicit(f"{host_syncs.SYNC_WARNING}", UserWarning, host_syncs.__file__, 3)
         warnings.warn_explicit("something else", UserWarning, "model.py", 1)
-    assert host_syncs.lines_of(caught) == [("model.py:7", 2.0), ("model.py:9", 1.0)]
+    assert host_syncs.count_lines(caught) == [("model.py:7", 2.0), ("model.py:9", 1.0)]
 
 
 def test_without_a_gpu_there_are_none():
-    with host_syncs.syncs_of(torch.device("cpu")) as told:
+    with host_syncs.record_syncs(torch.device("cpu")) as told:
         pass
     assert told() == []

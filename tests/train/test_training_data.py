@@ -15,7 +15,7 @@ from gpumix.schema.errors import InputError, MachineError, TrainingError
 from gpumix.schema.reading.read import read_job
 from gpumix.train.checkpoint.export import export
 from gpumix.train.controller import JobController
-from gpumix.train.worker.model import check_fits, config_of, model_of
+from gpumix.train.worker.model import build_model, check_model_fits_data, make_config
 
 ALONE = [{"class": "device", "accelerator": "cpu", "memory": "64 MiB"}]
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "lay", "by", "the", "door"]
@@ -131,7 +131,7 @@ def test_data_that_is_not_there_or_empty_is_refused(tmp_path, text, content):
 def test_a_tokenizer_that_is_not_there_is_refused(tmp_path, text):
     job = gpt_job(tmp_path, {"text": ["text"]}, tokenizer="tokenizer.json")
     with pytest.raises(InputError, match="cannot read the tokenizer") as caught:
-        check_fits(read_job(job), tmp_path)
+        check_model_fits_data(read_job(job), tmp_path)
     assert caught.value.where == str(tmp_path / "tokenizer.json")
 
 
@@ -266,8 +266,8 @@ def test_an_evaluation_needs_samples(tmp_path):
 
 def check(tmp_path, **config):
     job = read_job(gpt_job(tmp_path, {"text": ["text"]}, config=config))
-    check_fits(job, tmp_path)
-    return model_of(job.model, folder=tmp_path, seed=0)
+    check_model_fits_data(job, tmp_path)
+    return build_model(job.model, folder=tmp_path, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_keys_that_a_configuration_shows_under_another_name_are_taken(
     tmp_path, model_type, key, value
 ):
     job = read_job(gpt_job(tmp_path, {"text": ["text"]}))
-    found = config_of(
+    found = make_config(
         job.model.model_copy(update={"config": {"model_type": model_type, key: value}})
     )
     assert str(value) in str(found.to_dict())
@@ -336,7 +336,7 @@ def test_a_task_that_the_model_does_not_do_is_refused(tmp_path):
     job = read_job(gpt_job(tmp_path, {"text": ["text"]}))
     wrong = job.model.model_copy(update={"task": "seq2seq-lm"})
     with pytest.raises(InputError, match="cannot build a seq2seq-lm model"):
-        model_of(wrong, folder=tmp_path, seed=0)
+        build_model(wrong, folder=tmp_path, seed=0)
 
 
 def test_a_configuration_may_lie_in_a_file(tmp_path):
@@ -344,7 +344,7 @@ def test_a_configuration_may_lie_in_a_file(tmp_path):
 
     (tmp_path / "config.json").write_text(json.dumps(GPT))
     job = read_job(write_job(tmp_path, model={"config": "config.json"}, data={"text": ["text"]}))
-    assert config_of(job.model).n_embd == 16
+    assert make_config(job.model).n_embd == 16
 
 
 def test_transformers_may_be_missing(tmp_path, monkeypatch):
@@ -353,6 +353,6 @@ def test_transformers_may_be_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     job = read_job(gpt_job(tmp_path, {"text": ["text"]}))
     with pytest.raises(MachineError, match="needs the package transformers") as caught:
-        check_fits(job, tmp_path)
+        check_model_fits_data(job, tmp_path)
     assert "pip install 'gpumix[transformers]'" in caught.value.fix
     assert caught.value.exit_code == 3

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from jobs import metrics, plan_for, train, write_job
 
-from gpumix.cost.input_time import STARVED_SHARE
-from gpumix.cost.layout.causes import PARTS, in_parts
+from gpumix.cost.input_time import MIN_STARVED_SHARE
+from gpumix.cost.layout.causes import MEMORY_PARTS, group_by_part
 from gpumix.data.workers.autotune import Limit
-from gpumix.hardware.timestamps import HostStamps
-from gpumix.train.monitor.step_timer import WINDOW_STEPS, Starvation, StepTimer
-from gpumix.train.run_log.display import input_bound
+from gpumix.hardware.timestamps import HostClock
+from gpumix.train.monitor.step_timer import WINDOW_STEPS, StarvationDetector, StepTimer
+from gpumix.train.run_log.display import describe_input_bound_ranks
 from gpumix.train.run_log.metrics import RankRecord
 from gpumix.train.run_log.summary import Summary
-from gpumix.train.run_log.time_breakdown import Shares
+from gpumix.train.run_log.time_breakdown import TimeShares
 
 
 class Times:
@@ -28,7 +28,7 @@ class Times:
 
     def watch(self) -> StepTimer:
         return StepTimer(
-            HostStamps(lambda: self.device),
+            HostClock(lambda: self.device),
             _Told(self, "waited"),
             _Told(self, "copied"),
             clock=lambda: self.host,
@@ -65,7 +65,7 @@ def test_the_parts_of_a_step_are_told_apart():
     times.passes(7.0)
     times.waited, times.copied = 3.0, 0.5
     watch.end()
-    assert watch.last() == Shares(
+    assert watch.last() == TimeShares(
         compute=0.35, input=0.2, communication=0.3, copies=0.05, other=pytest.approx(0.1)
     )
     watch.begin()
@@ -106,18 +106,18 @@ def _slow(times: Times) -> Iterator[int]:
     yield 0
 
 
-@pytest.mark.parametrize("share", [STARVED_SHARE / 2, STARVED_SHARE * 2])
+@pytest.mark.parametrize("share", [MIN_STARVED_SHARE / 2, MIN_STARVED_SHARE * 2])
 def test_two_windows_in_a_row_make_a_finding(share):
-    found = Starvation()
+    found = StarvationDetector()
     for _ in range(2 * WINDOW_STEPS - 1):
         found.add(1.0, share)
     assert found.share is None
     found.add(1.0, share)
-    assert found.share == (pytest.approx(share) if share > STARVED_SHARE else None)
+    assert found.share == (pytest.approx(share) if share > MIN_STARVED_SHARE else None)
 
 
 def test_windows_apart_make_none():
-    found = Starvation()
+    found = StarvationDetector()
     for _ in range(4):
         for starved in (0.5, 0.0):
             for _ in range(WINDOW_STEPS):
@@ -132,11 +132,11 @@ def starved(share: float | None, limit: Limit) -> RankRecord:
 def test_who_waits_for_data_is_named_and_so_is_what_is_short():
     names = ["one", "two", "three"]
     records = [starved(None, Limit.DEVICE), starved(0.2, Limit.CORES), starved(0.1, Limit.UNKNOWN)]
-    assert input_bound(names, records) == (
+    assert describe_input_bound_ranks(names, records) == (
         "the run is input-bound: of each step stand idle for their data two 20% (cores: fetching "
         "takes more of them than there are), three 10%"
     )
-    assert input_bound(names[:1], records[:1]) == ""
+    assert describe_input_bound_ranks(names[:1], records[:1]) == ""
 
 
 def slow_job(folder: Path, window_steps: int) -> Path:
@@ -161,11 +161,11 @@ def check_waits(run: Path, summary: Summary) -> dict[str, Any]:
         for rank in record["ranks"]:
             assert sum(rank["shares"].values()) == pytest.approx(1.0)
     [told] = metrics(run, "input-bound")
-    assert {rank["share"] > STARVED_SHARE for rank in told["ranks"]} == {True}
+    assert {rank["share"] > MIN_STARVED_SHARE for rank in told["ranks"]} == {True}
     assert {rank["limit"] for rank in told["ranks"]} <= set(Limit)
     [of_class] = summary.classes
     assert sum(of_class["shares"].values()) == pytest.approx(1.0)
-    assert of_class["shares"]["input"] > STARVED_SHARE
+    assert of_class["shares"]["input"] > MIN_STARVED_SHARE
     return of_class
 
 
@@ -181,10 +181,10 @@ def test_a_planned_run_that_waits_for_its_data_has_the_memory_that_was_planned(t
     assert of_class["peak_source"] == "measured"
     assert 0 < of_class["mfu"] <= of_class["hfu"] < 1
     assert of_class["planned_peak_bytes"] == sum(of_class["planned_memory"].values())
-    measured, planned = of_class["measured_memory"], in_parts(of_class["planned_memory"])
+    measured, planned = of_class["measured_memory"], group_by_part(of_class["planned_memory"])
     assert sum(measured.values()) == of_class["peak_bytes"]
-    for part in PARTS:
+    for part in MEMORY_PARTS:
         # But for some kB beside: the next batch, the last losses, counters of the optimizer, the
         # samples of a rehearsal.
         assert measured[part] == pytest.approx(planned[part], rel=0.05, abs=2**15), part
-    assert set(asdict(Shares(1, 0, 0, 0, 0))) == set(of_class["shares"])
+    assert set(asdict(TimeShares(1, 0, 0, 0, 0))) == set(of_class["shares"])

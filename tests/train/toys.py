@@ -377,7 +377,7 @@ def tokens_on_slow_disk(sync_s: float, stall_s: float = 5.0) -> list[dict[str, T
 
 def tokens_without_room() -> list[dict[str, Tensor]]:
     """Whoever reads them has no memory for a copy of what it saves."""
-    checkpointer.room_for = lambda size, ranks: False
+    checkpointer.has_room_for = lambda size, ranks: False
     return tokens()
 
 

@@ -18,8 +18,8 @@ class Severity(StrEnum):
 
 
 WORST_FIRST = tuple(Severity)
-UUID_SHOWN = len("GPU-") + 8
-SHOWN = 4  # places named in one finding
+UUID_PREFIX_LENGTH = len("GPU-") + 8
+MOST_PLACES = 4  # places named in one finding
 
 
 class Finding(Value):
@@ -42,11 +42,11 @@ class Finding(Value):
     @property
     def place(self) -> str:
         """Host and device, as far as known; a UUID is cut to its distinguishing start."""
-        device = self.device[:UUID_SHOWN] if self.device.startswith("GPU-") else self.device
+        device = self.device[:UUID_PREFIX_LENGTH] if self.device.startswith("GPU-") else self.device
         return f"{device} on {self.host}" if device and self.host else self.host
 
 
-def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+def sort_by_severity(findings: Iterable[Finding]) -> list[Finding]:
     """Sort findings by severity, worst first, otherwise in their order."""
     return sorted(findings, key=lambda one: WORST_FIRST.index(one.severity))
 
@@ -55,19 +55,19 @@ def has_error(findings: Iterable[Finding]) -> bool:
     return any(one.severity is Severity.ERROR for one in findings)
 
 
-def lines(findings: Iterable[Finding]) -> Iterator[tuple[Severity, str]]:
+def format_findings(findings: Iterable[Finding]) -> Iterator[tuple[Severity, str]]:
     """Yield one line per finding, naming all places of equal findings."""
     places: dict[tuple[Severity, str, str, str], list[str]] = {}
-    for one in worst_first(findings):
+    for one in sort_by_severity(findings):
         key = (one.severity, one.check, one.what, one.fix)
         places.setdefault(key, []).extend([one.place] if one.place else [])
     for (severity, check, what, fix), where in places.items():
-        yield severity, f"{check}: {_named(where)}{what}{f'; fix: {fix}' if fix else ''}"
+        yield severity, f"{check}: {_format_places(where)}{what}{f'; fix: {fix}' if fix else ''}"
 
 
-def _named(places: list[str]) -> str:
+def _format_places(places: list[str]) -> str:
     if not places:
         return ""
     places = list(dict.fromkeys(places))  # several ranks of one host name the host once
-    more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
-    return f"{', '.join(places[:SHOWN])}{more}: "
+    more = f" and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else ""
+    return f"{', '.join(places[:MOST_PLACES])}{more}: "

@@ -17,13 +17,20 @@ import torch.distributed as dist
 import gpumix
 from gpumix.check.facts.cluster import RankFacts, Survey
 from gpumix.check.finding import Finding, has_error
-from gpumix.check.judge import judge
+from gpumix.check.judge import evaluate_survey
 from gpumix.check.probes.probe import ProbeSettings, RankProbe
-from gpumix.check.probes.requests import SLACK_S, AskedRanks
-from gpumix.check.probes.worker import KEYS, KILLED_S, PRELOAD, Attendant, Maker, next_task
+from gpumix.check.probes.requests import SLACK_S, RankClients
+from gpumix.check.probes.worker import (
+    KILLED_S,
+    PRELOAD,
+    STORE_PREFIX,
+    ProbeFactory,
+    TaskServer,
+    next_task,
+)
 from gpumix.check.survey import HELLO_S, Say, Surveyor
 from gpumix.engine.rank_group import STORE_ERRORS
-from gpumix.hardware.discovery.discover import discover
+from gpumix.hardware.discovery.discover import discover_cluster
 from gpumix.hardware.host.environment import TorchrunPlace, torchrun_place
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.errors import GpumixError
@@ -32,17 +39,22 @@ from gpumix.schema.reading.allowed_code import check_allowed
 from gpumix.schema.reading.read import read_job
 from gpumix.train.processes.local_launcher import RankAddress, loopback_store, warm_up
 from gpumix.train.processes.runner import LocalRunner
-from gpumix.train.processes.store import store_of
-from gpumix.train.processes.torchrun_runner import NO_DEVICE, TorchrunRunner, own_device, seat_in
-from gpumix.train.worker.context import without_paths
+from gpumix.train.processes.store import connect_store
+from gpumix.train.processes.torchrun_runner import (
+    NO_DEVICE,
+    TorchrunRunner,
+    make_rank_address,
+    own_device,
+)
+from gpumix.train.worker.context import mask_paths
 
 LIMIT_S = 50.0  # for a complete check, plus a few seconds for processes to end
 MEET_S = 20.0  # limit for reaching the store
-BEGUN_LATER_S = HELLO_S + SLACK_S  # margin for torchrun's rank 0 starting after other ranks
+LATE_START_S = HELLO_S + SLACK_S  # margin for torchrun's rank 0 starting after other ranks
 
 
 @dataclass(frozen=True)
-class _Given:
+class _CheckInputs:
     """Inputs of one process.
 
     Attributes:
@@ -52,16 +64,16 @@ class _Given:
     job: Job | None
     folder: Path
     deadline: float
-    make: Maker
+    make: ProbeFactory
     debug: bool
 
-    def attendant(
+    def make_server(
         self, seat: RankAddress, device_class: DeviceClass, store: dist.Store
-    ) -> Attendant:
+    ) -> TaskServer:
         """Return the attendant of a rank."""
         setting = ProbeSettings(device_class, self.job, self.folder, self.debug)
-        hello = _hello(seat, device_class, self.job)
-        return Attendant(seat, setting, store, hello=hello, make=self.make)
+        hello = _make_rank_facts(seat, device_class, self.job)
+        return TaskServer(seat, setting, store, hello=hello, make=self.make)
 
 
 @dataclass(frozen=True)
@@ -84,7 +96,7 @@ def check(
     allowed: Sequence[str],
     say: Say,
     leaving: ExitStack,
-    make: Maker = RankProbe,
+    make: ProbeFactory = RankProbe,
     debug: bool = False,
 ) -> CheckOutcome:
     """Check the cluster of a job, or without a job the discovered devices.
@@ -99,45 +111,49 @@ def check(
     deadline = time.monotonic() + LIMIT_S
     folder = Path.cwd() if path is None else path.absolute().parent
 
-    def given() -> _Given:
+    def given() -> _CheckInputs:
         job = None if path is None else read_job(path, overrides)
         if job is not None and path is not None:
             check_allowed(job, path, allowed, overrides)
-        return _Given(job, folder, deadline, make, debug)
+        return _CheckInputs(job, folder, deadline, make, debug)
 
     place = torchrun_place()
     if place is None:
-        found = judge(_alone(given(), say))
+        found = evaluate_survey(_survey_this_host(given(), say))
         return CheckOutcome(found, has_error(found))
     if place.rank == 0:
-        return _speaker(place, given, deadline, say, leaving)
-    return CheckOutcome(None, _attend(place, given, deadline + BEGUN_LATER_S))
+        return _run_first_rank(place, given, deadline, say, leaving)
+    return CheckOutcome(None, _run_other_rank(place, given, deadline + LATE_START_S))
 
 
-def _alone(given: _Given, say: Say) -> Survey:
+def _survey_this_host(given: _CheckInputs, say: Say) -> Survey:
     """Survey this host, with one attendant per device."""
     warm_up(preload=PRELOAD)
     job = given.job
     wanted = None if job is None or job.cluster == "auto" else job.cluster
-    cluster = wanted or discover()
+    cluster = wanted or discover_cluster()
     devices = LocalRunner().devices(cluster)
     with loopback_store() as (store, port), ExitStack() as stack:
         for rank, device in enumerate(devices):
             seat = RankAddress(rank, len(devices), device, port)
             device_class = cluster.class_named(device.device_class)
-            _start(stack, given.attendant(seat, device_class, store.clone()), given.deadline)
-        crew = AskedRanks(store, len(devices), given.deadline)
+            _start(stack, given.make_server(seat, device_class, store.clone()), given.deadline)
+        crew = RankClients(store, len(devices), given.deadline)
         stack.callback(crew.dismiss, range(len(devices)), failed=False)
         return Surveyor(crew, job, say).survey()
 
 
-def _speaker(
-    place: TorchrunPlace, read: Callable[[], _Given], deadline: float, say: Say, leaving: ExitStack
+def _run_first_rank(
+    place: TorchrunPlace,
+    read: Callable[[], _CheckInputs],
+    deadline: float,
+    say: Say,
+    leaving: ExitStack,
 ) -> CheckOutcome:
     """Run torchrun's rank 0: serve its own rank and survey all ranks. The other ranks leave with
     rank 0's result, because torchrun waits minutes if one host fails and another does not."""
-    store = store_of(seat_in(place, NO_DEVICE), MEET_S)
-    crew = AskedRanks(store, place.world, deadline)
+    store = connect_store(make_rank_address(place, NO_DEVICE), MEET_S)
+    crew = RankClients(store, place.world, deadline)
     failed = True
 
     def leave() -> None:
@@ -150,33 +166,37 @@ def _speaker(
         given = read()
         device, device_class = _device(place, given.job)
         own = store.clone()  # type: ignore[attr-defined]
-        _start(stack, given.attendant(seat_in(place, device), device_class, own), deadline)
+        _start(
+            stack, given.make_server(make_rank_address(place, device), device_class, own), deadline
+        )
         stack.callback(crew.dismiss, [place.rank], failed=False)
-        findings = judge(Surveyor(crew, given.job, say).survey())
+        findings = evaluate_survey(Surveyor(crew, given.job, say).survey())
     failed = has_error(findings)
     return CheckOutcome(findings, failed)
 
 
-def _attend(place: TorchrunPlace, read: Callable[[], _Given], until: float) -> bool:
+def _run_other_rank(place: TorchrunPlace, read: Callable[[], _CheckInputs], until: float) -> bool:
     """Run another rank of torchrun; return True if the check failed. Rank 0 reports errors of this
     rank."""
-    store = store_of(seat_in(place, NO_DEVICE), MEET_S)
-    words = dist.PrefixStore(f"{KEYS}/{place.rank}", store)
+    store = connect_store(make_rank_address(place, NO_DEVICE), MEET_S)
+    words = dist.PrefixStore(f"{STORE_PREFIX}/{place.rank}", store)
     failed = True
     with suppress(*STORE_ERRORS):
         try:
             given = read()
             device, device_class = _device(place, given.job)
         except GpumixError as error:
-            words.set("hello", _in_trouble(place.rank, error).model_dump_json())
+            words.set("hello", _make_failed_facts(place.rank, error).model_dump_json())
             next_task(words, 0, until)  # the only task sent is the end task
         else:
-            failed = given.attendant(seat_in(place, device), device_class, store).serve(until)
+            failed = given.make_server(make_rank_address(place, device), device_class, store).serve(
+                until
+            )
         words.set("gone", "{}")
     return failed
 
 
-def _in_trouble(rank: int, error: GpumixError) -> RankFacts:
+def _make_failed_facts(rank: int, error: GpumixError) -> RankFacts:
     why = f": {error.why}" if error.why else ""
     host = socket.gethostname()
     version = gpumix.__version__
@@ -185,7 +205,7 @@ def _in_trouble(rank: int, error: GpumixError) -> RankFacts:
     )
 
 
-def _start(stack: ExitStack, attendant: Attendant, deadline: float) -> None:
+def _start(stack: ExitStack, attendant: TaskServer, deadline: float) -> None:
     """Serve in a thread ending before the store closes."""
     thread = threading.Thread(
         target=attendant.serve, args=(deadline,), name="gpumix-check", daemon=True
@@ -205,9 +225,9 @@ def _device(place: TorchrunPlace, job: Job | None) -> tuple[Device, DeviceClass]
     return device, cluster.class_named(device.device_class)
 
 
-def _hello(seat: RankAddress, device_class: DeviceClass, job: Job | None) -> RankFacts:
+def _make_rank_facts(seat: RankAddress, device_class: DeviceClass, job: Job | None) -> RankFacts:
     """Return a rank's facts about itself and its device."""
-    told = "" if job is None else json.dumps(without_paths(job.model_dump()))
+    told = "" if job is None else json.dumps(mask_paths(job.model_dump()))
     host = seat.device.host
     return RankFacts(
         rank=seat.rank,

@@ -10,23 +10,23 @@ from pydantic import ValidationError
 
 import gpumix
 from gpumix.check.facts.cluster import (
-    ClockFacts,
+    ClockOffset,
     GpuSpeed,
     HostFacts,
     JobFacts,
-    JobOnHost,
+    JobHostFacts,
     PairFacts,
     RankFacts,
     Survey,
 )
-from gpumix.check.probes.pair_rounds import Pair, rounds, turns
-from gpumix.check.probes.probe import Told
-from gpumix.check.probes.requests import Answer, AskedRanks
+from gpumix.check.probes.pair_rounds import Pair, schedule_rounds, split_into_turns
+from gpumix.check.probes.probe import JsonDict
+from gpumix.check.probes.requests import RankClients, TaskAnswer
 from gpumix.check.probes.worker import START_S
 from gpumix.hardware.discovery.gpu_health import GpuHealth
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.job.job import Job
-from gpumix.train.memory_checkpoint.memory_folder import copies
+from gpumix.train.memory_checkpoint.memory_folder import count_copies
 
 HELLO_S = START_S + 2.0  # limit for all ranks to arrive
 FACTS_S, COPY_S = 12.0, 3.0
@@ -47,7 +47,7 @@ class Surveyor:
         say: reports progress to the user.
     """
 
-    def __init__(self, crew: AskedRanks, job: Job | None, say: Say) -> None:
+    def __init__(self, crew: RankClients, job: Job | None, say: Say) -> None:
         self._crew = crew
         self._job = job
         self._say = say
@@ -57,7 +57,7 @@ class Surveyor:
     def survey(self) -> Survey:
         """Gather all facts, ordered to keep later measurements undisturbed."""
         self._meet()
-        hosts = len(self._speakers())
+        hosts = len(self._get_host_speakers())
         self._say(
             f"testing {len(self._ranks)} device{'s' if len(self._ranks) > 1 else ''} on "
             f"{hosts} host{'s' if hosts > 1 else ''}"
@@ -67,7 +67,7 @@ class Surveyor:
         self._speeds()
         pairs, untried = self._pairs(keep_s=0.0 if self._job is None else JOB_S)
         job = None if self._job is None else self._job_facts(self._job)
-        self._name_lost(pairs)
+        self._record_lost_ranks(pairs)
         named = None if self._job is None else self._job.cluster
         return Survey(
             ranks=tuple(self._ranks.values()),
@@ -82,25 +82,25 @@ class Surveyor:
     # -- ranks -------------------------------------------------------------------------------------
 
     def _meet(self) -> None:
-        for rank, told in enumerate(self._crew.hellos(HELLO_S)):
+        for rank, told in enumerate(self._crew.collect_hellos(HELLO_S)):
             if told is None:
                 trouble = f"it did not come within {HELLO_S:.0f} s"
                 fix = "look at its host: was it started there, and does it reach the first host?"
                 self._ranks[rank] = RankFacts(rank=rank, trouble=trouble, fix=fix)
             else:
-                self._ranks[rank] = _came(rank, told)
+                self._ranks[rank] = _parse_hello(rank, told)
 
-    def _well(self) -> list[RankFacts]:
+    def _get_healthy_ranks(self) -> list[RankFacts]:
         return [r for r in self._ranks.values() if not r.trouble and r.rank not in self._crew.lost]
 
-    def _speakers(self) -> dict[str, int]:
+    def _get_host_speakers(self) -> dict[str, int]:
         """Return the first answering rank of each host."""
         found: dict[str, int] = {}
-        for rank in self._well():
+        for rank in self._get_healthy_ranks():
             found.setdefault(rank.host, rank.rank)
         return found
 
-    def _name_lost(self, pairs: Sequence[PairFacts]) -> None:
+    def _record_lost_ranks(self, pairs: Sequence[PairFacts]) -> None:
         """Record ranks lost during the survey, unless a failed pair reports the rank already."""
         told = {rank for pair in pairs if pair.trouble for rank in pair.ranks}
         for rank in sorted(self._crew.lost - told):
@@ -110,14 +110,14 @@ class Surveyor:
     def _set(self, rank: int, **changes: object) -> None:
         self._ranks[rank] = self._ranks[rank].model_copy(update=changes)
 
-    def _trouble(self, rank: int, answer: Answer) -> None:
+    def _trouble(self, rank: int, answer: TaskAnswer) -> None:
         self._set(rank, trouble=answer.error, fix=answer.fix)
 
     # -- hosts and devices -------------------------------------------------------------------------
 
     def _facts(self) -> None:
-        speakers = set(self._speakers().values())
-        asked = {r.rank: {"of_host": r.rank in speakers} for r in self._well()}
+        speakers = set(self._get_host_speakers().values())
+        asked = {r.rank: {"of_host": r.rank in speakers} for r in self._get_healthy_ranks()}
         for rank, answer in self._crew.ask("facts", asked, FACTS_S).items():
             if answer.error:
                 self._trouble(rank, answer)
@@ -128,32 +128,34 @@ class Surveyor:
             if "health" in answer.value:
                 self._set(rank, health=GpuHealth.model_validate(answer.value["health"]))
 
-    def _clocks(self) -> list[ClockFacts]:
+    def _clocks(self) -> list[ClockOffset]:
         """Measure clock offsets; each is the sample with the shortest round trip."""
-        found: list[ClockFacts] = []
+        found: list[ClockOffset] = []
         if any(rank.emulated for rank in self._ranks.values()):  # all hosts are the local machine
             return found
-        for host, rank in list(self._speakers().items())[1:]:
+        for host, rank in list(self._get_host_speakers().items())[1:]:
             looks = [self._crew.ahead_s(rank) for _ in range(CLOCK_LOOKS)]
             known = [look for look in looks if look is not None]
             if known:
                 ahead_s, sure_s = min(known, key=lambda look: look[1])
-                found.append(ClockFacts(host=host, ahead_s=ahead_s, give_or_take_s=sure_s))
+                found.append(ClockOffset(host=host, ahead_s=ahead_s, give_or_take_s=sure_s))
         return found
 
     def _speeds(self) -> None:
-        gpus = [rank.rank for rank in self._well() if rank.on_gpu]
-        for rank, answer in self._crew.ask("speed", _nothing(gpus), SPEED_S).items():
+        gpus = [rank.rank for rank in self._get_healthy_ranks() if rank.has_gpu]
+        for rank, answer in self._crew.ask("speed", _make_empty_arguments(gpus), SPEED_S).items():
             if answer.error:
                 self._trouble(rank, answer)
             else:
                 self._set(rank, speed=GpuSpeed.model_validate(answer.value))
-        waiting = [rank for rank in self._well() if rank.speed is not None]
+        waiting = [rank for rank in self._get_healthy_ranks() if rank.speed is not None]
         while waiting:  # one device per host at a time: devices share the link to host memory
             now = {rank.host: rank for rank in reversed(waiting)}
             waiting = [rank for rank in waiting if rank not in now.values()]
             asked = [rank.rank for rank in now.values()]
-            for number, answer in self._crew.ask("host_copy", _nothing(asked), COPY_S).items():
+            for number, answer in self._crew.ask(
+                "host_copy", _make_empty_arguments(asked), COPY_S
+            ).items():
                 speed = self._ranks[number].speed
                 if speed is not None and not answer.error:
                     told = {"host_bytes_per_s": answer.value["bytes_per_s"]}
@@ -164,11 +166,11 @@ class Surveyor:
     def _pairs(self, keep_s: float) -> tuple[list[PairFacts], int]:
         """Return the tested pairs and the number of skipped pairs."""
         by_host: dict[str, list[int]] = {}
-        for rank in self._well():
+        for rank in self._get_healthy_ranks():
             by_host.setdefault(rank.host, []).append(rank.rank)
         found: list[PairFacts] = []
         untried = 0
-        for number, pairs in enumerate(rounds(by_host)):
+        for number, pairs in enumerate(schedule_rounds(by_host)):
             able = [pair for pair in pairs if not self._crew.lost & set(pair)]
             if self._crew.left_s - keep_s < CONNECT_S + TRANSFER_S:
                 untried += len(able)
@@ -190,23 +192,23 @@ class Surveyor:
         }
         answers = self._crew.ask("connect", asked, CONNECT_S)
         for pair in pairs:
-            found[pair] = _of_pair(pair, answers)
+            found[pair] = _make_pair_facts(pair, answers)
         host_of = {rank: self._ranks[rank].host for pair in pairs for rank in pair}
-        for turn in turns([p for p in pairs if not found[p].trouble], host_of):
+        for turn in split_into_turns([p for p in pairs if not found[p].trouble], host_of):
             both = [rank for pair in turn for rank in pair]
-            moved = self._crew.ask("transfer", _nothing(both), TRANSFER_S)
+            moved = self._crew.ask("transfer", _make_empty_arguments(both), TRANSFER_S)
             for pair in turn:
-                found[pair] = _moved(found[pair], moved)
+                found[pair] = _add_transfer(found[pair], moved)
         joined = [r for r in asked if r in answers and not answers[r].error]
-        self._crew.ask("part", _nothing(joined), PART_S)
+        self._crew.ask("part", _make_empty_arguments(joined), PART_S)
         return list(found.values())
 
     # -- the job -----------------------------------------------------------------------------------
 
     def _job_facts(self, job: Job) -> JobFacts:
         self._say("looking at the job's model and data")
-        speakers = self._speakers()
-        answers = self._crew.ask("job", _nothing(speakers.values()), DATA_S)
+        speakers = self._get_host_speakers()
+        answers = self._crew.ask("job", _make_empty_arguments(speakers.values()), DATA_S)
         on_hosts = {h: _on_host(answers[r]) for h, r in speakers.items() if r in answers}
         for host, shared in self._shared(speakers).items():
             if host in on_hosts:
@@ -215,19 +217,21 @@ class Surveyor:
         return JobFacts(
             checkpoint_bytes=size.get("checkpoint_bytes"),
             checkpoints=job.checkpoint.keep + 1,
-            copies=copies(len(self._hosts)) if job.checkpoint.memory_every_steps else 0,
+            copies=count_copies(len(self._hosts)) if job.checkpoint.memory_every_steps else 0,
             saved_bytes=size.get("saved_bytes", 0),
             named_cluster=job.cluster != "auto",
             on_hosts=on_hosts,
         )
 
-    def _sizes(self, speakers: dict[str, int], on_hosts: dict[str, JobOnHost]) -> Told:
+    def _sizes(self, speakers: dict[str, int], on_hosts: dict[str, JobHostFacts]) -> JsonDict:
         """Return checkpoint sizes from the first able host; record a failure in `on_hosts`."""
         able = [host for host in speakers if host in on_hosts and not on_hosts[host].missing]
         if not able or "model" in on_hosts[able[0]].trouble:
             return {}
         host, rank = able[0], speakers[able[0]]
-        answer = self._crew.ask("model", _nothing([rank]), MODEL_S).get(rank, Answer())
+        answer = self._crew.ask("model", _make_empty_arguments([rank]), MODEL_S).get(
+            rank, TaskAnswer()
+        )
         if answer.silent:
             on_hosts[host] = on_hosts[host].model_copy(update={"slow": answer.error})
         elif answer.error:
@@ -250,7 +254,7 @@ class Surveyor:
         return {host: told[rank] for host, rank in speakers.items() if rank in told}
 
 
-def _came(rank: int, told: Told) -> RankFacts:
+def _parse_hello(rank: int, told: JsonDict) -> RankFacts:
     """Read a rank's hello message; another version of gpumix may use another format."""
     version = told.get("gpumix", "")
     with suppress(ValidationError):
@@ -267,14 +271,14 @@ def _came(rank: int, told: Told) -> RankFacts:
     )
 
 
-def _nothing(ranks: Iterable[int]) -> dict[int, Told]:
+def _make_empty_arguments(ranks: Iterable[int]) -> dict[int, JsonDict]:
     """Return empty arguments for each rank."""
     return {rank: {} for rank in ranks}
 
 
-def _of_pair(pair: Pair, answers: dict[int, Answer]) -> PairFacts:
+def _make_pair_facts(pair: Pair, answers: dict[int, TaskAnswer]) -> PairFacts:
     """Return the result of forming a group. A hang takes precedence over the peer's timeout."""
-    silent = Answer(error="no answer", silent=True)
+    silent = TaskAnswer(error="no answer", silent=True)
     both = {rank: answers.get(rank, silent) for rank in pair}
     failed = [answer for answer in both.values() if answer.error]
     if not failed:
@@ -288,8 +292,8 @@ def _of_pair(pair: Pair, answers: dict[int, Answer]) -> PairFacts:
     )
 
 
-def _moved(found: PairFacts, answers: dict[int, Answer]) -> PairFacts:
-    both = [answers.get(rank, Answer(error="no answer", silent=True)) for rank in found.ranks]
+def _add_transfer(found: PairFacts, answers: dict[int, TaskAnswer]) -> PairFacts:
+    both = [answers.get(rank, TaskAnswer(error="no answer", silent=True)) for rank in found.ranks]
     failed = [answer for answer in both if answer.error]
     if failed:
         silent = tuple(r for r, answer in zip(found.ranks, both) if answer.silent)
@@ -299,9 +303,9 @@ def _moved(found: PairFacts, answers: dict[int, Answer]) -> PairFacts:
     return found.model_copy(update=told)
 
 
-def _on_host(answer: Answer) -> JobOnHost:
+def _on_host(answer: TaskAnswer) -> JobHostFacts:
     if answer.silent:
-        return JobOnHost(slow=answer.error)
+        return JobHostFacts(slow=answer.error)
     if answer.error:
-        return JobOnHost(trouble={"data": (answer.error, answer.fix)})
-    return JobOnHost.model_validate(answer.value)
+        return JobHostFacts(trouble={"data": (answer.error, answer.fix)})
+    return JobHostFacts.model_validate(answer.value)

@@ -33,18 +33,18 @@ from gpumix.cli.verbs import (
 from gpumix.hardware.host.environment import count_gpus_by_nvml
 from gpumix.schema.errors import InputError
 
-_GIVEN = "gpumix.given"
+_ARGUMENTS_KEY = "gpumix.given"
 
 
-class _Verbs(TyperGroup):
+class _VerbGroup(TyperGroup):
     """Group of the verbs. With `--json`, errors of wrong calls are JSON documents too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[_GIVEN] = list(args)
+        ctx.meta[_ARGUMENTS_KEY] = list(args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        given = ctx.meta[_GIVEN]
+        given = ctx.meta[_ARGUMENTS_KEY]
         try:
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort):
@@ -59,7 +59,7 @@ class _Verbs(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Verbs,
+    cls=_VerbGroup,
     help="Train transformers on whatever mixture of GPUs you have.",
     no_args_is_help=True,
     add_completion=True,
@@ -68,7 +68,7 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"gpumix {__version__}")
         raise typer.Exit
@@ -77,7 +77,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print the version."
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
     """Train transformers on whatever mixture of GPUs you have."""

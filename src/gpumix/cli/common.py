@@ -52,24 +52,24 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on 
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
-def verb(command: Callable[P, None]) -> Callable[P, None]:
+def make_command(command: Callable[P, None]) -> Callable[P, None]:
     """Make a function a command: errors become a clear message and the right exit code."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         debug, as_json = bool(kwargs.get("debug")), bool(kwargs.get("as_json"))
         try:
-            with _ended_by_sigterm():
+            with _interrupt_on_sigterm():
                 command(*args, **kwargs)
         except (typer.Exit, typer.Abort):
             raise
         except (Exception, KeyboardInterrupt) as caught:
-            error = _in_words(caught)
+            error = _translate_error(caught)
             if debug:
                 traceback.print_exception(caught, file=sys.stderr)
             with suppress(OSError):  # the reader may be gone
                 sys.stderr.write(f"gpumix: {error}\n")
-                if as_json and not isinstance(error, _Unheard):
+                if as_json and not isinstance(error, _StdoutError):
                     print_json(error.as_dict())
             raise typer.Exit(error.exit_code) from None
 
@@ -77,7 +77,7 @@ def verb(command: Callable[P, None]) -> Callable[P, None]:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def _interrupt_on_sigterm() -> Iterator[None]:
     """Let SIGTERM end a verb like Ctrl-C: with a message, and with everything the verb waits for.
     In one of several processes the default stays and ends any call at once: the launcher says why.
     """
@@ -95,33 +95,33 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _in_words(error: BaseException) -> GpumixError:
-    from gpumix.train.processes.error_translation import in_words
+def _translate_error(error: BaseException) -> GpumixError:
+    from gpumix.train.processes.error_translation import translate_error
 
     if isinstance(error, KeyboardInterrupt):
         return Interrupted(ENDED_AT_ONCE)
-    return in_words(error, "")
+    return translate_error(error, "")
 
 
-def refuse_set_without(job: Path | None, overrides: Sequence[str], *, fix: str) -> None:
+def refuse_set_without_job(job: Path | None, overrides: Sequence[str], *, fix: str) -> None:
     """Raise InputError if keys of a job are replaced without a job."""
     if overrides and job is None:
         what = "--set replaces keys of a job, and no job is given"
         raise InputError(what, where=overrides[0], fix=fix)
 
 
-def answer(
+def print_result(
     value: Callable[[], Any], shown: Callable[[], RenderableType], as_json: bool, note: str = ""
 ) -> None:
     """Print a result: the value as JSON on stdout, or the view for people, after the note."""
-    from gpumix.train.run_log.terminal import stderr
+    from gpumix.train.run_log.terminal import get_stderr_console
 
     if as_json:
         print_json(value())
         return
     if note:
-        stderr().print(note, style="yellow")
-    stderr().print(shown())
+        get_stderr_console().print(note, style="yellow")
+    get_stderr_console().print(shown())
 
 
 def print_json(value: Any) -> None:
@@ -136,8 +136,8 @@ def print_json(value: Any) -> None:
     except OSError as error:
         # At exit, the rest of the buffer would be tried, and reported, once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise _Unheard("cannot write the result to stdout", why=error.strerror or "") from error
+        raise _StdoutError("cannot write the result to stdout", why=error.strerror or "") from error
 
 
-class _Unheard(MachineError):
+class _StdoutError(MachineError):
     """Error of writing to stdout: the reader is gone, or the disk is full."""

@@ -7,16 +7,16 @@ from typing import Any
 
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import MachineError
-from gpumix.schema.units import plural
+from gpumix.schema.units import format_count
 
 # Speeds 4 : 2 : 1 : 1, and the fast device is not the one with the most memory. The rates keep
 # the emulation at a fraction of two ordinary CPU cores.
-EMULATED = [
+EMULATED_CLUSTER = [
     {"class": "fast", "emulate": "10 GFLOP/s", "memory": "64 MiB"},
     {"class": "medium", "emulate": "5 GFLOP/s", "memory": "128 MiB"},
     {"class": "slow", "emulate": "2.5 GFLOP/s", "memory": "48 MiB", "count": 2},
 ]
-_WHAT_IS_REAL = (
+_EMULATION_NOTE = (
     "four unequal devices are emulated on its CPU: their speeds and memory are stated, and times "
     "follow from them; the training, and what processes tell each other, is real"
 )
@@ -54,29 +54,31 @@ class DemoDevices:
         return 32 if self.emulated else 64
 
 
-def demo_devices() -> DemoDevices:
+def choose_demo_devices() -> DemoDevices:
     """Return the GPUs of this host, if of two classes or more, or an emulated mixture."""
-    from gpumix.hardware.discovery.discover import discover, why_cpu
+    from gpumix.hardware.discovery.discover import discover_cluster, explain_cpu
 
     try:
-        found = discover()
+        found = discover_cluster()
     except MachineError as error:  # the host's GPUs are not usable
-        return DemoDevices(EMULATED, f"{error}\n{_WHAT_IS_REAL}")
+        return DemoDevices(EMULATED_CLUSTER, f"{error}\n{_EMULATION_NOTE}")
     if not found.classes[0].is_gpu:
-        return DemoDevices(EMULATED, f"{why_cpu()}: {_WHAT_IS_REAL}")
+        return DemoDevices(EMULATED_CLUSTER, f"{explain_cpu()}: {_EMULATION_NOTE}")
     if len(found.classes) == 1:
         return DemoDevices(
-            EMULATED,
-            f"{_counted(found)} on this host, nothing unequal to show: {_WHAT_IS_REAL}. To train "
-            "on them: gpumix train job.yaml",
+            EMULATED_CLUSTER,
+            f"{_describe_gpus(found)} on this host, nothing unequal to show: {_EMULATION_NOTE}. "
+            "To train on them: gpumix train job.yaml",
         )
-    return DemoDevices("auto", f"on the GPUs of this host, nothing is emulated: {_counted(found)}")
+    return DemoDevices(
+        "auto", f"on the GPUs of this host, nothing is emulated: {_describe_gpus(found)}"
+    )
 
 
-def _counted(cluster: Cluster) -> str:
+def _describe_gpus(cluster: Cluster) -> str:
     """Describe GPUs, as "2 x rtx-3090 and 1 x a100-sxm4-40gb", or "2 GPUs of class rtx-3090"."""
     numbers = {one.name: len(cluster.members(one.name)) for one in cluster.classes}
     if len(numbers) == 1:
         ((name, number),) = numbers.items()
-        return f"{plural(number, 'GPU')} of class {name}"
+        return f"{format_count(number, 'GPU')} of class {name}"
     return " and ".join(f"{number} x {name}" for name, number in numbers.items())

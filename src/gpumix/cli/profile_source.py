@@ -20,7 +20,7 @@ import typer
 from gpumix.cli.common import Allowed, Overrides
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import read_text, why_unreadable
-from gpumix.schema.reading.error_location import placed
+from gpumix.schema.reading.error_location import locate_errors
 from gpumix.schema.units import LARGEST_BATCH, LARGEST_LENGTH
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class PlanOptions:
         return PlanSource(profile, request, job.strategy, place)
 
     def _of_job(self, job: Job, path: Path) -> Profile:
-        from gpumix.profiler.cache.measurement_cache import reading_as
+        from gpumix.profiler.cache.measurement_cache import set_readers
         from gpumix.schema.profile.profile import Profile
 
         if self.cluster is not None:
@@ -128,14 +128,14 @@ class PlanOptions:
                 )
             if not isinstance(config, dict):
                 config = _read_config(path.absolute().parent / config)
-            with placed(path):
+            with locate_errors(path):
                 return self._estimate(config, job.sequence_length, job.precision, job.optimizer)
         if self.profile is not None:
             profile = Profile.load(self.profile)
             _check_profile(profile, job, self.profile, path)
-            return reading_as(job, profile)
-        with placed(path):
-            found = cached(path, job)
+            return set_readers(job, profile)
+        with locate_errors(path):
+            found = load_cached_profile(path, job)
         if found is None and not self.measures:
             raise InputError(
                 "this job was not measured", where=str(path), fix=f"gpumix profile {path}"
@@ -143,10 +143,10 @@ class PlanOptions:
         if found is not None:
             return found
         overrides = [*self.overrides, f"strategy={job.strategy}"]
-        return measured(path, overrides, self.allowed, as_json=self.as_json)
+        return measure_in_subprocess(path, overrides, self.allowed, as_json=self.as_json)
 
     def _estimated_without_job(self, strategy: str) -> PlanSource:
-        from gpumix.hardware.estimates.decoder_shapes import llama_shaped
+        from gpumix.hardware.estimates.decoder_shapes import make_llama_like
         from gpumix.schema.job.job import OptimizerSpec
 
         model = self.model or MODEL
@@ -156,15 +156,15 @@ class PlanOptions:
         size = _SIZE.match(model.strip())
         if size is None:
             config = _read_config(Path(model))
-            with placed(model):
+            with locate_errors(model):
                 profile = self._estimate(config, length, precision, OptimizerSpec())
         else:
             scale = {"M": 1e6, "B": 1e9, "T": 1e12}[size[2].upper()]
-            shaped = llama_shaped(float(size[1]) * scale)
+            shaped = make_llama_like(float(size[1]) * scale)
             profile = self._profile(shaped, model, length, precision, OptimizerSpec())
         note = (
             f"for a model of {profile.model.parameters / 1e9:.2f} G parameters, {length} tokens a "
-            f"sample, {batch} samples a step, {computed_in(profile)}, AdamW"
+            f"sample, {batch} samples a step, {describe_compute_dtypes(profile)}, AdamW"
         )
         return PlanSource(profile, _request(batch), strategy, "--cluster", note)
 
@@ -185,12 +185,12 @@ class PlanOptions:
         optimizer: OptimizerSpec,
     ) -> Profile:
         """Return the estimate for the cluster."""
-        from gpumix.hardware.estimates.cluster_shorthand import cluster
-        from gpumix.hardware.estimates.estimate import estimate
+        from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
+        from gpumix.hardware.estimates.estimate import estimate_profile
 
         assert self.cluster is not None
-        there = cluster(self.cluster, precision, self.network, option=self.link_option)
-        return estimate(
+        there = parse_cluster(self.cluster, precision, self.network, option=self.link_option)
+        return estimate_profile(
             lambda dtype: shape.model(length, dtype, name),
             there,
             sequence_length=length,
@@ -237,7 +237,7 @@ class PlanOptions:
             )
 
 
-def planning(command: Callable[..., None]) -> Callable[..., None]:
+def add_planning_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a verb the options of planning, passed together as `asked`.
 
     A verb with its own `--network` gets `--between` for the cluster's link.
@@ -302,10 +302,10 @@ def _options(
     overrides: Overrides = [],  # noqa: B006
     allowed: Allowed = [],  # noqa: B006
 ) -> None:
-    """Options added by `planning`."""
+    """Options added by `add_planning_options`."""
 
 
-def computed_in(profile: Profile) -> str:
+def describe_compute_dtypes(profile: Profile) -> str:
     """Describe the dtype of all classes, or of each class."""
     dtypes = {c.device_class: c.compute_dtype for c in profile.classes}
     if len(set(dtypes.values())) == 1:
@@ -316,22 +316,22 @@ def computed_in(profile: Profile) -> str:
     )
 
 
-def profile_beside(plan: Path) -> Path:
+def get_profile_path(plan: Path) -> Path:
     """Return the path of a plan's profile: plan.profile.json next to plan.json."""
     return plan.with_name(f"{plan.stem}.profile.json")
 
 
-def found_beside(plan: Path) -> Path | None:
+def find_profile_beside(plan: Path) -> Path | None:
     """Return the profile that `gpumix plan --output` and runs write next to a plan."""
-    places = (profile_beside(plan), plan.with_name("profile.json"))
+    places = (get_profile_path(plan), plan.with_name("profile.json"))
     return next((place for place in places if place.is_file()), None)
 
 
-def beside(path: Path, plan: Plan) -> tuple[Profile, Path] | None:
+def load_profile_beside(path: Path, plan: Plan) -> tuple[Profile, Path] | None:
     """Load the profile next to a plan, with its path; None unless the plan was made from it."""
     from gpumix.schema.profile.profile import Profile
 
-    place = found_beside(path)
+    place = find_profile_beside(path)
     if place is None:
         return None
     profile = Profile.load(place)
@@ -365,11 +365,11 @@ def _check_profile(profile: Profile, job: Job, path: Path, job_path: Path) -> No
     """Check that a profile fits the job. A profile without the job's model is compared when the
     model is built."""
     from gpumix.profiler.cache.measurement_cache import model_hash
-    from gpumix.schema.plan.dtypes import compute_dtypes
+    from gpumix.schema.plan.dtypes import choose_compute_dtypes
 
     fix = "measure this job: gpumix profile JOB.yaml --output PROFILE.json"
-    with placed(job_path):
-        wanted_dtypes = compute_dtypes(job.precision, profile.cluster)
+    with locate_errors(job_path):
+        wanted_dtypes = choose_compute_dtypes(job.precision, profile.cluster)
     dtypes = {c.device_class: wanted_dtypes[c.device_class] for c in profile.classes}
     for what, found, wanted in (
         ("sequence_length", profile.sequence_length, job.sequence_length),
@@ -398,7 +398,7 @@ def _check_profile(profile: Profile, job: Job, path: Path, job_path: Path) -> No
         )
 
 
-def measured(
+def measure_in_subprocess(
     path: Path, overrides: Sequence[str], allowed: Sequence[str], *, as_json: bool
 ) -> Profile:
     """Return the job's profile, measured in another process."""
@@ -416,9 +416,9 @@ def measured(
     return Profile.model_validate_json(done.stdout)
 
 
-def cached(path: Path, job: Job) -> Profile | None:
-    from gpumix.hardware.discovery.discover import discover
+def load_cached_profile(path: Path, job: Job) -> Profile | None:
+    from gpumix.hardware.discovery.discover import discover_cluster
     from gpumix.profiler.cache.measurement_cache import MeasurementCache
 
-    cluster: Cluster = discover() if job.cluster == "auto" else job.cluster
+    cluster: Cluster = discover_cluster() if job.cluster == "auto" else job.cluster
     return MeasurementCache(job, cluster, path.absolute().parent).load()

@@ -9,14 +9,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gpumix.schema.units import show_bytes, show_seconds
-from gpumix.train.run_log.tables import labelled, new_table
+from gpumix.train.run_log.tables import add_notes, new_table
 
 if TYPE_CHECKING:
-    from gpumix.planner.cluster_change import Outlook
+    from gpumix.planner.cluster_change import ClusterForecast
     from gpumix.planner.compare import Comparison, StrategyRow
 
 
-def outlook_table(found: Sequence[Outlook]) -> RenderableType:
+def outlook_table(found: Sequence[ClusterForecast]) -> RenderableType:
     """Return a table with a row per change, the present cluster first."""
     priced = any(o.price_per_hour is not None for o in found)
     columns = ["change", "devices", "step", "tokens/s", "worth"]
@@ -31,11 +31,14 @@ def outlook_table(found: Sequence[Outlook]) -> RenderableType:
             "" if outlook.worth is None else f"{outlook.worth:+.1%}",
         ]
         if priced:
-            cells += [_amount(outlook.price_per_hour), _amount(outlook.price_per_billion_tokens)]
+            cells += [
+                _format_price(outlook.price_per_hour),
+                _format_price(outlook.price_per_billion_tokens),
+            ]
         table.add_row(*cells)
     notes = [Text(f"{o.change}: {o.why}") for o in found if o.why]
     estimated = sorted({name for o in found for name in o.estimated})
-    return Group(labelled(table, any(o.emulated for o in found), estimated), *notes)
+    return Group(add_notes(table, any(o.emulated for o in found), estimated), *notes)
 
 
 def comparison_table(found: Comparison) -> RenderableType:
@@ -45,12 +48,14 @@ def comparison_table(found: Comparison) -> RenderableType:
     table = new_table("compare", *columns, *(f"free on {name}" for name in classes))
     fastest = next(row for row in found.rows if row.strategy == found.best).step_s
     for row in found.rows:
-        table.add_row(row.strategy, *_figures(row, fastest), *_head_rooms(row, classes))
+        table.add_row(
+            row.strategy, *_format_figures(row, fastest), *_format_head_rooms(row, classes)
+        )
     notes = [Text(f"{row.strategy}: {row.why}") for row in found.rows]
-    return Group(labelled(table, found.emulated, found.estimated), *notes)
+    return Group(add_notes(table, found.emulated, found.estimated), *notes)
 
 
-def _figures(row: StrategyRow, fastest: float | None) -> list[str]:
+def _format_figures(row: StrategyRow, fastest: float | None) -> list[str]:
     if row.step_s is None or row.tokens_per_s is None:
         return ["not possible", "", "", ""]
     times = row.step_s / fastest if fastest else 1.0
@@ -62,7 +67,7 @@ def _figures(row: StrategyRow, fastest: float | None) -> list[str]:
     ]
 
 
-def _head_rooms(row: StrategyRow, classes: Sequence[str]) -> list[str]:
+def _format_head_rooms(row: StrategyRow, classes: Sequence[str]) -> list[str]:
     """Return the free memory by class, the least of its devices; empty for a class left out."""
     rooms = {room.device_class: room for room in row.head_room}
     return [
@@ -71,5 +76,5 @@ def _head_rooms(row: StrategyRow, classes: Sequence[str]) -> list[str]:
     ]
 
 
-def _amount(price: float | None) -> str:
+def _format_price(price: float | None) -> str:
     return "" if price is None else f"{price:,.2f}"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from gpumix.cost.teams import team_of
+from gpumix.cost.teams import get_group_measurements
 from gpumix.schema.plan.plan import Plan, Prediction
 from gpumix.schema.plan.splitting import split_micro_batches
 from gpumix.schema.profile.profile import ModelProfile, Profile, UnitKind
@@ -25,10 +25,10 @@ class Flops(NamedTuple):
     hardware: float
 
 
-def with_flops(profile: Profile, plan: Plan, found: Prediction) -> Prediction:
+def add_flops(profile: Profile, plan: Plan, found: Prediction) -> Prediction:
     """Add each worker's FLOPs, where counted, and each class's peak to a prediction."""
     peaks = {c.device_class: c.peak for c in profile.classes if c.peak is not None}
-    told = flops_of_workers(profile, plan)
+    told = count_worker_flops(profile, plan)
     if told is None:
         return found.model_copy(update={"peaks": peaks})
     workers = tuple(
@@ -38,7 +38,7 @@ def with_flops(profile: Profile, plan: Plan, found: Prediction) -> Prediction:
     return found.model_copy(update={"workers": workers, "peaks": peaks})
 
 
-def flops_of_workers(profile: Profile, plan: Plan) -> list[Flops] | None:
+def count_worker_flops(profile: Profile, plan: Plan) -> list[Flops] | None:
     """Return the FLOPs of each rank; None if the profile has no counts."""
     rank_of = {worker.device: rank for rank, worker in enumerate(plan.workers)}
     own = [Flops(0.0, 0.0)] * len(rank_of)
@@ -47,7 +47,7 @@ def flops_of_workers(profile: Profile, plan: Plan) -> list[Flops] | None:
         for size in {stage.team_size(worker) for worker in stage.leaders}:
             model = profile.model
             if size > 1:
-                model = team_of(profile, size, sequence=stage.sequence).model
+                model = get_group_measurements(profile, size, sequence=stage.sequence).model
             kinds = {kind.name: kind for kind in model.kinds}
             if model.root.backward_flops is None or any(
                 kind.backward_flops is None for kind in kinds.values()
@@ -55,8 +55,8 @@ def flops_of_workers(profile: Profile, plan: Plan) -> list[Flops] | None:
                 return None
             first = plan.first_call(number)
             calls = [kinds[name] for name in model.kind_of_call[first : first + len(stage.units)]]
-            root = _root(model, first=number == 0, last=number == len(plan.stages) - 1)
-            of_size[size] = cache(_Counted(calls, root))
+            root = _count_root_flops(model, first=number == 0, last=number == len(plan.stages) - 1)
+            of_size[size] = cache(_StageFlopCounter(calls, root))
         for worker in stage.workers:
             found = of_size[stage.team_size(worker)](
                 worker.samples, worker.micro_batch, worker.mode.recompute, worker.kept_graphs
@@ -66,7 +66,7 @@ def flops_of_workers(profile: Profile, plan: Plan) -> list[Flops] | None:
     return own
 
 
-def _root(model: ModelProfile, *, first: bool, last: bool) -> float:
+def _count_root_flops(model: ModelProfile, *, first: bool, last: bool) -> float:
     """Return the FLOPs per sample of a stage's part of the root. The first stage runs the code
     before the units, the last stage runs the rest with the loss."""
     root = model.root
@@ -75,7 +75,7 @@ def _root(model: ModelProfile, *, first: bool, last: bool) -> float:
     return before * first + (whole - before) * last
 
 
-class _Counted:
+class _StageFlopCounter:
     """FLOPs of workers of one stage, by the kinds of the stage's unit calls."""
 
     def __init__(self, calls: Sequence[UnitKind], root: float) -> None:

@@ -21,12 +21,12 @@ from gpumix.schema.plan.plan import Plan, Prediction
 from gpumix.schema.profile.profile import HostInput, Profile
 
 # Share of a step, or of a window of steps; a shorter wait for data is indistinguishable from noise.
-STARVED_SHARE = 0.03
+MIN_STARVED_SHARE = 0.03
 
 
-def input_seconds(profile: Profile, plan: Plan) -> float:
+def compute_input_seconds(profile: Profile, plan: Plan) -> float:
     """Return the seconds to read a step's samples on the slowest host or rank; 0 if unmeasured."""
-    of_hosts, of_ranks = rates_of(profile), rates_of_ranks(profile)
+    of_hosts, of_ranks = compute_host_read_rates(profile), compute_rank_read_rates(profile)
     read: Counter[str] = Counter()
     most: Counter[str] = Counter()  # of one rank
     for worker in plan.workers:
@@ -38,11 +38,11 @@ def input_seconds(profile: Profile, plan: Plan) -> float:
     )
 
 
-def rates_of(profile: Profile) -> dict[str, float]:
+def compute_host_read_rates(profile: Profile) -> dict[str, float]:
     """Return the samples per second of each known host, using all cores and the readers of all
     ranks with a device there."""
     ranks = Counter(device.host for device in profile.cluster.devices)
-    of_ranks = rates_of_ranks(profile)
+    of_ranks = compute_rank_read_rates(profile)
     return {
         one.host: min(
             one.cores / one.cpu_s_per_sample if one.cpu_s_per_sample else math.inf,
@@ -53,19 +53,19 @@ def rates_of(profile: Profile) -> dict[str, float]:
     }
 
 
-def rates_of_ranks(profile: Profile) -> dict[str, float]:
+def compute_rank_read_rates(profile: Profile) -> dict[str, float]:
     """Return the samples per second of one rank's readers, for each known host."""
-    return {one.host: _rate_of_rank(one) for one in profile.inputs}
+    return {one.host: _compute_rank_read_rate(one) for one in profile.inputs}
 
 
-def _rate_of_rank(one: HostInput) -> float:
+def _compute_rank_read_rate(one: HostInput) -> float:
     takes_s = max(one.cpu_s_per_sample, one.wait_s_per_sample)
     return math.inf if one.readers is None or not takes_s else one.readers / takes_s
 
 
-def no_faster_than_input(profile: Profile, plan: Plan, found: Prediction) -> Prediction:
+def limit_to_input_rate(profile: Profile, plan: Plan, found: Prediction) -> Prediction:
     """Limit a prediction of `plan` to the input rate."""
-    input_s = input_seconds(profile, plan)
+    input_s = compute_input_seconds(profile, plan)
     if input_s <= found.step_s:
         return found.model_copy(update={"input_s": input_s})
     tokens = plan.global_batch * plan.sequence_length

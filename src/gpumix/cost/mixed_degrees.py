@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from gpumix.schema.profile.profile import (
-    End,
+    EndParameters,
     ModelProfile,
     Profile,
     RootParameter,
@@ -21,10 +21,10 @@ from gpumix.schema.profile.profile import (
     UnitKind,
 )
 
-Sized = TypeVar("Sized", UnitKind, RootUnit, RootParameter, End)
+Sized = TypeVar("Sized", UnitKind, RootUnit, RootParameter, EndParameters)
 
 
-class ModelOfRank(ModelProfile):
+class RankModelProfile(ModelProfile):
     """Part of a model computed by a rank, for tensor-parallel groups of different sizes.
 
     Attributes:
@@ -39,21 +39,23 @@ class ModelOfRank(ModelProfile):
     degree: int
 
 
-class ProfileOfRanks(Profile):
+class MixedDegreeProfile(Profile):
     """Profile of leaders, with tensor-parallel groups of one size per class.
 
     Attributes:
         models: by class.
     """
 
-    models: dict[str, ModelOfRank]
+    models: dict[str, RankModelProfile]
 
     def model_of(self, name: str) -> ModelProfile:
         """Return a rank's part of the model, by class; raises KeyError for an unknown class."""
         return self.models[name]
 
 
-def undivided(most: ModelProfile, least: ModelProfile, teams: tuple[int, int]) -> ModelProfile:
+def extract_undivided_model(
+    most: ModelProfile, least: ModelProfile, teams: tuple[int, int]
+) -> ModelProfile:
     """Return a model of the parameters that no tensor-parallel group divides. With u undivided and
     v divided elements, a rank in a group of n has u + v / n.
 

@@ -26,16 +26,18 @@ def check_units(plan: Plan, model: ModelProfile) -> None:
     """
     planned = tuple(name for stage in plan.stages for name in stage.units)
     if planned != model.calls:
-        check_names(plan, model.calls)
-        wrong = _doubled(planned, model.calls) or _reordered(planned, model.calls)
+        check_unit_names(plan, model.calls)
+        wrong = _describe_count_mismatch(planned, model.calls) or _describe_order_mismatch(
+            planned, model.calls
+        )
         raise InputError(f"the plan is not one for this model: {wrong}", fix=FIX)
-    check_ends(plan, model.root.before.names, model.root.after.names)
+    check_root_ends(plan, model.root.before.names, model.root.after.names)
     if len(plan.stages) > 1 and model.needs:
         for number in range(len(plan.stages)):
-            _check_needs(plan, number, model)
+            _check_stage_inputs(plan, number, model)
 
 
-def check_ends(plan: Plan, before: Collection[str], after: Collection[str]) -> None:
+def check_root_ends(plan: Plan, before: Collection[str], after: Collection[str]) -> None:
     """Refuse a plan with wrong parameters in `before` or `after`.
 
     Args:
@@ -53,7 +55,9 @@ def check_ends(plan: Plan, before: Collection[str], after: Collection[str]) -> N
             if named and len(plan.stages) > 1:
                 what, fix = "is for plans of one stage", f"set '{key}' to []"
             elif wrong:
-                what = f"names {_listed(wrong)}, which is not used at that end of the model only"
+                what = (
+                    f"names {_format_names(wrong)}, which is not used at that end of the model only"
+                )
                 fix = f"set '{key}' to []"
                 fix += f", or to {json.dumps(list(allowed))}" if allowed else ""
             else:
@@ -61,7 +65,7 @@ def check_ends(plan: Plan, before: Collection[str], after: Collection[str]) -> N
             raise InputError(f"'{key}' {what}", where=f"stage {number}", fix=fix)
 
 
-def check_use(plan: Plan) -> None:
+def check_settings_have_effect(plan: Plan) -> None:
     """Refuse values written by hand without effect or without a prediction.
 
     Raises:
@@ -102,7 +106,7 @@ def check_use(plan: Plan) -> None:
         )
 
 
-def check_names(plan: Plan, units: Collection[str]) -> None:
+def check_unit_names(plan: Plan, units: Collection[str]) -> None:
     """Refuse a plan with units other than a model's.
 
     Raises:
@@ -116,59 +120,61 @@ def check_names(plan: Plan, units: Collection[str]) -> None:
         raise InputError(
             f"the plan is not one for this model, which has no unit '{name}'",
             where=f"stage {planned[name]}",
-            why=f"its units are {_listed(units)}",
+            why=f"its units are {_format_names(units)}",
             fix=FIX,
         )
     if missing:
         raise InputError(
-            f"the plan is not one for this model: no stage has its unit {_listed(missing)}", fix=FIX
+            f"the plan is not one for this model: no stage has its unit {_format_names(missing)}",
+            fix=FIX,
         )
 
 
-def _listed(names: Collection[str], most: int = 4) -> str:
+def _format_names(names: Collection[str], most: int = 4) -> str:
     """Format the first names as a list."""
     shown = ", ".join(f"'{name}'" for name in list(dict.fromkeys(names))[:most])
     return f"{shown} and others" if len(set(names)) > most else shown
 
 
-def _doubled(planned: Sequence[str], calls: Sequence[str]) -> str:
+def _describe_count_mismatch(planned: Sequence[str], calls: Sequence[str]) -> str:
     there, wanted = Counter(planned), Counter(calls)
     for name, times in wanted.items():
         if there[name] != times:
             return (
-                f"the model calls unit '{name}' {_times(times)} in a pass, the plan has it "
-                f"{_times(there[name])}"
+                f"the model calls unit '{name}' {_format_count(times)} in a pass, the plan has it "
+                f"{_format_count(there[name])}"
             )
     return ""
 
 
-def _times(count: int) -> str:
+def _format_count(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-def _reordered(planned: Sequence[str], calls: Sequence[str]) -> str:
+def _describe_order_mismatch(planned: Sequence[str], calls: Sequence[str]) -> str:
     for number, (there, wanted) in enumerate(zip(planned, calls), 1):
         if there != wanted:
             return f"unit call {number} is of '{wanted}' in the model, of '{there}' in the plan"
     return ""
 
 
-def _check_needs(plan: Plan, number: int, model: ModelProfile) -> None:
+def _check_stage_inputs(plan: Plan, number: int, model: ModelProfile) -> None:
     """Refuse a stage lacking parameters or outputs to compute with."""
     stage, begin = plan.stages[number], plan.first_call(number)
     needs = model.needs_of(begin, begin + len(stage.units))
     where = f"stage {number + 1}"
     if stage.root is not None and (lacking := set(needs.root) - set(stage.root)):
         raise InputError(
-            f"the stage computes with {_listed(sorted(lacking))}, which its 'root' does not name",
+            f"the stage computes with {_format_names(sorted(lacking))}, which its 'root' does "
+            "not name",
             where=where,
             fix=f"set 'root' to {json.dumps(needs.root)}, or to null: all of the root's parameters",
         )
     known = {parameter.name for parameter in model.root.parameters}
     if known and (unknown := set(stage.root or ()) - known):
         raise InputError(
-            f"'root' names {_listed(sorted(unknown))}, which the model has not outside of its "
-            "units",
+            f"'root' names {_format_names(sorted(unknown))}, which the model has not outside of "
+            "its units",
             where=where,
             fix=f"set 'root' to {json.dumps(needs.root)}",
         )

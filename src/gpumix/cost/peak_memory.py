@@ -18,16 +18,17 @@ from math import ceil
 
 import numpy as np
 
-from gpumix.cost.layout.activation_phases import Pass, Phase, phases
+from gpumix.cost.layout.activation_phases import Pass, Phase, list_peak_phases
 from gpumix.cost.layout.buffer_slots import ALIGNMENT
-from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches, bytes_at
-from gpumix.cost.mixed_degrees import ModelOfRank, ProfileOfRanks
+from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches, interpolate_bytes
+from gpumix.cost.layout.kept_graphs import KeptGraphs
+from gpumix.cost.mixed_degrees import MixedDegreeProfile, RankModelProfile
 from gpumix.cost.network.buckets import GRADIENT_BYTES, Buckets, UnitSize
 from gpumix.cost.network.collective_times import CollectiveSeconds
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.plan import ZeroStage
-from gpumix.schema.plan.splitting import cut_sizes
+from gpumix.schema.plan.splitting import compute_shard_sizes
 from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype, Mode, Place
 from gpumix.schema.profile.profile import ROOT, ModelProfile, Profile, UnitKind
 
@@ -43,14 +44,14 @@ CUDA_RESERVE = 0.06
 CPU_RESERVE = 0.02
 
 # Extra buffers per bucket, at most, where tensor-parallel groups of different sizes divide a model.
-GROUPS_APART = 2
+MAX_EXTRA_BUFFERS_PER_BUCKET = 2
 
 # A cut rounds both ends of an interval: at most one element a bucket, one more for the float sums.
 ROUNDING_ELEMENTS = 2
 
 
 @dataclass(frozen=True)
-class Owned:
+class OwnedState:
     """Storage of one rank: elements of one bucket of each name, all frozen bytes of the rank, and
     the number of ranks dividing the state."""
 
@@ -65,13 +66,13 @@ def usable_bytes(device_class: DeviceClass) -> int:
     return int(device_class.memory_bytes * (1.0 - reserve))
 
 
-def owned_by_rank(buckets: Buckets, shares: tuple[float, ...]) -> tuple[Owned, ...]:
+def compute_owned_state(buckets: Buckets, shares: tuple[float, ...]) -> tuple[OwnedState, ...]:
     """Return the exact storage of each rank at the given shares."""
     counts, sizes = buckets.counts(), buckets.sizes
-    trainable = {name: cut_sizes(size.trainable, shares) for name, size in sizes.items()}
-    frozen = {name: cut_sizes(size.frozen_bytes, shares) for name, size in sizes.items()}
+    trainable = {name: compute_shard_sizes(size.trainable, shares) for name, size in sizes.items()}
+    frozen = {name: compute_shard_sizes(size.frozen_bytes, shares) for name, size in sizes.items()}
     return tuple(
-        Owned(
+        OwnedState(
             elements=tuple((name, owned[rank]) for name, owned in trainable.items()),
             frozen_bytes=sum(n * frozen[name][rank] for name, n in counts.items()),
             ranks=len(shares),
@@ -80,10 +81,12 @@ def owned_by_rank(buckets: Buckets, shares: tuple[float, ...]) -> tuple[Owned, .
     )
 
 
-def owned_by_each(buckets: Sequence[Buckets], shares: tuple[float, ...]) -> tuple[Owned, ...]:
+def compute_owned_by_rank_buckets(
+    buckets: Sequence[Buckets], shares: tuple[float, ...]
+) -> tuple[OwnedState, ...]:
     """Return the exact storage of each rank where ranks have different buckets."""
     distinct = {id(of_rank): of_rank for of_rank in buckets}
-    found = {key: owned_by_rank(of_rank, shares) for key, of_rank in distinct.items()}
+    found = {key: compute_owned_state(of_rank, shares) for key, of_rank in distinct.items()}
     return tuple(found[id(of_rank)][rank] for rank, of_rank in enumerate(buckets))
 
 
@@ -95,7 +98,7 @@ class Demands:
     `rounding` is reserved for the rounding of a cut, so that every share up to the capacity fits.
     """
 
-    fixed: FloatArray
+    fixed_bytes: FloatArray
     rounding: float
     per_share: float
     host_fixed: FloatArray
@@ -107,7 +110,7 @@ class Demands:
         `free_bytes` is device memory without the framework, `host_bytes` the device's part of host
         memory (None: no limit). -1 where a choice does not fit even without state.
         """
-        room = free_bytes - self.fixed
+        room = free_bytes - self.fixed_bytes
         share = (room - self.rounding) / self.per_share
         if host_bytes is not None:
             room_there = host_bytes - self.host_fixed
@@ -131,7 +134,7 @@ class MemoryModel:
         state = self.state(held.model, state_on)
         divided = self.zero_stage > 0
         return Demands(
-            fixed=sum(state.laid_out.values()) + held.most,
+            fixed_bytes=sum(state.fixed_bytes_by_cause.values()) + held.most,
             rounding=state.rounding,
             per_share=state.bytes_per_share,
             host_fixed=held.on_host + (0 if divided else state.on_host_bytes),
@@ -151,26 +154,26 @@ class MemoryModel:
     def _states(self) -> dict[tuple[int, Place], StateModel]:
         return {}
 
-    def ones_are_least(self, largest: int) -> bool:
+    def is_size_one_smallest(self, largest: int) -> bool:
         """Check if micro-batches of one sample take the least memory of all cuts.
 
         True where keeping m samples at once takes at least m times one sample's memory, up to
         `largest` and except for rounding errors.
         """
         models: list[ModelProfile] = [self.profile.model, *self.profile.other_models]
-        if isinstance(self.profile, ProfileOfRanks):
+        if isinstance(self.profile, MixedDegreeProfile):
             models = [*self.profile.models.values()]
-        return all(_ones_are_least(model, largest) for model in models)
+        return all(_is_size_one_smallest(model, largest) for model in models)
 
     def peaks(
-        self, held: Activations, owned: Sequence[Owned], *, state_on: Place = "device"
+        self, held: Activations, owned: Sequence[OwnedState], *, state_on: Place = "device"
     ) -> list[dict[str, int]]:
         """Return the peak by cause, without the framework, of each choice storing `owned`."""
         found: list[dict[str, int]] = []
         state = self.state(held.model, state_on)
         of_samples = [held.by_cause(phase) for phase in held.phases]
-        for place, (own, number) in enumerate(zip(owned, np.argmax(held.in_phases, axis=0))):
-            laid_out = state.laid_out
+        for place, (own, number) in enumerate(zip(owned, np.argmax(held.bytes_by_phase, axis=0))):
+            laid_out = state.fixed_bytes_by_cause
             arriving = state.received_bytes(dict(own.elements), own.ranks)
             causes = {"state": state.owned_bytes(own)} | laid_out
             causes["gradients"] = laid_out["gradients"] + arriving
@@ -179,10 +182,10 @@ class MemoryModel:
         return found
 
 
-def _ones_are_least(model: ModelProfile, largest: int) -> bool:
+def _is_size_one_smallest(model: ModelProfile, largest: int) -> bool:
     sizes = np.arange(1, largest + 1)
     of_calls = (c for k in model.kinds for c in (k.kept, k.gradient, k.saved) if c is not None)
-    together = [bytes_at(curve, sizes) for curve in (model.root.kept, *of_calls)]
+    together = [interpolate_bytes(curve, sizes) for curve in (model.root.kept, *of_calls)]
     return all(bool((values >= sizes * values[0] * (1 - 1e-12)).all()) for values in together)
 
 
@@ -213,12 +216,16 @@ class StateModel:
     @cached_property
     def buckets(self) -> Buckets:
         buckets = self.links.buckets
-        return buckets.of_part(self.model) if isinstance(self.model, ModelOfRank) else buckets
+        return (
+            buckets.rebuild_for_model(self.model)
+            if isinstance(self.model, RankModelProfile)
+            else buckets
+        )
 
     @property
     def _in_parts(self) -> bool:
         """Flag: parameters arrive in several parts, because larger groups divide them further."""
-        return isinstance(self.model, ModelOfRank) and self.model.in_parts
+        return isinstance(self.model, RankModelProfile) and self.model.in_parts
 
     @property
     def sizes(self) -> Mapping[str, UnitSize]:
@@ -249,16 +256,16 @@ class StateModel:
     @cached_property
     def _part_in_parts(self) -> float:
         """Fraction of elements arriving in several parts, stored apart from the compute copy."""
-        if not isinstance(self.model, ModelOfRank) or not self.model.in_parts:
+        if not isinstance(self.model, RankModelProfile) or not self.model.in_parts:
             return 0.0
         return 1.0 - self.model.undivided.parameters / max(1, self.model.parameters)
 
     @cached_property
     def _divided(self) -> Mapping[str, UnitSize]:
         """Divided size of each bucket; zero unless tensor-parallel groups differ in size."""
-        if not isinstance(self.model, ModelOfRank):
+        if not isinstance(self.model, RankModelProfile):
             return dict.fromkeys(self.sizes, UnitSize(0, 0))
-        rest = self.buckets.of_part(self.model.undivided).sizes
+        rest = self.buckets.rebuild_for_model(self.model.undivided).sizes
         return {
             name: UnitSize(
                 size.trainable - rest[name].trainable, size.frozen_bytes - rest[name].frozen_bytes
@@ -271,13 +278,13 @@ class StateModel:
         """Bytes of the whole model's state on the host, with offload."""
         return self._bytes_on_host(self.model.parameters)
 
-    def owned_bytes_on_host(self, owned: Owned) -> int:
+    def owned_bytes_on_host(self, owned: OwnedState) -> int:
         """Return the bytes on the host of a rank storing `owned`."""
         if self.zero_stage == 0:
             return self.on_host_bytes
         return self._bytes_on_host(self._elements(owned))
 
-    def _elements(self, owned: Owned) -> int:
+    def _elements(self, owned: OwnedState) -> int:
         return sum(self.counts[name] * n for name, n in owned.elements)
 
     def _bytes_on_host(self, elements: int) -> int:
@@ -326,7 +333,7 @@ class StateModel:
         return sum(n * self.sizes[name].frozen_bytes for name, n in self.counts.items())
 
     @cached_property
-    def laid_out(self) -> dict[str, int]:
+    def fixed_bytes_by_cause(self) -> dict[str, int]:
         """Bytes by cause, independent of samples and share."""
         gathered = gradients = 0
         if self.zero_stage == 3:
@@ -335,9 +342,9 @@ class StateModel:
             gradients = self.buckets.gradient_bytes(self.zero_stage)
         if self._casts:
             gathered += self.buckets.arriving_bytes(self.gathered_dtype)
-        if isinstance(self.model, ModelOfRank):
-            gathered += GROUPS_APART * ALIGNMENT * len(self.buckets.names)
-            gradients += GROUPS_APART * ALIGNMENT * len(self.buckets.names)
+        if isinstance(self.model, RankModelProfile):
+            gathered += MAX_EXTRA_BUFFERS_PER_BUCKET * ALIGNMENT * len(self.buckets.names)
+            gradients += MAX_EXTRA_BUFFERS_PER_BUCKET * ALIGNMENT * len(self.buckets.names)
         if self._in_parts:  # of one bucket, as it arrives, and as it is passed on
             divided, width = self._divided.values(), DTYPE_BYTES[self.gathered_dtype]
             if not self._casts:
@@ -365,7 +372,7 @@ class StateModel:
         whole = {name: size.trainable for name, size in self.sizes.items()}
         return max(1, self.sharded_bytes + self.received_bytes(whole, self.ranks))
 
-    def owned_bytes(self, owned: Owned) -> int:
+    def owned_bytes(self, owned: OwnedState) -> int:
         """Return the bytes of state of a rank storing `owned`."""
         if self.zero_stage == 0:
             return 0
@@ -381,7 +388,7 @@ class StateModel:
         arriving = [own[name] for name in self.links.all_to_all] if ranks > 1 else []
         copied = self.links.copied_rows * max(own.values())
         most = ranks * max(arriving, default=0)
-        if isinstance(self.model, ModelOfRank):  # undivided ones arrive apart, from all
+        if isinstance(self.model, RankModelProfile):  # undivided ones arrive apart, from all
             apart = (own[name] * self._part_undivided(name) for name in self.links.all_to_all)
             most += ranks * self.model.degree * ceil(max(apart, default=0.0))
         return (most + copied) * GRADIENT_BYTES
@@ -424,33 +431,35 @@ class Activations:
         self._layered = mode.order == "layered"
         together = micro.bytes if self._layered else micro.largest_bytes
         left = {name: self._left_behind(kind) for name, kind in self._kinds.items()}
-        self._kept = {name: _up(together(curve)) for name, curve in left.items()}
-        self._kept[ROOT] = _up(together(model.root.kept))
+        self._kept = {name: np.ceil(together(curve)) for name, curve in left.items()}
+        self._kept[ROOT] = np.ceil(together(model.root.kept))
         self._passing: dict[str, FloatArray] = {}
         if mode.boundary == "host":
-            self._passing = {n: _up(2 * micro.largest_bytes(curve)) for n, curve in left.items()}
-        self._boundary = {name: _up(together(k.gradient)) for name, k in self._kinds.items()}
+            self._passing = {
+                n: np.ceil(2 * micro.largest_bytes(curve)) for n, curve in left.items()
+            }
+        self._boundary = {name: np.ceil(together(k.gradient)) for name, k in self._kinds.items()}
         head = model.root.head if mode.head == "whole" else model.root.chunked_head
         assert head is not None, "the mode runs the head in chunks, which was not measured"
         self._working: dict[tuple[str, Pass], FloatArray] = {
-            (ROOT, "head"): _up(micro.largest_bytes(head)),
-            (ROOT, "backward"): _up(micro.largest_bytes(model.root.backward or head)),
+            (ROOT, "head"): np.ceil(micro.largest_bytes(head)),
+            (ROOT, "backward"): np.ceil(micro.largest_bytes(model.root.backward or head)),
         }
         for name, kind in self._kinds.items():
             forward, backward = _working_sets(kind, kept=not mode.recompute)
-            self._working[name, "forward"] = _up(micro.largest_bytes(forward))
-            self._working[name, "backward"] = _up(micro.largest_bytes(backward))
-        self._graphs: _KeptGraphs | None = None
+            self._working[name, "forward"] = np.ceil(micro.largest_bytes(forward))
+            self._working[name, "backward"] = np.ceil(micro.largest_bytes(backward))
+        self._graphs: KeptGraphs | None = None
         if kept_graphs is not None and kept_graphs.any():
-            self._graphs = _KeptGraphs(model, micro, kept_graphs, in_layers=self._layered)
+            self._graphs = KeptGraphs(model, micro, kept_graphs, in_layers=self._layered)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """Phases of a step."""
-        return phases(self.model, every_call=self._graphs is not None)
+        return list_peak_phases(self.model, every_call=self._graphs is not None)
 
     @cached_property
-    def in_phases(self) -> FloatArray:
+    def bytes_by_phase(self) -> FloatArray:
         """Bytes on the device by phase, all causes together; the phases are the first axis."""
         found = np.empty((len(self.phases), *self._micro.size.shape))
         for place, phase in enumerate(self.phases):
@@ -460,7 +469,7 @@ class Activations:
     @cached_property
     def most(self) -> FloatArray:
         """Bytes on the device at the peak."""
-        return np.asarray(self.in_phases.max(axis=0))
+        return np.asarray(self.bytes_by_phase.max(axis=0))
 
     @cached_property
     def on_host(self) -> FloatArray:
@@ -478,7 +487,7 @@ class Activations:
         return {
             "activations": self._kept_in(phase),
             "boundary gradients": self._gradients_in(phase),
-            "working set": self._working_in(phase) + self._of_units_again(phase),
+            "working set": self._working_in(phase) + self._compute_revisited_gradients(phase),
         }
 
     def _gradients_in(self, phase: Phase) -> FloatArray | float:
@@ -489,7 +498,7 @@ class Activations:
         waiting: FloatArray = np.ceil(phase.waiting * samples)
         return boundary + waiting
 
-    def _of_units_again(self, phase: Phase) -> FloatArray | float:
+    def _compute_revisited_gradients(self, phase: Phase) -> FloatArray | float:
         if self._layered or not phase.again:
             return 0.0
         held = sum(self._kinds[name].trainable for name in phase.again) * GRADIENT_BYTES
@@ -497,17 +506,17 @@ class Activations:
 
     def _working_in(self, phase: Phase) -> FloatArray:
         """Return the working set of the largest micro-batch, where some keep the call's graph."""
-        working, (name, computed) = self._working[phase.working], phase.working
+        working, (name, computed) = self._working[phase.computation], phase.computation
         if self._graphs is None or name == ROOT:
             return working
         forward, backward = _working_sets(self._kinds[name], kept=True)
         curve, call = forward if computed == "forward" else backward, phase.calls - 1
-        keeping = _up(bytes_at(curve, self._graphs.largest(call)))
+        keeping = np.ceil(interpolate_bytes(curve, self._graphs.largest(call)))
         return np.where(self._graphs.all_kept(call), keeping, np.maximum(working, keeping))
 
     def _kept_in(self, phase: Phase) -> FloatArray | float:
         total: FloatArray | float = 0.0
-        standing = Counter(phase.standing)
+        standing = Counter(phase.referenced_by_model)
         for name, count in phase.kept:
             kept, passing = count * self._kept[name], self._passing.get(name)
             if passing is not None:
@@ -532,49 +541,6 @@ def _working_sets(kind: UnitKind, *, kept: bool) -> tuple[Curve, Curve]:
     return kind.saved_forward, kind.saved_backward
 
 
-class _KeptGraphs:
-    """Additional memory of graphs kept although the mode recomputes.
-
-    Attributes:
-        bytes_before: rows of additional bytes, before each call and after the last.
-    """
-
-    def __init__(
-        self, model: ModelProfile, micro: MicroBatches, kept: IntArray, *, in_layers: bool
-    ) -> None:
-        self._micro, self._kept, self._calls = micro, kept, len(model.calls)
-        rows = [np.zeros(micro.size.shape)]
-        for call, name in enumerate(model.kind_of_call):
-            kind = model.kind(name)
-            assert kind.saved is not None, "graphs are kept, which were not measured"
-            full, rest = micro.last_of(self.of_call(call))
-            more = [_up(bytes_at(kind.saved, n)) - _up(bytes_at(kind.kept, n)) for n in
-                    (micro.size, micro.rest)]  # fmt: skip
-            if in_layers:
-                added = full * more[0] + rest * more[1]
-            else:  # one micro-batch at a time: the one that keeps the most of this call
-                smaller = _up(bytes_at(kind.saved, micro.rest)) - _up(
-                    bytes_at(kind.kept, micro.size)
-                )
-                added = np.where(full > 0, more[0], np.where(rest > 0, smaller, 0.0))
-            rows.append(rows[-1] + np.maximum(added, 0.0))
-        self.bytes_before = np.stack(rows)
-
-    def of_call(self, call: int) -> IntArray:
-        """Return the number of micro-batches keeping the graph of `call`."""
-        count = self._micro.count
-        return np.asarray(np.clip(self._kept - (self._calls - 1 - call) * count, 0, count))
-
-    def largest(self, call: int) -> IntArray:
-        """Return the samples of the largest micro-batch keeping the graph of `call`; 0 if none."""
-        full, rest = self._micro.last_of(self.of_call(call))
-        return np.where(full > 0, self._micro.size, np.where(rest > 0, self._micro.rest, 0))
-
-    def all_kept(self, call: int) -> IntArray:
-        """Return True where all micro-batches keep the graph of `call`."""
-        return np.asarray(self.of_call(call) == self._micro.count)
-
-
 def element_bytes(
     profile: Profile, device_class: str, zero_stage: ZeroStage
 ) -> tuple[float, float]:
@@ -592,7 +558,3 @@ def free_bytes(profile: Profile, device_class: str) -> int:
     """Return the bytes of a device of this class available to tensors."""
     usable = usable_bytes(profile.cluster.class_named(device_class))
     return usable - profile.of_class(device_class).framework_bytes
-
-
-def _up(sizes: FloatArray) -> FloatArray:
-    return np.ceil(sizes)

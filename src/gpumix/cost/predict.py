@@ -12,37 +12,42 @@ from functools import cached_property
 
 import numpy as np
 
-from gpumix.cost.flops import with_flops
-from gpumix.cost.input_time import input_seconds, no_faster_than_input
+from gpumix.cost.flops import add_flops
+from gpumix.cost.input_time import compute_input_seconds, limit_to_input_rate
 from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.model_match import check_units
-from gpumix.cost.network.buckets import Joining
+from gpumix.cost.network.buckets import BucketGrouping
 from gpumix.cost.network.collective_times import (
     BufferCuts,
     CollectiveSeconds,
     ShardedLayout,
-    free_links,
-    links_for,
+    compute_collective_seconds,
+    make_free_collectives,
 )
-from gpumix.cost.network.link_times import on_hosts, wire_for
+from gpumix.cost.network.link_times import build_link_model, count_devices_by_host
 from gpumix.cost.peak_memory import (
     Activations,
     MemoryModel,
-    Owned,
-    owned_by_each,
-    owned_by_rank,
+    OwnedState,
+    compute_owned_by_rank_buckets,
+    compute_owned_state,
     usable_bytes,
 )
 from gpumix.cost.pipeline.staged_step import StagedStep, predict_stages
 from gpumix.cost.step_time import (
-    can,
     can_keep_state_on_host,
+    can_predict_mode,
     exposed_seconds,
+    needs_sync_between_passes,
     optimizer_seconds,
     pass_seconds,
-    passes_meet,
 )
-from gpumix.cost.teams import TeamOf, in_one_stage, of_members, refuse_unmeasured
+from gpumix.cost.teams import (
+    TensorParallelGroup,
+    expand_to_members,
+    reduce_to_leaders,
+    refuse_unmeasured,
+)
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
 from gpumix.schema.plan.stage import Mode, Place, Worker
@@ -58,30 +63,30 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
         InputError: the profile is of another model, sequence length or precision, or lacks a class,
             a mode or a collective form of the plan.
     """
-    check_match(profile, plan)
+    check_plan_matches_profile(profile, plan)
     if len(plan.stages) > 1:
         found = predict_stages(profile, plan)
     else:
-        found = _Step(*in_one_stage(profile, plan)).prediction()
-    found = of_members(profile, plan, found) if plan.in_teams else found
-    return with_flops(profile, plan, no_faster_than_input(profile, plan, found))
+        found = _Step(*reduce_to_leaders(profile, plan)).prediction()
+    found = expand_to_members(profile, plan, found) if plan.in_teams else found
+    return add_flops(profile, plan, limit_to_input_rate(profile, plan, found))
 
 
-def plan_seconds(profile: Profile, plan: Plan) -> float:
+def predict_step_seconds(profile: Profile, plan: Plan) -> float:
     """Return only the step time of `predict`.
 
     Raises:
         InputError: see `predict`.
     """
-    check_match(profile, plan)
-    input_s = input_seconds(profile, plan)
+    check_plan_matches_profile(profile, plan)
+    input_s = compute_input_seconds(profile, plan)
     if len(plan.stages) > 1:
         return max(input_s, StagedStep(profile, plan).seconds)
-    return max(input_s, _Step(*in_one_stage(profile, plan)).seconds)
+    return max(input_s, _Step(*reduce_to_leaders(profile, plan)).seconds)
 
 
 @dataclass(frozen=True)
-class _Alike:
+class _EqualWorkers:
     """Workers of one class and one mode."""
 
     device_class: str
@@ -93,7 +98,7 @@ class _Alike:
 
 # Mode, whether some graphs are kept although the mode recomputes, identity of the rank's model, and
 # place of the state.
-_Holding = tuple[Mode, bool, int, Place]
+_MemoryKey = tuple[Mode, bool, int, Place]
 
 
 class _Step:
@@ -103,8 +108,8 @@ class _Step:
         self._profile = profile
         self._plan = plan
         self._workers = plan.workers
-        self._links = links_of_plan(profile, plan)
-        ranks = len(shares_of_group(plan))
+        self._links = compute_plan_collectives(profile, plan)
+        ranks = len(get_sharding_group_shares(plan))
         self._memory = MemoryModel(profile, self._links, ranks, plan.zero_stage)
 
     @cached_property
@@ -118,14 +123,14 @@ class _Step:
 
     @cached_property
     def _update_s(self) -> FloatArray:
-        return np.asarray(update_seconds(self._profile, self._plan))
+        return np.asarray(predict_update_seconds(self._profile, self._plan))
 
     def prediction(self) -> Prediction:
         plan, workers, step, update = self._plan, self._workers, self.seconds, self._update_s
         forward, backward = self._passes_s
         free_forward, free_backward = forward, backward
-        if not self._links.take_no_time:
-            free_forward, free_backward = self._passes(free_links(self._links.buckets))
+        if not self._links.is_free:
+            free_forward, free_backward = self._passes(make_free_collectives(self._links.buckets))
         hidden = self._longest(free_forward, free_backward) + float(update.max())
         busy = free_forward + free_backward + update
         peaks, host = self._peaks()
@@ -151,7 +156,7 @@ class _Step:
         )
 
     def _longest(self, forward: FloatArray, backward: FloatArray) -> float:
-        if passes_meet(self._plan.zero_stage):
+        if needs_sync_between_passes(self._plan.zero_stage):
             return float(forward.max()) + float(backward.max())
         return float((forward + backward).max())
 
@@ -173,7 +178,7 @@ class _Step:
         """Return the peak of each worker by cause, exact for the plan's cuts, and its bytes on the
         host."""
         owned = self._owned()
-        same: dict[_Holding, dict[tuple[int, int, int, Owned], list[int]]] = {}
+        same: dict[_MemoryKey, dict[tuple[int, int, int, OwnedState], list[int]]] = {}
         models: dict[int, ModelProfile] = {}
         for rank, worker in enumerate(self._workers):
             kept = worker.kept_graphs
@@ -198,22 +203,22 @@ class _Step:
                     host[rank] = int(on_host) + state_there
         return peaks, host
 
-    def _owned(self) -> list[Owned]:
+    def _owned(self) -> list[OwnedState]:
         if self._plan.sharding == "all":
             models = (self._profile.model_of(worker.device_class) for worker in self._workers)
             buckets = [self._memory.state(model).buckets for model in models]
             shares = tuple(worker.state_share for worker in self._workers)
-            return list(owned_by_each(buckets, shares))
-        owned: dict[int, Owned] = {}
-        known: dict[tuple[float, ...], tuple[Owned, ...]] = {}
-        for ranks in by_host(self._workers).values():
+            return list(compute_owned_by_rank_buckets(buckets, shares))
+        owned: dict[int, OwnedState] = {}
+        known: dict[tuple[float, ...], tuple[OwnedState, ...]] = {}
+        for ranks in group_ranks_by_host(self._workers).values():
             shares = tuple(self._workers[rank].state_share for rank in ranks)
             if shares not in known:
-                known[shares] = owned_by_rank(self._links.buckets, shares)
+                known[shares] = compute_owned_state(self._links.buckets, shares)
             owned |= dict(zip(ranks, known[shares]))
         return [owned[rank] for rank in range(len(self._workers))]
 
-    def _alike(self) -> Iterator[_Alike]:
+    def _alike(self) -> Iterator[_EqualWorkers]:
         groups: dict[tuple[str, Mode], list[int]] = {}
         for rank, worker in enumerate(self._workers):
             groups.setdefault((worker.device_class, worker.mode), []).append(rank)
@@ -221,10 +226,10 @@ class _Step:
             samples = [self._workers[rank].samples for rank in ranks]
             sizes = [self._workers[rank].micro_batch for rank in ranks]
             kept = np.asarray([self._workers[rank].kept_graphs for rank in ranks])
-            yield _Alike(name, mode, ranks, MicroBatches.of(samples, sizes), kept)
+            yield _EqualWorkers(name, mode, ranks, MicroBatches.of(samples, sizes), kept)
 
 
-def links_of_plan(profile: Profile, plan: Plan) -> CollectiveSeconds:
+def compute_plan_collectives(profile: Profile, plan: Plan) -> CollectiveSeconds:
     """Return the seconds of each collective of `plan`.
 
     Raises:
@@ -235,17 +240,19 @@ def links_of_plan(profile: Profile, plan: Plan) -> CollectiveSeconds:
         plan.zero_stage,
         plan.sharding,
         plan.collectives,
-        BufferCuts.at(shares_of_group(plan)),
+        BufferCuts.at(get_sharding_group_shares(plan)),
         plan.communication_dtype,
-        Joining.of(profile.model, plan),
+        BucketGrouping.of(profile.model, plan),
         hosts=len(shares),
         alike=len(set(shares)) == 1,
     )
-    wire = wire_for(profile, on_hosts((w.host, w.device_class) for w in plan.workers))
-    return links_for(profile, wire, layout)
+    wire = build_link_model(
+        profile, count_devices_by_host((w.host, w.device_class) for w in plan.workers)
+    )
+    return compute_collective_seconds(profile, wire, layout)
 
 
-def update_seconds(profile: Profile, plan: Plan) -> list[float]:
+def predict_update_seconds(profile: Profile, plan: Plan) -> list[float]:
     """Return the seconds of each worker's optimizer update; at stage 0 each updates everything."""
     stage, gathered = plan.zero_stage, plan.communication_dtype
     kinds = {(w.device_class, w.state_on) for w in plan.workers}
@@ -258,7 +265,7 @@ def update_seconds(profile: Profile, plan: Plan) -> list[float]:
     ]
 
 
-def by_host(workers: tuple[Worker, ...]) -> dict[str, list[int]]:
+def group_ranks_by_host(workers: tuple[Worker, ...]) -> dict[str, list[int]]:
     """Return the ranks on each host."""
     found: dict[str, list[int]] = {}
     for rank, worker in enumerate(workers):
@@ -270,11 +277,12 @@ def shares_by_host(plan: Plan) -> list[tuple[float, ...]]:
     """Return the shares of the ranks of each host."""
     workers = plan.workers
     return [
-        tuple(workers[rank].state_share for rank in ranks) for ranks in by_host(workers).values()
+        tuple(workers[rank].state_share for rank in ranks)
+        for ranks in group_ranks_by_host(workers).values()
     ]
 
 
-def shares_of_group(plan: Plan) -> tuple[float, ...]:
+def get_sharding_group_shares(plan: Plan) -> tuple[float, ...]:
     """Return the shares of the ranks dividing the state; of several hosts, the least even shares,
     because all hosts wait for them."""
     if plan.sharding == "all":
@@ -282,7 +290,7 @@ def shares_of_group(plan: Plan) -> tuple[float, ...]:
     return max(shares_by_host(plan), key=lambda shares: (max(shares) * len(shares), len(shares)))
 
 
-def check_match(profile: Profile, plan: Plan) -> None:
+def check_plan_matches_profile(profile: Profile, plan: Plan) -> None:
     """Refuse a plan made for something else.
 
     Raises:
@@ -318,7 +326,7 @@ def _check_classes(profile: Profile, plan: Plan) -> None:
                 where=f"device class '{name}'",
                 fix="give the profile that the plan was made from, or plan again from this one",
             )
-        unknown = "" if can(profile, name, mode) else f"to {mode.describe()}"
+        unknown = "" if can_predict_mode(profile, name, mode) else f"to {mode.describe()}"
         if state_on == "host" and not can_keep_state_on_host(profile, name):
             unknown = unknown or "to keep state on the host"
         if unknown:
@@ -343,4 +351,6 @@ def _check_teams(profile: Profile, plan: Plan) -> None:
         teams = {(w.device_class, stage.team_size(w), w.mode) for w in stage.leaders}
         for name, size, mode in sorted(teams, key=repr):
             if size > 1:
-                refuse_unmeasured(profile, TeamOf(name, size), mode, sequence=stage.sequence)
+                refuse_unmeasured(
+                    profile, TensorParallelGroup(name, size), mode, sequence=stage.sequence
+                )

@@ -42,7 +42,7 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StageSeat:
+class StageAssignment:
     """Worker of a stage, and its consecutive micro-batch numbers. A tensor-parallel group, or all
     workers running waves together, is identified by its first `rank`."""
 
@@ -61,7 +61,7 @@ class MicroBatchSchedule:
     """
 
     schedule: Schedule
-    seats: tuple[tuple[StageSeat, ...], ...]
+    seats: tuple[tuple[StageAssignment, ...], ...]
     waves: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
@@ -73,7 +73,7 @@ class MicroBatchSchedule:
         return cls(
             plan.schedule,
             tuple(
-                (StageSeat(n, plan.ranks_of(n)[0], range(plan.waves)),)
+                (StageAssignment(n, plan.ranks_of(n)[0], range(plan.waves)),)
                 if together
                 else _seats(plan, n)
                 for n in stages
@@ -98,7 +98,7 @@ class MicroBatchSchedule:
         all ranks use the order of numbers, or they might deadlock.
         """
         key: dict[int, float] = {}
-        if not self._goes_round:
+        if not self._is_interleaved:
             widest = max(reversed(self.seats), key=len)
             for seat in widest:
                 count = len(seat.batches)
@@ -112,7 +112,7 @@ class MicroBatchSchedule:
         }
 
     @cached_property
-    def seat_of(self) -> dict[tuple[int, int], StageSeat]:
+    def assignment_of(self) -> dict[tuple[int, int], StageAssignment]:
         """Worker by (stage, micro-batch)."""
         return {
             (seat.stage, batch): seat
@@ -127,7 +127,7 @@ class MicroBatchSchedule:
         rank."""
         if self.schedule == "gpipe":
             return {rank: sum(map(len, self._batches(rank))) for rank in self.ranks}
-        if self._goes_round:
+        if self._is_interleaved:
             return {rank: self._interleaved_in_flight(rank) for rank in self.ranks}
         turnaround: dict[int, float] = {}  # busy time of this and later stages, by micro-batch
         limits: dict[int, int] = {}
@@ -157,12 +157,12 @@ class MicroBatchSchedule:
         return min(warm_up + 1, sum(map(len, self._batches(rank))))
 
     @cached_property
-    def _goes_round(self) -> bool:
+    def _is_interleaved(self) -> bool:
         """Flag: ranks have several stages."""
         return any(len(self._stages_of(rank)) > 1 for rank in self.ranks)
 
     @cached_property
-    def _all_alike(self) -> bool:
+    def _has_equal_counts(self) -> bool:
         """Flag: all ranks have equally many micro-batches per stage, in equal waves."""
         counts = {len(seat.batches) for seats in self.seats for seat in seats}
         return len(counts) == 1 and len(set(self.waves)) <= 1
@@ -186,7 +186,7 @@ class MicroBatchSchedule:
         most = max(map(len, orders))
         # A single stage needs no alternation. Groups of ranks with fewer micro-batches would
         # contain micro-batches that the groups of others wait for.
-        takes_turns = len(stages) > 1 and self._all_alike
+        takes_turns = len(stages) > 1 and self._has_equal_counts
         size = len(self.seats) // len(stages) if takes_turns else max(1, most)
         return [
             Action(kind, stage, batch)
@@ -236,7 +236,7 @@ class MicroBatchSchedule:
         deadlock, more micro-batches may wait for their backward.
         """
         for more in range(sum(len(seat.batches) for seats in self.seats for seat in seats) + 1):
-            found = _Trial(self, more).run()
+            found = _ReadinessSimulation(self, more).run()
             if found is not None:
                 return found
         raise AssertionError("ranks wait for each other, however much may wait")
@@ -248,11 +248,11 @@ class MicroBatchSchedule:
         return self.orders[self.seats[stage][0].rank if plan.in_waves else leader]
 
 
-def _seats(plan: Plan, stage: int) -> tuple[StageSeat, ...]:
+def _seats(plan: Plan, stage: int) -> tuple[StageAssignment, ...]:
     counts = [len(leader.micro_batches) for leader in plan.stages[stage].leaders]
     ends = list(accumulate(counts))
     return tuple(
-        StageSeat(stage, team[0], range(end - count, end))
+        StageAssignment(stage, team[0], range(end - count, end))
         for team, count, end in zip(plan.teams_of(stage), counts, ends)
     )
 
@@ -268,11 +268,11 @@ class Transfer:
     over: Hashable = None
 
 
-NOTHING_SENT = Transfer(0.0)
+NO_TRANSFER = Transfer(0.0)
 
 
 @dataclass(frozen=True)
-class Times:
+class ActionTimes:
     """Begin and end of each action and transfer, in seconds from the beginning of the step. A
     transfer is named by its source action and the action waiting for it."""
 
@@ -291,7 +291,7 @@ def replay(
     seconds: Seconds,
     transfer: Callable[[Action, Action], Transfer],
     earliest_s: Seconds = lambda action: 0.0,
-) -> Times:
+) -> ActionTimes:
     """Replay a step of ranks running their actions in the given orders.
 
     Args:
@@ -336,7 +336,7 @@ class _Replay:
         self._events: list[tuple[float, int, Action, Action | None]] = []
         self._pushed = 0
 
-    def run(self) -> Times:
+    def run(self) -> ActionTimes:
         for rank in self._orders:
             self._start(rank, 0.0)
         while self._events:
@@ -350,7 +350,7 @@ class _Replay:
             if self._at[rank] < len(order):
                 missing = min(self._needs[order[self._at[rank]]])
                 raise ValueError(f"rank {rank} waits for {missing}, which never comes")
-        return Times(self._begin, self._end, self._sent)
+        return ActionTimes(self._begin, self._end, self._sent)
 
     def _start(self, rank: int, now: float) -> None:
         """Start the rank's next action if all prerequisites are done."""
@@ -384,7 +384,7 @@ class _Replay:
 
 
 @dataclass
-class _Trial:
+class _ReadinessSimulation:
     """Simulated step, with equally busy workers per stage, to choose each rank's next action by
     readiness."""
 
@@ -395,7 +395,7 @@ class _Trial:
     def run(self) -> dict[int, tuple[Action, ...]] | None:
         """Return each rank's actions; None after a deadlock."""
         pipeline = self.pipeline
-        ranks = {rank: _Rank(pipeline, rank, self.more) for rank in pipeline.ranks}
+        ranks = {rank: _RankProgress(pipeline, rank, self.more) for rank in pipeline.ranks}
         wakes = [(0.0, rank) for rank in ranks]
         heapq.heapify(wakes)
         while wakes:
@@ -421,19 +421,19 @@ class _Trial:
     def _after(self, action: Action) -> Iterator[int]:
         """Yield the ranks that may wait for the end of `action`."""
         step = 1 if action.kind == "forward" else -1
-        seat = self.pipeline.seat_of.get((action.stage + step, action.batch))
+        seat = self.pipeline.assignment_of.get((action.stage + step, action.batch))
         if seat is not None:
             yield seat.rank
 
     def _seconds(self, action: Action) -> float:
         """Return relative seconds: a full backward takes two forwards, activations or weights
         one."""
-        seat = self.pipeline.seat_of[action.stage, action.batch]
+        seat = self.pipeline.assignment_of[action.stage, action.batch]
         whole = action.kind == "backward" and self.pipeline.schedule != "zero-bubble"
         return (2.0 if whole else 1.0) / len(seat.batches)
 
 
-class _Rank:
+class _RankProgress:
     """Progress of a rank: actions done, and actions left."""
 
     def __init__(self, pipeline: MicroBatchSchedule, rank: int, more: int) -> None:

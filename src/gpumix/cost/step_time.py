@@ -48,8 +48,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches, bytes_at, seconds_at
-from gpumix.cost.network.buckets import AFTER, BEFORE, Beside, Names
+from gpumix.cost.layout.curves import (
+    FloatArray,
+    IntArray,
+    MicroBatches,
+    interpolate_bytes,
+    interpolate_seconds,
+)
+from gpumix.cost.network.buckets import AFTER, BEFORE, Names, OverlappedRun
 from gpumix.cost.network.collective_times import CollectiveSeconds
 from gpumix.cost.peak_memory import SHARD_GRADIENT_BYTES
 from gpumix.schema.curve import Curve
@@ -69,7 +75,7 @@ def pass_seconds(
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of forward and backward (with head and loss) for each worker or choice of
     `micro` on a device of class `name`."""
-    computing = Computing(profile.model_of(name), profile.of_class(name), micro, mode)
+    computing = ComputeSeconds(profile.model_of(name), profile.of_class(name), micro, mode)
     work = _Work(computing, links, kept_graphs)
     forward, backward = work.forward_seconds(), work.backward_seconds()
     if mode.order == "layered":
@@ -78,7 +84,7 @@ def pass_seconds(
     return forward + early, backward - early
 
 
-def split_seconds(
+def compute_split_backward(
     profile: Profile, name: str, links: CollectiveSeconds, micro: MicroBatches, mode: Mode
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of the two parts of a split backward pass: activations, and then the
@@ -87,14 +93,14 @@ def split_seconds(
     Raises:
         InputError: the parts were not measured.
     """
-    computing = Computing(profile.model_of(name), profile.of_class(name), micro, mode)
+    computing = ComputeSeconds(profile.model_of(name), profile.of_class(name), micro, mode)
     return _Work(computing, links).split_seconds()
 
 
 def work_seconds(profile: Profile, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
     """Return the seconds of all computation and copies of a device of class `name` in both passes,
     without overlap. Among equally fast choices, the planner prefers the least work."""
-    computing = Computing(profile.model_of(name), profile.of_class(name), micro, mode)
+    computing = ComputeSeconds(profile.model_of(name), profile.of_class(name), micro, mode)
     total = computing.forward_s(ROOT) + computing.backward_s(ROOT)
     for kind, count in Counter(profile.model.kind_of_call).items():
         both = computing.forward_s(kind) + computing.backward_s(kind)
@@ -102,7 +108,7 @@ def work_seconds(profile: Profile, name: str, micro: MicroBatches, mode: Mode) -
     return total
 
 
-def passes_meet(zero_stage: ZeroStage) -> bool:
+def needs_sync_between_passes(zero_stage: ZeroStage) -> bool:
     """Check if all ranks wait for one another between forward and backward."""
     return zero_stage >= 1
 
@@ -114,7 +120,7 @@ def exposed_seconds(profile: Profile, links: CollectiveSeconds) -> float:
     return ends + profile.step_overhead_s
 
 
-def moved_seconds(links: CollectiveSeconds) -> tuple[float, float]:
+def compute_idle_pass_seconds(links: CollectiveSeconds) -> tuple[float, float]:
     """Return the seconds of both passes of a rank without samples: it waits for collectives."""
     forward = links.gather_s[links.buckets.kind(0)]
     for beside, count in links.buckets.forward_counts:
@@ -147,7 +153,9 @@ def optimizer_seconds(
     assert device.host_copy is not None, "copies to the host were not measured"
     out, back = SHARD_GRADIENT_BYTES * elements, DTYPE_BYTES[gathered] * elements
     gathers = 2 if zero_stage == 3 else 1
-    copied = seconds_at(device.host_copy, out) + gathers * seconds_at(device.host_copy, back)
+    copied = interpolate_seconds(device.host_copy, out) + gathers * interpolate_seconds(
+        device.host_copy, back
+    )
     return device.host_optimizer_s_per_element * elements + float(copied)
 
 
@@ -158,7 +166,7 @@ def can_keep_state_on_host(profile: Profile, device_class: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Computing:
+class ComputeSeconds:
     """Computation and copies of devices of one class in a step, without collectives: seconds of all
     micro-batches of each worker, or each choice, of `micro`."""
 
@@ -182,7 +190,9 @@ class Computing:
             return np.zeros(self.micro.size.shape)
         assert self.device.host_copy is not None, "the mode copies, which was not measured"
         kept, copy = self.model.kind(kind).kept, self.device.host_copy
-        return self.micro.over_all(lambda sizes: seconds_at(copy, bytes_at(kept, sizes)))
+        return self.micro.over_all(
+            lambda sizes: interpolate_seconds(copy, interpolate_bytes(kept, sizes))
+        )
 
     def backward_with_graphs(self, kind: str, kept: IntArray, call: int) -> FloatArray:
         """Return the backward seconds of call number `call`, if the last `kept` pairs of call and
@@ -190,9 +200,9 @@ class Computing:
         times, micro = self.device.units[kind], self.micro
         assert times.gradient is not None, "graphs are kept, which were not measured"
         later = (len(self.model.calls) - 1 - call) * micro.count
-        full, rest = micro.last_of(np.clip(kept - later, 0, micro.count))
+        full, rest = micro.count_last_by_size(np.clip(kept - later, 0, micro.count))
         less = [
-            seconds_at(times.backward, sizes) - seconds_at(times.gradient, sizes)
+            interpolate_seconds(times.backward, sizes) - interpolate_seconds(times.gradient, sizes)
             for sizes in (micro.size, micro.rest)
         ]
         return np.asarray(micro.seconds(times.backward) - full * less[0] - rest * less[1])
@@ -237,7 +247,7 @@ class Computing:
 class _Work:
     """Work of devices of one class in a step, with the given links."""
 
-    computing: Computing
+    computing: ComputeSeconds
     links: CollectiveSeconds
     kept_graphs: IntArray | None = None
 
@@ -278,9 +288,9 @@ class _Work:
         last = links.buckets.kind(len(links.buckets.runs) - 1)
         return inputs, weights + links.regather_s.get(last, 0.0)
 
-    def _backward_of(self, beside: Beside) -> FloatArray:
+    def _backward_of(self, beside: OverlappedRun) -> FloatArray:
         curves = [self.computing.backward_curve(kind) for kind in beside.kinds]
-        taken = self._beside(curves, self._moved_behind(beside), self._last)
+        taken = self._beside(curves, self._sum_backward_collectives(beside), self._last)
         return self._no_less_than_copies(taken, beside.kinds)
 
     def _backward_with_graphs(self, kept: IntArray) -> FloatArray:
@@ -296,11 +306,11 @@ class _Work:
             if computing.mode.order == "sequential":
                 curves = [computing.backward_curve(kind) for kind in beside.kinds]
                 hiding = np.minimum(sum(map(self._last, curves), np.zeros(1)), computed)
-            moved = self._moved_behind(beside)
-            total = total + computed + self._longer(hiding, moved) - hiding
+            moved = self._sum_backward_collectives(beside)
+            total = total + computed + self._overlap_seconds(hiding, moved) - hiding
         return total
 
-    def _moved_behind(self, beside: Beside) -> float:
+    def _sum_backward_collectives(self, beside: OverlappedRun) -> float:
         links = self.links
         moved = links.regather_s.get(beside.gathered, 0.0)
         return moved + links.reduce_s.get(beside.reduced, 0.0)
@@ -334,9 +344,9 @@ class _Work:
         if moved_s == 0.0:
             return computed
         hiding = _sum(at_once, curves)
-        return computed + (self._longer(hiding, moved_s) - hiding)
+        return computed + (self._overlap_seconds(hiding, moved_s) - hiding)
 
-    def _longer(self, computed: FloatArray, moved_s: float) -> FloatArray:
+    def _overlap_seconds(self, computed: FloatArray, moved_s: float) -> FloatArray:
         shorter = np.minimum(computed, moved_s)
         return np.maximum(computed, moved_s) + self.links.contention * shorter
 
@@ -348,7 +358,7 @@ def _sum(seconds: Callable[[Curve], FloatArray], curves: list[Curve]) -> FloatAr
     return total
 
 
-def can(profile: Profile, device_class: str, mode: Mode) -> bool:
+def can_predict_mode(profile: Profile, device_class: str, mode: Mode) -> bool:
     """Check if enough was measured of a class to predict this mode."""
     device = profile.of_class(device_class)
     if mode.boundary == "host" and device.host_copy is None:
@@ -364,15 +374,15 @@ def can(profile: Profile, device_class: str, mode: Mode) -> bool:
     )
 
 
-def chunks_cost_nothing(profile: Profile, device_class: str) -> bool:
+def is_chunked_head_free(profile: Profile, device_class: str) -> bool:
     """Check if chunked cross-entropy was measured to take no more time and memory than the
     unchunked head, at any number of samples."""
     device, root = profile.of_class(device_class), profile.model_of(device_class).root
     if device.chunked_head is None or root.chunked_head is None:
         return False
     whole = (device.units[ROOT].backward, root.head)
-    return all(map(_nowhere_above, (device.chunked_head, root.chunked_head), whole))
+    return all(map(_is_never_above, (device.chunked_head, root.chunked_head), whole))
 
 
-def _nowhere_above(one: Curve, other: Curve) -> bool:
+def _is_never_above(one: Curve, other: Curve) -> bool:
     return one.sizes == other.sizes and all(a <= b for a, b in zip(one.values, other.values))

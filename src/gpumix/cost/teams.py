@@ -13,27 +13,27 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from gpumix.cost.layout.curves import bytes_at
-from gpumix.cost.mixed_degrees import ModelOfRank, ProfileOfRanks, undivided
-from gpumix.cost.network.link_times import team_seconds
-from gpumix.cost.step_time import can
+from gpumix.cost.layout.curves import interpolate_bytes
+from gpumix.cost.mixed_degrees import MixedDegreeProfile, RankModelProfile, extract_undivided_model
+from gpumix.cost.network.link_times import compute_tensor_parallel_s
+from gpumix.cost.step_time import can_predict_mode
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan, Prediction
-from gpumix.schema.plan.stage import Mode, Stage, Taken, Worker
+from gpumix.schema.plan.stage import Mode, Stage, StageInput, Worker
 from gpumix.schema.profile.profile import (
     ROOT,
     ClassProfile,
     Profile,
-    TeamCollective,
     TeamProfile,
-    TeamTraffic,
+    TensorParallelCollective,
+    TensorParallelTraffic,
     UnitTimes,
 )
 
 
-def in_team(
+def make_group_profile(
     profile: Profile, degree: int, *, sequence: bool = False, in_stages: bool = False
 ) -> Profile:
     """Return the profile of a rank in a tensor-parallel group of `degree` ranks, with sequence
@@ -48,10 +48,10 @@ def in_team(
     """
     if degree == 1:
         return profile
-    return _in_team(_Identity(profile), degree, sequence=sequence, in_stages=in_stages)
+    return _in_team(_ProfileByIdentity(profile), degree, sequence=sequence, in_stages=in_stages)
 
 
-class _Identity:
+class _ProfileByIdentity:
     """Profile compared by identity: comparing its contents takes long."""
 
     def __init__(self, profile: Profile) -> None:
@@ -61,13 +61,13 @@ class _Identity:
         return id(self.profile)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other.profile is self.profile
+        return isinstance(other, _ProfileByIdentity) and other.profile is self.profile
 
 
 @lru_cache(maxsize=64)  # a search asks for the same few teams, thousands of times
-def _in_team(of: _Identity, degree: int, *, sequence: bool, in_stages: bool) -> Profile:
+def _in_team(of: _ProfileByIdentity, degree: int, *, sequence: bool, in_stages: bool) -> Profile:
     profile = of.profile
-    team = team_of(profile, degree, sequence=sequence)
+    team = get_group_measurements(profile, degree, sequence=sequence)
     cluster, network = profile.cluster, profile.network
     if len({device.host for device in cluster.devices}) > 1:
         # All ranks of groups share state with their peers at once, over the same links.
@@ -85,7 +85,7 @@ def _in_team(of: _Identity, degree: int, *, sequence: bool, in_stages: bool) -> 
             "model": team.model,
             "other_models": team.other_models,
             "classes": tuple(
-                _with_waits(profile, team, of_class, ends=not in_stages)
+                _add_group_collectives(profile, team, of_class, ends=not in_stages)
                 for of_class in team.classes
             ),
             "teams": (),
@@ -95,51 +95,54 @@ def _in_team(of: _Identity, degree: int, *, sequence: bool, in_stages: bool) -> 
     )
 
 
-def of_stage(profile: Profile, stage: Stage, *, in_stages: bool = False) -> OfStage:
-    """Return the leaders of a stage's tensor-parallel groups, and their profile; see `in_team`.
+def make_stage_leaders(profile: Profile, stage: Stage, *, in_stages: bool = False) -> StageLeaders:
+    """Return the leaders of a stage's tensor-parallel groups, and their profile; see
+    `make_group_profile`.
 
     Raises:
         InputError: no group of this kind was measured.
     """
     if not stage.unlike_teams:
         size = stage.team_size(stage.workers[0])
-        alone = in_team(profile, size, sequence=stage.sequence, in_stages=in_stages)
-        return OfStage(alone, stage.leaders)
-    teams = {w.device: TeamOf(w.device_class, stage.team_size(w)) for w in stage.leaders}
-    found = in_teams(profile, teams, sequence=stage.sequence, in_stages=in_stages)
+        alone = make_group_profile(profile, size, sequence=stage.sequence, in_stages=in_stages)
+        return StageLeaders(alone, stage.leaders)
+    teams = {
+        w.device: TensorParallelGroup(w.device_class, stage.team_size(w)) for w in stage.leaders
+    }
+    found = make_leader_profile(profile, teams, sequence=stage.sequence, in_stages=in_stages)
     names = _names(teams.values())
     leaders = tuple(
         worker.model_copy(update={"device_class": names[teams[worker.device]], "parts": 1})
         for worker in stage.leaders
     )
-    return OfStage(found, leaders)
+    return StageLeaders(found, leaders)
 
 
-def in_one_stage(profile: Profile, plan: Plan) -> tuple[Profile, Plan]:
+def reduce_to_leaders(profile: Profile, plan: Plan) -> tuple[Profile, Plan]:
     """Return the profile and plan of leaders for a plan of one stage."""
-    found, leaders = of_stage(profile, plan.stages[0])
+    found, leaders = make_stage_leaders(profile, plan.stages[0])
     alone = plan.of_leaders
     stages = (alone.stages[0].model_copy(update={"workers": leaders}),)
     return found, alone.model_copy(update={"stages": stages})
 
 
-class OfStage(NamedTuple):
+class StageLeaders(NamedTuple):
     """Leaders with the class names used in a profile."""
 
     profile: Profile
     leaders: tuple[Worker, ...]
 
 
-class TeamOf(NamedTuple):
+class TensorParallelGroup(NamedTuple):
     """Tensor-parallel group of `size` devices of a class."""
 
     device_class: str
     size: int
 
 
-def in_teams(
+def make_leader_profile(
     profile: Profile,
-    teams: Mapping[str, TeamOf],
+    teams: Mapping[str, TensorParallelGroup],
     *,
     sequence: bool,
     in_stages: bool = False,
@@ -148,7 +151,7 @@ def in_teams(
     sizes, each size becomes a class of its own."""
     kinds = sorted(set(teams.values()))
     of_size = {
-        size: in_team(profile, size, sequence=sequence and size > 1, in_stages=in_stages)
+        size: make_group_profile(profile, size, sequence=sequence and size > 1, in_stages=in_stages)
         for size in {kind.size for kind in kinds}
     }
     for kind in kinds:
@@ -158,9 +161,9 @@ def in_teams(
         return next(iter(of_size.values()))
     largest, least = max(of_size), min(of_size)
     names = _names(kinds)
-    whole = undivided(of_size[least].model, of_size[largest].model, (least, largest))
+    whole = extract_undivided_model(of_size[least].model, of_size[largest].model, (least, largest))
     models = {
-        name: ModelOfRank.model_construct(
+        name: RankModelProfile.model_construct(
             **dict(of_size[kind.size].model_of(kind.device_class)),
             in_parts=kind.size < largest,
             undivided=whole,
@@ -174,10 +177,10 @@ def in_teams(
     )
     cluster = _with_classes(of_size[least].cluster, teams, names)
     more = {"classes": classes, "models": models, "cluster": cluster}
-    return ProfileOfRanks.model_construct(**dict(of_size[least]) | more)
+    return MixedDegreeProfile.model_construct(**dict(of_size[least]) | more)
 
 
-def _names(kinds: Iterable[TeamOf]) -> dict[TeamOf, str]:
+def _names(kinds: Iterable[TensorParallelGroup]) -> dict[TensorParallelGroup, str]:
     """Name the classes of the groups' leaders."""
     every = sorted(set(kinds))
     sizes = Counter(kind.device_class for kind in every)
@@ -190,7 +193,9 @@ def _names(kinds: Iterable[TeamOf]) -> dict[TeamOf, str]:
 
 
 def _with_classes(
-    cluster: Cluster, teams: Mapping[str, TeamOf], names: Mapping[TeamOf, str]
+    cluster: Cluster,
+    teams: Mapping[str, TensorParallelGroup],
+    names: Mapping[TensorParallelGroup, str],
 ) -> Cluster:
     """Return the cluster with the leaders' devices renamed to their classes."""
     new = {name: kind.device_class for kind, name in names.items() if name != kind.device_class}
@@ -212,13 +217,15 @@ def _with_classes(
     )
 
 
-def refuse_unmeasured(profile: Profile, kind: TeamOf, mode: Mode, *, sequence: bool) -> None:
+def refuse_unmeasured(
+    profile: Profile, kind: TensorParallelGroup, mode: Mode, *, sequence: bool
+) -> None:
     """Raise an InputError if groups were not measured in a mode."""
-    team = team_of(profile, kind.size, sequence=sequence)
+    team = get_group_measurements(profile, kind.size, sequence=sequence)
     if all(one.device_class != kind.device_class for one in team.classes):
         raise _not_measured(*kind)
     update = {"model": team.model, "other_models": team.other_models, "classes": team.classes}
-    if not can(profile.model_copy(update=update), kind.device_class, mode):
+    if not can_predict_mode(profile.model_copy(update=update), kind.device_class, mode):
         raise InputError(
             f"the profile does not say what teams of {kind.size} of class '{kind.device_class}' "
             f"take to {mode.describe()}",
@@ -234,8 +241,8 @@ def _not_measured(name: str, size: int) -> InputError:
     )
 
 
-def team_of(profile: Profile, degree: int, *, sequence: bool) -> TeamProfile:
-    """Return the measurements of groups of `degree` ranks; see `in_team`."""
+def get_group_measurements(profile: Profile, degree: int, *, sequence: bool) -> TeamProfile:
+    """Return the measurements of groups of `degree` ranks; see `make_group_profile`."""
     for team in profile.teams:
         if (team.degree, team.sequence) == (degree, sequence):
             return team
@@ -249,7 +256,7 @@ def team_of(profile: Profile, degree: int, *, sequence: bool) -> TeamProfile:
     )
 
 
-def of_members(profile: Profile, plan: Plan, found: Prediction) -> Prediction:
+def expand_to_members(profile: Profile, plan: Plan, found: Prediction) -> Prediction:
     """Expand a prediction of `plan.of_leaders` to all workers of the plan."""
     leaders = {w.device: expected for w, expected in zip(plan.of_leaders.workers, found.workers)}
     for number, stage in enumerate(plan.stages):
@@ -273,15 +280,17 @@ def of_members(profile: Profile, plan: Plan, found: Prediction) -> Prediction:
     )
 
 
-def told_in(profile: Profile, plan: Plan, stage: int, worker: Worker) -> list[TeamTraffic]:
+def list_group_collectives(
+    profile: Profile, plan: Plan, stage: int, worker: Worker
+) -> list[TensorParallelTraffic]:
     """Return the collectives of a worker's tensor-parallel group, for each unit call of a stage,
     and last those between units: of the stage's part of the root, and of sequence parallelism."""
     one, name = plan.stages[stage], worker.device_class
     team, first = _team_of(profile, one, worker), plan.first_call(stage)
     calls = profile.model.kind_of_call[first : first + len(one.units)]
-    of_class, nothing = team.told[name], TeamTraffic()
+    of_class, nothing = team.told[name], TensorParallelTraffic()
     root = of_class.get(ROOT, nothing)
-    ends = _Ends.of(profile, plan, stage, team, name)
+    ends = _StageEndGathers.of(profile, plan, stage, team, name)
     forward, backward = (*ends.sent, *ends.left), ends.entered
     if stage == 0:
         forward = (*root.forward, *forward)
@@ -291,16 +300,18 @@ def told_in(profile: Profile, plan: Plan, stage: int, worker: Worker) -> list[Te
     return [*(of_class.get(kind, nothing) for kind in calls), between]
 
 
-class _Ends(NamedTuple):
+class _StageEndGathers(NamedTuple):
     """Gathers of divided positions between the units of a stage and at its ends: forward of tensors
     sent to other stages or used between units, backward of gradients of full inputs."""
 
-    sent: tuple[TeamCollective, ...]
-    left: tuple[TeamCollective, ...]
-    entered: tuple[TeamCollective, ...]
+    sent: tuple[TensorParallelCollective, ...]
+    left: tuple[TensorParallelCollective, ...]
+    entered: tuple[TensorParallelCollective, ...]
 
     @classmethod
-    def of(cls, profile: Profile, plan: Plan, stage: int, team: TeamProfile, name: str) -> _Ends:
+    def of(
+        cls, profile: Profile, plan: Plan, stage: int, team: TeamProfile, name: str
+    ) -> _StageEndGathers:
         one, first = plan.stages[stage], plan.first_call(stage)
         calls = range(first, first + len(one.units))
         entered = {*team.enters, *([first] if first else [])}
@@ -312,18 +323,20 @@ class _Ends(NamedTuple):
         )
 
 
-def _gathers(team: TeamProfile, name: str, calls: Iterable[int]) -> tuple[TeamCollective, ...]:
+def _gathers(
+    team: TeamProfile, name: str, calls: Iterable[int]
+) -> tuple[TensorParallelCollective, ...]:
     """Return the gathers of the calls' hidden states, as far as divided."""
     kinds, told = team.model.kind_of_call, team.told[name]
     parts = (told[kinds[call]].part for call in calls if kinds[call] in told)
     return tuple(
-        TeamCollective(operation="exchange", times=1, bytes=part)
+        TensorParallelCollective(operation="exchange", times=1, bytes=part)
         for part in parts
         if part is not None
     )
 
 
-def _is_part(profile: Profile, team: TeamProfile, taken: Taken) -> bool:
+def _is_part(profile: Profile, team: TeamProfile, taken: StageInput) -> bool:
     """Check if each rank of a group has only a part of a call's output: a smaller tensor."""
     kind = profile.model.kind_of_call[taken.call]
     whole, own = (m.kind(kind).outputs.get(taken.output) for m in (profile.model, team.model))
@@ -340,7 +353,7 @@ def end_seconds(
         return 0.0, 0.0
     team = _team_of(profile, one, worker)
     device = profile.of_class(worker.device_class)
-    ends = _Ends.of(profile, plan, stage, team, worker.device_class)
+    ends = _StageEndGathers.of(profile, plan, stage, team, worker.device_class)
     forward = _seconds(profile, team, device, samples, (*ends.sent, *ends.left))
     return forward, _seconds(profile, team, device, samples, ends.entered)
 
@@ -352,24 +365,24 @@ def buffer_bytes(profile: Profile, plan: Plan, stage: int, worker: Worker) -> in
         return 0
     degree = plan.stages[stage].team_size(worker)
     largest = {"all_reduce": 0, "exchange": 0, "reduce": 0}
-    for told in told_in(profile, plan, stage, worker):
+    for told in list_group_collectives(profile, plan, stage, worker):
         for one in (*told.forward, *told.backward):
-            size = int(float(bytes_at(one.bytes, worker.micro_batch))) // max(1, one.times)
+            size = int(float(interpolate_bytes(one.bytes, worker.micro_batch))) // max(1, one.times)
             largest[one.operation] = max(largest[one.operation], size)
     # Reductions need rows for their input and for the received parts.
     return largest["all_reduce"] + (degree + 1) * largest["exchange"] + 2 * largest["reduce"]
 
 
 def _team_of(profile: Profile, stage: Stage, worker: Worker) -> TeamProfile:
-    return team_of(profile, stage.team_size(worker), sequence=stage.sequence)
+    return get_group_measurements(profile, stage.team_size(worker), sequence=stage.sequence)
 
 
-def _with_waits(
+def _add_group_collectives(
     profile: Profile, team: TeamProfile, device: ClassProfile, *, ends: bool
 ) -> ClassProfile:
-    name, nothing = device.device_class, TeamTraffic()
+    name, nothing = device.device_class, TensorParallelTraffic()
 
-    def told_of(unit: str) -> TeamTraffic:
+    def told_of(unit: str) -> TensorParallelTraffic:
         told = team.told[name].get(unit, nothing)
         if unit != ROOT or not ends:
             return told
@@ -385,7 +398,7 @@ def _with_waits(
     def lengthened(name: str, times: UnitTimes) -> UnitTimes:
         told = told_of(name)
 
-        def by(curve: Curve, of_pass: Iterable[TeamCollective]) -> Curve:
+        def by(curve: Curve, of_pass: Iterable[TensorParallelCollective]) -> Curve:
             waits = [_seconds(profile, team, device, size, of_pass) for size in curve.sizes]
             values = tuple(v + wait for v, wait in zip(curve.values, waits))
             return curve.model_copy(update={"values": values})
@@ -409,17 +422,17 @@ def _seconds(
     team: TeamProfile,
     device: ClassProfile,
     samples: float,
-    of_pass: Iterable[TeamCollective],
+    of_pass: Iterable[TensorParallelCollective],
 ) -> float:
     """Return the seconds of a micro-batch's collectives in a pass."""
     return sum(
         one.times
-        * team_seconds(
+        * compute_tensor_parallel_s(
             profile,
             one.operation,
             device.device_class,
             team.degree,
-            float(bytes_at(one.bytes, samples)) / one.times,
+            float(interpolate_bytes(one.bytes, samples)) / one.times,
         )
         for one in of_pass
         if one.times

@@ -12,16 +12,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from gpumix.cost.layout.curves import bytes_at
-from gpumix.cost.mixed_degrees import ModelOfRank, Sized
+from gpumix.cost.layout.curves import interpolate_bytes
+from gpumix.cost.mixed_degrees import RankModelProfile, Sized
 from gpumix.cost.network.buckets import AFTER, BEFORE, GRADIENT_BYTES, Buckets
-from gpumix.cost.peak_memory import owned_by_rank
+from gpumix.cost.peak_memory import compute_owned_state
 from gpumix.cost.pipeline.staged_step import StagedStep
-from gpumix.cost.predict import by_host, check_match, links_of_plan
+from gpumix.cost.predict import (
+    check_plan_matches_profile,
+    compute_plan_collectives,
+    group_ranks_by_host,
+)
 from gpumix.cost.schedule import Action
-from gpumix.cost.teams import in_one_stage, told_in
+from gpumix.cost.teams import list_group_collectives, reduce_to_leaders
 from gpumix.schema.plan.plan import Plan
-from gpumix.schema.plan.stage import DTYPE_BYTES, Worker, between_teams
+from gpumix.schema.plan.stage import DTYPE_BYTES, Worker, pair_replicas
 from gpumix.schema.profile.profile import ROOT, Profile
 
 EXCHANGE_BYTES = 10 * 8  # loss, count, notice, report, norm, and how losses are made
@@ -36,16 +40,16 @@ class Traffic:
     bytes: Counter[str]
 
 
-def traffic(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+def count_traffic(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
     """Return the traffic of each rank. With one stage all ranks have equal counts.
 
     Raises:
         InputError: the profile is of another model, sequence length or precision.
     """
-    check_match(profile, plan)
+    check_plan_matches_profile(profile, plan)
     if len(plan.stages) == 1:
-        return _with_members(profile, plan, list(_in_one(profile, plan)))
-    in_stages = _InStages(profile, plan)
+        return _with_members(profile, plan, list(_count_single_stage(profile, plan)))
+    in_stages = _StagedTraffic(profile, plan)
     found = _with_members(profile, plan, list(in_stages.of_leaders()))
     for giver, taker, size in in_stages.messages():
         _add(found[giver], "send", size)
@@ -53,36 +57,36 @@ def traffic(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
     return found
 
 
-def _in_one(profile: Profile, whole: Plan) -> Iterator[Traffic]:
+def _count_single_stage(profile: Profile, whole: Plan) -> Iterator[Traffic]:
     """Yield the traffic of each leader of a plan with one stage."""
-    of_leaders, plan = in_one_stage(profile, whole)
-    buckets = links_of_plan(of_leaders, plan).buckets
-    over_hosts = _over_hosts(plan, buckets)
+    of_leaders, plan = reduce_to_leaders(profile, whole)
+    buckets = compute_plan_collectives(of_leaders, plan).buckets
+    over_hosts = _count_host_sums(plan, buckets)
     known: dict[str, Traffic] = {}
     for worker, (of_rank, bytes_of_rank) in zip(plan.workers, over_hosts):
         if worker.device_class not in known:
             found = known[worker.device_class] = Traffic(Counter(), Counter())
-            for operation, size in _at_ends(plan):
+            for operation, size in _list_step_end_exchanges(plan):
                 _add(found, operation, size)
-            for part in _apart(profile, whole, 0, of_leaders, buckets, worker):
-                for operation, size in _of_all(plan, part):
+            for part in _split_buckets(profile, whole, 0, of_leaders, buckets, worker):
+                for operation, size in _list_sharding_collectives(plan, part):
                     _add(found, operation, size)
         alike = known[worker.device_class]
         yield Traffic(alike.counts + Counter(of_rank), alike.bytes + Counter(bytes_of_rank))
 
 
-def _apart(
+def _split_buckets(
     profile: Profile, plan: Plan, number: int, of_leaders: Profile, buckets: Buckets, worker: Worker
 ) -> list[Buckets]:
     """Return the buckets of a stage. Where its tensor-parallel groups differ in size, return those
     of each part of a rank and those of undivided parameters: with the complete gradient on each
     rank, or with only a part to be summed."""
     model = of_leaders.model_of(worker.device_class)
-    if not isinstance(model, ModelOfRank):
+    if not isinstance(model, RankModelProfile):
         return [buckets]
     stage = plan.stages[number]
     largest = next(leader for leader in stage.leaders if stage.team_size(leader) == stage.tensor)
-    *of_calls, root = told_in(profile, plan, number, largest)
+    *of_calls, root = list_group_collectives(profile, plan, number, largest)
     summed = dict(zip(of_leaders.model.kind_of_call, (told.summed for told in of_calls)))
     summed[ROOT] = root.summed
     parts = next(one.parts for one in stage.workers if one.device == worker.device)
@@ -104,7 +108,7 @@ def _apart(
         }
         kinds = tuple(sized(kind.name, kind, rest.kind(kind.name)) for kind in model.kinds)
         root = root.model_copy(update=ends)
-        return buckets.of_part(model.model_copy(update={"kinds": kinds, "root": root}))
+        return buckets.rebuild_for_model(model.model_copy(update={"kinds": kinds, "root": root}))
 
     of_part = with_sizes(lambda name, own, left: (own - left) // parts)
     whole = with_sizes(lambda name, own, left: left - summed.get(name, 0))
@@ -124,20 +128,20 @@ def _with_members(
     for number, stage in enumerate(plan.stages):
         for team in stage.teams:
             one = leaders[team[0].device]
-            for operation, times, size in _told(profile, plan, number, team[0]):
+            for operation, times, size in _list_group_collectives(profile, plan, number, team[0]):
                 one.counts[operation] += times
                 one.bytes[operation] += size
             found |= {w.device: Traffic(one.counts.copy(), one.bytes.copy()) for w in team}
     return tuple(found[worker.device] for worker in plan.workers)
 
 
-def _told(
+def _list_group_collectives(
     profile: Profile, plan: Plan, number: int, worker: Worker
 ) -> Iterator[tuple[str, int, int]]:
     """Yield operation, count and bytes of a tensor-parallel group's collectives in a step."""
     if plan.stages[number].team_size(worker) == 1:
         return
-    *of_units, root = told_in(profile, plan, number, worker)
+    *of_units, root = list_group_collectives(profile, plan, number, worker)
     passes = [*root.forward, *root.backward]
     for told in of_units:
         passes += told.forward
@@ -148,17 +152,17 @@ def _told(
         if size := sum(summed[first : first + stage.joined]):
             yield "all_reduce", times, times * size * GRADIENT_BYTES
     for one, size in product(passes, worker.micro_batches):
-        yield one.operation, one.times, int(float(bytes_at(one.bytes, size)))
+        yield one.operation, one.times, int(float(interpolate_bytes(one.bytes, size)))
 
 
-def _at_ends(plan: Plan) -> Iterator[tuple[str, int]]:
+def _list_step_end_exchanges(plan: Plan) -> Iterator[tuple[str, int]]:
     """Yield operation and bytes of the exchanges between all ranks at a step's end."""
     yield "exchange", EXCHANGE_BYTES
     if any(worker.compute_dtype == "fp16" for worker in plan.workers):
         yield "all_reduce", OVERFLOW_BYTES
 
 
-def _of_all(plan: Plan, buckets: Buckets) -> Iterator[tuple[str, int]]:
+def _list_sharding_collectives(plan: Plan, buckets: Buckets) -> Iterator[tuple[str, int]]:
     """Yield operation and bytes of collectives with equal bytes on every rank."""
     sizes, width = buckets.sizes, DTYPE_BYTES[plan.communication_dtype]
     every = [sizes[name] for name in buckets.names if sizes[name].trainable]
@@ -176,10 +180,10 @@ def _of_all(plan: Plan, buckets: Buckets) -> Iterator[tuple[str, int]]:
                     yield "gather", part
 
 
-def _over_hosts(plan: Plan, buckets: Buckets) -> list[tuple[dict[str, int], dict[str, int]]]:
+def _count_host_sums(plan: Plan, buckets: Buckets) -> list[tuple[dict[str, int], dict[str, int]]]:
     """Return the counts and bytes of each rank's gradient sums over hosts."""
     found: list[tuple[dict[str, int], dict[str, int]]] = [({}, {})] * len(plan.workers)
-    hosts = by_host(plan.workers)
+    hosts = group_ranks_by_host(plan.workers)
     if plan.sharding == "all" or plan.zero_stage == 0 or len(hosts) == 1:
         return found
     shares = {
@@ -189,7 +193,7 @@ def _over_hosts(plan: Plan, buckets: Buckets) -> list[tuple[dict[str, int], dict
     alike, counts = len(set(shares.values())) == 1, buckets.counts()
     trained = sum(n for name, n in counts.items() if buckets.sizes[name].trainable)
     for host, ranks in hosts.items():
-        for rank, owned in zip(ranks, owned_by_rank(buckets, shares[host])):
+        for rank, owned in zip(ranks, compute_owned_state(buckets, shares[host])):
             elements = sum(counts[name] * n for name, n in owned.elements)
             # All elements with the peers, or the common elements with each other host.
             operation, times = ("all_reduce", 1) if alike else ("exchange_parts", len(hosts) - 1)
@@ -198,7 +202,7 @@ def _over_hosts(plan: Plan, buckets: Buckets) -> list[tuple[dict[str, int], dict
     return found
 
 
-class _InStages:
+class _StagedTraffic:
     """Traffic of a plan with several stages: collectives of each, and messages in between."""
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
@@ -225,15 +229,15 @@ class _InStages:
                     size = step.taken_bytes(taken, len(here.rows))
                     givers = plan.ranks_of(made)[here.seats.start : here.seats.stop]
                     takers = plan.ranks_of(to)[there.seats.start : there.seats.stop]
-                    pairs = [*between_teams(givers, takers)]
+                    pairs = [*pair_replicas(givers, takers)]
                     if taken.differentiable:
-                        pairs += between_teams(takers, givers)
+                        pairs += pair_replicas(takers, givers)
                     yield from ((one, other, size) for one, other in pairs if one != other)
 
     def _collectives(self, rank: int) -> Iterator[tuple[str, int]]:
         plan, step = self._plan, self._step
         width = DTYPE_BYTES[plan.communication_dtype]
-        yield from _at_ends(plan)
+        yield from _list_step_end_exchanges(plan)
         for shared in step.cut.shared:
             if set(shared.stages) & set(plan.stages_of(rank)):
                 yield (
@@ -248,7 +252,7 @@ class _InStages:
     def _of_stage(self, rank: int, number: int) -> Iterator[tuple[str, int]]:
         cost = self._step.stages[number]
         worker = cost.workers[self._step.place_of[number, rank]]
-        every = _apart(
+        every = _split_buckets(
             self._step.profile, self._whole, number, cost.profile, cost.links.buckets, worker
         )
         for buckets in every:

@@ -22,33 +22,39 @@ import numpy as np
 import torch
 
 from gpumix.data.core import sample_rng
-from gpumix.data.core.host_limits import batch_memory_bytes, cores_for
-from gpumix.data.core.read_policy import AS_USUAL, BadSamples, Reading, Skipped
+from gpumix.data.core.host_limits import batch_memory_bytes, get_rank_cores
+from gpumix.data.core.read_policy import DEFAULT_READING, BadSamples, Reading, Skipped
 from gpumix.data.core.source import Source
 from gpumix.data.order.global_order import Cursor
-from gpumix.data.order.sampler import AS_THEY_COME, NO_INDICES, ByLength, Course, begin_of
-from gpumix.data.sources.iterable import Form, StreamSource, is_stream
+from gpumix.data.order.sampler import (
+    DEFAULT_BY_LENGTH,
+    NO_INDICES,
+    ByLength,
+    RankSampler,
+    make_start_cursor,
+)
+from gpumix.data.sources.iterable import StreamProcessing, StreamSource, is_stream
 from gpumix.data.sources.map_style import as_source
 from gpumix.data.workers.autotune import Bounds, Limit, Tuner
 from gpumix.data.workers.batch_layout import Batch
-from gpumix.data.workers.device_copy import BatchCopies, CopyStream
-from gpumix.data.workers.fetch import Cost, fetch_in_time
+from gpumix.data.workers.device_copy import CopyStream, InFlightBatches
+from gpumix.data.workers.fetch import Cost, fetch_with_timeout
 from gpumix.data.workers.fork_server import can_fork
-from gpumix.data.workers.prefetcher import Feed, PrefetchSettings
-from gpumix.data.workers.step_timing import pace_of
+from gpumix.data.workers.prefetcher import Prefetcher, PrefetchSettings
+from gpumix.data.workers.step_timing import make_step_clock
 from gpumix.data.workers.worker_pool import Kind
 from gpumix.hardware import runtime
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import MOST_WORKERS
-from gpumix.schema.plan.batch_shares import Shares, share_of
+from gpumix.schema.plan.batch_shares import Shares, get_batch_share
 
 COPIED = (
     "the device is a GPU: batches lie in pinned memory, and each is copied beside the step before "
     "its own; tokens with an attention_mask when their step begins"
 )
-TOLD = 5  # bad samples that get a log line each
-LOOK_AT = 8  # batches (then 16, 32, ...) after which threads are watched for draws
-LOOK_S, LOOK_SHARE = 0.01, 0.0025  # limit of a watch, or share of the time so far, if longer
+LOGGED_BAD_SAMPLES = 5  # bad samples that get a log line each
+FIRST_WATCH_BATCHES = 8  # batches (then 16, 32, ...) after which threads are watched for draws
+WATCH_S, WATCH_SHARE = 0.01, 0.0025  # limit of a watch, or share of the time so far, if longer
 _LOG = logging.getLogger(__name__)
 
 
@@ -101,7 +107,7 @@ class Loader(Iterator[Batch]):
         skipped: samples that could not be read so far, and the reasons.
 
     Raises:
-        InputError: the shares or the dataset are invalid; see `share_of` and `SampleSource`.
+        InputError: the shares or the dataset are invalid; see `get_batch_share` and `SampleSource`.
     """
 
     def __init__(
@@ -119,20 +125,20 @@ class Loader(Iterator[Batch]):
         collate: Callable[[list[Any]], Batch] | None = None,
         bad_samples: BadSamples = "stop",
         timeout_s: float = 300.0,
-        by_length: ByLength = AS_THEY_COME,
+        by_length: ByLength = DEFAULT_BY_LENGTH,
         cores: float | None = None,
     ) -> None:
         _check(workers, kind, prefetch, bad_samples, timeout_s)
         safe = True if kind == "threads" else None
-        self._share = share_of(shares, rank)
+        self._share = get_batch_share(shares, rank)
         reading = Reading(bad_samples, timeout_s)
         self._source = _source_of(
             dataset, self._share.total, transform, collate, safe, seed, reading
         )
         self._rank = rank
         self._by_length = by_length
-        self._cursor = begin_of(self._source, seed, by_length, self._share.total)
-        self.course = self._course_of(shares)
+        self._cursor = make_start_cursor(self._source, seed, by_length, self._share.total)
+        self.course = self._make_sampler(shares)
         bounds = Bounds(
             cores=0.0 if cores is None else cores,
             processes=can_fork() and not self._source.once,
@@ -142,20 +148,20 @@ class Loader(Iterator[Batch]):
             workers=workers if workers != "auto" else None if self._source.parallel else 1,
             ahead=None if prefetch == "auto" else prefetch,
         )
-        self._bounds = bounds.where_it_draws() if self._source.draws else bounds
-        pin = pin_device(device)
-        self._feed = Feed(
+        self._bounds = bounds.with_random_draws() if self._source.draws else bounds
+        pin = find_pin_memory_device(device)
+        self._feed = Prefetcher(
             self._source,
             seed=seed,
             bad_samples=bad_samples,
             pin=pin,
             timeout_s=timeout_s,
         )
-        self._copies = None if pin is None else BatchCopies(CopyStream(pin))
+        self._copies = None if pin is None else InFlightBatches(CopyStream(pin))
         weakref.finalize(self, self._feed.close)
         self._tuner = Tuner(self._bounds_by(shares), self._source.splits)
         self._feed.set(self._tuner.setting)
-        self._pace = pace_of(pin)
+        self._pace = make_step_clock(pin)
         self._costs: list[Cost] = []  # not passed to the tuner yet
         self._batches = 0  # returned so far
         self._since_s: float | None = None  # `time.monotonic` at the first batch
@@ -202,8 +208,8 @@ class Loader(Iterator[Batch]):
         return self._tuner.limit
 
     def __next__(self) -> Batch:
-        if self._unseen and self._draws:
-            self._read_anew()  # seen in an evaluation or by another loader
+        if self._has_unseen_draws and self._draws:
+            self._refetch_with_seeds()  # seen in an evaluation or by another loader
         elif self._looks:
             self._fetch_watched()
         self._pace.asked()
@@ -221,7 +227,7 @@ class Loader(Iterator[Batch]):
         self._tune()
         self._batches += 1
         self._since_s = self._since_s or time.monotonic()
-        if not self._only_waiting and not self._looks:
+        if not self._is_read_on_demand and not self._looks:
             self._fetch_ahead()
         self._copy_ahead()
         return batch
@@ -239,13 +245,13 @@ class Loader(Iterator[Batch]):
         Raises:
             InputError: the shares are invalid, or add up to another global batch.
         """
-        share = share_of(shares, self._rank)
+        share = get_batch_share(shares, self._rank)
         if share.total != self.global_batch:
             raise InputError(
                 f"the new samples per rank add up to {share.total}, not to the global batch of "
                 f"{self.global_batch}"
             )
-        self._share, self.course = share, self._course_of(shares)
+        self._share, self.course = share, self._make_sampler(shares)
         rows = len(self.course.indices(self._cursor.position))
         bounds = self._bounds_by(shares)
         self._feed.set(self._tuner.replanned(bounds, rows, self._feed.batch_bytes))
@@ -284,9 +290,9 @@ class Loader(Iterator[Batch]):
     ) -> None:
         self.close()
 
-    def _course_of(self, shares: Shares) -> Course:
+    def _make_sampler(self, shares: Shares) -> RankSampler:
         lengths, by_length = self._source.lengths, self._by_length
-        return Course(
+        return RankSampler(
             self._cursor,
             shares,
             self._rank,
@@ -298,7 +304,7 @@ class Loader(Iterator[Batch]):
     def _fetch_ahead(self) -> list[int]:
         """Request the next batches, at first a single one to measure the cost; return the
         positions."""
-        one = not self._tuner.knows or self._only_waiting
+        one = not self._tuner.knows or self._is_read_on_demand
         ahead = 1 if one else self._feed.setting.ahead
         positions = [self._cursor.position + k * self.global_batch for k in range(ahead)]
         for position in positions:
@@ -306,7 +312,7 @@ class Loader(Iterator[Batch]):
         return positions
 
     @property
-    def _only_waiting(self) -> bool:
+    def _is_read_on_demand(self) -> bool:
         """True if samples are read only while `next` waits: nobody else may draw meanwhile."""
         return self._draws and self._feed.setting.kind == "threads"
 
@@ -316,7 +322,7 @@ class Loader(Iterator[Batch]):
         return self._feed.draws or self._source.draws
 
     @property
-    def _unseen(self) -> bool:
+    def _has_unseen_draws(self) -> bool:
         """True if reading threads could draw from the generators of this process unnoticed."""
         threads = self._feed.setting.kind == "threads"
         return threads and not self._bounds.draws and not self._source.once
@@ -326,27 +332,27 @@ class Loader(Iterator[Batch]):
         """True if threads are due to be watched while `next` waits: for the first batch, and ever
         more rarely later, since batches may always be ready in time."""
         n = self._batches
-        return self._unseen and (not n or (n >= LOOK_AT and not n & (n - 1)))
+        return self._has_unseen_draws and (not n or (n >= FIRST_WATCH_BATCHES and not n & (n - 1)))
 
     def _fetch_watched(self) -> None:
         """Request the next batches, and wait for the first unfinished one, or a moment. Read
         samples again if they were seen to draw."""
-        with sample_rng.put_back_if_moved() as drawn:
+        with sample_rng.preserve_and_watch_rng() as drawn:
             late = [
                 position for position in self._fetch_ahead() if not self._feed.is_ready(position)
             ]
             if late:
                 self._feed.wait(late[0], self._patience_s(late[0]))
         if drawn:
-            self._read_anew()
+            self._refetch_with_seeds()
 
     def _patience_s(self, position: int) -> float:
         """Return for how long to watch the batch at `position`: without limit if needed now."""
         if self._since_s is None or position == self._cursor.position:
             return inf
-        return max(LOOK_S, LOOK_SHARE * (time.monotonic() - self._since_s))
+        return max(WATCH_S, WATCH_SHARE * (time.monotonic() - self._since_s))
 
-    def _read_anew(self) -> None:
+    def _refetch_with_seeds(self) -> None:
         """Fetch batches again after threads read them unaware of random draws."""
         _LOG.warning(
             "samples of %s draw at random, which was not seen before: those so far drew from the "
@@ -354,21 +360,21 @@ class Loader(Iterator[Batch]):
             "gpumix.sample_generator() is for that",
             self._source.name,
         )
-        self._feed.begin_anew()
+        self._feed.restart_with_draws()
         if self._copies is not None:
             self._copies.forget()
-        self._know_that_it_draws()
+        self._apply_draw_bounds()
 
-    def _know_that_it_draws(self) -> None:
-        self._bounds = self._bounds.where_it_draws()
-        bounds = self._tuner.bounds.where_it_draws()
-        self._feed.set(self._tuner.drawing(bounds, self._feed.batch_bytes))
+    def _apply_draw_bounds(self) -> None:
+        self._bounds = self._bounds.with_random_draws()
+        bounds = self._tuner.bounds.with_random_draws()
+        self._feed.set(self._tuner.apply_draws(bounds, self._feed.batch_bytes))
 
     def _copy_ahead(self) -> None:
         """Start the copy of the next batch to the device, if fetched."""
         if self._copies is None:
             return
-        batch = self._feed.there(self._cursor.position)
+        batch = self._feed.peek(self._cursor.position)
         if batch is not None:
             self._copies.begin(self._cursor.position, batch)
 
@@ -382,7 +388,7 @@ class Loader(Iterator[Batch]):
         """Return the bounds for the rank's part of its host."""
         return replace(
             self._bounds,
-            cores=self._bounds.cores or cores_for(shares, self._rank),
+            cores=self._bounds.cores or get_rank_cores(shares, self._rank),
             memory_bytes=batch_memory_bytes(shares, self._rank),
         )
 
@@ -391,8 +397,8 @@ class Loader(Iterator[Batch]):
         _record(skipped, self.skipped, self._source.name)
         self._costs += costs
         rows, batch_bytes = len(self.last_indices), self._feed.batch_bytes
-        if self._draws and not self._unseen and not self._bounds.draws:
-            self._know_that_it_draws()
+        if self._draws and not self._has_unseen_draws and not self._bounds.draws:
+            self._apply_draw_bounds()
         if not self._tuner.knows:
             self._feed.set(self._tuner.first(self._costs, rows, batch_bytes))
             self._costs = []
@@ -404,7 +410,7 @@ class Loader(Iterator[Batch]):
 def _record(found: Iterable[Skipped], record: list[Skipped], name: str) -> None:
     """Record unreadable samples of the dataset `name`, and log the first few."""
     for one in found:
-        if len(record) < TOLD:
+        if len(record) < LOGGED_BAD_SAMPLES:
             instead = f"sample {one.instead} takes its place"
             if one.instead is None:
                 instead = "its pack does without it"
@@ -429,7 +435,7 @@ def _source_of(
             dataset,
             name,
             global_batch,
-            form=Form(transform, collate),
+            form=StreamProcessing(transform, collate),
             seed=seed,
             reading=reading,
         )
@@ -469,7 +475,7 @@ def evaluation_batches(
     *,
     batches: int,
     device: torch.device | str = "cpu",
-    reading: Reading = AS_USUAL,
+    reading: Reading = DEFAULT_READING,
     skipped: list[Skipped] | None = None,
 ) -> Iterator[tuple[Batch, int]]:
     """Return this rank's share of the first `batches` global batches of `held_out`, in file order,
@@ -486,7 +492,7 @@ def evaluation_batches(
     Raises:
         InputError: the shares are invalid, or nothing is held out.
     """
-    share, source = share_of(shares, rank), as_source(held_out, reading=reading)
+    share, source = get_batch_share(shares, rank), as_source(held_out, reading=reading)
     total = min(share.total, len(source))
     if not total:
         raise InputError(
@@ -494,11 +500,11 @@ def evaluation_batches(
             fix="set data.held_out above 0, or evaluation.every_steps to 0",
         )
     own = [np.arange(rows.start, rows.stop) for rows in share.rows(total)]
-    indices, pin = np.concatenate([NO_INDICES, *own]), pin_device(device)
+    indices, pin = np.concatenate([NO_INDICES, *own]), find_pin_memory_device(device)
     record = [] if skipped is None else skipped
 
     def batch_at(first: int) -> Batch:
-        batch, found = fetch_in_time(source, first + indices, reading)
+        batch, found = fetch_with_timeout(source, first + indices, reading)
         known = set(record)
         _record([one for one in found if one not in known], record, source.name)
         return _pinned(batch, pin)
@@ -507,11 +513,13 @@ def evaluation_batches(
     return ((batch_at(first), total) for first in firsts)
 
 
-def pin_device(device: torch.device | str) -> torch.device | None:
+def find_pin_memory_device(device: torch.device | str) -> torch.device | None:
     """Return the GPU whose copies need pinned memory, or None for any device but a GPU."""
     if not runtime.is_gpu(device) or not runtime.is_available():
         return None
-    return runtime.indexed(device)  # resolved now: the pinning thread has another current device
+    return runtime.add_device_index(
+        device
+    )  # resolved now: the pinning thread has another current device
 
 
 def _pinned(batch: Batch, pin: torch.device | None) -> Batch:

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from gpumix.doctor.layout import with_value
+from gpumix.doctor.layout import set_yaml_value
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import read_bytes, replace_text
 from gpumix.schema.job.job import Job
-from gpumix.schema.reading.overrides import key_of
+from gpumix.schema.reading.overrides import parse_key
 from gpumix.schema.reading.yaml_places import YamlSource, parse_yaml
 from gpumix.schema.value import Value
 
@@ -21,29 +21,29 @@ Changes = Mapping[str, Any]
 """Values by dotted key."""
 
 
-def overrides(changes: Changes) -> list[str]:
+def format_overrides(changes: Changes) -> list[str]:
     """Return the changes as `--set` arguments."""
     return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
 
 
-def given_again(given: Sequence[str], changes: Changes) -> list[str]:
+def merge_overrides(given: Sequence[str], changes: Changes) -> list[str]:
     """Return the `--set` arguments for a job file containing the changes: the arguments `given`,
     without replaced keys, plus changes overridden by a remaining argument for a parent key."""
     replaced = tuple(f"{key}." for key in changes)
-    kept = [one for one in given if not f"{key_of(one)}.".startswith(replaced)]
-    above = tuple(f"{key_of(one)}." for one in kept)
-    return kept + overrides({k: v for k, v in changes.items() if k.startswith(above)})
+    kept = [one for one in given if not f"{parse_key(one)}.".startswith(replaced)]
+    above = tuple(f"{parse_key(one)}." for one in kept)
+    return kept + format_overrides({k: v for k, v in changes.items() if k.startswith(above)})
 
 
-def in_words(changes: Changes) -> str:
+def describe_changes(changes: Changes) -> str:
     """Format changes for a reader; a default value reads as an absent key."""
     return ", ".join(
-        f"no `{key}`" if value == default_of(key) else f"`{key}: {json.dumps(value)}`"
+        f"no `{key}`" if value == get_default(key) else f"`{key}: {json.dumps(value)}`"
         for key, value in changes.items()
     )
 
 
-def default_of(key: str) -> Any:
+def get_default(key: str) -> Any:
     """Return the default of a job key, as JSON value."""
     *path, last = key.split(".")
     spec: type[Value] = Job
@@ -63,19 +63,19 @@ def write_tuned(job: Path, tuned: Path, changes: Changes, notes: Sequence[str] =
         MachineError: writing fails.
     """
     text = read_bytes(job).decode("utf-8-sig")
-    content = _content(text)
-    made = {k: v for k, v in changes.items() if v != default_of(k) or _is_in(content, k)}
+    content = _parse_job_text(text)
+    made = {k: v for k, v in changes.items() if v != get_default(k) or _has_key(content, k)}
     for key, value in made.items():
-        _change(content, key.split("."), value)
+        _set_key(content, key.split("."), value)
     try:
         for key, value in made.items():
-            text = with_value(text, key.split("."), value)
-        kept = _content(text) == content
+            text = set_yaml_value(text, key.split("."), value)
+        kept = _parse_job_text(text) == content
     except (ValueError, yaml.YAMLError, InputError):
         kept = False
     head = "".join(f"# {line}\n" for line in (f"{job.name} as gpumix doctor would have it", *notes))
     body = text if kept else yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-    by_hand = " ".join(f"--set {one}" for one in overrides(changes))
+    by_hand = " ".join(f"--set {one}" for one in format_overrides(changes))
     replace_text(
         tuned,
         head + body,
@@ -84,14 +84,14 @@ def write_tuned(job: Path, tuned: Path, changes: Changes, notes: Sequence[str] =
     )
 
 
-def _content(text: str) -> Any:
+def _parse_job_text(text: str) -> Any:
     """Parse a job's text into values; duplicate keys are an error."""
     tree = parse_yaml(text, YamlSource("the job", Path()))
     assert tree is not None, "it was read as a job"
     return tree.value
 
 
-def _is_in(content: Any, key: str) -> bool:
+def _has_key(content: Any, key: str) -> bool:
     for part in key.split("."):
         if not isinstance(content, dict) or part not in content:
             return False
@@ -99,7 +99,7 @@ def _is_in(content: Any, key: str) -> bool:
     return True
 
 
-def _change(content: dict[str, Any], path: list[str], value: Any) -> None:
+def _set_key(content: dict[str, Any], path: list[str], value: Any) -> None:
     for part in path[:-1]:
         content = content.setdefault(part, {})
     content[path[-1]] = value

@@ -15,12 +15,12 @@ from typing import Protocol, Self, TypeVar
 
 from gpumix.doctor.change import Changes
 from gpumix.doctor.report import Report, Slowdown, Suspect
-from gpumix.doctor.verdict import PAIRS, Gain, enough, gain_of
+from gpumix.doctor.verdict import PAIRS, Gain, compute_gain, has_enough_pairs
 from gpumix.schema.errors import GpumixError
 from gpumix.schema.units import show_seconds
 
 STEPS = 12  # of a window, not counting its warm-up
-DISTURBED = 0.3  # limit on the spread of windows with equal settings, as fraction of a step
+MOST_SPREAD = 0.3  # limit on the spread of windows with equal settings, as fraction of a step
 LONG_S = 20.0  # duration of windows above which an estimate is printed
 
 Say = Callable[[str], None]
@@ -69,7 +69,7 @@ AnyPatient = TypeVar("AnyPatient", bound=Patient)
 
 
 @dataclass
-class _Tally:
+class _WindowStatistics:
     """Statistics of all windows so far."""
 
     trained_s: float = 0.0
@@ -82,7 +82,7 @@ class _Tally:
 
     def remarks(self) -> Iterator[str]:
         """Yield remarks on the spread of windows."""
-        if self.spreads and (spread := median(self.spreads)) > DISTURBED:
+        if self.spreads and (spread := median(self.spreads)) > MOST_SPREAD:
             yield (
                 f"windows of the same settings differ by {spread:.0%}: this machine does something "
                 "else beside, so smaller gains than that may have been missed"
@@ -90,7 +90,7 @@ class _Tally:
 
 
 @dataclass
-class _Found:
+class _Results:
     findings: list[Slowdown] = field(default_factory=list)
     cleared: list[tuple[str, Gain]] = field(default_factory=list)
     unlike: list[tuple[str, str]] = field(default_factory=list)
@@ -109,17 +109,17 @@ def examine(
     Raises:
         GpumixError: the unchanged patient does not run.
     """
-    begun_s, tally, found = time.perf_counter(), _Tally(), _Found()
+    begun_s, tally, found = time.perf_counter(), _WindowStatistics(), _Results()
     first = tally.one_more(patient)
     waits = f"{first.input_share:.0%} of that are waits for data"
     say(f"a step takes {show_seconds(first.step_s)}, {waits}")
     tried: set[str] = set()
     while (suspect := _next(patient, tried, only)) is not None:
         tried.add(suspect.name)
-        say(f"suspected: {suspect.what} ({suspect.why}); with {suspect.mended_by}:")
+        say(f"suspected: {suspect.what} ({suspect.why}); with {suspect.change_text}:")
         after = patient.with_changes(suspect.changes)
         try:
-            gain = _compared(patient, after, pairs, tally, say)
+            gain = _measure_gain(patient, after, pairs, tally, say)
         except GpumixError as error:
             say(f"  that does not run: {error.what}")
             continue
@@ -153,12 +153,14 @@ def _next(patient: Patient, tried: set[str], only: tuple[str, ...]) -> Suspect |
     return None
 
 
-def _compared(before: AnyPatient, after: AnyPatient, pairs: int, tally: _Tally, say: Say) -> Gain:
+def _measure_gain(
+    before: AnyPatient, after: AnyPatient, pairs: int, tally: _WindowStatistics, say: Say
+) -> Gain:
     """Measure the gain in alternating windows, stopping once the result is clear."""
     begun_s = time.perf_counter()
     before_s: list[float] = []
     after_s: list[float] = []
-    while not enough(before_s, after_s, pairs):
+    while not has_enough_pairs(before_s, after_s, pairs):
         order = ((before, before_s), (after, after_s))
         for patient, seconds in order if len(before_s) % 2 == 0 else order[::-1]:
             seconds.append(tally.one_more(patient).step_s)
@@ -169,4 +171,4 @@ def _compared(before: AnyPatient, after: AnyPatient, pairs: int, tally: _Tally, 
                 f"about {show_seconds(left_s)}"
             )
     tally.spreads.append((max(before_s) - min(before_s)) / median(before_s))
-    return gain_of(before_s, after_s)
+    return compute_gain(before_s, after_s)

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.doctor.function.seen import Site
-from gpumix.schema.files import opened_log
+from gpumix.schema.files import open_log
 
-CODE = ("late_values", "quiet", "expandable_segments")
+CODE_CHANGES = ("late_values", "quiet", "expandable_segments")
 """Changes of code or environment in ranks, in contrast to job settings."""
 
 
 @dataclass(frozen=True)
-class SeenInside:
+class RankObservations:
     """Observations of the first rank in counted steps.
 
     Attributes:
@@ -34,17 +34,17 @@ class SeenInside:
     kernels_s: float | None = None
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> SeenInside:
+    def of(cls, told: Mapping[str, Any]) -> RankObservations:
         sites = {name: tuple(Site(**one) for one in told[name]) for name in ("syncs", "writes")}
         return cls(**sites, attention=tuple(told["attention"]), kernels_s=told["kernels_s"])
 
 
 @dataclass
-class Inside:
+class RankWatch:
     """An implementation of `train.monitor.trial_hook.Watcher`.
 
     Attributes:
-        changes: of `CODE`.
+        changes: of `CODE_CHANGES`.
         log: file for printed output, kept out of the report.
         gpu: whether ranks have GPUs.
         looks: whether to inspect the operations of an additional step.
@@ -60,15 +60,15 @@ class Inside:
     _patches: Any = None
     _lines: Any = None
 
-    def __enter__(self) -> Inside:
-        from gpumix.doctor.function.changing import apply
+    def __enter__(self) -> RankWatch:
+        from gpumix.doctor.function.changing import apply_changes
         from gpumix.doctor.function.lines import WaitingLines
         from gpumix.doctor.function.patches import Patches
 
         self._patches, self._lines = Patches(), WaitingLines()
-        log = self._patches.enter_context(opened_log(self.log))
+        log = self._patches.enter_context(open_log(self.log))
         self._patches.replace(sys, "stdout", lambda _: log)
-        apply(self.changes, self._patches)
+        apply_changes(self.changes, self._patches)
         self._lines.install(self._patches, gpu=self.gpu)
         self._told = {"attention": [], "kernels_s": None}
         return self
@@ -81,14 +81,17 @@ class Inside:
 
     def ends(self) -> None:
         lines = self._lines
-        self._told |= {"syncs": _own(lines.syncs.seen()), "writes": _own(lines.writes.seen())}
+        self._told |= {
+            "syncs": _keep_user_sites(lines.syncs.seen()),
+            "writes": _keep_user_sites(lines.writes.seen()),
+        }
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        from gpumix.doctor.function.attention import WrittenOut
-        from gpumix.doctor.function.kernels import Kernels
+        from gpumix.doctor.function.attention import UnfusedAttentionFinder
+        from gpumix.doctor.function.kernels import KernelProfile
 
-        kernels, attention = Kernels(), WrittenOut()
+        kernels, attention = KernelProfile(), UnfusedAttentionFinder()
         kernels.begin()
         if self.attention:
             attention.begin()
@@ -102,7 +105,7 @@ class Inside:
         return self._told
 
 
-def _own(sites: Sequence[Site]) -> list[dict[str, Any]]:
-    from gpumix.doctor.function.patches import UNKNOWN
+def _keep_user_sites(sites: Sequence[Site]) -> list[dict[str, Any]]:
+    from gpumix.doctor.function.patches import LIBRARY_LINE
 
-    return [asdict(site) for site in sites if site.place != UNKNOWN]
+    return [asdict(site) for site in sites if site.place != LIBRARY_LINE]

@@ -9,29 +9,39 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from gpumix.doctor.change import Changes, overrides
+from gpumix.doctor.change import Changes, format_overrides
 from gpumix.doctor.examine import TimedWindow
-from gpumix.doctor.function.alike import unlike
-from gpumix.doctor.function.suspects import steering
-from gpumix.doctor.inside import CODE, Inside, SeenInside
-from gpumix.doctor.machine import SITES, Watched, remarks_on, still_starved, watched, written_out
+from gpumix.doctor.function.alike import describe_loss_difference
+from gpumix.doctor.function.suspects import describe_steering_reads
+from gpumix.doctor.inside import CODE_CHANGES, RankObservations, RankWatch
+from gpumix.doctor.machine import (
+    SITES,
+    MachineObservations,
+    describe_starvation,
+    describe_unfused_attention,
+    remarks_on,
+    watch_machine,
+)
 from gpumix.doctor.report import Suspect
-from gpumix.doctor.suspects import Evidence, suspects
-from gpumix.hardware.host.cpu import cpu_has_bf16
+from gpumix.doctor.suspects import Evidence, find_suspects
+from gpumix.hardware.host.cpu import has_bf16
 from gpumix.hardware.host.environment import has_cpp_compiler
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.errors import GpumixError
 from gpumix.schema.files import scratch_folder
 from gpumix.schema.job.job import Job
-from gpumix.schema.plan.dtypes import compute_dtypes
+from gpumix.schema.plan.dtypes import choose_compute_dtypes
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.train.controller import JobController
-from gpumix.train.elastic.rebalance_memory import settled
+from gpumix.train.elastic.rebalance_memory import predict_rebalanced_plan
 from gpumix.train.run_log.summary import TrialResult
 
 SETTLING = 10  # additional steps for the loader to tune itself
-COMPARED = {"late_values": "late_values", "precision": "autocast"}  # changes, and names in `alike`
+LOSS_CHANGES = {
+    "late_values": "late_values",
+    "precision": "autocast",
+}  # changes, and names in `alike`
 MEASURED = {"precision", "compile", "efficiency"}  # job keys affecting its profile
 AMPERE = 8  # major compute capability introducing TF32
 
@@ -61,14 +71,19 @@ class JobPatient:
     tokens: float = 0.0
     profiles: dict[str, Profile] = field(default_factory=dict)
     trials: list[TrialResult] = field(default_factory=list)
-    seen: Watched | None = None
-    inside: SeenInside | None = None
+    seen: MachineObservations | None = None
+    inside: RankObservations | None = None
     kernels_share: float | None = None
 
     @cached_property
     def pipeline(self) -> JobController:
-        settings = {key: value for key, value in self.changes.items() if key not in CODE}
-        said = [*self.given, *overrides(settings), f"output={self.folder}", "trace_step=null"]
+        settings = {key: value for key, value in self.changes.items() if key not in CODE_CHANGES}
+        said = [
+            *self.given,
+            *format_overrides(settings),
+            f"output={self.folder}",
+            "trace_step=null",
+        ]
         return JobController.of_file(self.path, said, allowed=self.allowed, debug=self.debug)
 
     @property
@@ -80,7 +95,7 @@ class JobPatient:
         """The plan after a run's possible rebalancing of samples."""
         profile = self._profile()
         plan = self.pipeline.plan(profile)
-        return settled(profile, plan) if self.job.rebalance else plan
+        return predict_rebalanced_plan(profile, plan) if self.job.rebalance else plan
 
     def _profile(self) -> Profile:
         """Return the profile, measured once for all changes without effect on it."""
@@ -95,19 +110,19 @@ class JobPatient:
     def window(self) -> TimedWindow:
         plan = self.plan  # planned and profiled before the watch starts
         looks = self.inside is None
-        inside = Inside(
-            {key: value for key, value in self.changes.items() if key in CODE},
+        inside = RankWatch(
+            {key: value for key, value in self.changes.items() if key in CODE_CHANGES},
             log=self.folder / "printed.log",
-            gpu=bool(self._real(gpus=True)),
+            gpu=bool(self._list_real_classes(gpus=True)),
             looks=looks,
             attention=self.job.compile is False,
         )
-        with watched() as told:
+        with watch_machine() as told:
             trial = self.pipeline.try_out(plan, self.steps, beside=True, watcher=inside)
         self.seen = told()
         self.trials.append(trial)
         if looks:
-            self.inside = SeenInside.of(trial.told)
+            self.inside = RankObservations.of(trial.told)
             if self.inside.kernels_s is not None:
                 self.kernels_share = self.inside.kernels_s / trial.mean_s
         seconds = trial.mean_s
@@ -117,19 +132,19 @@ class JobPatient:
             (self.job.checkpoint.every_steps, trial.save),
         ):
             if every:
-                seconds += took.each_s(every * trial.mean_s) / every
-                took_s += took.still_s + took.beside_s
+                seconds += took.compute_added_s(every * trial.mean_s) / every
+                took_s += took.pause_s + took.overlapped_s
         # Scale to the unchanged tokens per step, which a new sample order or batch size alters.
         seconds *= (self.tokens or _tokens(trial)) / _tokens(trial)
         return TimedWindow(seconds, took_s, max(trial.input_shares))
 
-    def _real(self, *, gpus: bool) -> tuple[str, ...]:
+    def _list_real_classes(self, *, gpus: bool) -> tuple[str, ...]:
         """Return the names of GPU classes, or of CPU classes, without emulated classes."""
         classes = self.pipeline.cluster.classes
         return tuple(c.name for c in classes if c.is_gpu == gpus and not c.emulated)
 
     @property
-    def _part_of_batch(self) -> float:
+    def _batch_ratio(self) -> float:
         """Ratio of the unchanged to the changed batch size."""
         return (self.global_batch or self.job.global_batch) / self.job.global_batch
 
@@ -140,20 +155,20 @@ class JobPatient:
         return replace(self, changes=both, global_batch=batch, tokens=tokens, trials=[])
 
     def suspects(self) -> list[Suspect]:
-        return suspects(self._evidence())
+        return find_suspects(self._evidence())
 
     def unlike(self, before: JobPatient) -> str:
         """Compare losses after changes of code or dtypes. All further settings change rounding at
         most, as verified by the engine's tests."""
-        added = {key for key in self.changes.keys() - before.changes.keys() if key in COMPARED}
+        added = {key for key in self.changes.keys() - before.changes.keys() if key in LOSS_CHANGES}
         if not added:
             return ""
-        names = {COMPARED[key] for key in added}
-        return unlike(before.trials[-1].losses, self.trials[-1].losses, names)
+        names = {LOSS_CHANGES[key] for key in added}
+        return describe_loss_difference(before.trials[-1].losses, self.trials[-1].losses, names)
 
     def _evidence(self) -> Evidence:
         trial, plan = self.trials[-1], self.plan
-        classes, cpus = self.pipeline.cluster.classes, self._real(gpus=False)
+        classes, cpus = self.pipeline.cluster.classes, self._list_real_classes(gpus=False)
         return Evidence(
             job=self.job,
             plan=plan,
@@ -162,28 +177,28 @@ class JobPatient:
             save=trial.save,
             evaluation=trial.evaluation,
             padding_share=trial.padding_share,
-            inside=SeenInside.of(trial.told),
+            inside=RankObservations.of(trial.told),
             steps=self.steps,
             retries=sum(trial.retries),
             kernels_share=self.kernels_share,
-            compilers=bool(self._real(gpus=True)),
+            compilers=bool(self._list_real_classes(gpus=True)),
             cpu_compilers=bool(cpus) and has_cpp_compiler(),
-            cpu_bf16=cpus if cpu_has_bf16() else (),
-            other_dtypes=compute_dtypes(self.job.precision, self.pipeline.cluster)
-            != compute_dtypes("auto", self.pipeline.cluster),
+            cpu_bf16=cpus if has_bf16() else (),
+            other_dtypes=choose_compute_dtypes(self.job.precision, self.pipeline.cluster)
+            != choose_compute_dtypes("auto", self.pipeline.cluster),
             tf32=tuple(c.name for c in classes if _has_tf32(c)),
             planned_s=plan.prediction.step_s if plan.prediction else 0.0,
-            foretold_s=lambda changes: _foretold_s(self.with_changes(changes)),
+            predict_step_s=lambda changes: _foretold_s(self.with_changes(changes)),
         )
 
     def remarks(self) -> Iterator[str]:
         trial = self.trials[-1]
         share = max(trial.input_shares)
-        if starved := still_starved(trial.input_shares, trial.limits):
+        if starved := describe_starvation(trial.input_shares, trial.limits):
             yield starved
         if self.inside is not None and self.inside.attention:
-            yield written_out(self.inside.attention)
-        if told := steering(SeenInside.of(trial.told).syncs):
+            yield describe_unfused_attention(self.inside.attention)
+        if told := describe_steering_reads(RankObservations.of(trial.told).syncs):
             yield told
         if trial.syncs:  # without reads through `doctor.function.lines`, attributed to gpumix
             named = ", ".join(f"{place} ({n:g} a step)" for place, n in trial.syncs[:SITES])
@@ -198,7 +213,7 @@ class JobPatient:
 
 
 @contextmanager
-def job_patient(
+def open_job_patient(
     path: Path,
     given: tuple[str, ...],
     *,
@@ -216,7 +231,7 @@ def _foretold_s(patient: JobPatient) -> float | None:
         expected = patient.plan.prediction
     except GpumixError:
         return None
-    return None if expected is None else expected.step_s * patient._part_of_batch
+    return None if expected is None else expected.step_s * patient._batch_ratio
 
 
 def _tokens(trial: TrialResult) -> float:

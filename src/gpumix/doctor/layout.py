@@ -8,7 +8,7 @@ import yaml
 from yaml.nodes import CollectionNode, MappingNode, Node
 
 
-def with_value(text: str, path: list[str], value: Any) -> str:
+def set_yaml_value(text: str, path: list[str], value: Any) -> str:
     """Return the text with one value changed, or appended to a section.
 
     Raises:
@@ -22,26 +22,26 @@ def with_value(text: str, path: list[str], value: Any) -> str:
         if found is None:
             for inner in reversed(path[done + 1 :]):
                 value = {inner: value}
-            return _added(text, section, f"{key}: {_written(value)}")
+            return _append_entry(text, section, f"{key}: {_dump_value(value)}")
         section = found
     assert section is not None, "a path has a key"
     if section.start_mark.line != section.end_mark.line:
         raise ValueError(f"'{'.'.join(path)}' has several lines")
-    return text[: section.start_mark.index] + _written(value) + text[section.end_mark.index :]
+    return text[: section.start_mark.index] + _dump_value(value) + text[section.end_mark.index :]
 
 
-def _added(text: str, section: MappingNode, entry: str) -> str:
+def _append_entry(text: str, section: MappingNode, entry: str) -> str:
     if section.flow_style:
         end = section.end_mark.index - 1  # the closing bracket
         kept = text[:end].rstrip()
         return f"{kept}{', ' if section.value else ''}{entry}{text[end:]}"
-    last = _last(section)
+    last = _find_last_node(section)
     line_end = text.find("\n", last.end_mark.index)
     place = len(text) if line_end < 0 else line_end
     return f"{text[:place]}\n{' ' * section.start_mark.column}{entry}{text[place:]}"
 
 
-def _last(node: Node) -> Node:
+def _find_last_node(node: Node) -> Node:
     """Return the last node in the text of a section."""
     while isinstance(node, CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
@@ -49,6 +49,6 @@ def _last(node: Node) -> Node:
     return node
 
 
-def _written(value: Any) -> str:
+def _dump_value(value: Any) -> str:
     dumped = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
     return dumped.removesuffix("...\n").strip()

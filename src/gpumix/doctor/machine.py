@@ -1,6 +1,6 @@
 """Slowdowns without a fix by settings: throttled GPUs, slow links, disks or cores. `remarks_on`
-judges, and is pure; `watched` reads counters of driver and kernel, from outside of the training
-processes."""
+judges, and is pure; `watch_machine` reads counters of driver and kernel, from outside of the
+training processes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gpumix.cost.input_time import STARVED_SHARE
+from gpumix.cost.input_time import MIN_STARVED_SHARE
 from gpumix.data.workers.autotune import Limit
-from gpumix.hardware.discovery.gpu_health import REASONS, GpuReading, driver, look, most_link
+from gpumix.hardware.discovery.gpu_health import (
+    THROTTLE_REASONS,
+    GpuReading,
+    open_nvml,
+    read_gpu,
+    read_max_link,
+)
 from gpumix.schema.files import read_log
 
 SHARE = 0.1  # fraction of samples, or of the time, above which a problem is reported
@@ -28,7 +34,7 @@ _PAGED_IN = Path("/proc/vmstat")
 
 
 @dataclass(frozen=True)
-class GpuWatched:
+class GpuSamples:
     """Samples of a GPU during a window. `most`: the best link supported by card and slot."""
 
     name: str
@@ -37,7 +43,7 @@ class GpuWatched:
 
 
 @dataclass(frozen=True)
-class Watched:
+class MachineObservations:
     """State of the machine during a window.
 
     Attributes:
@@ -45,12 +51,12 @@ class Watched:
         read_bytes_per_s: read from disks.
     """
 
-    gpus: tuple[GpuWatched, ...]
+    gpus: tuple[GpuSamples, ...]
     stalled_share: float | None
     read_bytes_per_s: float
 
 
-def remarks_on(seen: Watched, *, input_share: float, retries: int = 0) -> Iterator[str]:
+def remarks_on(seen: MachineObservations, *, input_share: float, retries: int = 0) -> Iterator[str]:
     """Yield remarks on the machine.
 
     Args:
@@ -60,7 +66,7 @@ def remarks_on(seen: Watched, *, input_share: float, retries: int = 0) -> Iterat
     for gpu in seen.gpus:
         yield from _throttled(gpu)
         yield from _narrow_link(gpu)
-    if input_share > STARVED_SHARE:
+    if input_share > MIN_STARVED_SHARE:
         yield from _slow_disk(seen, input_share)
     if retries:
         yield (
@@ -70,15 +76,15 @@ def remarks_on(seen: Watched, *, input_share: float, retries: int = 0) -> Iterat
         )
 
 
-def _throttled(gpu: GpuWatched) -> Iterator[str]:
+def _throttled(gpu: GpuSamples) -> Iterator[str]:
     looks = [one for one in gpu.looks if one.used]
-    for bit, reason in REASONS.items():
+    for bit, reason in THROTTLE_REASONS.items():
         share = sum(bool(one.reasons & bit) for one in looks) / max(1, len(looks))
         if share > SHARE:
             yield f"{gpu.name} is throttled in {share:.0%} of the time: {reason}"
 
 
-def _narrow_link(gpu: GpuWatched) -> Iterator[str]:
+def _narrow_link(gpu: GpuSamples) -> Iterator[str]:
     """Report a slow PCIe link, by its best sample: idle GPUs slow links to save power."""
     looks = [one.link for one in gpu.looks if one.used]
     if not looks:
@@ -91,7 +97,7 @@ def _narrow_link(gpu: GpuWatched) -> Iterator[str]:
         )
 
 
-def _slow_disk(seen: Watched, input_share: float) -> Iterator[str]:
+def _slow_disk(seen: MachineObservations, input_share: float) -> Iterator[str]:
     stalled, rate = seen.stalled_share, seen.read_bytes_per_s
     if stalled is None or stalled <= SHARE or not rate:
         return
@@ -102,7 +108,7 @@ def _slow_disk(seen: Watched, input_share: float) -> Iterator[str]:
     )
 
 
-def still_starved(input_shares: Sequence[float], limits: Sequence[str]) -> str:
+def describe_starvation(input_shares: Sequence[float], limits: Sequence[str]) -> str:
     """Describe the device with the longest wait for data; empty if short.
 
     Args:
@@ -110,7 +116,7 @@ def still_starved(input_shares: Sequence[float], limits: Sequence[str]) -> str:
             reported.
     """
     share = max(input_shares)
-    if share <= STARVED_SHARE:
+    if share <= MIN_STARVED_SHARE:
         return ""
     limit = limits[input_shares.index(share)]
     why = f", held back by {limit}" if limit == Limit.CORES else ""
@@ -120,7 +126,7 @@ def still_starved(input_shares: Sequence[float], limits: Sequence[str]) -> str:
     )
 
 
-def written_out(lines: Sequence[str]) -> str:
+def describe_unfused_attention(lines: Sequence[str]) -> str:
     """Describe lines with unfused attention."""
     named = ", ".join(lines[:SITES])
     return (
@@ -130,14 +136,14 @@ def written_out(lines: Sequence[str]) -> str:
     )
 
 
-def too_few_cores(cpu_s: float, step_s: float, cores: float, input_share: float) -> str:
+def describe_core_shortage(cpu_s: float, step_s: float, cores: float, input_share: float) -> str:
     """Describe a shortage of cores for reading data (and for training on a CPU); empty if none.
 
     Args:
         cpu_s: CPU seconds per step of all training processes.
     """
     busy = cpu_s / max(1e-9, step_s * cores)
-    if input_share <= STARVED_SHARE or busy < 1.0 - SHARE:
+    if input_share <= MIN_STARVED_SHARE or busy < 1.0 - SHARE:
         return ""
     return (
         f"a device waits for its data in {input_share:.0%} of a step, and all {cores:g} cores are "
@@ -150,14 +156,16 @@ def too_few_cores(cpu_s: float, step_s: float, cores: float, input_share: float)
 
 
 @contextmanager
-def watched() -> Iterator[Callable[[], Watched]]:
+def watch_machine() -> Iterator[Callable[[], MachineObservations]]:
     """Watch the machine; provide a function returning the observations after the block."""
-    gpus: list[GpuWatched] = []
+    gpus: list[GpuSamples] = []
     ended = threading.Event()
-    thread = threading.Thread(target=_look, args=(gpus, ended), name="gpumix-looks", daemon=True)
+    thread = threading.Thread(
+        target=_sample_gpus, args=(gpus, ended), name="gpumix-looks", daemon=True
+    )
     begun_s, stalled_s, read_bytes = time.perf_counter(), _stalled_s(), _read_bytes()
     thread.start()
-    found: list[Watched] = []
+    found: list[MachineObservations] = []
     try:
         yield lambda: found[0]
     finally:
@@ -166,27 +174,29 @@ def watched() -> Iterator[Callable[[], Watched]]:
         seconds = max(1e-9, time.perf_counter() - begun_s)
         now_s = _stalled_s()
         share = None if now_s is None or stalled_s is None else (now_s - stalled_s) / seconds
-        found.append(Watched(tuple(gpus), share, (_read_bytes() - read_bytes) / seconds))
+        found.append(
+            MachineObservations(tuple(gpus), share, (_read_bytes() - read_bytes) / seconds)
+        )
 
 
-def _look(gpus: list[GpuWatched], ended: threading.Event) -> None:
+def _sample_gpus(gpus: list[GpuSamples], ended: threading.Event) -> None:
     """Sample all GPUs until `ended`; without a working driver, none."""
-    with driver() as nvml:
+    with open_nvml() as nvml:
         if nvml is not None:
             with suppress(nvml.NVMLError):
-                gpus += look_at(nvml, lambda: ended.wait(LOOK_S))
+                gpus += sample_gpus(nvml, lambda: ended.wait(LOOK_S))
 
 
-def look_at(nvml: ModuleType | Any, ended: Callable[[], bool]) -> list[GpuWatched]:
+def sample_gpus(nvml: ModuleType | Any, ended: Callable[[], bool]) -> list[GpuSamples]:
     """Sample each GPU until `ended()`, which waits between samples."""
     count = nvml.nvmlDeviceGetCount()
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
     looks: list[list[GpuReading]] = [[] for _ in handles]
     while not ended():
         for handle, seen in zip(handles, looks):
-            seen.append(look(nvml, handle, USED))
+            seen.append(read_gpu(nvml, handle, USED))
     return [
-        GpuWatched(f"GPU {index}", most_link(nvml, handle), tuple(seen))
+        GpuSamples(f"GPU {index}", read_max_link(nvml, handle), tuple(seen))
         for index, (handle, seen) in enumerate(zip(handles, looks))
     ]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from gpumix.doctor.change import Changes, in_words
+from gpumix.doctor.change import Changes, describe_changes
 from gpumix.doctor.verdict import Gain
 
 BATCH_NOTE = (
@@ -40,9 +40,9 @@ class Suspect:
     costly: bool = False
 
     @property
-    def mended_by(self) -> str:
+    def change_text(self) -> str:
         """Description of the change."""
-        made = self.fix or in_words(self.changes)
+        made = self.fix or describe_changes(self.changes)
         return f"{made} ({self.note})" if self.note else made
 
 
@@ -61,7 +61,7 @@ class Slowdown:
             "changes": dict(self.suspect.changes),
             "changes_training": self.suspect.changes_training,
             "note": self.suspect.note,
-            "fix": self.suspect.mended_by,
+            "fix": self.suspect.change_text,
             "gain": self.gain.factor,
             "gain_low": self.gain.low,
             "gain_high": self.gain.high,
@@ -103,18 +103,18 @@ class Report:
     @property
     def settings(self) -> dict[str, Any]:
         """Subset of `changes` with job keys."""
-        return {key: value for one in self._of_keys for key, value in one.changes.items()}
+        return {key: value for one in self._key_suspects for key, value in one.changes.items()}
 
     @property
     def notes(self) -> list[str]:
         """Descriptions of noteworthy `settings`."""
-        return [one.mended_by for one in self._of_keys if one.note]
+        return [one.change_text for one in self._key_suspects if one.note]
 
     @property
     def left(self) -> list[str]:
         """Helpful changes left to the user, since they alter training or need code edits."""
         suspects = [one.suspect for one in self.findings]
-        return [one.mended_by for one in suspects if one.changes_training or one.fix]
+        return [one.change_text for one in suspects if one.changes_training or one.fix]
 
     @property
     def gain(self) -> float:
@@ -125,7 +125,7 @@ class Report:
         return [one for one in self.findings if not one.suspect.changes_training]
 
     @property
-    def _of_keys(self) -> list[Suspect]:
+    def _key_suspects(self) -> list[Suspect]:
         return [one.suspect for one in self._safe if not one.suspect.fix]
 
     def as_dict(self) -> dict[str, Any]:

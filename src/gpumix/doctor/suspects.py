@@ -9,19 +9,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gpumix.cost.input_time import STARVED_SHARE
-from gpumix.doctor.change import Changes, default_of
-from gpumix.doctor.function.suspects import LAUNCH_SHARE, lines, retried
-from gpumix.doctor.inside import SeenInside
+from gpumix.cost.input_time import MIN_STARVED_SHARE
+from gpumix.doctor.change import Changes, get_default
+from gpumix.doctor.function.suspects import (
+    LAUNCH_SHARE,
+    suspect_fragmentation,
+    suspect_waiting_lines,
+)
+from gpumix.doctor.inside import RankObservations
 from gpumix.doctor.report import BATCH_NOTE, DTYPE_NOTE, Suspect
 from gpumix.schema.cluster.kernels import EfficiencySpec
 from gpumix.schema.job.job import Job
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.units import LARGEST_BATCH
-from gpumix.train.run_log.interruption_cost import Interlude
+from gpumix.train.run_log.interruption_cost import InterruptionCost
 
-FORETOLD = 0.02  # predicted savings, as fraction of a step, to suspect a pin
-BESIDE = 0.02  # fraction of a run allowed for evaluations, or for checkpoints
+LEAST_PREDICTED_SAVING = 0.02  # predicted savings, as fraction of a step, to suspect a pin
+MOST_INTERLUDE_SHARE = 0.02  # fraction of a run allowed for evaluations, or for checkpoints
 PADDING = 0.05  # fraction of a batch
 SMALL_BATCH = 0.15  # predicted savings, as fraction of a step, to suspect a small batch
 OTHER_DATA = "checkpoints of the job as it is cannot be gone on from"
@@ -52,10 +56,10 @@ class Evidence:
     plan: Plan
     input_share: float
     step_s: float
-    save: Interlude
-    evaluation: Interlude
+    save: InterruptionCost
+    evaluation: InterruptionCost
     padding_share: float | None
-    inside: SeenInside
+    inside: RankObservations
     steps: int
     retries: int
     kernels_share: float | None
@@ -65,7 +69,7 @@ class Evidence:
     other_dtypes: bool
     tf32: tuple[str, ...]
     planned_s: float
-    foretold_s: Callable[[Changes], float | None]
+    predict_step_s: Callable[[Changes], float | None]
 
 
 PINS = {
@@ -107,23 +111,25 @@ NAMES = (
 """Names of all suspects."""
 
 
-def suspects(seen: Evidence) -> list[Suspect]:
+def find_suspects(seen: Evidence) -> list[Suspect]:
     """Return suspects in the order of testing: input first, because waits for data hide all
     else."""
     return [
         *_input(seen),
-        *lines(seen.inside.syncs, seen.inside.writes, seen.steps, seen.steps * seen.step_s),
-        *retried(seen.retries, seen.steps),
+        *suspect_waiting_lines(
+            seen.inside.syncs, seen.inside.writes, seen.steps, seen.steps * seen.step_s
+        ),
+        *suspect_fragmentation(seen.retries, seen.steps),
         *_pins(seen),
-        *_ways(seen),
+        *_suspect_computation(seen),
         *_padding(seen),
-        *_beside(seen),
+        *_suspect_interludes(seen),
         *_batch(seen),
     ]
 
 
 def _input(seen: Evidence) -> Iterator[Suspect]:
-    if seen.input_share <= STARVED_SHARE:
+    if seen.input_share <= MIN_STARVED_SHARE:
         return
     data = seen.job.data
     why = f"a device waits for its data in {seen.input_share:.0%} of a step"
@@ -146,22 +152,26 @@ def _pins(seen: Evidence) -> Iterator[Suspect]:
     """Suspect pinned techniques where the planner would choose differently."""
     if seen.job.strategy != "optimal":
         changes: dict[str, Any] = {"strategy": "optimal"}
-        yield from _foretold(seen, "strategy", f"`strategy: {seen.job.strategy}`", changes)
+        yield from _suspect_if_predicted(
+            seen, "strategy", f"`strategy: {seen.job.strategy}`", changes
+        )
     said = seen.job.techniques.model_dump(mode="json")
     for key, what in PINS.items():
-        if said[key] != (default := default_of(f"techniques.{key}")):
-            yield from _foretold(seen, key, what, {f"techniques.{key}": default})
+        if said[key] != (default := get_default(f"techniques.{key}")):
+            yield from _suspect_if_predicted(seen, key, what, {f"techniques.{key}": default})
 
 
-def _foretold(seen: Evidence, name: str, what: str, changes: Changes) -> Iterator[Suspect]:
-    foretold_s = seen.foretold_s(changes)
-    if foretold_s is None or foretold_s >= seen.planned_s * (1.0 - FORETOLD):
+def _suspect_if_predicted(
+    seen: Evidence, name: str, what: str, changes: Changes
+) -> Iterator[Suspect]:
+    foretold_s = seen.predict_step_s(changes)
+    if foretold_s is None or foretold_s >= seen.planned_s * (1.0 - LEAST_PREDICTED_SAVING):
         return
     gain = seen.planned_s / foretold_s
     yield Suspect(name, what, f"the cost model promises {gain:.2f} times the speed", changes)
 
 
-def _ways(seen: Evidence) -> Iterator[Suspect]:
+def _suspect_computation(seen: Evidence) -> Iterator[Suspect]:
     """Suspect settings of computation not left to each class."""
     job = seen.job
     if seen.other_dtypes:
@@ -173,7 +183,7 @@ def _ways(seen: Evidence) -> Iterator[Suspect]:
             what = f"`efficiency.{key}: {value}`"
             why = "what a class does best is known"
             yield Suspect(key, what, why, {f"efficiency.{key}": "auto"})
-    if isinstance(job.model.config, dict) and _eager(job.model.config):
+    if isinstance(job.model.config, dict) and _has_eager_attention(job.model.config):
         why = "a fused kernel makes no matrix of all pairs of positions"
         changes = {"efficiency.attention": "sdpa"}
         yield Suspect("eager", "the model's `config` asks for attention `eager`", why, changes)
@@ -204,7 +214,7 @@ def _compiled(seen: Evidence) -> Iterator[Suspect]:
     yield Suspect(name, what, why, {"compile": True}, costly=not seen.compilers)
 
 
-def _eager(config: dict[str, Any]) -> bool:
+def _has_eager_attention(config: dict[str, Any]) -> bool:
     return "eager" in (config.get("_attn_implementation"), config.get("attn_implementation"))
 
 
@@ -224,7 +234,7 @@ def _padding(seen: Evidence) -> Iterator[Suspect]:
         )
 
 
-def _beside(seen: Evidence) -> Iterator[Suspect]:
+def _suspect_interludes(seen: Evidence) -> Iterator[Suspect]:
     """Suspect evaluations and checkpoints running too often."""
     for name, section, took, what, given_up in (
         (
@@ -243,11 +253,11 @@ def _beside(seen: Evidence) -> Iterator[Suspect]:
         ),
     ):
         every = getattr(seen.job, section).every_steps
-        each_s = took.each_s(every * seen.step_s)
-        if not every or each_s <= BESIDE * every * seen.step_s:
+        each_s = took.compute_added_s(every * seen.step_s)
+        if not every or each_s <= MOST_INTERLUDE_SHARE * every * seen.step_s:
             continue
         share = each_s / (each_s + every * seen.step_s)
-        wanted_s = max((took.still_s + took.slows_s) / BESIDE, took.beside_s)
+        wanted_s = max((took.pause_s + took.slowdown_s) / MOST_INTERLUDE_SHARE, took.overlapped_s)
         rarer = max(every, round(wanted_s / seen.step_s))
         yield Suspect(
             name=name,
@@ -261,9 +271,9 @@ def _beside(seen: Evidence) -> Iterator[Suspect]:
 def _batch(seen: Evidence) -> Iterator[Suspect]:
     """Suspect a small batch last, because it changes training, and only without waits for data."""
     changes = {"global_batch": 2 * seen.job.global_batch}
-    if seen.input_share > STARVED_SHARE or changes["global_batch"] > LARGEST_BATCH:
+    if seen.input_share > MIN_STARVED_SHARE or changes["global_batch"] > LARGEST_BATCH:
         return
-    foretold_s = seen.foretold_s(changes)
+    foretold_s = seen.predict_step_s(changes)
     if foretold_s is None or foretold_s >= seen.planned_s * (1.0 - SMALL_BATCH):
         return
     yield Suspect(

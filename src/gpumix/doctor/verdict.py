@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from math import comb
 from statistics import median
 
-WORTH = 1.02  # smallest speedup worth a setting
+LEAST_SPEEDUP = 1.02  # smallest speedup worth a setting
 PAIRS = 5  # the range of five values contains the median with probability 94 %
-MOST_PAIRS = 2.5  # factor on the number of pairs, if disturbed windows hide the result
+MOST_PAIRS_FACTOR = 2.5  # factor on the number of pairs, if disturbed windows hide the result
 CONFIDENCE = 0.92  # minimal confidence of an interval, given enough pairs
 
 
@@ -27,46 +27,50 @@ class Gain:
     @property
     def confidence(self) -> float:
         """Confidence of the interval."""
-        return _confidence(self.pairs, _left_out(self.pairs))
+        return _compute_confidence(self.pairs, _count_dropped_pairs(self.pairs))
 
     @property
     def real(self) -> bool:
         """Whether the gain is larger than the spread of windows."""
-        return self.low > 1.0 and self.factor >= WORTH
+        return self.low > 1.0 and self.factor >= LEAST_SPEEDUP
 
     def __str__(self) -> str:
         return f"{self.factor:.2f} times as fast ({self.low:.2f} to {self.high:.2f})"
 
 
-def gain_of(before_s: Sequence[float], after_s: Sequence[float]) -> Gain:
+def compute_gain(before_s: Sequence[float], after_s: Sequence[float]) -> Gain:
     """Return the gain from seconds per step, compared in pairs."""
     factors = sorted(before / after for before, after in zip(before_s, after_s, strict=True))
-    out = _left_out(len(factors))
+    out = _count_dropped_pairs(len(factors))
     return Gain(median(factors), factors[out], factors[-1 - out], len(factors))
 
 
-def enough(before_s: Sequence[float], after_s: Sequence[float], pairs: int) -> bool:
+def has_enough_pairs(before_s: Sequence[float], after_s: Sequence[float], pairs: int) -> bool:
     """Return whether more windows are not worth their time: there is no gain, or `pairs` pairs
     agree, or more pairs do not lead to agreement."""
     if len(before_s) < 3:
         return False
-    found = gain_of(before_s, after_s)
-    if found.factor < 1.0 + (WORTH - 1.0) / 2:
+    found = compute_gain(before_s, after_s)
+    if found.factor < 1.0 + (LEAST_SPEEDUP - 1.0) / 2:
         return True
     if found.pairs < pairs:
         return False
-    return found.real or found.factor < WORTH or found.pairs >= round(MOST_PAIRS * pairs)
+    return (
+        found.real
+        or found.factor < LEAST_SPEEDUP
+        or found.pairs >= round(MOST_PAIRS_FACTOR * pairs)
+    )
 
 
-def _left_out(pairs: int) -> int:
+def _count_dropped_pairs(pairs: int) -> int:
     """Return the number of pairs dropped at either end of the interval, given `CONFIDENCE`."""
     out = 0
-    while _confidence(pairs, out + 1) >= CONFIDENCE:
+    while _compute_confidence(pairs, out + 1) >= CONFIDENCE:
         out += 1
     return out
 
 
-def _confidence(pairs: int, out: int) -> float:
+def _compute_confidence(pairs: int, out: int) -> float:
     """Return the probability that the true median lies within the remaining pairs, if each pair
     lies on either side of it with equal chance."""
     return 1.0 - 2.0 ** (1 - pairs) * sum(comb(pairs, k) for k in range(out + 1))

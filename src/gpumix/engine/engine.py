@@ -20,46 +20,51 @@ from torch.utils._pytree import tree_map
 
 from gpumix.cost.schedule import MicroBatchSchedule
 from gpumix.engine.batch import batch_split
-from gpumix.engine.batch.batch_split import Samples
+from gpumix.engine.batch.batch_split import MicroBatchTask
 from gpumix.engine.comm import collective_progress
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.comm.step_exchange import Exchanged, Makeup, scale_of
+from gpumix.engine.comm.step_exchange import LossComposition, StepTable, compute_gradient_scale
 from gpumix.engine.comm.wait_clock import WaitClock
-from gpumix.engine.loss.reduction import Objective, Reduces
+from gpumix.engine.loss.reduction import Objective, ObjectiveWithRule
 from gpumix.engine.model import module_buffers
-from gpumix.engine.model.forward_coroutine import Calls
-from gpumix.engine.model.kernel_selection import channels_last
-from gpumix.engine.model.model_settings import in_units, layer_drop
-from gpumix.engine.model.rng import OtherGenerators, Randomness, evaluating, untouched
-from gpumix.engine.offload.host_offload import HostStore
-from gpumix.engine.optimizers import elementwise_check
-from gpumix.engine.optimizers.layout import OptimizerLayout
-from gpumix.engine.optimizers.overlapped_step import StepsOnHost, Updates, updates_elements
-from gpumix.engine.outside_steps import ByBlocks, OutsideSteps
-from gpumix.engine.rehearsal.settling_engine import Settling
-from gpumix.engine.reshard import move_state, moves_state
+from gpumix.engine.model.forward_coroutine import UnitCallHandlers
+from gpumix.engine.model.kernel_selection import to_channels_last
+from gpumix.engine.model.model_settings import find_layer_drop_rates, find_unit_conflicts
+from gpumix.engine.model.rng import OtherGenerators, Randomness, preserve_torch_rng, use_eval_mode
+from gpumix.engine.offload.host_offload import OffloadStore
+from gpumix.engine.optimizers import elementwise_check, overlapped_step
+from gpumix.engine.optimizers.layout import OptimizerLayout, check_whole_matrices
+from gpumix.engine.optimizers.overlapped_step import HostStepHooks, OverlappedUpdates
+from gpumix.engine.outside_steps import BlockwiseEngine, OutsideSteps
+from gpumix.engine.rehearsal.settling_engine import RehearsingEngine
+from gpumix.engine.reshard import move_state, needs_state_move
 from gpumix.engine.schedule import layered, pipeline_parallel, sequential
-from gpumix.engine.schedule.micro_batch import Loss, MicroBatch, closing, kept_by
-from gpumix.engine.schedule.pipeline_parallel import Entrance, Running, StagePlace
+from gpumix.engine.schedule.micro_batch import (
+    Loss,
+    MicroBatch,
+    close_micro_batches,
+    select_kept_graphs,
+)
+from gpumix.engine.schedule.pipeline_parallel import InFlightMicroBatch, PipelineStage, StageInputs
 from gpumix.engine.sharding.bucket import BucketReductions
-from gpumix.engine.sharding.gradient_fingerprint import OwnNorm
+from gpumix.engine.sharding.gradient_fingerprint import SampledGradientNorm
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
-from gpumix.engine.sharding.parameter_index import Inventory
-from gpumix.engine.sharding.unit_discovery import nothing_to_train
+from gpumix.engine.sharding.parameter_index import ParameterIndex
+from gpumix.engine.sharding.unit_discovery import make_untrainable_error
 from gpumix.engine.sharding.unused_parameters import UnusedParameters
-from gpumix.engine.tensor_parallel.parallelize import Changes
-from gpumix.engine.undo import Undo
+from gpumix.engine.tensor_parallel.parallelize import ModuleChanges
+from gpumix.engine.undo import StepUndo
 from gpumix.engine.unit import own_checkpointing
 from gpumix.engine.unit.sharded_units import ShardedUnits
-from gpumix.engine.update_guard import Guard
-from gpumix.schema.errors import GpumixError, InputError, TrainingError, in_a_line
+from gpumix.engine.update_guard import UpdateGuard
+from gpumix.schema.errors import GpumixError, InputError, TrainingError, format_in_one_line
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Worker
 
 Function = Callable[[nn.Module, Any], Any]
 
 
-class Engine(Settling, ByBlocks):
+class Engine(RehearsingEngine, BlockwiseEngine):
     """A model sharded over ranks by a plan, made by `prepare`.
 
     `ended`: the model is ordinary again. Of the last step: `overflowed`, fp16 gradients overflowed
@@ -73,15 +78,15 @@ class Engine(Settling, ByBlocks):
         model: nn.Module,
         plan: Plan,
         parts: Sequence[ShardedUnits],
-        calls: Calls,
+        calls: UnitCallHandlers,
         *,
         comm: Communicator,
-        objective: Reduces,
+        objective: ObjectiveWithRule,
         seed: int,
-        inventory: Inventory,
-        places: Sequence[StagePlace] = (),
+        inventory: ParameterIndex,
+        places: Sequence[PipelineStage] = (),
         couples: str = "",
-        changes: Changes,
+        changes: ModuleChanges,
         forwards: Mapping[str, Callable[..., Any]],
     ) -> None:
         shared = places[0].shared if places else ()  # all ranks go through buckets in this order
@@ -108,32 +113,32 @@ class Engine(Settling, ByBlocks):
         computes_them = last in plan.stages_of(comm.rank)
         self.tells_losses = computes_them and plan.team_of(comm.rank, last)[0] == comm.rank
         self._rows = plan.rows_of(comm.rank)
-        self.exchanged = Exchanged.nothing(comm.world)
-        self._own_norm = OwnNorm(comm.device)
+        self.exchanged = StepTable.of_zeros(comm.world)
+        self._own_norm = SampledGradientNorm(comm.device)
         self._unused = UnusedParameters(comm, self._buckets, inventory)
-        self._see_by(self._own_norm.see)
+        self._observe_gradients(self._own_norm.see)
         # Ranks that need the same samples check this in their first step.
         self._tells_samples = bool(places) or plan.in_teams
         tokens = float(plan.global_batch * plan.sequence_length)
         self.losses_counted = torch.full((), tokens, dtype=torch.float64, device=comm.device)
-        self.keepers = module_buffers.keepers(model)
-        self._switches = in_units(model)
-        self._leaves_out = bool(layer_drop(model).on)
+        self.keepers = module_buffers.find_buffer_owners(model)
+        self._switches = find_unit_conflicts(model)
+        self._leaves_out = bool(find_layer_drop_rates(model).on)
         self._others = OtherGenerators()
-        self._to_take_back: tuple[Undo, ...] = ()
-        self.guard: Guard | None = None
+        self._to_take_back: tuple[StepUndo, ...] = ()
+        self.guard: UpdateGuard | None = None
         self.changes = changes
         self.outside = calls.outside = OutsideSteps(self, forwards)
         self._settled, self._trims = objective.rule is not None, objective.trims
         self.reduction = objective.rule.name if objective.rule is not None else ""
         self._failed, self.ended = "", False
-        self._updates: Updates | None = None
+        self._updates: OverlappedUpdates | None = None
         self.computed: list[tuple[int, int | None]] = []
         self.copies = WaitClock(self.device)
-        self._host = HostStore(self.device, self.copies)
+        self._host = OffloadStore(self.device, self.copies)
         elementwise_check.FirstUpdateCheck(self)
         if self.state_on_host:
-            StepsOnHost(self, self.parameters())
+            HostStepHooks(self, self.parameters())
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -162,7 +167,7 @@ class Engine(Settling, ByBlocks):
             TrainingError: an earlier step failed on this rank, and there are other ranks.
         """
         if not self.trains:
-            raise nothing_to_train()
+            raise make_untrainable_error()
         self.settle(batch, samples, in_step=True)
         return self._step(batch, optimizer, samples)
 
@@ -173,7 +178,7 @@ class Engine(Settling, ByBlocks):
         # Exact for a mean loss if losses are counted as in the last step: gradients are then not
         # scaled again. The exact count is known when the heads are done.
         scale = self.scaler.scale / self.losses_counted
-        updates = self._updates_of(optimizer)
+        updates = self._get_updates(optimizer)
         self._reduces.whole = samples or self.plan.global_batch
         with self._in_step():
             rows = self._rows_of_step(samples)
@@ -182,9 +187,9 @@ class Engine(Settling, ByBlocks):
             if self._tells_samples:  # first: wrong samples may have lengths that no rank expects
                 batch_split.compare_samples(self.comm, self.plan, batch, rows)
                 self._tells_samples = False
-            undo = Undo.before(self.keepers, self.losses_counted)
+            undo = StepUndo.before(self.keepers, self.losses_counted)
             self.round_ahead()
-            with untouched(self.device), torch.enable_grad(), self._compared():
+            with preserve_torch_rng(self.device), torch.enable_grad(), self._compared():
                 if self.places:
                     table = self._step_in_stages(cut, rows, scale, updates)
                 elif self._worker.mode.order == "sequential":
@@ -200,7 +205,7 @@ class Engine(Settling, ByBlocks):
             self._leave()
             self._to_take_back = undo.after(self._to_take_back)
             self.steps += 1
-            self.exchanged = Exchanged(table)
+            self.exchanged = StepTable(table)
             self._note(table)
             counted = table[:, 1].sum()
             self.losses_counted = torch.where(counted > 0, counted, self.losses_counted)
@@ -217,8 +222,8 @@ class Engine(Settling, ByBlocks):
         Raises:
             InputError: the plans differ in more, or this state cannot be moved.
         """
-        if moves_state(self.plan, plan):
-            self._parts = replace(self._parts, division=self._parts.division.by(plan))
+        if needs_state_move(self.plan, plan):
+            self._parts = replace(self._parts, division=self._parts.division.with_shares_of(plan))
             move_state(self._buckets, self._parts.division, optimizer)
         if self.places:
             self.places[0].wires.replan(plan)
@@ -236,9 +241,9 @@ class Engine(Settling, ByBlocks):
     def may_update_early(self, optimizer: Optimizer) -> bool:
         """Return whether `optimizer` can step some parameters before all gradients are computed: it
         updates element-wise, and no gradient can overflow."""
-        return updates_elements(optimizer) and not self.scaler.active
+        return overlapped_step.is_elementwise(optimizer) and not self.scaler.active
 
-    def _updates_of(self, optimizer: Optimizer | None) -> Updates | None:
+    def _get_updates(self, optimizer: Optimizer | None) -> OverlappedUpdates | None:
         if optimizer is None:
             return None
         if not self.may_update_early(optimizer):
@@ -248,12 +253,12 @@ class Engine(Settling, ByBlocks):
             )
         if self._updates is None or self._updates.optimizer is not optimizer:
             arrivals = self.comm.transfers.to_host if self.state_on_host else None
-            self._updates = Updates(optimizer, self._buckets, arrivals=arrivals)
+            self._updates = OverlappedUpdates(optimizer, self._buckets, arrivals=arrivals)
         self._updates.guard = self.guard
         return self._updates
 
     def _reductions(
-        self, gradient_scale: Callable[[], torch.Tensor], updates: Updates | None
+        self, gradient_scale: Callable[[], torch.Tensor], updates: OverlappedUpdates | None
     ) -> BucketReductions:
         return BucketReductions(
             gradient_scale,
@@ -262,31 +267,31 @@ class Engine(Settling, ByBlocks):
         )
 
     def _step_in_layers(
-        self, cut: list[Samples], scale: torch.Tensor, updates: Updates | None
+        self, cut: list[MicroBatchTask], scale: torch.Tensor, updates: OverlappedUpdates | None
     ) -> torch.Tensor:
         batches = [self._micro_batch(self._parts, cut, n, keep=True) for n in range(len(cut))]
-        with closing(batches), contextlib.ExitStack() as stack:
+        with close_micro_batches(batches), contextlib.ExitStack() as stack:
             if self._leaves_out and self._parts.head is not None:
                 stack.enter_context(self._parts.head.whole())
-            turns = layered.Turns(batches, in_order=bool(self.keepers))
+            turns = layered.MicroBatchOrder(batches, in_order=bool(self.keepers))
             begun = layered.GradientProgress()
             layered.forward(self._parts, turns, keep=True, leaves_out=self._leaves_out)
-            results = layered.head(self._parts, turns, scale.float(), begun)
-            table, gradient_scale = self._exchange(results, scale)
+            results = layered.run_head(self._parts, turns, scale.float(), begun)
+            table, gradient_scale = self._exchange_losses(results, scale)
             reductions = self._reductions(gradient_scale, updates)
             layered.backward(self._parts, turns, reductions, begun)
-            layered.finish([self._parts], reductions, begun)
+            layered.finish_reductions([self._parts], reductions, begun)
         return table
 
     def _step_in_stages(
         self,
-        cut: list[Samples],
+        cut: list[MicroBatchTask],
         rows: Sequence[range],
         scale: torch.Tensor,
-        updates: Updates | None,
+        updates: OverlappedUpdates | None,
     ) -> torch.Tensor:
-        results = self._through_stages(cut, rows, scale.float())
-        table, gradient_scale = self._exchange(results, scale)
+        results = self._forward_stages(cut, rows, scale.float())
+        table, gradient_scale = self._exchange_losses(results, scale)
         self.comm.record.meets("other stage")
         gradient_scale()
         self.comm.record.goes_on()
@@ -296,12 +301,12 @@ class Engine(Settling, ByBlocks):
                 updates.update(bucket)
         return table
 
-    def _maker(self, cut: list[Samples], *, keep: bool) -> pipeline_parallel.Make:
+    def _batch_factory(self, cut: list[MicroBatchTask], *, keep: bool) -> pipeline_parallel.Make:
         """Return a function that begins micro-batches in stages; `keep`: for backward."""
 
-        def make(place: StagePlace, number: int) -> Running:
+        def make(place: PipelineStage, number: int) -> InFlightMicroBatch:
             own = place.batches.index(number)
-            entrance = Entrance(place, number, cut[own].looks)
+            entrance = StageInputs(place, number, cut[own].looks)
             batch = self._micro_batch(
                 place.parts,
                 cut,
@@ -312,14 +317,14 @@ class Engine(Settling, ByBlocks):
                 entry=entrance,
                 sends=place.sends,
             )
-            return Running(number, batch, entrance)
+            return InFlightMicroBatch(number, batch, entrance)
 
         return make
 
     def _micro_batch(
         self,
         parts: ShardedUnits,
-        cut: list[Samples],
+        cut: list[MicroBatchTask],
         place: int,
         *,
         keep: bool,
@@ -329,7 +334,7 @@ class Engine(Settling, ByBlocks):
         """Make the micro-batch of the samples at `place`; `keep`: for backward, in the mode of the
         stage's worker."""
         worker = worker or self._worker
-        keeps = kept_by(worker, len(parts.calls), place, len(cut))
+        keeps = select_kept_graphs(worker, len(parts.calls), place, len(cut))
         return MicroBatch(
             cut[place].compute_loss,
             calls=parts.calls,
@@ -341,21 +346,21 @@ class Engine(Settling, ByBlocks):
         )
 
     def _step_sequentially(
-        self, cut: list[Samples], scale: torch.Tensor, updates: Updates | None
+        self, cut: list[MicroBatchTask], scale: torch.Tensor, updates: OverlappedUpdates | None
     ) -> torch.Tensor:
         batches = [
             sequential.InlineBatch(
                 one.compute_loss,
                 one.randomness,
                 self._dtype,
-                kept_by(self._worker, len(self._parts.calls), place, len(cut)),
+                select_kept_graphs(self._worker, len(self._parts.calls), place, len(cut)),
             )
             for place, one in enumerate(cut)
         ]
         tables: list[torch.Tensor] = []
 
         def exchange(results: list[Loss]) -> BucketReductions:
-            table, gradient_scale = self._exchange(results, scale)
+            table, gradient_scale = self._exchange_losses(results, scale)
             tables.append(table)
             return self._reductions(gradient_scale, updates)
 
@@ -386,9 +391,9 @@ class Engine(Settling, ByBlocks):
         """
         self.look_back()
         self.settle(batch, samples)
-        with evaluating(self.model), self._in_step():
+        with use_eval_mode(self.model), self._in_step():
             results = self._forward_only(self._objective, batch, self._rows_given(batch, samples))
-            table, gradient_scale = self._exchange(results, torch.ones(()), in_step=False)
+            table, gradient_scale = self._exchange_losses(results, torch.ones(()), in_step=False)
             gradient_scale()
         return table[:, 0].sum() / table[:, 1].sum()
 
@@ -423,7 +428,7 @@ class Engine(Settling, ByBlocks):
 
         with contextlib.ExitStack() as stack, self._in_step():
             if not as_trained:
-                stack.enter_context(evaluating(self.model))
+                stack.enter_context(use_eval_mode(self.model))
             for head in self._heads:
                 stack.enter_context(head.whole())
             self._forward_only(function, batch, rows, keep)
@@ -445,39 +450,39 @@ class Engine(Settling, ByBlocks):
             ]
         self.agree_on_buffers()
         self.round_ahead()
-        with untouched(self.device), self._drawn(), torch.no_grad():
-            results = self._through_stages(cut, rows, None) if self.places else self._through(cut)
+        with preserve_torch_rng(self.device), self._allow_random_draws(), torch.no_grad():
+            if self.places:
+                results = self._forward_stages(cut, rows, None)
+            else:
+                results = self._forward_one_stage(cut)
         self._leave()
         return results
 
-    def _through(self, cut: list[Samples]) -> list[Loss]:
+    def _forward_one_stage(self, cut: list[MicroBatchTask]) -> list[Loss]:
         batches = [self._micro_batch(self._parts, cut, n, keep=False) for n in range(len(cut))]
         # With full parameters here, one after another, for the lowest memory use.
         whole = self._parts.division.whole_parameters and len(batches) > 1
         results: list[Loss] = []
-        with closing(batches):
+        with close_micro_batches(batches):
             for some in [[b] for b in batches] if whole else [batches]:
-                turns = layered.Turns(some, in_order=bool(self.keepers))
+                turns = layered.MicroBatchOrder(some, in_order=bool(self.keepers))
                 layered.forward(self._parts, turns, keep=False, leaves_out=self._leaves_out)
-                results += layered.head(self._parts, turns, None, layered.GradientProgress())
+                results += layered.run_head(self._parts, turns, None, layered.GradientProgress())
         return results
 
-    def _through_stages(
-        self, cut: list[Samples], rows: Sequence[range], scale: torch.Tensor | None
+    def _forward_stages(
+        self, cut: list[MicroBatchTask], rows: Sequence[range], scale: torch.Tensor | None
     ) -> list[Loss]:
         """Run this rank's part of the pipeline; without a `scale` of losses, forward only."""
         assert self._pipeline is not None
         actions = self._pipeline.actions_of(self.plan, self.comm.rank)
         if scale is None:
             actions = tuple(action for action in actions if action.kind == "forward")
-        make, empty = self._maker(cut, keep=scale is not None), self._empty(rows)
+        make = self._batch_factory(cut, keep=scale is not None)
+        empty = [number for number, own in zip(self.places[0].batches, rows) if not own]
         return pipeline_parallel.PipelineStep(
             self.places, actions, make, scale, in_order=bool(self.keepers), empty=empty
         ).run()
-
-    def _empty(self, rows: Sequence[range]) -> list[int]:
-        """Return numbers of this rank's micro-batches in stages without samples."""
-        return [n for n, own in zip(self.places[0].batches, rows) if not own]
 
     def layout(self) -> OptimizerLayout:
         """Return the ranks storing each part of every parameter, for `gpumix.Adafactor` and
@@ -487,14 +492,9 @@ class Engine(Settling, ByBlocks):
         Raises:
             InputError: the plan has several stages, or teams.
         """
-        if self.places or self.plan.in_teams:
-            raise InputError(
-                "Adafactor and Muon do not run with several stages or tensor parallelism yet",
-                why="their collectives are between all ranks, none of which has all matrices",
-                fix="use torch.optim.AdamW, or a plan of one stage without tensor parallelism",
-            )
+        check_whole_matrices(self.plan)
         parts, division = self._parts, self._parts.division
-        ends = (parts.before, *parts.throughout, parts.after)
+        ends = (parts.before, *parts.always_used_buckets, parts.after)
         root = [piece.name for bucket in ends for piece in bucket.pieces]
         speeds = [float(self.plan.workers[rank].samples) for rank in division.ranks]
         comm = division.comm if not division.replicated else self.comm.alone()
@@ -526,13 +526,13 @@ class Engine(Settling, ByBlocks):
         try:
             for bucket in self._buckets:
                 bucket.begin_step()
-            with self._switches, own_checkpointing.taken_over():
+            with self._switches, own_checkpointing.bypass_torch_checkpoint():
                 yield
         except BaseException as error:
             if self.comm.world > 1:
                 if isinstance(error, GpumixError) and not error.where:
                     error.where = f"rank {self.comm.rank}"
-                self._failed = in_a_line(error)
+                self._failed = format_in_one_line(error)
             else:
                 for bucket in self._buckets:
                     bucket.abandon()
@@ -542,14 +542,14 @@ class Engine(Settling, ByBlocks):
             raise
         finally:
             self.outside.in_step = False
-            collective_progress.computes()
+            collective_progress.set_compute_phase()
 
     def _cut(
         self, batch: Any, rows: Sequence[range], objective: Function | None = None
-    ) -> list[Samples]:
+    ) -> list[MicroBatchTask]:
         """Cut a batch into micro-batches, whose samples are `rows` of the global batch."""
         own = self._seen if objective is None else objective
-        if (given := batch_split.samples_in(batch)) != (wanted := sum(map(len, rows))):
+        if (given := batch_split.count_samples(batch)) != (wanted := sum(map(len, rows))):
             raise InputError(
                 f"rank {self.comm.rank} was given {given} samples, the plan gives it {wanted}",
                 fix="feed it with gpumix.Loader(dataset, plan, rank), or cut batches as "
@@ -558,16 +558,16 @@ class Engine(Settling, ByBlocks):
         widths: list[int | None] = [None] * len(rows)
         if self._trims and objective in (None, self._objective):
             # Asks the host, before any copy to the device.
-            widths = batch_split.padded_from(batch, rows)
+            widths = batch_split.find_padding_starts(batch, rows)
         with self.copies:
             batch = tree_map(self._to_device, batch)
         return [
-            Samples.of(
+            MicroBatchTask.of(
                 part,
                 functools.partial(own, self.model, part),
                 Randomness(self._seed, self.steps, of_one.start, self.device, self._others),
             )
-            for of_one, part in zip(rows, batch_split.parts_of(batch, rows, widths))
+            for of_one, part in zip(rows, batch_split.iterate_micro_batches(batch, rows, widths))
         ]
 
     def _to_device(self, value: Any) -> Any:
@@ -575,16 +575,16 @@ class Engine(Settling, ByBlocks):
             return value
         dtype = self._dtype if value.is_floating_point() else value.dtype
         moved = value.to(self.device, dtype, non_blocking=True)
-        return channels_last(moved) if self._worker.efficiency.channels_last else moved
+        return to_channels_last(moved) if self._worker.efficiency.channels_last else moved
 
-    def _exchange(
+    def _exchange_losses(
         self, results: list[Loss], scale: torch.Tensor, *, in_step: bool = True
     ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
         """Exchange losses and counts. Returns the table and a function that waits for the table and
         returns the scale from gradients of losses * `scale` to the loss's gradient."""
         norm = self._own_norm.take() / self.scaler.scale if in_step else 0.0
-        made = self._makeup() if in_step else Makeup()
-        row = Exchanged.row(self.device, self.notice, self.report, norm, made)
+        made = self._makeup() if in_step else LossComposition()
+        row = StepTable.row(self.device, self.notice, self.report, norm, made)
         for loss, count in results if self.tells_losses else ():
             row[0] += loss
             row[1] += count
@@ -592,7 +592,7 @@ class Engine(Settling, ByBlocks):
 
         @functools.cache
         def gradient_scale() -> torch.Tensor:
-            made = scale_of(table, exchanged, scale)
+            made = compute_gradient_scale(table, exchanged, scale)
             if in_step and self.guard is not None:
                 self.guard.see(table[:, 0].sum() / table[:, 1].sum())
             return made

@@ -19,28 +19,28 @@ import torch
 from torch import nn
 
 from gpumix.engine.model.forward_coroutine import ModelError
-from gpumix.engine.schedule.pipeline_parallel import StagePlace
+from gpumix.engine.schedule.pipeline_parallel import PipelineStage
 from gpumix.engine.sharded_model import ShardedModel
 from gpumix.engine.sharding.bucket import Bucket
-from gpumix.engine.tensor_parallel.parallelize import Changes
+from gpumix.engine.tensor_parallel.parallelize import ModuleChanges
 from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
 
 Forward = Callable[..., Any]
-SYNCHRONISED = "synced_gpus"  # of transformers
+SYNCED_GPUS = "synced_gpus"  # of transformers
 UNSHARDING = ("merge_and_unload", "unload")  # of PEFT: they take the model's layers apart
-_of_models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OutsideSteps]] = (
+_outside_steps_by_model: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OutsideSteps]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-class ByBlocks(ShardedModel):
+class BlockwiseEngine(ShardedModel):
     """An engine whose model may be called between two steps, with one block gathered at a time."""
 
     plan: Plan
-    places: Sequence[StagePlace]
-    changes: Changes
+    places: Sequence[PipelineStage]
+    changes: ModuleChanges
     _parts: ShardedUnits
 
     @abstractmethod
@@ -89,7 +89,7 @@ class ByBlocks(ShardedModel):
 
     @property
     def _root_buckets(self) -> tuple[Bucket, ...]:
-        return (*self._parts.throughout, self._parts.before, self._parts.after)
+        return (*self._parts.always_used_buckets, self._parts.before, self._parts.after)
 
     @abstractmethod
     def end(self, why: str) -> None: ...
@@ -118,7 +118,7 @@ class OutsideSteps:
         forwards: units' original forwards, where these are not their classes'.
     """
 
-    def __init__(self, engine: ByBlocks, forwards: Mapping[str, Forward]) -> None:
+    def __init__(self, engine: BlockwiseEngine, forwards: Mapping[str, Forward]) -> None:
         self.in_step = False
         self._of_engine = weakref.ref(engine)
         self._of_model = weakref.ref(engine.model)
@@ -134,7 +134,7 @@ class OutsideSteps:
             self._watch_calls(engine.model)
         for name in UNSHARDING:
             self._unshard_before(engine.model, name)
-        _of_models[engine.model] = weakref.ref(self)
+        _outside_steps_by_model[engine.model] = weakref.ref(self)
 
     @property
     def _model(self) -> nn.Module:
@@ -143,7 +143,7 @@ class OutsideSteps:
         return model
 
     @property
-    def _engine(self) -> ByBlocks:
+    def _engine(self) -> BlockwiseEngine:
         """The engine.
 
         Raises:
@@ -193,7 +193,7 @@ class OutsideSteps:
         self._undo.callback(lambda: vars(self._model).pop(name, None))
 
     @property
-    def is_frozen_otherwise(self) -> bool:
+    def has_changed_requires_grad(self) -> bool:
         """True if the user has frozen or thawed parameters since the model was sharded."""
         return any(
             registered[name].requires_grad is not self._stored[own].trained
@@ -216,11 +216,11 @@ class OutsideSteps:
         generate: Any = getattr(type(model), "generate", None)
         known = inspect.signature(generate).parameters if generate is not None else {}
         # Ranks whose samples end early continue: each block is gathered by all ranks.
-        is_told = SYNCHRONISED in known or hasattr(model, "peft_config")
+        is_told = SYNCED_GPUS in known or hasattr(model, "peft_config")
 
         def generate_together(*args: Any, **kwargs: Any) -> Any:
             if is_told:
-                kwargs.setdefault(SYNCHRONISED, self._engine.comm.world > 1)
+                kwargs.setdefault(SYNCED_GPUS, self._engine.comm.world > 1)
             whole: Any = self._model
             own = vars(whole).pop("generate")
             self._come()
@@ -261,7 +261,7 @@ class OutsideSteps:
         if not self._root_is_here:
             self._engine.leave_root()
 
-    def at_end(self, act: Callable[[], object]) -> None:
+    def call_on_unshard(self, act: Callable[[], object]) -> None:
         """Run `act` when the model is unsharded for good."""
         self._undo.callback(act)
 
@@ -282,7 +282,7 @@ class OutsideSteps:
             registered[name] = parameters[own]
         self._is_whole = True
         try:
-            with self._engine.changes.undone(), self._plain_calls():
+            with self._engine.changes.undo_temporarily(), self._restore_forwards():
                 yield self._model
         finally:
             self._is_whole = False
@@ -292,7 +292,7 @@ class OutsideSteps:
         if changed:
             self._engine.load_state_dict(changed, strict=False)
 
-    def dissolve(self, *, everywhere: bool) -> None:
+    def unshard_model(self, *, everywhere: bool) -> None:
         """Unshard the model for good and end its engine. Collective. See `unshard`."""
         model, engine = self._model, self._of_engine()
         if engine is not None:
@@ -317,7 +317,7 @@ class OutsideSteps:
             registered[name] = parameters[own].requires_grad_(flags[own])
         self._keep_buffers_beside(parameters)
         self._undo.close()
-        del _of_models[model]
+        del _outside_steps_by_model[model]
         if engine is not None:
             engine.end("its model is an ordinary one again")
 
@@ -330,7 +330,7 @@ class OutsideSteps:
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
 
-    def _plain_calls(self) -> ExitStack:
+    def _restore_forwards(self) -> ExitStack:
         """Restore the original forwards of units until the returned stack closes."""
         stack = ExitStack()
         for name in self._units:
@@ -370,9 +370,9 @@ class OutsideSteps:
         }
 
 
-def outside_of(model: nn.Module) -> OutsideSteps | None:
+def get_outside_steps(model: nn.Module) -> OutsideSteps | None:
     """Return the `OutsideSteps` of a sharded model; None for an ordinary model."""
-    found = _of_models.get(model)
+    found = _outside_steps_by_model.get(model)
     return None if found is None else found()
 
 
@@ -387,7 +387,7 @@ def whole(model: nn.Module) -> Iterator[nn.Module]:
     Raises:
         InputError: a step is under way.
     """
-    outside = outside_of(model)
+    outside = get_outside_steps(model)
     if outside is None:
         yield model
         return
@@ -409,6 +409,6 @@ def unshard(model: nn.Module, *, everywhere: bool = True) -> None:
     Args:
         everywhere: if False, only the first rank gets values; elsewhere parameters are on `meta`.
     """
-    outside = outside_of(model)
+    outside = get_outside_steps(model)
     if outside is not None:
-        outside.dissolve(everywhere=everywhere)
+        outside.unshard_model(everywhere=everywhere)

@@ -17,43 +17,49 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumix.cost.model_match import check_ends, check_names
+from gpumix.cost.model_match import check_root_ends, check_unit_names
 from gpumix.engine.comm import version_check
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.comm.failure_report import LastWords
-from gpumix.engine.comm.init_distributed import join_launched
-from gpumix.engine.comm.process_groups import all_ranks, on_gpu, own_device
+from gpumix.engine.comm.failure_report import FailureReports
+from gpumix.engine.comm.init_distributed import ensure_process_group
+from gpumix.engine.comm.process_groups import get_own_device, make_communicator, needs_gpu
 from gpumix.engine.engine import Engine
-from gpumix.engine.loss.chunked_head import HeadInChunks
-from gpumix.engine.loss.objective import objective_of
-from gpumix.engine.loss.reduction import Objective, reducing
-from gpumix.engine.model.equal_weights import make_alike
-from gpumix.engine.model.forward_coroutine import Calls, intercept
-from gpumix.engine.model.kernel_selection import make_efficient
-from gpumix.engine.schedule.pipeline_parallel import StagePlace
-from gpumix.engine.schedule.point_to_point import Wires
-from gpumix.engine.schedule.stage_setup import divisions, own_parts, part_of, stand_ins, teams_of
+from gpumix.engine.loss.chunked_head import ChunkedHead
+from gpumix.engine.loss.objective import make_objective
+from gpumix.engine.loss.reduction import Objective, wrap_objective
+from gpumix.engine.model.equal_weights import broadcast_weights
+from gpumix.engine.model.forward_coroutine import UnitCallHandlers, intercept
+from gpumix.engine.model.kernel_selection import apply_efficiency
+from gpumix.engine.schedule.pipeline_parallel import PipelineStage
+from gpumix.engine.schedule.point_to_point import PointToPointChannels
+from gpumix.engine.schedule.stage_setup import (
+    install_placeholders,
+    make_divisions,
+    make_tensor_parallel_groups,
+    select_rank_part,
+    select_stage_part,
+)
 from gpumix.engine.sharding.flat_group import Dtypes
-from gpumix.engine.sharding.initial_weights import load_buffers, source_of
+from gpumix.engine.sharding.initial_weights import load_buffers, make_source
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
-from gpumix.engine.sharding.parameter_index import Inventory
+from gpumix.engine.sharding.parameter_index import ParameterIndex
 from gpumix.engine.sharding.shard_layout import Division
-from gpumix.engine.sharding.unit_discovery import Anatomy, dissect
-from gpumix.engine.tensor_parallel.parallelize import Changes, divide
-from gpumix.engine.tensor_parallel.plans import tensor_plan
+from gpumix.engine.sharding.unit_discovery import ModelUnits, split_into_units
+from gpumix.engine.tensor_parallel.parallelize import ModuleChanges, parallelize_model
+from gpumix.engine.tensor_parallel.plans import resolve_tensor_plan
 from gpumix.engine.unit import split_backward
 from gpumix.engine.unit.regional_compile import compile_units
-from gpumix.engine.unit.sharded_units import ShardedUnits, Storage, shard, share
+from gpumix.engine.unit.sharded_units import ShardedUnits, Storage, make_shared_bucket, shard
 from gpumix.hardware import runtime
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.couples import NO_RULE, WHOLE_BATCH
 from gpumix.schema.job.search_space import EVERYTHING
-from gpumix.schema.plan.dtypes import support_of_capability
+from gpumix.schema.plan.dtypes import get_nvidia_dtype_support
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Worker
 
 # Registries of modules; recurrent modules look up replaced weights there.
-REGISTERS = frozenset({"_parameters", "_modules", "_buffers", "_flat_weights"})
+MODULE_REGISTRIES = frozenset({"_parameters", "_modules", "_buffers", "_flat_weights"})
 
 
 def prepare(
@@ -90,32 +96,34 @@ def prepare(
             be cut; or ranks disagree.
     """
     if comm is None:
-        join_launched(on_gpus=on_gpu(plan))
-        comm = all_ranks(own_device(plan), plan.collectives)
-    plan = _bound(plan, comm)
-    anatomy = _as_planned(model, plan, units)
-    _check(plan, anatomy, comm)
+        ensure_process_group(on_gpus=needs_gpu(plan))
+        comm = make_communicator(get_own_device(plan), plan.collectives)
+    plan = _order_workers(plan, comm)
+    anatomy = _dissect_as_planned(model, plan, units)
+    _check_plan(plan, anatomy, comm)
     _check_coupling(plan, couples)
-    _refuse_other_holders(model)
-    make_alike(model, comm)
+    _check_parameter_holders(model)
+    broadcast_weights(model, comm)
     worker = plan.workers[comm.rank]
-    _refuse_unable(worker, comm.device)
-    make_efficient(model, worker.efficiency, comm.device)
-    comm.words = LastWords.of_default_group(rank=comm.rank, world=comm.world, on_gloo=comm.on_gloo)
-    inventory = Inventory.of(model, anatomy, plan)
+    _check_compute_dtype(worker, comm.device)
+    apply_efficiency(model, worker.efficiency, comm.device)
+    comm.words = FailureReports.of_default_group(
+        rank=comm.rank, world=comm.world, on_gloo=comm.on_gloo
+    )
+    inventory = ParameterIndex.of(model, anatomy, plan)
     head = _head_in_chunks(model, anatomy, plan, comm.rank)
     forwards = _own_forwards(anatomy)
     # Tensor.
-    teams = teams_of(plan, comm)
-    anatomy, changes = _divided(plan, anatomy, comm.rank, teams, tensor, head)
+    teams = make_tensor_parallel_groups(plan, comm)
+    anatomy, changes = _apply_tensor_parallel(plan, anatomy, comm.rank, teams, tensor, head)
     # Stages and shards.
     dtypes = Dtypes(TORCH_DTYPE[worker.compute_dtype], TORCH_DTYPE[plan.communication_dtype])
-    storage = Storage(comm.device, dtypes, source_of(model, weights), head)
-    parts, places = _stages(plan, anatomy, changes, comm, storage, teams)
+    storage = Storage(comm.device, dtypes, make_source(model, weights), head)
+    parts, places = _make_stages(plan, anatomy, changes, comm, storage, teams)
     if weights is not None:
         load_buffers(model, weights)
     _move_buffers(model, comm.device)
-    calls = Calls()
+    calls = UnitCallHandlers()
     if worker.compile:
         own_units = [unit for one in parts for unit in one.units.values()]
         compile_units(own_units, sizes=worker.micro_batches, device=comm.device)
@@ -127,7 +135,7 @@ def prepare(
         parts,
         calls,
         comm=comm,
-        objective=objective_of(model) if loss is None else reducing(loss),
+        objective=make_objective(model) if loss is None else wrap_objective(loss),
         seed=seed,
         inventory=inventory,
         places=places,
@@ -149,78 +157,78 @@ def _check_coupling(plan: Plan, couples: str) -> None:
         )
 
 
-def _own_forwards(anatomy: Anatomy) -> dict[str, Callable[..., Any]]:
+def _own_forwards(anatomy: ModelUnits) -> dict[str, Callable[..., Any]]:
     """Return the forwards of units that override the forward of the class, by unit name."""
     named = {unit.name: vars(unit.module).get("forward") for unit in anatomy.units}
     return {name: forward for name, forward in named.items() if forward is not None}
 
 
-def _as_planned(model: nn.Module, plan: Plan, units: Sequence[str]) -> Anatomy:
+def _dissect_as_planned(model: nn.Module, plan: Plan, units: Sequence[str]) -> ModelUnits:
     """Dissect the model into the units of the plan; further units are left out if the profiled
     samples did not call them."""
-    anatomy = dissect(model, units)
+    anatomy = split_into_units(model, units)
     planned = [name for stage in plan.stages for name in stage.units]
     known = {unit.name for unit in anatomy.units}
     if units or plan.model == anatomy.fingerprint() or not known.issuperset(planned):
         return anatomy
-    of_plan = dissect(model, planned)
+    of_plan = split_into_units(model, planned)
     return of_plan if plan.model == of_plan.fingerprint() else anatomy
 
 
 def _head_in_chunks(
-    model: nn.Module, anatomy: Anatomy, plan: Plan, rank: int
-) -> HeadInChunks | None:
+    model: nn.Module, anatomy: ModelUnits, plan: Plan, rank: int
+) -> ChunkedHead | None:
     """Return the chunked head of a rank with the last stage, if planned."""
     last = plan.stages_of(rank)[-1]
     worker = plan.worker_of(rank, last)
     if last < len(plan.stages) - 1 or worker.mode.head != "chunked":
         return None
     units = (unit.module for unit in anatomy.units)
-    return HeadInChunks(model, units, fused=worker.efficiency.loss == "triton")
+    return ChunkedHead(model, units, fused=worker.efficiency.loss == "triton")
 
 
-def _divided(
+def _apply_tensor_parallel(
     plan: Plan,
-    anatomy: Anatomy,
+    anatomy: ModelUnits,
     rank: int,
     teams: Mapping[int, Communicator],
     styles: Mapping[str, Any] | None,
-    head: HeadInChunks | None,
-) -> tuple[Anatomy, Changes]:
+    head: ChunkedHead | None,
+) -> tuple[ModelUnits, ModuleChanges]:
     """Return the model with this rank's tensor-parallel parts; undivided without a group."""
     team = next(iter(teams.values()), None)
     if team is None:
-        return anatomy, Changes()
+        return anatomy, ModuleChanges()
     own = [plan.stages[number] for number in teams]
-    return divide(
+    return parallelize_model(
         anatomy,
         team,
-        tensor_plan(anatomy.root.module, styles),
-        part=own_parts(anatomy, plan, rank),
+        resolve_tensor_plan(anatomy.root.module, styles),
+        part=select_rank_part(anatomy, plan, rank),
         whole=[head.layer] if head is not None and head.layer is not None else [],
         sequence={name for stage in own if stage.sequence for name in stage.units},
         degree=own[0].tensor,
     )
 
 
-def _stages(
+def _make_stages(
     plan: Plan,
-    anatomy: Anatomy,
-    changes: Changes,
+    anatomy: ModelUnits,
+    changes: ModuleChanges,
     comm: Communicator,
     storage: Storage,
     teams: Mapping[int, Communicator],
-) -> tuple[list[ShardedUnits], list[StagePlace]]:
+) -> tuple[list[ShardedUnits], list[PipelineStage]]:
     """Make this rank's parts of the plan's stages; a single stage has no place. Collective."""
     if len(plan.stages) == 1:
         whole = Division.of(plan, comm, teams.get(0))
         return [shard(anatomy, plan.stages[0], whole, storage)], []
-    elsewhere = stand_ins(anatomy, changes, plan, comm.rank, storage)
-    division = divisions(plan, comm, teams)
-    wires = Wires(plan, comm, storage.dtypes.communication)
+    elsewhere = install_placeholders(anatomy, changes, plan, comm.rank, storage)
+    division = make_divisions(plan, comm, teams)
+    wires = PointToPointChannels(plan, comm, storage.dtypes.communication)
     slots = {slot.name: slot for slot in anatomy.root.slots}
     shared = {
-        one.names: share([slots[name] for name in one.names], one.division, storage)
+        one.names: make_shared_bucket([slots[name] for name in one.names], one.division, storage)
         for one in division.shared
     }
     parts, places = [], []
@@ -229,8 +237,10 @@ def _stages(
         used = [bucket for names, bucket in shared.items() if names[0] in (stage.root or ())]
         last = number == len(plan.stages) - 1
         own = storage if last else replace(storage, head=None)
-        parts.append(shard(part_of(anatomy, stage, division), stage, alone, own, shared=used))
-        place = StagePlace(
+        parts.append(
+            shard(select_stage_part(anatomy, stage, division), stage, alone, own, shared=used)
+        )
+        place = PipelineStage(
             plan,
             number,
             comm.rank,
@@ -256,7 +266,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 owner._buffers[name] = held.to(device)
 
 
-def _bound(plan: Plan, comm: Communicator) -> Plan:
+def _order_workers(plan: Plan, comm: Communicator) -> Plan:
     """Return the plan with workers in rank order; GPUs are matched by UUID."""
     named_by_uuid = all(w.device.startswith("GPU-") for w in plan.workers)
     if not runtime.is_gpu(comm.device) or not named_by_uuid or len(plan.workers) != comm.world:
@@ -267,17 +277,17 @@ def _bound(plan: Plan, comm: Communicator) -> Plan:
     return plan.for_devices([f"GPU-{uuid.UUID(bytes=bytes(row))}" for row in table.tolist()])
 
 
-def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
+def _check_plan(plan: Plan, anatomy: ModelUnits, comm: Communicator) -> None:
     if plan.model != anatomy.fingerprint():
         raise InputError(
             "the plan was made for another model",
             where=f"plan for model {plan.model}, this one is {anatomy.fingerprint()}",
             fix="make a plan for this model: gpumix plan JOB.yaml",
         )
-    check_names(plan, [unit.name for unit in anatomy.units])
+    check_unit_names(plan, [unit.name for unit in anatomy.units])
     root = [slot.name for slot in anatomy.root.slots]
-    check_ends(plan, root, root)
-    _check_kept(plan, root)
+    check_root_ends(plan, root, root)
+    _check_root_parameters(plan, root)
     if missing := EVERYTHING.model_copy(update={"tensor": plan.degrees}).missing(plan):
         raise InputError(
             f"the engine does not run this plan: {missing}",
@@ -289,11 +299,11 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
             fix="start one process per device of the plan, or plan for these devices",
         )
     told, digest = version_check.own_versions(), int(plan.digest(), 16)
-    version_check.publish(told, comm.rank)
-    own = torch.tensor([digest, version_check.digest_of(told)], device=comm.device)
+    version_check.publish_versions(told, comm.rank)
+    own = torch.tensor([digest, version_check.hash_versions(told)], device=comm.device)
     table = comm.exchanged(own, "comparison of plans")
     if len({row[1] for row in table.tolist()}) > 1:
-        version_check.refuse_unlike(version_check.published(comm.world))
+        version_check.check_equal_versions(version_check.read_all_versions(comm.world))
     others = [rank for rank, row in enumerate(table.tolist()) if row[0] != digest]
     if others:
         raise InputError(
@@ -302,10 +312,10 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
             fix="give the same job and plan file to every host",
         )
     if plan.schedule == "zero-bubble":
-        split_backward.refuse_unable()
+        split_backward.check_supported()
 
 
-def _check_kept(plan: Plan, root: Sequence[str]) -> None:
+def _check_root_parameters(plan: Plan, root: Sequence[str]) -> None:
     """Refuse a plan of several stages if some root parameter is in none of the stages."""
     roots = [stage.root for stage in plan.stages]
     if len(roots) == 1 or None in roots:
@@ -320,12 +330,12 @@ def _check_kept(plan: Plan, root: Sequence[str]) -> None:
         )
 
 
-def _refuse_unable(worker: Worker, device: torch.device) -> None:
+def _check_compute_dtype(worker: Worker, device: torch.device) -> None:
     """Refuse a compute dtype that the device lacks; a slow dtype is the plan's choice."""
     if not runtime.is_gpu(device) or not runtime.is_nvidia():
         return
     major, minor = runtime.capability(device)
-    support = support_of_capability(f"{major}.{minor}")
+    support = get_nvidia_dtype_support(f"{major}.{minor}")
     if worker.compute_dtype in support.unable:
         raise InputError(
             f"device '{worker.device}' does not compute in {worker.compute_dtype}",
@@ -335,7 +345,7 @@ def _refuse_unable(worker: Worker, device: torch.device) -> None:
         )
 
 
-def _refuse_other_holders(model: nn.Module) -> None:
+def _check_parameter_holders(model: nn.Module) -> None:
     """Refuse gradient hooks, parameters outside of registries, and modules compiled as a whole.
 
     Parameters are replaced in registries only; references elsewhere would keep the old parameters.
@@ -351,7 +361,7 @@ def _refuse_other_holders(model: nn.Module) -> None:
             )
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute in REGISTERS or not isinstance(value, list | tuple | dict):
+            if attribute in MODULE_REGISTRIES or not isinstance(value, list | tuple | dict):
                 continue
             items = value.values() if isinstance(value, dict) else value
             held = [ours[id(item)] for item in items if id(item) in ours]

@@ -20,15 +20,26 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from gpumix.engine.comm.collective_progress import begins, doing, stand_of_main, where_main_stands
+from gpumix.engine.comm.collective_progress import (
+    ActivityScope,
+    begin_collective,
+    describe_main_thread,
+    get_main_progress,
+)
 from gpumix.engine.comm.communicator import CommunicationError, Communicator, leave_groups
-from gpumix.engine.comm.hang_attribution import Wait, held_up_by, known
-from gpumix.engine.comm.heartbeat import BEAT_S, ENDED, Pulse, beat_with, stand_in
-from gpumix.engine.comm.process_groups import all_ranks
-from gpumix.engine.comm.thread_shutdown import leave_together
-from gpumix.engine.comm.version_check import own_versions, refuse_unlike
+from gpumix.engine.comm.hang_attribution import AwaitedCollective, drop_unknown, find_blocking_ranks
+from gpumix.engine.comm.heartbeat import (
+    ENDED,
+    HEARTBEAT_INTERVAL_S,
+    SilenceDetector,
+    format_heartbeat,
+    parse_heartbeat,
+)
+from gpumix.engine.comm.process_groups import make_communicator
+from gpumix.engine.comm.thread_shutdown import join_threads
+from gpumix.engine.comm.version_check import check_equal_versions, own_versions
 from gpumix.engine.sharding.state_dict import some_of
-from gpumix.hardware.runtime import backend_of, is_gpu
+from gpumix.hardware.runtime import choose_backend, is_gpu
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import (
     DeviceFailure,
@@ -42,18 +53,18 @@ from gpumix.schema.errors import (
     RankLost,
     StoreGone,
     TrainingError,
-    error_from,
-    first_line,
-    in_a_line,
+    format_in_one_line,
+    get_first_line,
+    rebuild_error,
 )
 from gpumix.schema.plan.plan import Plan
 
 # Seconds without a heartbeat after which a rank is dead or stopped.
 SILENCE_S = 3.0
 # Seconds within which each rank has reported its progress again.
-NOTICE_S = 2 * BEAT_S
+NOTICE_S = 2 * HEARTBEAT_INTERVAL_S
 # Set by a rank that waits in vain: asks all ranks for their positions.
-ASKED = "asked"
+POSITIONS_REQUEST = "asked"
 # Errors raised by torch when the process with the store is gone.
 STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
 # Seconds that a rank with a lost peer waits for another rank's own account.
@@ -71,10 +82,12 @@ KINDS = {
     )
 }
 # A run may continue by itself after these errors, so all ranks keep the class.
-GOES_ON = tuple(kind.__name__ for kind in (OutOfMemory, RankLost, DeviceFailure, PlanOutdated))
+RECOVERABLE_ERRORS = tuple(
+    kind.__name__ for kind in (OutOfMemory, RankLost, DeviceFailure, PlanOutdated)
+)
 
 
-class Ranks:
+class RankGroup:
     """View of all ranks of a run from one rank.
 
     Args:
@@ -102,15 +115,15 @@ class Ranks:
         self._seats: list[Device | None] = [None] * world
         self._store = store
         self._told: dict[str, int] = {}
-        self._begun: dict[str, Wait] = {}  # latest wait, by topic
+        self._begun: dict[str, AwaitedCollective] = {}  # latest wait, by topic
         self._claims: dict[str, str] = {}  # of a single process
-        self._heart: Heart | None = None
+        self._heart: HeartbeatThread | None = None
         self._owns_groups = False
         if store is not None and world > 1:
             on_gpu = device.type != "cpu"
-            self._heart = Heart(store.clone(), rank, runs_ahead=on_gpu)  # type: ignore[attr-defined]
+            self._heart = HeartbeatThread(store.clone(), rank, runs_ahead=on_gpu)  # type: ignore[attr-defined]
             try:
-                refuse_unlike(self.gather("versions", own_versions()))
+                check_equal_versions(self.gather("versions", own_versions()))
             except InputError:
                 self._heart.stop()
                 raise
@@ -121,7 +134,7 @@ class Ranks:
             self._seats = [Device.model_validate_json(one) if one else None for one in told]
 
     def _connect(self, store: dist.Store) -> None:
-        backend = backend_of(self.device)
+        backend = choose_backend(self.device)
         if not dist.is_backend_available(backend):
             raise MachineError(
                 f"this torch has no {backend.upper()}, by which GPUs exchange tensors",
@@ -137,7 +150,7 @@ class Ranks:
             device_id=self.device if is_gpu(self.device) else None,
         )
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> RankGroup:
         return self
 
     def __exit__(
@@ -171,7 +184,7 @@ class Ranks:
 
     def communicator(self, plan: Plan | None = None) -> Communicator:
         """Return the engine's collectives over all ranks, in the forms of `plan`."""
-        return all_ranks(self.device, plan.collectives if plan is not None else None)
+        return make_communicator(self.device, plan.collectives if plan is not None else None)
 
     def checkpoint_group(self, *, patience_s: float = 0.0) -> dist.ProcessGroup | None:
         """Create a group of CPU tensors for checkpoints, so saving never blocks training's group.
@@ -221,13 +234,13 @@ class Ranks:
 
     def agree(self, topic: str, error: GpumixError | None, *, patience_s: float = 0.0) -> None:
         """Raise any rank's first error on all ranks, own errors first. Collective; see `gather`."""
-        text = "" if error is None else _account(error)
+        text = "" if error is None else _serialize_error(error)
         accounts = self.gather(topic, text, patience_s=patience_s)
         if error is not None:
             raise error
         for account in accounts:
             if account:
-                raise _retold(account)
+                raise _deserialize_error(account)
 
     def claim(self, topic: str, text: str) -> str:
         """Claim a topic; return the text of the first rank to claim it. Not collective; callable
@@ -245,7 +258,7 @@ class Ranks:
 
     def _next(self, topic: str) -> str:
         self._told[topic] = self._told.get(topic, 0) + 1
-        self._begun[topic] = begins(f"'{topic}'")
+        self._begun[topic] = begin_collective(f"'{topic}'")
         return f"{topic}/{self._told[topic]}"
 
     def _hear(self, key: str, rank: int, topic: str, patience_s: float = 0.0) -> str:
@@ -253,7 +266,7 @@ class Ranks:
         allowed_s = self.timeout_s + patience_s
         deadline = time.monotonic() + allowed_s
         wait = replace(self._begun[topic], members=(rank,))
-        with doing(f"waiting for '{topic}' of rank {rank}", wait):
+        with ActivityScope(f"waiting for '{topic}' of rank {rank}", wait):
             while not self._store.check([key]):
                 failed = self._account_of_failure()
                 if failed is not None:
@@ -276,18 +289,18 @@ class Ranks:
         another rank's own account, else silent ranks, else ranks holding up the rest."""
         try:
             if isinstance(error, CommunicationError):
-                with doing(f"after {error.what}", error.wait):
+                with ActivityScope(f"after {error.what}", error.wait):
                     return self._explained(error)
-            return self._account_of_failure() or self._alone(first_line(error))
+            return self._account_of_failure() or self._alone(get_first_line(error))
         except STORE_ERRORS as gone:
             others = some_of([name for name in self.names if name != self.names[self.rank]])
             what = error.what if isinstance(error, CommunicationError) else "nothing is heard"
-            return self._alone(f"{what}, with {others}; {first_line(gone)}")
+            return self._alone(f"{what}, with {others}; {get_first_line(gone)}")
 
     def _explained(self, error: CommunicationError) -> GpumixError:
         assert self._store is not None
-        pulse = Pulse(self._beat, self.world, SILENCE_S)
-        self._store.set(ASKED, "")
+        pulse = SilenceDetector(self._beat, self.world, SILENCE_S)
+        self._store.set(POSITIONS_REQUEST, "")
         time.sleep(NOTICE_S)
         late = self._late(error.wait) if error.wait is not None else []
         silent: list[int] = []
@@ -304,14 +317,14 @@ class Ranks:
             return error
         return DeviceFailure(error.what, where=self.names[self.rank], why=error.why, fix=error.fix)
 
-    def _late(self, wait: Wait) -> list[int]:
+    def _late(self, wait: AwaitedCollective) -> list[int]:
         """Return the ranks holding up this rank, which waits in vain."""
-        stands = {rank: stand_in(self._beat(rank)) for rank in range(self.world)}
-        return held_up_by(known(stands), self.rank, wait)
+        stands = {rank: parse_heartbeat(self._beat(rank)) for rank in range(self.world)}
+        return find_blocking_ranks(drop_unknown(stands), self.rank, wait)
 
     def _lost(self, ranks: list[int], error: CommunicationError, *, silent: bool) -> RankLost:
         assert self._store is not None
-        places = {} if silent else stands_of(self._store, ranks)
+        places = {} if silent else read_positions(self._store, ranks)
         stands = [f"{self.names[r]} stands at {place}" for r, place in places.items()]
         only = self._seats[ranks[0]] if len(ranks) == 1 else None
         return RankLost(
@@ -329,7 +342,9 @@ class Ranks:
         assert self._store is not None
         for rank in range(self.world):
             if rank != self.rank and self._store.check([f"failed/{rank}"]):
-                return _retold(self._store.get(f"failed/{rank}").decode(), self.names[rank])
+                return _deserialize_error(
+                    self._store.get(f"failed/{rank}").decode(), self.names[rank]
+                )
         return None
 
     def _alone(self, why: str) -> GpumixError:
@@ -340,9 +355,9 @@ class Ranks:
         return beat_of(self._store, rank)
 
 
-class Heart:
+class HeartbeatThread:
     """Thread moving this rank's heartbeat in the store, with the main thread's progress. Once asked
-    (`ASKED`), reports the main thread's position."""
+    (`POSITIONS_REQUEST`), reports the main thread's position."""
 
     def __init__(self, store: dist.Store, rank: int, *, runs_ahead: bool) -> None:
         self._store = store
@@ -356,18 +371,18 @@ class Heart:
     def _run(self) -> None:
         for beat in itertools.count():
             try:
-                stand = stand_of_main(runs_ahead=self._runs_ahead)
-                self._store.set(self._key, beat_with(beat, stand))
-                if self._store.check([ASKED]):
-                    self._store.set(f"stands/{self._rank}", where_main_stands())
+                stand = get_main_progress(runs_ahead=self._runs_ahead)
+                self._store.set(self._key, format_heartbeat(beat, stand))
+                if self._store.check([POSITIONS_REQUEST]):
+                    self._store.set(f"stands/{self._rank}", describe_main_thread())
             except RuntimeError:  # the store is gone, and with it all listeners
                 return
-            if self._stopped.wait(BEAT_S):
+            if self._stopped.wait(HEARTBEAT_INTERVAL_S):
                 return
 
     def stop(self) -> None:
         self._stopped.set()
-        leave_together([self._thread])
+        join_threads([self._thread])
         if self._thread.is_alive():  # the store does not answer
             return
         with suppress(RuntimeError):
@@ -391,17 +406,18 @@ def beat_of(store: dist.Store, rank: int) -> str:
     return str(store.get(key).decode()) if store.check([key]) else ""
 
 
-def ask_stands(store: dist.Store, ranks: Sequence[int]) -> dict[int, str]:
+def request_positions(store: dist.Store, ranks: Sequence[int]) -> dict[int, str]:
     """Ask `ranks` for their positions; return the answers given within two heartbeats."""
-    store.set(ASKED, "")
-    deadline = time.monotonic() + 2 * BEAT_S
-    while len(told := stands_of(store, ranks)) < len(ranks) and time.monotonic() < deadline:
-        time.sleep(BEAT_S / 10)
+    store.set(POSITIONS_REQUEST, "")
+    deadline = time.monotonic() + 2 * HEARTBEAT_INTERVAL_S
+    while len(told := read_positions(store, ranks)) < len(ranks) and time.monotonic() < deadline:
+        time.sleep(HEARTBEAT_INTERVAL_S / 10)
     return told
 
 
-def stands_of(store: dist.Store, ranks: Sequence[int]) -> dict[int, str]:
-    """Return the positions reported by `ranks`, by rank; ranks report once `ASKED` is set."""
+def read_positions(store: dist.Store, ranks: Sequence[int]) -> dict[int, str]:
+    """Return the positions reported by `ranks`, by rank; ranks report once `POSITIONS_REQUEST` is
+    set."""
     return {
         rank: store.get(key).decode() for rank in ranks if store.check([key := f"stands/{rank}"])
     }
@@ -409,21 +425,21 @@ def stands_of(store: dist.Store, ranks: Sequence[int]) -> dict[int, str]:
 
 def report_failure(store: dist.Store, rank: int, error: BaseException) -> None:
     """Report the failure of `rank` to all ranks, so none needs to wait for it."""
-    store.set(f"failed/{rank}", _account(error))
+    store.set(f"failed/{rank}", _serialize_error(error))
 
 
-def _account(error: BaseException) -> str:
+def _serialize_error(error: BaseException) -> str:
     """Serialize an error as text for other ranks."""
     if not isinstance(error, GpumixError):
-        error = GpumixError(in_a_line(error))
+        error = GpumixError(format_in_one_line(error))
     return json.dumps(error.as_dict())
 
 
-def _retold(account: str, who: str = "") -> GpumixError:
+def _deserialize_error(account: str, who: str = "") -> GpumixError:
     """Deserialize another rank's error, as a class that callers on this rank know."""
     told = json.loads(account)
     told["where"] = told["where"] or who
-    if told["error"] not in GOES_ON:
+    if told["error"] not in RECOVERABLE_ERRORS:
         words = {name: told[name] for name in ("what", "where", "why", "fix")}
         told = {"error": KINDS[told["exit_code"]].__name__, **words}
-    return error_from(told)
+    return rebuild_error(told)

@@ -16,30 +16,32 @@ import torch
 from torch.optim import Optimizer
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.offload.host_offload import empty_on_host
-from gpumix.engine.optimizers.overlapped_step import updates_elements
+from gpumix.engine.offload.host_offload import allocate_on_host
+from gpumix.engine.optimizers.overlapped_step import is_elementwise
 from gpumix.engine.sharding.bucket import Bucket
-from gpumix.engine.sharding.flat_group import expect_largest
+from gpumix.engine.sharding.flat_group import reserve_reduction_memory
 from gpumix.engine.sharding.shard import Shard
 from gpumix.engine.sharding.shard_layout import Division
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
 
 
-def moves_state(before: Plan, after: Plan) -> bool:
+def needs_state_move(before: Plan, after: Plan) -> bool:
     """Return True if two plans, apart from samples, differ in shares of the state.
 
     Raises:
         InputError: they differ in more, or in something that cannot change during training.
     """
-    if _but_parts(before) != _but_parts(after) or not _cut_alike(before, after):
+    if _without_parts(before) != _without_parts(after) or not _has_same_micro_batches(
+        before, after
+    ):
         raise InputError(
             "a running engine takes only a plan that splits the samples or the state anew",
             why="workers of several stages can give each other whole micro-batches of a wave",
             fix="save a checkpoint, and load it into an engine with that plan",
         )
     moved = [stage.shares for stage in before.stages] != [stage.shares for stage in after.stages]
-    if moved and not may_move(after):
+    if moved and not can_move_state(after):
         raise InputError(
             "a running engine moves no state of this plan",
             why="state moves where it is divided over all ranks (ZeRO 1 to 3, sharding 'all', no "
@@ -49,7 +51,7 @@ def moves_state(before: Plan, after: Plan) -> bool:
     return moved
 
 
-def may_move(plan: Plan) -> bool:
+def can_move_state(plan: Plan) -> bool:
     """Return True if ranks of a plan can give each other state during training."""
     forms = (plan.collectives.gather, plan.collectives.reduce)
     return (
@@ -61,7 +63,7 @@ def may_move(plan: Plan) -> bool:
     )
 
 
-def _but_parts(plan: Plan) -> list[Any]:
+def _without_parts(plan: Plan) -> list[Any]:
     undivided = {"samples": 0, "micro_batch": 0, "state_share": 0.0}
     stages = [
         s.model_copy(update={"workers": tuple(w.model_copy(update=undivided) for w in s.workers)})
@@ -71,7 +73,7 @@ def _but_parts(plan: Plan) -> list[Any]:
     return [*stages, plan.model_copy(update=unsaid)]
 
 
-def _cut_alike(before: Plan, after: Plan) -> bool:
+def _has_same_micro_batches(before: Plan, after: Plan) -> bool:
     """Return True if all stages, if several, process equal micro-batches in equal waves."""
     if len(before.stages) == 1:
         return True
@@ -89,7 +91,7 @@ def move_state(buckets: Sequence[Bucket], division: Division, optimizer: Optimiz
     Raises:
         InputError: the optimizer does not update each element by itself.
     """
-    if optimizer is None or not updates_elements(optimizer):
+    if optimizer is None or not is_elementwise(optimizer):
         what = "an optimizer that is not given" if optimizer is None else type(optimizer).__name__
         raise InputError(
             f"what {what} keeps cannot be divided anew while a run trains",
@@ -98,12 +100,12 @@ def move_state(buckets: Sequence[Bucket], division: Division, optimizer: Optimiz
     for bucket in buckets:
         for group in bucket.groups:
             for shard in group.shards:
-                _move(shard, division, optimizer)
+                _move_shard(shard, division, optimizer)
         bucket.values_changed()
-    expect_largest([group for bucket in buckets for group in bucket.trainable])
+    reserve_reduction_memory([group for bucket in buckets for group in bucket.trainable])
 
 
-def _move(shard: Shard, division: Division, optimizer: Optimizer) -> None:
+def _move_shard(shard: Shard, division: Division, optimizer: Optimizer) -> None:
     before, after = shard.intervals.offsets, division.intervals(shard.numel).offsets
     if before == after:
         return
@@ -111,16 +113,16 @@ def _move(shard: Shard, division: Division, optimizer: Optimizer) -> None:
     label = f"move of the state of unit '{shard.label}'"
     # All ranks have the same keys: each rank has a piece of every parameter.
     kept = {}
-    for key in _keys(shard, optimizer):
+    for key in _get_elementwise_keys(shard, optimizer):
         states = [optimizer.state.get(piece.local, {}) for piece in shard.pieces]
         parts = [s.pop(key, p.local) for s, p in zip(states, shard.pieces)]
-        moved = _moved(torch.cat(parts), before, after, comm, label)
+        moved = _exchange_interval(torch.cat(parts), before, after, comm, label)
         if division.on_host:
-            there = empty_on_host(moved.numel(), moved.dtype, comm.device)
+            there = allocate_on_host(moved.numel(), moved.dtype, comm.device)
             moved = there.copy_(moved)
         kept[key] = moved
         del parts
-    shard.divide(division, _moved(shard.master, before, after, comm, label))
+    shard.divide(division, _exchange_interval(shard.master, before, after, comm, label))
     for key, flat in kept.items():
         sizes = [piece.end - piece.start for piece in shard.pieces]
         for piece, part in zip(shard.pieces, flat.split(sizes)):
@@ -128,7 +130,7 @@ def _move(shard: Shard, division: Division, optimizer: Optimizer) -> None:
                 optimizer.state[piece.local][key] = part
 
 
-def _keys(shard: Shard, optimizer: Optimizer) -> list[str]:
+def _get_elementwise_keys(shard: Shard, optimizer: Optimizer) -> list[str]:
     """Return the keys of the optimizer's values per element of a shard; parameters that never had a
     gradient have none."""
     if not shard.trainable:
@@ -143,20 +145,20 @@ def _keys(shard: Shard, optimizer: Optimizer) -> list[str]:
     )
 
 
-def _moved(
+def _exchange_interval(
     own: torch.Tensor, before: Sequence[int], after: Sequence[int], comm: Communicator, label: str
 ) -> torch.Tensor:
     """Return this rank's interval by `after`, from `own` by `before`; both are buffer offsets."""
     rank = comm.rank
-    given = [_common(before, rank, after, other) for other in range(comm.world)]
-    taken = [_common(before, other, after, rank) for other in range(comm.world)]
+    given = [_count_overlap(before, rank, after, other) for other in range(comm.world)]
+    taken = [_count_overlap(before, other, after, rank) for other in range(comm.world)]
     sent = own.to(comm.device)  # possibly from the host
     received, pending = comm.exchange_parts(sent, given, taken, label)
     pending.wait()
     return received.to(own.device)
 
 
-def _common(before: Sequence[int], giver: int, after: Sequence[int], taker: int) -> int:
+def _count_overlap(before: Sequence[int], giver: int, after: Sequence[int], taker: int) -> int:
     """Count the elements that `giver` had and `taker` is to have."""
     low = max(before[giver], after[taker])
     return max(0, min(before[giver + 1], after[taker + 1]) - low)

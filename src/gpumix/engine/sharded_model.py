@@ -14,7 +14,7 @@ from gpumix.engine.optimizers import elementwise_check
 from gpumix.engine.sharding import state_dict as state
 from gpumix.engine.sharding.bucket import Bucket
 from gpumix.engine.sharding.flat_group import FlatGroup
-from gpumix.engine.sharding.parameter_index import Inventory, Stored
+from gpumix.engine.sharding.parameter_index import ParameterIndex, Stored
 from gpumix.engine.sharding.shard import Piece, Shard
 from gpumix.engine.sharding.state_dict import OptimizerState
 
@@ -23,7 +23,11 @@ class ShardedModel:
     """One rank's part of a model, with state and gradients."""
 
     def __init__(
-        self, model: nn.Module, comm: Communicator, buckets: Sequence[Bucket], inventory: Inventory
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        buckets: Sequence[Bucket],
+        inventory: ParameterIndex,
     ) -> None:
         self.model = model
         self.comm = comm
@@ -77,7 +81,7 @@ class ShardedModel:
     @property
     def is_whole(self) -> bool:
         """True if this rank has all values of the model, in ordinary parameters between steps."""
-        return self._inventory.of_one_stage and all(group.is_whole for group in self.groups())
+        return self._inventory.is_single_stage and all(group.is_whole for group in self.groups())
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of all parameters by name, as in the unsharded model."""
@@ -121,7 +125,7 @@ class ShardedModel:
             rank0_only: other ranks take part, but get an empty dict.
         """
         self.agree_on_buffers()
-        return state.full_state(
+        return state.gather_full_state(
             self.model, self.groups(), self.comm, self._inventory, rank0_only=rank0_only
         )
 
@@ -129,7 +133,9 @@ class ShardedModel:
     def has_whole_state(self) -> bool:
         """True if `state_dict` needs no other rank: each rank has the full state, without
         statistics to agree on."""
-        of_one = self._inventory.of_one_stage and not module_buffers.keepers(self.model)
+        of_one = self._inventory.is_single_stage and not module_buffers.find_buffer_owners(
+            self.model
+        )
         divisions = (group.division for group in self.groups())
         return of_one and all(d.replicated and d.team is None for d in divisions)
 
@@ -142,8 +148,8 @@ class ShardedModel:
         """Make running statistics and modules' extra states equal on all ranks: all get the values
         of the first rank training on samples, in the stage that computes them. Collective.
         """
-        module_buffers.agree(self.model, self.comm, self._inventory.keeper)
-        extra_state.agree(self.model, self.comm, self._inventory.keeper)
+        module_buffers.broadcast_buffers(self.model, self.comm, self._inventory.find_training_rank)
+        extra_state.broadcast_extra_state(self.model, self.comm, self._inventory.find_training_rank)
 
     def load_state_dict(self, values: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Load this rank's part of an unsharded model's state dict.
@@ -171,10 +177,10 @@ class ShardedModel:
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
         """Return the state of `optimizer` for this rank's pieces by name; see
         `engine.sharding.state_dict`."""
-        elementwise_check.check(optimizer, self.parameters())
-        return state.optimizer_state(self.pieces(), optimizer)
+        elementwise_check.check_optimizer(optimizer, self.parameters())
+        return state.collect_optimizer_state(self.pieces(), optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, values: OptimizerState) -> None:
         """Replace the state of `optimizer`; its hyperparameters stay."""
-        elementwise_check.check(optimizer, self.parameters())
+        elementwise_check.check_optimizer(optimizer, self.parameters())
         state.load_optimizer_state(self.pieces(), optimizer, values)

@@ -12,27 +12,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumix.engine.batch.batch_split import repeated, samples_in
+from gpumix.engine.batch.batch_split import count_samples, repeat_sample
 from gpumix.engine.loss.reduction import Objective
-from gpumix.engine.model.model_settings import layer_drop
-from gpumix.engine.model.rng import evaluating
+from gpumix.engine.model.model_settings import find_layer_drop_rates
+from gpumix.engine.model.rng import use_eval_mode
 from gpumix.engine.rehearsal.loss_watch import LossWatch
 from gpumix.engine.schedule.micro_batch import Loss
-from gpumix.engine.schedule.pipeline_parallel import StagePlace
+from gpumix.engine.schedule.pipeline_parallel import PipelineStage
 from gpumix.engine.sharded_model import ShardedModel
-from gpumix.engine.sharding.gradient_fingerprint import OwnNorm, See
+from gpumix.engine.sharding.gradient_fingerprint import SampledGradientNorm, See
 from gpumix.engine.sharding.mixed_precision import LossScaler
-from gpumix.engine.undo import Undo
+from gpumix.engine.undo import StepUndo
 from gpumix.schema.plan.plan import Plan
 
-_OF_A_STEP = (  # left by a step in the engine, in addition to buffers and gradients
+_STEP_ATTRIBUTES = (  # left by a step in the engine, in addition to buffers and gradients
     "_rows", "_own_norm", "scaler", "steps", "losses_counted", "exchanged", "overflowed",
     "computed", "guard", "_to_take_back", "_objective", "_trims", "_settled", "_tells_samples",
     "_watch",
 )  # fmt: skip
 
 
-class Trials(ShardedModel):
+class TrialSteps(ShardedModel):
     """Engine base class for steps that are undone.
 
     Attributes:
@@ -40,7 +40,7 @@ class Trials(ShardedModel):
     """
 
     plan: Plan
-    places: Sequence[StagePlace]
+    places: Sequence[PipelineStage]
     scaler: LossScaler
     steps: int
     overflowed: bool
@@ -50,11 +50,11 @@ class Trials(ShardedModel):
     tells_losses: bool
     _objective: Objective
     _rows: tuple[range, ...]
-    _own_norm: OwnNorm
+    _own_norm: SampledGradientNorm
     _trims: bool
     _settled: bool
     _tells_samples: bool
-    _to_take_back: tuple[Undo, ...]
+    _to_take_back: tuple[StepUndo, ...]
     _watch: LossWatch | None = None
     _failed: str
 
@@ -93,10 +93,10 @@ class Trials(ShardedModel):
         rows = self._rows
         if self.places:
             times = sum(map(len, self._rows))
-            batch = repeated(batch, times)
+            batch = repeat_sample(batch, times)
         else:
-            rows = (range(samples_in(batch)),) if batch is not None else ()
-        with evaluating(self.model), self._as_before(see):
+            rows = (range(count_samples(batch)),) if batch is not None else ()
+        with use_eval_mode(self.model), self._restore_after(see):
             self._rows = rows
             self._step(batch)
         return times
@@ -119,7 +119,7 @@ class Trials(ShardedModel):
             trims: True to cut off padding columns.
             backward: False: no gradients.
         """
-        with self._as_before(self._own_norm.see):
+        with self._restore_after(self._own_norm.see):
             self._rows, self._objective, self._trims = rows, objective, trims
             self.losses_counted = torch.ones_like(self.losses_counted)
             self._settled, self._tells_samples = True, False
@@ -135,27 +135,27 @@ class Trials(ShardedModel):
             return seen(self.parameters())
 
     @contextlib.contextmanager
-    def _as_before(self, see: See) -> Iterator[None]:
+    def _restore_after(self, see: See) -> Iterator[None]:
         """Undo all changes of a step inside, including gradients. Gradients of earlier steps, to be
         added to, are restored."""
-        before = {name: getattr(self, name) for name in _OF_A_STEP}
+        before = {name: getattr(self, name) for name in _STEP_ATTRIBUTES}
         kept = [(p, p.grad, p.grad.clone()) for p in self.parameters() if p.grad is not None]
         for parameter, *_ in kept:
             parameter.grad = None
-        self._own_norm, self.scaler = OwnNorm(self.device), copy(self.scaler)
+        self._own_norm, self.scaler = SampledGradientNorm(self.device), copy(self.scaler)
         self.guard = self._watch = None
-        self._see_by(see)
+        self._observe_gradients(see)
         try:
-            with layer_drop(self.model):
+            with find_layer_drop_rates(self.model):
                 yield
         finally:
             vars(self).update(before)
-            self._see_by(self._own_norm.see)
+            self._observe_gradients(self._own_norm.see)
             for parameter in self.parameters():
                 parameter.grad = None
             for parameter, gradient, values in kept:
                 parameter.grad = gradient.copy_(values)
 
-    def _see_by(self, see: See) -> None:
+    def _observe_gradients(self, see: See) -> None:
         for bucket in self._buckets:
             bucket.see = see

@@ -11,22 +11,22 @@ from torch import nn
 from gpumix.engine.model.module_buffers import BufferCopies
 
 # Steps that can be taken back: a bad step, and a step issued before the result was known.
-MOST_TAKEN_BACK = 2
+MAX_UNDONE_STEPS = 2
 
 
 @dataclass(frozen=True)
-class Undo:
+class StepUndo:
     """Copies of the buffers, and of `Engine.losses_counted`, from before a step."""
 
     buffers: BufferCopies
     losses_counted: torch.Tensor
 
     @classmethod
-    def before(cls, keepers: Iterable[nn.Module], losses_counted: torch.Tensor) -> Undo:
+    def before(cls, keepers: Iterable[nn.Module], losses_counted: torch.Tensor) -> StepUndo:
         """Make the copies before a step; `keepers` are the modules with buffers."""
         return cls(BufferCopies(keepers), losses_counted)
 
-    def after(self, earlier: tuple[Undo, ...]) -> tuple[Undo, ...]:
+    def after(self, earlier: tuple[StepUndo, ...]) -> tuple[StepUndo, ...]:
         """Return all undoable steps: the latest of `earlier` steps, and this step last."""
         self.buffers.keep_changed()
-        return (*earlier, self)[-MOST_TAKEN_BACK:]
+        return (*earlier, self)[-MAX_UNDONE_STEPS:]

@@ -15,7 +15,7 @@ import torch
 from torch.optim import SGD, Optimizer
 
 
-class Guard:
+class UpdateGuard:
     """Skips all updates from the first bad step on.
 
     Args:
@@ -35,7 +35,7 @@ class Guard:
     @contextmanager
     def over(self, optimizer: Optimizer) -> Iterator[None]:
         """Make steps of `optimizer` in the body change nothing if a bad value was seen. Requires
-        `takes_guard`."""
+        `can_skip_updates`."""
         guarded: Any = optimizer
         guarded.found_inf = self._found
         try:
@@ -44,12 +44,12 @@ class Guard:
             del guarded.found_inf
 
 
-def takes_guard(optimizer: Optimizer) -> bool:
+def can_skip_updates(optimizer: Optimizer) -> bool:
     """Return whether kernels of `optimizer` can skip a step, like those of torch's fused ones."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def makes_momentum(optimizer: Optimizer) -> bool:
+def is_first_momentum_step(optimizer: Optimizer) -> bool:
     """Return whether the next step of `optimizer` is a momentum parameter's first. Fused SGD then
     allocates the momentum, which a skipped step would leave uninitialized."""
     return isinstance(optimizer, SGD) and any(

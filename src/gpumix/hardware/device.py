@@ -13,18 +13,22 @@ from types import TracebackType
 import torch
 
 from gpumix.hardware import runtime
-from gpumix.hardware.discovery.cuda_visible_devices import product_slug
-from gpumix.hardware.discovery.foreign_memory import health_of
+from gpumix.hardware.discovery.cuda_visible_devices import make_class_name
+from gpumix.hardware.discovery.foreign_memory import read_gpu_health
 from gpumix.hardware.discovery.gpu_clocks import ClockReader
-from gpumix.hardware.discovery.torch_build import runs_on, torch_build, wheel_of
-from gpumix.hardware.host.cpu import threads_of
+from gpumix.hardware.discovery.torch_build import (
+    get_kernel_support,
+    read_torch_build,
+    suggest_wheel,
+)
+from gpumix.hardware.host.cpu import get_threads_per_rank
 from gpumix.hardware.host.environment import (
     count_gpus_by_nvml,
     drop_preferred_segments,
     prefer_expandable_segments,
 )
 from gpumix.hardware.memory_limit import is_out_of_memory, limit_memory
-from gpumix.schema.cluster.clocks import Clocks
+from gpumix.schema.cluster.clocks import GpuClocks
 from gpumix.schema.cluster.cluster import Device, DeviceClass
 from gpumix.schema.errors import DeviceMissing, InputError, MachineError
 
@@ -82,7 +86,7 @@ class DeviceRuntime(ABC):
         tensors."""
         return self.memory_limit_bytes - self.framework_bytes()
 
-    def clocks(self) -> Clocks | None:
+    def clocks(self) -> GpuClocks | None:
         """Return the current clocks reported by the driver, or None if unknown."""
         return None
 
@@ -141,7 +145,7 @@ def open_device(device_class: DeviceClass, ordinal: int, *, device_id: str = "")
             f"this process uses a device already, and cannot open '{device_class.name}' beside it",
             fix="close the first, or leave its `with` block; `gpumix.profile` opens its own",
         )
-    _in_use.append(_opened(device_class, ordinal, device_id))
+    _in_use.append(_make_runtime(device_class, ordinal, device_id))
     return _in_use[0]
 
 
@@ -160,23 +164,24 @@ def device_in_use() -> DeviceRuntime | None:
 _in_use: list[DeviceRuntime] = []  # at most one
 
 
-def _opened(device_class: DeviceClass, ordinal: int, device_id: str) -> DeviceRuntime:
+def _make_runtime(device_class: DeviceClass, ordinal: int, device_id: str) -> DeviceRuntime:
     if device_class.emulated:
         return _EmulatedRuntime(device_class)
     if device_class.accelerator == "cpu":
         return _CpuRuntime(device_class)
     prefer_expandable_segments()
     count_gpus_by_nvml()
-    if not runtime.is_available() or runtime.kind() != device_class.accelerator:
+    if not runtime.is_available() or runtime.get_gpu_type() != device_class.accelerator:
         raise DeviceMissing(
             f"torch sees no GPU, but device class '{device_class.name}' wants one of "
             f"{device_class.maker}",
-            why="; ".join(filter(None, (str(torch_build() or ""), runtime.why_none()))),
-            fix=wheel_of(device_class.maker) + ", or make the driver work: nvidia-smi, rocm-smi or "
+            why="; ".join(filter(None, (str(read_torch_build() or ""), runtime.explain_no_gpu()))),
+            fix=suggest_wheel(device_class.maker)
+            + ", or make the driver work: nvidia-smi, rocm-smi or "
             "xpu-smi shows whether it does",
             device=device_id,
         )
-    return _GpuRuntime(device_class, _ordinal_here(ordinal, device_id))
+    return _GpuRuntime(device_class, _find_ordinal(ordinal, device_id))
 
 
 class _CpuRuntime(DeviceRuntime):
@@ -249,32 +254,34 @@ class _GpuRuntime(DeviceRuntime):
         total = runtime.total_bytes(ordinal)
         smaller = device_class.memory_bytes < total
         # A smaller class gets its full memory even if other processes use some of the GPU.
-        self._others_bytes = _held_by_others(ordinal, device_class.maker, total) if smaller else 0
+        self._others_bytes = (
+            _read_foreign_bytes(ordinal, device_class.maker, total) if smaller else 0
+        )
         runtime.set_device(ordinal)
         # The GPUs' ranks share the host's cores, above all for initial values.
-        torch.set_num_threads(threads_of(runtime.device_count()))
-        self.torch_device = torch.device(runtime.kind(), ordinal)
+        torch.set_num_threads(get_threads_per_rank(runtime.device_count()))
+        self.torch_device = torch.device(runtime.get_gpu_type(), ordinal)
         self._clock_reader: ClockReader | None = None
         self.memory_limit_bytes = device_class.memory_bytes
         # In torch's allocator, besides tensors.
-        self._workspaces_bytes = self._load_products()
+        self._workspaces_bytes = self._load_matmul_library()
         if smaller:
             for_tensors = max(0, device_class.memory_bytes - self.framework_bytes())
             share = (for_tensors + self._workspaces_bytes) / total
             runtime.limit_memory(share, self.torch_device)
 
-    def _load_products(self) -> int:
+    def _load_matmul_library(self) -> int:
         """Load the matrix-product libraries, the first use of GPU memory. Retry with fixed segments
         for drivers of virtual GPUs that cannot expand segments."""
         try:
-            return runtime.load_products(self.torch_device)
+            return runtime.load_matmul_library(self.torch_device)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise self._filled() from error
             if not drop_preferred_segments():
                 raise
-            runtime.keep_segments_fixed()
-            return runtime.load_products(self.torch_device)
+            runtime.disable_expandable_segments()
+            return runtime.load_matmul_library(self.torch_device)
 
     def _filled(self) -> MachineError:
         return MachineError(
@@ -314,7 +321,7 @@ class _GpuRuntime(DeviceRuntime):
         free, total = runtime.free_and_total_bytes(self.torch_device)
         return free + runtime.reserved_bytes(self.torch_device) - self._workspaces_bytes, total
 
-    def clocks(self) -> Clocks | None:
+    def clocks(self) -> GpuClocks | None:
         if self._clock_reader is None and runtime.is_nvidia():
             uuid = f"GPU-{runtime.device_uuid(self.torch_device)}"
             self._clock_reader = ClockReader(uuid, self.torch_device.index)
@@ -334,17 +341,17 @@ class _GpuRuntime(DeviceRuntime):
             runtime.limit_memory(1.0, self.torch_device)
 
 
-def _held_by_others(ordinal: int, maker: str, total: int) -> int:
+def _read_foreign_bytes(ordinal: int, maker: str, total: int) -> int:
     """Return the bytes of the GPU used by other processes. 0 if the driver does not report them, or
     if this process already has a context, which the driver would include."""
     if runtime.has_context(ordinal):
         return 0
     device = Device(id=f"GPU-{runtime.device_uuid(ordinal)}", device_class="", ordinal=ordinal)
-    free = [one.memory_bytes - one.used_bytes for _, one in health_of({device: maker})]
+    free = [one.memory_bytes - one.used_bytes for _, one in read_gpu_health({device: maker})]
     return max(0, total - free[0]) if free else 0
 
 
-def _ordinal_here(ordinal: int, device_id: str) -> int:
+def _find_ordinal(ordinal: int, device_id: str) -> int:
     """Return the index of the GPU in this process.
 
     CUDA may number GPUs by speed, while discovery uses PCI bus order: the UUID decides if known.
@@ -374,7 +381,7 @@ def _check_product(device_class: DeviceClass, ordinal: int) -> None:
         return
     product = runtime.device_name(ordinal)
     found = runtime.gfx_target(ordinal) or "{}.{}".format(*runtime.capability(ordinal))
-    same_product = product_slug(product) == product_slug(device_class.product)
+    same_product = make_class_name(product) == make_class_name(device_class.product)
     if same_product and found == wanted:
         return
     raise MachineError(
@@ -389,11 +396,15 @@ def _check_kernels(ordinal: int) -> None:
     """Check that torch has kernels for the GPU; otherwise the first matrix product would fail."""
     arches = runtime.built_architectures()
     major, minor = runtime.capability(ordinal)
-    if not runtime.is_nvidia() or not arches or runs_on(arches, f"{major}.{minor}") != "none":
+    if (
+        not runtime.is_nvidia()
+        or not arches
+        or get_kernel_support(arches, f"{major}.{minor}") != "none"
+    ):
         return
     raise MachineError(
         f"this torch has no kernels for GPU {ordinal}, a {runtime.device_name(ordinal)} (compute "
         f"capability {major}.{minor})",
-        why=f"{torch_build()}; it has {' '.join(arches)}",
-        fix=wheel_of("NVIDIA", (major, minor)),
+        why=f"{read_torch_build()}; it has {' '.join(arches)}",
+        fix=suggest_wheel("NVIDIA", (major, minor)),
     )

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gpumix.schema.errors import first_line
+from gpumix.schema.errors import get_first_line
 
 Stream: TypeAlias = torch.Stream
 Event: TypeAlias = torch.Event
@@ -32,7 +32,7 @@ def is_gpu(device: torch.device | str) -> bool:
     return torch.device(device).type in GPU_BACKENDS
 
 
-def kind() -> str:
+def get_gpu_type() -> str:
     """Return the GPU type of this torch build: 'cuda' (NVIDIA, and AMD by ROCm), 'xpu' (Intel), or
     '' for builds without GPUs. Independent of drivers and cards."""
     found = torch.accelerator.current_accelerator()
@@ -41,22 +41,22 @@ def kind() -> str:
 
 def is_available() -> bool:
     """Return True if torch can compute on a GPU in this process."""
-    return bool(kind()) and torch.accelerator.is_available()
+    return bool(get_gpu_type()) and torch.accelerator.is_available()
 
 
 def is_initialized() -> bool:
     """Return True if this process has used a GPU. Cheap, and never creates a context."""
-    return bool(kind()) and bool(torch.get_device_module(kind()).is_initialized())
+    return bool(get_gpu_type()) and bool(torch.get_device_module(get_gpu_type()).is_initialized())
 
 
 def device_count() -> int:
     """Return the number of GPUs visible to this process."""
-    return torch.accelerator.device_count() if kind() else 0
+    return torch.accelerator.device_count() if get_gpu_type() else 0
 
 
 def current_device() -> torch.device:
     """Return the calling thread's current GPU, with its index."""
-    return torch.device(kind(), torch.accelerator.current_device_index())
+    return torch.device(get_gpu_type(), torch.accelerator.current_device_index())
 
 
 def set_device(ordinal: int) -> None:
@@ -69,13 +69,13 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
     return torch.accelerator.device_index(device.index)
 
 
-def indexed(device: torch.device | str) -> torch.device:
+def add_device_index(device: torch.device | str) -> torch.device:
     """Add an index to a device: "cuda" is the calling thread's current GPU."""
     found = torch.device(device)
     return current_device() if is_gpu(found) and found.index is None else found
 
 
-def backend_of(device: torch.device) -> str:
+def choose_backend(device: torch.device) -> str:
     """Return the backend of torch.distributed for tensors on `device`."""
     return GPU_BACKENDS.get(device.type, "gloo")
 
@@ -85,7 +85,7 @@ def backend_of(device: torch.device) -> str:
 
 def is_nvidia() -> bool:
     """Return True if the GPUs of this torch build are NVIDIA's."""
-    return kind() == "cuda" and torch.version.hip is None
+    return get_gpu_type() == "cuda" and torch.version.hip is None
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ class Properties:
     gfx_target: str
 
 
-def properties(ordinal: int) -> Properties:
+def get_gpu_properties(ordinal: int) -> Properties:
     """Return the properties of GPU `ordinal`."""
     found = _module(ordinal).get_device_properties(ordinal)
     return Properties(
-        kind=kind(),
+        kind=get_gpu_type(),
         product=str(found.name),
         memory_bytes=int(found.total_memory),
         uuid=str(getattr(found, "uuid", "")),
@@ -123,14 +123,14 @@ def properties(ordinal: int) -> Properties:
     )
 
 
-def why_none() -> str:
+def explain_no_gpu() -> str:
     """Return torch's reason for showing no GPU."""
-    if not kind():
+    if not get_gpu_type():
         return "this torch is built for CPUs only"
     try:
-        torch.get_device_module(kind()).init()
+        torch.get_device_module(get_gpu_type()).init()
     except Exception as error:  # torch passes on arbitrary driver errors
-        return first_line(error)
+        return get_first_line(error)
     return ""
 
 
@@ -146,7 +146,7 @@ def device_uuid(device: torch.device | int) -> str:
 
 def capability(device: torch.device | int | None = None) -> tuple[int, int]:
     """Return CUDA's compute capability; the architecture numbers for AMD GPUs, (0, 0) for Intel."""
-    if kind() != "cuda":
+    if get_gpu_type() != "cuda":
         return (0, 0)
     major, minor = torch.cuda.get_device_capability(device)
     return major, minor
@@ -215,7 +215,7 @@ def new_event(device: torch.device, *, timing: bool = False) -> Event:
     return torch.Event(device, enable_timing=timing)
 
 
-def recorded_event(device: torch.device, *, timing: bool = False) -> Event:
+def record_event(device: torch.device, *, timing: bool = False) -> Event:
     """Record an event after all work submitted by the calling thread to `device` so far."""
     event = new_event(device, timing=timing)
     event.record(current_stream(device))
@@ -224,17 +224,17 @@ def recorded_event(device: torch.device, *, timing: bool = False) -> Event:
 
 def profiler_activity() -> torch.profiler.ProfilerActivity:
     """Return the `torch.profiler` activity of this torch build's GPUs."""
-    return getattr(torch.profiler.ProfilerActivity, kind().upper())
+    return getattr(torch.profiler.ProfilerActivity, get_gpu_type().upper())
 
 
 def get_sync_debug_mode() -> int:
     """Return torch's reporting of waits for the GPU: 0 none, 1 warnings, 2 errors."""
-    return torch.cuda.get_sync_debug_mode() if kind() == "cuda" else 0
+    return torch.cuda.get_sync_debug_mode() if get_gpu_type() == "cuda" else 0
 
 
 def set_sync_debug_mode(mode: int | str) -> None:
     """Set torch's reporting of waits for the GPU; unsupported for Intel."""
-    if kind() == "cuda":
+    if get_gpu_type() == "cuda":
         torch.cuda.set_sync_debug_mode(mode)
 
 
@@ -298,12 +298,12 @@ def limit_memory(share: float, device: torch.device) -> None:
     _module(device).set_per_process_memory_fraction(share, device)
 
 
-def keep_segments_fixed() -> None:
+def disable_expandable_segments() -> None:
     """Disable expandable segments in this process after the first GPU use."""
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
-def load_products(device: torch.device) -> int:
+def load_matmul_library(device: torch.device) -> int:
     """Load the matrix-product library in the calling and the backward thread. Return the bytes of
     its workspaces, which stay in the allocator: one per thread, 32 MiB each on Hopper and 8 MiB on
     older NVIDIA GPUs unless `CUBLAS_WORKSPACE_CONFIG` says otherwise."""
@@ -322,7 +322,7 @@ def load_products(device: torch.device) -> int:
 def register_pinned(address: int, size_bytes: int) -> bool:
     """Register existing host memory for GPU copies. Return False if the driver refuses, or torch
     lacks the call for this maker; copies are slower then."""
-    if kind() != "cuda":
+    if get_gpu_type() != "cuda":
         return False
     with suppress(RuntimeError):
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
@@ -341,10 +341,10 @@ def unregister_pinned(address: int) -> None:
 
 def default_generator(device: torch.device) -> torch.Generator:
     """Return the default random generator of `device`."""
-    found: torch.Generator = _module(device).default_generators[indexed(device).index]
+    found: torch.Generator = _module(device).default_generators[add_device_index(device).index]
     return found
 
 
 def _module(device: torch.device | int) -> Any:
     """Return `torch.cuda` or `torch.xpu`."""
-    return torch.get_device_module(kind() if isinstance(device, int) else device)
+    return torch.get_device_module(get_gpu_type() if isinstance(device, int) else device)

@@ -16,7 +16,7 @@ from gpumix.hardware import runtime
 S = TypeVar("S")
 
 
-class Stamps(Protocol[S]):
+class DeviceClock(Protocol[S]):
     """Timestamps of a device."""
 
     def now(self) -> S:
@@ -32,7 +32,7 @@ class Stamps(Protocol[S]):
         ...
 
 
-class HostStamps:
+class HostClock:
     """Stamps of a device that computes synchronously, or is waited for in each step."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -45,14 +45,14 @@ class HostStamps:
         return other - one
 
 
-class StreamStamps:
+class StreamClock:
     """Events on the current stream of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def now(self) -> runtime.Event:
-        return runtime.recorded_event(self._device, timing=True)
+        return runtime.record_event(self._device, timing=True)
 
     def passed(self, stamp: runtime.Event) -> bool:
         return stamp.query()
@@ -63,5 +63,5 @@ class StreamStamps:
         return one.elapsed_time(other) / 1e3
 
 
-def stamps_of(device: torch.device) -> Stamps[Any]:
-    return StreamStamps(device) if runtime.is_gpu(device) else HostStamps()
+def make_device_clock(device: torch.device) -> DeviceClock[Any]:
+    return StreamClock(device) if runtime.is_gpu(device) else HostClock()

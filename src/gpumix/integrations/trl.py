@@ -14,9 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from gpumix.integrations.common.optional_dependency import need
+from gpumix.integrations.common.optional_dependency import require_packages
 
-need(__name__, "trl", "transformers", "accelerate", extra="trl")
+require_packages(__name__, "trl", "transformers", "accelerate", extra="trl")
 
 import torch  # noqa: E402 - a missing package is reported first
 import trl  # noqa: E402
@@ -24,22 +24,26 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling  # noqa: E40
 
 from gpumix.engine.batch.batch_split import IGNORED_LABEL  # noqa: E402
 from gpumix.engine.engine import Engine  # noqa: E402
-from gpumix.engine.model.document_mask import mask_of_documents  # noqa: E402
-from gpumix.integrations.common.gather import all_texts  # noqa: E402
-from gpumix.integrations.common.unsupported_arguments import Fields  # noqa: E402
-from gpumix.integrations.transformers.arguments import PLANNED, TRAINING, tell_of_cpus  # noqa: E402
-from gpumix.integrations.transformers.loss import by_itself  # noqa: E402
-from gpumix.integrations.transformers.trainer_mixin import Planned  # noqa: E402
+from gpumix.engine.model.document_mask import make_document_mask  # noqa: E402
+from gpumix.integrations.common.gather import gather_texts  # noqa: E402
+from gpumix.integrations.common.unsupported_arguments import FieldSupport  # noqa: E402
+from gpumix.integrations.transformers.arguments import (  # noqa: E402
+    FIX_PLAN_DECIDES,
+    TRAINING_FIELDS,
+    set_accelerate_use_cpu,
+)
+from gpumix.integrations.transformers.loss import disable_gathering  # noqa: E402
+from gpumix.integrations.transformers.trainer_mixin import PlannedTrainerMixin  # noqa: E402
 from gpumix.schema.errors import InputError  # noqa: E402
 from gpumix.schema.plan.plan import Plan  # noqa: E402
 from gpumix.train.checks.packed_documents import check_documents  # noqa: E402
 
-tell_of_cpus()
+set_accelerate_use_cpu()
 
 __all__ = ["SFTTrainer"]
 
-TOKENS, TOTAL = "num_tokens", "tokens of this rank"
-ARGUMENTS = Fields.of(
+TOKENS_KEY, TOTAL_TOKENS_KEY = "num_tokens", "tokens of this rank"
+SFT_FIELDS = FieldSupport.of(
     heard="packing packing_strategy",
     theirs="""
         model_init_kwargs trust_remote_code router_aux_loss_coef chat_template_path
@@ -48,15 +52,15 @@ ARGUMENTS = Fields.of(
         assistant_only_loss loss_type ddp_find_unused_parameters
     """,  # TRL itself sets the last for models with image inputs
     refused={
-        "activation_offloading": PLANNED,
+        "activation_offloading": FIX_PLAN_DECIDES,
         "padding_free": "leave it out: a batch is cut between its rows; SFTConfig(packing=True) "
         "lays several samples into each",
     },
-).and_of(TRAINING)
+).merge_base(TRAINING_FIELDS)
 
 
 @dataclass(frozen=True)
-class PacksInRows:
+class RowPerPackCollator:
     """Collator like TRL's, with a row per pack, so a batch is cut between packs. Positions restart
     at each document, and there is no mask.
 
@@ -68,12 +72,12 @@ class PacksInRows:
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = replace(self.flat, padding_free=False, return_position_ids=True)(examples)
-        batch[TOKENS] = batch.pop("attention_mask").sum(1)
+        batch[TOKENS_KEY] = batch.pop("attention_mask").sum(1)
         batch["labels"][batch["position_ids"] == 0] = -100
         return batch
 
 
-class OneForward:
+class SingleForwardModel:
     """Model for TRL's loss, giving logits and the results of TRL's fused head from a single
     forward: a micro-batch runs through the units once."""
 
@@ -102,7 +106,7 @@ class OneForward:
         )
 
 
-class SFTTrainer(Planned, trl.SFTTrainer):
+class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
     """`trl.SFTTrainer` training by a plan. Metrics are means over the micro-batches of all devices.
 
     Args:
@@ -110,21 +114,21 @@ class SFTTrainer(Planned, trl.SFTTrainer):
             when first needed.
     """
 
-    _arguments = (trl.SFTConfig, ARGUMENTS)
+    _arguments = (trl.SFTConfig, SFT_FIELDS)
 
     def __init__(self, *args: Any, plan: Plan | Path | str | None = None, **kwargs: Any) -> None:
         self._tokens = 0  # trained on, of packs
         super().__init__(*args, plan=plan, **kwargs)
         if self.padding_free:  # set by TRL for packing, except "wrapped"
             assert isinstance(self.data_collator, DataCollatorForLanguageModeling)
-            self.data_collator = PacksInRows(self.data_collator)
+            self.data_collator = RowPerPackCollator(self.data_collator)
 
     def _hosted(self, dataset: Any, collate: Any) -> Engine:
         known = self._engine
         engine = super()._hosted(dataset, collate)
         if self.padding_free and engine is not known:
-            with by_itself(self.accelerator), self._measured():
-                self.accelerator.print(_told_of_documents(engine, self.args.packing_strategy))
+            with disable_gathering(self.accelerator), self._measured():
+                self.accelerator.print(_check_packing(engine, self.args.packing_strategy))
         return engine
 
     def compute_loss(
@@ -136,13 +140,13 @@ class SFTTrainer(Planned, trl.SFTTrainer):
     ) -> Any:
         """Compute the loss, also of packs, without attention between documents."""
         if return_outputs or self.compute_loss_func is not None or self.label_smoother is not None:
-            model = OneForward(model)
+            model = SingleForwardModel(model)
         args = return_outputs, num_items_in_batch
         if not self.padding_free:
             return super().compute_loss(model, inputs, *args)
-        tokens = inputs.pop(TOKENS, torch.zeros(()))
+        tokens = inputs.pop(TOKENS_KEY, torch.zeros(()))
         whole = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
-        given = inputs | mask_of_documents(whole, inputs)
+        given = inputs | make_document_mask(whole, inputs)
         made = super().compute_loss(model, given, *args)
         if self.model.training:
             # TRL counts a single row, and other micro-batches run in between.
@@ -162,19 +166,21 @@ class SFTTrainer(Planned, trl.SFTTrainer):
         if self._engine is not None:
             mode = "train" if self.model.training else "eval"
             own = self._metrics[mode]
-            told = {**own, TOTAL: self._total_train_tokens}
+            told = {**own, TOTAL_TOKENS_KEY: self._total_train_tokens}
             every = [
                 json.loads(text)
-                for text in all_texts(json.dumps(told), self._engine.comm, "gathering of metrics")
+                for text in gather_texts(
+                    json.dumps(told), self._engine.comm, "gathering of metrics"
+                )
             ]
-            for name in sorted({name for one in every for name in one} - {TOTAL}):
+            for name in sorted({name for one in every for name in one} - {TOTAL_TOKENS_KEY}):
                 own[name] = [value for one in every for value in one.get(name, [])]
-            if TOKENS in own:
-                own[TOKENS] = [sum(one[TOTAL] for one in every)]
+            if TOKENS_KEY in own:
+                own[TOKENS_KEY] = [sum(one[TOTAL_TOKENS_KEY] for one in every)]
         super().log(logs, start_time)
 
 
-def _told_of_documents(engine: Engine, strategy: str) -> str:
+def _check_packing(engine: Engine, strategy: str) -> str:
     """Check packed documents; return a message.
 
     Raises:

@@ -18,7 +18,7 @@ from gpumix.launch.program import Program
 HOST_MODULE = "gpumix.launch.ranks.host_launcher"
 NO_FOLDER = 91  # the shell's exit code without the working directory
 # ssh notices a cut link after some 30 s, regardless of the user's settings.
-NOTICE = ("ServerAliveInterval=10", "ServerAliveCountMax=3")
+KEEPALIVE_OPTIONS = ("ServerAliveInterval=10", "ServerAliveCountMax=3")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RendezvousAddress:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class LaunchEnvironment:
     """Environment of a program on every host: working directory, variables, interpreters by host.
 
     `grace_s`: time limit of ranks asked to stop.
@@ -56,24 +56,28 @@ class Ssh:
     def command(self, host: Host, remote: str) -> list[str]:
         """Return the command running `remote` on a host without prompts, its standard input
         connected."""
-        options = ["BatchMode=yes", f"ConnectTimeout={max(1, round(self.timeout_s))}", *NOTICE]
+        options = [
+            "BatchMode=yes",
+            f"ConnectTimeout={max(1, round(self.timeout_s))}",
+            *KEEPALIVE_OPTIONS,
+        ]
         words = [word for option in options for word in ("-o", option)]
         return [*self.words, "-T", *words, "--", host.name, remote]
 
-    def by_hand(self, host: Host, remote: str) -> str:
+    def make_interactive_line(self, host: Host, remote: str) -> str:
         """Return a shell line running `remote` from a terminal, whose Ctrl-C reaches the remote."""
         return shlex.join([*self.words, "-t", "--", host.name, remote])
 
-    def settings_of(self, host: Host) -> list[str]:
+    def make_config_query(self, host: Host) -> list[str]:
         """Return the command printing the user's ssh configuration of a host, without
         connecting."""
         return [*self.words, "-G", "--", host.name]
 
 
-def on_host(
+def make_host_line(
     place: HostRanks,
     program: Program,
-    around: Surroundings,
+    around: LaunchEnvironment,
     *,
     world: int,
     meeting: RendezvousAddress,
@@ -87,8 +91,8 @@ def on_host(
     words = [
         "-m",
         HOST_MODULE,
-        *ranks_words(str(place.first), place.processes, world),
-        *meeting_words(meeting.address, str(meeting.port)),
+        *make_rank_arguments(str(place.first), place.processes, world),
+        *make_rendezvous_arguments(meeting.address, str(meeting.port)),
         "--grace",
         f"{around.grace_s:g}",
         *(["--led"] if led else []),
@@ -98,20 +102,20 @@ def on_host(
     return shell_line(around, place.host, words)
 
 
-def ranks_words(first: str, processes: int, world: int) -> list[str]:
+def make_rank_arguments(first: str, processes: int, world: int) -> list[str]:
     return ["--first-rank", first, "--processes", str(processes), "--world", str(world)]
 
 
-def meeting_words(address: str, port: str) -> list[str]:
+def make_rendezvous_arguments(address: str, port: str) -> list[str]:
     return ["--address", address, "--port", port]
 
 
-def probing(host: Host, around: Surroundings, asked: Mapping[str, object]) -> str:
+def make_probe_line(host: Host, around: LaunchEnvironment, asked: Mapping[str, object]) -> str:
     """Return the line for a host's shell to answer questions; the interpreter reads its program."""
     return shell_line(around, host, ["-", json.dumps(asked)])
 
 
-def shell_line(around: Surroundings, host: Host, words: Sequence[str]) -> str:
+def shell_line(around: LaunchEnvironment, host: Host, words: Sequence[str]) -> str:
     settings = [f"{name}={value}" for name, value in sorted(around.settings.items())]
     env = ["env", *settings] if settings else []
     run = shlex.join([*env, around.python_on(host), *words])

@@ -11,11 +11,11 @@ from pathlib import Path
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import MARK_BYTES, read_text, why_unreadable
-from gpumix.schema.untrusted_text import check_host
-from gpumix.schema.value import refuse_twins
+from gpumix.schema.untrusted_text import check_host_name
+from gpumix.schema.value import refuse_duplicates
 
 _COUNTED = re.compile(r"(?P<name>[^\s:]+)(?::(?P<count>\d+)|\s+slots=(?P<slots>\d+))?")
-HERE = "localhost"
+LOCALHOST = "localhost"
 HOSTS_FIX = "--hosts a,b or --hosts a:4,b:8, or a file with one of them on each line"
 
 
@@ -27,7 +27,7 @@ class Host:
     processes: int | None = None
 
     @property
-    def bare(self) -> str:
+    def name_without_user(self) -> str:
         """The name without the user."""
         return self.name.rpartition("@")[2]
 
@@ -61,7 +61,7 @@ def read_hosts(text: str) -> tuple[Host, ...]:
     if not hosts:
         raise InputError("no host is named", where=f"--hosts {text}", fix=HOSTS_FIX)
     try:
-        refuse_twins("host", (host.name for host in hosts))
+        refuse_duplicates("host", (host.name for host in hosts))
     except ValueError as error:
         raise InputError(str(error), where=f"--hosts {text}", fix=HOSTS_FIX) from error
     return hosts
@@ -83,8 +83,8 @@ def _host(word: str, where: str) -> Host:
     found = _COUNTED.fullmatch(word)
     try:
         user, _, name = found["name"].rpartition("@") if found else ("", "", "")
-        check_host(name)
-        check_host(user or name)
+        check_host_name(name)
+        check_host_name(user or name)
     except ValueError as error:
         raise InputError(f"'{word}' names no host", where=where, fix=HOSTS_FIX) from error
     assert found is not None, "it has a name"
@@ -94,13 +94,13 @@ def _host(word: str, where: str) -> Host:
     return Host(found["name"], int(count) if count is not None else None)
 
 
-def hosts_of(cluster: Cluster) -> tuple[Host, ...]:
+def get_cluster_hosts(cluster: Cluster) -> tuple[Host, ...]:
     """Return the hosts of a cluster, with a process for each device.
 
     Raises:
         InputError: it names none.
     """
-    counts = _by_host(cluster)
+    counts = _count_devices_by_host(cluster)
     if not counts:
         raise InputError(
             "the cluster file names no hosts",
@@ -109,16 +109,16 @@ def hosts_of(cluster: Cluster) -> tuple[Host, ...]:
     return tuple(Host(name, count) for name, count in counts.items())
 
 
-def in_rank_order(hosts: Sequence[Host], cluster: Cluster | None) -> tuple[Host, ...]:
+def sort_by_rank(hosts: Sequence[Host], cluster: Cluster | None) -> tuple[Host, ...]:
     """Return the hosts in the order of their ranks: rank r has the cluster's r-th device.
 
     Raises:
         InputError: they are not the cluster's.
     """
-    counts = _by_host(cluster)
+    counts = _count_devices_by_host(cluster)
     if not counts:
         return tuple(hosts)
-    by_name = {host.bare: host for host in hosts}
+    by_name = {host.name_without_user: host for host in hosts}
     if set(by_name) != set(counts):
         raise InputError(
             "the hosts are not those of the cluster",
@@ -128,55 +128,60 @@ def in_rank_order(hosts: Sequence[Host], cluster: Cluster | None) -> tuple[Host,
     return tuple(by_name[name] for name in counts)
 
 
-def uncounted(hosts: Sequence[Host], cluster: Cluster | None) -> list[str]:
+def find_uncounted(hosts: Sequence[Host], cluster: Cluster | None) -> list[str]:
     """Return the hosts with devices still to be counted."""
-    return [] if _by_host(cluster) else [host.name for host in hosts if host.processes is None]
+    return (
+        []
+        if _count_devices_by_host(cluster)
+        else [host.name for host in hosts if host.processes is None]
+    )
 
 
-def placed_unasked(
+def assign_known_ranks(
     hosts: Sequence[Host], cluster: Cluster | None, *, where: str
 ) -> tuple[HostRanks, ...]:
     """Return the ranks of each host, in rank order, without asking hosts for their devices.
 
     Raises:
-        InputError: see `placed` and `in_rank_order`; or a host's number of processes is not given.
+        InputError: see `assign_ranks` and `sort_by_rank`; or a host's number of processes is not
+        given.
     """
-    hosts = in_rank_order(hosts, cluster)
-    if missing := uncounted(hosts, cluster):
+    hosts = sort_by_rank(hosts, cluster)
+    if missing := find_uncounted(hosts, cluster):
         raise InputError(
             f"how many processes {', '.join(missing)} run is not said, and no host is asked",
             where=where,
             fix=f"--hosts {','.join(f'{name}:4' for name in missing)}, or a cluster that names "
             "them",
         )
-    return placed(hosts, cluster, {})
+    return assign_ranks(hosts, cluster, {})
 
 
-def _by_host(cluster: Cluster | None) -> Counter[str]:
+def _count_devices_by_host(cluster: Cluster | None) -> Counter[str]:
     """Count devices by host, in rank order; empty if the cluster names no hosts."""
     devices = () if cluster is None else cluster.in_rank_order()
     counts = Counter(device.host for device in devices)
-    return Counter() if set(counts) == {HERE} else counts
+    return Counter() if set(counts) == {LOCALHOST} else counts
 
 
-def placed(
+def assign_ranks(
     hosts: Sequence[Host], cluster: Cluster | None, found: Mapping[str, int]
 ) -> tuple[HostRanks, ...]:
     """Return the ranks of each host: as many as given, or the devices in the cluster, or the
     devices found.
 
     Args:
-        hosts: ordered by `in_rank_order`.
+        hosts: ordered by `sort_by_rank`.
         found: devices by the names of hosts.
 
     Raises:
         InputError: the hosts have other numbers of devices than the cluster.
     """
-    counts = _by_host(cluster)
+    counts = _count_devices_by_host(cluster)
     places: list[HostRanks] = []
     first = 0
     for host in hosts:
-        known = counts[host.bare] if counts else found.get(host.name, 0)
+        known = counts[host.name_without_user] if counts else found.get(host.name, 0)
         if counts and host.processes not in (None, known):
             raise InputError(
                 f"host '{host.name}' has {known} devices in the cluster, and --hosts says "

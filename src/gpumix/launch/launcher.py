@@ -10,22 +10,28 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.hardware.host.environment import CLUSTER, use_settings
-from gpumix.launch.commands import RendezvousAddress, Ssh, Surroundings, on_host, shell_line
+from gpumix.launch.commands import (
+    LaunchEnvironment,
+    RendezvousAddress,
+    Ssh,
+    make_host_line,
+    shell_line,
+)
 from gpumix.launch.hosts import (
-    HERE,
+    LOCALHOST,
     Host,
     HostRanks,
-    in_rank_order,
-    placed,
-    placed_unasked,
-    uncounted,
+    assign_known_ranks,
+    assign_ranks,
+    find_uncounted,
+    sort_by_rank,
 )
 from gpumix.launch.orders import Orders
-from gpumix.launch.probes.readiness import meeting_at, refuse_unready
-from gpumix.launch.probes.survey import here, real_name, survey
+from gpumix.launch.probes.readiness import check_rendezvous, refuse_unready
+from gpumix.launch.probes.survey import gather_local_facts, probe_hosts, resolve_host_name
 from gpumix.launch.program import Program
 from gpumix.launch.ranks import host_launcher, several_hosts
-from gpumix.launch.ranks.host_ranks import HostShare
+from gpumix.launch.ranks.host_ranks import HostAssignment
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError
 
@@ -38,7 +44,7 @@ class LaunchRequest:
     program; a job naming its own does not need it."""
 
     program: Program
-    around: Surroundings
+    around: LaunchEnvironment
     hosts: tuple[Host, ...] = ()
     cluster: Cluster | None = None
     cluster_file: Path | None = None
@@ -57,7 +63,7 @@ class LaunchRequest:
 
 
 @dataclass(frozen=True)
-class Done:
+class LaunchResult:
     """Result of a launch: an exit code, a message, and the value of `--json`."""
 
     code: int
@@ -65,7 +71,7 @@ class Done:
     value: dict[str, Any]
 
 
-def asked_of(asked: LaunchRequest, *, scheduled: bool) -> LaunchRequest:
+def pass_cluster(asked: LaunchRequest, *, scheduled: bool) -> LaunchRequest:
     """Return the request with the cluster passed to the program: to a job by its key, otherwise by
     the environment.
 
@@ -89,34 +95,34 @@ def asked_of(asked: LaunchRequest, *, scheduled: bool) -> LaunchRequest:
 # -- one host --------------------------------------------------------------------------------------
 
 
-def launch_here(asked: LaunchRequest) -> Done:
+def launch_locally(asked: LaunchRequest) -> LaunchResult:
     """Run a program on all devices of this host."""
     use_settings(asked.around.settings)
-    processes = processes_here(asked)
-    share = HostShare(0, processes, processes, host_launcher.LOOPBACK, asked.port or 0)
+    processes = count_local_processes(asked)
+    share = HostAssignment(0, processes, processes, host_launcher.LOOPBACK, asked.port or 0)
     orders = Orders()
-    with orders.by_signals():
-        code, told = host_launcher.run(
+    with orders.take_signals():
+        code, told = host_launcher.run_host_ranks(
             share,
             asked.program.words,
             orders,
             grace_s=asked.around.grace_s,
             take=_to_stderr if asked.as_json else None,
         )
-    place = HostRanks(Host(HERE), 0, processes)
-    return Done(code, f"gpumix: {told}" if told else "", _value(code, [(place, code)]))
+    place = HostRanks(Host(LOCALHOST), 0, processes)
+    return LaunchResult(code, f"gpumix: {told}" if told else "", _value(code, [(place, code)]))
 
 
-def processes_here(asked: LaunchRequest) -> int:
+def count_local_processes(asked: LaunchRequest) -> int:
     """Return the number of a program's processes on this host, equal to the devices.
 
     Raises:
         InputError: the cluster has another number of devices.
     """
     if asked.cluster is None:
-        from gpumix.hardware.discovery.discover import discover
+        from gpumix.hardware.discovery.discover import discover_cluster
 
-        return asked.processes or len(discover().devices)
+        return asked.processes or len(discover_cluster().devices)
     devices = len(asked.cluster.devices)
     if asked.processes not in (None, devices):
         raise InputError(
@@ -134,17 +140,17 @@ def _to_stderr(to: int, line: str) -> None:
 # -- several hosts ---------------------------------------------------------------------------------
 
 
-def launch_there(asked: LaunchRequest) -> Done:
+def launch_on_hosts(asked: LaunchRequest) -> LaunchResult:
     """Run a program on several hosts, once all are ready.
 
     Raises:
         GpumixError: a host is not; nothing is started.
     """
-    places, meeting = prepared(asked)
+    places, meeting = prepare_hosts(asked)
     program = asked.program
     if asked.as_json and program.kind == "job":
         program = program.with_arguments("--json")
-    remote = _remote(places, replace(asked, program=program), meeting, led=True)
+    remote = _make_host_lines(places, replace(asked, program=program), meeting, led=True)
     commands = {place: asked.ssh.command(place.host, words) for place, words in remote.items()}
     data: list[str] | None = [] if asked.as_json else None
     gathered = several_hosts.GatheredOutput([place.host.name for place in places], asked.logs, data)
@@ -153,45 +159,49 @@ def launch_there(asked: LaunchRequest) -> Done:
     host_launcher.print_line(2, f"gpumix: {', '.join(parts)}; {meet}")
     orders = Orders()
     try:
-        with orders.by_signals():
-            outcome = several_hosts.run(
+        with orders.take_signals():
+            outcome = several_hosts.run_on_hosts(
                 commands, orders, gathered.take, grace_s=asked.around.grace_s
             )
     finally:
         gathered.close()
-    error = several_hosts.account(outcome, asked.logs)
+    error = several_hosts.explain_failure(outcome, asked.logs)
     value = _value(outcome.code, [(ended.place, ended.code) for ended in outcome.hosts])
     if program.kind == "job" and data:
         with suppress(ValueError):  # the job's code may print too
             value["summary"] = json.loads(data[-1])
     said = f"gpumix: {error}" if error is not None else ""
-    return Done(outcome.code, said or ("gpumix: interrupted" if outcome.code else ""), value)
+    return LaunchResult(
+        outcome.code, said or ("gpumix: interrupted" if outcome.code else ""), value
+    )
 
 
-def prepared(asked: LaunchRequest) -> tuple[tuple[HostRanks, ...], RendezvousAddress]:
+def prepare_hosts(asked: LaunchRequest) -> tuple[tuple[HostRanks, ...], RendezvousAddress]:
     """Probe all hosts and refuse unready ones; return the ranks of each host, and the
     rendezvous."""
-    hosts = in_rank_order(asked.hosts, asked.cluster)
+    hosts = sort_by_rank(asked.hosts, asked.cluster)
     files = asked.files
-    address = asked.address or real_name(hosts[0], asked.ssh)
+    address = asked.address or resolve_host_name(hosts[0], asked.ssh)
     questions: dict[str, dict[str, object]] = {one.name: {"files": files} for one in hosts}
     questions[hosts[0].name] |= {"address": address, "port": asked.port or 0}
-    found = survey(hosts, asked.ssh, asked.around, questions)
-    counted = uncounted(hosts, asked.cluster)
-    refuse_unready(found, here(files), counted=counted)
+    found = probe_hosts(hosts, asked.ssh, asked.around, questions)
+    counted = find_uncounted(hosts, asked.cluster)
+    refuse_unready(found, gather_local_facts(files), counted=counted)
     devices = {name: facts.devices for name, facts in found.items()}
     numbers = {name: number for name, number in devices.items() if isinstance(number, int)}
-    places = placed(hosts, asked.cluster, numbers)
+    places = assign_ranks(hosts, asked.cluster, numbers)
     first = hosts[0].name
-    return places, meeting_at(address, found[first], host=first, alone=len(hosts) == 1)
+    return places, check_rendezvous(address, found[first], host=first, alone=len(hosts) == 1)
 
 
-def _remote(
+def _make_host_lines(
     places: Sequence[HostRanks], asked: LaunchRequest, meeting: RendezvousAddress, *, led: bool
 ) -> dict[HostRanks, str]:
     world = sum(place.processes for place in places)
     return {
-        place: on_host(place, asked.program, asked.around, world=world, meeting=meeting, led=led)
+        place: make_host_line(
+            place, asked.program, asked.around, world=world, meeting=meeting, led=led
+        )
         for place in places
     }
 
@@ -219,22 +229,23 @@ def commands_of(asked: LaunchRequest) -> list[tuple[str, str]]:
         InputError: a host's number of processes is not given.
     """
     if not asked.hosts:
-        return [(HERE, _command_here(asked))]
-    places = placed_unasked(asked.hosts, asked.cluster, where="--print-commands")
+        return [(LOCALHOST, _command_here(asked))]
+    places = assign_known_ranks(asked.hosts, asked.cluster, where="--print-commands")
     meeting = RendezvousAddress(
-        asked.address or real_name(places[0].host, asked.ssh), asked.port or PORT
+        asked.address or resolve_host_name(places[0].host, asked.ssh), asked.port or PORT
     )
-    remote = _remote(places, asked, meeting, led=False)
+    remote = _make_host_lines(places, asked, meeting, led=False)
     return [
-        (place.host.name, asked.ssh.by_hand(place.host, line)) for place, line in remote.items()
+        (place.host.name, asked.ssh.make_interactive_line(place.host, line))
+        for place, line in remote.items()
     ]
 
 
 def _command_here(asked: LaunchRequest) -> str:
     if asked.program.kind == "job":
-        return shell_line(asked.around, Host(HERE), asked.program.words)
-    place = HostRanks(Host(HERE), 0, processes_here(asked))
+        return shell_line(asked.around, Host(LOCALHOST), asked.program.words)
+    place = HostRanks(Host(LOCALHOST), 0, count_local_processes(asked))
     meeting = RendezvousAddress(host_launcher.LOOPBACK, asked.port or PORT)
-    return on_host(
+    return make_host_line(
         place, asked.program, asked.around, world=place.processes, meeting=meeting, led=False
     )

@@ -10,7 +10,7 @@ from gpumix.launch.hosts import Host
 from gpumix.schema.errors import InputError
 
 
-def pythons_of(
+def parse_pythons(
     words: Sequence[str], hosts: Sequence[Host], default: str = sys.executable
 ) -> tuple[str, dict[str, str]]:
     """Return the default interpreter, by default this process's, and the interpreters of named
@@ -22,7 +22,7 @@ def pythons_of(
     some: dict[str, str] = {}
     for word in words:
         group, _, path = word.rpartition("=")
-        meant = [_named(name, hosts, word) for name in group.split(",")] if group else []
+        meant = [_find_host(name, hosts, word) for name in group.split(",")] if group else []
         if not path or word.startswith("="):
             raise InputError(
                 "this names no interpreter", where=f"--python {word}", fix="--python HOST=PATH"
@@ -32,9 +32,9 @@ def pythons_of(
     return default, some
 
 
-def _named(name: str, hosts: Sequence[Host], word: str) -> Host:
+def _find_host(name: str, hosts: Sequence[Host], word: str) -> Host:
     for host in hosts:
-        if name in (host.name, host.bare):
+        if name in (host.name, host.name_without_user):
             return host
     raise InputError(
         f"'{name}' is none of the hosts",
@@ -43,7 +43,7 @@ def _named(name: str, hosts: Sequence[Host], word: str) -> Host:
     )
 
 
-def settings_of(words: Sequence[str]) -> dict[str, str]:
+def parse_variables(words: Sequence[str]) -> dict[str, str]:
     """Return the variables given by `NAME=VALUE`, or by `NAME` with the value in this environment.
 
     Raises:

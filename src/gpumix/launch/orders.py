@@ -17,21 +17,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from gpumix.train.processes.stop_signals import is_once_more, to_take
+from gpumix.train.processes.stop_signals import asks_immediate_end, get_handled_signals
 
-ALIVE_S = 5.0  # interval of a launcher's signs of life
-SILENCE_S = 60.0  # limit of a launcher's silence
-STOPPING = b"gpumix: stopping, runs save now; Ctrl-C ends all at once\n"
+HEARTBEAT_S = 5.0  # interval of a launcher's signs of life
+HEARTBEAT_TIMEOUT_S = 60.0  # limit of a launcher's silence
+STOP_MESSAGE = b"gpumix: stopping, runs save now; Ctrl-C ends all at once\n"
 
 
 class Order(enum.IntEnum):
-    GO_ON = 0
+    CONTINUE = 0
     STOP = 1
     END = 2
 
 
 # Words of a launcher, a line each.
-WORDS = {b"alive": Order.GO_ON, b"stop": Order.STOP, b"end": Order.END}
+ORDERS_BY_WORD = {b"alive": Order.CONTINUE, b"stop": Order.STOP, b"end": Order.END}
 
 
 class Orders:
@@ -42,23 +42,23 @@ class Orders:
     """
 
     def __init__(self, *, led: bool = False) -> None:
-        self.given = Order.GO_ON
+        self.given = Order.CONTINUE
         self._led = led
 
     def give(self, order: Order) -> None:
         self.given = max(self.given, order)
 
     @contextmanager
-    def by_signals(self) -> Iterator[None]:
+    def take_signals(self) -> Iterator[None]:
         """Take Ctrl-C, SIGTERM and SIGHUP as orders during the block: the first to stop, a later
         Ctrl-C to end."""
 
         def take(number: int, frame: FrameType | None) -> None:
-            if not self._led and self.given is Order.GO_ON:
-                os.write(2, STOPPING)  # a handler may interrupt a print
-            self.give(Order.END if self.given and is_once_more(number) else Order.STOP)
+            if not self._led and self.given is Order.CONTINUE:
+                os.write(2, STOP_MESSAGE)  # a handler may interrupt a print
+            self.give(Order.END if self.given and asks_immediate_end(number) else Order.STOP)
 
-        before = {one: signal.signal(one, take) for one in to_take()}
+        before = {one: signal.signal(one, take) for one in get_handled_signals()}
         try:
             yield
         finally:
@@ -72,7 +72,7 @@ class Orders:
 
     def _hear(self) -> None:
         file, rest, heard = sys.stdin.fileno(), b"", time.monotonic()
-        while time.monotonic() - heard < SILENCE_S:
+        while time.monotonic() - heard < HEARTBEAT_TIMEOUT_S:
             if not select.select([file], [], [], 1.0)[0]:
                 continue
             read = os.read(file, 4096)
@@ -81,5 +81,5 @@ class Orders:
             heard = time.monotonic()
             *lines, rest = (rest + read).split(b"\n")
             for line in lines:
-                self.give(WORDS.get(line.strip(), Order.GO_ON))
+                self.give(ORDERS_BY_WORD.get(line.strip(), Order.CONTINUE))
         self.give(Order.STOP)

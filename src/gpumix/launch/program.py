@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from gpumix.schema.errors import InputError, no_such_file
+from gpumix.schema.errors import InputError, make_missing_file_error
 
-JOBS = (".yaml", ".yml")
-FIX = "gpumix launch JOB.yaml, gpumix launch SCRIPT.py ARGUMENTS, or gpumix launch -m MODULE"
+JOB_SUFFIXES = (".yaml", ".yml")
+USAGE_FIX = "gpumix launch JOB.yaml, gpumix launch SCRIPT.py ARGUMENTS, or gpumix launch -m MODULE"
 
 
 @dataclass(frozen=True)
@@ -45,32 +45,34 @@ class Program:
 
     def overrides(self) -> list[str]:
         """Return the settings of a job replaced by arguments."""
-        return list(_values_of("--set", self.arguments))
+        return list(_get_option_values("--set", self.arguments))
 
     def with_arguments(self, *more: str) -> Program:
         return replace(self, arguments=(*self.arguments, *more))
 
 
-def program_of(words: Sequence[str], *, module: bool) -> Program:
+def parse_program(words: Sequence[str], *, module: bool) -> Program:
     """Return the program named by the words of a command line.
 
     Raises:
         InputError: it is none of the three, or its file is missing.
     """
     if not words:
-        raise InputError("nothing is named to launch", fix=FIX)
+        raise InputError("nothing is named to launch", fix=USAGE_FIX)
     name, *arguments = words
     if module:
         return Program("module", name, tuple(arguments))
-    kind: Literal["job", "script"] = "job" if name.endswith(JOBS) else "script"
+    kind: Literal["job", "script"] = "job" if name.endswith(JOB_SUFFIXES) else "script"
     if kind == "script" and not name.endswith(".py"):
-        raise InputError("this is neither a job (.yaml) nor a script (.py)", where=name, fix=FIX)
+        raise InputError(
+            "this is neither a job (.yaml) nor a script (.py)", where=name, fix=USAGE_FIX
+        )
     if not Path(name).is_file():
-        raise no_such_file(kind, name)
+        raise make_missing_file_error(kind, name)
     return Program(kind, name, tuple(arguments))
 
 
-def _values_of(option: str, arguments: Sequence[str]) -> Iterator[str]:
+def _get_option_values(option: str, arguments: Sequence[str]) -> Iterator[str]:
     rest = iter(arguments)
     for word in rest:
         if word == option:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
-from gpumix.planner.common.strategy import PlanRequest, predicted
-from gpumix.planner.optimal import fastest
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
+from gpumix.planner.optimal import plan_fastest
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan, TokenRate
 from gpumix.schema.profile.profile import Profile
@@ -18,7 +18,7 @@ SECONDS_PER_HOUR = 3600.0
 BILLION = 1e9
 
 
-class Outlook(Value):
+class ClusterForecast(Value):
     """The forecast of one cluster."""
 
     change: str
@@ -37,11 +37,11 @@ class Outlook(Value):
     why: str = ""
 
 
-def outlooks(
+def forecast_clusters(
     variants: Sequence[tuple[str, Profile]],
     request: PlanRequest,
     prices: Mapping[str, float] | None = None,
-) -> list[Outlook]:
+) -> list[ClusterForecast]:
     """Find the fastest plan of each variant, of any number of stages, and compare with the first.
 
     Args:
@@ -51,22 +51,22 @@ def outlooks(
     Raises:
         InputError: a class has no price.
     """
-    found: list[Outlook] = []
+    found: list[ClusterForecast] = []
     for name, profile in variants:
-        found.append(_outlook(name, profile, request, prices, found[0] if found else None))
+        found.append(_forecast_cluster(name, profile, request, prices, found[0] if found else None))
     return found
 
 
-def _outlook(
+def _forecast_cluster(
     change: str,
     profile: Profile,
     request: PlanRequest,
     prices: Mapping[str, float] | None,
-    first: Outlook | None,
-) -> Outlook:
+    first: ClusterForecast | None,
+) -> ClusterForecast:
     there = Counter(d.device_class for d in profile.cluster.devices)
-    hourly = None if prices is None else _hourly(there, prices)
-    cluster = Outlook(
+    hourly = None if prices is None else _compute_hourly_price(there, prices)
+    cluster = ClusterForecast(
         change=change,
         devices=dict(there),
         price_per_hour=hourly,
@@ -74,28 +74,28 @@ def _outlook(
         estimated=profile.estimated,
     )
     try:
-        plan = fastest(profile, request)
+        plan = plan_fastest(profile, request)
     except NoFeasiblePlanError as error:
         return cluster.model_copy(update={"why": error.what})
-    speed = predicted(plan).tokens_per_s
+    speed = get_prediction(plan).tokens_per_s
     paid = None if hourly is None else hourly / SECONDS_PER_HOUR / speed * BILLION
     return cluster.model_copy(
         update={
-            "step_s": predicted(plan).step_s,
+            "step_s": get_prediction(plan).step_s,
             "tokens_per_s": speed,
-            "worth": None if first is None else _worth(speed, first.tokens_per_s),
+            "worth": None if first is None else _compute_gain(speed, first.tokens_per_s),
             "price_per_billion_tokens": paid,
-            "why": _idle(there, plan),
+            "why": _describe_idle_devices(there, plan),
         }
     )
 
 
-def _worth(speed: float, before: float | None) -> float | None:
+def _compute_gain(speed: float, before: float | None) -> float | None:
     """Return the fraction gained; None if the speed before is unknown or a step took no time."""
     return None if before is None or before == float("inf") else speed / before - 1.0
 
 
-def _hourly(there: Mapping[str, int], prices: Mapping[str, float]) -> float:
+def _compute_hourly_price(there: Mapping[str, int], prices: Mapping[str, float]) -> float:
     missing = sorted(set(there) - set(prices))
     if missing:
         raise InputError(
@@ -106,7 +106,7 @@ def _hourly(there: Mapping[str, int], prices: Mapping[str, float]) -> float:
     return sum(count * prices[name] for name, count in there.items())
 
 
-def _idle(there: Mapping[str, int], plan: Plan) -> str:
+def _describe_idle_devices(there: Mapping[str, int], plan: Plan) -> str:
     """Describe the devices without samples: paid for, but computing nothing."""
     busy = Counter(w.device_class for w in plan.workers if w.samples)
     idle = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from gpumix.planner.common.strategy import PlanRequest, predicted
-from gpumix.planner.plan import STRATEGIES, verdict
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
+from gpumix.planner.plan import STRATEGIES, explain_step_time
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan, TokenRate, ZeroStage
 from gpumix.schema.profile.profile import Profile
@@ -61,9 +61,9 @@ def compare(profile: Profile, request: PlanRequest) -> Comparison:
             failures[name] = error
     if not plans:
         raise next(iter(failures.values()))
-    best = min(plans, key=lambda name: predicted(plans[name]).step_s)
+    best = min(plans, key=lambda name: get_prediction(plans[name]).step_s)
     rows = (
-        _row(name, plans[name], plans[best], won=name == best)
+        _make_row(name, plans[name], plans[best], won=name == best)
         if name in plans
         else StrategyRow(strategy=name, why=failures[name].what)
         for name in STRATEGIES
@@ -77,21 +77,21 @@ def compare(profile: Profile, request: PlanRequest) -> Comparison:
     )
 
 
-def _row(name: str, plan: Plan, best: Plan, *, won: bool) -> StrategyRow:
-    prediction = predicted(plan)
+def _make_row(name: str, plan: Plan, best: Plan, *, won: bool) -> StrategyRow:
+    prediction = get_prediction(plan)
     return StrategyRow(
         strategy=name,
         step_s=prediction.step_s,
         tokens_per_s=prediction.tokens_per_s,
         zero_stage=plan.zero_stage,
-        head_room=_head_room(plan),
-        why="the fastest" if won else verdict(plan, best),
+        head_room=_find_least_free_memory(plan),
+        why="the fastest" if won else explain_step_time(plan, best),
     )
 
 
-def _head_room(plan: Plan) -> tuple[HeadRoom, ...]:
+def _find_least_free_memory(plan: Plan) -> tuple[HeadRoom, ...]:
     least: dict[str, HeadRoom] = {}
-    for worker, expected in zip(plan.workers, predicted(plan).workers):
+    for worker, expected in zip(plan.workers, get_prediction(plan).workers):
         name, limit = worker.device_class, expected.memory_limit_bytes
         free = limit - expected.peak_bytes
         if name not in least or free < least[name].free_bytes:

@@ -6,123 +6,125 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 
-from gpumix.planner.baselines.best_subset import best_subset, single_classes
+from gpumix.planner.baselines.best_subset import iterate_class_requests, plan_best_subset
 from gpumix.planner.common.strategy import (
     PlanRequest,
-    bounded,
-    predicted,
+    attach_bound,
+    compute_time_to_beat,
+    get_prediction,
     ranked_devices,
-    worth_leaving,
 )
-from gpumix.planner.data_parallel.class_options import Paces
-from gpumix.planner.data_parallel.search import optimal_below
-from gpumix.planner.data_parallel.why_nothing_fits import no_room
-from gpumix.planner.pipeline_parallel.search import staged_below
+from gpumix.planner.data_parallel.class_options import TimeBounds
+from gpumix.planner.data_parallel.search import plan_one_stage_below
+from gpumix.planner.data_parallel.why_nothing_fits import make_no_fit_error
+from gpumix.planner.pipeline_parallel.search import plan_staged_below
 from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
     Searched,
     ideal_step_s,
-    of_any_degree,
+    search_all_degrees,
 )
-from gpumix.planner.refine import finished
+from gpumix.planner.refine import refine_plan
 from gpumix.schema.errors import GpumixError, InputError, NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 
 FEW_DEVICES = 64  # beyond, finishing each plan takes long
 # Most that the last touches may gain: a plan slower by this factor may still win.
-MOST_GAINED, MANY_MOST_GAINED = 1.1, 1.02
+MAX_REFINE_FACTOR, MAX_REFINE_FACTOR_MANY = 1.1, 1.02
 
 
-def fastest(profile: Profile, request: PlanRequest) -> Plan:
+def plan_fastest(profile: Profile, request: PlanRequest) -> Plan:
     """Return the plan with the shortest step within the request's space.
 
     Raises:
         InputError: the request names devices unknown to the profile.
         NoFeasiblePlanError: the devices cannot hold the state and the batch.
     """
-    return Fastest(profile, request).plan()
+    return FastestPlans(profile, request).plan()
 
 
-class Fastest:
+class FastestPlans:
     """The fastest plans of a request, on all devices and on each class alone, found on first use.
 
     Args:
         paces: of these classes and this batch; may be shared between searches.
     """
 
-    def __init__(self, profile: Profile, request: PlanRequest, paces: Paces | None = None) -> None:
+    def __init__(
+        self, profile: Profile, request: PlanRequest, paces: TimeBounds | None = None
+    ) -> None:
         self.profile = profile
         self.request = request
-        self.paces = paces or Paces(profile, request.global_batch)
+        self.paces = paces or TimeBounds(profile, request.global_batch)
 
     def plan(self) -> Plan:
-        """Return the fastest plan; see `fastest`."""
+        """Return the fastest plan; see `plan_fastest`."""
         if isinstance(self._found, GpumixError):
             raise self._found
         return self._found
 
     @cached_property
-    def of_classes(self) -> dict[str, Fastest]:
+    def of_classes(self) -> dict[str, FastestPlans]:
         """Searches by class, on the devices of the class alone."""
-        every = single_classes(self.profile, self.request)
-        return {name: Fastest(self.profile, alone, self.paces) for name, alone in every}
+        every = iterate_class_requests(self.profile, self.request)
+        return {name: FastestPlans(self.profile, alone, self.paces) for name, alone in every}
 
     @cached_property
     def alone(self) -> Plan | None:
         """The optimal plan of one stage on single devices; None if none fits."""
-        return optimal_below(self.profile, self.request, self.paces, float("inf"))
+        return plan_one_stage_below(self.profile, self.request, self.paces, float("inf"))
 
     @cached_property
     def _found(self) -> Plan | InputError | NoFeasiblePlanError:
-        best, space = _Best(), self.request.space
+        best, space = _BestPlan(), self.request.space
         if space.least_stages == 1:
             _ = self.alone  # an invalid request raises here already
-            best.weigh(self._of_one_stage)
+            best.try_search(self._search_one_stage)
         if space.most_stages != 1:
-            best.weigh(self._of_stages)
+            best.try_search(self._search_staged)
         if space.leave_out and len(self.of_classes) > 1:
             for one in self.of_classes.values():
                 if ideal_step_s(one.profile, one.request) < best.below_s:
-                    best.weigh(one._any)
+                    best.try_search(one._find_plan)
         if best.plan is None:
             return best.failures[0]
-        return bounded(best.plan.model_copy(update={"strategy": "optimal"}), best.bound_s)
+        return attach_bound(best.plan.model_copy(update={"strategy": "optimal"}), best.bound_s)
 
-    def _any(self, _: float) -> Searched:
+    def _find_plan(self, _: float) -> Searched:
         plan = self.plan()
-        return plan, predicted(plan).bound_s
+        return plan, get_prediction(plan).bound_s
 
-    def _of_stages(self, below_s: float) -> Searched:
-        return staged_below(self.profile, self.request, below_s)
+    def _search_staged(self, below_s: float) -> Searched:
+        return plan_staged_below(self.profile, self.request, below_s)
 
-    def _of_one_stage(self, _: float) -> Searched:
+    def _search_one_stage(self, _: float) -> Searched:
         space = self.request.space.model_copy(update={"most_stages": 1})
         request = self.request.model_copy(update={"space": space})
-        plan, bound_s = of_any_degree(self.profile, request, self._in_one_stage)
+        plan, bound_s = search_all_degrees(self.profile, request, self._search_degree)
         if plan is None:
             raise _no_room(self.profile, request)
         return plan, bound_s
 
-    def _in_one_stage(self, profile: Profile, request: PlanRequest, below_s: float) -> Searched:
+    def _search_degree(self, profile: Profile, request: PlanRequest, below_s: float) -> Searched:
         """Return the finished optimal plan, or a plan on one class alone, faster than `below_s`."""
         if profile is self.profile:
             paces, found = self.paces, self.alone
         else:
-            paces = Paces(profile, request.global_batch)
+            paces = TimeBounds(profile, request.global_batch)
             few = len(self.profile.cluster.devices) <= FEW_DEVICES
-            gained = MOST_GAINED if few else MANY_MOST_GAINED
-            found = optimal_below(profile, request, paces, below_s * gained)
+            gained = MAX_REFINE_FACTOR if few else MAX_REFINE_FACTOR_MANY
+            found = plan_one_stage_below(profile, request, paces, below_s * gained)
             if found is None and 1 not in self.request.space.tensor:
                 raise _no_room(profile, request)  # else reported for single devices
         bound_s: float | None = below_s
         if found is not None:
-            found = finished(profile, request, found, paces, below_s)
-            bound_s = predicted(found).bound_s
-            below_s = min(below_s, worth_leaving(found))
+            found = refine_plan(profile, request, found, paces, below_s)
+            bound_s = get_prediction(found).bound_s
+            below_s = min(below_s, compute_time_to_beat(found))
         return _of_one_class(profile, request, below_s, paces) or found, bound_s
 
 
-class _Best:
+class _BestPlan:
     """The fastest plan so far, a lower bound of all plans weighed, and the errors of searches."""
 
     def __init__(self) -> None:
@@ -133,9 +135,9 @@ class _Best:
     @property
     def below_s(self) -> float:
         """Seconds that a worthwhile plan must beat."""
-        return float("inf") if self.plan is None else worth_leaving(self.plan)
+        return float("inf") if self.plan is None else compute_time_to_beat(self.plan)
 
-    def weigh(self, search: Callable[[float], Searched]) -> None:
+    def try_search(self, search: Callable[[float], Searched]) -> None:
         """Run a search for faster plans, and keep the result if better."""
         try:
             found, bound_s = search(self.below_s)
@@ -143,28 +145,28 @@ class _Best:
             self.failures.append(error)
             return
         self.bound_s = min(self.bound_s, bound_s or 0.0)
-        if found is not None and predicted(found).step_s < self.below_s:
+        if found is not None and get_prediction(found).step_s < self.below_s:
             self.plan = found
 
 
 def _no_room(profile: Profile, request: PlanRequest) -> NoFeasiblePlanError:
     devices = ranked_devices(profile, request)
-    return no_room(profile, devices, request.space, request.global_batch)
+    return make_no_fit_error(profile, devices, request.space, request.global_batch)
 
 
 def _of_one_class(
-    profile: Profile, request: PlanRequest, below_s: float, paces: Paces
+    profile: Profile, request: PlanRequest, below_s: float, paces: TimeBounds
 ) -> Plan | None:
     """Return a plan on one class alone, if links were measured: links are then known only for all
     devices together, so the optimal plan leaves no device out, and fewer devices take no longer."""
     if not (profile.network and request.space.leave_out):
         return None
     try:
-        plan = best_subset(profile, request)
+        plan = plan_best_subset(profile, request)
     except NoFeasiblePlanError:
         return None
-    if predicted(plan).step_s >= below_s:
+    if get_prediction(plan).step_s >= below_s:
         return None
     devices = tuple(worker.device for worker in plan.workers)
     alone = request.model_copy(update={"devices": devices})
-    return finished(profile, alone, plan, paces)
+    return refine_plan(profile, alone, plan, paces)

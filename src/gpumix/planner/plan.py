@@ -6,35 +6,41 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Literal
 
-from gpumix.cost.predict import plan_seconds
-from gpumix.planner.baselines.best_subset import best_subset
-from gpumix.planner.baselines.cephalo import cephalo
-from gpumix.planner.baselines.even import even
-from gpumix.planner.baselines.naive_model_parallel import by_memory
-from gpumix.planner.baselines.poplar import poplar
-from gpumix.planner.baselines.whale import proportional
-from gpumix.planner.class_worth import Worths
+from gpumix.cost.predict import predict_step_seconds
+from gpumix.planner.baselines.best_subset import plan_best_subset
+from gpumix.planner.baselines.cephalo import plan_cephalo
+from gpumix.planner.baselines.even import plan_even
+from gpumix.planner.baselines.naive_model_parallel import plan_naive_model_parallel
+from gpumix.planner.baselines.poplar import plan_poplar
+from gpumix.planner.baselines.whale import plan_proportional
+from gpumix.planner.class_worth import ClassWorths
 from gpumix.planner.common.stage_preconditions import refuse_least_stages
-from gpumix.planner.common.strategy import PlanRequest, Strategy, predicted
-from gpumix.planner.data_parallel.input_bound import held_back, minding_data
+from gpumix.planner.common.strategy import PlanRequest, Strategy, get_prediction
+from gpumix.planner.data_parallel.input_bound import account_for_input, slow_down_to_input
 from gpumix.planner.data_parallel.search import least_step_s
-from gpumix.planner.optimal import Fastest, fastest
-from gpumix.planner.pipeline_parallel.search import staged
+from gpumix.planner.optimal import FastestPlans, plan_fastest
+from gpumix.planner.pipeline_parallel.search import plan_staged
 from gpumix.planner.pipeline_parallel.stage_modes import measured_teams, teams_of_space
-from gpumix.planner.undivided import undivided
+from gpumix.planner.undivided import plan_undivided
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.cluster.network import Link
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
-from gpumix.schema.plan.dtypes import reason, support_of
-from gpumix.schema.plan.explanation import Alternative, Binding, Dtype, Mixing, Reasons
+from gpumix.schema.plan.dtypes import explain_compute_dtype, get_dtype_support
+from gpumix.schema.plan.explanation import (
+    Bottlenecks,
+    DtypeReason,
+    MixingComparison,
+    Reasons,
+    RejectedPlan,
+)
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.units import LARGEST_BATCH
 
 
-def _with_no_choice(strategy: Strategy) -> Strategy:
+def _refuse_stage_choice(strategy: Strategy) -> Strategy:
     """Wrap a strategy with a fixed number of stages, to refuse `least_stages`."""
 
     def planned(profile: Profile, request: PlanRequest) -> Plan:
@@ -45,25 +51,27 @@ def _with_no_choice(strategy: Strategy) -> Strategy:
 
 
 STRATEGIES: dict[str, Strategy] = {
-    "optimal": minding_data(fastest),
-    "staged": minding_data(staged),
-    "model": _with_no_choice(by_memory),
-    "undivided": _with_no_choice(undivided),
-    "even": _with_no_choice(even),
-    "proportional": _with_no_choice(proportional),
-    "poplar": _with_no_choice(poplar),
-    "cephalo": _with_no_choice(cephalo),
-    "best-subset": _with_no_choice(best_subset),
+    "optimal": account_for_input(plan_fastest),
+    "staged": account_for_input(plan_staged),
+    "model": _refuse_stage_choice(plan_naive_model_parallel),
+    "undivided": _refuse_stage_choice(plan_undivided),
+    "even": _refuse_stage_choice(plan_even),
+    "proportional": _refuse_stage_choice(plan_proportional),
+    "poplar": _refuse_stage_choice(plan_poplar),
+    "cephalo": _refuse_stage_choice(plan_cephalo),
+    "best-subset": _refuse_stage_choice(plan_best_subset),
 }
-WEIGHED = ("optimal", "even")  # compared with every plan; `planner.compare` has all
-SINGLE = "only "  # prefix to the class name, as strategy of an alternative on one class
+COMPARED_STRATEGIES = ("optimal", "even")  # compared with every plan; `planner.compare` has all
+SINGLE_CLASS_PREFIX = (
+    "only "  # prefix to the class name, as strategy of an alternative on one class
+)
 
 Where = Literal["inside", "between"]
 PLACES: dict[Where, str] = {"inside": "inside hosts", "between": "between hosts"}
 FREE = Link(times=Curve(sizes=(1.0,), values=(0.0,)))
 
-ALIKE = 1e-9  # times within this fraction are the same
-ALMOST = 0.97  # fraction from which a device counts as fully used
+EQUAL_TIME_FRACTION = 1e-9  # times within this fraction are the same
+FULLY_USED_FRACTION = 0.97  # fraction from which a device counts as fully used
 
 
 def check_strategy(name: str) -> None:
@@ -98,7 +106,7 @@ def plan(
             fix="give the samples of a step over all devices",
         )
     request = PlanRequest(global_batch=global_batch, space=space)
-    searched = Fastest(profile, request)
+    searched = FastestPlans(profile, request)
 
     @cache
     def planned(name: str) -> Plan:
@@ -108,12 +116,14 @@ def plan(
 
     chosen = planned(strategy)
     others = [
-        _alternative(name, partial(planned, name), chosen) for name in WEIGHED if name != strategy
+        _alternative(name, partial(planned, name), chosen)
+        for name in COMPARED_STRATEGIES
+        if name != strategy
     ]
-    slow_hosts = bool(profile.inputs) and held_back(profile) is not None
+    slow_hosts = bool(profile.inputs) and slow_down_to_input(profile) is not None
     single = _single_classes(searched, chosen, slow_hosts=slow_hosts)
     best = searched.alone
-    few = _in_no_team(profile, request, chosen)
+    few = _find_ungrouped_devices(profile, request, chosen)
     able = tuple(d for d in profile.cluster.devices if d.id not in few)
     reasons = Reasons(
         mixing=_mixing(able, chosen, single),
@@ -121,8 +131,8 @@ def plan(
         devices_left_out=_devices_left_out(able, chosen),
         in_no_team=few,
         dtypes=_dtypes(profile, chosen),
-        binds=binding(profile, chosen),
-        worth=Worths(profile, request, best, searched.paces).all()
+        binds=find_bottlenecks(profile, chosen),
+        worth=ClassWorths(profile, request, best, searched.paces).all()
         if best is not None
         and len(chosen.stages) == 1
         and not (chosen.in_teams or slow_hosts)  # else the search's times are not the plan's
@@ -142,7 +152,9 @@ def _within(space: Space, plan: Plan) -> Plan:
     return plan
 
 
-def _single_classes(searched: Fastest, chosen: Plan, *, slow_hosts: bool) -> list[Alternative]:
+def _single_classes(
+    searched: FastestPlans, chosen: Plan, *, slow_hosts: bool
+) -> list[RejectedPlan]:
     """Return the fastest plan on each class alone; empty for a single class.
 
     Args:
@@ -151,45 +163,49 @@ def _single_classes(searched: Fastest, chosen: Plan, *, slow_hosts: bool) -> lis
     profile, paces = searched.profile, searched.paces
     if len(searched.of_classes) == 1:
         return []
-    found, plain = [], not (slow_hosts or _has_more(profile, searched.request))
+    found, plain = [], not (slow_hosts or _can_have_stages_or_groups(profile, searched.request))
     for name, alone in searched.of_classes.items():
         step_s = least_step_s(profile, alone.request, paces) if plain else None
         if step_s is None:
             reading = partial(STRATEGIES["optimal"], profile, alone.request)
             planned = reading if slow_hosts else alone.plan
-            found.append(_alternative(SINGLE + name, planned, chosen))
+            found.append(_alternative(SINGLE_CLASS_PREFIX + name, planned, chosen))
         else:
-            why = against(step_s, predicted(chosen).step_s)
-            found.append(Alternative(strategy=SINGLE + name, step_s=step_s, why=why))
+            why = compare_step_times(step_s, get_prediction(chosen).step_s)
+            found.append(RejectedPlan(strategy=SINGLE_CLASS_PREFIX + name, step_s=step_s, why=why))
     return found
 
 
-def _has_more(profile: Profile, request: PlanRequest) -> bool:
+def _can_have_stages_or_groups(profile: Profile, request: PlanRequest) -> bool:
     """Return True if plans of several stages or with teams may exist."""
     stages = profile.model.needs and request.space.most_stages != 1
     return bool(stages or measured_teams(profile).intersection(teams_of_space(request.space)))
 
 
-def _alternative(name: str, planned: Callable[[], Plan], chosen: Plan) -> Alternative:
+def _alternative(name: str, planned: Callable[[], Plan], chosen: Plan) -> RejectedPlan:
     try:
         other = planned()
     except (NoFeasiblePlanError, InputError) as error:
-        return Alternative(strategy=name, why=error.what)
-    return Alternative(strategy=name, step_s=predicted(other).step_s, why=verdict(other, chosen))
+        return RejectedPlan(strategy=name, why=error.what)
+    return RejectedPlan(
+        strategy=name, step_s=get_prediction(other).step_s, why=explain_step_time(other, chosen)
+    )
 
 
-def verdict(other: Plan, chosen: Plan) -> str:
+def explain_step_time(other: Plan, chosen: Plan) -> str:
     """Compare a plan's step with the chosen plan's; if slower, name the cause."""
-    step_s, own_s = predicted(other).step_s, predicted(chosen).step_s
-    compared = against(step_s, own_s)
-    return f"{compared}: {_slowest(other)}" if step_s > own_s * (1 + ALIKE) else compared
+    step_s, own_s = get_prediction(other).step_s, get_prediction(chosen).step_s
+    compared = compare_step_times(step_s, own_s)
+    return (
+        f"{compared}: {_slowest(other)}" if step_s > own_s * (1 + EQUAL_TIME_FRACTION) else compared
+    )
 
 
-def against(step_s: float, own_s: float) -> str:
+def compare_step_times(step_s: float, own_s: float) -> str:
     """Compare a step time with the chosen plan's, in words."""
-    if step_s <= own_s * (1 - ALIKE):
+    if step_s <= own_s * (1 - EQUAL_TIME_FRACTION):
         return f"faster than the chosen plan: its step takes {step_s / own_s:.0%} of the time"
-    if step_s <= own_s * (1 + ALIKE):
+    if step_s <= own_s * (1 + EQUAL_TIME_FRACTION):
         return "as fast as the chosen plan"
     times = step_s / own_s if own_s > 0 else float("inf")
     if times < 1.0005:
@@ -199,7 +215,7 @@ def against(step_s: float, own_s: float) -> str:
 
 def _slowest(plan: Plan) -> str:
     """Describe the busiest device, or the network if waiting takes over half of the step."""
-    prediction = predicted(plan)
+    prediction = get_prediction(plan)
     if prediction.exposed_communication_s > prediction.step_s / 2:
         return "more than half of it waits for the network"
     rank = max(range(len(plan.workers)), key=lambda r: prediction.workers[r].busy_s)
@@ -210,7 +226,7 @@ def _slowest(plan: Plan) -> str:
     )
 
 
-def _in_no_team(profile: Profile, request: PlanRequest, plan: Plan) -> tuple[str, ...]:
+def _find_ungrouped_devices(profile: Profile, request: PlanRequest, plan: Plan) -> tuple[str, ...]:
     """Return unused devices, too few on a host for a team of a class, if none may compute alone."""
     used = {w.device for w in plan.workers}
     left: dict[tuple[str, str], list[str]] = {}
@@ -221,7 +237,9 @@ def _in_no_team(profile: Profile, request: PlanRequest, plan: Plan) -> tuple[str
     return tuple(sorted(name for some in left.values() if len(some) < least for name in some))
 
 
-def _mixing(able: Sequence[Device], plan: Plan, single: list[Alternative]) -> Mixing | None:
+def _mixing(
+    able: Sequence[Device], plan: Plan, single: list[RejectedPlan]
+) -> MixingComparison | None:
     """Compare the plan with the best single class; None if only one class could train.
 
     Args:
@@ -231,15 +249,19 @@ def _mixing(able: Sequence[Device], plan: Plan, single: list[Alternative]) -> Mi
     if not single or len(classes) == 1:
         return None
     used = {w.device_class for w in plan.workers}
-    possible = [(a.step_s, a.strategy.removeprefix(SINGLE)) for a in single if a.step_s is not None]
+    possible = [
+        (a.step_s, a.strategy.removeprefix(SINGLE_CLASS_PREFIX))
+        for a in single
+        if a.step_s is not None
+    ]
     if len(used) == 1:
         (only,) = used
-        possible.append((predicted(plan).step_s, only))
+        possible.append((get_prediction(plan).step_s, only))
     best_s, best = min(possible, default=(None, None))
-    speedup = None if best_s is None else best_s / predicted(plan).step_s
-    pays = len(used) > 1 and (speedup is None or speedup > 1.0 + ALIKE)
+    speedup = None if best_s is None else best_s / get_prediction(plan).step_s
+    pays = len(used) > 1 and (speedup is None or speedup > 1.0 + EQUAL_TIME_FRACTION)
     left_out = tuple(sorted(classes - used))
-    return Mixing(pays=pays, best_class=best, speedup=speedup, left_out=left_out)
+    return MixingComparison(pays=pays, best_class=best, speedup=speedup, left_out=left_out)
 
 
 def _hosts_left_out(able: Sequence[Device], plan: Plan) -> tuple[str, ...]:
@@ -256,32 +278,36 @@ def _devices_left_out(able: Sequence[Device], plan: Plan) -> tuple[str, ...]:
     return tuple(sorted(there - {w.device for w in plan.workers}))
 
 
-def _dtypes(profile: Profile, plan: Plan) -> tuple[Dtype, ...]:
+def _dtypes(profile: Profile, plan: Plan) -> tuple[DtypeReason, ...]:
     """Return the compute dtype of each class, if classes differ or a class is slow in its dtype."""
     computed = {w.device_class: w.compute_dtype for w in plan.workers}
     classes = {name: profile.cluster.class_named(name) for name in sorted(computed)}
-    badly = any(computed[name] in support_of(c).slow for name, c in classes.items())
+    badly = any(computed[name] in get_dtype_support(c).slow for name, c in classes.items())
     if len(set(computed.values())) == 1 and not badly:
         return ()
     return tuple(
-        Dtype(device_class=name, compute_dtype=computed[name], why=reason(c, computed[name]))
+        DtypeReason(
+            device_class=name,
+            compute_dtype=computed[name],
+            why=explain_compute_dtype(c, computed[name]),
+        )
         for name, c in classes.items()
     )
 
 
-def binding(profile: Profile, plan: Plan) -> Binding:
+def find_bottlenecks(profile: Profile, plan: Plan) -> Bottlenecks:
     """Return the bottlenecks: the compute, memory and link limiting the step."""
-    prediction = predicted(plan)
+    prediction = get_prediction(plan)
     step_s, workers = prediction.step_s, prediction.workers
     busiest = max(w.busy_s for w in workers)
     named = [(planned.device_class, w) for planned, w in zip(plan.workers, workers)]
-    busy = {name for name, w in named if w.busy_s >= ALMOST * busiest}
-    full = {name for name, w in named if w.peak_bytes >= ALMOST * w.memory_limit_bytes}
+    busy = {name for name, w in named if w.busy_s >= FULLY_USED_FRACTION * busiest}
+    full = {name for name, w in named if w.peak_bytes >= FULLY_USED_FRACTION * w.memory_limit_bytes}
     waiting = prediction.exposed_communication_s / step_s if step_s > 0 else 0.0
-    return Binding(
+    return Bottlenecks(
         compute=tuple(sorted(busy)),
         memory=tuple(sorted(full)),
-        link=_slow_link(profile, plan) if waiting > 1 - ALMOST else "",
+        link=_slow_link(profile, plan) if waiting > 1 - FULLY_USED_FRACTION else "",
         waiting=waiting,
     )
 
@@ -291,7 +317,8 @@ def _slow_link(profile: Profile, plan: Plan) -> str:
     if len({w.host for w in plan.workers}) == 1:
         return _named(profile, plan, "inside")
     without = {
-        where: plan_seconds(freed, plan) for where, freed in _with_free_links(profile).items()
+        where: predict_step_seconds(freed, plan)
+        for where, freed in _with_free_links(profile).items()
     }
     if not without:
         return "between all devices, as measured"

@@ -14,78 +14,85 @@ import numpy as np
 
 from gpumix.cost.layout.curves import IntArray, MicroBatches
 from gpumix.cost.peak_memory import Activations
-from gpumix.cost.predict import links_of_plan, plan_seconds, predict
-from gpumix.cost.step_time import can, pass_seconds
-from gpumix.planner.common.strategy import PlanRequest, bounded, fit, predicted
-from gpumix.planner.data_parallel.class_options import Paces
-from gpumix.planner.data_parallel.search import optimal_below
+from gpumix.cost.predict import compute_plan_collectives, predict, predict_step_seconds
+from gpumix.cost.step_time import can_predict_mode, pass_seconds
+from gpumix.planner.common.strategy import (
+    PlanRequest,
+    attach_bound,
+    get_prediction,
+    is_within_memory,
+)
+from gpumix.planner.data_parallel.class_options import TimeBounds
+from gpumix.planner.data_parallel.search import plan_one_stage_below
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode, Stage, Worker
 from gpumix.schema.profile.profile import Profile
 
-AS_FAST = 1e-3
-JOINED = (2, 3, 4, 6, 8)
-FASTER = 1e-9  # a smaller relative gain is none
+EQUAL_SPEED_FRACTION = 1e-3
+UNITS_PER_BUCKET = (2, 3, 4, 6, 8)
+MIN_RELATIVE_GAIN = 1e-9  # a smaller relative gain is none
 MANY_GRAPHS = 512  # beyond, only so many numbers are tried
 
 
-def finished(
+def refine_plan(
     profile: Profile,
     request: PlanRequest,
     plan: Plan,
-    paces: Paces,
+    paces: TimeBounds,
     below_s: float = float("inf"),
 ) -> Plan:
     """Apply the last touches, keeping the bound. A lower ZeRO stage, which shortens no step, is
     tried only if the rest gets below `below_s`."""
-    touched = _faster(profile, request, plan)
-    if predicted(touched).step_s >= below_s:
+    touched = _join_and_keep_graphs(profile, request, plan)
+    if get_prediction(touched).step_s >= below_s:
         return touched
-    lower = _of_lowest_stage(profile, request, plan, paces)
-    return touched if lower is plan else _faster(profile, request, lower)
+    lower = _lower_zero_stage(profile, request, plan, paces)
+    return touched if lower is plan else _join_and_keep_graphs(profile, request, lower)
 
 
-def _faster(profile: Profile, request: PlanRequest, plan: Plan) -> Plan:
-    plan = _joined(profile, plan)
+def _join_and_keep_graphs(profile: Profile, request: PlanRequest, plan: Plan) -> Plan:
+    plan = _join_units(profile, plan)
     if set(request.space.recompute) == {True, False}:
-        plan = _with_graphs(profile, plan)
+        plan = _keep_graphs(profile, plan)
     return plan
 
 
-def _of_lowest_stage(profile: Profile, request: PlanRequest, plan: Plan, paces: Paces) -> Plan:
-    below_s = predicted(plan).step_s * (1.0 + AS_FAST)
+def _lower_zero_stage(
+    profile: Profile, request: PlanRequest, plan: Plan, paces: TimeBounds
+) -> Plan:
+    below_s = get_prediction(plan).step_s * (1.0 + EQUAL_SPEED_FRACTION)
     places = tuple({worker.state_on for worker in plan.workers})
     for zero_stage in sorted(z for z in set(request.space.zero_stages) if z < plan.zero_stage):
         update = {"zero_stages": (zero_stage,), "state_on": places}
         space = request.space.model_copy(update=update)
         lower = request.model_copy(update={"space": space})
-        found = optimal_below(profile, lower, paces, below_s)
-        if found is not None and predicted(found).step_s <= below_s:
-            return bounded(found, predicted(plan).bound_s)
+        found = plan_one_stage_below(profile, lower, paces, below_s)
+        if found is not None and get_prediction(found).step_s <= below_s:
+            return attach_bound(found, get_prediction(plan).bound_s)
     return plan
 
 
-def _joined(profile: Profile, plan: Plan) -> Plan:
+def _join_units(profile: Profile, plan: Plan) -> Plan:
     """Join as many units in a row as make the step shortest."""
     if len(plan.workers) == 1:
         return plan
     stage, units = plan.stages[0], len(set(plan.stages[0].units))
     every = [
         plan.model_copy(update={"stages": (stage.model_copy(update={"joined": joined}),)})
-        for joined in JOINED
+        for joined in UNITS_PER_BUCKET
         if joined < 2 * units
     ]
-    seconds = [plan_seconds(profile, one) for one in every]
+    seconds = [predict_step_seconds(profile, one) for one in every]
     for number in sorted(range(len(every)), key=lambda n: seconds[n]):
-        if not seconds[number] < predicted(plan).step_s * (1.0 - FASTER):
+        if not seconds[number] < get_prediction(plan).step_s * (1.0 - MIN_RELATIVE_GAIN):
             break
         found = _with_stage(profile, plan, every[number].stages[0])
-        if fit(predicted(found).workers):
+        if is_within_memory(get_prediction(found).workers):
             return found
     return plan
 
 
-def _with_graphs(profile: Profile, plan: Plan) -> Plan:
+def _keep_graphs(profile: Profile, plan: Plan) -> Plan:
     """Keep as many graphs on each worker as fit and make the worker faster."""
     alike: dict[tuple[str, int, int, Mode], list[int]] = {}
     for rank, w in enumerate(plan.workers):
@@ -93,7 +100,7 @@ def _with_graphs(profile: Profile, plan: Plan) -> Plan:
             alike.setdefault((w.device_class, w.samples, w.micro_batch, w.mode), []).append(rank)
     workers = list(plan.workers)
     for ranks in alike.values():
-        of_ranks = [predicted(plan).workers[rank] for rank in ranks]
+        of_ranks = [get_prediction(plan).workers[rank] for rank in ranks]
         room = min(of.memory_limit_bytes - of.peak_bytes for of in of_ranks)
         kept = _most_graphs(profile, plan, workers[ranks[0]], room)
         for rank in ranks:
@@ -102,14 +109,20 @@ def _with_graphs(profile: Profile, plan: Plan) -> Plan:
         return plan
     stage = plan.stages[0].model_copy(update={"workers": tuple(workers)})
     found = _with_stage(profile, plan, stage)
-    return found if fit(predicted(found).workers) and not _shorter(plan, found) else plan
+    return (
+        found
+        if is_within_memory(get_prediction(found).workers) and not _is_faster(plan, found)
+        else plan
+    )
 
 
 def _may_keep(profile: Profile, worker: Worker) -> bool:
     mode = worker.mode  # running one micro-batch at a time has a mode keeping all graphs
     if not worker.samples or mode != Mode(head=mode.head):
         return False
-    return can(profile, worker.device_class, mode.model_copy(update={"recompute": False}))
+    return can_predict_mode(
+        profile, worker.device_class, mode.model_copy(update={"recompute": False})
+    )
 
 
 def _most_graphs(profile: Profile, plan: Plan, worker: Worker, room: int) -> int:
@@ -119,7 +132,7 @@ def _most_graphs(profile: Profile, plan: Plan, worker: Worker, room: int) -> int
     micro = MicroBatches.of(np.full(len(kept), worker.samples), worker.micro_batch)
     model = profile.model_of(worker.device_class)
     held = Activations(model, micro, worker.mode, kept).most
-    links = links_of_plan(profile, plan)
+    links = compute_plan_collectives(profile, plan)
     seconds = sum(
         pass_seconds(profile, worker.device_class, links, micro, worker.mode, kept),
         np.zeros(len(kept)),
@@ -131,8 +144,8 @@ def _most_graphs(profile: Profile, plan: Plan, worker: Worker, room: int) -> int
 def _with_stage(profile: Profile, plan: Plan, stage: Stage) -> Plan:
     changed = plan.model_copy(update={"stages": (stage,), "prediction": None})
     changed = changed.model_copy(update={"prediction": predict(profile, changed)})
-    return bounded(changed, predicted(plan).bound_s)
+    return attach_bound(changed, get_prediction(plan).bound_s)
 
 
-def _shorter(one: Plan, other: Plan) -> bool:
-    return predicted(one).step_s < predicted(other).step_s * (1.0 - FASTER)
+def _is_faster(one: Plan, other: Plan) -> bool:
+    return get_prediction(one).step_s < get_prediction(other).step_s * (1.0 - MIN_RELATIVE_GAIN)

@@ -14,20 +14,20 @@ import numpy as np
 from gpumix.cost.layout.curves import MicroBatches
 from gpumix.planner.common.class_split import ClassSplit
 from gpumix.planner.common.device_pool import Fleet
-from gpumix.planner.common.score import Load, capacities
-from gpumix.planner.common.sharding_setting import ShardingSetting, settings
+from gpumix.planner.common.score import DeviceLoad, compute_share_capacities
+from gpumix.planner.common.sharding_setting import ShardingSetting, iterate_settings
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
-from gpumix.planner.data_parallel.branch_and_bound import level
+from gpumix.planner.data_parallel.branch_and_bound import find_fill_level
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.couples import WHOLE_BATCH
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import Profile
 
-ENOUGH = 1.0 - 1e-9  # part of the state that must have room
+FULL_STATE_SHARE = 1.0 - 1e-9  # part of the state that must have room
 
 
-def undivided(profile: Profile, request: PlanRequest) -> Plan:
+def plan_undivided(profile: Profile, request: PlanRequest) -> Plan:
     """Return the fastest plan without a divided batch.
 
     Raises:
@@ -39,10 +39,10 @@ def undivided(profile: Profile, request: PlanRequest) -> Plan:
     fleet = Fleet.of(profile, ranked_devices(profile, request))
     found = (
         division
-        for setting in settings(fleet, request.space)
+        for setting in iterate_settings(fleet, request.space)
         if setting.sharding == "all"
         for name in setting.classes
-        for division in _divisions(setting, name, batch)
+        for division in _iterate_divisions(setting, name, batch)
     )
     best = min(found, key=lambda division: division.step_s, default=None)
     if best is None:
@@ -54,26 +54,28 @@ def undivided(profile: Profile, request: PlanRequest) -> Plan:
     return best.plan("undivided")
 
 
-def strategy_of(couples: str) -> str:
+def select_strategy(couples: str) -> str:
     """Return the strategy for a loss coupling samples as much as `couples` says."""
     return "undivided" if couples == WHOLE_BATCH else "optimal"
 
 
-def _divisions(setting: ShardingSetting, name: str, batch: int) -> Iterator[ClassSplit]:
+def _iterate_divisions(setting: ShardingSetting, name: str, batch: int) -> Iterator[ClassSplit]:
     """Yield divisions with one computing device of class `name`; the rest store in a first mode."""
     if setting.largest_micro_batch(name, batch) < batch:
         return
     computed, nothing = MicroBatches.of([batch], [batch]), MicroBatches.of([0], [1])
     idle = {one: setting.modes[one][0] for one in setting.classes}
-    room = {one: float(capacities(setting, one, nothing, idle[one])[0]) for one in idle}
+    room = {
+        one: float(compute_share_capacities(setting, one, nothing, idle[one])[0]) for one in idle
+    }
     for mode in setting.modes[name]:
-        busy = float(capacities(setting, name, computed, mode)[0])
-        shares = _shares(setting, name, busy, room)
+        busy = float(compute_share_capacities(setting, name, computed, mode)[0])
+        shares = _divide_state(setting, name, busy, room)
         if shares is not None:
-            yield _division(setting, name, batch, mode, idle, shares)
+            yield _make_split(setting, name, batch, mode, idle, shares)
 
 
-def _shares(
+def _divide_state(
     setting: ShardingSetting, name: str, busy: float, room: Mapping[str, float]
 ) -> dict[str, float] | None:
     """Return the shares of the computing device ("") and of storing devices by class, or None.
@@ -92,14 +94,14 @@ def _shares(
         return dict.fromkeys(most, 1.0 / number) if fits else None
     most = {one: min(own, 1.0, setting.cap / number) for one, own in most.items()}
     counts = {"": 1, **counts}
-    if sum(most[one] * counts[one] for one in most) < ENOUGH:
+    if sum(most[one] * counts[one] for one in most) < FULL_STATE_SHARE:
         return None
     number_of = np.asarray([counts[one] for one in most], float)
-    height = level(np.asarray([*most.values()]), np.ones(len(most)), number_of)
+    height = find_fill_level(np.asarray([*most.values()]), np.ones(len(most)), number_of)
     return {one: min(own, height) for one, own in most.items()}
 
 
-def _division(
+def _make_split(
     setting: ShardingSetting,
     name: str,
     batch: int,
@@ -107,9 +109,9 @@ def _division(
     idle: Mapping[str, Mode],
     shares: Mapping[str, float],
 ) -> ClassSplit:
-    loads = [(Load(name, batch, batch, shares[""], mode), 1)]
+    loads = [(DeviceLoad(name, batch, batch, shares[""], mode), 1)]
     for one, devices in setting.classes.items():
         count = len(devices) - (one == name)
         if count:
-            loads.append((Load(one, 0, 0, shares[one], idle[one]), count))
+            loads.append((DeviceLoad(one, 0, 0, shares[one], idle[one]), count))
     return ClassSplit(setting, tuple(loads))

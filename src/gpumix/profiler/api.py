@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpumix.data.core.read_policy import AS_USUAL
+from gpumix.data.core.read_policy import DEFAULT_READING
 from gpumix.data.sources.iterable import is_stream
 from gpumix.data.sources.map_style import Collate, as_source
-from gpumix.engine.comm.init_distributed import join_launched
+from gpumix.engine.comm.init_distributed import ensure_process_group
 from gpumix.engine.comm.process_groups import group_timeout
 from gpumix.engine.loss.reduction import Objective
 from gpumix.engine.model.deferred_init import build as deferred
-from gpumix.engine.rank_group import Ranks
+from gpumix.engine.rank_group import RankGroup
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.device import open_device as open_runtime
-from gpumix.hardware.discovery.discover import discover, runs_on_cpu
+from gpumix.hardware.discovery.discover import describe_cpu_run, discover_cluster
 from gpumix.hardware.estimates.kernel_choice import choose
 from gpumix.hardware.host.environment import (
     CLUSTER,
@@ -37,19 +37,19 @@ from gpumix.hardware.host.environment import (
     torchrun_place,
 )
 from gpumix.hardware.runtime import current_device, device_uuid, is_available
-from gpumix.profiler.cache.program_cache import program_cache
+from gpumix.profiler.cache.program_cache import open_program_cache
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.input_pipeline import measure_input
-from gpumix.profiler.subject import OptimizerOf, Shape, Subject
+from gpumix.profiler.subject import OptimizerOf, Workload, WorkloadShape
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.cluster.kernels import EfficiencySpec
 from gpumix.schema.errors import InputError
-from gpumix.schema.job.compile_choice import compiled_classes
+from gpumix.schema.job.compile_choice import choose_compiled_classes
 from gpumix.schema.job.search_space import EVERYTHING, Space
-from gpumix.schema.job.tensor_parallel_degrees import degrees_of
-from gpumix.schema.plan.dtypes import Precision, compute_dtypes
+from gpumix.schema.job.tensor_parallel_degrees import get_allowed_degrees
+from gpumix.schema.plan.dtypes import Precision, choose_compute_dtypes
 from gpumix.schema.profile.profile import Profile
-from gpumix.schema.reading.error_location import placed
+from gpumix.schema.reading.error_location import locate_errors
 from gpumix.schema.reading.read import read_cluster
 
 _WARNED: set[str] = set()  # unused cluster files
@@ -108,21 +108,21 @@ def profile(
             device, or a class does not support its dtype.
         NoFeasiblePlanError: a device cannot hold one unit with one sample.
     """
-    cluster, named_by = _wanted(cluster)
-    _join(cluster)
+    cluster, named_by = _resolve_cluster(cluster)
+    _join_ranks(cluster)
     with _ranks(timeout_s) as ranks:
-        with placed(named_by):
+        with locate_errors(named_by):
             found, devices = _devices(ranks, cluster)
         if cluster is None and ranks.rank == 0 and not any(c.is_gpu for c in found.classes):
-            progress(runs_on_cpu())
+            progress(describe_cpu_run())
         device = devices[ranks.rank]
-        dtypes = compute_dtypes(precision, found)
-        compiled = compiled_classes(compile, found, cpp_compiler=has_cpp_compiler())
-        subject = Subject(
+        dtypes = choose_compute_dtypes(precision, found)
+        compiled = choose_compiled_classes(compile, found, cpp_compiler=has_cpp_compiler())
+        subject = Workload(
             build=partial(deferred, build, 0),
             make_batch=make_batch,
             optimizer_of=optimizer or partial(torch.optim.AdamW, fused=True),
-            shape=Shape(sequence_length, global_batch),
+            shape=WorkloadShape(sequence_length, global_batch),
             budget_s=budget_s,
             dtypes=dtypes,
             loss=loss,
@@ -136,14 +136,14 @@ def profile(
                 installed=installed(),
             ),
             tensor=tensor,
-            degrees=degrees_of(found, space),
+            degrees=get_allowed_degrees(found, space),
             sequence=space.sequence,
-            must_divide=1 not in space.tensor,
+            requires_tensor_parallel=1 not in space.tensor,
         )
         device_class = found.class_named(device.device_class)
         with open_runtime(device_class, device.ordinal, device_id=device.id) as runtime:
             ranks.device = runtime.torch_device
-            cache = None if same_as is None else program_cache(same_as, subject, found)
+            cache = None if same_as is None else open_program_cache(same_as, subject, found)
             profiler = ClusterProfiler(
                 subject, found, ranks=ranks, devices=devices, runtime=runtime, cache=cache
             )
@@ -151,7 +151,7 @@ def profile(
             if dataset is None or is_stream(dataset):
                 return measured
             source = as_source(dataset, collate)
-            inputs = measure_input(source, found, devices, ranks, reading=AS_USUAL)
+            inputs = measure_input(source, found, devices, ranks, reading=DEFAULT_READING)
             return measured.model_copy(update={"inputs": inputs})
 
 
@@ -171,19 +171,19 @@ def open_device(cluster: Cluster | None = None) -> DeviceRuntime:
         InputError: the cluster's number of devices is not the number of ranks.
         MachineError: there is no such GPU, or it does not match its class.
     """
-    cluster, named_by = _wanted(cluster)
-    _join(cluster)
+    cluster, named_by = _resolve_cluster(cluster)
+    _join_ranks(cluster)
     if cluster is None:
         device_class, device = _own_device()
     else:
-        rank, world = _place()
-        with placed(named_by):
-            device = _by_rank(cluster, world)[rank]
+        rank, world = _get_rank_and_world()
+        with locate_errors(named_by):
+            device = _order_devices(cluster, world)[rank]
         device_class = cluster.class_named(device.device_class)
     return open_runtime(device_class, device.ordinal, device_id=device.id)
 
 
-def _wanted(cluster: Cluster | None) -> tuple[Cluster | None, str]:
+def _resolve_cluster(cluster: Cluster | None) -> tuple[Cluster | None, str]:
     """Return the devices named by the caller or the environment, if any, and the file's name."""
     file = cluster_file()
     if file is None:
@@ -192,7 +192,7 @@ def _wanted(cluster: Cluster | None) -> tuple[Cluster | None, str]:
     if cluster is not None:
         _warn_of_others(cluster, file, named_by)
         return cluster, ""
-    with placed(named_by):
+    with locate_errors(named_by):
         return read_cluster(file), named_by
 
 
@@ -212,35 +212,35 @@ def _warn_of_others(cluster: Cluster, file: Path, named_by: str) -> None:
         warnings.warn(what, stacklevel=4)
 
 
-def join() -> torch.device:
+def join_ranks() -> torch.device:
     """Join the ranks started by a launcher, if not joined, and return this rank's device, unopened.
 
     Raises:
         InputError: there are several processes, but no rendezvous is given.
     """
-    cluster, _ = _wanted(None)
-    return current_device() if _join(cluster) else torch.device("cpu")
+    cluster, _ = _resolve_cluster(None)
+    return current_device() if _join_ranks(cluster) else torch.device("cpu")
 
 
-def cluster_of_ranks() -> Cluster:
+def gather_cluster() -> Cluster:
     """Return the devices of all ranks, in a profile's form. Collective."""
-    cluster, named_by = _wanted(None)
-    _join(cluster)
-    with _ranks(None) as ranks, placed(named_by):
+    cluster, named_by = _resolve_cluster(None)
+    _join_ranks(cluster)
+    with _ranks(None) as ranks, locate_errors(named_by):
         return _devices(ranks, cluster)[0]
 
 
-def on_gpus() -> bool:
+def has_gpu_ranks() -> bool:
     """Check if ranks compute on GPUs, of the named cluster or of their hosts."""
-    cluster, _ = _wanted(None)
+    cluster, _ = _resolve_cluster(None)
     return _has_gpus(cluster)
 
 
-def _join(cluster: Cluster | None) -> bool:
+def _join_ranks(cluster: Cluster | None) -> bool:
     """Join the other ranks, if not joined, and check if ranks compute on GPUs."""
     count_gpus_by_nvml()
     found = _has_gpus(cluster)
-    join_launched(on_gpus=found)
+    ensure_process_group(on_gpus=found)
     return found
 
 
@@ -249,10 +249,10 @@ def _has_gpus(cluster: Cluster | None) -> bool:
     return named and is_available()
 
 
-def _ranks(timeout_s: float | None) -> Ranks:
+def _ranks(timeout_s: float | None) -> RankGroup:
     """Return the ranks of the default process group, with a separate store: messages of an earlier
     profile in the same program must not be read again."""
-    store, (rank, world) = None, _place()
+    store, (rank, world) = None, _get_rank_and_world()
     if dist.is_initialized():
         default = dist.distributed_c10d._get_default_store()
         number = default.add(f"gpumix/profiles/{rank}", 1)
@@ -261,25 +261,25 @@ def _ranks(timeout_s: float | None) -> Ranks:
         waits = group_timeout()
         timeout_s = waits.total_seconds() if waits else 0.0  # alone, without other ranks
     # The device is set once it is open.
-    return Ranks(store, rank=rank, world=world, device=torch.device("cpu"), timeout_s=timeout_s)
+    return RankGroup(store, rank=rank, world=world, device=torch.device("cpu"), timeout_s=timeout_s)
 
 
-def _place() -> tuple[int, int]:
+def _get_rank_and_world() -> tuple[int, int]:
     """Return this process's rank, and the world size."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def _devices(ranks: Ranks, cluster: Cluster | None) -> tuple[Cluster, tuple[Device, ...]]:
+def _devices(ranks: RankGroup, cluster: Cluster | None) -> tuple[Cluster, tuple[Device, ...]]:
     """Return the cluster, and the device of each rank."""
     if cluster is not None:
-        return cluster, _by_rank(cluster, ranks.world)
+        return cluster, _order_devices(cluster, ranks.world)
     device_class, device = _own_device()
     mine = Cluster(classes=(device_class,), devices=(device,))
     told = ranks.gather("devices", mine.model_dump_json())
-    return _together([Cluster.model_validate_json(text) for text in told])
+    return _merge_clusters([Cluster.model_validate_json(text) for text in told])
 
 
-def _by_rank(cluster: Cluster, world: int) -> tuple[Device, ...]:
+def _order_devices(cluster: Cluster, world: int) -> tuple[Device, ...]:
     if len(cluster.devices) != world:
         raise InputError(
             f"the cluster has {len(cluster.devices)} devices, the process group {world} ranks",
@@ -290,7 +290,7 @@ def _by_rank(cluster: Cluster, world: int) -> tuple[Device, ...]:
 
 def _own_device() -> tuple[DeviceClass, Device]:
     """Return this rank's device, by UUID: CUDA and NVML may number GPUs differently."""
-    here = discover()
+    here = discover_cluster()
     device = here.devices[0]
     if is_available():
         current = current_device()
@@ -300,7 +300,7 @@ def _own_device() -> tuple[DeviceClass, Device]:
     return here.class_named(device.device_class), device
 
 
-def _together(found: list[Cluster]) -> tuple[Cluster, tuple[Device, ...]]:
+def _merge_clusters(found: list[Cluster]) -> tuple[Cluster, tuple[Device, ...]]:
     """Merge the clusters of all ranks, in order. Different classes of equal name on different hosts
     (another driver, for example) get a number."""
     classes: dict[str, DeviceClass] = {}

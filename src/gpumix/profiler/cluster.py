@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import torch
 
 from gpumix.cost.network.buckets import GRADIENT_BYTES
-from gpumix.engine.rank_group import Ranks
+from gpumix.engine.rank_group import RankGroup
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.profiler.cache.measurement_cache import assemble
 from gpumix.profiler.cache.measurement_files import MeasurementFiles
 from gpumix.profiler.compute.class_measurement import measure_class
 from gpumix.profiler.compute.sweep import Progress
 from gpumix.profiler.network import measure_links
-from gpumix.profiler.subject import Subject
+from gpumix.profiler.subject import Workload
 from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.errors import GpumixError
 from gpumix.schema.profile.measurements import ClassMeasurement, LinkMeasurement
@@ -32,10 +32,10 @@ class ClusterProfiler:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: Workload,
         cluster: Cluster,
         *,
-        ranks: Ranks,
+        ranks: RankGroup,
         devices: tuple[Device, ...],
         runtime: DeviceRuntime,
         cache: MeasurementFiles | None = None,
@@ -55,8 +55,8 @@ class ClusterProfiler:
         Raises:
             GpumixError: a device failed to measure; the same error on every rank.
         """
-        known = self._known_classes()
-        mine = self._measure_mine(known, progress)
+        known = self._share_known_classes()
+        mine = self._measure_own_class(known, progress)
         measured = {m.device_class.device_class: m for m in mine}
         classes = known | measured
         spoiled = [name for name, m in measured.items() if m.overruns]
@@ -72,7 +72,7 @@ class ClusterProfiler:
         shape = self._subject.shape
         return assemble(shape.sequence_length, self._cluster, classes, links)
 
-    def _known_classes(self) -> dict[str, ClassMeasurement]:
+    def _share_known_classes(self) -> dict[str, ClassMeasurement]:
         """Return the classes in rank 0's cache; caches of hosts may differ."""
         found = list(self._cache.measured().values()) if self._cache and not self._fresh else []
         text = "\n".join(m.model_dump_json() for m in found)
@@ -80,7 +80,7 @@ class ClusterProfiler:
         known = [ClassMeasurement.model_validate_json(line) for line in told.splitlines()]
         return {m.device_class.device_class: m for m in known}
 
-    def _measure_mine(
+    def _measure_own_class(
         self,
         known: Mapping[str, ClassMeasurement],
         progress: Progress,

@@ -12,11 +12,16 @@ import torch
 from gpumix.cost.network.link_times import Operation
 from gpumix.engine.comm.communicator import Communicator, Pending
 from gpumix.hardware.runtime import synchronize
-from gpumix.schema.cluster.cluster import Device, ranked
-from gpumix.schema.cluster.link_islands import MOST_DEVICES, MOST_HOSTS, PairTimes, placed
+from gpumix.schema.cluster.cluster import Device, sort_in_rank_order
+from gpumix.schema.cluster.link_islands import (
+    MOST_DEVICES,
+    MOST_HOSTS,
+    PairTimes,
+    add_found_islands,
+)
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.plan import Collectives, GatherForm, ReduceForm
-from gpumix.schema.plan.splitting import Intervals, cut
+from gpumix.schema.plan.splitting import ShardIntervals, compute_shard_offsets
 from gpumix.schema.profile.measurements import LinkMeasurement
 from gpumix.schema.profile.profile import CollectiveTimes, RankGroup
 from gpumix.schema.units import show_bytes
@@ -32,7 +37,7 @@ PAIR_BYTES, PAIR_REPEATS = 8 * 1024**2, 3
 # Minimum and maximum rows of the square matrices multiplied during a collective, and minimum
 # seconds of a product: a GPU takes longer to launch a small product than to compute it, on a few of
 # its cores, which does not slow a collective.
-LEAST_PRODUCT, MOST_PRODUCT = 192, 4096
+MIN_PRODUCT_ROWS, MAX_PRODUCT_ROWS = 192, 4096
 PRODUCT_S = 2e-4
 
 
@@ -85,7 +90,7 @@ def measure_links(
     progress(f"all-gather by {best.gather}: {_rate(sizes[-1], gather_s[best.gather][-1])}")
     progress(f"reduction by {best.reduce}: {_rate(sizes[-1], reduce_s[best.reduce][-1])}")
     pairs = tuple(_pairs(comm, devices, largest_bytes)) if each_two else ()
-    found = {device.id: device for device in placed(ranked(devices), pairs)}
+    found = {device.id: device for device in add_found_islands(sort_in_rank_order(devices), pairs)}
     devices = [found[device.id] for device in devices]
     hosts = [device.host for device in devices]
     return LinkMeasurement(
@@ -94,13 +99,13 @@ def measure_links(
             *(_times("gather", form, sizes, seconds) for form, seconds in gather_s.items()),
             *(_times("reduce", form, sizes, seconds) for form, seconds in reduce_s.items()),
             _times("sum", "native", sizes, [_sum_s(comm, n, agree=comm) for n in sizes]),
-            *_between_groups(comm, hosts, best, sizes),
-            *_near(comm, devices, best, sizes),
-            *_messages(comm, hosts, sizes),
-            *_of_teams(comm, team_ranks(devices, degrees or {}), sizes),
+            *_time_hosts(comm, hosts, best, sizes),
+            *_time_islands_and_racks(comm, devices, best, sizes),
+            *_time_sends(comm, hosts, sizes),
+            *_time_tensor_parallel(comm, find_tensor_parallel_ranks(devices, degrees or {}), sizes),
         ),
         pairs=pairs,
-        step_overhead_s=SMALL_PER_STEP * _small_s(comm),
+        step_overhead_s=SMALL_PER_STEP * _time_small_all_reduce(comm),
         contention=contention,
         seconds_spent=time.perf_counter() - begun,
     )
@@ -123,7 +128,7 @@ def _gather_s(
     full = torch.zeros(intervals.numel, device=comm.device)
     shard = torch.zeros(intervals.sizes[comm.rank], device=comm.device)
     trial = _with_forms(comm, Collectives(gather=form))
-    return _agreed_s(
+    return _time_slowest_rank(
         agree or comm, lambda: trial.gather(full, shard, intervals, "trial gather").wait()
     )
 
@@ -139,7 +144,7 @@ def _reduce_s(
     def deliver(rows: torch.Tensor) -> None:
         torch.sum(rows, 0, out=out)
 
-    return _agreed_s(
+    return _time_slowest_rank(
         agree or comm, lambda: trial.reduce(full, intervals, "trial reduction", deliver).wait()
     )
 
@@ -165,11 +170,11 @@ def _contention(comm: Communicator, size: int, synchronize: Callable[[], None]) 
         compute(times)
         under_way.wait()
 
-    moved = _agreed_s(comm, lambda: gather().wait())
-    once = _agreed_s(comm, lambda: compute(1))
+    moved = _time_slowest_rank(comm, lambda: gather().wait())
+    once = _time_slowest_rank(comm, lambda: compute(1))
     times = max(1, round(moved / once))
-    computed = _agreed_s(comm, lambda: compute(times))
-    both = _agreed_s(comm, lambda: at_once(times))
+    computed = _time_slowest_rank(comm, lambda: compute(times))
+    both = _time_slowest_rank(comm, lambda: at_once(times))
     lost = (both - max(moved, computed)) / min(moved, computed)
     return min(1.0, max(0.0, lost))
 
@@ -180,9 +185,9 @@ def product_rows(time_product: Callable[[int], float]) -> int:
     Args:
         time_product: seconds of a product of matrices of a number of rows.
     """
-    rows = LEAST_PRODUCT
-    while rows < MOST_PRODUCT and time_product(rows) < PRODUCT_S:
-        rows = min(2 * rows, MOST_PRODUCT)
+    rows = MIN_PRODUCT_ROWS
+    while rows < MAX_PRODUCT_ROWS and time_product(rows) < PRODUCT_S:
+        rows = min(2 * rows, MAX_PRODUCT_ROWS)
     return rows
 
 
@@ -198,7 +203,7 @@ def _product_s(device: torch.device, rows: int) -> float:
     return min(seconds)
 
 
-def _between_groups(
+def _time_hosts(
     comm: Communicator, hosts: Sequence[str], best: Collectives, sizes: list[int]
 ) -> Iterator[CollectiveTimes]:
     """Yield collectives inside each host, all hosts at once, and sums over hosts, all devices at
@@ -217,7 +222,7 @@ def _between_groups(
     yield _times("reduce", "native", sizes, seconds, group="across")
 
 
-def _near(
+def _time_islands_and_racks(
     comm: Communicator, devices: Sequence[Device], best: Collectives, sizes: list[int]
 ) -> Iterator[CollectiveTimes]:
     """Yield collectives inside each island, then inside each rack, all at once."""
@@ -255,7 +260,7 @@ def _all_forms(
     yield _times("sum", "native", sizes, seconds, group=group)
 
 
-def _messages(
+def _time_sends(
     comm: Communicator, hosts: Sequence[str], sizes: list[int]
 ) -> Iterator[CollectiveTimes]:
     """Yield messages between two ranks, as stages send: on one host, and on two hosts. All other
@@ -270,7 +275,7 @@ def _messages(
         pairs["across"] = (of_hosts[0][0], of_hosts[1][0])
     for group, pair in pairs.items():
         line = comm.among(pair)
-        seconds = [message_s(line, n, agree=comm) for n in sizes]
+        seconds = [time_message(line, n, agree=comm) for n in sizes]
         yield _times("send", "native", sizes, seconds, group=group)
 
 
@@ -293,7 +298,7 @@ def _pairs(
     rounds = [[pair for pair in at_once if pair] for at_once in zip_longest(*inside)]
     if 2 < len(first) <= MOST_HOSTS:
         rounds += [[pair] for pair in combinations(first, 2)]
-    number = {device.id: n for n, device in enumerate(ranked(devices))}
+    number = {device.id: n for n, device in enumerate(sort_in_rank_order(devices))}
     for pairs in rounds:
         seconds = [_pair_seconds(comm, pairs, size) for size in sizes]
         for pair, values in zip(pairs, zip(*seconds)):
@@ -326,7 +331,7 @@ def _pair_seconds(comm: Communicator, pairs: Sequence[RankPair], size: int) -> l
     return [max(float(table[rank]) for rank in pair) / 2 for pair in pairs]
 
 
-def team_ranks(
+def find_tensor_parallel_ranks(
     devices: Sequence[Device], degrees: Mapping[str, Sequence[int]]
 ) -> dict[int, tuple[int, ...]]:
     """Return some ranks for each tensor-parallel degree, of one class, host and island.
@@ -344,18 +349,18 @@ def team_ranks(
     return found
 
 
-def _of_teams(
+def _time_tensor_parallel(
     comm: Communicator, teams: Mapping[int, Sequence[int]], sizes: list[int]
 ) -> Iterator[CollectiveTimes]:
     """Yield the collectives of a tensor-parallel group while remaining ranks are idle."""
     for degree, ranks in sorted(teams.items()):
         team = comm.among(ranks) or comm.alone()
-        for operation, seconds_of in TEAM_COLLECTIVES.items():
+        for operation, seconds_of in GROUP_COLLECTIVES.items():
             seconds = [seconds_of(team, size, agree=comm) for size in sizes]
             yield _times(operation, str(degree), sizes, seconds, group="inside")
 
 
-def message_s(line: Communicator | None, size: int, *, agree: Communicator) -> float:
+def time_message(line: Communicator | None, size: int, *, agree: Communicator) -> float:
     """Return the seconds of a message between the two ranks of a line: half a round trip, because
     the sender cannot observe the arrival. Collective for `agree`."""
     value = torch.zeros(size, dtype=torch.uint8, device=agree.device)
@@ -365,7 +370,7 @@ def message_s(line: Communicator | None, size: int, *, agree: Communicator) -> f
             for source in range(2):
                 line.pass_on(value, source, "trial message").wait()
 
-    return _agreed_s(agree, there_and_back) / 2
+    return _time_slowest_rank(agree, there_and_back) / 2
 
 
 def _unique(names: Sequence[str]) -> list[str]:
@@ -374,55 +379,57 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 def _sum_s(comm: Communicator, size: int, *, agree: Communicator) -> float:
     value = torch.zeros(max(1, size // 4), device=comm.device)
-    return _agreed_s(agree, lambda: comm.all_reduce(value, "trial all-reduce"))
+    return _time_slowest_rank(agree, lambda: comm.all_reduce(value, "trial all-reduce"))
 
 
 def _team_gather_s(comm: Communicator, size: int, *, agree: Communicator) -> float:
     row = torch.zeros(max(1, size // 4 // comm.world), device=comm.device)
-    return _agreed_s(agree, lambda: comm.exchange(row, "trial gather")[1].wait())
+    return _time_slowest_rank(agree, lambda: comm.exchange(row, "trial gather")[1].wait())
 
 
 def _team_reduce_s(comm: Communicator, size: int, *, agree: Communicator) -> float:
     part = max(1, size // 4 // comm.world)
     full = torch.zeros(part * comm.world, device=comm.device)
-    intervals = Intervals(tuple(part * rank for rank in range(comm.world + 1)))
+    intervals = ShardIntervals(tuple(part * rank for rank in range(comm.world + 1)))
 
     own = torch.empty(part, device=comm.device)
 
     def add_up(rows: torch.Tensor) -> None:
         torch.sum(rows, 0, out=own)
 
-    return _agreed_s(agree, lambda: comm.reduce(full, intervals, "trial reduction", add_up).wait())
+    return _time_slowest_rank(
+        agree, lambda: comm.reduce(full, intervals, "trial reduction", add_up).wait()
+    )
 
 
 TeamTrial = Literal["sum", "team_gather", "team_reduce"]
-TEAM_COLLECTIVES: dict[TeamTrial, Callable[..., float]] = {
+GROUP_COLLECTIVES: dict[TeamTrial, Callable[..., float]] = {
     "sum": _sum_s,
     "team_gather": _team_gather_s,
     "team_reduce": _team_reduce_s,
 }
 
 
-def _small_s(comm: Communicator) -> float:
+def _time_small_all_reduce(comm: Communicator) -> float:
     value = torch.zeros(2, device=comm.device)
-    return _agreed_s(comm, lambda: comm.all_reduce(value, "trial all-reduce"))
+    return _time_slowest_rank(comm, lambda: comm.all_reduce(value, "trial all-reduce"))
 
 
-def _layout(comm: Communicator, size: int, *, even: bool) -> Intervals:
+def _layout(comm: Communicator, size: int, *, even: bool) -> ShardIntervals:
     """Return the ranks' intervals of a buffer: equal, or off by one element."""
     part = -(-size // 4 // comm.world)
     numel = part * comm.world
-    offsets = list(cut(numel, (1.0 / comm.world,) * comm.world))
+    offsets = list(compute_shard_offsets(numel, (1.0 / comm.world,) * comm.world))
     if not even and comm.world > 1:
         offsets[1] += 1
-    return Intervals(tuple(offsets))
+    return ShardIntervals(tuple(offsets))
 
 
 def _with_forms(comm: Communicator, forms: Collectives) -> Communicator:
     return type(comm)(comm.group, rank=comm.rank, world=comm.world, forms=forms, device=comm.device)
 
 
-def _agreed_s(comm: Communicator, work: Callable[[], object]) -> float:
+def _time_slowest_rank(comm: Communicator, work: Callable[[], object]) -> float:
     """Return the median seconds of `work` on the slowest rank."""
     mine = torch.tensor([sorted(_seconds(comm, work, REPEATS))[REPEATS // 2]], device=comm.device)
     table = comm.exchanged(mine, "exchange of times")

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from gpumix.engine.loss.reduction import Objective
-from gpumix.engine.sharding.unit_discovery import check_trains
-from gpumix.hardware.estimates.kernel_choice import PLAIN, Chosen
+from gpumix.engine.sharding.unit_discovery import check_trainable
+from gpumix.hardware.estimates.kernel_choice import PLAIN_SETTINGS, ChosenSettings
 from gpumix.profiler.compute.sweep import MakeBatch
 from gpumix.schema.plan.stage import ComputeDtype
 
@@ -19,7 +19,7 @@ OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Shape:
+class WorkloadShape:
     """Size of the measured work: samples of `sequence_length` tokens, at most `global_batch` at
     once."""
 
@@ -28,7 +28,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Workload:
     """Subject of a measurement: a model and a shape of work.
 
     Args:
@@ -48,7 +48,7 @@ class Subject:
     build: Callable[[], nn.Module]
     make_batch: MakeBatch
     optimizer_of: OptimizerOf
-    shape: Shape
+    shape: WorkloadShape
     budget_s: float
     dtypes: Mapping[str, ComputeDtype]
     loss: Objective | None = None
@@ -57,8 +57,8 @@ class Subject:
     tensor: Mapping[str, Any] | None = None
     degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sequence: tuple[bool, ...] = (False, True)
-    must_divide: bool = False
-    chosen: Mapping[str, Chosen] = field(default_factory=dict)
+    requires_tensor_parallel: bool = False
+    chosen: Mapping[str, ChosenSettings] = field(default_factory=dict)
 
     def model(self) -> nn.Module:
         """Build the model.
@@ -67,9 +67,9 @@ class Subject:
             InputError: it has nothing to train.
         """
         model = self.build()
-        check_trains(model)
+        check_trainable(model)
         return model
 
-    def chosen_for(self, device_class: str) -> Chosen:
+    def get_settings(self, device_class: str) -> ChosenSettings:
         """Return the compute settings of a class."""
-        return self.chosen.get(device_class, PLAIN)
+        return self.chosen.get(device_class, PLAIN_SETTINGS)

@@ -15,7 +15,7 @@ from typing import Literal
 from gpumix.cost.network.link_times import Messages
 from gpumix.report.ranges import Range
 from gpumix.schema.cluster.cluster import Device
-from gpumix.schema.cluster.link_islands import near
+from gpumix.schema.cluster.link_islands import find_smallest_place
 from gpumix.schema.cluster.network import Link, Where
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.plan import Plan
@@ -100,10 +100,10 @@ class Box:
         return sum(box.hosts for box in self.boxes)
 
 
-def cluster_of(plan: Plan, profile: Profile | None) -> Box:
+def build_cluster_box(plan: Plan, profile: Profile | None) -> Box:
     """Build the box of all devices; without a profile, of the plan's devices without links."""
     devices = _devices(plan, profile)
-    return _Boxes(plan, profile, fold=len(devices) > MOST_ALONE).all_of(devices)
+    return _BoxBuilder(plan, profile, fold=len(devices) > MOST_ALONE).all_of(devices)
 
 
 def _devices(plan: Plan, profile: Profile | None) -> list[Device]:
@@ -125,7 +125,7 @@ def _device(worker: Worker) -> Device:
     return Device(id=worker.device, device_class=worker.device_class, host=worker.host)
 
 
-class _Boxes:
+class _BoxBuilder:
     """A builder of a cluster's boxes."""
 
     def __init__(self, plan: Plan, profile: Profile | None, *, fold: bool) -> None:
@@ -142,26 +142,33 @@ class _Boxes:
         loose = _by(racks.pop("", []), "host")
         boxes = [self._hosts("rack", name, own) for name, own in racks.items()]
         hosts = self._folded([self._host(name, own) for name, own in loose.items()])
-        link = self._rate(_across([*racks.values(), *_unlike(loose.values())]))
+        link = self._rate(_get_pairs_across([*racks.values(), *_pick_unlike_hosts(loose.values())]))
         return Box("cluster", "", link, (*boxes, *hosts))
 
     def _hosts(self, level: Level, name: str, devices: Sequence[Device]) -> Box:
         hosts = _by(devices, "host")
         boxes = self._folded([self._host(host, own) for host, own in hosts.items()])
-        return Box(level, name, self._rate(_across(_unlike(hosts.values()))), tuple(boxes))
+        return Box(
+            level,
+            name,
+            self._rate(_get_pairs_across(_pick_unlike_hosts(hosts.values()))),
+            tuple(boxes),
+        )
 
     def _host(self, name: str, devices: Sequence[Device]) -> Box:
         islands = _by(devices, "island")
         if len(islands) == 1:
-            return Box("host", name, self._rate(_inside(devices)), (), self._members(devices))
+            return Box(
+                "host", name, self._rate(_get_pairs_inside(devices)), (), self._members(devices)
+            )
         boxes = tuple(
-            Box("island", island, self._rate(_inside(own)), (), self._members(own))
+            Box("island", island, self._rate(_get_pairs_inside(own)), (), self._members(own))
             for island, own in islands.items()
             if island
         )
         alone = islands.get("", [])
         link = self._rate(
-            _across([*(own for island, own in islands.items() if island), *_each(alone)])
+            _get_pairs_across([*(own for island, own in islands.items() if island), *_each(alone)])
         )
         return Box("host", name, link, boxes, self._members(alone))
 
@@ -185,8 +192,8 @@ class _Boxes:
             return list(hosts)
         alike: dict[object, list[Box]] = {}
         for host in hosts:
-            alike.setdefault(_look(host), []).append(host)
-        return [_as_one(own) for own in alike.values()]
+            alike.setdefault(_get_layout_key(host), []).append(host)
+        return [_merge_boxes(own) for own in alike.values()]
 
     def _rate(self, pairs: Iterable[tuple[Device, Device]]) -> Rate | None:
         """Return the rates of the known links between device pairs; None without a known link."""
@@ -211,7 +218,7 @@ class _Boxes:
 
 
 def _stated(profile: Profile, one: Device, other: Device) -> Link | None:
-    network, nearest = profile.cluster.network, near((one, other))
+    network, nearest = profile.cluster.network, find_smallest_place((one, other))
     where: Where = "between" if nearest == "all" else nearest
     return None if network is None else network.of(where, one.device_class, other.device_class)
 
@@ -234,7 +241,7 @@ def _each(devices: Iterable[Device]) -> Iterator[list[Device]]:
     return ([device] for device in devices)
 
 
-def _unlike(hosts: Iterable[Sequence[Device]]) -> list[Sequence[Device]]:
+def _pick_unlike_hosts(hosts: Iterable[Sequence[Device]]) -> list[Sequence[Device]]:
     """Return at most two hosts of each combination of classes, which covers all kinds of links."""
     alike: dict[object, list[Sequence[Device]]] = {}
     for devices in hosts:
@@ -242,7 +249,7 @@ def _unlike(hosts: Iterable[Sequence[Device]]) -> list[Sequence[Device]]:
     return [own for same in alike.values() for own in same[:2]]
 
 
-def _across(groups: Sequence[Sequence[Device]]) -> Iterator[tuple[Device, Device]]:
+def _get_pairs_across(groups: Sequence[Sequence[Device]]) -> Iterator[tuple[Device, Device]]:
     """Yield one device pair for each pair of classes of each pair of groups."""
     for one, other in combinations(groups, 2):
         for first in _of_each_class(one):
@@ -254,7 +261,7 @@ def _of_each_class(devices: Sequence[Device]) -> Iterable[Device]:
     return {device.device_class: device for device in reversed(devices)}.values()
 
 
-def _inside(devices: Sequence[Device]) -> Iterator[tuple[Device, Device]]:
+def _get_pairs_inside(devices: Sequence[Device]) -> Iterator[tuple[Device, Device]]:
     """Return device pairs covering all kinds of links: two devices of each class."""
     alike: dict[str, list[Device]] = {}
     for device in devices:
@@ -304,14 +311,14 @@ def _mean(parts: Sequence[PlanPart]) -> PlanPart | None:
     )
 
 
-def _look(host: Box) -> object:
+def _get_layout_key(host: Box) -> object:
     """Return the key shared by hosts with an equal layout."""
-    boxes = tuple(_look(box) for box in host.boxes)
+    boxes = tuple(_get_layout_key(box) for box in host.boxes)
     members = ((m.device_class, m.count, m.part and m.part.stages) for m in host.members)
     return host.level, boxes, tuple(members)
 
 
-def _as_one(hosts: Sequence[Box]) -> Box:
+def _merge_boxes(hosts: Sequence[Box]) -> Box:
     """Merge equal boxes into the first box, with means over all boxes."""
     first, *others = hosts
     members = tuple(
@@ -322,7 +329,7 @@ def _as_one(hosts: Sequence[Box]) -> Box:
         )
         for same in zip(*(host.members for host in hosts), strict=True)
     )
-    boxes = tuple(_as_one(same) for same in zip(*(host.boxes for host in hosts), strict=True))
+    boxes = tuple(_merge_boxes(same) for same in zip(*(host.boxes for host in hosts), strict=True))
     link = _joined([host.link for host in hosts if host.link is not None])
     alike = tuple(host.name for host in others) if first.level == "host" else ()
     return replace(first, members=members, boxes=boxes, link=link, alike=alike)

@@ -12,11 +12,11 @@ from typing import Literal
 
 from gpumix.report.html import Child, Markup, el
 
-COLOURS = 8  # classes c0 to c7 of the style sheet
+COLOR_COUNT = 8  # classes c0 to c7 of the style sheet
 
 
-def colour(number: int) -> str:
-    return f"c{number % COLOURS}"
+def get_color_class(number: int) -> str:
+    return f"c{number % COLOR_COUNT}"
 
 
 def percent(part: float) -> str:
@@ -24,7 +24,7 @@ def percent(part: float) -> str:
     return f"{100 * min(1.0, max(0.0, part)):.4g}%"
 
 
-def picture(title: str, height: float, *children: Child, class_: str = "") -> Markup:
+def draw_picture(title: str, height: float, *children: Child, class_: str = "") -> Markup:
     """Return an image with a title for screen readers, filling the available width."""
     return el(
         "svg",
@@ -37,7 +37,7 @@ def picture(title: str, height: float, *children: Child, class_: str = "") -> Ma
     )
 
 
-def bar(
+def draw_bar(
     begin: float, end: float, *, y: float, height: float, class_: str, title: str = ""
 ) -> Markup:
     """Return a bar between two fractions of the width."""
@@ -53,14 +53,14 @@ def bar(
     )
 
 
-def label(at: float, y: float, words: str, *, anchor: str = "", class_: str = "") -> Markup:
+def draw_label(at: float, y: float, words: str, *, anchor: str = "", class_: str = "") -> Markup:
     """Return a text at a fraction of the width, by default aligned to stay inside at both ends."""
     if not anchor:
         anchor = "start" if at < 0.04 else "end" if at > 0.96 else "middle"
     return el("text", words, x=percent(at), y=y, text_anchor=anchor, class_=class_ or None)
 
 
-def tick(at: float, y1: float, y2: float, class_: str = "grid") -> Markup:
+def draw_tick(at: float, y1: float, y2: float, class_: str = "grid") -> Markup:
     """Return a vertical line."""
     return el("line", x1=percent(at), x2=percent(at), y1=y1, y2=y2, class_=class_)
 
@@ -69,7 +69,7 @@ Shape = Literal["square", "line", "dot", "mark"]
 Entry = tuple[str, str] | tuple[str, str, Shape]
 
 
-def legend(entries: Iterable[Entry]) -> Markup:
+def draw_legend(entries: Iterable[Entry]) -> Markup:
     """Return a legend of style sheet classes, with words and shapes."""
     items = (el("li", _swatch(class_, *shape), words) for class_, words, *shape in entries)
     return el("ul", items, class_="legend")
@@ -86,7 +86,7 @@ def _swatch(class_: str, shape: Shape = "square") -> Markup:
     return el("svg", drawn, width=width, height=11, aria_hidden="true", class_="swatch")
 
 
-def ticks(low: float, high: float, about: int = 4) -> Sequence[float]:
+def choose_ticks(low: float, high: float, about: int = 4) -> Sequence[float]:
     """Return round numbers between `low` and `high`."""
     span = high - low
     if not span > 0 or not math.isfinite(span):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
-from gpumix.report.history import Happened, finite
+from gpumix.report.history import HistoryEvent, parse_number
 from gpumix.report.run import Run
-from gpumix.report.words import how_far
+from gpumix.report.words import format_progress
 from gpumix.schema.units import show_seconds
-from gpumix.train.elastic.plan_change import in_words
+from gpumix.train.elastic.plan_change import describe_changes
 
 ENDED_EARLY = "Ended by the script"
 
@@ -30,25 +30,25 @@ class ShownEvent:
     weight: Weight = "note"
 
 
-def told_of(run: Run) -> tuple[ShownEvent, ...]:
+def list_events(run: Run) -> tuple[ShownEvent, ...]:
     """Return all events of a run, including its end, in chronological order."""
     time, placed = 0.0, []
-    for one in (*map(_told, run.history.events), *_end(run)):
+    for one in (*map(_describe_event, run.history.events), *_describe_end(run)):
         time = time if one.time is None else one.time
         placed.append((time, one))
     return tuple(one for _, one in sorted(placed, key=lambda place: place[0]))
 
 
-def _told(one: Happened) -> ShownEvent:
-    if one.event in WORDS:
-        what, why, weight = WORDS[one.event](one)
+def _describe_event(one: HistoryEvent) -> ShownEvent:
+    if one.event in DESCRIBERS:
+        what, why, weight = DESCRIBERS[one.event](one)
     else:
         fields = (f"{k} {v}" for k, v in one.told.items() if k not in ("event", "step", "time"))
         what, why, weight = one.event, ", ".join(fields), "note"
     return ShownEvent(one.event, one.step, one.time, what, why, weight)
 
 
-def _end(run: Run) -> list[ShownEvent]:
+def _describe_end(run: Run) -> list[ShownEvent]:
     progress = run.progress
     words: dict[str, tuple[str, Weight]] = {
         "failed": ("The run failed", "trouble"),
@@ -61,22 +61,22 @@ def _end(run: Run) -> list[ShownEvent]:
     what, weight = words[progress.state]
     why = "" if progress.state == "finished" else progress.why
     if progress.ended_early:
-        what, why = ENDED_EARLY, f"after {how_far(progress.step, progress.steps)}"
+        what, why = ENDED_EARLY, f"after {format_progress(progress.step, progress.steps)}"
     return [ShownEvent(progress.state, progress.step, progress.heard_at, what, why, weight)]
 
 
 _Words = tuple[str, str, Weight]
 
 
-def _restart(one: Happened) -> _Words:
+def _restart(one: HistoryEvent) -> _Words:
     took = one.number("seconds")
     seconds = "" if took is None else f", training again after {show_seconds(took)}"
     since = one.number("resumed_from")
     what = "Started again" if since is None else f"Started again from step {int(since)}"
-    return f"{what}{seconds}", _sentences(one.text("why"), one.text("decided")), "trouble"
+    return f"{what}{seconds}", _join_sentences(one.text("why"), one.text("decided")), "trouble"
 
 
-def _checkpoint(one: Happened) -> _Words:
+def _checkpoint(one: HistoryEvent) -> _Words:
     seconds, stalled = one.number("seconds"), one.number("stalled_s")
     took = "" if seconds is None else f"written in {show_seconds(seconds)}"
     still = "" if stalled is None else f"training stood still for {show_seconds(stalled)}"
@@ -84,27 +84,27 @@ def _checkpoint(one: Happened) -> _Words:
     return f"Checkpoint {name}".strip(), ", ".join(filter(None, (took, still))), "note"
 
 
-def _late(one: Happened) -> _Words:
+def _describe_late_checkpoint(one: HistoryEvent) -> _Words:
     why = "it begins when the one before is written: the disk is slower than checkpoints are due"
     return "A checkpoint is put off", why, "trouble"
 
 
-def _copies(one: Happened) -> _Words:
+def _copies(one: HistoryEvent) -> _Words:
     steps = one.number("every_steps")
     every = "" if not steps else "after every step" if steps == 1 else f"every {steps:.0f} steps"
     return "The state is copied into the hosts' memory", every, "note"
 
 
-def _plan(one: Happened) -> _Words:
+def _plan(one: HistoryEvent) -> _Words:
     what = "Split anew" if one.told.get("live") is True else "New plan"
-    return what, _sentences(one.text("why"), in_words(one.told)), "change"
+    return what, _join_sentences(one.text("why"), describe_changes(one.told)), "change"
 
 
-def _losses(one: Happened) -> _Words:
+def _losses(one: HistoryEvent) -> _Words:
     return "How losses of micro-batches add up", one.text("rule"), "note"
 
 
-def _rebalanced(one: Happened) -> _Words:
+def _rebalanced(one: HistoryEvent) -> _Words:
     now, before = one.number("step_s"), one.number("step_before_s")
     if now is None or before is None:
         return "What the new split came to", "", "note"
@@ -112,18 +112,18 @@ def _rebalanced(one: Happened) -> _Words:
     return "What the new split came to", why, "note"
 
 
-def _starved(one: Happened) -> _Words:
+def _describe_starvation(one: HistoryEvent) -> _Words:
     told = one.told.get("ranks")
     parts = []
     for rank in told if isinstance(told, list) else ():
-        share = finite(rank.get("share")) if isinstance(rank, Mapping) else None
+        share = parse_number(rank.get("share")) if isinstance(rank, Mapping) else None
         if share is not None:
             limit = f" ({rank['limit']})" if rank.get("limit") else ""
             parts.append(f"{rank.get('device', '')} {share:.0%} of each step{limit}")
     return "Devices wait for their data", ", ".join(parts), "trouble"
 
 
-def _spike(one: Happened) -> _Words:
+def _describe_norm_spike(one: HistoryEvent) -> _Words:
     times, others = one.number("times"), one.number("others")
     size = "beyond all numbers" if times is None else f"{times:.0f} times as large as usual"
     beside = "" if others is None else f"; that of the others {others:.1f} times"
@@ -131,7 +131,7 @@ def _spike(one: Happened) -> _Words:
     return what, f"it was {size}{beside}: bad samples, or wrong results", "trouble"
 
 
-def _replay(one: Happened) -> _Words:
+def _replay(one: HistoryEvent) -> _Words:
     devices = one.told.get("devices")
     names = " and ".join(map(str, devices)) if isinstance(devices, list) else "a device"
     who = f"{names} computes wrong" if one.told.get("sure") else f"One of {names} computes wrong"
@@ -141,7 +141,7 @@ def _replay(one: Happened) -> _Words:
     return who, f"{why}{where}", "trouble"
 
 
-def _clocks(one: Happened) -> _Words:
+def _clocks(one: HistoryEvent) -> _Words:
     now, measured = one.number("sm_mhz"), one.number("measured_sm_mhz")
     what = f"{one.text('device') or 'A device'} runs at another clock than it was measured at"
     if now is None or measured is None:
@@ -149,26 +149,26 @@ def _clocks(one: Happened) -> _Words:
     return what, f"{now:.0f} MHz, not {measured:.0f}: the prediction is off by as much", "trouble"
 
 
-def _compared(one: Happened) -> _Words:
+def _compared(one: HistoryEvent) -> _Words:
     step_s, steps = one.number("step_s"), one.number("steps")
     took = "" if step_s is None else f"{show_seconds(step_s)} a step"
     over = "" if steps is None else f", over {int(steps)} steps on the same devices"
     return f"Strategy {one.text('strategy')} measured", f"{took}{over}", "note"
 
 
-def _sentences(*parts: str) -> str:
+def _join_sentences(*parts: str) -> str:
     return "; ".join(part for part in parts if part)
 
 
-WORDS: dict[str, Callable[[Happened], _Words]] = {
+DESCRIBERS: dict[str, Callable[[HistoryEvent], _Words]] = {
     "restart": _restart,
     "checkpoint": _checkpoint,
-    "checkpoint-late": _late,
+    "checkpoint-late": _describe_late_checkpoint,
     "copies": _copies,
     "plan": _plan,
     "rebalanced": _rebalanced,
-    "input-bound": _starved,
-    "norm-spike": _spike,
+    "input-bound": _describe_starvation,
+    "norm-spike": _describe_norm_spike,
     "replay": _replay,
     "clocks": _clocks,
     "compared": _compared,

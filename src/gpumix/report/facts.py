@@ -8,21 +8,21 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from gpumix.report.cluster import Box, cluster_of
-from gpumix.report.events import ShownEvent, told_of
-from gpumix.report.history import Happened
+from gpumix.report.cluster import Box, build_cluster_box
+from gpumix.report.events import ShownEvent, list_events
+from gpumix.report.history import HistoryEvent
 from gpumix.report.ranges import Range
 from gpumix.report.run import Run
-from gpumix.report.speed import SpeedAnswer, answer_of
+from gpumix.report.speed import RunSpeeds, compute_run_speeds
 from gpumix.schema.plan.plan import Plan, WorkerPrediction
 from gpumix.schema.plan.stage import Stage, Worker
-from gpumix.train.elastic.plan_change import EVENT, split_anew
-from gpumix.train.run_log.metrics import ClassRecord, utilisation
-from gpumix.train.run_log.time_breakdown import Shares
+from gpumix.train.elastic.plan_change import EVENT, apply_split
+from gpumix.train.run_log.metrics import ClassRecord, compute_utilization
+from gpumix.train.run_log.time_breakdown import TimeShares
 
 
 @dataclass(frozen=True)
-class Group:
+class DeviceGroup:
     """Devices of one class and stage, with shares of computing and storing.
 
     `samples` is the sum of the group per step. `stored` is its fraction of the state sharded over
@@ -73,7 +73,7 @@ class ClassFacts:
     hfu: float | None
     peak_source: str
     tokens_per_s: float | None
-    shares: Shares | None
+    shares: TimeShares | None
     overruns: int
 
 
@@ -84,11 +84,11 @@ class RunFacts:
     run: Run
 
     @cached_property
-    def answer(self) -> SpeedAnswer:
-        return answer_of(self.run)
+    def answer(self) -> RunSpeeds:
+        return compute_run_speeds(self.run)
 
     @cached_property
-    def split_anew(self) -> Happened | None:
+    def last_live_split(self) -> HistoryEvent | None:
         """The latest plan change, if made live, in the time since the run's last start."""
         changes = [one for one in self.run.history.events if one.event == EVENT]
         return changes[-1] if changes and changes[-1].told.get("live") is True else None
@@ -96,36 +96,36 @@ class RunFacts:
     @cached_property
     def plan_now(self) -> Plan:
         """The plan with current samples and shares."""
-        if self.split_anew is None:
+        if self.last_live_split is None:
             return self.run.plan
-        return split_anew(self.run.plan, self.split_anew.told)
+        return apply_split(self.run.plan, self.last_live_split.told)
 
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[DeviceGroup, ...]:
         plan = self.plan_now
         return tuple(
             group
             for number, stage in enumerate(plan.stages)
-            for group in groups_of(plan, stage, number)
+            for group in group_workers(plan, stage, number)
         )
 
     @cached_property
     def cluster(self) -> Box:
-        return cluster_of(self.plan_now, self.run.profile)
+        return build_cluster_box(self.plan_now, self.run.profile)
 
     @cached_property
     def classes(self) -> tuple[ClassFacts, ...]:
         """Results over the complete run."""
-        return _classes(self.run, self.run.history.over_all())
+        return _make_all_class_facts(self.run, self.run.history.over_all())
 
     @cached_property
     def classes_now(self) -> tuple[ClassFacts, ...]:
         """Results of the latest window."""
-        return _classes(self.run, self.run.history.classes)
+        return _make_all_class_facts(self.run, self.run.history.classes)
 
     @cached_property
     def events(self) -> tuple[ShownEvent, ...]:
-        return told_of(self.run)
+        return list_events(self.run)
 
     @property
     def emulated(self) -> bool:
@@ -156,8 +156,8 @@ class RunFacts:
             "progress": asdict(run.progress),
             "answer": asdict(answer)
             | {
-                "against_even": answer.against_even,
-                "of_ideal": answer.of_ideal,
+                "against_even": answer.speedup_over_even,
+                "of_ideal": answer.fraction_of_ideal,
                 "prediction_error": answer.prediction_error,
             },
             "cluster": asdict(self.cluster),
@@ -171,21 +171,21 @@ class RunFacts:
         }
 
 
-def groups_of(plan: Plan, stage: Stage, number: int) -> list[Group]:
+def group_workers(plan: Plan, stage: Stage, number: int) -> list[DeviceGroup]:
     """Group a stage's workers by class and by size of the tensor-parallel group."""
     members: dict[tuple[str, int], list[Worker]] = {}
     for worker in stage.workers:
         members.setdefault((worker.device_class, worker.parts), []).append(worker)
-    return [_group(plan, stage, number, workers) for workers in members.values()]
+    return [_make_group(plan, stage, number, workers) for workers in members.values()]
 
 
-def _group(plan: Plan, stage: Stage, number: int, workers: list[Worker]) -> Group:
+def _make_group(plan: Plan, stage: Stage, number: int, workers: list[Worker]) -> DeviceGroup:
     own, first = {worker.device for worker in workers}, workers[0]
     leaders = [team[0] for team in stage.teams if team[0].device in own]
     samples = sum(leader.samples for leader in leaders)
     shares = sum(leader.state_share for leader in leaders)
     hosts = tuple(dict.fromkeys(worker.host for worker in stage.workers))
-    return Group(
+    return DeviceGroup(
         stage=number,
         device_class=first.device_class,
         devices=len(workers),
@@ -205,7 +205,7 @@ def _group(plan: Plan, stage: Stage, number: int, workers: list[Worker]) -> Grou
     )
 
 
-def _classes(run: Run, measured: Sequence[ClassRecord]) -> tuple[ClassFacts, ...]:
+def _make_all_class_facts(run: Run, measured: Sequence[ClassRecord]) -> tuple[ClassFacts, ...]:
     members: dict[str, list[Worker]] = {}
     for worker in run.plan.workers:
         members.setdefault(worker.device_class, []).append(worker)
@@ -213,26 +213,28 @@ def _classes(run: Run, measured: Sequence[ClassRecord]) -> tuple[ClassFacts, ...
     prediction = run.plan.prediction
     told = {} if prediction is None else {one.device: one for one in prediction.workers}
     return tuple(
-        _class(run, workers, [told[w.device] for w in workers if w.device in told], known.get(name))
+        _make_class_facts(
+            run, workers, [told[w.device] for w in workers if w.device in told], known.get(name)
+        )
         for name, workers in members.items()
     )
 
 
-def _class(
+def _make_class_facts(
     run: Run, workers: list[Worker], planned: list[WorkerPrediction], seen: ClassRecord | None
 ) -> ClassFacts:
     name, prediction = workers[0].device_class, run.plan.prediction
     fullest = max(planned, key=lambda one: one.peak_bytes, default=None)
     step_s = 0.0 if prediction is None else prediction.step_s
     peak = None if prediction is None else prediction.peaks.get(name)
-    used = [utilisation(one, peak, step_s) for one in planned]
+    used = [compute_utilization(one, peak, step_s) for one in planned]
     planned_memory = {} if fullest is None else dict(fullest.memory_bytes)
     if seen is not None and seen.planned_memory:
         planned_memory = seen.planned_memory  # of the splits in effect at the measured peak
     return ClassFacts(
         device_class=name,
         devices=len(workers),
-        what=_what(run, name),
+        what=_describe_class(run, name),
         hosts=tuple(dict.fromkeys(worker.host for worker in workers)),
         memory_limit_bytes=None if fullest is None else fullest.memory_limit_bytes,
         planned_memory=planned_memory,
@@ -261,7 +263,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known and len(known) == len(values) else None
 
 
-def _what(run: Run, name: str) -> str:
+def _describe_class(run: Run, name: str) -> str:
     if run.profile is None:
         return ""
     classes = {one.name: one for one in run.profile.cluster.classes}

@@ -14,16 +14,16 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, TypeVar
 
-from gpumix.schema.units import plural
+from gpumix.schema.units import format_count
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import (
     WARM_UP_STEPS,
     ClassRecord,
     RankRecord,
     StepRecord,
-    typical_s,
+    compute_median_s,
 )
-from gpumix.train.run_log.time_breakdown import Shares
+from gpumix.train.run_log.time_breakdown import TimeShares
 
 # Limits for long runs; twice as many entries may be kept.
 MOST_STEPS, MOST_WINDOWS, MOST_EVENTS, NEWEST = 10_000, 2_000, 10_000, 100
@@ -32,14 +32,14 @@ TOGETHER = 8
 _BEGIN = len('{"event": "step"')
 _STEP = ('{"event": "step"', b'{"event": "step"')
 _RANKS = ('{"event": "ranks', b'{"event": "ranks')
-MOST = 1e75
+LARGEST_NUMBER = 1e75
 COUNTED = ("overruns", "retries")  # counters since a start
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Happened:
+class HistoryEvent:
     """An event: name, last step before it, time (`time.time()`) and content."""
 
     event: str
@@ -48,7 +48,7 @@ class Happened:
     told: Mapping[str, Any]
 
     def number(self, key: str) -> float | None:
-        return finite(self.told.get(key))
+        return parse_number(self.told.get(key))
 
     def text(self, key: str) -> str:
         value = self.told.get(key)
@@ -78,14 +78,14 @@ class History:
     evaluations: tuple[Evaluation, ...] = ()
     windows: tuple[HistoryWindow, ...] = ()
     ranks: tuple[RankRecord, ...] = ()
-    events: tuple[Happened, ...] = ()
+    events: tuple[HistoryEvent, ...] = ()
     unread: int = 0
     every: int = 1
 
     def counted(self) -> tuple[StepRecord, ...]:
         """Return the steps relevant for speed: steps by the plan of the last start, without warm-up
         steps after each start, unless no steps remain."""
-        another_plan = self.another_plan
+        another_plan = self.last_other_plan_step
         alike = tuple(one for one in self.steps if one.step > another_plan) or self.steps
         starts = {0, another_plan}
         starts.update(int(r) for e in self.restarts if (r := e.number("resumed_from")))
@@ -93,7 +93,7 @@ class History:
         return tuple(one for one in alike if one.step not in cold) or alike
 
     @property
-    def another_plan(self) -> int:
+    def last_other_plan_step(self) -> int:
         """The last step by a plan other than the last start's, or with a batch size other than the
         current size; 0 if none. Rebalancing during the run makes no new plan, since the devices
         keep their work."""
@@ -102,25 +102,25 @@ class History:
         return max(*batches, *starts, 0, 0)
 
     @property
-    def unread_told(self) -> str:
+    def unread_note(self) -> str:
         """A message about unreadable lines, empty if none."""
-        lines = plural(self.unread, "line")
+        lines = format_count(self.unread, "line")
         return f"{lines} of {run_files.METRICS} could not be read" if self.unread else ""
 
     @property
-    def few_told(self) -> str:
+    def thinning_note(self) -> str:
         """A message about skipped steps, empty if none."""
         return f"One in {self.every} steps is shown" if self.every > 1 else ""
 
     @property
-    def restarts(self) -> tuple[Happened, ...]:
+    def restarts(self) -> tuple[HistoryEvent, ...]:
         return tuple(one for one in self.events if one.event == "restart")
 
     @property
     def step_s(self) -> float | None:
         """Median step time."""
         counted = self.counted()
-        return typical_s(one.step_s for one in counted) if counted else None
+        return compute_median_s(one.step_s for one in counted) if counted else None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -142,7 +142,7 @@ class History:
 
     def _over_all(self, last: ClassRecord) -> ClassRecord:
         before, counts, counted = 0, dict.fromkeys(COUNTED, 0), dict.fromkeys(COUNTED, 0)
-        told, another_plan = [], self.another_plan
+        told, another_plan = [], self.last_other_plan_step
         for window in self.windows:
             steps, before = max(1, window.step - before), window.step
             for one in window.classes:
@@ -182,14 +182,15 @@ def _mean(weighed: Sequence[tuple[int, float | None]]) -> float | None:
     return total / steps if steps else None
 
 
-def _mean_shares(weighed: Sequence[tuple[int, Shares | None]]) -> Shares | None:
+def _mean_shares(weighed: Sequence[tuple[int, TimeShares | None]]) -> TimeShares | None:
     known = [(n, shares) for n, shares in weighed if shares is not None]
     if not known:
         return None
     means = {
-        name: _mean([(n, getattr(shares, name)) for n, shares in known]) for name in FIELDS[Shares]
+        name: _mean([(n, getattr(shares, name)) for n, shares in known])
+        for name in FIELDS[TimeShares]
     }
-    return Shares(**{name: value or 0.0 for name, value in means.items()})
+    return TimeShares(**{name: value or 0.0 for name, value in means.items()})
 
 
 def read_history(lines: Iterable[str | bytes]) -> History:
@@ -199,7 +200,7 @@ def read_history(lines: Iterable[str | bytes]) -> History:
     ranks: deque[str | bytes] = deque(maxlen=NEWEST)
     windows: list[HistoryWindow] = []
     evaluations: list[Evaluation] = []
-    events: deque[Happened] = deque(maxlen=MOST_EVENTS)
+    events: deque[HistoryEvent] = deque(maxlen=MOST_EVENTS)
     unread, most_windows = 0, 2 * MOST_WINDOWS
 
     def take(line: str | bytes) -> None:
@@ -214,11 +215,11 @@ def read_history(lines: Iterable[str | bytes]) -> History:
         elif name == "ranks":
             newest.append(_ranks(told))
         else:
-            events.append(_happened(told))
+            events.append(_parse_event(told))
 
     steps: list[StepRecord] = []
     newest: list[tuple[RankRecord, ...]] = []
-    for line in _few(lines, kept, ranks):
+    for line in _order_lines(lines, kept, ranks):
         try:
             take(line)
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -238,7 +239,7 @@ def read_history(lines: Iterable[str | bytes]) -> History:
     )
 
 
-def _few(
+def _order_lines(
     lines: Iterable[str | bytes], kept: _Thinned, ranks: deque[str | bytes]
 ) -> Iterator[str | bytes]:
     """Yield the lines to read; the numerous step and rank lines come last, and thinned. Lines are
@@ -313,17 +314,17 @@ def _mean_of(every: Sequence[ClassRecord], spans: Sequence[int]) -> ClassRecord:
 
 def _step(told: Mapping[str, Any]) -> StepRecord:
     step_s = _needed(told, "step_s")
-    rate = finite(told.get("tokens_per_s"))
+    rate = parse_number(told.get("tokens_per_s"))
     return StepRecord(
         step=_whole(told, "step"),
         loss=_needed(told, "loss"),
-        learning_rate=finite(told.get("learning_rate")) or 0.0,
-        gradient_norm=finite(told.get("gradient_norm")) or 0.0,
+        learning_rate=parse_number(told.get("learning_rate")) or 0.0,
+        gradient_norm=parse_number(told.get("gradient_norm")) or 0.0,
         step_s=step_s,
         tokens_per_s=rate or 0.0,
-        tokens=int(finite(told.get("tokens")) or 0),
+        tokens=int(parse_number(told.get("tokens")) or 0),
         shares=_shares(told.get("shares")),
-        samples=int(finite(told.get("samples")) or 0),
+        samples=int(parse_number(told.get("samples")) or 0),
     )
 
 
@@ -340,11 +341,11 @@ def _ranks(told: Mapping[str, Any]) -> tuple[RankRecord, ...]:
     return tuple(_record(RankRecord, one) for one in _list(told["ranks"]))
 
 
-def _happened(told: Mapping[str, Any]) -> Happened:
+def _parse_event(told: Mapping[str, Any]) -> HistoryEvent:
     name = told["event"]
     if not isinstance(name, str):
         raise TypeError("an event has a name")
-    return Happened(name, _whole(told, "step"), finite(told.get("time")), dict(told))
+    return HistoryEvent(name, _whole(told, "step"), parse_number(told.get("time")), dict(told))
 
 
 NUMERIC = {
@@ -359,7 +360,7 @@ OPTIONAL = {
 
 
 FIELDS: dict[type, tuple[str, ...]] = {
-    one: tuple(field.name for field in fields(one)) for one in (ClassRecord, RankRecord, Shares)
+    one: tuple(field.name for field in fields(one)) for one in (ClassRecord, RankRecord, TimeShares)
 }
 
 
@@ -369,7 +370,7 @@ def _record(cls: type[T], told: Any) -> T:
     for name in FIELDS[cls]:
         value = told.get(name)
         if name in NUMERIC:
-            number = finite(value)
+            number = parse_number(value)
             known[name] = number if name in OPTIONAL else number or 0
         elif name == "shares":
             known["shares"] = _shares(value)
@@ -380,17 +381,19 @@ def _record(cls: type[T], told: Any) -> T:
     return cls(**known)
 
 
-def _shares(told: Any) -> Shares | None:
+def _shares(told: Any) -> TimeShares | None:
     if not isinstance(told, dict):
         return None
-    parts = [finite(told.get(name)) for name in FIELDS[Shares]]
-    return None if None in parts else Shares(*[part or 0.0 for part in parts])
+    parts = [parse_number(told.get(name)) for name in FIELDS[TimeShares]]
+    return None if None in parts else TimeShares(*[part or 0.0 for part in parts])
 
 
 def _sizes(told: Any) -> dict[str, int]:
     if not isinstance(told, dict):
         return {}
-    return {str(name): int(n) for name, size in told.items() if (n := finite(size)) is not None}
+    return {
+        str(name): int(n) for name, size in told.items() if (n := parse_number(size)) is not None
+    }
 
 
 def _list(value: Any) -> Sequence[Any]:
@@ -400,7 +403,7 @@ def _list(value: Any) -> Sequence[Any]:
 
 
 def _needed(told: Mapping[str, Any], key: str) -> float:
-    number = finite(told[key])
+    number = parse_number(told[key])
     if number is None:
         raise TypeError(f"'{key}' is no number")
     return number
@@ -413,9 +416,9 @@ def _whole(told: Mapping[str, Any], key: str) -> int:
     return int(number)
 
 
-def finite(value: Any) -> float | None:
+def parse_number(value: Any) -> float | None:
     """Return a JSON value as number, if plausible as a measurement: products of a few such numbers
     are finite too."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value if -MOST < value < MOST else None
+    return value if -LARGEST_NUMBER < value < LARGEST_NUMBER else None

@@ -28,7 +28,7 @@ Child = str | Iterable["Child"] | None
 Attribute = str | float | None
 
 
-def text(value: str) -> Markup:
+def escape_text(value: str) -> Markup:
     """Escape text for display."""
     return Markup(escape(_UNSHOWABLE.sub("\ufffd", value), quote=True))
 
@@ -37,33 +37,33 @@ def el(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
     """Return an element. Underscores in attribute names become hyphens, a trailing underscore
     avoids Python's keywords; None attributes are omitted."""
     told = "".join(
-        f' {_attribute(key)}="{text(_shown(value))}"'
+        f' {_format_attribute_name(key)}="{escape_text(_format_value(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
     if name in _VOID:
         return Markup(f"<{name}{told}>")
-    return Markup(f"<{name}{told}>{joined(children)}</{name}>")
+    return Markup(f"<{name}{told}>{join_children(children)}</{name}>")
 
 
-def joined(children: Iterable[Child]) -> Markup:
+def join_children(children: Iterable[Child]) -> Markup:
     """Concatenate children."""
-    return Markup("".join(_child(child) for child in children))
+    return Markup("".join(_render_child(child) for child in children))
 
 
-def _child(child: Child) -> str:
+def _render_child(child: Child) -> str:
     if child is None:
         return ""
     if isinstance(child, Markup):
         return child
-    return text(child) if isinstance(child, str) else joined(child)
+    return escape_text(child) if isinstance(child, str) else join_children(child)
 
 
-def _attribute(key: str) -> str:
+def _format_attribute_name(key: str) -> str:
     name = key.rstrip("_").replace("_", "-")
     assert _NAME.match(name), f"{name} is no attribute"
     return name
 
 
-def _shown(value: str | float) -> str:
+def _format_value(value: str | float) -> str:
     return value if isinstance(value, str) else f"{value:.6g}"

@@ -12,54 +12,54 @@ from rich.text import Text
 from gpumix.report import words
 from gpumix.report.events import ShownEvent
 from gpumix.report.facts import ClassFacts, RunFacts
-from gpumix.report.page import SILENT_S, stand
+from gpumix.report.page import SILENT_S, describe_state
 from gpumix.train.run_log.tables import EMULATED, ESTIMATE
 
 EVENTS = 5
 DEVICES, LEAST_DEVICES = 16, 2  # listed individually
-OTHER_LINES = 22  # of a frame, without classes and devices
+FIXED_LINES = 22  # of a frame, without classes and devices
 SEPARATOR = "  ·  "
-NARROW = 100  # terminal columns below which tables omit some columns
-WIDE_ALONE = ("HFU", "input", "planned", "of the limit")
+NARROW_COLUMNS = 100  # terminal columns below which tables omit some columns
+WIDE_ONLY_COLUMNS = ("HFU", "input", "planned", "of the limit")
 STYLES = {"note": "", "change": "cyan", "trouble": "bold red"}
 STATE_STYLES = {"failed": "bold red", "restarting": "red", "interrupted": "cyan"}
 
 
-def frame(facts: RunFacts, *, width: int, height: int | None = None) -> RenderableType:
+def render_frame(facts: RunFacts, *, width: int, height: int | None = None) -> RenderableType:
     """Return the content fitting `width` columns, and `height` lines if given."""
     devices = DEVICES
     if height is not None:
-        devices = max(LEAST_DEVICES, min(DEVICES, height - OTHER_LINES - len(facts.classes)))
-    parts: list[RenderableType] = [_title(facts), _bar(facts, width), *_speed(facts)]
-    parts += [*_course(facts), _plan(facts)]
-    parts += [Text(), _classes(facts, wide=width >= NARROW)]
+        devices = max(LEAST_DEVICES, min(DEVICES, height - FIXED_LINES - len(facts.classes)))
+    parts: list[RenderableType] = [_title(facts), _render_progress(facts, width), *_speed(facts)]
+    parts += [*_render_course(facts), _plan(facts)]
+    parts += [Text(), _classes(facts, wide=width >= NARROW_COLUMNS)]
     if facts.run.history.ranks:
-        parts += [Text(), _devices(facts, devices, wide=width >= NARROW)]
+        parts += [Text(), _devices(facts, devices, wide=width >= NARROW_COLUMNS)]
     events = facts.events[-EVENTS:]
     if events:
         parts += [Text(), _events(events)]
-    labels = list(_labels(facts))
+    labels = list(_render_labels(facts))
     return Group(*parts, *([Text(), *labels] if labels else []))
 
 
 def _title(facts: RunFacts) -> Text:
     run, progress = facts.run, facts.run.progress
     line = Text(run.folder.resolve().name, style="bold")
-    line.append("  ").append(stand(progress), STATE_STYLES.get(progress.state, "green"))
+    line.append("  ").append(describe_state(progress), STATE_STYLES.get(progress.state, "green"))
     if progress.live and progress.silent_s() > SILENT_S:
-        line.append(f"  nothing heard for {words.seconds(progress.silent_s())}", "yellow")
+        line.append(f"  nothing heard for {words.format_seconds(progress.silent_s())}", "yellow")
     if progress.why:
         line.append(f"\n{progress.why}", STATE_STYLES.get(progress.state, ""))
     return line
 
 
-def _bar(facts: RunFacts, width: int) -> RenderableType:
+def _render_progress(facts: RunFacts, width: int) -> RenderableType:
     progress = facts.run.progress
-    told = words.how_far(progress.step, progress.steps)
+    told = words.format_progress(progress.step, progress.steps)
     if not progress.steps:
         return Text(told, style="" if progress.step else "dim")
     if progress.live and progress.remaining_s:
-        told += f", {words.seconds(progress.remaining_s)} left"
+        told += f", {words.format_seconds(progress.remaining_s)} left"
     row = Table.grid(padding=(0, 2))
     row.add_row(ProgressBar(progress.steps, progress.step, width=max(10, width - 48)), told)
     return row
@@ -77,22 +77,26 @@ def _speed(facts: RunFacts) -> Iterator[Text]:
         yield Text(SEPARATOR.join(losses))
     now = progress.tokens_per_s or answer.predicted.tokens_per_s
     source = "measured" if progress.tokens_per_s else "predicted"
-    parts = [f"{words.rate(now)} {source}"]
-    if answer.against_even is not None:
-        parts.append(f"{words.times(answer.against_even)} an even split ({answer.even.source})")
-    if answer.of_ideal is not None:
-        parts.append(f"{answer.of_ideal:.0%} of ideal")
+    parts = [f"{words.format_token_rate(now)} {source}"]
+    if answer.speedup_over_even is not None:
+        parts.append(
+            f"{words.format_factor(answer.speedup_over_even)} an even split ({answer.even.source})"
+        )
+    if answer.fraction_of_ideal is not None:
+        parts.append(f"{answer.fraction_of_ideal:.0%} of ideal")
     yield Text(SEPARATOR.join(parts))
 
 
-def _course(facts: RunFacts) -> Iterator[Text]:
+def _render_course(facts: RunFacts) -> Iterator[Text]:
     """Yield loss and speed over the steps so far."""
     steps = facts.run.history.steps
     if len(steps) > 1:
-        line = Text("loss ", "dim").append(words.spark([one.loss for one in steps]), "cyan")
+        line = Text("loss ", "dim").append(
+            words.draw_sparkline([one.loss for one in steps]), "cyan"
+        )
         line.append("  tokens/s ", "dim")
         counted = facts.run.history.counted()
-        yield line.append(words.spark([one.tokens_per_s for one in counted]), "cyan")
+        yield line.append(words.draw_sparkline([one.tokens_per_s for one in counted]), "cyan")
 
 
 def _plan(facts: RunFacts) -> Text:
@@ -100,11 +104,11 @@ def _plan(facts: RunFacts) -> Text:
     stages = f", {len(plan.stages)} stages ({plan.schedule})" if len(plan.stages) > 1 else ""
     teams = ", teams" if plan.in_teams else ""
     expected = plan.prediction
-    took = "" if expected is None else f", planned {words.seconds(expected.step_s)} a step"
+    took = "" if expected is None else f", planned {words.format_seconds(expected.step_s)} a step"
     now = facts.run.progress.step_s
-    took += f", takes {words.seconds(now)}" if now else ""
+    took += f", takes {words.format_seconds(now)}" if now else ""
     if expected is not None and now:
-        took += f" (predicted {words.off(expected.step_s, now)})"
+        took += f" (predicted {words.format_error(expected.step_s, now)})"
     told = f"plan {plan.strategy}, ZeRO stage {plan.zero_stage}{stages}{teams}{took}"
     return Text(told, style="dim")
 
@@ -118,7 +122,7 @@ def _new_table(*columns: str) -> Table:
 
 def _classes(facts: RunFacts, *, wide: bool) -> Table:
     rows = [dict(_class(facts, one)) for one in facts.classes_now]
-    columns = [name for name in rows[0] if wide or name not in WIDE_ALONE]
+    columns = [name for name in rows[0] if wide or name not in WIDE_ONLY_COLUMNS]
     table = _new_table(*columns)
     table.columns[0].overflow = "ellipsis"
     for row in rows:
@@ -132,15 +136,15 @@ def _class(facts: RunFacts, one: ClassFacts) -> Iterator[tuple[str, str]]:
     yield "class", one.device_class
     yield "devices", str(one.devices)
     yield "samples", ", ".join(dict.fromkeys(samples))  # of each stage
-    yield "busy", words.part(one.busy_share)
-    yield "MFU", words.part(one.mfu)
-    yield "HFU", words.part(one.hfu)
-    yield "input", words.part(one.shares.input if one.shares else None)
-    yield "tokens/s", words.count(one.tokens_per_s)
-    yield "memory", words.size(one.peak_bytes)
-    yield "planned", words.size(one.planned_peak_bytes)
-    yield "limit", words.size(one.memory_limit_bytes)
-    bar = words.gauge(one.peak_bytes, one.planned_peak_bytes, one.memory_limit_bytes)
+    yield "busy", words.format_fraction(one.busy_share)
+    yield "MFU", words.format_fraction(one.mfu)
+    yield "HFU", words.format_fraction(one.hfu)
+    yield "input", words.format_fraction(one.shares.input if one.shares else None)
+    yield "tokens/s", words.format_number(one.tokens_per_s)
+    yield "memory", words.format_bytes(one.peak_bytes)
+    yield "planned", words.format_bytes(one.planned_peak_bytes)
+    yield "limit", words.format_bytes(one.memory_limit_bytes)
+    bar = words.draw_gauge(one.peak_bytes, one.planned_peak_bytes, one.memory_limit_bytes)
     yield "of the limit", bar
 
 
@@ -151,16 +155,16 @@ def _devices(facts: RunFacts, most: int, *, wide: bool) -> RenderableType:
     for one in ranks[:most]:
         cells = [
             one.device,
-            words.part(one.busy_share),
-            words.part(one.mfu),
-            words.count(one.tokens_per_s),
-            words.size(one.peak_bytes),
+            words.format_fraction(one.busy_share),
+            words.format_fraction(one.mfu),
+            words.format_number(one.tokens_per_s),
+            words.format_bytes(one.peak_bytes),
         ]
         if wide:
             shares = one.shares
-            cells.append(words.size(one.sent_bytes))
-            cells.append(words.part(shares.communication if shares else None))
-            cells.append(words.part(shares.input if shares else None))
+            cells.append(words.format_bytes(one.sent_bytes))
+            cells.append(words.format_fraction(shares.communication if shares else None))
+            cells.append(words.format_fraction(shares.input if shares else None))
         table.add_row(*cells)
     if len(ranks) <= most:
         return table
@@ -179,8 +183,8 @@ def _events(events: tuple[ShownEvent, ...]) -> Table:
     return table
 
 
-def _labels(facts: RunFacts) -> Iterator[Text]:
+def _render_labels(facts: RunFacts) -> Iterator[Text]:
     if facts.emulated:
         yield Text(EMULATED, style="yellow")
     if facts.estimated:
-        yield Text(f"times of {words.some(facts.estimated)} are {ESTIMATE}", style="yellow")
+        yield Text(f"times of {words.join_names(facts.estimated)} are {ESTIMATE}", style="yellow")

@@ -9,36 +9,36 @@ from pathlib import Path
 
 import gpumix
 from gpumix.report import words
-from gpumix.report.draw import bar, picture
+from gpumix.report.draw import draw_bar, draw_picture
 from gpumix.report.events import ENDED_EARLY
 from gpumix.report.facts import RunFacts
 from gpumix.report.html import Markup, el
-from gpumix.report.parts.answer import answer
-from gpumix.report.parts.cluster_picture import cluster_picture
-from gpumix.report.parts.compared import compared
-from gpumix.report.parts.curves import curves
-from gpumix.report.parts.happened import happened
-from gpumix.report.parts.memory_bars import memory_bars
-from gpumix.report.parts.plan_picture import plan_picture
-from gpumix.report.parts.reproduce import reproduce
-from gpumix.report.parts.section import labels
-from gpumix.report.parts.spent import spent
-from gpumix.report.parts.timeline import timeline
+from gpumix.report.parts.answer import render_speeds
+from gpumix.report.parts.cluster_picture import render_cluster
+from gpumix.report.parts.compared import render_prediction_errors
+from gpumix.report.parts.curves import render_curves
+from gpumix.report.parts.happened import render_events
+from gpumix.report.parts.memory_bars import render_memory
+from gpumix.report.parts.plan_picture import render_plan
+from gpumix.report.parts.reproduce import render_instructions
+from gpumix.report.parts.section import render_labels
+from gpumix.report.parts.spent import render_time_shares
+from gpumix.report.parts.timeline import render_timeline
 from gpumix.report.run import Progress, Run
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import opened, read_text, replace_text
+from gpumix.schema.files import open_for_reading, read_text, replace_text
 
 PARTS = (
-    answer,
-    cluster_picture,
-    plan_picture,
-    memory_bars,
-    timeline,
-    curves,
-    compared,
-    spent,
-    happened,
-    reproduce,
+    render_speeds,
+    render_cluster,
+    render_plan,
+    render_memory,
+    render_timeline,
+    render_curves,
+    render_prediction_errors,
+    render_time_shares,
+    render_events,
+    render_instructions,
 )
 GENERATOR = "gpumix report"
 STATES = {
@@ -52,26 +52,26 @@ STATES = {
 SILENT_S = 120.0  # silence after which an active run may be dead
 
 
-def stand(progress: Progress) -> str:
+def describe_state(progress: Progress) -> str:
     """Describe a run's state in a few words."""
     return ENDED_EARLY.lower() if progress.ended_early else STATES[progress.state]
 
 
-def page(run: Run) -> str:
+def render_page(run: Run) -> str:
     """Return a run's report as HTML."""
     facts = RunFacts(run)
     name = run.folder.resolve().name
     body = el(
         "body",
-        el("header", _head(facts, name)),
+        el("header", _render_header(facts, name)),
         el("main", (part(facts) for part in PARTS)),
         el("footer", el("p", f"Written by gpumix {gpumix.__version__}.")),
     )
-    return f"<!doctype html>\n{el('html', _meta(name), body, lang='en')}\n"
+    return f"<!doctype html>\n{el('html', _render_head(name), body, lang='en')}\n"
 
 
-def _meta(name: str) -> Markup:
-    style = _style()
+def _render_head(name: str) -> Markup:
+    style = _read_style()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     return el(
@@ -87,38 +87,38 @@ def _meta(name: str) -> Markup:
 
 
 @cache
-def _style() -> str:
+def _read_style() -> str:
     found = read_text(Path(__file__).with_name("style.css"))
     assert "</" not in found, "nothing may end the style early"
     return found
 
 
-def _head(facts: RunFacts, name: str) -> list[Markup]:
+def _render_header(facts: RunFacts, name: str) -> list[Markup]:
     run = facts.run
     progress = run.progress
     devices = ", ".join(f"{one.devices} × {one.device_class}" for one in facts.classes)
     done = 0.0 if not progress.steps else progress.step / progress.steps
-    how = words.how_far(progress.step, progress.steps)
+    how = words.format_progress(progress.step, progress.steps)
     parts = [
         el("p", "gpumix run", class_="eyebrow"),
         el("h1", name),
         el(
             "p",
-            el("span", stand(progress), class_=f"state {progress.state}"),
+            el("span", describe_state(progress), class_=f"state {progress.state}"),
             f" {how}",
             f", loss {progress.loss:.4f}" if progress.loss is not None else "",
-            f", {_left(facts)}" if _left(facts) else "",
+            f", {_describe_remaining(facts)}" if _describe_remaining(facts) else "",
             class_="stand",
         ),
-        el("p", devices, " ", labels(facts), class_="devices"),
+        el("p", devices, " ", render_labels(facts), class_="devices"),
     ]
     if progress.steps:
         parts.append(
-            picture(
+            draw_picture(
                 how,
                 6,
-                bar(0, 1, y=0, height=6, class_="track"),
-                bar(0, done, y=0, height=6, class_="c0"),
+                draw_bar(0, 1, y=0, height=6, class_="track"),
+                draw_bar(0, done, y=0, height=6, class_="c0"),
                 class_="done",
             )
         )
@@ -127,13 +127,13 @@ def _head(facts: RunFacts, name: str) -> list[Markup]:
     return parts
 
 
-def _left(facts: RunFacts) -> str:
+def _describe_remaining(facts: RunFacts) -> str:
     progress = facts.run.progress
     if not progress.live:
         return ""
     if progress.silent_s() > SILENT_S:
-        return f"nothing heard for {words.seconds(progress.silent_s())}: it may be no more"
-    return f"{words.seconds(progress.remaining_s)} left" if progress.remaining_s else ""
+        return f"nothing heard for {words.format_seconds(progress.silent_s())}: it may be no more"
+    return f"{words.format_seconds(progress.remaining_s)} left" if progress.remaining_s else ""
 
 
 def write_page(run: Run, path: Path) -> None:
@@ -143,8 +143,8 @@ def write_page(run: Run, path: Path) -> None:
         InputError: `path` is a folder, or a file not written by gpumix report.
         MachineError: writing fails.
     """
-    made = page(run)
-    if path.is_dir() or (path.exists() and GENERATOR not in _beginning(path)):
+    made = render_page(run)
+    if path.is_dir() or (path.exists() and GENERATOR not in _read_beginning(path)):
         raise InputError(
             "this is no report, and is not overwritten",
             where=str(path),
@@ -154,9 +154,9 @@ def write_page(run: Run, path: Path) -> None:
     replace_text(path, made, cannot="cannot write the report", fix=elsewhere)
 
 
-def _beginning(path: Path) -> str:
+def _read_beginning(path: Path) -> str:
     try:
-        with opened(path) as file:
+        with open_for_reading(path) as file:
             return file.read(4096).decode("utf-8", errors="replace")
     except OSError:
         return ""

@@ -22,7 +22,7 @@ class Range:
     def alike(self) -> bool:
         return self.most - self.least <= 1e-3 * max(abs(self.most), 1e-12)
 
-    def shown(self, as_: Callable[[float], str]) -> str:
+    def format_with(self, as_: Callable[[float], str]) -> str:
         """Format the range; equal ends are shown once."""
         least, most = as_(self.least), as_(self.most)
         return most if self.alike or least == most else f"{least} to {most}"

@@ -11,21 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from gpumix.report.history import History, finite, read_history
+from gpumix.report.history import History, parse_number, read_history
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import MARK_BYTES, lines_in, opened, read_text
+from gpumix.schema.files import MARK_BYTES, lines_in, open_for_reading, read_text
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.step_trace import Trace
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.checkpoint.checkpoint_folder import choices
-from gpumix.train.checkpoint.manifest import step_of
+from gpumix.train.checkpoint.checkpoint_folder import list_checkpoints
+from gpumix.train.checkpoint.manifest import parse_step
 from gpumix.train.run_log import run_files
 from gpumix.train.run_manifest import RunRecord
 
 State = Literal["planned", "training", "restarting", "interrupted", "failed", "finished"]
 LIVE: tuple[State, ...] = ("training", "restarting")
 
-WRITTEN_ANEW = "give the folder of another run; in this one it is written anew when the run goes on"
+OTHER_FOLDER_FIX = (
+    "give the folder of another run; in this one it is written anew when the run goes on"
+)
 # Written next to the plan by `gpumix plan --output plan.json`.
 BESIDE_PLAN = "plan.profile.json"
 
@@ -82,23 +84,23 @@ def read_run(folder: Path, *, newest_bytes: int | None = None) -> Run:
     Raises:
         InputError: there is no run, or a file is unreadable or of another schema.
     """
-    folder = _found_in(folder)
-    plan = Plan.load(folder / run_files.PLAN, fix=WRITTEN_ANEW)
+    folder = _find_run_folder(folder)
+    plan = Plan.load(folder / run_files.PLAN, fix=OTHER_FOLDER_FIX)
     trace = folder / run_files.TRACE
     return Run(
         folder=folder,
         plan=plan,
-        profile=_profile(folder, plan),
-        record=_loaded_record(folder),
-        progress=_progress(folder / run_files.PROGRESS),
-        history=read_history(_lines(folder / run_files.METRICS, newest_bytes)),
+        profile=_load_profile(folder, plan),
+        record=_load_record(folder),
+        progress=_read_progress(folder / run_files.PROGRESS),
+        history=read_history(_read_lines(folder / run_files.METRICS, newest_bytes)),
         trace=Trace.load(trace) if newest_bytes is None and trace.exists() else None,
-        checkpoints=tuple(_checkpoints(folder)),
+        checkpoints=tuple(_list_checkpoints(folder)),
     )
 
 
-def _found_in(folder: Path) -> Path:
-    for one in (folder, folder / run_files.OF_SCRIPT):
+def _find_run_folder(folder: Path) -> Path:
+    for one in (folder, folder / run_files.SCRIPT_FOLDER):
         if (one / run_files.PLAN).exists():
             return one
     why = f"there is no {run_files.PLAN} in it"
@@ -117,7 +119,7 @@ def _found_in(folder: Path) -> Path:
     )
 
 
-def _profile(folder: Path, plan: Plan) -> Profile | None:
+def _load_profile(folder: Path, plan: Plan) -> Profile | None:
     """Return the plan's profile; None if the file belongs to another plan."""
     for name in (run_files.PROFILE, BESIDE_PLAN):
         if (folder / name).exists():
@@ -127,49 +129,49 @@ def _profile(folder: Path, plan: Plan) -> Profile | None:
     return None
 
 
-def _loaded_record(folder: Path) -> RunRecord | None:
+def _load_record(folder: Path) -> RunRecord | None:
     path = folder / run_files.RUN
-    return RunRecord.load(path, fix=WRITTEN_ANEW) if path.exists() else None
+    return RunRecord.load(path, fix=OTHER_FOLDER_FIX) if path.exists() else None
 
 
-def _lines(path: Path, newest_bytes: int | None) -> Iterator[bytes]:
+def _read_lines(path: Path, newest_bytes: int | None) -> Iterator[bytes]:
     if not path.exists():
         return
     try:
-        with opened(path) as file:
+        with open_for_reading(path) as file:
             if newest_bytes is not None and os.fstat(file.fileno()).st_size > newest_bytes:
                 file.seek(-newest_bytes, os.SEEK_END)
                 file.readline()  # the rest of a partial line
             yield from lines_in(file)
     except OSError as error:
-        raise _unreadable(path, error.strerror or str(error)) from error
+        raise _make_unreadable_error(path, error.strerror or str(error)) from error
 
 
-def _progress(path: Path) -> Progress:
+def _read_progress(path: Path) -> Progress:
     if not path.exists():
         return Progress("planned")
     try:
         told = json.loads(read_text(path, MARK_BYTES))
     except OSError as error:
-        raise _unreadable(path, error.strerror or str(error)) from error
+        raise _make_unreadable_error(path, error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:
-        raise _unreadable(path, f"it is no JSON: {error}") from error
+        raise _make_unreadable_error(path, f"it is no JSON: {error}") from error
     if not isinstance(told, dict) or told.get("state") not in get_args(State):
-        raise _unreadable(path, "it does not say how the run stands")
+        raise _make_unreadable_error(path, "it does not say how the run stands")
     return Progress(
         state=told["state"],
-        step=int(finite(told.get("step")) or 0),
-        steps=None if (steps := finite(told.get("steps"))) is None else int(steps),
-        loss=finite(told.get("loss")),
-        tokens_per_s=finite(told.get("tokens_per_s")),
-        step_s=finite(told.get("step_s")),
-        remaining_s=finite(told.get("remaining_s")),
+        step=int(parse_number(told.get("step")) or 0),
+        steps=None if (steps := parse_number(told.get("steps"))) is None else int(steps),
+        loss=parse_number(told.get("loss")),
+        tokens_per_s=parse_number(told.get("tokens_per_s")),
+        step_s=parse_number(told.get("step_s")),
+        remaining_s=parse_number(told.get("remaining_s")),
         why=str(told.get("why") or ""),
-        heard_at=finite(told.get("time")),
+        heard_at=parse_number(told.get("time")),
     )
 
 
-def _unreadable(path: Path, why: str) -> InputError:
+def _make_unreadable_error(path: Path, why: str) -> InputError:
     return InputError(
         "cannot read this file of the run",
         where=str(path),
@@ -178,7 +180,7 @@ def _unreadable(path: Path, why: str) -> InputError:
     )
 
 
-def _checkpoints(folder: Path) -> Iterator[tuple[int, str]]:
+def _list_checkpoints(folder: Path) -> Iterator[tuple[int, str]]:
     with suppress(InputError):  # there is no checkpoint
-        for path in choices(folder):
-            yield step_of(path), path.name
+        for path in list_checkpoints(folder):
+            yield parse_step(path), path.name

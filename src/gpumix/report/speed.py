@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from gpumix.cost.device_alone import ideal_tokens_per_s
-from gpumix.report.history import Happened
+from gpumix.cost.device_alone import compute_ideal_tokens_per_s
+from gpumix.report.history import HistoryEvent
 from gpumix.report.run import Run
 
 EVEN = "even"
@@ -33,7 +33,7 @@ class StepSpeed:
 
 
 @dataclass(frozen=True)
-class SpeedAnswer:
+class RunSpeeds:
     """Speeds of a run as `measured` and `predicted`, of an `even` split, and the `ideal`: the sum
     of all devices' individual speeds."""
 
@@ -48,20 +48,20 @@ class SpeedAnswer:
         return self.measured or self.predicted
 
     @property
-    def like_even(self) -> StepSpeed:
+    def comparable_to_even(self) -> StepSpeed:
         """The run's speed comparable to the even split's: two predictions share their error, for
         example on a busy machine, while a prediction against a measurement includes it."""
         return self.measured if self.even.source == "measured" else self.predicted or self.measured
 
     @property
-    def against_even(self) -> float | None:
+    def speedup_over_even(self) -> float | None:
         """Speedup over the even split."""
-        return _times(self.like_even, self.even)
+        return _compute_speedup(self.comparable_to_even, self.even)
 
     @property
-    def of_ideal(self) -> float | None:
+    def fraction_of_ideal(self) -> float | None:
         """Fraction of the ideal speed."""
-        return _times(self.best, self.ideal)
+        return _compute_speedup(self.best, self.ideal)
 
     @property
     def prediction_error(self) -> float | None:
@@ -71,17 +71,17 @@ class SpeedAnswer:
         return self.predicted.step_s / self.measured.step_s - 1
 
 
-def _times(one: StepSpeed, other: StepSpeed) -> float | None:
+def _compute_speedup(one: StepSpeed, other: StepSpeed) -> float | None:
     if not one.step_s or not other.step_s:
         return None
     return other.step_s / one.step_s
 
 
-def answer_of(run: Run) -> SpeedAnswer:
-    tokens = _tokens_of_step(run)
+def compute_run_speeds(run: Run) -> RunSpeeds:
+    tokens = _count_step_tokens(run)
     step_s = run.history.step_s
     expected = run.plan.prediction
-    return SpeedAnswer(
+    return RunSpeeds(
         measured=_speed(step_s, tokens, "measured", "no step was done yet"),
         predicted=_speed(
             None if expected is None else expected.step_s,
@@ -94,7 +94,7 @@ def answer_of(run: Run) -> SpeedAnswer:
     )
 
 
-def _tokens_of_step(run: Run) -> float:
+def _count_step_tokens(run: Run) -> float:
     """Return tokens per step, without padding once steps are done."""
     counted = run.history.counted()
     if counted:
@@ -110,7 +110,7 @@ def _speed(step_s: float | None, tokens: float, source: Source, why: str) -> Ste
 
 def _even(run: Run, tokens: float) -> StepSpeed:
     """Return the even split's speed: measured as in the demo, or predicted with the plan."""
-    measured = [one for one in run.history.events if compared_with(one, EVEN)]
+    measured = [one for one in run.history.events if is_comparison_with(one, EVEN)]
     if measured:
         return _speed(measured[-1].number("step_s"), tokens, "measured", "")
     if run.plan.strategy == EVEN:
@@ -122,7 +122,7 @@ def _even(run: Run, tokens: float) -> StepSpeed:
     return _speed(found[0].step_s, tokens, "predicted", f"not possible: {found[0].why}")
 
 
-def compared_with(one: Happened, strategy: str) -> bool:
+def is_comparison_with(one: HistoryEvent, strategy: str) -> bool:
     """Return whether an event reports another strategy's measured speed on the same devices."""
     known = one.event == "compared" and one.text("strategy") == strategy
     return known and bool(one.number("step_s"))
@@ -132,6 +132,6 @@ def _ideal(run: Run, tokens: float) -> StepSpeed:
     profile = run.profile
     if profile is None:
         return StepSpeed(why="what the devices were measured to do is not in the folder")
-    alone = ideal_tokens_per_s(profile, (d.device_class for d in profile.cluster.devices))
+    alone = compute_ideal_tokens_per_s(profile, (d.device_class for d in profile.cluster.devices))
     step_s = run.plan.global_batch * run.plan.sequence_length / alone if alone else None
     return _speed(step_s, tokens, "predicted", "")

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpumix.schema.errors import InputError, MachineError, first_line
-from gpumix.schema.files import replacing
-from gpumix.schema.plan.step_trace import Slice, Trace
+from gpumix.schema.errors import InputError, MachineError, get_first_line
+from gpumix.schema.files import replace_atomically
+from gpumix.schema.plan.step_trace import CompleteEvent, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Okabe and Ito's colors, distinguishable for colorblind readers.
-COLOURS = {
+COLORS = {
     "forward": "#56B4E9",
     "head and loss": "#0072B2",
     "backward": "#E69F00",
@@ -29,16 +29,23 @@ COLOURS = {
     "update": "#CC79A7",
     "idle": "#EDEDED",
 }
-WORK = {
+WORK_LABELS = {
     "forward": "forward",
     "head": "head and loss",
     "backward": "backward",
     "weights": "gradients of weights",
     "optimizer": "update",
 }
-COMMUNICATES = {"gather", "reduction", "ends", "message", "team", "host copies"}  # causes of waits
+COMMUNICATION_CAUSES = {
+    "gather",
+    "reduction",
+    "ends",
+    "message",
+    "team",
+    "host copies",
+}  # causes of waits
 EDGED_PART = 0.004  # fraction of the width; narrower bars have no edge, which would hide them
-PALE = 0.6  # opacity of passes through further stages of a device
+PALE_OPACITY = 0.6  # opacity of passes through further stages of a device
 WIDTH_INCHES, DOTS_PER_INCH = 12.0, 100
 ROW_INCHES, PANEL_INCHES, LEGEND_INCHES = 0.34, 0.62, 0.5
 CHARACTER_PART, MARGIN_PART = 0.0055, 0.003  # fraction of the width taken by text
@@ -77,7 +84,7 @@ class Panel:
             bar.seconds
             for bars in self.devices.values()
             for bar in bars
-            if bar.what in WORK.values()
+            if bar.what in WORK_LABELS.values()
         )
         return 1.0 - sum(computed) / (self.step_s * len(self.devices))
 
@@ -86,19 +93,19 @@ class Panel:
         return replace(self, title=f"{self.title}: idle {self.idle_share:.0%}")
 
 
-def read(path: Path, title: str = "") -> Panel:
+def read_panel(path: Path, title: str = "") -> Panel:
     """Read a step from a trace file.
 
     Raises:
         ValueError: the file is no trace of a step.
     """
     try:
-        return panel_of(Trace.load(path), title or path.stem)
+        return make_panel(Trace.load(path), title or path.stem)
     except (InputError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is no trace of a step: {error}") from error
 
 
-def panel_of(trace: Trace, title: str) -> Panel:
+def make_panel(trace: Trace, title: str) -> Panel:
     """Return a trace's step, with devices sorted by stage."""
     found = _bars(trace)
     if not any(found.values()):
@@ -114,9 +121,9 @@ def _bars(trace: Trace) -> dict[str, list[ActivityBar]]:
     events = trace.traceEvents
     names = {one.pid: str(one.args["name"]) for one in events if one.name == "process_name"}
     found: dict[str, list[ActivityBar]] = {name: [] for name in names.values()}
-    slices = (one for one in events if isinstance(one, Slice))
+    slices = (one for one in events if isinstance(one, CompleteEvent))
     for one in sorted(slices, key=lambda one: one.ts):
-        if one.cat in WORK or one.cat == "waiting":
+        if one.cat in WORK_LABELS or one.cat == "waiting":
             found[names[one.pid]].append(_bar(one))
     return found
 
@@ -127,8 +134,10 @@ def _label(process: str, stages: Sequence[int]) -> str:
     return f"stage {', '.join(map(str, stages))}: {device}" if stages else device
 
 
-def _bar(done: Slice) -> ActivityBar:
-    what = WORK.get(done.cat, "communication" if done.name in COMMUNICATES else "idle")
+def _bar(done: CompleteEvent) -> ActivityBar:
+    what = WORK_LABELS.get(
+        done.cat, "communication" if done.name in COMMUNICATION_CAUSES else "idle"
+    )
     start_s, end_s = done.ts / 1e6, (done.ts + done.dur) / 1e6
     unit, numbers = str(done.args.get("unit", "")), done.args.get("micro_batches")
     if not unit.startswith("stage "):
@@ -139,7 +148,7 @@ def _bar(done: Slice) -> ActivityBar:
     return ActivityBar(what, start_s, end_s, int(unit.removeprefix("stage ")), number + 1)
 
 
-def passes(bars: Sequence[ActivityBar]) -> Iterator[ActivityBar]:
+def find_passes(bars: Sequence[ActivityBar]) -> Iterator[ActivityBar]:
     """Yield passes of micro-batches through stages: for each, the longest part interrupted only by
     communication."""
     longest: dict[tuple[str, int, int], ActivityBar] = {}
@@ -156,7 +165,7 @@ def passes(bars: Sequence[ActivityBar]) -> Iterator[ActivityBar]:
     yield from longest.values()
 
 
-def draw(panels: Sequence[Panel], path: Path) -> None:
+def draw_panels(panels: Sequence[Panel], path: Path) -> None:
     """Draw all steps, stacked on one time scale, in the format given by the file name.
 
     Raises:
@@ -193,15 +202,15 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
         _draw_panel(axes, panel, longest_s)
     grid[-1, 0].set_xlabel("seconds since the step began")
     shown = {bar.what for panel in panels for bars in panel.devices.values() for bar in bars}
-    patches = [Patch(color=c, label=what) for what, c in COLOURS.items() if what in shown]
+    patches = [Patch(color=c, label=what) for what, c in COLORS.items() if what in shown]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
+        with replace_atomically(path) as file:
             figure.savefig(file, format=path.suffix.removeprefix(".") or None)
     except OSError as error:
         raise MachineError(
-            "the picture cannot be written", where=str(path), why=first_line(error)
+            "the picture cannot be written", where=str(path), why=get_first_line(error)
         ) from error
 
 
@@ -213,12 +222,12 @@ def _draw_panel(axes: Axes, panel: Panel, longest_s: float) -> None:
             axes.broken_barh(
                 [(bar.start_s, bar.seconds) for bar in same],
                 (row - 0.42, 0.84),
-                facecolor=COLOURS[what],
-                edgecolor=COLOURS["idle"] if what == "idle" else "white",
+                facecolor=COLORS[what],
+                edgecolor=COLORS["idle"] if what == "idle" else "white",
                 linewidths=[0.4 if b.seconds > EDGED_PART * longest_s else 0.0 for b in same],
-                alpha=1.0 if stage in (0, first) else PALE,
+                alpha=1.0 if stage in (0, first) else PALE_OPACITY,
             )
-        for bar in passes(bars):
+        for bar in find_passes(bars):
             text = str(bar.micro_batch)
             if bar.seconds > (len(text) * CHARACTER_PART + MARGIN_PART) * longest_s:
                 middle_s = (bar.start_s + bar.end_s) / 2

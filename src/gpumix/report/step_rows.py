@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
-from gpumix.schema.plan.step_trace import Label, Slice, Trace, process_of
+from gpumix.schema.plan.step_trace import CompleteEvent, MetadataEvent, Trace, format_process_name
 from gpumix.schema.profile.profile import Profile
 from gpumix.simulate.events import simulate
 from gpumix.simulate.replay import Replay
 
-ROWS = 16
-BARS = 500  # of a row; longer rows are drawn with the dominant kind at each position
-PLACES = 600
-ALL_DEVICES = 12  # maximum for showing every device
+MOST_ROWS = 16
+MOST_BARS = 500  # of a row; longer rows are drawn with the dominant kind at each position
+THINNED_POSITIONS = 600
+MOST_SINGLE_DEVICES = 12  # maximum for showing every device
 COMMUNICATION = {"gather", "regather", "reduce", "meet", "send"}
 COPIES = {"copy to host", "copy from host"}
 WAITING = "waiting"
@@ -57,13 +57,13 @@ class StepRows:
     more: int = 0  # rows not shown
 
 
-def simulated(profile: Profile, plan: Plan) -> StepRows | None:
+def simulate_rows(profile: Profile, plan: Plan) -> StepRows | None:
     """Simulate a step of the plan; return None if the profile lacks data."""
     try:
         replay = simulate(profile, plan)
     except InputError:
         return None
-    chosen, more = _chosen(plan)
+    chosen, more = _choose_ranks(plan)
     lane_of = {rank: number for number, lane in enumerate(replay.lanes) for rank in lane.ranks}
     workers = plan.workers
     rows = [
@@ -73,35 +73,35 @@ def simulated(profile: Profile, plan: Plan) -> StepRows | None:
     return StepRows(tuple(rows), replay.step_s, more)
 
 
-def traced(trace: Trace, plan: Plan) -> StepRows:
+def make_traced_rows(trace: Trace, plan: Plan) -> StepRows:
     """Return a measured step for the same choice of devices, as far as traced."""
     names = {
         one.pid: str(one.args.get("name", ""))
         for one in trace.traceEvents
-        if isinstance(one, Label) and one.name == "process_name"
+        if isinstance(one, MetadataEvent) and one.name == "process_name"
     }
     bars: dict[str, list[Bar]] = {}
     for one in trace.traceEvents:
-        if isinstance(one, Slice):
+        if isinstance(one, CompleteEvent):
             start_s, end_s = one.ts / 1e6, (one.ts + one.dur) / 1e6
             bar = Bar(one.cat, one.name, start_s, end_s)
             bars.setdefault(names.get(one.pid, ""), []).append(bar)
-    chosen, more = _chosen(plan)
+    chosen, more = _choose_ranks(plan)
     rows = []
     for rank, others in chosen:
         worker = plan.workers[rank]
-        found = bars.get(process_of(worker, emulated=plan.emulated), [])
+        found = bars.get(format_process_name(worker, emulated=plan.emulated), [])
         if found:
             rows.append(_row(worker.device, worker.device_class, others, found))
     ends = [bar.end_s for found in bars.values() for bar in found]
     return StepRows(tuple(rows), max(ends, default=0.0), more)
 
 
-def _chosen(plan: Plan) -> tuple[list[tuple[int, int]], int]:
+def _choose_ranks(plan: Plan) -> tuple[list[tuple[int, int]], int]:
     """Return the chosen ranks, each with the number of further ranks represented, and the number of
     groups omitted."""
     workers = plan.workers
-    if len(workers) <= ALL_DEVICES:
+    if len(workers) <= MOST_SINGLE_DEVICES:
         return [(rank, 0) for rank in range(len(workers))], 0
     stages: dict[str, list[int]] = {}
     for number, stage in enumerate(plan.stages):
@@ -113,7 +113,7 @@ def _chosen(plan: Plan) -> tuple[list[tuple[int, int]], int]:
     for rank, key in enumerate(keys):
         first.setdefault(key, rank)
     found = [(rank, alike[keys[rank]] - 1) for rank in first.values()]
-    return found[:ROWS], max(0, len(found) - ROWS)
+    return found[:MOST_ROWS], max(0, len(found) - MOST_ROWS)
 
 
 def _bars(replay: Replay, lane: int) -> list[Bar]:
@@ -131,19 +131,19 @@ def _row(device: str, device_class: str, others: int, bars: Iterable[Bar]) -> De
     ordered = sorted(bars, key=lambda bar: bar.start_s)
     sends = [bar for bar in ordered if bar.kind in COMMUNICATION | COPIES]
     computes = [bar for bar in ordered if bar.kind not in COMMUNICATION | COPIES]
-    return DeviceBars(device, device_class, others, _thinned(computes), _thinned(sends))
+    return DeviceBars(device, device_class, others, _thin_bars(computes), _thin_bars(sends))
 
 
-def _thinned(bars: Sequence[Bar]) -> tuple[Bar, ...]:
+def _thin_bars(bars: Sequence[Bar]) -> tuple[Bar, ...]:
     """Reduce the bars to the dominant kind at each position."""
-    if len(bars) <= BARS:
+    if len(bars) <= MOST_BARS:
         return tuple(bars)
     begin, end = bars[0].start_s, max(bar.end_s for bar in bars)
-    width = (end - begin) / PLACES or 1.0
-    filled: list[dict[str, float]] = [{} for _ in range(PLACES)]
+    width = (end - begin) / THINNED_POSITIONS or 1.0
+    filled: list[dict[str, float]] = [{} for _ in range(THINNED_POSITIONS)]
     for bar in bars:
         first, last = (int((time - begin) / width) for time in (bar.start_s, bar.end_s))
-        for place in range(first, min(last, PLACES - 1) + 1):
+        for place in range(first, min(last, THINNED_POSITIONS - 1) + 1):
             left, right = begin + place * width, begin + (place + 1) * width
             inside = max(0.0, min(right, bar.end_s) - max(left, bar.start_s))
             filled[place][bar.kind] = filled[place].get(bar.kind, 0.0) + inside

@@ -12,7 +12,7 @@ UNKNOWN = "–"
 HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
-def count(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Format a number with its significant digits: 1,095, 34.8, 0.52."""
     if value is None:
         return UNKNOWN
@@ -21,11 +21,11 @@ def count(value: float | None) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
-def rate(tokens_per_s: float | None) -> str:
-    return UNKNOWN if tokens_per_s is None else f"{count(tokens_per_s)} tokens/s"
+def format_token_rate(tokens_per_s: float | None) -> str:
+    return UNKNOWN if tokens_per_s is None else f"{format_number(tokens_per_s)} tokens/s"
 
 
-def link(bytes_per_s: float) -> str:
+def format_link_rate(bytes_per_s: float) -> str:
     """Format the rate of a link in decimal units."""
     for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
         if bytes_per_s >= size:
@@ -33,31 +33,31 @@ def link(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e3:.3g} kB/s"
 
 
-def seconds(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
     return UNKNOWN if value is None else show_seconds(value)
 
 
-def size(value: float | None) -> str:
+def format_bytes(value: float | None) -> str:
     return UNKNOWN if value is None else show_bytes(value)
 
 
-def part(value: float | None) -> str:
+def format_fraction(value: float | None) -> str:
     """Format a fraction in percent."""
     return UNKNOWN if value is None else f"{value:.1%}"
 
 
-def times(value: float | None) -> str:
+def format_factor(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.2f}×"
 
 
-def off(predicted: float | None, measured: float | None) -> str:
+def format_error(predicted: float | None, measured: float | None) -> str:
     """Format the prediction's error relative to the measurement."""
     if predicted is None or not measured:
         return UNKNOWN
     return f"{predicted / measured - 1:+.1%}"
 
 
-def moment(at: float | None) -> str:
+def format_time(at: float | None) -> str:
     """Format a time in UTC, since readers may be in any time zone."""
     if at is None:
         return ""
@@ -67,20 +67,20 @@ def moment(at: float | None) -> str:
         return ""
 
 
-def some(names: tuple[str, ...], most: int = 4) -> str:
+def join_names(names: tuple[str, ...], most: int = 4) -> str:
     """Join names, limited to the first `most` and the count of the rest."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
-def how_far(step: int, steps: int | None) -> str:
+def format_progress(step: int, steps: int | None) -> str:
     """Format a run's step; the total is not always known."""
     if steps:
         return f"step {step:,} of {steps:,}"
     return f"step {step:,}" if step else "no step yet"
 
 
-def spark(values: Sequence[float], places: int = 24) -> str:
+def draw_sparkline(values: Sequence[float], places: int = 24) -> str:
     """Draw values in one line, scaled from lowest to highest; averages many values."""
     size = -(-len(values) // places)
     means = [fmean(values[n : n + size]) for n in range(0, len(values), size or 1)]
@@ -89,7 +89,9 @@ def spark(values: Sequence[float], places: int = 24) -> str:
     return "".join(HEIGHTS[round((one - low) / span * top) if span > 0 else 0] for one in means)
 
 
-def gauge(used: float | None, expected: float | None, limit: float | None, places: int = 12) -> str:
+def draw_gauge(
+    used: float | None, expected: float | None, limit: float | None, places: int = 12
+) -> str:
     """Draw a bar of the used part of a limit; a line marks the expected part."""
     if used is None or not limit:
         return UNKNOWN

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpumix.schema.untrusted_text import printable
+from gpumix.schema.untrusted_text import escape_invisible
 
 EXIT_OK = 0
 EXIT_BUG = 1
@@ -43,12 +43,12 @@ class GpumixError(Exception):
             lines.append(f"  why: {self.why}")
         if self.fix:
             lines.append(f"  fix: {self.fix}")
-        return printable("\n".join(lines))
+        return escape_invisible("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
         """Support pickling: errors cross process boundaries on the way to the launcher."""
         told = {"where": self.where, "why": self.why, "fix": self.fix, **self._more()}
-        return (_rebuilt, (type(self), self.what, told))
+        return (_unpickle_error, (type(self), self.what, told))
 
     def as_dict(self) -> dict[str, object]:
         """Return the error as printed by `--json`."""
@@ -67,7 +67,7 @@ class GpumixError(Exception):
         return {}
 
 
-def error_from(told: Mapping[str, Any]) -> GpumixError:
+def rebuild_error(told: Mapping[str, Any]) -> GpumixError:
     """Rebuild an error from its `as_dict`; a class unknown here becomes a GpumixError."""
     known: list[type[GpumixError]] = [GpumixError]
     for cls in known:
@@ -80,7 +80,7 @@ def error_from(told: Mapping[str, Any]) -> GpumixError:
     return cls(told["what"], **{name: told[name] for name in names})
 
 
-def _rebuilt(cls: type[GpumixError], what: str, told: dict[str, Any]) -> GpumixError:
+def _unpickle_error(cls: type[GpumixError], what: str, told: dict[str, Any]) -> GpumixError:
     return cls(what, **told)
 
 
@@ -206,7 +206,7 @@ class RankInterrupted(Interrupted):
     """A rank, but not the run, was asked to end; a checkpoint was saved."""
 
 
-def no_such_file(kind: str, path: str | Path) -> InputError:
+def make_missing_file_error(kind: str, path: str | Path) -> InputError:
     """Return the error for a user-named file of a `kind` that does not exist."""
     return InputError(
         f"there is no such {kind} file",
@@ -215,12 +215,12 @@ def no_such_file(kind: str, path: str | Path) -> InputError:
     )
 
 
-def first_line(error: BaseException) -> str:
+def get_first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def in_a_line(error: BaseException) -> str:
+def format_in_one_line(error: BaseException) -> str:
     """Return the type and the first message line of an error from any library."""
-    name, said = type(error).__name__, first_line(error)
+    name, said = type(error).__name__, get_first_line(error)
     return said if said == name else f"{name}: {said}"

@@ -79,7 +79,7 @@ class TooLargeError(OSError):
 # -- what a name is of -----------------------------------------------------------------------------
 
 
-def not_a_file(path: Path) -> str | None:
+def find_special_kind(path: Path) -> str | None:
     """Return the kind of a special file whose reads may block or never end, such as "a pipe"; None
     for a file, a folder or a missing name."""
     try:
@@ -90,7 +90,7 @@ def not_a_file(path: Path) -> str | None:
 
 def check_is_file(path: Path) -> None:
     """Raise NotAFileError if reads may never end, before a library receives the name."""
-    kind = not_a_file(path)
+    kind = find_special_kind(path)
     if kind is not None and not str(path).startswith(_HANDED):
         raise NotAFileError(errno.EINVAL, f"it is {kind}, not a file", str(path))
 
@@ -109,7 +109,7 @@ def is_private(path: Path) -> bool:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BufferedReader[Any]]:
+def open_for_reading(path: Path) -> Iterator[BufferedReader[Any]]:
     """Open a file for reading.
 
     A link of another user is followed only to a file of the same user or a world-readable file:
@@ -128,14 +128,14 @@ def opened(path: Path) -> Iterator[BufferedReader[Any]]:
     try:
         info = os.fstat(descriptor)
         _refuse_others(info, path)
-        reader = io.FileIO if info.st_size else _Ready
+        reader = io.FileIO if info.st_size else _NonblockingFile
         with BufferedReader(reader(descriptor, "rb", closefd=False)) as stream:
             yield stream
     finally:
         os.close(descriptor)
 
 
-class _Ready(io.FileIO):
+class _NonblockingFile(io.FileIO):
     """A file of size 0, as in `/proc`. Reads raise an error instead of blocking."""
 
     def readinto(self, buffer: Any) -> int:
@@ -160,7 +160,7 @@ def _refuse_others(info: os.stat_result, path: Path) -> None:
 
 
 def _open_following(path: Path) -> int:
-    """Open the target of a name without blocking; see `opened` about links."""
+    """Open the target of a name without blocking; see `open_for_reading` about links."""
     descriptor, owners = _resolved(path, os.O_RDONLY | os.O_NOCTTY)
     info = os.fstat(descriptor)
     if owners - {0, os.geteuid(), info.st_uid} and not info.st_mode & stat.S_IROTH:
@@ -193,7 +193,7 @@ def _resolved(path: Path, flags: int) -> tuple[int, set[int]]:
 
 
 @contextmanager
-def opened_own(path: Path) -> Iterator[int]:
+def open_trusted(path: Path) -> Iterator[int]:
     """Open a file to be executed, writable only by this user or root. Neither a link nor a file in
     a folder writable by others is accepted.
 
@@ -232,9 +232,9 @@ def read_bytes(path: Path, most_bytes: int = DOCUMENT_BYTES) -> bytes:
     """Read a file of at most `most_bytes`; never read more.
 
     Raises:
-        TooLargeError: the file is larger. Also raises the errors of `opened`.
+        TooLargeError: the file is larger. Also raises the errors of `open_for_reading`.
     """
-    with opened(path) as stream:
+    with open_for_reading(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         found = stream.read(most_bytes + 1) if size <= most_bytes else b""
     if max(size, len(found)) > most_bytes:
@@ -320,7 +320,9 @@ def _folder(path: Path) -> Iterator[int]:
 
 
 @contextmanager
-def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[BufferedWriter]:
+def replace_atomically(
+    path: Path, *, mode: int = 0o666, durable: bool = False
+) -> Iterator[BufferedWriter]:
     """Open a new file for writing that atomically replaces `path` at the end of the block. On an
     error, `path` stays unchanged. An existing file or link is never written into.
 
@@ -349,12 +351,14 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterat
 
 
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o666, durable: bool = False) -> None:
-    """Write a file atomically: readers never see a partial file; see `replacing`."""
-    with replacing(path, mode=mode, durable=durable) as stream:
+    """Write a file atomically: readers never see a partial file; see `replace_atomically`."""
+    with replace_atomically(path, mode=mode, durable=durable) as stream:
         stream.write(content)
 
 
-def write_at_once(path: Path, text: str, *, mode: int = 0o666, durable: bool = False) -> None:
+def write_text_atomically(
+    path: Path, text: str, *, mode: int = 0o666, durable: bool = False
+) -> None:
     """Write UTF-8 text atomically; see `write_bytes`."""
     write_bytes(path, text.encode("utf-8"), mode=mode, durable=durable)
 
@@ -378,7 +382,7 @@ def replace_text(path: Path, text: str, *, cannot: str, fix: str = "") -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_at_once(path, text)
+        write_text_atomically(path, text)
     except OSError as error:
         why = error.strerror or str(error)
         fix = fix or f"{how_to_write(error)}, or write elsewhere"
@@ -415,7 +419,7 @@ def _regular(path: Path, flags: int) -> int:
     return descriptor
 
 
-def opened_log(path: Path) -> TextIO:
+def open_log(path: Path) -> TextIO:
     """Open a text file for appending, creating the file if needed.
 
     Raises:
@@ -426,13 +430,13 @@ def opened_log(path: Path) -> TextIO:
     return os.fdopen(_regular(path, flags), "a", encoding="utf-8")
 
 
-def opened_lock(path: Path, *, make: bool = True) -> int:
+def open_lock_file(path: Path, *, make: bool = True) -> int:
     """Open a file for locking (`flock`) without changing its content; create the file if `make` is
-    set. Raises as `opened_log`."""
+    set. Raises as `open_log`."""
     return _regular(path, os.O_RDWR | (os.O_CREAT if make else 0))
 
 
-def opened_anew(path: Path) -> int:
+def create_private_file(path: Path) -> int:
     """Create a new file readable only by this user, replacing an existing file. Not atomic.
 
     Raises:
@@ -499,7 +503,7 @@ def scratch_folder() -> Iterator[Path]:
         if is_private(former) and _is_left(former):
             remove_quietly(former)
     folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=place))
-    held = opened_lock(folder / _HELD)
+    held = open_lock_file(folder / _HELD)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield folder
@@ -511,7 +515,7 @@ def scratch_folder() -> Iterator[Path]:
 def _is_left(folder: Path) -> bool:
     """Return True if the folder's process has ended: nobody holds the lock."""
     try:
-        held = opened_lock(folder / _HELD, make=False)
+        held = open_lock_file(folder / _HELD, make=False)
     except OSError:  # the folder may have been created just now
         return _is_old(folder.lstat())
     try:
@@ -561,7 +565,7 @@ def remove_quietly(path: Path) -> None:
         remove(path)
 
 
-def forget_parts(folder: Path) -> None:
+def remove_partial_files(folder: Path) -> None:
     """Remove partial files left in a folder by dead processes of this user."""
     with suppress(OSError):
         for path in list(folder.iterdir()):

@@ -20,7 +20,7 @@ _FLOPS = {"": 1.0} | {f"{p}FLOP/s": 10.0 ** (3 * i) for i, p in enumerate(["", *
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "min": 60.0, "h": 3600.0}
 
 
-def _parse(value: object, table: dict[str, float] | dict[str, int], example: str) -> object:
+def _parse_amount(value: object, table: dict[str, float] | dict[str, int], example: str) -> object:
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("-"):
@@ -33,7 +33,7 @@ def _parse(value: object, table: dict[str, float] | dict[str, int], example: str
 
 
 def _parse_bytes(value: object) -> object:
-    parsed = _parse(value, _BYTES, "24 GiB")
+    parsed = _parse_amount(value, _BYTES, "24 GiB")
     if isinstance(parsed, float) and not isfinite(parsed):
         raise ValueError(f"'{value}' is not a finite number of bytes")
     return round(parsed) if isinstance(parsed, float) else parsed
@@ -52,18 +52,18 @@ Flops = Annotated[float, Field(ge=0, le=LARGEST_FLOPS)]
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=0, le=LARGEST)]
 FlopRate = Annotated[
     float,
-    BeforeValidator(lambda v: _parse(v, _FLOPS, "8 GFLOP/s")),
+    BeforeValidator(lambda v: _parse_amount(v, _FLOPS, "8 GFLOP/s")),
     Field(gt=0, allow_inf_nan=False),
 ]
 Seconds = Annotated[
     float,
-    BeforeValidator(lambda v: _parse(v, _SECONDS, "90 s")),
+    BeforeValidator(lambda v: _parse_amount(v, _SECONDS, "90 s")),
     Field(allow_inf_nan=False),
     Field(gt=0, le=LONGEST_S),
 ]
 
 
-def bytes_per_second(text: str) -> float:
+def parse_rate(text: str) -> float:
     """Parse a rate such as "12 GB/s" or "900 GiB/s".
 
     Raises:
@@ -72,7 +72,7 @@ def bytes_per_second(text: str) -> float:
     amount, slash, unit = text.rpartition("/")
     if not slash or unit.strip() != "s" or not (amount := amount.strip()):
         raise ValueError(f"'{text}' is not a rate such as '12 GB/s'")
-    return float(_parse(amount, _BYTES, "12 GB"))  # type: ignore[arg-type]
+    return float(_parse_amount(amount, _BYTES, "12 GB"))  # type: ignore[arg-type]
 
 
 def show_bytes(n: float) -> str:
@@ -107,5 +107,5 @@ def show_flops(rate: float) -> str:
     return f"{rate:.3g} PFLOP/s"
 
 
-def plural(number: int, one: str) -> str:
+def format_count(number: int, one: str) -> str:
     return f"{number:,} {one}{'' if number == 1 else 's'}"

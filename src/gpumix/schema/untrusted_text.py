@@ -17,7 +17,7 @@ MOST_LETTERS = 200
 _DIRECTIVE = re.compile(r"[A-Za-z0-9_.,:@%=+/\[\]-]+")
 
 
-def printable(text: str, *, lines: bool = True) -> str:
+def escape_invisible(text: str, *, lines: bool = True) -> str:
     """Escape invisible characters: control characters, which command a terminal, and characters
     changing the order of letters or without width.
 
@@ -30,7 +30,7 @@ def printable(text: str, *, lines: bool = True) -> str:
     return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
 
 
-def check_seen(text: str) -> str:
+def check_displayed_name(text: str) -> str:
     """Check a displayed name.
 
     Raises:
@@ -38,14 +38,14 @@ def check_seen(text: str) -> str:
     """
     if not text.isprintable():
         raise ValueError(
-            f"'{printable(text, lines=False)}' holds what cannot be seen: leave it out"
+            f"'{escape_invisible(text, lines=False)}' holds what cannot be seen: leave it out"
         )
     if len(text) > MOST_LETTERS:
         raise ValueError(f"a name may have {MOST_LETTERS} letters, this has {len(text)}")
     return text
 
 
-def check_host(name: str) -> str:
+def check_host_name(name: str) -> str:
     """Check a host name for ssh and schedulers.
 
     Raises:
@@ -53,13 +53,13 @@ def check_host(name: str) -> str:
     """
     if not _HOST.fullmatch(name):
         raise ValueError(
-            f"'{printable(name, lines=False)}' names no host: letters, digits, '.', '_' and '-' "
-            "make a name, which does not begin with '-'"
+            f"'{escape_invisible(name, lines=False)}' names no host: letters, digits, '.', '_' and "
+            "'-' make a name, which does not begin with '-'"
         )
     return name
 
 
-def directive(name: str, value: Any) -> str:
+def format_sbatch_option(name: str, value: Any) -> str:
     """Return an `sbatch` option for a script comment, where neither shell nor quotes protect
     values.
 
@@ -68,5 +68,5 @@ def directive(name: str, value: Any) -> str:
     """
     text = str(value)
     if not _DIRECTIVE.fullmatch(text) or text.startswith("-"):
-        raise ValueError(f"{name} cannot be '{printable(text, lines=False)}'")
+        raise ValueError(f"{name} cannot be '{escape_invisible(text, lines=False)}'")
     return f"#SBATCH --{name}={text}"

@@ -96,7 +96,7 @@ class Document(Value):
         try:
             return cls.model_validate_json(text, strict=True)  # "4" and 4.0 are not accepted as 4
         except ValidationError as error:
-            raise _invalid(cls, text, error, path, fix) from error
+            raise _make_invalid_error(cls, text, error, path, fix) from error
 
     def save(self, path: Path) -> None:
         """Write the document to `path` atomically.
@@ -126,7 +126,7 @@ class Document(Value):
             text = read_text(path)
             if not text.strip(_NOTHING):
                 return
-            there = _fields_of_part(text)
+            there = _parse_truncated_fields(text)
         except (OSError, ValueError):
             there = {}
         if there.get("kind") != cls.KIND:
@@ -136,10 +136,10 @@ class Document(Value):
                 fix="write elsewhere, or remove it",
             )
         if _is_newer(cls, there):
-            raise _other(cls, there, path, "write elsewhere, or remove it")
+            raise _make_wrong_kind_error(cls, there, path, "write elsewhere, or remove it")
 
 
-def refuse_twins(what: str, names: Iterable[str], said: str = "is named twice") -> None:
+def refuse_duplicates(what: str, names: Iterable[str], said: str = "is named twice") -> None:
     """Raise a ValueError if a name appears twice."""
     for name, count in Counter(names).items():
         if count > 1:
@@ -151,11 +151,11 @@ def _check_kind(cls: type[Document], text: str, path: Path, fix: str) -> None:
     silently take the last value of a repeated key. Invalid JSON is reported by the caller."""
     twice: list[str] = []
     try:
-        fields = _fields(text, twice)
+        fields = _parse_fields(text, twice)
     except ValueError:
         return
-    if (fields.get("kind"), _schema(fields)) != (cls.KIND, cls.SCHEMA):
-        raise _other(cls, fields, path, fix)
+    if (fields.get("kind"), _get_schema_version(fields)) != (cls.KIND, cls.SCHEMA):
+        raise _make_wrong_kind_error(cls, fields, path, fix)
     if twice:
         raise InputError(
             f"this is not a valid {cls.KIND}: {twice[0]}",
@@ -164,19 +164,21 @@ def _check_kind(cls: type[Document], text: str, path: Path, fix: str) -> None:
         )
 
 
-def _schema(fields: dict[str, object]) -> object:
+def _get_schema_version(fields: dict[str, object]) -> object:
     return fields.get("schema_version", 1)
 
 
 def _is_newer(cls: type[Document], fields: dict[str, object]) -> bool:
-    schema = _schema(fields)
+    schema = _get_schema_version(fields)
     return fields.get("kind") == cls.KIND and isinstance(schema, int) and schema > cls.SCHEMA
 
 
-def _other(cls: type[Document], fields: dict[str, object], path: Path, fix: str) -> InputError:
+def _make_wrong_kind_error(
+    cls: type[Document], fields: dict[str, object], path: Path, fix: str
+) -> InputError:
     """Return the error for a document of another kind or schema."""
     kind, newer = fields.get("kind"), _is_newer(cls, fields)
-    found = f"a {kind} of schema {_schema(fields)}" if kind else "something else"
+    found = f"a {kind} of schema {_get_schema_version(fields)}" if kind else "something else"
     return InputError(
         f"a {cls.KIND} of schema {cls.SCHEMA} is wanted, this is {found}",
         where=str(path),
@@ -185,11 +187,13 @@ def _other(cls: type[Document], fields: dict[str, object], path: Path, fix: str)
     )
 
 
-def _invalid(
+def _make_invalid_error(
     cls: type[Document], text: str, error: ValidationError, path: Path, fix: str
 ) -> InputError:
     """Return the error for the first problem in a document, with a suggested fix."""
-    from gpumix.schema.reading.error_text import problems  # imported here: it depends on documents
+    from gpumix.schema.reading.error_text import (
+        translate_errors,  # imported here: it depends on documents
+    )
 
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
@@ -197,8 +201,8 @@ def _invalid(
         return InputError(
             f"this is not a valid {cls.KIND}: it is no JSON: {said}", where=str(path), fix=fix
         )
-    problem = problems(cls, _fields(text), errors)[0]
-    place = _place(text, problem.keys)
+    problem = translate_errors(cls, _parse_fields(text), errors)[0]
+    place = _format_key_path(text, problem.keys)
     return InputError(
         f"this is not a valid {cls.KIND}: {problem.what}",
         where=f"{path}{': ' + place if place else ''}",
@@ -206,7 +210,7 @@ def _invalid(
     )
 
 
-def _fields(text: str, twice: list[str] | None = None) -> dict[str, object]:
+def _parse_fields(text: str, twice: list[str] | None = None) -> dict[str, object]:
     """Return the fields of a JSON document, or an empty dict if the JSON is not a mapping.
 
     Args:
@@ -231,10 +235,10 @@ def _fields(text: str, twice: list[str] | None = None) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _fields_of_part(text: str) -> dict[str, object]:
+def _parse_truncated_fields(text: str) -> dict[str, object]:
     """Return the fields of a document; for a truncated document, only the kind and schema."""
     with suppress(ValueError):
-        return _fields(text)
+        return _parse_fields(text)
     found = _BEGINS.match(text)
     if found is None:
         return {}
@@ -242,11 +246,11 @@ def _fields_of_part(text: str) -> dict[str, object]:
     return {"kind": found["kind"]} | ({"schema_version": int(schema)} if schema else {})
 
 
-def _place(text: str, keys: tuple[int | str, ...]) -> str:
+def _format_key_path(text: str, keys: tuple[int | str, ...]) -> str:
     """Return the path of `keys` in a document's JSON, naming list items where possible."""
     if not keys:
         return ""
-    here: Any = _fields(text)
+    here: Any = _parse_fields(text)
     parts = []
     for key in keys:
         inside = range(len(here)) if isinstance(here, list) else here

@@ -17,17 +17,17 @@ import heapq
 from dataclasses import dataclass, field, replace
 
 from gpumix.cost.predict import predict
-from gpumix.cost.teams import in_one_stage
+from gpumix.cost.teams import reduce_to_leaders
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.simulate.in_stages import simulate_stages
-from gpumix.simulate.program import Collective, RankTask, StepProgram, program_of
-from gpumix.simulate.replay import OUTSIDE, EqualRanks, Event, Kind, Replay
-from gpumix.simulate.waits import waits_of
+from gpumix.simulate.program import Collective, RankTask, StepProgram, build_program
+from gpumix.simulate.replay import ROOT_CALL, EqualRanks, Event, Kind, Replay
+from gpumix.simulate.waits import iterate_idle_intervals
 
 
 @dataclass(frozen=True)
-class Played(Replay):
+class ReplayedProgram(Replay):
     """A replayed program; `moved` has the start and end of each collective."""
 
     program: StepProgram
@@ -43,15 +43,15 @@ def simulate(profile: Profile, plan: Plan) -> Replay:
     """
     if len(plan.stages) > 1:
         return _with_members(plan, simulate_stages(profile, plan))
-    program = program_of(*in_one_stage(profile, plan))
-    running = _Running(program)
+    program = build_program(*reduce_to_leaders(profile, plan))
+    running = _StepSimulation(program)
     running.run()
     events, moved = tuple(running.events), tuple(running.moved)
-    played = Played(
+    played = ReplayedProgram(
         lanes=program.lanes,
         units=program.calls,
         events=events,
-        idle=tuple(waits_of(program, events, moved)),
+        idle=tuple(iterate_idle_intervals(program, events, moved)),
         predicted_s=predict(profile, plan).step_s,
         program=program,
         moved=moved,
@@ -78,7 +78,7 @@ def _with_members(plan: Plan, found: Replay) -> Replay:
 
 
 @dataclass
-class _Rank:
+class _LaneProgress:
     """The progress of one lane."""
 
     number: int
@@ -92,7 +92,7 @@ class _Rank:
 
 
 @dataclass
-class _Running:
+class _StepSimulation:
     """A step in progress.
 
     Computation is timed on a clock of its own, `work`, which runs slower while a collective runs:
@@ -112,14 +112,14 @@ class _Running:
 
     def __post_init__(self) -> None:
         lanes = enumerate(self.program.lanes)
-        self._ranks = [_Rank(number, lane.tasks, lane.issued) for number, lane in lanes]
+        self._ranks = [_LaneProgress(number, lane.tasks, lane.issued) for number, lane in lanes]
         self._issued = [0] * len(self.program.collectives)  # number of lanes per collective
 
     def run(self) -> None:
         """Run from the first event to the last."""
         overhead = self.program.overhead_s
         self.now = overhead
-        self._settle(self._ranks, self._event("overhead", OUTSIDE, None, 0.0, None))
+        self._settle(self._ranks, self._event("overhead", ROOT_CALL, None, 0.0, None))
         while self._computing or self._copying or self._moving is not None:
             self._next()
 
@@ -139,11 +139,11 @@ class _Running:
         if self._moving is not None:
             self._moving -= passed * (slow if self._computing else 1.0)
         self.work += passed * pace
-        (self._end_moving, self._end_computing, self._end_copying)[what]()
+        (self._end_collective, self._end_computing, self._end_copying)[what]()
 
     # -- ends ---------------------------------------------------------------------------------
 
-    def _end_moving(self) -> None:
+    def _end_collective(self) -> None:
         self._moving = None
         move = self.program.collectives[len(self.moved)]
         self.moved.append((self._start, self.now))
@@ -186,17 +186,17 @@ class _Running:
 
     # -- starts -------------------------------------------------------------------------------
 
-    def _settle(self, ready: list[_Rank], cause: int | None) -> None:
+    def _settle(self, ready: list[_LaneProgress], cause: int | None) -> None:
         """Let the ranks in `ready` continue, and all ranks enabled by them, due to the event
         `cause`."""
         while True:
             for rank in ready:
                 self._go_on(rank, cause)
-            ready = self._start_moving(cause)
+            ready = self._start_collectives(cause)
             if not ready:
                 return
 
-    def _go_on(self, rank: _Rank, cause: int | None) -> None:
+    def _go_on(self, rank: _LaneProgress, cause: int | None) -> None:
         """Issue collectives and start the next task that takes time, unless the rank has to
         wait."""
         while True:
@@ -217,10 +217,10 @@ class _Running:
                 return
             rank.done += 1
 
-    def _start_moving(self, cause: int | None) -> list[_Rank]:
+    def _start_collectives(self, cause: int | None) -> list[_LaneProgress]:
         """Start the next collective once issued by all. Collectives without a duration finish at
         once, up to the first with ranks waiting: return these ranks."""
-        while (collective := self._all_have_issued()) is not None:
+        while (collective := self._get_issued_collective()) is not None:
             if collective.seconds > 0:
                 self._moving, self._start, self._cause = collective.seconds, self.now, cause
                 break
@@ -229,14 +229,14 @@ class _Running:
                 return waiting
         return []
 
-    def _all_have_issued(self) -> Collective | None:
+    def _get_issued_collective(self) -> Collective | None:
         number = len(self.moved)
         if self._moving is not None or number == len(self._issued):
             return None
         everybody = self._issued[number] == len(self._ranks)
         return self.program.collectives[number] if everybody else None
 
-    def _waiting(self) -> list[_Rank]:
+    def _waiting(self) -> list[_LaneProgress]:
         """Return ranks waiting for collectives, all of which are done."""
         done = len(self.moved)
         return [

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from gpumix.cost.pipeline.staged_step import StagedStep
-from gpumix.cost.predict import check_match
+from gpumix.cost.predict import check_plan_matches_profile
 from gpumix.cost.schedule import Action
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.step_trace import Cause, stage_name
 from gpumix.schema.profile.profile import Profile
 from gpumix.simulate.program import check_devices
-from gpumix.simulate.replay import COMPUTING, OUTSIDE, EqualRanks, Event, Idle, Kind, Replay
+from gpumix.simulate.replay import COMPUTE_KINDS, ROOT_CALL, EqualRanks, Event, Idle, Kind, Replay
 
 
 def simulate_stages(profile: Profile, plan: Plan) -> Replay:
@@ -26,7 +26,7 @@ def simulate_stages(profile: Profile, plan: Plan) -> Replay:
     Raises:
         InputError: as in `simulate.events`.
     """
-    check_match(profile, plan)
+    check_plan_matches_profile(profile, plan)
     check_devices(profile, plan)
     step = StagedStep(profile, plan)
     found = _Events(step)
@@ -41,7 +41,7 @@ def simulate_stages(profile: Profile, plan: Plan) -> Replay:
 
 
 @dataclass(frozen=True)
-class _Noted:
+class _NamedEvent:
     """An event with a unique name, and the names of its predecessors; the last to end let it
     start."""
 
@@ -62,14 +62,14 @@ class _Events:
     def __init__(self, step: StagedStep) -> None:
         self._step, self._plan = step, step.plan
         self._begin_s = step.profile.step_overhead_s
-        self._noted: dict[Hashable, _Noted] = {}
+        self._noted: dict[Hashable, _NamedEvent] = {}
 
     def all(self) -> tuple[Event, ...]:
         """Return all events, ordered by end. An event without a duration is left out: as a cause,
         its predecessor replaces it."""
-        self._note(_Noted(OVERHEAD, "overhead", OUTSIDE, None, -self._begin_s, 0.0))
+        self._note(_NamedEvent(OVERHEAD, "overhead", ROOT_CALL, None, -self._begin_s, 0.0))
         for rank in range(len(self._plan.workers)):
-            for one in self._of_rank(rank):
+            for one in self._iterate_rank_events(rank):
                 self._note(one)
         lasting = [one for one in self._noted.values() if one.end > one.start]
         lasting.sort(key=lambda one: (one.end, one.start))
@@ -87,10 +87,10 @@ class _Events:
             for one in lasting
         )
 
-    def _note(self, one: _Noted) -> None:
+    def _note(self, one: _NamedEvent) -> None:
         self._noted[one.name] = one
 
-    def _cause(self, one: _Noted) -> Hashable | None:
+    def _cause(self, one: _NamedEvent) -> Hashable | None:
         """Return the predecessor that ended last, which let the event start."""
         known = [self._noted[name] for name in one.after if name in self._noted]
         if not known:
@@ -98,7 +98,7 @@ class _Events:
         last = max(known, key=lambda other: (other.end, other.start))
         return last.name if last.end > last.start else self._cause(last)
 
-    def _of_rank(self, rank: int) -> Iterator[_Noted]:
+    def _iterate_rank_events(self, rank: int) -> Iterator[_NamedEvent]:
         before: Hashable = OVERHEAD
         for action in self._step.order(rank):
             yield from self._messages(action)
@@ -106,7 +106,7 @@ class _Events:
             name = (rank, action)
             sent = tuple(("send", one, action) for one in self._senders(action))
             batches = (action.batch,)
-            yield _Noted(
+            yield _NamedEvent(
                 name, action.kind, action.stage, rank, begin, end, (before, *sent), batches
             )
             before = name
@@ -121,20 +121,20 @@ class _Events:
             if (one, action) in self._step.times.sent_s:
                 yield one
 
-    def _messages(self, action: Action) -> Iterator[_Noted]:
+    def _messages(self, action: Action) -> Iterator[_NamedEvent]:
         """Yield the messages to `action`, once for all ranks of a wave."""
         for one in self._senders(action):
             begin, end = self._step.times.sent_s[one, action]
             name, giver = ("send", one, action), self._leader(one)
             if name not in self._noted:
-                yield _Noted(
+                yield _NamedEvent(
                     name, "send", one.stage, giver, begin, end, ((giver, one),), (one.batch,)
                 )
 
     def _leader(self, action: Action) -> int:
-        return self._step.pipeline.seat_of[action.stage, action.batch].rank
+        return self._step.pipeline.assignment_of[action.stage, action.batch].rank
 
-    def _end(self, rank: int) -> Iterator[_Noted]:
+    def _end(self, rank: int) -> Iterator[_NamedEvent]:
         """Yield the reductions and the update of a rank."""
         last: Hashable = None
         at = 0.0
@@ -144,8 +144,8 @@ class _Events:
             for turn, reductions in enumerate(self._step.reductions):
                 begin, end = reductions.of_stages[number]
                 name = ("reduce", turn, number, rank)
-                unit = OUTSIDE if turn else number
-                yield _Noted(name, "reduce", unit, rank, begin, end, after)
+                unit = ROOT_CALL if turn else number
+                yield _NamedEvent(name, "reduce", unit, rank, begin, end, after)
                 after = (name,)
                 if end >= at:
                     last, at = name, end
@@ -153,7 +153,7 @@ class _Events:
             self._step.stages[n].update_s(self._step.place_of[n, rank])
             for n in self._plan.stages_of(rank)
         )
-        yield _Noted(("update", rank), "optimizer", OUTSIDE, rank, at, at + update, (last,))
+        yield _NamedEvent(("update", rank), "optimizer", ROOT_CALL, rank, at, at + update, (last,))
 
     def _last(self, rank: int, stage: int) -> Action | None:
         of_stage = [action for action in self._step.order(rank) if action.stage == stage]
@@ -164,22 +164,22 @@ class _Events:
         step_s = max((event.end for event in events), default=0.0)
         for rank in range(len(self._plan.workers)):
             own = [e for e in events if e.lane == rank]
-            computed = sorted((e for e in own if e.kind in COMPUTING), key=lambda e: e.start)
+            computed = sorted((e for e in own if e.kind in COMPUTE_KINDS), key=lambda e: e.start)
             coming = [
                 (one.start + self._begin_s, one.end + self._begin_s)
                 for one in self._noted.values()
-                if one.kind == "send" and self._goes_to(one, rank)
+                if one.kind == "send" and self._is_received_by(one, rank)
             ]
             reduced = [(e.start, e.end) for e in own if e.kind == "reduce"]
             if self._begin_s > 0:
                 yield Idle(rank, 0.0, self._begin_s, "overhead")
             at = self._begin_s
             for event in computed:
-                yield from _gap(rank, at, event.start, coming, reduced)
+                yield from _split_idle(rank, at, event.start, coming, reduced)
                 at = max(at, event.end)
-            yield from _gap(rank, at, step_s, coming, reduced)
+            yield from _split_idle(rank, at, step_s, coming, reduced)
 
-    def _goes_to(self, one: _Noted, rank: int) -> bool:
+    def _is_received_by(self, one: _NamedEvent, rank: int) -> bool:
         assert isinstance(one.name, tuple)
         action: Action = one.name[2]
         if self._step.in_waves:
@@ -187,7 +187,7 @@ class _Events:
         return self._leader(action) == rank
 
 
-def _gap(
+def _split_idle(
     rank: int,
     start: float,
     end: float,

@@ -19,14 +19,24 @@ import numpy as np
 from gpumix.cost.layout.curves import MicroBatches
 from gpumix.cost.network.buckets import BucketRun
 from gpumix.cost.network.collective_times import CollectiveSeconds
-from gpumix.cost.predict import check_match, links_of_plan, update_seconds
-from gpumix.cost.step_time import Computing
+from gpumix.cost.predict import (
+    check_plan_matches_profile,
+    compute_plan_collectives,
+    predict_update_seconds,
+)
+from gpumix.cost.step_time import ComputeSeconds
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan, ZeroStage
 from gpumix.schema.plan.stage import Worker
 from gpumix.schema.plan.step_trace import Move, Work
 from gpumix.schema.profile.profile import ROOT, Profile
-from gpumix.simulate.replay import BACK, FRONT, OUTSIDE, ROOTS, EqualRanks
+from gpumix.simulate.replay import (
+    ROOT_AFTER_CALL,
+    ROOT_BEFORE_CALL,
+    ROOT_BUCKETS,
+    ROOT_CALL,
+    EqualRanks,
+)
 
 
 @dataclass(frozen=True)
@@ -75,21 +85,23 @@ class StepProgram:
     contention: float
 
 
-def program_of(profile: Profile, plan: Plan) -> StepProgram:
+def build_program(profile: Profile, plan: Plan) -> StepProgram:
     """Return the program of the ranks of `plan` for one step.
 
     Raises:
         InputError: the profile is of another model, sequence length or precision, or lacks a
             device, a mode or a collective form of the plan.
     """
-    check_match(profile, plan)
+    check_plan_matches_profile(profile, plan)
     check_devices(profile, plan)
-    links, ranks = links_of_plan(profile, plan), len(plan.workers)
-    moves = _Moves(links, plan.zero_stage, ranks)
+    links, ranks = compute_plan_collectives(profile, plan), len(plan.workers)
+    moves = _StepCollectives(links, plan.zero_stage, ranks)
     lanes: list[RankLane] = []
     order: list[tuple[Move, int]] = []
-    for worker, update_s, alike in _alike(plan, update_seconds(profile, plan)):
-        script = _Script(profile, worker, moves)
+    for worker, update_s, alike in _group_equal_workers(
+        plan, predict_update_seconds(profile, plan)
+    ):
+        script = _WorkerScript(profile, worker, moves)
         script.write(update_s)
         assert not lanes or order == list(script.order), "ranks issue different collectives"
         order = list(script.order)
@@ -115,7 +127,9 @@ def check_devices(profile: Profile, plan: Plan) -> None:
             )
 
 
-def _alike(plan: Plan, updates: list[float]) -> Iterator[tuple[Worker, float, list[int]]]:
+def _group_equal_workers(
+    plan: Plan, updates: list[float]
+) -> Iterator[tuple[Worker, float, list[int]]]:
     """Group identical workers; yield the first of each group, the time of its update, and the
     ranks."""
     ranks: dict[object, list[int]] = {}
@@ -127,7 +141,7 @@ def _alike(plan: Plan, updates: list[float]) -> Iterator[tuple[Worker, float, li
         yield workers[found[0]], updates[found[0]], found
 
 
-class _Moves:
+class _StepCollectives:
     """The collectives of a step and their durations. A collective without a duration still
     synchronizes ranks."""
 
@@ -137,7 +151,7 @@ class _Moves:
         self.runs = links.buckets.runs
         self.run_of = {run.first: number for number, run in enumerate(self.runs)}
 
-    def has(self, kind: Move, call: int) -> bool:
+    def has_collective(self, kind: Move, call: int) -> bool:
         """Return whether the step has this collective."""
         if self._ranks == 1:
             return False
@@ -163,17 +177,19 @@ class _Moves:
             "reduce": links.reduce_s,
             "meet": dict.fromkeys(links.reduce_s, 0.0),
         }[kind][self._name(call)]
-        ends = (OUTSIDE, FRONT) if kind == "gather" else (OUTSIDE, FRONT, 0)
+        ends = (
+            (ROOT_CALL, ROOT_BEFORE_CALL) if kind == "gather" else (ROOT_CALL, ROOT_BEFORE_CALL, 0)
+        )
         return Collective(kind, call, seconds, exposed=kind != "regather" and call in ends)
 
     def _name(self, call: int) -> str:
-        return ROOTS[call] if call < 0 else self._links.buckets.kind(self.run_of[call])
+        return ROOT_BUCKETS[call] if call < 0 else self._links.buckets.kind(self.run_of[call])
 
 
-class _Script:
+class _WorkerScript:
     """The tasks of one worker, and the collectives between tasks."""
 
-    def __init__(self, profile: Profile, worker: Worker, moves: _Moves) -> None:
+    def __init__(self, profile: Profile, worker: Worker, moves: _StepCollectives) -> None:
         self._profile, self._worker, self._moves = profile, worker, moves
         self._runs = moves.runs
         self._needs = 0
@@ -185,19 +201,19 @@ class _Script:
 
     def write(self, update_s: float) -> None:
         """Write the script of the whole step."""
-        for call in (FRONT, OUTSIDE, 0):
+        for call in (ROOT_BEFORE_CALL, ROOT_CALL, 0):
             self._issue("gather", call)
-        self._wait("gather", FRONT)
-        self._wait("gather", OUTSIDE)
+        self._wait("gather", ROOT_BEFORE_CALL)
+        self._wait("gather", ROOT_CALL)
         rounds = self._rounds()
         for number, places in enumerate(rounds):
             self._forward(places, gathers=number == 0)
             self._backward(places, reduces=number == len(rounds) - 1)
-        for call in (OUTSIDE, FRONT):
+        for call in (ROOT_CALL, ROOT_BEFORE_CALL):
             self._reduce(call)
-        self._issue("meet", OUTSIDE)
-        self._wait("meet", OUTSIDE)
-        self.tasks.append(RankTask("optimizer", OUTSIDE, update_s, 0.0, (), self._needs))
+        self._issue("meet", ROOT_CALL)
+        self._wait("meet", ROOT_CALL)
+        self.tasks.append(RankTask("optimizer", ROOT_CALL, update_s, 0.0, (), self._needs))
 
     def _rounds(self) -> list[tuple[int, ...]]:
         """Return the places of micro-batches going through each unit together: all, or singly from
@@ -208,8 +224,8 @@ class _Script:
         return [(place,) for place in reversed(places)]
 
     def _forward(self, places: tuple[int, ...], *, gathers: bool) -> None:
-        self._compute("forward", OUTSIDE, places)
-        ahead = [*(run.first for run in self._runs[1:]), BACK]
+        self._compute("forward", ROOT_CALL, places)
+        ahead = [*(run.first for run in self._runs[1:]), ROOT_AFTER_CALL]
         for run, following in zip(self._runs, ahead):
             if gathers:
                 self._wait("gather", run.first)
@@ -217,12 +233,12 @@ class _Script:
             for call in _calls(run):
                 self._compute("forward", call, places)
         if gathers:
-            self._wait("gather", BACK)
+            self._wait("gather", ROOT_AFTER_CALL)
 
     def _backward(self, places: tuple[int, ...], *, reduces: bool) -> None:
-        self._compute("head", OUTSIDE, places)
+        self._compute("head", ROOT_CALL, places)
         if reduces:
-            self._reduce(BACK)
+            self._reduce(ROOT_AFTER_CALL)
         for number in reversed(range(len(self._runs))):
             run = self._runs[number]
             if reduces:
@@ -236,7 +252,7 @@ class _Script:
 
     def _reduce(self, call: int) -> None:
         """Issue a reduction; with sharded state, after the previous one ends."""
-        if not self._moves.has("reduce", call):
+        if not self._moves.has_collective("reduce", call):
             return
         if self._reducing is not None and self._moves.zero_stage > 0:
             self._wait("reduce", self._reducing)
@@ -244,7 +260,7 @@ class _Script:
         self._reducing = call
 
     def _issue(self, kind: Move, call: int) -> None:
-        if self._moves.has(kind, call):
+        if self._moves.has_collective(kind, call):
             self.order[kind, call] = len(self.order)
             self.issued.append(len(self.tasks))
 
@@ -271,10 +287,10 @@ class _Script:
     ) -> tuple[float, float]:
         """Return the seconds to compute and to copy."""
         model = self._profile.model_of(self._worker.device_class)
-        name = ROOT if call == OUTSIDE else model.kind_of_call[call]
+        name = ROOT if call == ROOT_CALL else model.kind_of_call[call]
         key = (kind, name, micro, graphs)
         if key not in self._seconds:
-            computing = Computing(
+            computing = ComputeSeconds(
                 model,
                 self._profile.of_class(self._worker.device_class),
                 MicroBatches.of([sum(micro)], [max(micro, default=0)]),

@@ -12,11 +12,11 @@ from gpumix.schema.plan.step_trace import Cause
 from gpumix.schema.profile.profile import ROOT
 
 # Instead of a unit's number: the root unit, and its parts used only at the front or the back.
-OUTSIDE, FRONT, BACK = -1, -2, -3
-ROOTS = {OUTSIDE: ROOT, FRONT: BEFORE, BACK: AFTER}
+ROOT_CALL, ROOT_BEFORE_CALL, ROOT_AFTER_CALL = -1, -2, -3
+ROOT_BUCKETS = {ROOT_CALL: ROOT, ROOT_BEFORE_CALL: BEFORE, ROOT_AFTER_CALL: AFTER}
 
 Kind = Literal[step_trace.Kind, "overhead"]
-COMPUTING: tuple[step_trace.Work, ...] = get_args(step_trace.Work)
+COMPUTE_KINDS: tuple[step_trace.Work, ...] = get_args(step_trace.Work)
 
 
 @dataclass(frozen=True)
@@ -79,4 +79,4 @@ class Replay:
 
     def unit(self, number: int) -> str:
         """Return the name of a unit call, of a stage, or of a part of the root."""
-        return ROOTS[number] if number < 0 else self.units[number]
+        return ROOT_BUCKETS[number] if number < 0 else self.units[number]

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpumix.schema.plan.step_trace import CAUSES, Cause
-from gpumix.simulate.replay import COMPUTING, EqualRanks, Event, Replay
+from gpumix.simulate.replay import COMPUTE_KINDS, EqualRanks, Event, Replay
 
 
 @dataclass(frozen=True)
-class Use:
+class LaneUtilization:
     """Use of a step's time by the ranks of a lane: idle seconds by cause, and busy for the rest."""
 
     lane: EqualRanks
@@ -23,7 +23,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class CriticalPathSegment:
     """The events of one kind and lane on the critical path; `first` to `last` are units."""
 
     kind: str
@@ -34,7 +34,7 @@ class Stretch:
     last: str
 
 
-def critical_path(replay: Replay) -> tuple[Event, ...]:
+def find_critical_path(replay: Replay) -> tuple[Event, ...]:
     """Return the events that determine the end of the step, in order; each begins where the
     previous event ends. Among the last to end, the first recorded counts."""
     events = replay.events
@@ -46,14 +46,14 @@ def critical_path(replay: Replay) -> tuple[Event, ...]:
     return tuple(reversed(path))
 
 
-def stretches(replay: Replay) -> tuple[Stretch, ...]:
+def list_critical_segments(replay: Replay) -> tuple[CriticalPathSegment, ...]:
     """Return the critical path with events joined by kind and lane, ordered by first event."""
     found: dict[tuple[str, int | None], list[Event]] = {}
-    for event in critical_path(replay):
+    for event in find_critical_path(replay):
         found.setdefault((event.kind, event.lane), []).append(event)
     unit = replay.unit
     return tuple(
-        Stretch(
+        CriticalPathSegment(
             kind,
             lane,
             len(events),
@@ -65,13 +65,13 @@ def stretches(replay: Replay) -> tuple[Stretch, ...]:
     )
 
 
-def uses(replay: Replay) -> tuple[Use, ...]:
+def compute_utilization(replay: Replay) -> tuple[LaneUtilization, ...]:
     """Return the use of the step's time by each lane."""
     busy_s = [0.0] * len(replay.lanes)
     for event in replay.events:
-        if event.lane is not None and event.kind in COMPUTING:
+        if event.lane is not None and event.kind in COMPUTE_KINDS:
             busy_s[event.lane] += event.seconds
     idle_s: list[dict[Cause, float]] = [dict.fromkeys(CAUSES, 0.0) for _ in replay.lanes]
     for idle in replay.idle:
         idle_s[idle.lane][idle.cause] += idle.end - idle.start
-    return tuple(map(Use, replay.lanes, busy_s, idle_s))
+    return tuple(map(LaneUtilization, replay.lanes, busy_s, idle_s))

@@ -5,27 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpumix.schema.plan.plan import Plan
-from gpumix.schema.plan.step_trace import Span, Trace, event, process_of, wait
+from gpumix.schema.plan.step_trace import (
+    Span,
+    Trace,
+    format_process_name,
+    make_wait_span,
+    make_work_span,
+)
 from gpumix.simulate.replay import Event, Idle, Replay
-from gpumix.simulate.timeline import critical_path
+from gpumix.simulate.timeline import find_critical_path
 
-DEVICES = 256  # with more, identical devices are shown as one
+MAX_SEPARATE_DEVICES = 256  # with more, identical devices are shown as one
 
 
-def trace_of(replay: Replay, plan: Plan) -> Trace:
-    """Return all events of the step on all devices, in rank order; with more than `DEVICES`
-    devices, only the first of identical devices."""
+def build_trace(replay: Replay, plan: Plan) -> Trace:
+    """Return all events of the step on all devices, in rank order; with more than
+    `MAX_SEPARATE_DEVICES` devices, only the first of identical devices."""
     return Trace.of(_spans(replay, plan))
 
 
 def _spans(replay: Replay, plan: Plan) -> Iterator[Span]:
-    critical = {id(event) for event in critical_path(replay)}
-    by_lane = _by_lane(replay)
+    critical = {id(event) for event in find_critical_path(replay)}
+    by_lane = _group_by_lane(replay)
     for lane, process in _processes(replay, plan):
-        yield from (_span(replay, what, process, critical) for what in by_lane[lane])
+        yield from (_make_span(replay, what, process, critical) for what in by_lane[lane])
 
 
-def _by_lane(replay: Replay) -> list[list[Event | Idle]]:
+def _group_by_lane(replay: Replay) -> list[list[Event | Idle]]:
     """Return the events and waits of each lane's ranks."""
     found: list[list[Event | Idle]] = [[] for _ in replay.lanes]
     for done in replay.events:
@@ -38,25 +44,27 @@ def _by_lane(replay: Replay) -> list[list[Event | Idle]]:
 
 
 def _processes(replay: Replay, plan: Plan) -> Iterator[tuple[int, str]]:
-    """Yield lanes in rank order, with device names; with more than `DEVICES` devices, each lane
-    once."""
+    """Yield lanes in rank order, with device names; with more than `MAX_SEPARATE_DEVICES` devices,
+    each lane once."""
     lanes, workers = enumerate(replay.lanes), plan.workers
-    if len(workers) > DEVICES:
+    if len(workers) > MAX_SEPARATE_DEVICES:
         for number, lane in lanes:
-            first = process_of(lane.worker, emulated=plan.emulated)
+            first = format_process_name(lane.worker, emulated=plan.emulated)
             yield number, f"{len(lane.ranks)} devices like {first}"
         return
     for rank, number in sorted((rank, number) for number, lane in lanes for rank in lane.ranks):
-        yield number, process_of(workers[rank], emulated=plan.emulated)
+        yield number, format_process_name(workers[rank], emulated=plan.emulated)
 
 
-def _span(replay: Replay, what: Event | Idle, process: str, critical: set[int]) -> Span:
+def _make_span(replay: Replay, what: Event | Idle, process: str, critical: set[int]) -> Span:
     start_s, end_s = what.start, what.end
     if isinstance(what, Idle):
         binds = what.cause == "overhead"  # nothing else happens meanwhile
-        return wait(what.cause, process=process, start_s=start_s, end_s=end_s, critical=binds)
+        return make_wait_span(
+            what.cause, process=process, start_s=start_s, end_s=end_s, critical=binds
+        )
     assert what.kind != "overhead", "it is waited for"
-    return event(
+    return make_work_span(
         what.kind,
         replay.unit(what.call),
         process=process,

@@ -6,14 +6,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, takewhile
 
-from gpumix.schema.plan.step_trace import cause_of
+from gpumix.schema.plan.step_trace import get_wait_cause
 from gpumix.simulate.program import StepProgram
-from gpumix.simulate.replay import COMPUTING, Event, Idle
+from gpumix.simulate.replay import COMPUTE_KINDS, Event, Idle
 
 Span = tuple[float, float]
 
 
-def waits_of(
+def iterate_idle_intervals(
     program: StepProgram, events: Sequence[Event], moved: Sequence[Span]
 ) -> Iterator[Idle]:
     """Yield all intervals in which a lane's ranks compute nothing, ordered by lane and time.
@@ -27,10 +27,10 @@ def waits_of(
             own[event.lane].append(event)
     step_s = max((event.end for event in events), default=0.0)
     for number, of_lane in enumerate(own):
-        yield from _Waits(program, moved, number, of_lane, step_s).all()
+        yield from _LaneWaits(program, moved, number, of_lane, step_s).all()
 
 
-class _Waits:
+class _LaneWaits:
     """Waiting times of one lane's ranks."""
 
     def __init__(
@@ -43,8 +43,8 @@ class _Waits:
     ) -> None:
         self._program, self._number, self._step_s = program, number, step_s
         self._spans = moved
-        self._computed = [event for event in own if event.kind in COMPUTING]
-        self._copies = [event for event in own if event.kind not in COMPUTING]
+        self._computed = [event for event in own if event.kind in COMPUTE_KINDS]
+        self._copies = [event for event in own if event.kind not in COMPUTE_KINDS]
         self._moved = [
             (*span, collective)
             for span, collective in zip(moved, program.collectives)
@@ -61,12 +61,12 @@ class _Waits:
         computed = [task for task in tasks if task.seconds > 0]
         for task, event in zip(computed, self._computed, strict=True):
             needed_until = moved[task.needs - 1][1] if task.needs else at
-            yield from self._gap(at, event.start, needed_until)
+            yield from self._split_interval(at, event.start, needed_until)
             at = event.end
         needed_until = moved[-1][1] if moved else at
-        yield from self._gap(at, self._step_s, needed_until)
+        yield from self._split_interval(at, self._step_s, needed_until)
 
-    def _gap(self, start: float, end: float, needed_until: float) -> Iterator[Idle]:
+    def _split_interval(self, start: float, end: float, needed_until: float) -> Iterator[Idle]:
         """Split an interval without computation where its cause may change. The lane waits for
         collectives until `needed_until`."""
         if start >= end:
@@ -80,7 +80,7 @@ class _Waits:
         for a, b in pairwise(sorted(time for time in borders if start <= time <= end)):
             running = next((c for begun, ended, c in moved if begun <= a < ended), None)
             if running is not None and a < needed_until:
-                cause = cause_of(running.kind, exposed=running.exposed)
+                cause = get_wait_cause(running.kind, exposed=running.exposed)
                 yield Idle(self._number, a, b, cause)
             elif any(copy.start <= a < copy.end for copy in copies):
                 yield Idle(self._number, a, b, "host copies")

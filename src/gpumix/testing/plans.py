@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from gpumix.engine.sharding.unit_discovery import dissect
-from gpumix.schema.plan.dtypes import communication_dtype
+from gpumix.engine.sharding.unit_discovery import split_into_units
+from gpumix.schema.plan.dtypes import choose_communication_dtype
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import PLAIN, ComputeDtype, Mode, Stage, Worker
 
@@ -70,10 +70,10 @@ def plan_for(
         InputError: no units were found.
         ValueError: the shares make no plan.
     """
-    anatomy = dissect(model, units)
+    anatomy = split_into_units(model, units)
     if isinstance(compute_dtype, str):
         compute_dtype = [compute_dtype] * len(shares)
-    settings.setdefault("communication_dtype", communication_dtype(compute_dtype))
+    settings.setdefault("communication_dtype", choose_communication_dtype(compute_dtype))
     by_host = settings.get("sharding") == "host"
     workers = tuple(
         Worker(

@@ -14,12 +14,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpumix.hardware.discovery.discover import runs_on_cpu
-from gpumix.hardware.discovery.foreign_memory import leave_taken, occupied
+from gpumix.hardware.discovery.discover import describe_cpu_run
+from gpumix.hardware.discovery.foreign_memory import find_occupied_gpus, reserve_foreign_memory
 from gpumix.hardware.host.environment import shared_memory_folder
-from gpumix.planner.common.stage_preconditions import refuse_wanted, wants_stages
+from gpumix.planner.common.stage_preconditions import check_wanted_stages, needs_several_stages
 from gpumix.planner.plan import plan as make_plan
-from gpumix.profiler.cache.measurement_cache import MeasurementCache, reading_as
+from gpumix.profiler.cache.measurement_cache import MeasurementCache, set_readers
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import (
     DeviceFailure,
@@ -32,43 +32,43 @@ from gpumix.schema.errors import (
     RankInterrupted,
     RankLost,
     TrainingError,
-    first_line,
+    get_first_line,
 )
-from gpumix.schema.files import opened_lock
+from gpumix.schema.files import open_lock_file
 from gpumix.schema.job.job import Job
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.reading.allowed_code import check_allowed
-from gpumix.schema.reading.error_location import placed, together
+from gpumix.schema.reading.error_location import join_locations, locate_errors
 from gpumix.schema.reading.read import read_job
 from gpumix.schema.units import show_seconds
-from gpumix.train.checkpoint.checkpoint_folder import latest
-from gpumix.train.checkpoint.manifest import step_of
+from gpumix.train.checkpoint.checkpoint_folder import find_latest
+from gpumix.train.checkpoint.manifest import parse_step
 from gpumix.train.checks.output_folder import check_folder
 from gpumix.train.checks.resume_check import check_keys
 from gpumix.train.checks.user_plan import (
-    check_job,
-    check_memory,
-    check_model,
-    foretold_again,
-    other_speeds,
-    overruled,
-    within_memory,
+    check_plan_fits_job,
+    check_plan_fits_memory,
+    check_plan_fits_model,
+    describe_overruled_settings,
+    describe_speed_changes,
+    limit_profile_memory,
+    predict_again,
 )
-from gpumix.train.elastic.plan_change import plan_in_force
-from gpumix.train.elastic.recovery import Again, Lessons, Recovery, Restart, taken_up
-from gpumix.train.memory_checkpoint.memory_folder import Home, newest
-from gpumix.train.processes.runner import Runner, runner
-from gpumix.train.rank_task_names import work_of
+from gpumix.train.elastic.plan_change import load_plan_in_force
+from gpumix.train.elastic.recovery import Lessons, Recovery, Restart, RestartTerms, complete_restart
+from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder, find_newest_state
+from gpumix.train.processes.runner import Runner, make_runner
+from gpumix.train.rank_task_names import load_rank_task
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.progress import mark_failed, mark_restarting, mark_stopped
-from gpumix.train.run_log.run_id import give_id, id_of
+from gpumix.train.run_log.run_id import assign_run_id, read_run_id
 from gpumix.train.run_log.tables import devices_table, efficiency_table, plan_table, profile_table
-from gpumix.train.run_log.terminal import stderr
-from gpumix.train.run_log.tracker_processes import check_installed, tracked
+from gpumix.train.run_log.terminal import get_stderr_console
+from gpumix.train.run_log.tracker_processes import check_installed, run_trackers
 
 if TYPE_CHECKING:
-    from gpumix.train.monitor.trial_hook import Watcher
+    from gpumix.train.monitor.trial_hook import TrialObserver
     from gpumix.train.run_log.summary import Summary, TrialResult
 
 # Imported by every model of transformers.
@@ -87,11 +87,11 @@ class JobController:
         self.folder = folder
         self._runs = runs
         self._debug = debug
-        self._console = stderr()
+        self._console = get_stderr_console()
         self.cluster: Cluster = runs.cluster(None if job.cluster == "auto" else job.cluster)
         self._devices = self.cluster  # including devices left out for a while
         if job.cluster == "auto" and not self.cluster.classes[0].is_gpu:
-            self.show(runs_on_cpu())
+            self.show(describe_cpu_run())
 
     @classmethod
     def of_file(
@@ -112,7 +112,7 @@ class JobController:
             check_allowed(job, path, allowed, overrides)
         imports = TRANSFORMERS if job.model.config is not None else ()
         restarts = job.restarts > 0
-        runs = runner(debug=debug, imports=imports, silence_s=job.timeout, restarts=restarts)
+        runs = make_runner(debug=debug, imports=imports, silence_s=job.timeout, restarts=restarts)
         return cls(job, path.absolute().parent, runs, debug=debug)
 
     @property
@@ -136,23 +136,23 @@ class JobController:
             resume: for a resumed run, which is refused first if it cannot resume.
             failed: after a failure, which showed how much memory other processes leave.
         """
-        taken = occupied(self.cluster) if self._runs.decides_alone and not failed else ()
+        taken = find_occupied_gpus(self.cluster) if self._runs.decides_alone and not failed else ()
         for one in taken:
             self.show(f"{one}: so much less is planned for {one.device.device_class}")
         if self._runs.decides_alone and not fresh:
             cached = MeasurementCache(self.job, self.cluster, self.folder).load()
             if cached is not None:
-                return leave_taken(cached, taken)
-        self._refuse_at_once()
+                return reserve_foreign_memory(cached, taken)
+        self._check_job_early()
         self._runs.warm_up()
         devices = self._runs.devices(self.cluster)
         found: Profile = self._runs.run(
-            work_of("profile"), self.cluster, self._task(), devices, fresh, resume
+            load_rank_task("profile"), self.cluster, self._task(), devices, fresh, resume
         )
         return found
 
     def plan(self, profile: Profile, strategy: str | None = None) -> Plan:
-        return plan_of(self.job, profile, strategy, leaving_out=self._runs.decides_alone)
+        return plan_job(self.job, profile, strategy, leaving_out=self._runs.decides_alone)
 
     def train(
         self,
@@ -172,7 +172,7 @@ class JobController:
         if self.speaks:
             check_installed(self.job.trackers)
         lessons = self._runs.started_again(self.job.output, self._newest)
-        if not self._takes_part(lessons):
+        if not self._exclude_devices(lessons):
             summary = self._runs.outcome()
             for home in self._homes():  # copies of an earlier start with this process
                 home.remove()
@@ -186,19 +186,19 @@ class JobController:
             plan = None
         profile = None
         if plan is not None:
-            with placed(plan_file):
-                both = together(plan_file, made_from_file)
+            with locate_errors(plan_file):
+                both = join_locations(plan_file, made_from_file)
                 plan, profile = self._checked(plan, made_from, both)
-            for line in overruled(plan, self.job):
+            for line in describe_overruled_settings(plan, self.job):
                 self.show(line)
         else:
-            self._refuse_at_once()
+            self._check_job_early()
         with ExitStack() as stack:
-            stack.enter_context(self._output_for_one(fresh=not resume and lessons is None))
+            stack.enter_context(self._lock_output(fresh=not resume and lessons is None))
             self._runs.warm_up()
             if self.speaks:
                 self._runs.begins(self.job.output, lessons)
-                stack.enter_context(tracked(self.job, fresh=not resume and lessons is None))
+                stack.enter_context(run_trackers(self.job, fresh=not resume and lessons is None))
             try:
                 summary = self._train(plan, profile, resume, lessons)
                 self._runs.tell_outcome(summary)
@@ -209,10 +209,10 @@ class JobController:
                 raise
             except BaseException as error:
                 if self.speaks:  # a killed rank could not report it
-                    mark_failed(self.job.output, first_line(error))
+                    mark_failed(self.job.output, get_first_line(error))
                 raise
 
-    def _takes_part(self, lessons: Lessons | None) -> bool:
+    def _exclude_devices(self, lessons: Lessons | None) -> bool:
         """Leave out devices, and return True if this process takes part; other processes' devices
         may be left out too."""
         there = {device.id for device in self._devices.devices}
@@ -244,8 +244,8 @@ class JobController:
             plan = self.plan(recovery.again.known(profile))
         self.show(plan_table(plan))
         if restart is not None and self.speaks:
-            before = plan_in_force(self.job.output, fresh=not resume)
-            restart = taken_up(restart, before, plan, self._devices, self.cluster)
+            before = load_plan_in_force(self.job.output, fresh=not resume)
+            restart = complete_restart(restart, before, plan, self._devices, self.cluster)
             self.show(f"started again: {restart.why}; {restart.decided}")
         while True:
             known = recovery.again.known(profile) if profile is not None else None
@@ -301,7 +301,7 @@ class JobController:
         devices = self._runs.devices(used)
         try:
             summary: Summary = self._runs.run(
-                work_of("train"),
+                load_rank_task("train"),
                 used,
                 self._task(),
                 plan,
@@ -312,31 +312,31 @@ class JobController:
                 saves=True,
             )
         except BaseException:
-            self._tell_of_collectives()
+            self._show_flight_recorder()
             raise
         return summary
 
-    def _tell_of_collectives(self) -> None:
+    def _show_flight_recorder(self) -> None:
         folder = self.job.output / run_files.COLLECTIVES
         if folder.is_dir() and any(folder.iterdir()):
             self.show(f"what ranks did last on NCCL is in {folder}: torchfrtrace -p rank_ {folder}")
 
     def _newest(self) -> int:
         """Return the last step with a state to resume from; 0 without a state."""
-        found = newest([home.held() for home in self._homes()])
-        saved = latest(self.job.output / run_files.CHECKPOINTS)
-        return max(found.step if found else 0, step_of(saved) if saved else 0)
+        found = find_newest_state([home.held() for home in self._homes()])
+        saved = find_latest(self.job.output / run_files.CHECKPOINTS)
+        return max(found.step if found else 0, parse_step(saved) if saved else 0)
 
-    def _homes(self) -> list[Home]:
+    def _homes(self) -> list[MemoryFolder]:
         """Return the folders of copies in memory, for each of the run's hosts on this machine."""
         root = shared_memory_folder()
         hosts = sorted({device.host for device in self._devices.devices})
         output = self.job.output
-        run = id_of(output)
-        return [] if root is None else [Home(root, output, host, run) for host in hosts]
+        run = read_run_id(output)
+        return [] if root is None else [MemoryFolder(root, output, host, run) for host in hosts]
 
     def _plan_again(
-        self, again: Again, plan: Plan, profile: Profile | None
+        self, again: RestartTerms, plan: Plan, profile: Profile | None
     ) -> tuple[Plan, Profile | None]:
         """Return a plan for the devices taking part, and a profile of all devices. Equal devices
         without new lessons keep the plan."""
@@ -360,13 +360,13 @@ class JobController:
         return self.cluster.only(worker.device for worker in plan.workers)
 
     def try_out(
-        self, plan: Plan, steps: int, *, beside: bool = False, watcher: Watcher | None = None
+        self, plan: Plan, steps: int, *, beside: bool = False, watcher: TrialObserver | None = None
     ) -> TrialResult:
         """Train a few steps by `plan` to measure its speed; see `Trainer.try_out`."""
         used = self._used(plan)
         devices = self._runs.devices(used)
         trial: TrialResult = self._runs.run(
-            work_of("try_out"), used, self._task(), plan, devices, steps, beside, watcher
+            load_rank_task("try_out"), used, self._task(), plan, devices, steps, beside, watcher
         )
         return trial
 
@@ -387,7 +387,7 @@ class JobController:
             line += f"; predicted step time off by {summary.prediction_error:+.1%}"
         self.show(line)
         if summary.overruns:
-            self.show(too_busy(summary.overruns))
+            self.show(format_overrun_warning(summary.overruns))
         self.show(f"more of it: gpumix report {_shortest(self.job.output)}")
 
     def _task(self) -> Any:
@@ -396,7 +396,7 @@ class JobController:
         return Task(self.job, self.cluster, self.folder, self._debug)
 
     @contextmanager
-    def _output_for_one(self, *, fresh: bool) -> Iterator[None]:
+    def _lock_output(self, *, fresh: bool) -> Iterator[None]:
         """Lock the run's folder: two runs would overwrite each other's files. The end of this
         process releases the lock. A `fresh` run gets a new id.
 
@@ -410,16 +410,16 @@ class JobController:
         output = self.job.output
         try:
             output.mkdir(parents=True, exist_ok=True)
-            lock = os.fdopen(opened_lock(output / run_files.LOCK), "r+b")
+            lock = os.fdopen(open_lock_file(output / run_files.LOCK), "r+b")
         except OSError as error:
             raise _not_writable(output, error) from error
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise _held(output) from None
+                raise _make_locked_error(output) from None
             try:
-                give_id(output, fresh=fresh)
+                assign_run_id(output, fresh=fresh)
             except OSError as error:
                 raise _not_writable(output, error) from error
             yield
@@ -435,7 +435,7 @@ class JobController:
         check_folder(output, traces=self.job.trace_step is not None)
         if self.speaks:
             _check_free(output)
-        saved = latest(output / run_files.CHECKPOINTS)
+        saved = find_latest(output / run_files.CHECKPOINTS)
         if resume and saved is None and not self._newest():
             raise InputError(
                 "there is no checkpoint to go on from",
@@ -457,19 +457,19 @@ class JobController:
         """Check a given plan and predict it again; return the plan and the profile used: given or
         cached. `both` names the files of plan and profile."""
         plan.for_devices([device.id for device in self._runs.devices(self._used(plan))])
-        check_job(plan, self.job, self.cluster)
-        others = other_speeds(plan, self.cluster)
+        check_plan_fits_job(plan, self.job, self.cluster)
+        others = describe_speed_changes(plan, self.cluster)
         if others and profile is not None:
-            with placed(both):
-                check_model(plan, profile)
+            with locate_errors(both):
+                check_plan_fits_model(plan, profile)
             profile = None
         if self._runs.decides_alone:  # hosts may have different files
-            profile = self._known() if profile is None else reading_as(self.job, profile)
+            profile = self._known() if profile is None else set_readers(self.job, profile)
             if profile is not None:
-                profile = within_memory(profile, self.cluster)
-                with placed(both):
-                    plan = foretold_again(plan, profile, self.show)
-        check_memory(plan, self.cluster)
+                profile = limit_profile_memory(profile, self.cluster)
+                with locate_errors(both):
+                    plan = predict_again(plan, profile, self.show)
+        check_plan_fits_memory(plan, self.cluster)
         if others:
             self.show(
                 f"the plan was made for other devices of these names: {'; '.join(others)}. Another "
@@ -480,7 +480,7 @@ class JobController:
         if plan.in_teams:
             from gpumix.train.checks import attention_heads
 
-            attention_heads.check_plan(plan, self.job)
+            attention_heads.check_plan_heads(plan, self.job)
         return plan, profile
 
     def _known(self) -> Profile | None:
@@ -494,27 +494,27 @@ class JobController:
             )
         return profile
 
-    def _refuse_at_once(self) -> None:
+    def _check_job_early(self) -> None:
         """Refuse text files, stages and tensor-parallel groups that the job cannot have."""
         space, spec, strategy = self.job.techniques, self.job.model, self.job.strategy
         if self.job.data.text and self._runs.decides_alone:
             from gpumix.data.text.files import find_files
 
             find_files(self.job.data)
-        refuse_wanted(strategy, space, self.cluster.devices)
+        check_wanted_stages(strategy, space, self.cluster.devices)
         if 1 not in space.tensor:
             from gpumix.train.checks import attention_heads
 
-            attention_heads.check_job(self.job, self.cluster)
-        if wants_stages(strategy, space) and spec.config is not None:
-            from gpumix.train.checks.stage_count import check_number
-            from gpumix.train.worker.model import model_of
+            attention_heads.check_job_heads(self.job, self.cluster)
+        if needs_several_stages(strategy, space) and spec.config is not None:
+            from gpumix.train.checks.stage_count import check_job_stage_count
+            from gpumix.train.worker.model import build_model
 
-            model = model_of(spec, folder=self.folder, seed=self.job.seed)
-            check_number(model, self.job, self.cluster)
+            model = build_model(spec, folder=self.folder, seed=self.job.seed)
+            check_job_stage_count(model, self.job, self.cluster)
 
 
-def plan_of(job: Job, profile: Profile, strategy: str | None = None, *, leaving_out: bool) -> Plan:
+def plan_job(job: Job, profile: Profile, strategy: str | None = None, *, leaving_out: bool) -> Plan:
     """Plan a job.
 
     Args:
@@ -529,14 +529,14 @@ def plan_of(job: Job, profile: Profile, strategy: str | None = None, *, leaving_
 def _check_free(output: Path) -> None:
     """Raise InputError if a run has the lock: its checkpoints are unfinished."""
     try:
-        lock = os.fdopen(opened_lock(output / run_files.LOCK, make=False), "r+b")
+        lock = os.fdopen(open_lock_file(output / run_files.LOCK, make=False), "r+b")
     except OSError:  # no run yet, or not writable: reported when locking
         return
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _held(output) from None
+            raise _make_locked_error(output) from None
 
 
 def _not_writable(output: Path, error: OSError) -> MachineError:
@@ -548,7 +548,7 @@ def _not_writable(output: Path, error: OSError) -> MachineError:
     )
 
 
-def _held(output: Path) -> InputError:
+def _make_locked_error(output: Path) -> InputError:
     return InputError(
         "another run writes into the output folder",
         where=str(output),
@@ -561,7 +561,7 @@ def _shortest(path: Path) -> str:
     return shlex.quote(min(os.path.relpath(path), str(path), key=len))
 
 
-def too_busy(overruns: int) -> str:
+def format_overrun_warning(overruns: int) -> str:
     """Return the warning about overruns in a measurement on emulated devices."""
     times = "once" if overruns == 1 else f"{overruns} times"
     return (

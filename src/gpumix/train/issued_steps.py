@@ -20,22 +20,22 @@ from torch.optim import Optimizer
 
 from gpumix.data.loader import Loader
 from gpumix.engine.comm.async_read import AsyncRead
-from gpumix.engine.comm.step_exchange import Exchanged
+from gpumix.engine.comm.step_exchange import StepTable
 from gpumix.engine.comm.step_recorder import SILENT
 from gpumix.engine.engine import Engine
-from gpumix.engine.update_guard import Guard, makes_momentum, takes_guard
+from gpumix.engine.update_guard import UpdateGuard, can_skip_updates, is_first_momentum_step
 from gpumix.hardware import runtime
-from gpumix.hardware.timestamps import stamps_of
+from gpumix.hardware.timestamps import make_device_clock
 from gpumix.schema.plan.stage import Worker
 from gpumix.schema.profile.profile import ROOT
-from gpumix.train.monitor.step_history import StepsTaken
-from gpumix.train.monitor.step_timer import StepTimer, Ticks
+from gpumix.train.monitor.step_history import StepHistory
+from gpumix.train.monitor.step_timer import StepStamps, StepTimer
 from gpumix.train.run_log.metrics import ComputedPart, StepRecord
-from gpumix.train.state_keeper import Keeping
-from gpumix.train.worker.context import Context
-from gpumix.train.worker.optimizer import learning_rate, set_learning_rates
+from gpumix.train.state_keeper import StateKeeper
+from gpumix.train.worker.context import RankContext
+from gpumix.train.worker.optimizer import compute_learning_rate, set_learning_rates
 
-SOME = 8  # samples reported of a bad step
+REPORTED_SAMPLES = 8  # samples reported of a bad step
 
 
 class Results:
@@ -46,22 +46,22 @@ class Results:
         loss, norm: of the step, on the device.
     """
 
-    def __init__(self, exchanged: Exchanged, loss: torch.Tensor, norm: torch.Tensor) -> None:
+    def __init__(self, exchanged: StepTable, loss: torch.Tensor, norm: torch.Tensor) -> None:
         self._reading = AsyncRead([exchanged.table, loss, norm])
 
     @property
     def are_there(self) -> bool:
         """True if `read` does not wait."""
-        return self._reading.is_there
+        return self._reading.is_complete
 
-    def read(self) -> tuple[Exchanged, float, float]:
+    def read(self) -> tuple[StepTable, float, float]:
         """Return the exchanged values, the loss and the gradient norm; wait for the device."""
         table, loss, norm = self._reading.tensors()
-        return Exchanged(table), loss.item(), norm.item()
+        return StepTable(table), loss.item(), norm.item()
 
 
 @dataclass(frozen=True)
-class GivenStep:
+class IssuedStep:
     """Facts of a step known once all its work is issued.
 
     Attributes:
@@ -87,7 +87,7 @@ class GivenStep:
     all_tokens: int
     part: ComputedPart
     samples_of_batch: int
-    ticks: Ticks
+    ticks: StepStamps
     host_s: float | None
     sent_bytes: float
 
@@ -96,19 +96,19 @@ class GivenStep:
 class ReadStep:
     """Step with known results: the record to report, and the values exchanged by all ranks."""
 
-    given: GivenStep
+    given: IssuedStep
     record: StepRecord
-    exchanged: Exchanged
+    exchanged: StepTable
 
 
 @dataclass(frozen=True)
 class BadStep:
     """Step with a non-finite loss or gradient norm (`what`). No weights changed, and all further
-    changes in the engine are taken back. `cursor` and `samples` are as in `GivenStep`."""
+    changes in the engine are taken back. `cursor` and `samples` are as in `IssuedStep`."""
 
     what: str
     value: float
-    exchanged: Exchanged
+    exchanged: StepTable
     cursor: dict[str, Any]
     samples: Sequence[int]
 
@@ -133,11 +133,11 @@ class IssuedSteps:
 
     def __init__(
         self,
-        context: Context,
+        context: RankContext,
         engine: Engine,
         optimizer: Optimizer,
         loader: Loader,
-        keeping: Keeping,
+        keeping: StateKeeper,
         *,
         done: int,
         not_finite: Callable[[BadStep], NoReturn],
@@ -146,11 +146,11 @@ class IssuedSteps:
         self._engine, self._optimizer, self._loader = engine, optimizer, loader
         self._keeping, self._not_finite = keeping, not_finite
         self.plan = engine.plan
-        self.taken = StepsTaken(context.runtime)
-        self.watch = StepTimer(stamps_of(engine.device), engine.comm.clock, engine.copies)
+        self.taken = StepHistory(context.runtime)
+        self.watch = StepTimer(make_device_clock(engine.device), engine.comm.clock, engine.copies)
         self.given = self._begun_at = done
         self._tokens = self._tokens_at(0, loader.cursor.position)
-        self._pending: deque[GivenStep] = deque()  # oldest first
+        self._pending: deque[IssuedStep] = deque()  # oldest first
         guard = _guard_of(engine, optimizer)
         # All ranks or none: ranks act together on the results of a step.
         told = context.ranks.gather("results", "" if guard is None else "late")
@@ -163,7 +163,7 @@ class IssuedSteps:
         return len(self._pending)
 
     @property
-    def next_is_there(self) -> bool:
+    def is_next_ready(self) -> bool:
         """True if `read` has a step and does not wait for the device."""
         return bool(self._pending) and self._pending[0].results.are_there
 
@@ -181,7 +181,7 @@ class IssuedSteps:
         cursor, begin = self._loader.state_dict(), self._loader.cursor.position
         batch = watch.next_of(self._loader)
         self._context.runtime.idle()
-        rate = learning_rate(self._job, self.given)
+        rate = compute_learning_rate(self._job, self.given)
         set_learning_rates(self._optimizer, self._job, self.given)
         engine.notice = begins()
         engine.report = watch.computed_s if self.taken.times_s else 0.0
@@ -192,7 +192,7 @@ class IssuedSteps:
         self._tokens += tokens
         self.given += 1
         self._pending.append(
-            GivenStep(
+            IssuedStep(
                 number=self.given,
                 results=results,
                 cursor=cursor,
@@ -225,7 +225,7 @@ class IssuedSteps:
         norm = engine.gradient_norm() if clip_norm is None else engine.clip_grad_norm_(clip_norm)
         results, guard = Results(engine.exchanged, loss, norm), self._guard_now()
         if guard is None:
-            self._finite(results, cursor, self._some_samples())
+            self._read_finite_results(results, cursor, self._some_samples())
         else:
             guard.see(loss, norm)
         engine.comm.record.computes("optimizer", ROOT)
@@ -237,11 +237,11 @@ class IssuedSteps:
             self._context.runtime.synchronize()
         return results
 
-    def _guard_now(self) -> Guard | None:
+    def _guard_now(self) -> UpdateGuard | None:
         """Return the guard of the present step's update, replacing a check by the host; None if the
         host checks."""
         first = self.given == self._begun_at
-        return None if first or makes_momentum(self._optimizer) else self._guard
+        return None if first or is_first_momentum_step(self._optimizer) else self._guard
 
     def read(self) -> ReadStep:
         """Return the oldest step not read yet; wait until the device is done with it.
@@ -250,7 +250,9 @@ class IssuedSteps:
             TrainingError: the loss, or the gradient norm, is not finite.
         """
         given = self._pending.popleft()
-        exchanged, loss, norm = self._finite(given.results, given.cursor, given.samples)
+        exchanged, loss, norm = self._read_finite_results(
+            given.results, given.cursor, given.samples
+        )
         self.watch.read(given.ticks)
         step_s = self.watch.step_s if given.host_s is None else given.host_s
         self.taken.add(step_s, loss, given.tokens, given.own_tokens, given.part)
@@ -267,9 +269,9 @@ class IssuedSteps:
         )
         return ReadStep(given, record, exchanged)
 
-    def _finite(
+    def _read_finite_results(
         self, results: Results, cursor: dict[str, Any], samples: Sequence[int]
-    ) -> tuple[Exchanged, float, float]:
+    ) -> tuple[StepTable, float, float]:
         """Read the results of a step; if not finite, take back all pending steps and call
         `not_finite`. The data begins at `cursor`; `samples` are some of this rank's."""
         exchanged, loss, norm = results.read()
@@ -286,7 +288,7 @@ class IssuedSteps:
         return self.plan.workers[self._rank]
 
     def _some_samples(self) -> Sequence[int]:
-        some: list[int] = self._loader.last_indices[:SOME].tolist()
+        some: list[int] = self._loader.last_indices[:REPORTED_SAMPLES].tolist()
         return some
 
     def lengths(self) -> list[list[int]]:
@@ -312,9 +314,9 @@ class IssuedSteps:
         return self._own.samples * self.plan.sequence_length
 
 
-def _guard_of(engine: Engine, optimizer: Optimizer) -> Guard | None:
+def _guard_of(engine: Engine, optimizer: Optimizer) -> UpdateGuard | None:
     """Return the guard allowing late reading; None if the host must check each step before its
     update: the device is the host, or the update runs there, or needs the check."""
     late = runtime.is_gpu(engine.device) and not engine.state_on_host
-    late &= takes_guard(optimizer) and not engine.scaler.active
-    return Guard(engine.device) if late else None
+    late &= can_skip_updates(optimizer) and not engine.scaler.active
+    return UpdateGuard(engine.device) if late else None

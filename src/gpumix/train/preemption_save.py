@@ -16,36 +16,36 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gpumix.engine.comm.collective_progress import wait_of
-from gpumix.engine.comm.thread_shutdown import leave_together
+from gpumix.engine.comm.collective_progress import get_awaited_collective
+from gpumix.engine.comm.thread_shutdown import join_threads
 from gpumix.engine.rank_group import STORE_ERRORS
 from gpumix.hardware.host.environment import grace_of_launcher
 from gpumix.schema.errors import GpumixError, Interrupted
 from gpumix.schema.units import show_seconds
-from gpumix.train.checkpoint.background import Overdue
-from gpumix.train.checkpoint.collective_errors import not_in_time
-from gpumix.train.checkpoint.manifest import folder_of
+from gpumix.train.checkpoint.background import BackgroundTimeout
+from gpumix.train.checkpoint.collective_errors import make_timeout_error
+from gpumix.train.checkpoint.manifest import get_folder_name
 from gpumix.train.processes.stop_signals import StopRequest
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.metrics import WINDOW, typical_s
-from gpumix.train.state_keeper import Keeping
-from gpumix.train.worker.context import Context
+from gpumix.train.run_log.metrics import SPEED_WINDOW_STEPS, compute_median_s
+from gpumix.train.state_keeper import StateKeeper
+from gpumix.train.worker.context import RankContext
 
 # Time after SIGTERM before torchrun and most schedulers kill processes.
 GRACE_S = 30.0
 LOOK_S = 1.0  # between checks for a hurried rank elsewhere
 LOOK_ASKED_S = 0.1  # on a rank asked to end
 # The next save may take longer than the last by this factor.
-MARGIN = 1.5
+SAVE_TIME_FACTOR = 1.5
 # Assumed save time before the first save, as a share of the grace period.
 UNKNOWN_SAVE = 0.5
 # Who saves the end of a run: the main threads, or the second threads, and within how many seconds.
 # The first claim counts.
-END, BY_STEP, AT_ONCE = "end of the run", "by step", "at once, within "
+LAST_SAVE_KEY, BY_STEP, AT_ONCE = "end of the run", "by step", "at once, within "
 
 
 @dataclass(frozen=True)
-class Moment:
+class StopTiming:
     """Timing of a rank asked to end, by a single clock.
 
     Attributes:
@@ -62,7 +62,7 @@ class Moment:
     grace_s: float
     began_at: float
     step_s: float
-    tells: bool
+    announced: bool
     save_s: float | None
     writing_since: float | None = None
     behind: int = 0
@@ -75,14 +75,16 @@ class Moment:
     def too_late(self, now: float) -> bool:
         """Return whether a checkpoint begun after the step may be incomplete at the deadline."""
         step_left_s = max(0.0, self.began_at + self.step_s - now)
-        step_left_s += self.step_s * (self.behind + (not self.tells))
+        step_left_s += self.step_s * (self.behind + (not self.announced))
         wait_s = max(step_left_s, self._write_left_s(now))
         return now + wait_s + self.needs_s(now) > self.deadline
 
     def needs_s(self, now: float) -> float:
         """Return the assumed duration of a checkpoint, at least the current checkpoint's so far."""
-        known_s = UNKNOWN_SAVE * self.grace_s if self.save_s is None else MARGIN * self.save_s
-        return max(known_s, MARGIN * self._written_s(now))
+        known_s = (
+            UNKNOWN_SAVE * self.grace_s if self.save_s is None else SAVE_TIME_FACTOR * self.save_s
+        )
+        return max(known_s, SAVE_TIME_FACTOR * self._written_s(now))
 
     def _written_s(self, now: float) -> float:
         return 0.0 if self.writing_since is None else now - self.writing_since
@@ -92,17 +94,17 @@ class Moment:
         written_s = self._written_s(now)
         if self.writing_since is None or self.save_s is None:
             return written_s
-        return max(0.0, MARGIN * self.save_s - written_s)
+        return max(0.0, SAVE_TIME_FACTOR * self.save_s - written_s)
 
 
-class LastMinute:
+class PreemptionSaver:
     """A rank's part in the last save.
 
     Args:
         done: returns the number of completed steps.
     """
 
-    def __init__(self, context: Context, keeping: Keeping, done: Callable[[], int]) -> None:
+    def __init__(self, context: RankContext, keeping: StateKeeper, done: Callable[[], int]) -> None:
         self._ranks, self._keeping, self._done = context.ranks, keeping, done
         self._folder = context.job.output / run_files.CHECKPOINTS
         self._steps = context.job.steps
@@ -126,15 +128,19 @@ class LastMinute:
         finally:
             self._closed.set()
             stop.wake()
-            leave_together([thread])
+            join_threads([thread])
 
     def step_begins(self, before: Sequence[float], *, tells: bool, behind: int = 0) -> None:
-        """Note the begin of a step; `before` are earlier step times, `tells` and `behind` as in
-        `Moment`."""
-        self._step_s, self._tells, self._behind = typical_s(before[-WINDOW:]), tells, behind
+        """Note the begin of a step; `before` are earlier step times, `announced` and `behind` as in
+        `StopTiming`."""
+        self._step_s, self._tells, self._behind = (
+            compute_median_s(before[-SPEED_WINDOW_STEPS:]),
+            tells,
+            behind,
+        )
         self._began_at = time.monotonic()
 
-    def leave_to_me(self) -> None:
+    def claim_last_save(self) -> None:
         """Claim the last save for the main thread. If the second threads have begun to save, wait
         for them; their success raises `Interrupted` out of here.
 
@@ -142,12 +148,14 @@ class LastMinute:
             MachineError: the disk hangs.
             CommunicationError: another rank hangs.
         """
-        if not self._ranks.claim(END, BY_STEP).startswith(AT_ONCE):
+        if not self._ranks.claim(LAST_SAVE_KEY, BY_STEP).startswith(AT_ONCE):
             return
         limit_s = min(self._grace_s + self._keeping.patience_s, threading.TIMEOUT_MAX)
         if not self._over.wait(limit_s):
-            late = Overdue(limit_s, wait_of(self._watching))
-            raise not_in_time(late, "save the end of the run", self._ranks.rank, self._folder)
+            late = BackgroundTimeout(limit_s, get_awaited_collective(self._watching))
+            raise make_timeout_error(
+                late, "save the end of the run", self._ranks.rank, self._folder
+            )
 
     def _watch(self, stop: StopRequest) -> None:
         word, error = "", None  # to raise in the main thread
@@ -157,7 +165,7 @@ class LastMinute:
                     stop.wait(LOOK_S)
                 else:
                     self._closed.wait(LOOK_ASKED_S)
-                word = self._word(stop.asked_at)
+                word = self._claim_if_late(stop.asked_at)
             if word.startswith(AT_ONCE):
                 error = self._saved(float(word.removeprefix(AT_ONCE)))
         except STORE_ERRORS:  # the main thread reports it
@@ -167,18 +175,18 @@ class LastMinute:
         else:
             self._over.set()
 
-    def _word(self, asked_at: float | None) -> str:
+    def _claim_if_late(self, asked_at: float | None) -> str:
         """Return the claim on the last save, claiming it if the main thread would be too late;
         empty if undecided."""
         if asked_at is None:
-            return self._ranks.claimed(END)
+            return self._ranks.claimed(LAST_SAVE_KEY)
         moment, now = self._moment(asked_at), time.monotonic()
         if moment.too_late(now):
-            return self._ranks.claim(END, f"{AT_ONCE}{moment.deadline - now:.3f}")
-        return self._ranks.claimed(END)
+            return self._ranks.claim(LAST_SAVE_KEY, f"{AT_ONCE}{moment.deadline - now:.3f}")
+        return self._ranks.claimed(LAST_SAVE_KEY)
 
-    def _moment(self, asked_at: float) -> Moment:
-        return Moment(
+    def _moment(self, asked_at: float) -> StopTiming:
+        return StopTiming(
             asked_at,
             self._grace_s,
             self._began_at,
@@ -196,13 +204,13 @@ class LastMinute:
         moment = self._moment(now + left_s - self._grace_s)
         try:
             done = self._done()
-            if self._keeping.nothing_new(done, deadline=moment.deadline):
+            if self._keeping.is_step_saved(done, deadline=moment.deadline):
                 return self._ended_without_a_save(done)
             saved = self._keeping.save_copies(deadline=moment.deadline, needs_s=moment.needs_s(now))
         except (GpumixError, RuntimeError, OSError):
             saved = None
         if saved is None:  # the main thread saves
-            self._keeping.go_on_copying()
+            self._keeping.resume_copying()
             return None
         late = f"the step under way was not to end, and be saved, within {self._grace}"
         return self._stopped_after(saved.step, saved.path, late)
@@ -221,7 +229,7 @@ class LastMinute:
             )
         late = f"the step under way was not to end within {self._grace}"
         why = f"{late}; nothing was trained since the last checkpoint"
-        return self._stopped_after(done, self._folder / folder_of(done), why)
+        return self._stopped_after(done, self._folder / get_folder_name(done), why)
 
     def _stopped_after(self, step: int, saved: Path, why: str) -> Interrupted:
         return Interrupted(

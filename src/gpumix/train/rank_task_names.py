@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import Any, Literal
 
 
-def work_of(name: Literal["profile", "train", "try_out"]) -> Callable[..., Any]:
+def load_rank_task(name: Literal["profile", "train", "try_out"]) -> Callable[..., Any]:
     """Return the function `name` of `rank_tasks`, imported when called."""
-    return partial(_call, name)
+    return partial(_call_rank_task, name)
 
 
-def _call(name: str, *args: Any) -> Any:
+def _call_rank_task(name: str, *args: Any) -> Any:
     return getattr(import_module("gpumix.train.rank_tasks"), name)(*args)

@@ -7,33 +7,33 @@ from functools import partial
 
 from torch import nn
 
-from gpumix.engine.optimizers.parameter_groups import matches
-from gpumix.engine.sharding.initial_weights import source_of
-from gpumix.engine.sharding.unit_discovery import dissect
-from gpumix.engine.tensor_parallel.plans import tensor_plan
-from gpumix.profiler.cache.measurement_cache import MeasurementCache, reading_as
+from gpumix.engine.optimizers.parameter_groups import match_names
+from gpumix.engine.sharding.initial_weights import make_source
+from gpumix.engine.sharding.unit_discovery import split_into_units
+from gpumix.engine.tensor_parallel.plans import resolve_tensor_plan
+from gpumix.profiler.cache.measurement_cache import MeasurementCache, set_readers
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.input_pipeline import measure_input
-from gpumix.profiler.subject import Shape, Subject
+from gpumix.profiler.subject import Workload, WorkloadShape
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.measurements import InputMeasurement
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.checks.attention_heads import check_techniques
-from gpumix.train.checks.job_warnings import of_data, of_schedule
-from gpumix.train.checks.resume_check import check_goes_on
-from gpumix.train.checks.stage_count import check_number
+from gpumix.train.checks.attention_heads import check_config_heads
+from gpumix.train.checks.job_warnings import warn_of_data, warn_of_schedule
+from gpumix.train.checks.resume_check import check_resume
+from gpumix.train.checks.stage_count import check_job_stage_count
 from gpumix.train.elastic.recovery import Restart
-from gpumix.train.monitor.trial_hook import Watcher
+from gpumix.train.monitor.trial_hook import TrialObserver
 from gpumix.train.processes.local_launcher import RankAddress
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.summary import Summary, TrialResult
-from gpumix.train.run_log.terminal import stderr
+from gpumix.train.run_log.terminal import get_stderr_console
 from gpumix.train.run_manifest import RunRecord
 from gpumix.train.trainer import Trainer
-from gpumix.train.worker.context import Context, Task, joined
-from gpumix.train.worker.model import model_of
-from gpumix.train.worker.optimizer import trial_optimizer
+from gpumix.train.worker.context import RankContext, Task, join_run
+from gpumix.train.worker.model import build_model
+from gpumix.train.worker.optimizer import build_trial_optimizer
 
 
 def profile(
@@ -42,17 +42,17 @@ def profile(
     """Measure everything not in the cache, for a run that begins or (`resume`) continues. Every
     rank returns the profile."""
     job = task.job
-    with joined(seat, task) as context:
+    with join_run(seat, task) as context:
         if resume:
-            model = _model_to_measure(task)
-            check_goes_on(context, model, dissect(model, job.model.units).fingerprint())
+            model = _build_checked_model(task)
+            check_resume(context, model, split_into_units(model, job.model.units).fingerprint())
         cache = MeasurementCache(job, task.cluster, task.folder)
         own = cache.chosen[seat.device.device_class].efficiency
-        subject = Subject(
-            build=partial(_model_to_measure, task),
+        subject = Workload(
+            build=partial(_build_checked_model, task),
             make_batch=context.batch,
-            optimizer_of=partial(trial_optimizer, job.optimizer, fused=own.fused_optimizer),
-            shape=Shape(job.sequence_length, job.global_batch),
+            optimizer_of=partial(build_trial_optimizer, job.optimizer, fused=own.fused_optimizer),
+            shape=WorkloadShape(job.sequence_length, job.global_batch),
             budget_s=job.profile.budget,
             dtypes=cache.dtypes,
             units=job.model.units,
@@ -61,7 +61,7 @@ def profile(
             tensor=job.model.tensor_plan,
             degrees=cache.degrees,
             sequence=job.techniques.sequence,
-            must_divide=1 not in job.techniques.tensor,
+            requires_tensor_parallel=1 not in job.techniques.tensor,
         )
         profiler = ClusterProfiler(
             subject,
@@ -72,13 +72,13 @@ def profile(
             cache=cache,
             fresh=fresh,
         )
-        found = cache.named(profiler.run(stderr().print))
-        inputs = _inputs(context, devices, cache, fresh=fresh)
-        return reading_as(job, found.model_copy(update={"inputs": inputs.inputs}))
+        found = cache.named(profiler.run(get_stderr_console().print))
+        inputs = _measure_inputs(context, devices, cache, fresh=fresh)
+        return set_readers(job, found.model_copy(update={"inputs": inputs.inputs}))
 
 
-def _inputs(
-    context: Context, devices: tuple[Device, ...], cache: MeasurementCache, *, fresh: bool
+def _measure_inputs(
+    context: RankContext, devices: tuple[Device, ...], cache: MeasurementCache, *, fresh: bool
 ) -> InputMeasurement:
     """Return the cost of reading samples, from the first rank's cache or measured. Collective."""
     cached = cache.inputs() if context.first and not fresh else None
@@ -98,21 +98,21 @@ def _inputs(
     return measured
 
 
-def _model_to_measure(task: Task) -> nn.Module:
+def _build_checked_model(task: Task) -> nn.Module:
     """Build the job's model. Foreign weights, parameter groups or tensor plans without a match, and
     more stages than units are reported now, not after the measurement."""
     spec = task.job.model
-    model = model_of(spec, folder=task.folder, seed=task.job.seed)
+    model = build_model(spec, folder=task.folder, seed=task.job.seed)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    matches([group.match for group in task.job.optimizer.groups], trained)
+    match_names([group.match for group in task.job.optimizer.groups], trained)
     if spec.weights is not None:
-        source_of(model, spec.weights)
+        make_source(model, spec.weights)
     must_divide = 1 not in task.job.techniques.tensor
     if spec.tensor_plan is not None or must_divide:
-        tensor_plan(model, spec.tensor_plan)
+        resolve_tensor_plan(model, spec.tensor_plan)
     if must_divide:
-        check_techniques(getattr(model, "config", None), task.cluster, task.job.techniques)
-    check_number(model, task.job, task.cluster)
+        check_config_heads(getattr(model, "config", None), task.cluster, task.job.techniques)
+    check_job_stage_count(model, task.job, task.cluster)
     return model
 
 
@@ -129,14 +129,14 @@ def train(
 
     The run's folder gets the job, the plan and its profile, once nothing is in the way.
     """
-    with joined(seat, task) as context:
+    with join_run(seat, task) as context:
         own = plan.for_devices([d.id for d in devices])
         trainer = Trainer(context, own, profile, resume=resume, restart=restart)
         if context.first:
             job = task.job
-            odd = of_data(context.train_data, context.held_out, job.global_batch)
-            for line in (*of_schedule(job), *odd):
-                stderr().print(line, style="yellow")
+            odd = warn_of_data(context.train_data, context.held_out, job.global_batch)
+            for line in (*warn_of_schedule(job), *odd):
+                get_stderr_console().print(line, style="yellow")
             RunRecord.of(task).save(task.job.output / run_files.RUN)
             plan.save(task.job.output / run_files.PLAN)
             if profile is not None:
@@ -151,10 +151,10 @@ def try_out(
     devices: tuple[Device, ...],
     steps: int,
     beside: bool = False,
-    watcher: Watcher | None = None,
+    watcher: TrialObserver | None = None,
 ) -> TrialResult:
     """Train a few steps by the plan, to measure speed and memory; see `Trainer.try_out`. Every rank
     returns the trial."""
-    with watcher or nullcontext(), joined(seat, task) as context:
+    with watcher or nullcontext(), join_run(seat, task) as context:
         trainer = Trainer(context, plan.for_devices([d.id for d in devices]))
         return trainer.try_out(steps, beside=beside, watcher=watcher)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from statistics import fmean, median
 
-from gpumix.cost.input_time import rates_of
+from gpumix.cost.input_time import compute_host_read_rates
 from gpumix.cost.predict import predict
 from gpumix.hardware.host.environment import torchrun_place
 from gpumix.schema.errors import PlanOutdated
@@ -14,24 +14,35 @@ from gpumix.schema.job.job import Job
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.units import show_seconds
-from gpumix.train.controller import plan_of
+from gpumix.train.controller import plan_job
 from gpumix.train.elastic.device_pace import with_samples
-from gpumix.train.elastic.plan_change import dealt_anew
-from gpumix.train.elastic.rebalance_memory import Movable, idle_paces, most_by_memory, with_shares
-from gpumix.train.elastic.rebalancer import WINDOW_STEPS, Change, Fixed, Rebalancer, Room
-from gpumix.train.elastic.replan_stages import Redealt, Restaging
+from gpumix.train.elastic.plan_change import make_rebalance_event
+from gpumix.train.elastic.rebalance_memory import (
+    MovableSplitLimits,
+    idle_paces,
+    limit_samples_by_memory,
+    with_shares,
+)
+from gpumix.train.elastic.rebalancer import (
+    WINDOW_STEPS,
+    FixedSplitLimits,
+    Rebalancer,
+    SplitChange,
+    SplitLimits,
+)
+from gpumix.train.elastic.replan_stages import MicroBatchExchange, StageReplanner
 from gpumix.train.run_log.metrics import RunEvent
-from gpumix.train.worker.context import Context
+from gpumix.train.worker.context import RankContext
 
 # Observation starts at this step: the first steps take longer.
 FIRST_STEPS = 3
 # Steps measured after a change to report its effect.
 MEASURED_STEPS = 5
 # Without a profile the samples' part of the peak is unknown: the full peak is attributed to them.
-ROOM = 0.9
+USABLE_MEMORY_SHARE = 0.9
 
 
-class Balancing:
+class RebalanceController:
     """A rank's part in rebalancing; all ranks change plans identically, at a common step.
 
     Attributes:
@@ -50,7 +61,7 @@ class Balancing:
         self,
         plan: Plan,
         profile: Profile | None,
-        context: Context,
+        context: RankContext,
         *,
         state_moves: bool,
         step_before_s: float | None = None,
@@ -69,13 +80,13 @@ class Balancing:
         if step_before_s is not None:
             self._changed = (FIRST_STEPS, step_before_s)
         self.outdated: PlanOutdated | None = None
-        self._restaging: Restaging | None = None
+        self._restaging: StageReplanner | None = None
         if len(plan.stages) > 1 and profile is not None:
             job = context.job
-            self._restaging = Restaging(
+            self._restaging = StageReplanner(
                 plan,
                 profile,
-                replan=partial(_plan_of, job) if job.restarts else None,
+                replan=partial(_replan_job, job) if job.restarts else None,
                 steps=job.steps,
             )
 
@@ -96,8 +107,8 @@ class Balancing:
         change = self._rebalancer.observe(compute_s)
         if change is None:
             return self._settled(times)
-        told = self._goes_on_by(
-            self._with(change),
+        told = self._adopt_plan(
+            self._apply_change(change),
             change,
             times,
             what="a step's computing",
@@ -111,28 +122,29 @@ class Balancing:
     def _after_stages(self, times: Sequence[float], compute_s: Sequence[float]) -> list[RunEvent]:
         found = self._restaging.observe(compute_s) if self._restaging is not None else None
         if isinstance(found, PlanOutdated):
-            found.step_s = _of_late(times)
+            found.step_s = _mean_recent_step_s(times)
             self.outdated = found
             return self.effect(times)
         if found is None:
             return self._settled(times)
-        return self._goes_on_by(found.plan, found, times, what="a step")
+        return self._adopt_plan(found.plan, found, times, what="a step")
 
-    def _goes_on_by(
+    def _adopt_plan(
         self,
         plan: Plan,
-        found: Change | Redealt,
+        found: SplitChange | MicroBatchExchange,
         times: Sequence[float],
         *,
         what: str,
         moving_s: float | None = None,
     ) -> list[RunEvent]:
-        """Adopt a plan splitting the samples again from the next step on; see `dealt_anew`."""
+        """Adopt a plan splitting the samples again from the next step on; see
+        `make_rebalance_event`."""
         before, self.plan = self.plan, plan
         self.changes += 1
         effect = self.effect(times)
-        self._changed = (len(times), _of_late(times))
-        told = dealt_anew(
+        self._changed = (len(times), _mean_recent_step_s(times))
+        told = make_rebalance_event(
             before,
             plan,
             found.why,
@@ -152,24 +164,26 @@ class Balancing:
             plan,
             self._room(),
             steps=steps,
-            read_per_s=rates_of(profile),
+            read_per_s=compute_host_read_rates(profile),
             idle=idle_paces(profile, plan),
         )
 
-    def _room(self) -> Room:
+    def _room(self) -> SplitLimits:
         """Return the room for samples. Collective without a profile."""
         if self._profile is None:
-            return Fixed(self._most_by_peak())
+            return FixedSplitLimits(self._limit_samples_by_peak())
         if self._state_moves:
-            return Movable(self._profile, self._planned)
-        return Fixed(most_by_memory(self._profile, self._planned))
+            return MovableSplitLimits(self._profile, self._planned)
+        return FixedSplitLimits(limit_samples_by_memory(self._profile, self._planned))
 
-    def _most_by_peak(self) -> Sequence[int]:
+    def _limit_samples_by_peak(self) -> Sequence[int]:
         """Return the most samples for which each team has memory, by peak memory so far.
         Collective."""
         (stage,) = self._planned.stages
         peak = self._context.runtime.peak_bytes()
-        part = ROOM * self._context.runtime.memory_limit_bytes / peak if peak else 1.0
+        part = (
+            USABLE_MEMORY_SHARE * self._context.runtime.memory_limit_bytes / peak if peak else 1.0
+        )
         parts = [float(text) for text in self._context.ranks.gather("room", str(part))]
         if not peak:
             return [self._planned.global_batch] * len(stage.teams)
@@ -177,7 +191,7 @@ class Balancing:
         now = [team[0].samples for team in stage.teams]
         return [max(n, int(n * of_team)) for n, of_team in zip(now, of_teams)]
 
-    def _with(self, change: Change) -> Plan:
+    def _apply_change(self, change: SplitChange) -> Plan:
         plan = with_samples(self._planned, change.samples)
         if change.shares is not None:
             plan = with_shares(plan, change.shares)
@@ -205,9 +219,9 @@ class Balancing:
         return [RunEvent("rebalanced", fields, text)]
 
 
-def _of_late(times: Sequence[float]) -> float:
+def _mean_recent_step_s(times: Sequence[float]) -> float:
     return fmean(times[-WINDOW_STEPS:])
 
 
-def _plan_of(job: Job, profile: Profile) -> Plan:
-    return plan_of(job, profile, leaving_out=torchrun_place() is None)
+def _replan_job(job: Job, profile: Profile) -> Plan:
+    return plan_job(job, profile, leaving_out=torchrun_place() is None)

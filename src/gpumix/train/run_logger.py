@@ -17,14 +17,19 @@ from gpumix.engine.comm.step_recorder import RecordedStep
 from gpumix.engine.engine import Engine
 from gpumix.schema.units import show_seconds
 from gpumix.train.checkpoint.checkpointer import Saved
-from gpumix.train.elastic.plan_change import PlanParts, started
+from gpumix.train.elastic.plan_change import PlanParts, make_start_event
 from gpumix.train.elastic.recovery import Restart
 from gpumix.train.memory_checkpoint.memory_folder import WITHOUT_COPIES
-from gpumix.train.monitor.step_history import StepsTaken
+from gpumix.train.monitor.step_history import StepHistory
 from gpumix.train.monitor.step_timer import StepTimer
-from gpumix.train.monitor.step_trace import trace_of
+from gpumix.train.monitor.step_trace import build_trace
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.display import Display, first_of, input_bound, unread
+from gpumix.train.run_log.display import (
+    Display,
+    describe_first_reason,
+    describe_input_bound_ranks,
+    describe_skipped_samples,
+)
 from gpumix.train.run_log.metrics import (
     ClassRecord,
     RankRecord,
@@ -34,11 +39,11 @@ from gpumix.train.run_log.metrics import (
     by_class,
     fullest_by_class,
 )
-from gpumix.train.run_log.time_breakdown import Account
-from gpumix.train.state_keeper import Keeping
-from gpumix.train.worker.context import Context
+from gpumix.train.run_log.time_breakdown import TimeBreakdown
+from gpumix.train.state_keeper import StateKeeper
+from gpumix.train.worker.context import RankContext
 
-LATE = (
+LATE_CHECKPOINT = (
     "a checkpoint is due before the last one is written, and put off until then: the disk is "
     "slower than `checkpoint.every_steps` asks for"
 )
@@ -57,12 +62,12 @@ class RunLogger:
 
     def __init__(
         self,
-        context: Context,
+        context: RankContext,
         engine: Engine,
         loader: Loader,
-        keeping: Keeping,
+        keeping: StateKeeper,
         watch: StepTimer,
-        taken: StepsTaken,
+        taken: StepHistory,
         *,
         begun_at: int,
     ) -> None:
@@ -74,7 +79,7 @@ class RunLogger:
         self._log = RunLog(context.job.output, engine.plan, context.job.steps, done=begun_at)
         self._display: Display | None = None
         self._told_of_copies = self._told_of_disk = self._told_of_waiting = False
-        self._spent = Account.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        self._spent = TimeBreakdown.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
         self._waited_s, self._since = 0.0, time.perf_counter()
         self._begun_at = self._steps_before = begun_at
         self._sent_before = float(engine.comm.sent.total())
@@ -112,7 +117,7 @@ class RunLogger:
         """Report a plan unlike the plan of the run `before`."""
         why = restart.decided if restart is not None else "the run was resumed"
         now = PlanParts.of(self._engine.plan, self._context.task.cluster)
-        told = started(before, now, why) if before is not None else None
+        told = make_start_event(before, now, why) if before is not None else None
         self.tell(self._begun_at, [told] if told is not None else [])
 
     def restart(self, step: int, restart: Restart, kept_in: str) -> None:
@@ -135,9 +140,9 @@ class RunLogger:
                 saved.step, saved.path, seconds=saved.seconds, stalled_s=self._keeping.stalled_s
             )
 
-    def put_off(self, step: int) -> None:
+    def log_late_checkpoint(self, step: int) -> None:
         """Report a checkpoint waiting for the previous checkpoint."""
-        text = "" if self._told_of_disk else LATE
+        text = "" if self._told_of_disk else LATE_CHECKPOINT
         self._told_of_disk = True
         self.tell(step, [RunEvent("checkpoint-late", {}, text)])
 
@@ -153,7 +158,7 @@ class RunLogger:
         if self._display is not None:
             path = self._context.job.output / run_files.TRACE
             recordings = [RecordedStep.from_json(text) for text in told]
-            trace_of(self._engine.plan, recordings).save(path)
+            build_trace(self._engine.plan, recordings).save(path)
             self._display.say(f"trace of step {step}: {path}, open it in ui.perfetto.dev")
 
     def copies(self, refused: str) -> None:
@@ -162,7 +167,7 @@ class RunLogger:
             self._told_of_copies = True
             self._display.say(f"no copies of the state in memory: {refused}; {WITHOUT_COPIES}")
 
-    def _saves_in_place(self, why: str) -> None:
+    def _log_blocking_saves(self, why: str) -> None:
         """Report, once in a run, why training waits for checkpoints."""
         if why and not self._told_of_waiting:
             self._told_of_waiting = True
@@ -208,23 +213,25 @@ class RunLogger:
             self._log.classes(step, self.classes)
             self._log.ranks(step, self.records)
             self._display.classes(self.classes)
-            if self._log.starved(step, self.records):
-                self.say(input_bound(names, self.records))
-            self.copies(first_of(names, (one.not_copied for one in self.records)))
-            self._saves_in_place(first_of(names, (one.saved_in_place for one in self.records)))
+            if self._log.report_starvation(step, self.records):
+                self.say(describe_input_bound_ranks(names, self.records))
+            self.copies(describe_first_reason(names, (one.not_copied for one in self.records)))
+            self._log_blocking_saves(
+                describe_first_reason(names, (one.saved_in_place for one in self.records))
+            )
 
-    def of_all_steps(self) -> None:
+    def extend_records_to_run(self) -> None:
         """Extend the records, if any, to the entire run. Collective."""
         if self.records:
             mine = self.records[self._context.ranks.rank]
-            speed = self._speed(self._taken.counting)
+            speed = self._speed(self._taken.counted_steps)
             spent, skipped = self._spent.shares(), self._skipped
             self._gather(replace(mine, shares=spent, skipped=skipped, **speed))
-        missed = unread(self._context.ranks.names, self.records)
+        missed = describe_skipped_samples(self._context.ranks.names, self.records)
         if missed and self._display is not None:
             self._display.say(missed)
 
-    def not_of_steps(self, sent_bytes: int) -> None:
+    def exclude_sent_bytes(self, sent_bytes: int) -> None:
         """Exclude bytes sent outside of steps."""
         self._sent_before += sent_bytes
 

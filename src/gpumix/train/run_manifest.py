@@ -21,7 +21,7 @@ from pydantic import Field
 import gpumix
 from gpumix.hardware.host.environment import Launcher, cluster_file, launcher, world_size
 from gpumix.schema.job.job import Job
-from gpumix.schema.reading.cluster_file import written
+from gpumix.schema.reading.cluster_file import format_cluster
 from gpumix.schema.value import Document, Value
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ PACKAGES = (
     "lightning", "ray",
 )  # fmt: skip
 # Arguments with secret values; `--eos_token` is none.
-SECRET = re.compile(
+SECRET_ARGUMENT = re.compile(
     r"(?i)(?:^|[-_.])(?:(?<!(?:pad|eos|bos|unk|sep|cls)[-_])token|secret|password|passwd"
     r"|credentials?|(?:api|access)[-_]?key)$"
 )
@@ -77,14 +77,14 @@ class RunRecord(Document):
     @classmethod
     def of(cls, task: Task) -> RunRecord:
         job = task.job
-        return cls._now(task.folder, given=_given(job), job=job.model_dump(mode="json"))
+        return cls._now(task.folder, given=_dump_given_keys(job), job=job.model_dump(mode="json"))
 
     @classmethod
     def of_script(cls, plans: str) -> RunRecord:
         """Record the program of this process; see `Script`."""
         by, file = launcher(), cluster_file()
         script = Script(
-            words=[] if by == "Ray" else list(_without_secrets(_program())),
+            words=[] if by == "Ray" else list(_hide_secrets(_get_program_arguments())),
             processes=world_size(),
             launcher=by,
             cluster=None if file is None else str(file.absolute()),
@@ -111,13 +111,13 @@ class RunRecord(Document):
         return text
 
 
-def _given(job: Job) -> dict[str, Any]:
+def _dump_given_keys(job: Job) -> dict[str, Any]:
     """Return the given keys of a job, with a cluster as in a cluster file."""
     given = job.model_dump(mode="json", exclude_unset=True)
-    return given if job.cluster == "auto" else given | {"cluster": written(job.cluster)}
+    return given if job.cluster == "auto" else given | {"cluster": format_cluster(job.cluster)}
 
 
-def _program() -> list[str]:
+def _get_program_arguments() -> list[str]:
     """Return the interpreter's arguments of this process; empty in interactive use."""
     main = sys.modules.get("__main__")
     if hasattr(sys, "ps1") or getattr(main, "__file__", None) is None:
@@ -129,11 +129,11 @@ def _program() -> list[str]:
     return [sys.argv[0], *arguments]
 
 
-def _without_secrets(words: Sequence[str]) -> Iterator[str]:
+def _hide_secrets(words: Sequence[str]) -> Iterator[str]:
     hidden = False
     for word in words:
         name, given, _ = word.partition("=")
-        secret = SECRET.search(name) is not None
+        secret = SECRET_ARGUMENT.search(name) is not None
         yield HIDDEN if hidden else f"{name}={HIDDEN}" if secret and given else word
         hidden = secret and not given and word.startswith("-")
 

@@ -15,21 +15,21 @@ from torch.optim import Optimizer
 from gpumix.data.loader import Loader
 from gpumix.engine.engine import Engine
 from gpumix.hardware.host.environment import shared_memory_folder
-from gpumix.schema.errors import MachineError, first_line
+from gpumix.schema.errors import MachineError, get_first_line
 from gpumix.schema.job.job import Job
 from gpumix.schema.plan.plan import Plan
 from gpumix.train.checkpoint.checkpointer import Checkpointer, Saved
 from gpumix.train.checkpoint.content import Content
-from gpumix.train.checkpoint.manifest import Damaged, of_steps, step_of
-from gpumix.train.checkpoint.model_files import saved_beside_weights
+from gpumix.train.checkpoint.manifest import Damaged, get_job_steps, parse_step
+from gpumix.train.checkpoint.model_files import dump_model_files
 from gpumix.train.memory_checkpoint import memory_folder, reader
 from gpumix.train.memory_checkpoint.checkpointer import MemoryCheckpointer
-from gpumix.train.memory_checkpoint.memory_folder import HeldState, Home, NewestState
-from gpumix.train.memory_checkpoint.replication import Buddies
+from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder, NewestState, StateCopy
+from gpumix.train.memory_checkpoint.replication import BuddyReplicator
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import RunEvent
-from gpumix.train.run_log.run_id import id_of
-from gpumix.train.worker.context import Context
+from gpumix.train.run_log.run_id import read_run_id
+from gpumix.train.worker.context import RankContext
 
 # Share of step time that copies in memory may cost if their interval is chosen; more for steps
 # longer than `LONG_STEP_S`, each as costly to repeat.
@@ -44,7 +44,7 @@ MEASURED_STEPS = 4
 
 
 @dataclass(frozen=True)
-class TakenUp:
+class ResumedState:
     """State resumed by a run; `extra` is saved next to the state, `path` is the checkpoint on disk,
     or None for copies in memory."""
 
@@ -60,22 +60,22 @@ class TakenUp:
     @property
     def of_steps(self) -> int | None:
         """The steps of the job having saved the state; None if no job did."""
-        return of_steps(self.extra)
+        return get_job_steps(self.extra)
 
 
-def interval_of(copied_s: float, step_s: float) -> int:
+def choose_copy_interval(copied_s: float, step_s: float) -> int:
     """Return the interval in steps between copies, given the pause of training per copy and the
     step time."""
     share = LONG_SHARE if step_s > LONG_STEP_S else MEMORY_SHARE
     return max(1, math.ceil(copied_s / max(step_s, 1e-9) / share))
 
 
-class Keeping:
+class StateKeeper:
     """A rank's part in saving and restoring a run. Methods are collective unless documented
     otherwise."""
 
     def __init__(
-        self, context: Context, plan: Plan, engine: Engine, optimizer: Optimizer, loader: Loader
+        self, context: RankContext, plan: Plan, engine: Engine, optimizer: Optimizer, loader: Loader
     ) -> None:
         self._context = context
         self._engine, self._optimizer, self._loader = engine, optimizer, loader
@@ -97,8 +97,10 @@ class Keeping:
         self._safe_step = 0  # the state after it is on disk, or is the run's initial state
         self._begun_step = -1  # step of the checkpoint begun last
         root = shared_memory_folder()
-        run = ranks.share("id of the run", id_of(job.output) if context.first else None)
-        self._home = None if root is None else Home(root, job.output, context.device.host, run)
+        run = ranks.share("id of the run", read_run_id(job.output) if context.first else None)
+        self._home = (
+            None if root is None else MemoryFolder(root, job.output, context.device.host, run)
+        )
         self._memory: MemoryCheckpointer | None = None
         every = job.checkpoint.memory_every_steps
         self._every_steps = 1 if every == "auto" else every
@@ -193,31 +195,31 @@ class Keeping:
         try:
             self._home.make(generation)
         except (MachineError, OSError) as error:
-            return first_line(error)
+            return get_first_line(error)
         return ""
 
-    def _buddies_in(self, place: Path) -> Buddies | None:
+    def _buddies_in(self, place: Path) -> BuddyReplicator | None:
         """Return the exchange with buddies, or None on a single host. Collective on several
         hosts."""
         if len(set(self._hosts)) == 1:
             return None
         group = self._group_of_ranks()
         assert group is not None
-        return Buddies(place, self._hosts, group)
+        return BuddyReplicator(place, self._hosts, group)
 
-    def _told(self) -> list[list[HeldState]]:
+    def _told(self) -> list[list[StateCopy]]:
         """Return the copies found by each rank on the rank's host."""
         held = self._home.held() if self._home is not None else []
         told = self._context.ranks.gather("held in memory", memory_folder.to_text(held))
         return [memory_folder.from_text(text) for text in told]
 
-    def remembers(self, step: int) -> bool:
+    def is_copy_due(self, step: int) -> bool:
         """Return whether the state after `step` is due to be copied. Not collective."""
         return self._memory is not None and step % self._every_steps == 0
 
-    def remember(self, step: int) -> None:
+    def begin_copy(self, step: int) -> None:
         """Copy the state after `step` during the next step, if due."""
-        if self._memory is None or not self.remembers(step):
+        if self._memory is None or not self.is_copy_due(step):
             return
         begun = time.perf_counter()
         self._memory.begin(step, self._engine, self._optimizer, self._loader.state_dict())
@@ -234,16 +236,16 @@ class Keeping:
         return not any(self._context.ranks.gather("kept in memory", self._memory.refused))
 
     def choose_interval(self, step_s: float) -> list[RunEvent]:
-        """Choose the interval of copies by the cost of the first; see `interval_of`. Return the
-        report."""
+        """Choose the interval of copies by the cost of the first; see `choose_copy_interval`.
+        Return the report."""
         if self._memory is None or self._context.job.checkpoint.memory_every_steps != "auto":
             return []
-        own = interval_of(min(self._copied_s, default=0.0), step_s)
+        own = choose_copy_interval(min(self._copied_s, default=0.0), step_s)
         told = self._context.ranks.gather("copies' interval", str(own))
         self._every_steps = every = max(map(int, told))
         return [RunEvent("copies", {"every_steps": every}, "")]
 
-    def nothing_new(self, step: int, *, deadline: float) -> bool:
+    def is_step_saved(self, step: int, *, deadline: float) -> bool:
         """Return whether on all ranks the state after `step`, the last done, is on disk by
         `deadline` or is the run's initial state. Collective; for a thread next to the main
         thread."""
@@ -258,7 +260,7 @@ class Keeping:
 
         First waits for a checkpoint being written; without time for another, that checkpoint is the
         last. Returns None if neither is written in time, or no copies are kept. The state does not
-        change until `go_on_copying`. Collective; for a thread next to the main thread.
+        change until `resume_copying`. Collective; for a thread next to the main thread.
 
         Args:
             deadline: end of the save, by `time.monotonic()`.
@@ -267,7 +269,7 @@ class Keeping:
         if self._memory is None:
             return None
         assert self._beside is not None
-        held = self._memory.hold(max(0.0, deadline - time.monotonic()))
+        held = self._memory.pause_copying(max(0.0, deadline - time.monotonic()))
         self.checkpointer.wait(deadline - needs_s - time.monotonic())
         free = self.checkpointer.writing_since is None
         if not self._beside.all_say(free, "its disk is free"):
@@ -275,7 +277,7 @@ class Keeping:
         step = self._beside.common_step(held)
         return None if step is None else self._beside.save_copy(held[step])
 
-    def go_on_copying(self) -> None:
+    def resume_copying(self) -> None:
         """Resume copying after `save_copies`; not collective."""
         if self._memory is not None:
             self._memory.go_on()
@@ -314,7 +316,7 @@ class Keeping:
             if self._copied_s:
                 self._copied_s[-1] += time.perf_counter() - begun
 
-    def take_up(self, *, needed: bool) -> TakenUp | None:
+    def restore_newest_state(self, *, needed: bool) -> ResumedState | None:
         """Restore the newest state into engine, optimizer and loader; None if there is no state and
         none is needed.
 
@@ -325,27 +327,27 @@ class Keeping:
         if in_memory is None:
             return self._from_disk(-1) if saved is not None or needed else None
         found, held = in_memory
-        if saved is None or step_of(saved) <= found.step:
+        if saved is None or parse_step(saved) <= found.step:
             return self._from_memory(found, held)
         try:
             return self._from_disk(found.step)
         except Damaged as error:  # all later checkpoints are
             return replace(self._from_memory(found, held), passed_over=(error,))
 
-    def _from_disk(self, after: int) -> TakenUp:
+    def _from_disk(self, after: int) -> ResumedState:
         """Load the newest intact checkpoint of a step later than `after`."""
         state = self.checkpointer.load(self._engine, self._optimizer, after=after)
         self._loader.load_state_dict(state.cursor)
         self._safe_step = state.step
-        return TakenUp(state.step, state.extra, state.path, state.passed_over)
+        return ResumedState(state.step, state.extra, state.path, state.passed_over)
 
-    def _found_in_memory(self) -> tuple[NewestState, list[HeldState]] | None:
+    def _found_in_memory(self) -> tuple[NewestState, list[StateCopy]] | None:
         """Return the newest state in memory to resume from, and the copies on this host."""
         told = self._told()
-        found = memory_folder.newest(told)
+        found = memory_folder.find_newest_state(told)
         return None if found is None else (found, told[self._context.ranks.rank])
 
-    def _from_memory(self, found: NewestState, held: list[HeldState]) -> TakenUp:
+    def _from_memory(self, found: NewestState, held: list[StateCopy]) -> ResumedState:
         assert self._home is not None
         manifest = reader.load(
             self._home,
@@ -358,7 +360,7 @@ class Keeping:
         )
         self._loader.load_state_dict(dict(manifest.cursor))
         self._safe_step = -1
-        return TakenUp(manifest.step, dict(manifest.extra))
+        return ResumedState(manifest.step, dict(manifest.extra))
 
 
 def _size_of(engine: Engine) -> int:
@@ -369,4 +371,4 @@ def _size_of(engine: Engine) -> int:
 def _extra(job: Job, plan: Plan, engine: Engine) -> dict[str, Any]:
     """Return the content saved next to the state."""
     extra = {"job": job.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
-    return extra | saved_beside_weights(engine.model)  # also for a model from a factory
+    return extra | dump_model_files(engine.model)  # also for a model from a factory

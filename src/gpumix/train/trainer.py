@@ -16,40 +16,44 @@ from torch import nn
 
 from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.data.order.sampler import ByLength
-from gpumix.engine.comm.step_exchange import Exchanged
+from gpumix.engine.comm.step_exchange import StepTable
 from gpumix.engine.comm.step_recorder import SILENT, Recorder
-from gpumix.engine.optimizers.overlapped_step import updates_elements
+from gpumix.engine.optimizers.overlapped_step import is_elementwise
 from gpumix.engine.prepare import prepare
-from gpumix.engine.reshard import may_move
-from gpumix.engine.sharding.initial_weights import unused
+from gpumix.engine.reshard import can_move_state
+from gpumix.engine.sharding.initial_weights import find_unused_tensors
 from gpumix.engine.sharding.state_dict import some_of
 from gpumix.schema.errors import Interrupted
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.train.checkpoint.checkpointer import Saved
-from gpumix.train.checkpoint.manifest import number_of_job
-from gpumix.train.checks.non_finite import overflowed, spoilt, without_labels
+from gpumix.train.checkpoint.manifest import get_job_number
+from gpumix.train.checks.non_finite import (
+    make_corrupt_weights_error,
+    make_no_labels_error,
+    make_overflow_error,
+)
 from gpumix.train.checks.packed_documents import check_documents
-from gpumix.train.checks.resume_check import check_goes_on
-from gpumix.train.elastic.plan_change import in_force
+from gpumix.train.checks.resume_check import check_resume
+from gpumix.train.elastic.plan_change import load_parts_in_force
 from gpumix.train.elastic.recovery import Restart
 from gpumix.train.issued_steps import BadStep, IssuedSteps, ReadStep
-from gpumix.train.monitor.clock_warnings import ClockWatch
-from gpumix.train.monitor.corruption_monitor import Soundness
-from gpumix.train.monitor.host_syncs import syncs_of
-from gpumix.train.monitor.trial_hook import Watcher
-from gpumix.train.preemption_save import LastMinute
+from gpumix.train.monitor.clock_warnings import ClockMonitor
+from gpumix.train.monitor.corruption_monitor import CorruptionMonitor
+from gpumix.train.monitor.host_syncs import record_syncs
+from gpumix.train.monitor.trial_hook import TrialObserver
+from gpumix.train.preemption_save import PreemptionSaver
 from gpumix.train.processes.stop_signals import StopRequest
-from gpumix.train.rebalance_controller import Balancing
-from gpumix.train.run_log.interruption_cost import Interlude, seconds_of
-from gpumix.train.run_log.metrics import WARM_UP_STEPS, RunEvent, StepRecord, typical_s
+from gpumix.train.rebalance_controller import RebalanceController
+from gpumix.train.run_log.interruption_cost import InterruptionCost, measure_s
+from gpumix.train.run_log.metrics import WARM_UP_STEPS, RunEvent, StepRecord, compute_median_s
 from gpumix.train.run_log.summary import Summary, TrialResult
-from gpumix.train.run_log.terminal import stderr
+from gpumix.train.run_log.terminal import get_stderr_console
 from gpumix.train.run_logger import RunLogger
-from gpumix.train.state_keeper import MEASURED_STEPS, Keeping
-from gpumix.train.worker.context import Context
-from gpumix.train.worker.model import attention_cost, model_of
-from gpumix.train.worker.optimizer import optimizer_for
+from gpumix.train.state_keeper import MEASURED_STEPS, StateKeeper
+from gpumix.train.worker.context import RankContext
+from gpumix.train.worker.model import attention_cost, build_model
+from gpumix.train.worker.optimizer import build_optimizer
 
 # Notices sent through the engine; the largest counts.
 WRITING = 0.5  # a checkpoint is being written
@@ -57,7 +61,7 @@ STOP = 1.0  # this rank was asked to stop
 UNSAVED = 2.0  # a checkpoint could not be written
 # Maximum time steps wait for a checkpoint in progress when the next is due.
 MOST_STALL_S = 5.0
-MOST_STEPS_BESIDE = 8  # measured during a checkpoint
+MOST_OVERLAPPED_STEPS = 8  # measured during a checkpoint
 
 
 class Trainer:
@@ -73,7 +77,7 @@ class Trainer:
 
     def __init__(
         self,
-        context: Context,
+        context: RankContext,
         plan: Plan,
         profile: Profile | None = None,
         *,
@@ -94,7 +98,7 @@ class Trainer:
             seed=job.seed,
             couples=job.model.couples or "",
         )
-        self.optimizer = optimizer_for(
+        self.optimizer = build_optimizer(
             job.optimizer,
             self.engine.pieces(),
             self.engine.layout,
@@ -105,9 +109,9 @@ class Trainer:
         if job.data.packing == "documents":
             warning = check_documents(self.engine)
             if warning and context.first:
-                stderr().print(warning)
-        self.keeping = Keeping(context, plan, self.engine, self.optimizer, self.loader)
-        self._last_minute = LastMinute(context, self.keeping, lambda: self.step)
+                get_stderr_console().print(warning)
+        self.keeping = StateKeeper(context, plan, self.engine, self.optimizer, self.loader)
+        self._last_minute = PreemptionSaver(context, self.keeping, lambda: self.step)
         self.step = 0  # the last step read
         self._at_once_until = 0
         self._stopping = False
@@ -116,7 +120,7 @@ class Trainer:
         self._put_off = False  # a checkpoint is due and was put off
         self._restart = restart
         again = context.first and (resume or restart is not None)
-        self._plan_before = in_force(job.output, fresh=not resume) if again else None
+        self._plan_before = load_parts_in_force(job.output, fresh=not resume) if again else None
         self._kept_in = ""  # where the resumed state was
         if resume or restart is not None:
             self._take_up(needed=restart is None)
@@ -141,12 +145,14 @@ class Trainer:
             self.taken,
             begun_at=self.step,
         )
-        moves = may_move(plan) and updates_elements(self.optimizer)
+        moves = can_move_state(plan) and is_elementwise(self.optimizer)
         step_s = restart.step_s if restart is not None else None
-        balancing = Balancing(plan, profile, context, state_moves=moves, step_before_s=step_s)
+        balancing = RebalanceController(
+            plan, profile, context, state_moves=moves, step_before_s=step_s
+        )
         self._balancing = balancing if job.rebalance else None
-        self._clocks = ClockWatch(profile)
-        self._soundness = Soundness(context, plan, self.engine)
+        self._clocks = ClockMonitor(profile)
+        self._soundness = CorruptionMonitor(context, plan, self.engine)
 
     def _opened_loader(self) -> Loader:
         """Return the loader of this rank's part of each batch."""
@@ -167,11 +173,11 @@ class Trainer:
     def _built(self, resume: bool) -> nn.Module:
         """Build the job's model, checked against the saved run on resume."""
         context, spec = self.context, self.job.model
-        model = model_of(spec, folder=context.task.folder, seed=self.job.seed)
+        model = build_model(spec, folder=context.task.folder, seed=self.job.seed)
         if resume:
-            check_goes_on(context, model, self.plan.model)
+            check_resume(context, model, self.plan.model)
         if context.first and spec.weights is not None:
-            _tell_of_unused(unused(model, spec.weights))
+            _tell_of_unused(find_unused_tensors(model, spec.weights))
         return model
 
     def run(self) -> Summary:
@@ -191,28 +197,28 @@ class Trainer:
             self._telling.start(self._plan_before, self._restart)
             self._telling.copies(self.keeping.open_memory())
             stack.enter_context(self._last_minute.beside(stop))
-            if self._soundness.why_not:
-                self._telling.say(f"no batch is replayed: {self._soundness.why_not}")
+            if self._soundness.no_replay_reason:
+                self._telling.say(f"no batch is replayed: {self._soundness.no_replay_reason}")
             while self.steps.given < self.job.steps:
                 traced = self.steps.given + 1 == self.job.trace_step
-                step = self._traced_step if traced else self.give_step
+                step = self._traced_step if traced else self.issue_step
                 step(stop)
                 while self.steps.unread > self._most_pending():
                     done = self._read()
                     self._tell(done)
                     self._after(done.exchanged)
-            self._tell_of_last_split()
+            self._report_last_split()
             self.engine.look_back()
             path = self.save()
             self.keeping.forget()
             return self._summary(path)
 
-    def _after(self, exchanged: Exchanged) -> None:
+    def _after(self, exchanged: StepTable) -> None:
         """Act on a step just read, given the ranks' reports."""
         if self._due(self.job.evaluation.every_steps):
             sent_bytes = self.engine.comm.sent.total()
             self._evaluate()
-            self._telling.not_of_steps(self.engine.comm.sent.total() - sent_bytes)
+            self._telling.exclude_sent_bytes(self.engine.comm.sent.total() - sent_bytes)
         if self.step == self.job.steps:
             return
         # An error is raised in one step on all ranks, once all know of it.
@@ -226,10 +232,10 @@ class Trainer:
         self._save_if_due(writing=WRITING in exchanged.notices)
         self._remember()
         self._rebalance(exchanged.reports)
-        self._look_for_wrong_results(exchanged)
+        self._check_corruption(exchanged)
 
     def try_out(
-        self, steps: int, *, beside: bool = False, watcher: Watcher | None = None
+        self, steps: int, *, beside: bool = False, watcher: TrialObserver | None = None
     ) -> TrialResult:
         """Train `steps` steps after the warm-up; nothing is written.
 
@@ -238,7 +244,7 @@ class Trainer:
                 synchronizations in one more step.
             watcher: entered before; may want another step.
         """
-        evaluation = save = Interlude()
+        evaluation = save = InterruptionCost()
         with self.loader, StopRequest() as stop:
             for _ in range(WARM_UP_STEPS):
                 self.train_step(stop)
@@ -248,7 +254,7 @@ class Trainer:
             if watcher is not None:
                 watcher.begins()
             for _ in range(steps):
-                self.give_step(stop)
+                self.issue_step(stop)
                 while self.steps.unread > int(self.steps.late):
                     records.append(self._read().record)
                 for lengths in self.steps.lengths():
@@ -261,15 +267,15 @@ class Trainer:
             counted = [now - then for now, then in zip(self._counters(), before)]
             shares = self.watch.take().shares()
             if beside and self.job.evaluation.every_steps:
-                evaluation = Interlude(still_s=seconds_of(self._evaluate))
+                evaluation = InterruptionCost(pause_s=measure_s(self._evaluate))
             if beside and self.job.checkpoint.every_steps:
                 usual_s = fmean(r.step_s for r in records)
                 save = self._save_beside(stop, 1, usual_s)
                 lasts = self._steps_beside(save, usual_s)
                 # The first checkpoints take longer.
-                for _ in range(3 if lasts < MOST_STEPS_BESIDE else 1):
+                for _ in range(3 if lasts < MOST_OVERLAPPED_STEPS else 1):
                     save = self._save_beside(stop, lasts, usual_s)
-            with syncs_of(self.engine.device if beside else None) as syncs:
+            with record_syncs(self.engine.device if beside else None) as syncs:
                 classes = self.context.task.cluster.classes  # all ranks step, or none
                 if beside and any(one.is_gpu for one in classes):
                     self.train_step(stop)
@@ -277,7 +283,7 @@ class Trainer:
                 with watcher.looking():
                     self.train_step(stop)
         times = [r.step_s for r in records]
-        gather, step_s = self.context.ranks.gather, typical_s(times)
+        gather, step_s = self.context.ranks.gather, compute_median_s(times)
         busy = gather("busy", str(1.0 - waited_s / sum(times)))
         starved = gather("starved", str(shares.input))
         peaks = gather("peaks", json.dumps(self.context.runtime.peak_bytes()))
@@ -317,24 +323,25 @@ class Trainer:
         comm = self.engine.comm
         return {"waited_s": comm.clock.total_s(), "sent_bytes": comm.sent.total()}
 
-    def _save_beside(self, stop: StopRequest, steps: int, usual_s: float) -> Interlude:
+    def _save_beside(self, stop: StopRequest, steps: int, usual_s: float) -> InterruptionCost:
         """Save once during some steps, usually taking `usual_s` each."""
-        still_s = seconds_of(self._begin_save)
+        still_s = measure_s(self._begin_save)
         took_s = sum(self.train_step(stop).step_s for _ in range(steps))
         beside_s = self._finish_save().seconds
-        return Interlude.of_steps(still_s, beside_s, usual_s=steps * usual_s, took_s=took_s)
+        return InterruptionCost.of_steps(still_s, beside_s, usual_s=steps * usual_s, took_s=took_s)
 
-    def _steps_beside(self, first: Interlude, usual_s: float) -> int:
-        """Return the steps a checkpoint lasts, equal on all ranks, at most `MOST_STEPS_BESIDE`."""
-        mine = min(MOST_STEPS_BESIDE, math.ceil(first.beside_s / usual_s))
+    def _steps_beside(self, first: InterruptionCost, usual_s: float) -> int:
+        """Return the steps a checkpoint lasts, equal on all ranks, at most
+        `MOST_OVERLAPPED_STEPS`."""
+        mine = min(MOST_OVERLAPPED_STEPS, math.ceil(first.overlapped_s / usual_s))
         return max(map(int, self.context.ranks.gather("steps beside", str(mine))))
 
     def train_step(self, stop: StopRequest | None = None) -> StepRecord:
         """Run one step and read it at once."""
-        self.give_step(stop)
+        self.issue_step(stop)
         return [self._read() for _ in range(self.steps.unread)][-1].record
 
-    def give_step(self, stop: StopRequest | None = None) -> None:
+    def issue_step(self, stop: StopRequest | None = None) -> None:
         """Give the device a step, without reading the result; see `_read`."""
         self.steps.give(partial(self._begins, stop))
 
@@ -348,10 +355,12 @@ class Trainer:
         """Return the number of steps that may stay unread before the next is given."""
         changes = self._balancing is not None and self._balancing.plan is not self.plan
         outdated = self._balancing is not None and self._balancing.outdated is not None
-        at_once = self._stopping or changes or outdated or self._looks_at(self.steps.given)
+        at_once = (
+            self._stopping or changes or outdated or self._needs_immediate_read(self.steps.given)
+        )
         return int(self.steps.late and not at_once)
 
-    def _looks_at(self, step: int) -> bool:
+    def _needs_immediate_read(self, step: int) -> bool:
         """Return whether `step` may have consequences beyond its report, to be awaited by the
         next."""
         job = self.job
@@ -360,7 +369,7 @@ class Trainer:
             or step <= self._at_once_until
             or self._put_off
             or step - self._begun_at == MEASURED_STEPS
-            or self.keeping.remembers(step)
+            or self.keeping.is_copy_due(step)
             or job.trace_step in (step, step + 1)
             or any(_is_due(step, of.every_steps) for of in (job.evaluation, job.checkpoint))
         )
@@ -368,7 +377,7 @@ class Trainer:
     def _tell_of_what_is_there(self, kind: type[BaseException] | None, *_: object) -> None:
         """Log the completed steps after an error, without waiting for a device that may hang."""
         with suppress(Exception):
-            while kind is not None and self.steps.next_is_there:
+            while kind is not None and self.steps.is_next_ready:
                 self._telling.step(self._read().record)
 
     def _begins(self, stop: StopRequest | None) -> float:
@@ -383,10 +392,11 @@ class Trainer:
         return 0.0 if saving.writing_since is None else WRITING
 
     def _traced_step(self, stop: StopRequest | None = None) -> None:
-        """Give a traced step, like `give_step`; write all ranks' recordings to the run's folder."""
+        """Give a traced step, like `issue_step`; write all ranks' recordings to the run's
+        folder."""
         comm = self.engine.comm
         comm.record = recorder = Recorder(comm, self.plan.workers[comm.rank])
-        self.give_step(stop)
+        self.issue_step(stop)
         comm.record = SILENT
         told = self.context.ranks.collect("recordings", recorder.recording().to_json())
         self._telling.trace(self.steps.given, told)
@@ -396,7 +406,9 @@ class Trainer:
             waited_s = self.engine.comm.clock.at_s(step.given.ticks.communicated[1])
             sent_bytes = step.given.sent_bytes
             self._telling.exchange(self.step, waited_s=waited_s, sent_bytes=sent_bytes)
-            self._telling.tell(self.step, self._clocks.differ(self.plan, self._telling.records))
+            self._telling.tell(
+                self.step, self._clocks.find_clock_changes(self.plan, self._telling.records)
+            )
         self._telling.step(step.record)
         restart, self._restart = self._restart, None
         if restart is not None:
@@ -425,7 +437,7 @@ class Trainer:
     def save(self, cursor: dict[str, Any] | None = None) -> Path:
         """Write the last checkpoint and wait for it; the data resumes at `cursor`, by default
         behind the last batch."""
-        self._last_minute.leave_to_me()
+        self._last_minute.claim_last_save()
         self._begin_save(cursor)
         return self._finish_save().path
 
@@ -437,7 +449,7 @@ class Trainer:
         if writing and (self._put_off or not self.keeping.is_free_within(MOST_STALL_S)):
             if not self._put_off:
                 self._put_off = True
-                self._telling.put_off(self.step)
+                self._telling.log_late_checkpoint(self.step)
             return
         self._put_off = False
         self._begin_save()
@@ -457,9 +469,9 @@ class Trainer:
         """Copy this step's state into memory, if due."""
         done = self.step - self._begun_at
         if done == MEASURED_STEPS:
-            told = self.keeping.choose_interval(typical_s(self.taken.times_s[1:]))
+            told = self.keeping.choose_interval(compute_median_s(self.taken.times_s[1:]))
             self._telling.tell(self.step, told)
-        self.keeping.remember(self.step)
+        self.keeping.begin_copy(self.step)
 
     def _rebalance(self, reports: Sequence[float]) -> None:
         """Split the samples again if worthwhile by the ranks' `reports` of the last steps."""
@@ -484,15 +496,15 @@ class Trainer:
                 self.save()
             raise outdated
 
-    def _tell_of_last_split(self) -> None:
+    def _report_last_split(self) -> None:
         if self._balancing is not None:
             self._telling.tell(self.step, self._balancing.effect(self.taken.times_s))
 
-    def _look_for_wrong_results(self, exchanged: Exchanged) -> None:
+    def _check_corruption(self, exchanged: StepTable) -> None:
         self._telling.tell(self.step, self._soundness.after_step(self.step, exchanged))
 
     def _take_up(self, *, needed: bool) -> None:
-        state = self.keeping.take_up(needed=needed)
+        state = self.keeping.restore_newest_state(needed=needed)
         if state is None:
             return
         self.step = state.step
@@ -502,23 +514,25 @@ class Trainer:
         if not self.context.first:
             return
         for damage in state.passed_over:
-            stderr().print(f"passed over: {damage.where} is damaged: {damage.why}")
-        stderr().print(f"going on from {state.where}")
+            get_stderr_console().print(f"passed over: {damage.where} is damaged: {damage.why}")
+        get_stderr_console().print(f"going on from {state.where}")
         if self.job.trace_step is not None and self.job.trace_step <= self.step:
-            stderr().print(f"step {self.job.trace_step} is done, and is not traced")
-        batch = number_of_job(state.extra, "global_batch")
+            get_stderr_console().print(f"step {self.job.trace_step} is done, and is not traced")
+        batch = get_job_number(state.extra, "global_batch")
         if batch not in (None, self.job.global_batch):
-            stderr().print(f"steps now take {self.job.global_batch} samples, they took {batch}")
+            get_stderr_console().print(
+                f"steps now take {self.job.global_batch} samples, they took {batch}"
+            )
         before, goes_on = state.of_steps, self.step < self.job.steps
         varies = self.job.schedule.kind != "constant"
         if before not in (None, self.job.steps) and varies and goes_on:
-            stderr().print(
+            get_stderr_console().print(
                 f"the schedule of the learning rate now ends at step {self.job.steps}, it "
                 f"ended at step {before}: the rate may jump here"
             )
 
     def _stop(self) -> None:
-        self._tell_of_last_split()
+        self._report_last_split()
         path = self.save()
         self.keeping.forget()
         raise Interrupted(
@@ -534,18 +548,18 @@ class Trainer:
         who = " and ".join(ranks.names[r] for r in bad.exchanged.bad_losses)
         wrong = f"the {bad.what} of step {self.step + 1} is {bad.value}"
         if not self.engine.finite():
-            raise spoilt(wrong, who)
+            raise make_corrupt_weights_error(wrong, who)
         path = self.save(bad.cursor)
         self.keeping.forget()
         # All losses are finite: 0 of 0 tokens.
         if math.isnan(bad.value) and bad.what == "loss" and not who:
-            raise without_labels(self.step + 1, ranks.names[ranks.rank], bad.samples, path)
-        raise overflowed(wrong, who, path)
+            raise make_no_labels_error(self.step + 1, ranks.names[ranks.rank], bad.samples, path)
+        raise make_overflow_error(wrong, who, path)
 
     def _summary(self, path: Path) -> Summary:
         """Return the summary of the run. Collective."""
-        self._telling.of_all_steps()
-        counting = self.taken.counting
+        self._telling.extend_records_to_run()
+        counting = self.taken.counted_steps
         step_s, losses = self.taken.step_s(counting), self.taken.losses[:]
         predicted = self.plan.prediction.step_s if self.plan.prediction else None
         return Summary(
@@ -570,4 +584,4 @@ def _is_due(step: int, every_steps: int) -> bool:
 def _tell_of_unused(names: list[str]) -> None:
     """Warn of unused weights: a wrong prefix is a mistake, though another task's head is not."""
     if names:
-        stderr().print(f"the weights hold tensors without a place: {some_of(names)}")
+        get_stderr_console().print(f"the weights hold tensors without a place: {some_of(names)}")

@@ -9,15 +9,15 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.integrations.trackers.follower import Follower, Marks, marks_of
-from gpumix.train.run_log.progress import write_at_once
+from gpumix.integrations.trackers.follower import Follower, TrackerPosition, lock_position
+from gpumix.train.run_log.progress import write_text_atomically
 
 
 def line(event: str, step: int, time: float = 1.0, **fields: Any) -> str:
     return json.dumps({"event": event, "step": step, "time": time, **fields}) + "\n"
 
 
-def told(follower: Follower, marks: Marks) -> list[tuple[str, int]]:
+def told(follower: Follower, marks: TrackerPosition) -> list[tuple[str, int]]:
     return [(one["event"], one["step"]) for one in follower.lines() if marks.passes(one)]
 
 
@@ -49,7 +49,7 @@ class Running:
     def starts_again(self, lost: int) -> None:
         self.step = max(0, self.step - lost)
         self.lines = [one for one in self.lines if json.loads(one)["step"] <= self.step]
-        write_at_once(self.path, "".join(self.lines))
+        write_text_atomically(self.path, "".join(self.lines))
         self.does_a_step(saves=False)
         self.happens("restart")
 
@@ -68,7 +68,7 @@ def test_no_step_and_no_event_is_told_twice_or_left_out(tmp_path_factory, happen
     """The one who follows looks when it likes, and may be another one each time it looks."""
     folder = tmp_path_factory.mktemp("run")
     run = Running(folder / "metrics.jsonl")
-    follower, marks, found = Follower(run.path), Marks(since=5.0), []
+    follower, marks, found = Follower(run.path), TrackerPosition(since=5.0), []
     for what, how in [*happened, ("look", None)]:
         if what == "step":
             run.does_a_step(how)
@@ -80,7 +80,7 @@ def test_no_step_and_no_event_is_told_twice_or_left_out(tmp_path_factory, happen
         else:
             marks.save(folder / "marks")
             follower.close()
-            follower, marks = Follower(run.path), Marks.load(folder / "marks")
+            follower, marks = Follower(run.path), TrackerPosition.load(folder / "marks")
     follower.close()
     steps = [step for event, step in found if event == "step"]
     assert steps == list(range(1, max([*steps, run.step]) + 1))
@@ -88,7 +88,7 @@ def test_no_step_and_no_event_is_told_twice_or_left_out(tmp_path_factory, happen
 
 
 def test_half_a_line_is_told_when_it_is_whole(tmp_path):
-    path, marks = tmp_path / "metrics.jsonl", Marks()
+    path, marks = tmp_path / "metrics.jsonl", TrackerPosition()
     follower = Follower(path)
     assert told(follower, marks) == []
     whole = line("step", 1)
@@ -103,9 +103,9 @@ def test_half_a_line_is_told_when_it_is_whole(tmp_path):
 def test_what_another_run_left_in_the_folder_is_not_told(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(line("step", 1, 1.0) + line("restart", 1, 1.5))
-    follower, marks = Follower(path), Marks(since=2.0)
+    follower, marks = Follower(path), TrackerPosition(since=2.0)
     assert told(follower, marks) == []
-    write_at_once(path, line("step", 1, 3.0))
+    write_text_atomically(path, line("step", 1, 3.0))
     assert told(follower, marks) == [("step", 1)]
     follower.close()
 
@@ -113,17 +113,17 @@ def test_what_another_run_left_in_the_folder_is_not_told(tmp_path):
 def test_a_tracker_that_is_new_to_a_run_is_told_all_of_it(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(line("step", 1) + line("evaluation", 1) + line("step", 2))
-    with marks_of(tmp_path, "tensorboard", since=0.0) as (marks, _):
+    with lock_position(tmp_path, "tensorboard", since=0.0) as (marks, _):
         follower = Follower(path)
         assert told(follower, marks) == [("step", 1), ("evaluation", 1), ("step", 2)]
         follower.close()
 
 
 def test_marks_are_kept_for_a_run_that_goes_on_only(tmp_path):
-    with marks_of(tmp_path, "wandb", since=7.0) as (marks, path):
+    with lock_position(tmp_path, "wandb", since=7.0) as (marks, path):
         marks.run, marks.steps = "abc", {"step": 5}
         marks.save(path)
-    with marks_of(tmp_path, "wandb", since=0.0) as (marks, _):
+    with lock_position(tmp_path, "wandb", since=0.0) as (marks, _):
         assert (marks.run, marks.done) == ("abc", 5)
-    with marks_of(tmp_path, "wandb", since=9.0) as (marks, _):
+    with lock_position(tmp_path, "wandb", since=9.0) as (marks, _):
         assert (marks.run, marks.done) == (None, 0)

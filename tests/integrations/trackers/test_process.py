@@ -13,7 +13,7 @@ import pytest
 from jobs import plan_for
 from told import eventually, job_for, trains
 
-from gpumix.hardware.host.environment import UNTOLD, tracker_environment
+from gpumix.hardware.host.environment import TELEMETRY_OPT_OUTS, tracker_environment
 from gpumix.schema.job.job import Job
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import RunLog
@@ -32,7 +32,7 @@ def test_nothing_in_its_environment_sends_anything_anywhere(monkeypatch):
     found = tracker_environment()
     assert "TRACKIO_SERVER_URL" not in found
     assert found["TRACKIO_DIR"] == "/kept"
-    assert {name: found[name] for name in UNTOLD} == UNTOLD
+    assert {name: found[name] for name in TELEMETRY_OPT_OUTS} == TELEMETRY_OPT_OUTS
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from told import LOSSES, address_in, eventually, job_for, telling, trains
 
 from gpumix.schema.errors import MachineError
-from gpumix.train.run_log.tracker_processes import tracked
+from gpumix.train.run_log.tracker_processes import run_trackers
 
 
 def scraped(address: str) -> dict[tuple[str, ...], float]:
@@ -53,7 +53,7 @@ def test_a_port_that_is_taken_is_an_error_before_the_run(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         job = job_for(tmp_path, {"prometheus": {"port": port}})
-        with pytest.raises(MachineError) as caught, tracked(job, fresh=True):
+        with pytest.raises(MachineError) as caught, run_trackers(job, fresh=True):
             raise AssertionError("the run must not begin")
     assert caught.value.where == "trackers.prometheus"
     assert caught.value.what.endswith(f"cannot listen at 127.0.0.1:{port}")
@@ -64,7 +64,7 @@ def test_a_port_that_is_taken_is_an_error_before_the_run(tmp_path):
 @pytest.mark.parametrize("address", ["no-such-host.invalid", "192.0.2.1"])
 def test_an_address_that_is_not_of_this_host_is_told(tmp_path, address):
     job = job_for(tmp_path, {"prometheus": {"address": address, "port": 0}})
-    with pytest.raises(MachineError) as caught, tracked(job, fresh=True):
+    with pytest.raises(MachineError) as caught, run_trackers(job, fresh=True):
         raise AssertionError("the run must not begin")
     assert caught.value.where == "trackers.prometheus"
     assert f"cannot listen at {address}" in caught.value.what

@@ -7,12 +7,12 @@ from dataclasses import asdict, fields
 import pytest
 
 from gpumix.integrations.trackers import metric_names
-from gpumix.integrations.trackers.metric_names import told
-from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, without_secrets
-from gpumix.train.monitor.step_timer import Shares
+from gpumix.integrations.trackers.metric_names import convert_line
+from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, strip_secrets
+from gpumix.train.monitor.step_timer import TimeShares
 from gpumix.train.run_log.metrics import ClassRecord, RankRecord, StepRecord
 
-SHARES = Shares(compute=0.6, input=0.1, communication=0.2, copies=0.05, other=0.05)
+SHARES = TimeShares(compute=0.6, input=0.1, communication=0.2, copies=0.05, other=0.05)
 STEP = StepRecord(
     step=3,
     loss=2.5,
@@ -49,7 +49,7 @@ def only(found) -> Numbers:
 
 
 def test_a_step():
-    assert only(told(line("step", **asdict(STEP)))).by_name() == {
+    assert only(convert_line(line("step", **asdict(STEP)))).by_name() == {
         "train/loss": 2.5,
         "train/learning_rate": 1e-3,
         "train/grad_norm": 0.7,
@@ -65,7 +65,7 @@ def test_a_step():
 
 
 def test_each_device():
-    found = only(told(line("ranks", ranks=[asdict(RANK)]))).by_name()
+    found = only(convert_line(line("ranks", ranks=[asdict(RANK)]))).by_name()
     assert found["device/fast/0/busy"] == 0.9
     assert found["device/fast/0/mfu"] == 0.4
     assert found["device/fast/0/peak_bytes"] == 1000
@@ -74,32 +74,32 @@ def test_each_device():
 
 def test_what_is_not_known_is_left_out():
     unknown = asdict(RANK) | {"mfu": None, "hfu": None, "peak_bytes": None, "shares": None}
-    found = only(told(line("ranks", ranks=[unknown]))).by_name()
+    found = only(convert_line(line("ranks", ranks=[unknown]))).by_name()
     assert set(found) == {
         f"device/fast/0/{what}" for what in ("busy", "tokens_per_s", "retries", "sent_bytes")
     }
 
 
 def test_of_very_many_devices_only_classes_are_told():
-    ranks = [asdict(RANK) | {"device": str(n)} for n in range(metric_names.MOST_DEVICES + 1)]
-    assert list(told(line("ranks", ranks=ranks))) == []
-    assert only(told(line("ranks", ranks=ranks[1:])))
+    ranks = [asdict(RANK) | {"device": str(n)} for n in range(metric_names.MAX_DEVICES + 1)]
+    assert list(convert_line(line("ranks", ranks=ranks))) == []
+    assert only(convert_line(line("ranks", ranks=ranks[1:])))
 
 
 def test_each_class_and_evaluations():
     of_class = ClassRecord("fast", 2, 6, 0.8, 10, 12, 0, shares=SHARES, mfu=0.3)
-    found = only(told(line("classes", classes=[asdict(of_class)]))).by_name()
+    found = only(convert_line(line("classes", classes=[asdict(of_class)]))).by_name()
     assert found["class/fast/busy"] == 0.8
     assert found["class/fast/planned_peak_bytes"] == 12
-    assert only(told(line("evaluation", loss=2.0))).by_name() == {"eval/loss": 2.0}
+    assert only(convert_line(line("evaluation", loss=2.0))).by_name() == {"eval/loss": 2.0}
 
 
 @pytest.mark.parametrize(
     ("record", "names"),
     [
-        (StepRecord, metric_names.OF_STEP),
-        (ClassRecord, metric_names.OF_CLASS),
-        (RankRecord, metric_names.OF_DEVICE),
+        (StepRecord, metric_names.STEP_NAMES),
+        (ClassRecord, metric_names.CLASS_NAMES),
+        (RankRecord, metric_names.DEVICE_NAMES),
     ],
 )
 def test_what_is_looked_for_is_what_records_have(record, names):
@@ -138,13 +138,13 @@ def test_what_is_looked_for_is_what_records_have(record, names):
     ],
 )
 def test_events_are_told_in_words(happened, text):
-    [event] = told(happened)
+    [event] = convert_line(happened)
     assert isinstance(event, TrackedEvent)
     assert (event.kind, event.text) == (happened["event"], text)
 
 
 def test_a_checkpoint_is_an_event_with_numbers():
-    numbers, event = told(line("checkpoint", path="/x", seconds=1.0, stalled_s=0.5))
+    numbers, event = convert_line(line("checkpoint", path="/x", seconds=1.0, stalled_s=0.5))
     assert numbers.by_name() == {"checkpoint/seconds": 1.0, "checkpoint/stalled_s": 0.5}
     assert event.kind == "checkpoint"
 
@@ -159,4 +159,4 @@ def test_a_checkpoint_is_an_event_with_numbers():
     ],
 )
 def test_addresses_are_shown_without_what_is_secret(address, shown):
-    assert without_secrets(address) == shown
+    assert strip_secrets(address) == shown

@@ -19,7 +19,7 @@ from gpumix.schema.job.job import Job
 from gpumix.schema.reading.read import read_job
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import RunLog, StepRecord
-from gpumix.train.run_log.tracker_processes import tracked
+from gpumix.train.run_log.tracker_processes import run_trackers
 
 LOSSES = {step: 3.0 / step for step in range(1, 20)}
 WHY = "rank 1 was killed"
@@ -34,7 +34,7 @@ def telling(job: Job, *, done: int = 0) -> Iterator[RunLog]:
     """The log of a run that its trackers follow; it goes on after step `done`."""
     plan = plan_for(job.output.parent / "job.yaml")
     plan.save(job.output / run_files.PLAN)
-    with tracked(job, fresh=not done), RunLog(job.output, plan, job.steps, done=done) as log:
+    with run_trackers(job, fresh=not done), RunLog(job.output, plan, job.steps, done=done) as log:
         yield log
 
 

@@ -128,14 +128,14 @@ class RankFacts(Value):
     speed: GpuSpeed | None = None
 
     @property
-    def on_gpu(self) -> bool:
+    def has_gpu(self) -> bool:
         return self.accelerator not in ("", "cpu")
 
     @property
     def look(self) -> str:
         """Advice on where to look after a failure; a rank without a GPU may only be waiting for its
         host."""
-        if self.on_gpu or not self.device:
+        if self.has_gpu or not self.device:
             return "look at that device and process there: nvidia-smi, dmesg | tail"
         return "see whether its host is busy, and what became of its process: top, dmesg | tail"
 
@@ -162,7 +162,7 @@ class PairFacts(Value):
         return None if not self.message_s else self.message_bytes / self.message_s
 
 
-class ClockFacts(Value):
+class ClockOffset(Value):
     """Offset of a host's clock ahead of the first host's clock, with the uncertainty."""
 
     host: str
@@ -170,7 +170,7 @@ class ClockFacts(Value):
     give_or_take_s: float
 
 
-class JobOnHost(Value):
+class JobHostFacts(Value):
     """State of a job on one host.
 
     Attributes:
@@ -206,7 +206,7 @@ class JobFacts(Value):
     copies: int = 0
     saved_bytes: int = 0
     named_cluster: bool = False
-    on_hosts: Mapping[str, JobOnHost] = {}
+    on_hosts: Mapping[str, JobHostFacts] = {}
 
 
 class Survey(Value):
@@ -224,13 +224,13 @@ class Survey(Value):
     hosts: Mapping[str, HostFacts]
     pairs: tuple[PairFacts, ...] = ()
     untried: int = 0
-    clocks: tuple[ClockFacts, ...] = ()
+    clocks: tuple[ClockOffset, ...] = ()
     network: Network | None = None
     job: JobFacts | None = None
 
     @property
     def gpus(self) -> tuple[RankFacts, ...]:
-        return tuple(rank for rank in self.ranks if rank.on_gpu)
+        return tuple(rank for rank in self.ranks if rank.has_gpu)
 
     @property
     def emulated(self) -> tuple[RankFacts, ...]:

@@ -19,39 +19,39 @@ import gpumix
 from gpumix.check.facts.cluster import FolderFacts, HostFacts, ProcessLimits, Software
 from gpumix.hardware import runtime
 from gpumix.hardware.discovery.gpu_health import driver_versions
-from gpumix.hardware.host.cpu import cores_here
+from gpumix.hardware.host.cpu import count_cores
 from gpumix.hardware.host.environment import (
     available_host_bytes,
+    get_communication_variables,
     has_cpp_compiler,
     host_memory_bytes,
-    talking_settings,
 )
 
 _SHM = Path("/dev/shm")
 _RDMA = Path("/sys/class/infiniband")
 
 
-def host_facts(folders: Mapping[str, Path]) -> HostFacts:
+def gather_host_facts(folders: Mapping[str, Path]) -> HostFacts:
     """Return the facts of this host; `folders` maps roles ("output", "cache") to paths."""
     shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
     return HostFacts(
-        software=software(),
+        software=get_software(),
         memory_bytes=host_memory_bytes(),
         available_bytes=available_host_bytes(),
-        cores=cores_here(),
+        cores=count_cores(),
         shm_bytes=None if shm is None else shm.total,
         shm_free_bytes=None if shm is None else shm.free,
-        limits=limits(),
+        limits=get_process_limits(),
         rdma=tuple(sorted(path.name for path in _RDMA.glob("*"))),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
-        address=_own_address(),
-        settings=talking_settings(),
+        address=_resolve_own_address(),
+        settings=get_communication_variables(),
         compiler=has_cpp_compiler(),
-        folders=tuple(folder_facts(role, path) for role, path in folders.items()),
+        folders=tuple(check_folder(role, path) for role, path in folders.items()),
     )
 
 
-def software() -> Software:
+def get_software() -> Software:
     """Return the installed versions."""
     nccl = ""
     if dist.is_nccl_available():
@@ -65,16 +65,16 @@ def software() -> Software:
         rocm=torch.version.hip or "",
         xpu=getattr(torch.version, "xpu", None) or "",
         nccl=nccl,
-        transformers=_version("transformers"),
+        transformers=_get_package_version("transformers"),
         driver=driver,
         driver_cuda=driver_cuda,
         arches=runtime.built_architectures(),
     )
 
 
-def folder_facts(role: str, path: Path) -> FolderFacts:
+def check_folder(role: str, path: Path) -> FolderFacts:
     """Test writing to a folder; a missing folder is tested at its nearest existing parent."""
-    there = nearest(path)
+    there = find_existing_parent(path)
     refusal = ""
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".gpumix-check-") as file:
@@ -88,37 +88,37 @@ def folder_facts(role: str, path: Path) -> FolderFacts:
     return FolderFacts(role=role, path=str(path), refusal=refusal, free_bytes=free)
 
 
-def nearest(path: Path) -> Path:
+def find_existing_parent(path: Path) -> Path:
     """Return the path itself or its nearest existing parent."""
     path = path.absolute()
     return next((one for one in (path, *path.parents) if one.exists()), path)
 
 
-def limits() -> ProcessLimits:
+def get_process_limits() -> ProcessLimits:
     """Return the resource limits of this process, as reported by `ulimit`."""
     most_locked = getattr(resource, "RLIMIT_MEMLOCK", None)
     most_processes = getattr(resource, "RLIMIT_NPROC", None)
     return ProcessLimits(
-        open_files=_limit(resource.RLIMIT_NOFILE),
-        most_open_files=_limit(resource.RLIMIT_NOFILE, 1),
-        processes=None if most_processes is None else _limit(most_processes),
-        locked_bytes=None if most_locked is None else _limit(most_locked),
+        open_files=_get_limit(resource.RLIMIT_NOFILE),
+        most_open_files=_get_limit(resource.RLIMIT_NOFILE, 1),
+        processes=None if most_processes is None else _get_limit(most_processes),
+        locked_bytes=None if most_locked is None else _get_limit(most_locked),
     )
 
 
-def _limit(which: int, place: int = 0) -> int | None:
+def _get_limit(which: int, place: int = 0) -> int | None:
     found = resource.getrlimit(which)[place]
     return None if found == resource.RLIM_INFINITY else found
 
 
-def _own_address() -> str:
+def _resolve_own_address() -> str:
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return ""
 
 
-def _version(package: str) -> str:
+def _get_package_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:

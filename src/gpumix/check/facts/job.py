@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gpumix.check.facts.cluster import JobOnHost
+from gpumix.check.facts.cluster import JobHostFacts
 from gpumix.data.core.tokenizer import open_tokenizer
 from gpumix.data.sources.open_data import open_data
-from gpumix.data.sources.saved_dataset import saved_mark
+from gpumix.data.sources.saved_dataset import fingerprint_saved
 from gpumix.data.text.files import find_files
 from gpumix.hardware.host.environment import cache_folder, has_cpp_compiler
 from gpumix.schema.errors import GpumixError
-from gpumix.schema.files import opened
+from gpumix.schema.files import open_for_reading
 from gpumix.schema.job.job import Job, OptimizerSpec
 from gpumix.train.run_log import run_files
-from gpumix.train.worker.model import check_fits, model_of, vocabulary_of
+from gpumix.train.worker.model import build_model, check_model_fits_data, get_vocabulary_size
 
 MASTER_BYTES = 4  # parameters are stored and saved in fp32
 MOST_FILES = 2000  # files of a text corpus opened at most
@@ -36,28 +36,28 @@ _INSTALLS = {
 }
 
 
-def job_on_host(job: Job, folder: Path) -> JobOnHost:
+def check_job_on_host(job: Job, folder: Path) -> JobHostFacts:
     """Check a job's packages, data and model on this host."""
-    missing = missing_packages(job)
+    missing = find_missing_packages(job)
     found: dict[str, tuple[str, str]] = {}
     told: list[tuple[str, int]] = []
     if "datasets" not in missing and "tokenizers" not in missing:
-        _try("data", found, lambda: told.append(_data(job, folder)))
+        _record_errors("data", found, lambda: told.append(_check_data(job, folder)))
     if "transformers" not in missing:
-        _try("model", found, lambda: check_fits(job, folder))
+        _record_errors("model", found, lambda: check_model_fits_data(job, folder))
     data, size = told[0] if told else ("", 0)
-    return JobOnHost(missing=missing, data=data, data_bytes=size, trouble=found)
+    return JobHostFacts(missing=missing, data=data, data_bytes=size, trouble=found)
 
 
-def missing_packages(job: Job) -> dict[str, str]:
+def find_missing_packages(job: Job) -> dict[str, str]:
     """Return packages required by the job's keys and absent here, with install commands."""
     needed = {
         "transformers": job.model.config is not None,
         "tokenizers": job.tokenizer != "bytes",
         "datasets": job.data.dataset is not None,
-        "flash_attn": _pinned(job.efficiency.attention, "flash"),
-        "liger_kernel": _pinned(job.efficiency.kernels, "liger"),
-        "triton": _pinned(job.efficiency.loss, "triton"),
+        "flash_attn": _requires_option(job.efficiency.attention, "flash"),
+        "liger_kernel": _requires_option(job.efficiency.kernels, "liger"),
+        "triton": _requires_option(job.efficiency.loss, "triton"),
     }
     lacking = [name for name, wanted in needed.items() if wanted and find_spec(name) is None]
     missing = {name: _INSTALLS[name] for name in lacking}
@@ -67,12 +67,12 @@ def missing_packages(job: Job) -> dict[str, str]:
     return missing
 
 
-def checkpoint_bytes(job: Job, folder: Path) -> int:
+def estimate_checkpoint_bytes(job: Job, folder: Path) -> int:
     """Return an upper bound of the bytes of one checkpoint."""
-    return bytes_of(model_of(job.model, folder=folder, seed=job.seed), job.optimizer)
+    return count_state_bytes(build_model(job.model, folder=folder, seed=job.seed), job.optimizer)
 
 
-def bytes_of(model: torch.nn.Module, optimizer: OptimizerSpec) -> int:
+def count_state_bytes(model: torch.nn.Module, optimizer: OptimizerSpec) -> int:
     """Return the bytes of master parameters, buffers and trained parameters' optimizer state."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
@@ -87,11 +87,13 @@ def saved_bytes(output: Path) -> int:
     return sum(path.stat().st_size for path in saved if path.is_file())
 
 
-def _pinned(value: object, wanted: str) -> bool:
+def _requires_option(value: object, wanted: str) -> bool:
     return wanted in (value.values() if isinstance(value, dict) else (value,))
 
 
-def _try(check: str, found: dict[str, tuple[str, str]], work: Callable[[], object]) -> None:
+def _record_errors(
+    check: str, found: dict[str, tuple[str, str]], work: Callable[[], object]
+) -> None:
     """Run `work`, recording errors of gpumix and of the job's code as findings."""
     try:
         work()
@@ -108,28 +110,28 @@ def _try(check: str, found: dict[str, tuple[str, str]], work: Callable[[], objec
         )
 
 
-def _data(job: Job, folder: Path) -> tuple[str, int]:
+def _check_data(job: Job, folder: Path) -> tuple[str, int]:
     """Return a mark of the data and the bytes of text, as far as known without tokenizing."""
     data = job.data
     if isinstance(job.tokenizer, Path):
         open_tokenizer(folder / job.tokenizer)
     if data.dataset is not None:
-        return saved_mark(folder / data.dataset), 0
+        return fingerprint_saved(folder / data.dataset), 0
     if data.text:
-        return _text(job, folder)
+        return _check_text_files(job, folder)
     train, _ = open_data(
-        job, folder, cache_folder() / "tokens", vocabulary=vocabulary_of(job.model)
+        job, folder, cache_folder() / "tokens", vocabulary=get_vocabulary_size(job.model)
     )
     train.rows(np.zeros(1, dtype=np.int64))
     return f"{len(train)} samples, {train.fingerprint}", 0
 
 
-def _text(job: Job, folder: Path) -> tuple[str, int]:
+def _check_text_files(job: Job, folder: Path) -> tuple[str, int]:
     """Mark text files by name and size; equal files may differ in modification time."""
     places = tuple(folder / path for path in job.data.text)
     files = find_files(job.data.model_copy(update={"text": places}))
     for file in files[:MOST_FILES]:
-        with opened(file.path) as stream:
+        with open_for_reading(file.path) as stream:
             stream.read(1)
     sizes = [(file.path.name, file.size) for file in files]
     mark = hashlib.sha256(repr(sizes).encode()).hexdigest()[:12]

@@ -6,22 +6,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 Pair = tuple[int, int]
-MOST_OF_ALL = 8  # devices of a host up to which all pairs are tested; beyond, only neighbours
+ALL_PAIRS_MOST_DEVICES = (
+    8  # devices of a host up to which all pairs are tested; beyond, only neighbours
+)
 
 
-def rounds(ranks_by_host: Mapping[str, Sequence[int]]) -> Iterator[tuple[Pair, ...]]:
+def schedule_rounds(ranks_by_host: Mapping[str, Sequence[int]]) -> Iterator[tuple[Pair, ...]]:
     """Yield rounds of pairs between hosts, by first ranks, then of pairs inside all hosts."""
     firsts = [ranks[0] for ranks in ranks_by_host.values()]
-    yield from everybody(firsts)
+    yield from pair_all_ranks(firsts)
     inside = [
-        list(everybody(ranks) if len(ranks) <= MOST_OF_ALL else neighbours(ranks))
+        list(
+            pair_all_ranks(ranks)
+            if len(ranks) <= ALL_PAIRS_MOST_DEVICES
+            else pair_ring_neighbors(ranks)
+        )
         for ranks in ranks_by_host.values()
     ]
     for parts in zip_longest(*inside, fillvalue=()):
         yield tuple(pair for part in parts for pair in part)
 
 
-def everybody(ranks: Sequence[int]) -> Iterator[tuple[Pair, ...]]:
+def pair_all_ranks(ranks: Sequence[int]) -> Iterator[tuple[Pair, ...]]:
     """Yield a round-robin schedule over all pairs: the first rank stays, the rest rotate."""
     if len(ranks) < 2:
         return
@@ -32,7 +38,7 @@ def everybody(ranks: Sequence[int]) -> Iterator[tuple[Pair, ...]]:
         there = [there[0], there[-1], *there[1:-1]]
 
 
-def neighbours(ranks: Sequence[int]) -> Iterator[tuple[Pair, ...]]:
+def pair_ring_neighbors(ranks: Sequence[int]) -> Iterator[tuple[Pair, ...]]:
     """Yield rounds of neighbouring pairs on a ring."""
     links = list(zip(ranks, [*ranks[1:], ranks[0]]))
     closing = links[-1:] if len(ranks) % 2 else []
@@ -41,7 +47,9 @@ def neighbours(ranks: Sequence[int]) -> Iterator[tuple[Pair, ...]]:
             yield tuple((min(pair), max(pair)) for pair in some)
 
 
-def turns(pairs: Sequence[Pair], host_of: Mapping[int, str]) -> Iterator[tuple[Pair, ...]]:
+def split_into_turns(
+    pairs: Sequence[Pair], host_of: Mapping[int, str]
+) -> Iterator[tuple[Pair, ...]]:
     """Split a round into turns with one pair per host at most, as pairs share bandwidth."""
     left = list(pairs)
     while left:

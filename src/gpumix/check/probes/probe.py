@@ -19,31 +19,31 @@ import torch
 import torch.distributed as dist
 
 from gpumix.check.facts.cluster import GpuSpeed
-from gpumix.check.facts.host import host_facts, nearest
-from gpumix.check.facts.job import checkpoint_bytes, job_on_host, saved_bytes
+from gpumix.check.facts.host import find_existing_parent, gather_host_facts
+from gpumix.check.facts.job import check_job_on_host, estimate_checkpoint_bytes, saved_bytes
 from gpumix.engine.comm.communicator import leave_groups
-from gpumix.engine.comm.process_groups import all_ranks
+from gpumix.engine.comm.process_groups import make_communicator
 from gpumix.hardware.device import DeviceRuntime, open_device
-from gpumix.hardware.discovery.amd_health import amd_driver, amd_handle_of, amd_health
-from gpumix.hardware.discovery.discover import discover
+from gpumix.hardware.discovery.amd_health import find_amd_handle, open_amdsmi, read_amd_health
+from gpumix.hardware.discovery.discover import discover_cluster
 from gpumix.hardware.discovery.gpu_health import (
     GpuHealth,
     GpuReading,
-    driver,
-    handle_of,
-    health,
-    look,
+    find_handle,
+    open_nvml,
+    read_gpu,
+    read_health,
 )
 from gpumix.hardware.host.environment import cache_folder, hide_gpus
-from gpumix.hardware.runtime import backend_of, capability
-from gpumix.profiler.compute.peak_flops import measured_peak
-from gpumix.profiler.network import message_s
+from gpumix.hardware.runtime import capability, choose_backend
+from gpumix.profiler.compute.peak_flops import measure_peak
+from gpumix.profiler.network import time_message
 from gpumix.schema.cluster.cluster import DeviceClass
-from gpumix.schema.errors import InputError, MachineError, first_line
-from gpumix.schema.files import opened_lock, remove_quietly
+from gpumix.schema.errors import InputError, MachineError, get_first_line
+from gpumix.schema.files import open_lock_file, remove_quietly
 from gpumix.schema.job.job import Job
 from gpumix.train.processes.local_launcher import RankAddress
-from gpumix.train.processes.store import store_of
+from gpumix.train.processes.store import connect_store
 
 SMALL_BYTES, TRIAL_BYTES = 4 * 1024, 2**20
 LEAST_BYTES, MOST_BYTES = 2**20, 64 * 2**20  # of a large message
@@ -53,8 +53,8 @@ PINNED_BYTES = 2**26
 LOADED_ROWS = 4096  # of matrices in the products used as load
 LOADED_S = 0.4  # duration of the load while the driver is queried
 REPEATS = 4
-NEVER_S = 600  # NCCL's watchdog would end the process; the asking side times out first
-Told = dict[str, Any]
+NCCL_TIMEOUT_S = 600  # NCCL's watchdog would end the process; the asking side times out first
+JsonDict = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class RankProbe:
         if setting.device_class.accelerator == "cpu":
             hide_gpus()
 
-    def answer(self, task: str, given: Told) -> Told:
+    def answer(self, task: str, given: JsonDict) -> JsonDict:
         """Run a task and return its result, in JSON types."""
-        tasks: dict[str, Callable[..., Told]] = {
+        tasks: dict[str, Callable[..., JsonDict]] = {
             "facts": self.facts,
             "speed": self.speed,
             "host_copy": self.host_copy,
@@ -101,13 +101,13 @@ class RankProbe:
 
     # -- this host and device ----------------------------------------------------------------------
 
-    def facts(self, *, of_host: bool) -> Told:
+    def facts(self, *, of_host: bool) -> JsonDict:
         """Gather facts before ranks use GPUs, so memory in use belongs to foreign processes."""
-        found: Told = {}
+        found: JsonDict = {}
         if of_host:
             job = self.setting.job
             folders = {"output": job.output} if job is not None else {}
-            found["host"] = host_facts(folders | {"cache": cache_folder()}).model_dump()
+            found["host"] = gather_host_facts(folders | {"cache": cache_folder()}).model_dump()
         if self._on_gpu:
             told = self._health()
             found |= {} if told is None else {"health": told.model_dump()}
@@ -136,7 +136,7 @@ class RankProbe:
         device = self.seat.device
         if device.id.startswith("GPU-"):
             return device.id
-        there = discover().devices
+        there = discover_cluster().devices
         if device.ordinal >= len(there):
             raise InputError(
                 f"there is no device {device.ordinal}, this host has {len(there)}",
@@ -150,26 +150,26 @@ class RankProbe:
         if maker == "NVIDIA":
             return self._nvidia_health()
         if maker == "AMD":
-            with amd_driver() as smi:
-                handle = None if smi is None else amd_handle_of(smi, device.id, device.ordinal)
-                return None if handle is None else amd_health(smi, handle, device.ordinal)
+            with open_amdsmi() as smi:
+                handle = None if smi is None else find_amd_handle(smi, device.id, device.ordinal)
+                return None if handle is None else read_amd_health(smi, handle, device.ordinal)
         return None
 
     def _nvidia_health(self) -> GpuHealth:
-        with driver() as nvml:
+        with open_nvml() as nvml:
             if nvml is None:
                 raise MachineError(
                     "there is no NVIDIA driver, or it does not answer", fix="run nvidia-smi there"
                 )
             try:
-                return health(nvml, handle_of(nvml, self._uuid(), self.seat.device.ordinal))
+                return read_health(nvml, find_handle(nvml, self._uuid(), self.seat.device.ordinal))
             except nvml.NVMLError as error:
                 raise MachineError(
                     f"the driver does not find the GPU: {error}",
                     fix="compare nvidia-smi -L with the cluster; a lost GPU needs a restart",
                 ) from error
 
-    def speed(self) -> Told:
+    def speed(self) -> JsonDict:
         """Measure matrix products and memory copies, and query the GPU under load."""
         runtime = self._opened()
         try:
@@ -177,14 +177,14 @@ class RankProbe:
         except torch.OutOfMemoryError as error:
             raise MachineError(
                 "there is too little free memory on it to try it",
-                why=first_line(error),
+                why=get_first_line(error),
                 fix="nvidia-smi shows who uses it",
             ) from error
 
     def _speed(self, runtime: DeviceRuntime) -> GpuSpeed:
         major = capability(runtime.torch_device)[0]
         dtype = torch.bfloat16 if major >= 8 else torch.float16 if major >= 7 else torch.float32
-        peak = measured_peak(runtime, dtype).flops_per_s
+        peak = measure_peak(runtime, dtype).flops_per_s
         seen = self._under_load(runtime, dtype, peak)
         size = min(COPIED_BYTES, runtime.memory_limit_bytes // 16)
         one = torch.empty(size, dtype=torch.uint8, device=runtime.torch_device)
@@ -207,15 +207,15 @@ class RankProbe:
         for _ in range(max(1, int(LOADED_S * flops_per_s / (2 * size**3)))):
             torch.mm(square, square, out=into)
         time.sleep(LOADED_S / 2)
-        with driver() as nvml:
+        with open_nvml() as nvml:
             if nvml is None:
                 return None
             with suppress(nvml.NVMLError):
-                handle = handle_of(nvml, self._uuid(), self.seat.device.ordinal)
-                return look(nvml, handle, 0.0)
+                handle = find_handle(nvml, self._uuid(), self.seat.device.ordinal)
+                return read_gpu(nvml, handle, 0.0)
         return None
 
-    def host_copy(self) -> Told:
+    def host_copy(self) -> JsonDict:
         """Measure copies from pinned host memory; devices of a host run in turn."""
         runtime = self._opened()
         here = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -224,23 +224,23 @@ class RankProbe:
 
     # -- two ranks ---------------------------------------------------------------------------------
 
-    def connect(self, *, key: str, place: int, timeout_s: float) -> Told:
+    def connect(self, *, key: str, place: int, timeout_s: float) -> JsonDict:
         """Form a group of two on the training backend, and sum a few numbers."""
         try:
-            return self._connected(key, place, timeout_s)
+            return self._form_group(key, place, timeout_s)
         except dist.DistStoreError as error:
             raise MachineError(f"it waited {timeout_s:.0f} s for the other in vain") from error
         except RuntimeError as error:  # network errors of the backends
-            raise MachineError(first_line(error)) from error
+            raise MachineError(get_first_line(error)) from error
 
-    def _connected(self, key: str, place: int, timeout_s: float) -> Told:
-        backend = backend_of(self._device)
+    def _form_group(self, key: str, place: int, timeout_s: float) -> JsonDict:
+        backend = choose_backend(self._device)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(key, store_of(self._as_guest(), timeout_s)),
+            store=dist.PrefixStore(key, connect_store(self._as_guest(), timeout_s)),
             rank=place,
             world_size=2,
-            timeout=timedelta(seconds=NEVER_S if self._on_gpu else timeout_s),
+            timeout=timedelta(seconds=NCCL_TIMEOUT_S if self._on_gpu else timeout_s),
             device_id=self._device if self._on_gpu else None,
         )
         value = torch.full((1024,), 1.0 + place, device=self._device)
@@ -252,8 +252,8 @@ class RankProbe:
             )
         if self._on_gpu:
             self._meet_over_gloo(timeout_s)
-        comm = all_ranks(self._device)
-        return {"latency_s": message_s(comm, SMALL_BYTES, agree=comm)}
+        comm = make_communicator(self._device)
+        return {"latency_s": time_message(comm, SMALL_BYTES, agree=comm)}
 
     def _meet_over_gloo(self, timeout_s: float) -> None:
         """Run a barrier over gloo, used by checkpoints in addition to NCCL."""
@@ -262,21 +262,21 @@ class RankProbe:
         except RuntimeError as error:
             raise MachineError(
                 "NCCL works between them, gloo, over which checkpoints go, does not",
-                why=first_line(error),
+                why=get_first_line(error),
             ) from error
 
     def _as_guest(self) -> RankAddress:
         """Return the seat without ownership of the store."""
         return replace(self.seat, holds_store=False)
 
-    def transfer(self) -> Told:
+    def transfer(self) -> JsonDict:
         """Time a large message in both directions, sized to take `MESSAGE_S` on the link."""
-        comm = all_ranks(self._device)
-        rate = TRIAL_BYTES / max(1e-6, message_s(comm, TRIAL_BYTES, agree=comm))
+        comm = make_communicator(self._device)
+        rate = TRIAL_BYTES / max(1e-6, time_message(comm, TRIAL_BYTES, agree=comm))
         size = int(min(MOST_BYTES, max(LEAST_BYTES, rate * MESSAGE_S)))
-        return {"bytes": size, "seconds": message_s(comm, size, agree=comm)}
+        return {"bytes": size, "seconds": time_message(comm, size, agree=comm)}
 
-    def part(self) -> Told:
+    def part(self) -> JsonDict:
         """Leave the process group."""
         if dist.is_initialized():
             leave_groups()
@@ -284,34 +284,34 @@ class RankProbe:
 
     # -- the job -----------------------------------------------------------------------------------
 
-    def job(self) -> Told:
+    def job(self) -> JsonDict:
         job = self.setting.job
         assert job is not None, "asked with a job only"
-        return job_on_host(job, self.setting.folder).model_dump()
+        return check_job_on_host(job, self.setting.folder).model_dump()
 
-    def model(self) -> Told:
+    def model(self) -> JsonDict:
         """Return the bytes of a checkpoint and of saved checkpoints."""
         job = self.setting.job
         assert job is not None, "asked with a job only"
-        size = checkpoint_bytes(job, self.setting.folder)
+        size = estimate_checkpoint_bytes(job, self.setting.folder)
         return {"checkpoint_bytes": size, "saved_bytes": saved_bytes(job.output)}
 
-    def leave(self, *, name: str, there: bool) -> Told:
+    def leave(self, *, name: str, there: bool) -> JsonDict:
         """Create or remove a marker file next to the output."""
         file = self._beside_output(name)
         if there:
-            os.close(opened_lock(file))
+            os.close(open_lock_file(file))
         else:
             remove_quietly(file)
         return {}
 
-    def seen(self, *, name: str) -> Told:
+    def seen(self, *, name: str) -> JsonDict:
         return {"seen": self._beside_output(name).exists()}
 
     def _beside_output(self, name: str) -> Path:
         job = self.setting.job
         assert job is not None, "asked with a job only"
-        return nearest(job.output) / name
+        return find_existing_parent(job.output) / name
 
 
 def _fastest_s(runtime: DeviceRuntime, source: torch.Tensor, into: torch.Tensor) -> float:

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from gpumix.check.probes.probe import Told
-from gpumix.check.probes.worker import AGAIN_S, END, KEYS, SOON_S
+from gpumix.check.probes.probe import JsonDict
+from gpumix.check.probes.worker import END, RESTART_S, SHORT_POLL_S, STORE_PREFIX
 
-SLACK_S = AGAIN_S + 1.0  # margin for a rank to report its hung process
+SLACK_S = RESTART_S + 1.0  # margin for a rank to report its hung process
 LEAVE_S = 2.0  # time for ranks to leave before the store closes
 MOST_SILENT = 2  # consecutive hangs before a rank counts as lost
 
 
 @dataclass(frozen=True)
-class Answer:
+class TaskAnswer:
     """A rank's answer to a task.
 
     Attributes:
@@ -27,13 +27,13 @@ class Answer:
         silent: the process hung and was killed.
     """
 
-    value: Told = field(default_factory=dict)
+    value: JsonDict = field(default_factory=dict)
     error: str = ""
     fix: str = ""
     silent: bool = False
 
 
-class AskedRanks:
+class RankClients:
     """All ranks, from the view of the asking process.
 
     Attributes:
@@ -45,7 +45,7 @@ class AskedRanks:
 
     def __init__(self, store: dist.Store, world: int, deadline: float) -> None:
         self.lost: set[int] = set()
-        self._words = [dist.PrefixStore(f"{KEYS}/{rank}", store) for rank in range(world)]
+        self._words = [dist.PrefixStore(f"{STORE_PREFIX}/{rank}", store) for rank in range(world)]
         self._asked = [0] * world
         self._silences: Counter[int] = Counter()
         self._deadline = deadline
@@ -55,9 +55,9 @@ class AskedRanks:
         """Seconds until the deadline."""
         return max(0.0, self._deadline - time.monotonic())
 
-    def hellos(self, patience_s: float) -> list[Told | None]:
+    def collect_hellos(self, patience_s: float) -> list[JsonDict | None]:
         """Return the hello of each rank; None for an absent rank, counted as lost."""
-        found: list[Told | None] = []
+        found: list[JsonDict | None] = []
         until = time.monotonic() + min(patience_s, self.left_s)
         for rank in range(len(self._words)):
             found.append(self._heard(rank, "hello", until))
@@ -65,7 +65,9 @@ class AskedRanks:
                 self.lost.add(rank)
         return found
 
-    def ask(self, task: str, given: Mapping[int, Told], limit_s: float) -> dict[int, Answer]:
+    def ask(
+        self, task: str, given: Mapping[int, JsonDict], limit_s: float
+    ) -> dict[int, TaskAnswer]:
         """Run a task on several ranks at once; return the answers of all ranks not lost before."""
         limit_s = min(limit_s, self.left_s)
         asked: dict[int, int] = {}
@@ -97,29 +99,29 @@ class AskedRanks:
         for rank in ranks:
             self._heard(rank, "gone", until)
 
-    def _give(self, rank: int, task: Told) -> None:
+    def _give(self, rank: int, task: JsonDict) -> None:
         self._words[rank].set(f"task/{self._asked[rank]}", json.dumps(task))
         self._asked[rank] += 1
 
-    def _answer(self, rank: int, number: int, until: float, limit_s: float) -> Answer:
+    def _answer(self, rank: int, number: int, until: float, limit_s: float) -> TaskAnswer:
         told = self._heard(rank, f"answer/{number}", until)
         if told is None:
             self.lost.add(rank)
-            return Answer(error=f"no answer within {limit_s:.0f} s", silent=True)
+            return TaskAnswer(error=f"no answer within {limit_s:.0f} s", silent=True)
         if "value" in told:
             self._silences[rank] = 0
-            return Answer(value=told["value"])
+            return TaskAnswer(value=told["value"])
         if told["silent"]:
             self._silences[rank] += 1
             if self._silences[rank] == MOST_SILENT:
                 self.lost.add(rank)
-        return Answer(error=told["error"], fix=told["fix"], silent=told["silent"])
+        return TaskAnswer(error=told["error"], fix=told["fix"], silent=told["silent"])
 
-    def _heard(self, rank: int, key: str, until: float) -> Told | None:
+    def _heard(self, rank: int, key: str, until: float) -> JsonDict | None:
         words = self._words[rank]
         while not words.check([key]):
             if time.monotonic() > until:
                 return None
-            time.sleep(SOON_S)
-        told: Told = json.loads(words.get(key).decode())
+            time.sleep(SHORT_POLL_S)
+        told: JsonDict = json.loads(words.get(key).decode())
         return told

@@ -25,24 +25,24 @@ import torch
 import torch.distributed as dist
 
 from gpumix.check.facts.cluster import RankFacts
-from gpumix.check.probes.probe import ProbeSettings, RankProbe, Told
+from gpumix.check.probes.probe import JsonDict, ProbeSettings, RankProbe
 from gpumix.engine.rank_group import STORE_ERRORS
-from gpumix.schema.files import opened_log, read_log, remove_quietly
-from gpumix.train.processes.error_translation import in_words
+from gpumix.schema.files import open_log, read_log, remove_quietly
+from gpumix.train.processes.error_translation import translate_error
 from gpumix.train.processes.local_launcher import RankAddress, end_with_launcher, warm_up
 
-KEYS = "check"  # prefix of the check's keys in the store
+STORE_PREFIX = "check"  # prefix of the check's keys in the store
 END = "end"
 # Poll intervals of the store: short after a task, because the next task usually follows soon.
-SOON_S, LATER_S = 0.001, 0.02
+SHORT_POLL_S, LONG_POLL_S = 0.001, 0.02
 START_S = 25.0  # limit for starting a rank's first process, which imports torch
-AGAIN_S = 4.0  # limit for starting a later process, forked with torch already imported
+RESTART_S = 4.0  # limit for starting a later process, forked with torch already imported
 PRELOAD = ("gpumix.check.probes.probe",)
 KILLED_S = 1.0  # wait for a killed process to exit
-Maker = Callable[[RankAddress, ProbeSettings], RankProbe]
+ProbeFactory = Callable[[RankAddress, ProbeSettings], RankProbe]
 
 
-def next_task(words: dist.Store, number: int, until: float) -> Told | None:
+def next_task(words: dist.Store, number: int, until: float) -> JsonDict | None:
     """Wait for task `number` of a rank, under the rank's store prefix `words`; return None once
     `time.monotonic()` passes `until`."""
     asked = time.monotonic()
@@ -50,12 +50,12 @@ def next_task(words: dist.Store, number: int, until: float) -> Told | None:
         now = time.monotonic()
         if now > until:
             return None
-        time.sleep(SOON_S if now - asked < 10 * LATER_S else LATER_S)
-    task: Told = json.loads(words.get(f"task/{number}").decode())
+        time.sleep(SHORT_POLL_S if now - asked < 10 * LONG_POLL_S else LONG_POLL_S)
+    task: JsonDict = json.loads(words.get(f"task/{number}").decode())
     return task
 
 
-class Attendant:
+class TaskServer:
     """Task server of a rank; runs in a thread where a process serves several ranks.
 
     Args:
@@ -70,9 +70,9 @@ class Attendant:
         store: dist.Store,
         *,
         hello: RankFacts,
-        make: Maker,
+        make: ProbeFactory,
     ) -> None:
-        self._words = dist.PrefixStore(f"{KEYS}/{seat.rank}", store)
+        self._words = dist.PrefixStore(f"{STORE_PREFIX}/{seat.rank}", store)
         self._hello = hello
         self._process = _Process(seat, setting, make)
 
@@ -99,7 +99,7 @@ class Attendant:
         """Kill the child process, and start no further process."""
         self._process.end()
 
-    def _answer(self, task: Told) -> Told:
+    def _answer(self, task: JsonDict) -> JsonDict:
         if task["task"] == "clock":
             return {"value": {"now_s": time.time()}}
         return self._process.ask(task)
@@ -108,7 +108,7 @@ class Attendant:
 class _Process:
     """A rank's probe process, started on demand."""
 
-    def __init__(self, seat: RankAddress, setting: ProbeSettings, make: Maker) -> None:
+    def __init__(self, seat: RankAddress, setting: ProbeSettings, make: ProbeFactory) -> None:
         self._args = (make, seat, setting)
         self._process: Any = None
         self._pipe: Connection | None = None
@@ -116,23 +116,23 @@ class _Process:
         self._ending = threading.Lock()
         self._over = False
 
-    def ask(self, task: Told) -> Told:
+    def ask(self, task: JsonDict) -> JsonDict:
         """Return the process's answer to a task; kill the process after a failure or a timeout."""
-        trouble = self.start(AGAIN_S) if self._pipe is None else ""
+        trouble = self.start(RESTART_S) if self._pipe is None else ""
         pipe = self._pipe
         if pipe is None:
-            return _failed(trouble or "its process was ended", silent=True)
+            return _make_failure(trouble or "its process was ended", silent=True)
         deadline = time.monotonic() + task["limit_s"]
-        answer: Told
+        answer: JsonDict
         try:
             pipe.send_bytes(json.dumps(task).encode())
             if pipe.poll(max(0.0, deadline - time.monotonic())):
                 answer = json.loads(pipe.recv_bytes())
             else:
-                answer = _failed(f"no answer within {task['limit_s']:.0f} s", silent=True)
+                answer = _make_failure(f"no answer within {task['limit_s']:.0f} s", silent=True)
         except (EOFError, OSError):
             self._process.join(KILLED_S)
-            answer = _failed(_death(self._process.exitcode, self._log), silent=True)
+            answer = _make_failure(_describe_exit(self._process.exitcode, self._log), silent=True)
         if "value" not in answer:
             self.kill()
         return answer
@@ -159,7 +159,7 @@ class _Process:
                 return ""
         except (EOFError, OSError):
             self._process.join(KILLED_S)
-            trouble = _death(self._process.exitcode, self._log)
+            trouble = _describe_exit(self._process.exitcode, self._log)
         self.kill()
         return trouble
 
@@ -182,11 +182,11 @@ class _Process:
 
 
 def _run(
-    make: Maker, seat: RankAddress, setting: ProbeSettings, pipe: Connection, log: str
+    make: ProbeFactory, seat: RankAddress, setting: ProbeSettings, pipe: Connection, log: str
 ) -> None:
     """Run the child process: send output to its log, and answer tasks from the pipe."""
     if not setting.debug:
-        with opened_log(Path(log)) as file:
+        with open_log(Path(log)) as file:
             os.dup2(file.fileno(), sys.stdout.fileno())
             os.dup2(file.fileno(), sys.stderr.fileno())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
@@ -198,20 +198,20 @@ def _run(
         while True:
             task = json.loads(pipe.recv_bytes())
             try:
-                answer: Told = {"value": probe.answer(task["task"], task["given"])}
+                answer: JsonDict = {"value": probe.answer(task["task"], task["given"])}
             except Exception as error:
                 if setting.debug:
                     traceback.print_exc()
-                told = in_words(error, "")
-                answer = _failed(told.what, why=told.why, fix=told.fix)
+                told = translate_error(error, "")
+                answer = _make_failure(told.what, why=told.why, fix=told.fix)
             pipe.send_bytes(json.dumps(answer).encode())
 
 
-def _failed(what: str, *, why: str = "", fix: str = "", silent: bool = False) -> Told:
+def _make_failure(what: str, *, why: str = "", fix: str = "", silent: bool = False) -> JsonDict:
     return {"error": f"{what}: {why}" if why else what, "fix": fix, "silent": silent}
 
 
-def _death(exit_code: int | None, log: Path) -> str:
+def _describe_exit(exit_code: int | None, log: Path) -> str:
     """Describe a process's exit, with the last line of its log."""
     how = f"its process left with exit code {exit_code}"
     if exit_code is not None and exit_code < 0:

@@ -7,8 +7,8 @@ from statistics import median
 
 from gpumix.check.facts.cluster import GpuSpeed, RankFacts, Survey
 from gpumix.check.finding import Finding, Severity
-from gpumix.hardware.discovery.gpu_health import REASONS, GpuHealth
-from gpumix.hardware.estimates.gpu_catalogue import Card, PcieLink, find
+from gpumix.hardware.discovery.gpu_health import THROTTLE_REASONS, GpuHealth
+from gpumix.hardware.estimates.gpu_catalogue import Card, PcieLink, find_card
 from gpumix.schema.errors import InputError
 from gpumix.schema.units import show_bytes, show_flops
 
@@ -18,11 +18,11 @@ USED_BYTES = 2**29  # memory in use on an idle GPU, including a display
 POWER = 0.9  # fraction of the default power limit
 
 
-def health(survey: Survey) -> Iterator[Finding]:
+def check_health(survey: Survey) -> Iterator[Finding]:
     """Check GPUs for memory errors, foreign processes and disabled features."""
     for rank in survey.gpus:
         if rank.health is not None:
-            for severity, what, fix in _ills(rank.health):
+            for severity, what, fix in _find_health_problems(rank.health):
                 yield _of(rank, "gpus", severity, f"GPU {rank.health.index}: {what}", fix)
     unloading = (
         r.host for r in survey.gpus if r.health is not None and r.health.persistent is False
@@ -37,7 +37,7 @@ def health(survey: Survey) -> Iterator[Finding]:
         )
 
 
-def _ills(gpu: GpuHealth) -> Iterator[tuple[Severity, str, str]]:
+def _find_health_problems(gpu: GpuHealth) -> Iterator[tuple[Severity, str, str]]:
     if gpu.prohibited:
         yield (
             Severity.ERROR,
@@ -63,7 +63,7 @@ def _ills(gpu: GpuHealth) -> Iterator[tuple[Severity, str, str]]:
             f"nvidia-smi -q -d ECC -i {gpu.index}; restart the host, and replace a card on which "
             "they come again",
         )
-    yield from _taken(gpu)
+    yield from _check_used_memory(gpu)
     if gpu.power_watts is not None and gpu.power_watts[0] < POWER * gpu.power_watts[1]:
         limit, usual = gpu.power_watts
         yield (
@@ -73,7 +73,7 @@ def _ills(gpu: GpuHealth) -> Iterator[tuple[Severity, str, str]]:
         )
 
 
-def _taken(gpu: GpuHealth) -> Iterator[tuple[Severity, str, str]]:
+def _check_used_memory(gpu: GpuHealth) -> Iterator[tuple[Severity, str, str]]:
     """Report memory in use by others; containers hide the processes, but not the memory."""
     if gpu.used_bytes <= USED_BYTES:
         return
@@ -86,17 +86,17 @@ def _taken(gpu: GpuHealth) -> Iterator[tuple[Severity, str, str]]:
     )
 
 
-def health_fine(survey: Survey) -> str:
+def describe_health(survey: Survey) -> str:
     asked = [rank for rank in survey.gpus if rank.health is not None]
     return f"{len(asked)} without errors, used by nobody else" if asked else ""
 
 
-def speed(survey: Survey) -> Iterator[Finding]:
+def check_speed(survey: Survey) -> Iterator[Finding]:
     """Compare each GPU's speed with the class median, and check PCIe lanes."""
     for rank in survey.gpus:
         if rank.speed is None:
             continue
-        held = [told for bit, told in REASONS.items() if rank.speed.reasons & bit]
+        held = [told for bit, told in THROTTLE_REASONS.items() if rank.speed.reasons & bit]
         slow = list(_slower(rank, rank.speed, _like(survey, rank)))
         for name, what, measured in slow:
             because = f"; {', '.join(held)}" if held else ""
@@ -105,12 +105,12 @@ def speed(survey: Survey) -> Iterator[Finding]:
                 "speed",
                 Severity.WARNING,
                 f"{_title(rank)}: {name} {what}{because}",
-                _mend(rank, held),
+                _suggest_fix(rank, held),
                 {name.replace(" ", "_"): measured},
             )
         if not slow and any(rank.speed.reasons & bit for bit in (0x08, 0x40, 0x80)):
             said = f"{_title(rank)} is throttled: {', '.join(held)}"
-            yield _of(rank, "speed", Severity.WARNING, said, _mend(rank, held))
+            yield _of(rank, "speed", Severity.WARNING, said, _suggest_fix(rank, held))
         yield from _narrow(rank, rank.speed)
 
 
@@ -147,7 +147,7 @@ def _slower(
             yield "memory", what, own.memory_bytes_per_s
 
 
-def _mend(rank: RankFacts, held: list[str]) -> str:
+def _suggest_fix(rank: RankFacts, held: list[str]) -> str:
     index = 0 if rank.health is None else rank.health.index
     if any("warm" in reason for reason in held):
         return "see to its cooling: fans, dust, room for air"
@@ -182,7 +182,7 @@ def _narrow(rank: RankFacts, own: GpuSpeed) -> Iterator[Finding]:
         yield _of(rank, "speed", Severity.WARNING, what, fix, {"generation": generation})
 
 
-def speed_fine(survey: Survey) -> str:
+def describe_speed(survey: Survey) -> str:
     """Describe each class by its median speed."""
     classes: dict[str, list[GpuSpeed]] = {}
     for rank in survey.gpus:
@@ -195,7 +195,7 @@ def speed_fine(survey: Survey) -> str:
     )
 
 
-def speeds(survey: Survey) -> dict[str, float]:
+def collect_speeds(survey: Survey) -> dict[str, float]:
     """Return the speeds of each rank."""
     kinds = ("flops_per_s", "memory_bytes_per_s", "host_bytes_per_s")
     known = ((rank.rank, rank.speed) for rank in survey.gpus if rank.speed is not None)
@@ -206,7 +206,7 @@ def speeds(survey: Survey) -> dict[str, float]:
 def card_of(product: str) -> Card | None:
     """Return the catalogue's card with exactly this product name."""
     try:
-        card = find(product) if product else None
+        card = find_card(product) if product else None
     except InputError:
         return None
     return card if card is not None and card.product.lower() == product.lower() else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from gpumix.check.facts.cluster import FolderFacts, HostFacts, JobOnHost, Survey
+from gpumix.check.facts.cluster import FolderFacts, HostFacts, JobHostFacts, Survey
 from gpumix.check.finding import Finding, Severity
 from gpumix.hardware.host.environment import COPIES_PART
 from gpumix.schema.units import show_bytes
@@ -19,7 +19,7 @@ PROCESSES = 4096
 LOCKED_BYTES = 2**30  # memory locked for a network card
 
 
-def disk(survey: Survey) -> Iterator[Finding]:
+def check_disk(survey: Survey) -> Iterator[Finding]:
     """Check folders for write access and for free space for checkpoints and caches."""
     for host, facts in survey.hosts.items():
         for folder in facts.folders:
@@ -71,10 +71,10 @@ def _needed(survey: Survey, host: str, folder: FolderFacts) -> tuple[float, str,
     if job is None or job.checkpoint_bytes is None:
         return 0, "", Severity.OK
     needed = job.checkpoints * job.checkpoint_bytes - job.saved_bytes
-    return needed, f"{checkpoints_told(survey)}", Severity.ERROR
+    return needed, f"{describe_checkpoints(survey)}", Severity.ERROR
 
 
-def checkpoints_told(survey: Survey) -> str:
+def describe_checkpoints(survey: Survey) -> str:
     """Describe the disk space of checkpoints."""
     job = survey.job
     if job is None or job.checkpoint_bytes is None:
@@ -84,17 +84,17 @@ def checkpoints_told(survey: Survey) -> str:
     return f"{job.checkpoints} checkpoints of {size} take {together}"
 
 
-def disk_fine(survey: Survey) -> str:
+def describe_disk(survey: Survey) -> str:
     least: dict[str, float] = {}
     for facts in survey.hosts.values():
         for folder in facts.folders:
             least[folder.role] = min(folder.free_bytes, least.get(folder.role, folder.free_bytes))
     free = ", ".join(f"{show_bytes(size)} free for the {role}" for role, size in least.items())
-    told = checkpoints_told(survey)
+    told = describe_checkpoints(survey)
     return f"{free}; {told}" if told else free
 
 
-def free_disk(survey: Survey) -> dict[str, float]:
+def collect_free_disk(survey: Survey) -> dict[str, float]:
     return {
         f"{host} {folder.role} free_bytes": folder.free_bytes
         for host, facts in survey.hosts.items()
@@ -102,7 +102,7 @@ def free_disk(survey: Survey) -> dict[str, float]:
     }
 
 
-def shared_memory(survey: Survey) -> Iterator[Finding]:
+def check_shared_memory(survey: Survey) -> Iterator[Finding]:
     """Check the size of /dev/shm, which is 64 MiB by default in containers."""
     for host, facts in survey.hosts.items():
         free = facts.shm_free_bytes
@@ -131,7 +131,7 @@ def _shm(host: str, free: int, needed: int, why: str, severity: Severity) -> Fin
     )
 
 
-def shared_memory_fine(survey: Survey) -> str:
+def describe_shared_memory(survey: Survey) -> str:
     free = [f.shm_free_bytes for f in survey.hosts.values() if f.shm_free_bytes is not None]
     return f"{show_bytes(min(free))} free in /dev/shm" if free else ""
 
@@ -148,7 +148,7 @@ def _copies_on(survey: Survey, host: str) -> int:
     return 0 if survey.job is None else survey.job.copies * state_on(survey, host)
 
 
-def memory(survey: Survey) -> Iterator[Finding]:
+def check_memory(survey: Survey) -> Iterator[Finding]:
     """Check host memory for processes, copies of the state, the extra copy during a checkpoint, and
     emulated devices."""
     yield from _emulated(survey)
@@ -195,16 +195,16 @@ def _emulated(survey: Survey) -> Iterator[Finding]:
         )
 
 
-def memory_fine(survey: Survey) -> str:
+def describe_memory(survey: Survey) -> str:
     free = [facts.available_bytes for facts in survey.hosts.values()]
     return f"{show_bytes(min(free))} free on the host with the least" if free else ""
 
 
-def free_memory(survey: Survey) -> dict[str, float]:
+def collect_free_memory(survey: Survey) -> dict[str, float]:
     return {f"{host} available_bytes": f.available_bytes for host, f in survey.hosts.items()}
 
 
-def cores(survey: Survey) -> Iterator[Finding]:
+def check_cores(survey: Survey) -> Iterator[Finding]:
     """Check for a core per process; emulated devices share the available cores."""
     for host, facts in survey.hosts.items():
         ranks = len(survey.on(host))
@@ -219,13 +219,13 @@ def cores(survey: Survey) -> Iterator[Finding]:
             )
 
 
-def cores_fine(survey: Survey) -> str:
+def describe_cores(survey: Survey) -> str:
     real = {rank.host for rank in survey.ranks if not rank.emulated}
     shares = [f.cores / len(survey.on(h)) for h, f in survey.hosts.items() if h in real]
     return f"{min(shares):.3g} for each device" if shares else ""
 
 
-def limits(survey: Survey) -> Iterator[Finding]:
+def check_limits(survey: Survey) -> Iterator[Finding]:
     """Check limits on open files, processes, and memory locked for network cards."""
     for host, facts in survey.hosts.items():
         for what, fix, severity in _too_low(facts):
@@ -258,12 +258,12 @@ def _too_low(facts: HostFacts) -> Iterator[tuple[str, str, Severity]]:
         )
 
 
-def limits_fine(survey: Survey) -> str:
+def describe_limits(survey: Survey) -> str:
     least = [f.limits.open_files for f in survey.hosts.values() if f.limits.open_files is not None]
     return f"{min(least)} open files" if least else ""
 
 
-def settings(survey: Survey) -> Iterator[Finding]:
+def check_settings(survey: Survey) -> Iterator[Finding]:
     """Check environment variables for disabled fast paths, missing interfaces, and differences."""
     for host, facts in survey.hosts.items():
         for name, (hinders, told) in _HINDERING.items():
@@ -288,7 +288,7 @@ Hinders = Callable[[Survey, str, HostFacts], bool]
 
 
 def _has_gpus(survey: Survey, host: str) -> bool:
-    return any(rank.on_gpu for rank in survey.on(host))
+    return any(rank.has_gpu for rank in survey.on(host))
 
 
 def _several_gpus(survey: Survey, host: str, facts: HostFacts) -> bool:
@@ -351,10 +351,10 @@ def _differing(survey: Survey) -> Iterator[Finding]:
                 )
 
 
-def settings_fine(survey: Survey) -> str:
+def describe_settings(survey: Survey) -> str:
     told = {f"{k}={v}" for facts in survey.hosts.values() for k, v in facts.settings.items()}
     return f"nothing that hinders: {', '.join(sorted(told))}" if told else ""
 
 
-def _job_on(survey: Survey, host: str) -> JobOnHost | None:
+def _job_on(survey: Survey, host: str) -> JobHostFacts | None:
     return None if survey.job is None else survey.job.on_hosts.get(host)

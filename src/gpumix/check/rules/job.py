@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpumix.check.facts.cluster import JobOnHost, Survey
+from gpumix.check.facts.cluster import JobHostFacts, Survey
 from gpumix.check.finding import Finding, Severity
 
 
-def packages(survey: Survey) -> Iterator[Finding]:
+def check_packages(survey: Survey) -> Iterator[Finding]:
     """Check for packages required by the job's keys."""
-    for host, job in _hosts(survey):
+    for host, job in _list_host_jobs(survey):
         for name, fix in job.missing.items():
             yield Finding(
                 check="packages",
@@ -21,26 +21,26 @@ def packages(survey: Survey) -> Iterator[Finding]:
             )
 
 
-def packages_fine(survey: Survey) -> str:
-    return "all that the job names are there" if _hosts(survey) else ""
+def describe_packages(survey: Survey) -> str:
+    return "all that the job names are there" if _list_host_jobs(survey) else ""
 
 
-def model(survey: Survey) -> Iterator[Finding]:
+def check_model(survey: Survey) -> Iterator[Finding]:
     """Check building the model, and its fit to the data."""
-    yield from _troubles(survey, "model")
+    yield from _report_troubles(survey, "model")
 
 
-def model_fine(survey: Survey) -> str:
+def describe_model(survey: Survey) -> str:
     job = survey.job
     if job is None or job.checkpoint_bytes is None:
         return ""
     return "it can be built"
 
 
-def data(survey: Survey) -> Iterator[Finding]:
+def check_data(survey: Survey) -> Iterator[Finding]:
     """Check reading the data, and equal data on all hosts."""
-    yield from _troubles(survey, "data")
-    told = [(host, job.data) for host, job in _hosts(survey) if job.data]
+    yield from _report_troubles(survey, "data")
+    told = [(host, job.data) for host, job in _list_host_jobs(survey) if job.data]
     for host, mark in told[1:]:
         if mark != told[0][1]:
             yield Finding(
@@ -50,7 +50,7 @@ def data(survey: Survey) -> Iterator[Finding]:
                 fix="give every host the same data files",
                 host=host,
             )
-    for host, job in _hosts(survey):
+    for host, job in _list_host_jobs(survey):
         if job.slow:
             yield Finding(
                 check="data",
@@ -61,17 +61,17 @@ def data(survey: Survey) -> Iterator[Finding]:
             )
 
 
-def data_fine(survey: Survey) -> str:
-    read = (job.data.partition(",")[0] for _, job in _hosts(survey) if job.data)
+def describe_data(survey: Survey) -> str:
+    read = (job.data.partition(",")[0] for _, job in _list_host_jobs(survey) if job.data)
     return next((f"readable: {data}" for data in read), "")
 
 
-def _troubles(survey: Survey, check: str) -> Iterator[Finding]:
-    for host, job in _hosts(survey):
+def _report_troubles(survey: Survey, check: str) -> Iterator[Finding]:
+    for host, job in _list_host_jobs(survey):
         if check in job.trouble:
             what, fix = job.trouble[check]
             yield Finding(check=check, severity=Severity.ERROR, what=what, fix=fix, host=host)
 
 
-def _hosts(survey: Survey) -> list[tuple[str, JobOnHost]]:
+def _list_host_jobs(survey: Survey) -> list[tuple[str, JobHostFacts]]:
     return [] if survey.job is None else list(survey.job.on_hosts.items())

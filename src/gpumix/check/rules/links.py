@@ -12,7 +12,7 @@ from gpumix.check.finding import Finding, Severity
 from gpumix.check.rules.gpus import card_of
 from gpumix.hardware.estimates.cluster_shorthand import links_inside
 from gpumix.schema.cluster.network import Link
-from gpumix.schema.units import plural, show_seconds
+from gpumix.schema.units import format_count, show_seconds
 
 OF_STATED = 0.5  # fraction of a link's stated rate
 OF_LIKE = 0.5  # fraction of the median rate of pairs of the same classes
@@ -20,11 +20,11 @@ SKEW_S = 1.0
 LOOPBACK = "127."
 
 
-def links(survey: Survey) -> Iterator[Finding]:
+def check_links(survey: Survey) -> Iterator[Finding]:
     """Check each pair for a correct sum, and for its rate against the stated link and its class."""
     ranks = {rank.rank: rank for rank in survey.ranks}
     failed = [pair for pair in survey.pairs if pair.trouble]
-    alone = _alone(survey.pairs)
+    alone = _find_isolated_ranks(survey.pairs)
     for rank in alone:
         yield _rank_fails(ranks[rank], [pair for pair in failed if rank in pair.ranks])
     for pair in failed:
@@ -34,7 +34,7 @@ def links(survey: Survey) -> Iterator[Finding]:
         yield _pair_fails(one, other, pair)
     for pair in survey.pairs:
         yield from _slow(survey, pair, ranks)
-    yield from _names(survey)
+    yield from _check_host_names(survey)
     if survey.untried:
         tried = len(survey.pairs)
         yield Finding(
@@ -46,7 +46,7 @@ def links(survey: Survey) -> Iterator[Finding]:
         )
 
 
-def _alone(pairs: tuple[PairFacts, ...]) -> list[int]:
+def _find_isolated_ranks(pairs: tuple[PairFacts, ...]) -> list[int]:
     """Return ranks failing with every peer, unless all ranks fail."""
     all_of = Counter(rank for pair in pairs for rank in pair.ranks)
     failed = Counter(rank for pair in pairs if pair.trouble for rank in pair.ranks)
@@ -75,7 +75,7 @@ def _pair_fails(one: RankFacts, other: RankFacts, pair: PairFacts) -> Finding:
     else:
         said = f"they do not reach each other ({pair.trouble})"
     apart = one.host != other.host
-    gpus = one.on_gpu
+    gpus = one.has_gpu
     # Checkpoints use gloo, whatever the backend of training.
     names = "NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0" if gpus else "GLOO_SOCKET_IFNAME=eth0"
     inside = "NCCL_P2P_DISABLE=1 tells whether it is the link between the cards: export it, and "
@@ -107,7 +107,7 @@ def _slow(survey: Survey, pair: PairFacts, ranks: dict[int, RankFacts]) -> Itera
         if p is not pair and p.bytes_per_s and _kind(ranks, p) == _kind(ranks, pair)
     ]
     # Rates between processes of one CPU vary with the machine's load.
-    real = one.on_gpu or one.host != other.host
+    real = one.has_gpu or one.host != other.host
     if not found and real and not one.emulated and len(like) > 1 and rate < OF_LIKE * median(like):
         found = f"pairs of the same classes {_rate(median(like))}"
     if found:
@@ -155,7 +155,7 @@ def _kind(ranks: dict[int, RankFacts], pair: PairFacts) -> tuple[object, ...]:
     return one.host == other.host, *sorted((one.device_class, other.device_class))
 
 
-def _names(survey: Survey) -> Iterator[Finding]:
+def _check_host_names(survey: Survey) -> Iterator[Finding]:
     """Check that host names resolve to reachable addresses, unless a gloo interface is set."""
     if len(survey.hosts) < 2 or survey.emulated:
         return
@@ -172,7 +172,7 @@ def _names(survey: Survey) -> Iterator[Finding]:
             )
 
 
-def links_fine(survey: Survey) -> str:
+def describe_links(survey: Survey) -> str:
     """Describe the number of pairs and the slowest pair of each kind."""
     ranks = {rank.rank: rank for rank in survey.ranks}
     kinds: dict[str, list[PairFacts]] = {"inside hosts": [], "between hosts": []}
@@ -187,10 +187,10 @@ def links_fine(survey: Survey) -> str:
 def _slowest(name: str, pairs: list[PairFacts]) -> str:
     rate = _rate(min(pair.bytes_per_s or 0.0 for pair in pairs))
     latency = show_seconds(max(pair.latency_s or 0.0 for pair in pairs))
-    return f"{plural(len(pairs), 'pair')} {name}, the slowest {rate} and {latency}"
+    return f"{format_count(len(pairs), 'pair')} {name}, the slowest {rate} and {latency}"
 
 
-def rates(survey: Survey) -> dict[str, float]:
+def collect_rates(survey: Survey) -> dict[str, float]:
     """Return the rate and latency of each pair."""
     found: dict[str, float] = {}
     for pair in survey.pairs:
@@ -200,7 +200,7 @@ def rates(survey: Survey) -> dict[str, float]:
     return found
 
 
-def clocks(survey: Survey) -> Iterator[Finding]:
+def check_clocks(survey: Survey) -> Iterator[Finding]:
     """Check clocks, because logs, files and caches of several hosts are compared by time."""
     for clock in survey.clocks:
         if abs(clock.ahead_s) - clock.give_or_take_s > SKEW_S:
@@ -217,7 +217,7 @@ def clocks(survey: Survey) -> Iterator[Finding]:
             )
 
 
-def clocks_fine(survey: Survey) -> str:
+def describe_clocks(survey: Survey) -> str:
     if not survey.clocks:
         return ""
     worst = max(survey.clocks, key=lambda one: abs(one.ahead_s))
@@ -227,7 +227,7 @@ def clocks_fine(survey: Survey) -> str:
     )
 
 
-def skews(survey: Survey) -> dict[str, float]:
+def collect_clock_skews(survey: Survey) -> dict[str, float]:
     return {f"{clock.host} ahead_s": clock.ahead_s for clock in survey.clocks}
 
 

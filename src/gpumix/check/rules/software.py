@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 from gpumix.check.facts.cluster import HostFacts, RankFacts, Survey
 from gpumix.check.finding import Finding, Severity
-from gpumix.hardware.discovery.torch_build import PAGE as WHEELS
-from gpumix.hardware.discovery.torch_build import runs_on
-from gpumix.schema.units import plural
+from gpumix.hardware.discovery.torch_build import INSTALL_PAGE as WHEELS
+from gpumix.hardware.discovery.torch_build import get_kernel_support
+from gpumix.schema.units import format_count
 
 
-def ranks(survey: Survey) -> Iterator[Finding]:
+def check_ranks(survey: Survey) -> Iterator[Finding]:
     """Check for absent ranks, unusable or shared devices, and differing jobs."""
     for rank in survey.ranks:
         if rank.trouble:
@@ -50,19 +50,19 @@ def ranks(survey: Survey) -> Iterator[Finding]:
             )
 
 
-def ranks_fine(survey: Survey) -> str:
+def describe_ranks(survey: Survey) -> str:
     classes = Counter(rank.device_class for rank in survey.ranks)
     named = ", ".join(f"{count} x {name}" for name, count in classes.items())
     hosts = len({rank.host for rank in survey.ranks})
     if not survey.emulated:
-        return f"{named} on {plural(hosts, 'host')} answer"
+        return f"{named} on {format_count(hosts, 'host')} answer"
     number = len(survey.emulated)
     who = "" if number == len(survey.ranks) else f"{number} of them "
     as_if = f", as if on {hosts} hosts" if hosts > 1 else ""
     return f"{named} answer, {who}emulated on this machine{as_if}"
 
 
-def versions(survey: Survey) -> Iterator[Finding]:
+def check_versions(survey: Survey) -> Iterator[Finding]:
     """Check for equal versions on all hosts, and for an equal driver of GPUs of one product."""
     hosts = list(survey.hosts.items())
     for host, facts in hosts[1:]:
@@ -108,7 +108,7 @@ def _drivers(survey: Survey) -> Iterator[Finding]:
     named = survey.job is not None and survey.job.named_cluster
     for host, facts in survey.hosts.items():
         driver = facts.software.driver
-        products = {rank.product for rank in survey.on(host) if rank.on_gpu}
+        products = {rank.product for rank in survey.on(host) if rank.has_gpu}
         for product in sorted(products):
             first, known = by_product.setdefault(product, (host, driver))
             if driver != known:
@@ -122,7 +122,7 @@ def _drivers(survey: Survey) -> Iterator[Finding]:
                 )
 
 
-def versions_fine(survey: Survey) -> str:
+def describe_versions(survey: Survey) -> str:
     for facts in survey.hosts.values():
         there = facts.software
         cuda = f" for CUDA {there.cuda}, NCCL {there.nccl}" if there.cuda else ""
@@ -130,7 +130,7 @@ def versions_fine(survey: Survey) -> str:
     return ""
 
 
-def driver(survey: Survey) -> Iterator[Finding]:
+def check_driver(survey: Survey) -> Iterator[Finding]:
     """Check that the driver supports the torch wheel's CUDA version."""
     for host, facts in _with_gpus(survey):
         wheel, known = facts.software.cuda, facts.software.driver_cuda
@@ -156,19 +156,19 @@ def driver(survey: Survey) -> Iterator[Finding]:
             )
 
 
-def driver_fine(survey: Survey) -> str:
+def describe_driver(survey: Survey) -> str:
     found = {f.software.driver: f.software.driver_cuda for _, f in _with_gpus(survey)}
     told = ", ".join(f"{name} (CUDA {cuda})" for name, cuda in sorted(found.items()) if name)
     return f"{told} run{'s' if len(found) == 1 else ''} this torch" if told else ""
 
 
-def kernels(survey: Survey) -> Iterator[Finding]:
+def check_kernels(survey: Survey) -> Iterator[Finding]:
     """Check the torch wheel for each GPU's kernels, or for PTX compiled by the driver."""
     for rank in survey.gpus:
         facts = survey.hosts.get(rank.host)
         if facts is None or not facts.software.arches or not rank.capability:
             continue
-        how = runs_on(facts.software.arches, rank.capability)
+        how = get_kernel_support(facts.software.arches, rank.capability)
         if how == "own":
             continue
         fitting = f"install a wheel of torch that has kernels for it: {WHEELS}"
@@ -184,7 +184,7 @@ def kernels(survey: Survey) -> Iterator[Finding]:
         )
 
 
-def kernels_fine(survey: Survey) -> str:
+def describe_kernels(survey: Survey) -> str:
     known = [r for r in survey.gpus if r.host in survey.hosts]
     capabilities = sorted({r.capability for r in known if r.capability})
     told = [host for host, facts in _with_gpus(survey) if facts.software.arches]

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Allowed, Debug, Json, Overrides, answer, refuse_set_without, verb
+from gpumix.cli.common import (
+    Allowed,
+    Debug,
+    Json,
+    Overrides,
+    make_command,
+    print_result,
+    refuse_set_without_job,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,7 +41,7 @@ def register(app: typer.Typer) -> None:
     )(check)
 
 
-@verb
+@make_command
 def check(
     context: typer.Context,
     job: Annotated[
@@ -46,32 +54,32 @@ def check(
 ) -> None:
     from gpumix.check.run import check as outcome_of
     from gpumix.schema.errors import MachineError
-    from gpumix.train.run_log.terminal import stderr
+    from gpumix.train.run_log.terminal import get_stderr_console
 
-    refuse_set_without(job, overrides, fix="gpumix check JOB.yaml --set ...")
+    refuse_set_without_job(job, overrides, fix="gpumix check JOB.yaml --set ...")
     leaving = context.with_resource(ExitStack())
-    say = stderr().print
+    say = get_stderr_console().print
     outcome = outcome_of(job, overrides, allowed=allowed, say=say, leaving=leaving, debug=debug)
     findings = outcome.findings
     if findings is not None:
-        answer(
+        print_result(
             lambda: [one.model_dump(mode="json") for one in findings],
-            lambda: _shown(findings),
+            lambda: _render_findings(findings),
             as_json,
         )
     if outcome.failed:
         raise typer.Exit(MachineError.exit_code)
 
 
-def _shown(findings: Sequence[Finding]) -> RenderableType:
+def _render_findings(findings: Sequence[Finding]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from gpumix.check.finding import lines
+    from gpumix.check.finding import format_findings
 
     return Group(
         *(
             Text.assemble((f"{severity.value:<8}", STYLES[severity.value]), line)
-            for severity, line in lines(findings)
+            for severity, line in format_findings(findings)
         )
     )

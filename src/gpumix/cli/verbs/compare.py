@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from gpumix.cli.common import Debug, Json, answer, verb
-from gpumix.cli.profile_source import PlanOptions, planning
-from gpumix.schema.reading.error_location import placed
+from gpumix.cli.common import Debug, Json, make_command, print_result
+from gpumix.cli.profile_source import PlanOptions, add_planning_options
+from gpumix.schema.reading.error_location import locate_errors
 
 
 def register(app: typer.Typer) -> None:
@@ -17,16 +17,16 @@ def register(app: typer.Typer) -> None:
     )(compare)
 
 
-@verb
-@planning
+@make_command
+@add_planning_options
 def compare(asked: PlanOptions, as_json: Json = False, debug: Debug = False) -> None:
     from gpumix.cli.tables import comparison_table
     from gpumix.planner.compare import compare as compared
 
     source = asked.source()
-    with placed(source.place):
+    with locate_errors(source.place):
         found = compared(source.profile, source.request)
-    answer(
+    print_result(
         lambda: found.model_dump(mode="json"),
         lambda: comparison_table(found),
         as_json,

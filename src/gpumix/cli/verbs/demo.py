@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, print_json, verb
+from gpumix.cli.common import Debug, Json, make_command, print_json
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import remove, write_at_once
+from gpumix.schema.files import remove, write_text_atomically
 from gpumix.train.run_log import run_files
 
 if TYPE_CHECKING:
     from gpumix.cli.demo_devices import DemoDevices
-    from gpumix.train.run_log.even_baseline import EvenSplit
+    from gpumix.train.run_log.even_baseline import EvenBaseline
     from gpumix.train.run_log.metrics import RunEvent
 
 JOB_FILE = "demo.yaml"
 EVEN_STEPS = 4
 # Not a part of the library itself, or not in every installation.
-NOT_TEXT = {"site-packages", "test", "idlelib", "__pycache__", "lib2to3"}
+EXCLUDED_SOURCES = {"site-packages", "test", "idlelib", "__pycache__", "lib2to3"}
 
 GPT = {
     "model_type": "gpt2",
@@ -42,7 +42,7 @@ def register(app: typer.Typer) -> None:
     )(demo)
 
 
-@verb
+@make_command
 def demo(
     steps: Annotated[int, typer.Option("--steps", min=3, help="Training steps.")] = 24,
     output: Annotated[
@@ -54,25 +54,25 @@ def demo(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    from gpumix.cli.demo_devices import demo_devices
-    from gpumix.train.controller import JobController, too_busy
-    from gpumix.train.run_log.even_baseline import best_even_split
-    from gpumix.train.run_log.metrics import tell_afterwards
+    from gpumix.cli.demo_devices import choose_demo_devices
+    from gpumix.train.controller import JobController, format_overrun_warning
+    from gpumix.train.run_log.even_baseline import measure_best_even_plan
+    from gpumix.train.run_log.metrics import append_event
 
-    _check_room(output)
-    devices = demo_devices()
+    _check_output_folder(output)
+    devices = choose_demo_devices()
     pipeline = JobController.of_file(_write_job(output, steps, devices), overrides, debug=debug)
     pipeline.show(devices.said)
-    _clear(output)
+    _remove_former_run(output)
     summary = pipeline.train(None, resume=False)
     pipeline.show(f"now an even split on the same devices, {EVEN_STEPS} steps in each setting")
-    even = best_even_split(pipeline, pipeline.profile(), EVEN_STEPS)
+    even = measure_best_even_plan(pipeline, pipeline.profile(), EVEN_STEPS)
     overruns = summary.overruns + even.overruns
     if overruns:
-        pipeline.show(too_busy(overruns))
+        pipeline.show(format_overrun_warning(overruns))
     speedup = summary.tokens_per_s / even.trial.tokens_per_s
     error = summary.prediction_error or 0.0
-    tell_afterwards(pipeline.job.output, summary.steps, _even_told(even))
+    append_event(pipeline.job.output, summary.steps, _make_even_event(even))
     from rich.text import Text
 
     answer = (
@@ -85,7 +85,7 @@ def demo(
         print_json({**asdict(summary), "speedup_vs_even": speedup, "all_overruns": overruns})
 
 
-def _even_told(even: EvenSplit) -> RunEvent:
+def _make_even_event(even: EvenBaseline) -> RunEvent:
     """Return the event of the even split's speed, for the run's report."""
     from gpumix.train.run_log.metrics import RunEvent
 
@@ -107,7 +107,7 @@ def _write_job(folder: Path, steps: int, devices: DemoDevices) -> Path:
 
     job = {
         "model": {"config": GPT | devices.model_size},
-        "data": {"text": _library_text(), "pattern": "*.py", "held_out": 0.01},
+        "data": {"text": _list_library_sources(), "pattern": "*.py", "held_out": 0.01},
         "sequence_length": devices.sequence_length,
         "global_batch": devices.global_batch,
         "steps": steps,
@@ -121,11 +121,11 @@ def _write_job(folder: Path, steps: int, devices: DemoDevices) -> Path:
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / JOB_FILE
-    write_at_once(path, yaml.safe_dump(job, sort_keys=False))
+    write_text_atomically(path, yaml.safe_dump(job, sort_keys=False))
     return path
 
 
-def _check_room(folder: Path) -> None:
+def _check_output_folder(folder: Path) -> None:
     """Refuse to clear a folder with files not written by a demo."""
     if folder.exists() and not folder.is_dir():
         raise InputError("the demo's output is a file, not a folder", where=str(folder))
@@ -139,18 +139,19 @@ def _check_room(folder: Path) -> None:
         )
 
 
-def _clear(folder: Path) -> None:
+def _remove_former_run(folder: Path) -> None:
     """Remove a former run."""
     for name in run_files.ALL:
         remove(folder / name)
 
 
-def _library_text() -> list[str]:
+def _list_library_sources() -> list[str]:
     """Return the source paths of the standard library: modules and packages."""
     library = Path(sysconfig.get_path("stdlib"))
     found = [
         path
         for path in sorted(library.iterdir())
-        if path.name not in NOT_TEXT and (path.suffix == ".py" or (path / "__init__.py").is_file())
+        if path.name not in EXCLUDED_SOURCES
+        and (path.suffix == ".py" or (path / "__init__.py").is_file())
     ]
     return [str(path) for path in found]

@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, Overrides, answer, refuse_set_without, verb
+from gpumix.cli.common import (
+    Debug,
+    Json,
+    Overrides,
+    make_command,
+    print_result,
+    refuse_set_without_job,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -17,7 +24,7 @@ def register(app: typer.Typer) -> None:
     )(devices)
 
 
-@verb
+@make_command
 def devices(
     job: Annotated[
         Path | None, typer.Argument(metavar="JOB", help="Take the cluster of this job.")
@@ -29,14 +36,14 @@ def devices(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    from gpumix.hardware.discovery.discover import discover
+    from gpumix.hardware.discovery.discover import discover_cluster
     from gpumix.schema.errors import InputError
     from gpumix.schema.reading.read import read_cluster, read_job
     from gpumix.train.run_log.tables import devices_table
 
     if job is not None and cluster is not None:
         raise InputError("give a job or --cluster, not both", where=f"{job}, {cluster}")
-    refuse_set_without(
+    refuse_set_without_job(
         job, overrides, fix="gpumix devices JOB.yaml --set ..., or gpumix devices --cluster FILE"
     )
     wanted = None
@@ -45,5 +52,5 @@ def devices(
     elif job is not None:
         named = read_job(job, overrides).cluster
         wanted = None if named == "auto" else named
-    found = wanted or discover()
-    answer(lambda: found.model_dump(mode="json"), lambda: devices_table(found), as_json)
+    found = wanted or discover_cluster()
+    print_result(lambda: found.model_dump(mode="json"), lambda: devices_table(found), as_json)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Allowed, Debug, Json, Overrides, print_json, verb
+from gpumix.cli.common import Allowed, Debug, Json, Overrides, make_command, print_json
 from gpumix.schema.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
     )(doctor)
 
 
-@verb
+@make_command
 def doctor(
     target: Annotated[
         str,
@@ -57,29 +57,31 @@ def doctor(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    from gpumix.doctor.change import given_again, write_tuned
+    from gpumix.doctor.change import merge_overrides, write_tuned
     from gpumix.doctor.examine import examine
-    from gpumix.train.run_log.terminal import stderr
+    from gpumix.train.run_log.terminal import get_stderr_console
 
     _refuse_a_script(target)
     is_function = _is_function(target)
     if is_function:
-        _refuse(target, apply=apply, overrides=overrides)
-    _refuse_unknown(only, is_function)
-    console = stderr()
-    with _patient(target, is_function, overrides, allowed, steps=steps, debug=debug) as patient:
+        _refuse_job_options(target, apply=apply, overrides=overrides)
+    _refuse_unknown_suspects(only, is_function)
+    console = get_stderr_console()
+    with _open_patient(
+        target, is_function, overrides, allowed, steps=steps, debug=debug
+    ) as patient:
         report = examine(patient, say=console.print, pairs=pairs, only=tuple(only))
     if as_json:
         print_json(report.as_dict())
     else:
-        console.print(_table(report) if report.findings else _none(report))
+        console.print(_make_table(report) if report.findings else _describe_no_gain(report))
         for remark in report.remarks:
             console.print(remark)
         for name in report.untried:
             console.print(f"not tried, for that takes minutes: --only {name}")
     if apply and report.settings:
-        tuned = tuned_path(Path(target))
-        again = given_again(overrides, report.settings)
+        tuned = get_tuned_path(Path(target))
+        again = merge_overrides(overrides, report.settings)
         given = " ".join(f"--set {quote(one)}" for one in again)
         with_these = [f"measured with {given}, which is not written here"] if given else []
         write_tuned(Path(target), tuned, report.settings, [*report.notes, *with_these])
@@ -105,7 +107,7 @@ def _refuse_a_script(target: str) -> None:
         )
 
 
-def _refuse(target: str, *, apply: bool, overrides: list[str]) -> None:
+def _refuse_job_options(target: str, *, apply: bool, overrides: list[str]) -> None:
     if apply:
         raise InputError(
             f"--apply is for jobs, '{target}' is a function",
@@ -116,7 +118,7 @@ def _refuse(target: str, *, apply: bool, overrides: list[str]) -> None:
         raise InputError(f"--set is for jobs, '{target}' is a function", fix="leave --set out")
 
 
-def _refuse_unknown(only: list[str], is_function: bool) -> None:
+def _refuse_unknown_suspects(only: list[str], is_function: bool) -> None:
     from gpumix.doctor import suspects as of_jobs
     from gpumix.doctor.function import suspects as of_functions
 
@@ -131,7 +133,7 @@ def _refuse_unknown(only: list[str], is_function: bool) -> None:
 
 
 @contextmanager
-def _patient(
+def _open_patient(
     target: str,
     is_function: bool,
     overrides: list[str],
@@ -140,20 +142,20 @@ def _patient(
     steps: int,
     debug: bool,
 ) -> Iterator[Patient]:
-    from gpumix.doctor.function.patient import function_patient
-    from gpumix.doctor.job import job_patient
+    from gpumix.doctor.function.patient import open_function_patient
+    from gpumix.doctor.job import open_job_patient
 
     if is_function:
-        with function_patient(target, Path.cwd(), steps=steps, debug=debug) as function:
+        with open_function_patient(target, Path.cwd(), steps=steps, debug=debug) as function:
             yield function
     else:
-        with job_patient(
+        with open_job_patient(
             Path(target), tuple(overrides), steps=steps, allowed=tuple(allowed), debug=debug
         ) as job:
             yield job
 
 
-def _table(report: Report) -> Table:
+def _make_table(report: Report) -> Table:
     from rich.table import Table
 
     waited = f"{report.input_share:.0%} of a step was spent waiting for data"
@@ -161,17 +163,17 @@ def _table(report: Report) -> Table:
     table = Table("finding", "why", "change", "gain", title=title)
     for one in report.findings:
         suspect = one.suspect
-        table.add_row(suspect.what, suspect.why, suspect.mended_by, str(one.gain))
+        table.add_row(suspect.what, suspect.why, suspect.change_text, str(one.gain))
     return table
 
 
-def _none(report: Report) -> str:
+def _describe_no_gain(report: Report) -> str:
     """Describe a report without helpful changes."""
     if report.remarks:
         return "no change was found that makes it faster"
     return "nothing was found that slows it down"
 
 
-def tuned_path(job: Path) -> Path:
+def get_tuned_path(job: Path) -> Path:
     """Return the path written by `--apply`."""
     return job.with_name(f"{job.stem}.tuned.yaml")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, print_json, verb
+from gpumix.cli.common import Debug, Json, make_command, print_json
 
 
 def register(app: typer.Typer) -> None:
@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
     )(export)
 
 
-@verb
+@make_command
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint.")],
     to: Annotated[Path, typer.Option("--to", help="The folder to write.")],
@@ -27,10 +27,10 @@ def export(
     debug: Debug = False,
 ) -> None:
     from gpumix.train.checkpoint.export import export as write
-    from gpumix.train.run_log.terminal import stderr
+    from gpumix.train.run_log.terminal import get_stderr_console
 
-    write(run, to, dtype=dtype, tell=stderr().print)
+    write(run, to, dtype=dtype, tell=get_stderr_console().print)
     if as_json:
         print_json({"folder": str(to)})
     else:
-        stderr().print(f"wrote {to}")
+        get_stderr_console().print(f"wrote {to}")

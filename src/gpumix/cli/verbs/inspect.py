@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumix.cli.common import Debug, Json, answer, verb
+from gpumix.cli.common import Debug, Json, make_command, print_result
 from gpumix.schema.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from gpumix.train.checkpoint.inspect import Contents
+    from gpumix.train.checkpoint.inspect import CheckpointContents
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
     )(inspect)
 
 
-@verb
+@make_command
 def inspect(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's folder.")
@@ -39,17 +39,19 @@ def inspect(
     from gpumix.train.checkpoint.inspect import inspect as contents_of
 
     found = contents_of(checkpoint)
-    answer(lambda: [_as_dict(one) for one in found], lambda: Group(*_shown(found)), as_json)
+    print_result(
+        lambda: [_as_dict(one) for one in found], lambda: Group(*_render_contents(found)), as_json
+    )
     if any(one.damage is not None for one in found):
         raise typer.Exit(InputError.exit_code)
 
 
-def _as_dict(one: Contents) -> dict[str, Any]:
+def _as_dict(one: CheckpointContents) -> dict[str, Any]:
     plan = None if one.plan is None else one.plan.model_dump(mode="json")
     return {key: value for key, value in vars(one).items() if key != "plan"} | {"plan": plan}
 
 
-def _shown(found: Sequence[Contents]) -> Iterable[RenderableType]:
+def _render_contents(found: Sequence[CheckpointContents]) -> Iterable[RenderableType]:
     from rich.text import Text
 
     from gpumix.schema.units import show_bytes
@@ -59,7 +61,7 @@ def _shown(found: Sequence[Contents]) -> Iterable[RenderableType]:
     for one in found:
         table.add_row(
             Path(one.path).name,
-            _of(one.step, one.of_steps),
+            _format_step(one.step, one.of_steps),
             show_bytes(one.bytes),
             "" if one.plan is None else str(len(one.plan.workers)),
             one.gpumix,
@@ -70,10 +72,10 @@ def _shown(found: Sequence[Contents]) -> Iterable[RenderableType]:
         if one.damage is not None:
             yield Text(f"damaged: {one.damage}", style="yellow")
     for one in [one for one in found if one.damage is None][:1]:
-        yield from (Text(line) for line in _lines(one))
+        yield from (Text(line) for line in _describe_contents(one))
 
 
-def _lines(one: Contents) -> Iterable[str]:
+def _describe_contents(one: CheckpointContents) -> Iterable[str]:
     from gpumix.schema.units import show_bytes
 
     yield (
@@ -93,7 +95,7 @@ def _lines(one: Contents) -> Iterable[str]:
         )
 
 
-def _of(step: int | None, steps: int | None) -> str:
+def _format_step(step: int | None, steps: int | None) -> str:
     if step is None:
         return ""
     return str(step) if steps is None else f"{step} of {steps}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumix.cli.common import Debug, Json, print_json, verb
+from gpumix.cli.common import Debug, Json, make_command, print_json
 from gpumix.schema.errors import InputError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def register(app: typer.Typer) -> None:
 
 
 # One parameter per option, as typer requires.
-@verb
+@make_command
 def launch(
     called: typer.Context,
     program: Annotated[
@@ -139,10 +139,10 @@ def launch(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    from gpumix.launch.commands import Ssh, Surroundings
-    from gpumix.launch.launcher import LaunchRequest, asked_of
-    from gpumix.launch.options import pythons_of, settings_of
-    from gpumix.launch.program import program_of
+    from gpumix.launch.commands import LaunchEnvironment, Ssh
+    from gpumix.launch.launcher import LaunchRequest, pass_cluster
+    from gpumix.launch.options import parse_pythons, parse_variables
+    from gpumix.launch.program import parse_program
     from gpumix.launch.schedulers.kubernetes import PYTHON
 
     asking: dict[str, object] = {"--timeout": timeout, "--ssh": ssh}
@@ -152,10 +152,10 @@ def launch(
         "--print-commands": print_commands,
     }
     if template is not None:
-        _refuse(printed | asking, "has no effect on a template", fix="leave it out")
+        _refuse_options(printed | asking, "has no effect on a template", fix="leave it out")
     elif print_commands:
         unused: dict[str, object] = {"--logs": logs, "--timeout": timeout}
-        _refuse(unused, "has no effect where commands are printed", fix="leave it out")
+        _refuse_options(unused, "has no effect where commands are printed", fix="leave it out")
     there: dict[str, object] = {
         "--address": address,
         "--logs": logs,
@@ -163,34 +163,38 @@ def launch(
         "--folder": folder,
     }
     if hosts is None and template is None:
-        _refuse(there | asking, "has an effect on several hosts only", fix="name them: --hosts a,b")
+        _refuse_options(
+            there | asking, "has an effect on several hosts only", fix="name them: --hosts a,b"
+        )
     if hosts is not None:
-        _refuse({"--processes": processes}, "is of this host", fix="--hosts a:4,b:8")
-    named = program_of(program, module=module)
+        _refuse_options({"--processes": processes}, "is of this host", fix="--hosts a:4,b:8")
+    named = parse_program(program, module=module)
     if named.kind == "job":
-        _refuse_behind(named.arguments, called)
-    devices, file, on = _devices(named, cluster, hosts)
+        _refuse_misplaced_options(named.arguments, called)
+    devices, file, on = _read_devices(named, cluster, hosts)
     if hosts is None and named.kind == "job" and template is None:
-        _refuse(
+        _refuse_options(
             {"--processes": processes, "--port": port, "--grace": grace is not None},
             "has no effect on a job on one host",
             fix="leave it out: its cluster says which devices it has",
         )
     usual = PYTHON if template is Template.k8s else sys.executable
-    default, pythons = pythons_of(python, on, usual)
+    default, pythons = parse_pythons(python, on, usual)
     if template is not None:
         one = "is for one host: nodes of a template have one interpreter"
-        _refuse({f"--python {word}": "=" in word for word in python}, one, fix="--python PATH")
+        _refuse_options(
+            {f"--python {word}": "=" in word for word in python}, one, fix="--python PATH"
+        )
     if grace is None:
         grace = SLURM_GRACE_S if template is Template.slurm else GRACE_S
-    asked = asked_of(
+    asked = pass_cluster(
         LaunchRequest(
             program=named,
-            around=Surroundings(
+            around=LaunchEnvironment(
                 folder=folder or Path.cwd(),
                 python=default,
                 pythons=pythons,
-                settings=settings_of(env),
+                settings=parse_variables(env),
                 grace_s=grace,
             ),
             hosts=on,
@@ -210,10 +214,10 @@ def launch(
     elif print_commands:
         _print_commands(asked)
     else:
-        _run(asked)
+        _run_program(asked)
 
 
-def _refuse_behind(arguments: Sequence[str], called: typer.Context) -> None:
+def _refuse_misplaced_options(arguments: Sequence[str], called: typer.Context) -> None:
     """Refuse options of `gpumix launch` behind a job; arguments there are for `gpumix train`."""
     assert called.parent is not None
     verbs: Any = called.parent.command
@@ -229,50 +233,50 @@ def _refuse_behind(arguments: Sequence[str], called: typer.Context) -> None:
             )
 
 
-def _refuse(options: Mapping[str, object], what: str, *, fix: str) -> None:
+def _refuse_options(options: Mapping[str, object], what: str, *, fix: str) -> None:
     for name, value in options.items():
         if value:
             raise InputError(f"{name} {what}", fix=fix)
 
 
-def _devices(
+def _read_devices(
     program: Program, file: Path | None, hosts: str | None
 ) -> tuple[Cluster | None, Path | None, tuple[Host, ...]]:
     """Return the cluster, the program's cluster file, and the hosts."""
     from gpumix.hardware.host.environment import cluster_file
-    from gpumix.launch.hosts import hosts_of, read_hosts
-    from gpumix.launch.program import JOBS
-    from gpumix.schema.reading.error_location import placed
+    from gpumix.launch.hosts import get_cluster_hosts, read_hosts
+    from gpumix.launch.program import JOB_SUFFIXES
+    from gpumix.schema.reading.error_location import locate_errors
     from gpumix.schema.reading.read import read_cluster, read_job
 
-    of_hosts = Path(hosts) if hosts is not None and hosts.endswith(JOBS) else None
+    of_hosts = Path(hosts) if hosts is not None and hosts.endswith(JOB_SUFFIXES) else None
     file = file or of_hosts or (cluster_file() if program.kind != "job" else None)
     cluster = read_cluster(file) if file is not None else None
     if program.kind == "job" and cluster is None:
         found = read_job(Path(program.name), program.overrides()).cluster
         cluster = found if found != "auto" else None
     if of_hosts is not None:
-        with placed(of_hosts):
-            return cluster, file, hosts_of(read_cluster(of_hosts))
+        with locate_errors(of_hosts):
+            return cluster, file, get_cluster_hosts(read_cluster(of_hosts))
     return cluster, file, read_hosts(hosts) if hosts is not None else ()
 
 
 def _print_template(template: Template, asked: LaunchRequest) -> None:
-    from gpumix.launch.schedulers.kubernetes import manifests
-    from gpumix.launch.schedulers.nodes import components_of
-    from gpumix.launch.schedulers.slurm import sbatch
+    from gpumix.launch.schedulers.kubernetes import make_manifests
+    from gpumix.launch.schedulers.nodes import group_equal_nodes
+    from gpumix.launch.schedulers.slurm import make_sbatch_script
 
-    components = components_of(asked.hosts, asked.cluster)
+    components = group_equal_nodes(asked.hosts, asked.cluster)
     program, around, port = asked.program, asked.around, asked.port
     if template is Template.slurm:
-        text = sbatch(components, program, around, address=asked.address, port=port)
+        text = make_sbatch_script(components, program, around, address=asked.address, port=port)
     else:
-        _refuse(
+        _refuse_options(
             {"--address": asked.address},
             "has no effect: the first pod has its name",
             fix="leave it out",
         )
-        text = manifests(components, program, around, asked.files, port=port)
+        text = make_manifests(components, program, around, asked.files, port=port)
     if asked.as_json:
         print_json({"template": template.value, "text": text})
     else:
@@ -289,13 +293,13 @@ def _print_commands(asked: LaunchRequest) -> None:
         sys.stdout.write("".join(f"{command}\n" for _, command in commands))
 
 
-def _run(asked: LaunchRequest) -> None:
-    from gpumix.launch.launcher import launch_here, launch_there
+def _run_program(asked: LaunchRequest) -> None:
+    from gpumix.launch.launcher import launch_locally, launch_on_hosts
 
     if not asked.hosts and asked.program.kind == "job":
-        _train(asked)
+        _become_train(asked)
         return
-    done = launch_there(asked) if asked.hosts else launch_here(asked)
+    done = launch_on_hosts(asked) if asked.hosts else launch_locally(asked)
     if done.said:
         sys.stderr.write(f"{done.said}\n")
     if asked.as_json:
@@ -304,10 +308,10 @@ def _run(asked: LaunchRequest) -> None:
         raise typer.Exit(done.code)
 
 
-def _train(asked: LaunchRequest) -> None:
+def _become_train(asked: LaunchRequest) -> None:
     """Become `gpumix train`, which starts the ranks of one host itself."""
-    from gpumix.hardware.host.environment import become, use_settings
+    from gpumix.hardware.host.environment import exec_python, use_settings
 
     use_settings(asked.around.settings)
     program = asked.program.with_arguments("--json") if asked.as_json else asked.program
-    become(program.words)
+    exec_python(program.words)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, Strategy, answer, verb
-from gpumix.cli.profile_source import PlanOptions, planning, profile_beside
-from gpumix.schema.reading.error_location import placed
+from gpumix.cli.common import Debug, Json, Strategy, make_command, print_result
+from gpumix.cli.profile_source import PlanOptions, add_planning_options, get_profile_path
+from gpumix.schema.reading.error_location import locate_errors
 
 
 def register(app: typer.Typer) -> None:
@@ -20,8 +20,8 @@ def register(app: typer.Typer) -> None:
     )(plan)
 
 
-@verb
-@planning
+@make_command
+@add_planning_options
 def plan(
     asked: PlanOptions,
     strategy: Strategy = None,
@@ -43,7 +43,7 @@ def plan(
     if strategy is not None:
         check_strategy(strategy)
     source = asked.source(strategy)
-    with placed(source.place):
+    with locate_errors(source.place):
         made = make_plan(
             source.profile,
             source.request.global_batch,
@@ -52,8 +52,8 @@ def plan(
         )
     if output is not None:
         made.save(output)
-        source.profile.save(profile_beside(output))
-    answer(
+        source.profile.save(get_profile_path(output))
+    print_result(
         lambda: made.model_dump(mode="json"),
         lambda: Group(efficiency_table(source.profile), plan_table(made)),
         as_json,

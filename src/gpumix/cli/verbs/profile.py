@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Allowed, Debug, JobFile, Json, Overrides, print_json, verb
-from gpumix.schema.reading.error_location import placed
+from gpumix.cli.common import Allowed, Debug, JobFile, Json, Overrides, make_command, print_json
+from gpumix.schema.reading.error_location import locate_errors
 
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what is in the cache.")]
 
@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
     )(profile)
 
 
-@verb
+@make_command
 def profile(
     job: JobFile,
     output: Annotated[
@@ -35,7 +35,7 @@ def profile(
     from gpumix.train.controller import JobController
     from gpumix.train.run_log.tables import efficiency_table, profile_table
 
-    with placed(job):
+    with locate_errors(job):
         pipeline = JobController.of_file(job, overrides, allowed=allowed, debug=debug)
         found = pipeline.profile(fresh=fresh)
     if not pipeline.speaks:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, print_json, verb
+from gpumix.cli.common import Debug, Json, make_command, print_json
 
 
 def register(app: typer.Typer) -> None:
@@ -24,7 +24,7 @@ RunFolder = Annotated[
 ]
 
 
-@verb
+@make_command
 def report(
     run: RunFolder,
     output: Annotated[
@@ -41,19 +41,19 @@ def report(
     from gpumix.report.page import write_page
     from gpumix.report.run import read_run
     from gpumix.train.run_log import run_files
-    from gpumix.train.run_log.terminal import stderr
+    from gpumix.train.run_log.terminal import get_stderr_console
 
     found = read_run(run)
     path = output or found.folder / run_files.REPORT
     write_page(found, path)
-    if unread := found.history.unread_told:
-        stderr().print(f"{unread}: the page goes by the others", style="yellow")
+    if unread := found.history.unread_note:
+        get_stderr_console().print(f"{unread}: the page goes by the others", style="yellow")
     if as_json:
         print_json(RunFacts(found).as_dict() | {"report": str(path)})
     else:
-        stderr().print(f"report: {path}")
+        get_stderr_console().print(f"report: {path}")
     if shown:
         import webbrowser
 
         if not webbrowser.open(path.absolute().as_uri()):
-            stderr().print("no browser was found here: open that file in one")
+            get_stderr_console().print("no browser was found here: open that file in one")

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumix.cli.common import Debug, Json, Overrides, answer, verb
-from gpumix.cli.profile_source import ClusterText, ModelText, NetworkText, PlanOptions, found_beside
+from gpumix.cli.common import Debug, Json, Overrides, make_command, print_result
+from gpumix.cli.profile_source import (
+    ClusterText,
+    ModelText,
+    NetworkText,
+    PlanOptions,
+    find_profile_beside,
+)
 from gpumix.schema.errors import InputError
-from gpumix.schema.reading.error_location import placed, together
+from gpumix.schema.reading.error_location import join_locations, locate_errors
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,9 +29,9 @@ if TYPE_CHECKING:
     from gpumix.schema.plan.step_trace import Trace
     from gpumix.schema.profile.profile import Profile
     from gpumix.simulate.replay import EqualRanks, Event, Replay
-    from gpumix.simulate.timeline import Use
+    from gpumix.simulate.timeline import LaneUtilization
 
-LINES = 12  # of the critical path
+MOST_LINES = 12  # of the critical path
 
 
 def register(app: typer.Typer) -> None:
@@ -39,7 +45,7 @@ def register(app: typer.Typer) -> None:
     )(simulate)
 
 
-@verb
+@make_command
 def simulate(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, a JSON file.")],
     profile: Annotated[
@@ -66,14 +72,14 @@ def simulate(
 
     from gpumix.schema.plan.plan import Plan
     from gpumix.simulate.events import simulate as replay_of
-    from gpumix.simulate.trace import trace_of
+    from gpumix.simulate.trace import build_trace
 
     planned = Plan.load(plan)
     asked = PlanOptions(
         job, overrides, cluster=cluster, network=network, model=model, measures=False
     )
     if cluster is not None and profile is None:
-        with placed(plan):
+        with locate_errors(plan):
             _refuse_other_cards(planned, cluster, network)
     if job is None:
         asked = replace(
@@ -83,31 +89,31 @@ def simulate(
             precision={w.device_class: w.compute_dtype for w in planned.workers},
         )
     if profile is None and job is None and cluster is None:
-        profile = found_beside(plan)
-    times, note = _times(profile, asked)
-    with placed(together(plan, profile)):
+        profile = find_profile_beside(plan)
+    times, note = _get_profile(profile, asked)
+    with locate_errors(join_locations(plan, profile)):
         replay = replay_of(times, planned)
     if trace is not None:
-        trace_of(replay, planned).save(trace)
+        build_trace(replay, planned).save(trace)
     if picture is not None:
-        _draw(trace_of(replay, planned), planned, picture)
-    answer(
+        _draw(build_trace(replay, planned), planned, picture)
+    print_result(
         lambda: _as_dict(replay, planned, times),
-        lambda: Group(*_shown(replay, planned, times)),
+        lambda: Group(*_render_replay(replay, planned, times)),
         as_json,
         note,
     )
 
 
 def _draw(trace: Trace, plan: Plan, path: Path) -> None:
-    from gpumix.report.step_picture import draw, panel_of
+    from gpumix.report.step_picture import draw_panels, make_panel
 
-    draw([panel_of(trace, plan.strategy).with_idle_share()], path)
+    draw_panels([make_panel(trace, plan.strategy).with_idle_share()], path)
 
 
 def _refuse_other_cards(plan: Plan, cluster: str, network: str | None) -> None:
     """Raise InputError if the cluster lacks a class of the plan: no estimate is possible."""
-    from gpumix.hardware.estimates.cluster_shorthand import cluster as described
+    from gpumix.hardware.estimates.cluster_shorthand import parse_cluster as described
 
     there = {c.name for c in described(cluster, "auto", network).classes}
     missing = sorted({w.device_class for w in plan.workers} - there)
@@ -120,7 +126,7 @@ def _refuse_other_cards(plan: Plan, cluster: str, network: str | None) -> None:
         )
 
 
-def _times(profile: Path | None, asked: PlanOptions) -> tuple[Profile, str]:
+def _get_profile(profile: Path | None, asked: PlanOptions) -> tuple[Profile, str]:
     """Return the profile given or asked for, and a note on it.
 
     Raises:
@@ -156,8 +162,12 @@ def _times(profile: Path | None, asked: PlanOptions) -> tuple[Profile, str]:
 def _as_dict(replay: Replay, plan: Plan, times: Profile) -> dict[str, Any]:
     """Return the replay as JSON values. `lane` indexes `lanes`, groups of equal devices; None is
     all devices."""
-    from gpumix.cost.traffic import traffic
-    from gpumix.simulate.timeline import critical_path, stretches, uses
+    from gpumix.cost.traffic import count_traffic
+    from gpumix.simulate.timeline import (
+        compute_utilization,
+        find_critical_path,
+        list_critical_segments,
+    )
 
     return {
         "step_s": replay.step_s,
@@ -166,15 +176,15 @@ def _as_dict(replay: Replay, plan: Plan, times: Profile) -> dict[str, Any]:
         "estimated": list(times.estimated),
         "traffic": [
             {"device": w.device, "collectives": dict(t.counts), "bytes": dict(t.bytes)}
-            for w, t in zip(plan.workers, traffic(times, plan))
+            for w, t in zip(plan.workers, count_traffic(times, plan))
         ],
-        "critical_path": [asdict(stretch) for stretch in stretches(replay)],
-        "critical_events": [_event(event, replay) for event in critical_path(replay)],
-        "lanes": [_use(use, plan.workers) for use in uses(replay)],
+        "critical_path": [asdict(stretch) for stretch in list_critical_segments(replay)],
+        "critical_events": [_format_event(event, replay) for event in find_critical_path(replay)],
+        "lanes": [_format_use(use, plan.workers) for use in compute_utilization(replay)],
     }
 
 
-def _event(event: Event, replay: Replay) -> dict[str, Any]:
+def _format_event(event: Event, replay: Replay) -> dict[str, Any]:
     return {
         "kind": event.kind,
         "unit": replay.unit(event.call),
@@ -185,7 +195,7 @@ def _event(event: Event, replay: Replay) -> dict[str, Any]:
     }
 
 
-def _use(use: Use, workers: Sequence[Worker]) -> dict[str, Any]:
+def _format_use(use: LaneUtilization, workers: Sequence[Worker]) -> dict[str, Any]:
     worker = use.lane.worker
     return {
         "devices": [workers[rank].device for rank in use.lane.ranks],
@@ -199,10 +209,10 @@ def _use(use: Use, workers: Sequence[Worker]) -> dict[str, Any]:
 # -- for people ------------------------------------------------------------------------------------
 
 
-def _shown(replay: Replay, plan: Plan, times: Profile) -> Iterable[RenderableType]:
+def _render_replay(replay: Replay, plan: Plan, times: Profile) -> Iterable[RenderableType]:
     from gpumix.schema.units import show_seconds
-    from gpumix.simulate.timeline import uses
-    from gpumix.train.run_log.tables import labelled
+    from gpumix.simulate.timeline import compute_utilization
+    from gpumix.train.run_log.tables import add_notes
 
     off = replay.step_s / replay.predicted_s - 1 if replay.predicted_s else 0.0
     off = round(off, 3) + 0.0  # no -0.0
@@ -210,27 +220,27 @@ def _shown(replay: Replay, plan: Plan, times: Profile) -> Iterable[RenderableTyp
         f"simulated: {show_seconds(replay.step_s)} a step; the planner's formula says "
         f"{show_seconds(replay.predicted_s)} ({off:+.1%})"
     )
-    yield _path_table(replay)
+    yield _make_critical_path_table(replay)
     if len(plan.workers) > 1:
-        yield _traffic_table(plan, times)
-    table = _idle_table(uses(replay), replay.step_s)
-    yield labelled(table, plan.emulated, times.estimated)
+        yield _make_traffic_table(plan, times)
+    table = _idle_table(compute_utilization(replay), replay.step_s)
+    yield add_notes(table, plan.emulated, times.estimated)
 
 
-def _path_table(replay: Replay) -> RenderableType:
+def _make_critical_path_table(replay: Replay) -> RenderableType:
     """Return the critical path as a table; of many stretches the longest."""
     from gpumix.schema.units import show_seconds
-    from gpumix.simulate.timeline import stretches
+    from gpumix.simulate.timeline import list_critical_segments
     from gpumix.train.run_log.tables import new_table
 
     table = new_table("critical path", "what", "of", "on", "times", "takes", "of the step")
-    found = stretches(replay)
-    longest = sorted(found, key=lambda s: -s.seconds)[:LINES]
+    found = list_critical_segments(replay)
+    longest = sorted(found, key=lambda s: -s.seconds)[:MOST_LINES]
     for s in found:
         if s in longest:
             units = s.first if s.first == s.last else f"{s.first} to {s.last}"
             part = f"{s.seconds / replay.step_s:.1%}"
-            on = "all" if s.lane is None else _who(replay.lanes[s.lane])
+            on = "all" if s.lane is None else _format_lane(replay.lanes[s.lane])
             table.add_row(s.kind, units, on, str(s.events), show_seconds(s.seconds), part)
     rest = sum(s.seconds for s in found if s not in longest)
     if rest > 0:
@@ -239,13 +249,13 @@ def _path_table(replay: Replay) -> RenderableType:
     return table
 
 
-def _traffic_table(plan: Plan, times: Profile) -> RenderableType:
+def _make_traffic_table(plan: Plan, times: Profile) -> RenderableType:
     """Return a table of the collectives of a step; of unequal ranks, the largest amounts."""
-    from gpumix.cost.traffic import traffic
+    from gpumix.cost.traffic import count_traffic
     from gpumix.schema.units import show_bytes
     from gpumix.train.run_log.tables import new_table
 
-    of_ranks = traffic(times, plan)
+    of_ranks = count_traffic(times, plan)
     table = new_table("collectives of a step", "operation", "times", "buffers in all")
     for operation in sorted(of_ranks[0].counts):
         most = max(of.bytes[operation] for of in of_ranks)
@@ -253,17 +263,17 @@ def _traffic_table(plan: Plan, times: Profile) -> RenderableType:
     return table
 
 
-def _who(lane: EqualRanks) -> str:
+def _format_lane(lane: EqualRanks) -> str:
     others = len(lane.ranks) - 1
     return f"{lane.worker.device} and {others} alike" if others else lane.worker.device
 
 
-def _idle_table(uses: Sequence[Use], step_s: float) -> Table:
+def _idle_table(uses: Sequence[LaneUtilization], step_s: float) -> Table:
     """Return a table with a row per class: the mean over devices, as parts of the step."""
     from gpumix.schema.plan.step_trace import CAUSES
     from gpumix.train.run_log.tables import new_table
 
-    of_class: dict[str, list[Use]] = {}
+    of_class: dict[str, list[LaneUtilization]] = {}
     for use in uses:
         of_class.setdefault(use.lane.worker.device_class, []).append(use)
     title = "busy, and idle by what is waited for"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, print_json, verb
+from gpumix.cli.common import Debug, Json, make_command, print_json
 from gpumix.cli.verbs.report import RunFolder
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from gpumix.report.run import Run
 
 # A failed run may restart: it says so within this time.
-SETTLES_S = 2.0
+RESTART_WAIT_S = 2.0
 # A run ends itself when a rank is silent for its `timeout`. A run silent for this many timeouts, or
 # for this many of its steps, was killed along with every process that would report it.
-TIMEOUTS, STEPS, TIMEOUT_S = 2.0, 20.0, 300.0
+SILENT_TIMEOUTS, SILENT_STEPS, TIMEOUT_S = 2.0, 20.0, 300.0
 # Bytes of metrics.jsonl read each time: the last ten thousand steps or so.
 NEWEST_BYTES = 4 * 2**20
 
@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
     )(top)
 
 
-@verb
+@make_command
 def top(
     run: RunFolder,
     once: Annotated[bool, typer.Option("--once", help="Print how it stands now, and end.")] = False,
@@ -48,19 +48,19 @@ def top(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    from gpumix.report.live import frame
-    from gpumix.train.run_log.terminal import stdout
+    from gpumix.report.live import render_frame
+    from gpumix.train.run_log.terminal import get_stdout_console
 
-    console = stdout()
+    console = get_stdout_console()
     if as_json:
-        print_json(_looked(run).as_dict())
+        print_json(_read_facts(run).as_dict())
     elif once or not console.is_terminal:
-        console.print(frame(_looked(run), width=console.width))
+        console.print(render_frame(_read_facts(run), width=console.width))
     else:
         _follow(run, console, every_s)
 
 
-def _looked(folder: Path) -> RunFacts:
+def _read_facts(folder: Path) -> RunFacts:
     from gpumix.report.facts import RunFacts
     from gpumix.report.run import read_run
 
@@ -73,23 +73,23 @@ def _follow(folder: Path, console: Console, every_s: float) -> None:
 
     from rich.live import Live
 
-    from gpumix.report.live import frame
+    from gpumix.report.live import render_frame
 
-    facts = _looked(folder)
+    facts = _read_facts(folder)
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         settled = False
         while True:
-            shown = frame(facts, width=console.width, height=console.height)
+            shown = render_frame(facts, width=console.width, height=console.height)
             live.update(shown, refresh=True)
             may_go_on = facts.run.progress.state in ("failed", "interrupted")
-            if over(facts.run) and (settled or not may_go_on):
+            if has_ended(facts.run) and (settled or not may_go_on):
                 return
             settled = may_go_on
-            time.sleep(SETTLES_S if may_go_on else every_s)
-            facts = _looked(folder)
+            time.sleep(RESTART_WAIT_S if may_go_on else every_s)
+            facts = _read_facts(folder)
 
 
-def over(run: Run) -> bool:
+def has_ended(run: Run) -> bool:
     """Return True for a run that has ended, or is silent for too long."""
     progress = run.progress
     if not progress.live:
@@ -97,4 +97,6 @@ def over(run: Run) -> bool:
     job = run.record.job if run.record is not None else {}
     timeout = job.get("timeout", TIMEOUT_S)
     timeout_s = timeout if isinstance(timeout, int | float) else TIMEOUT_S
-    return progress.silent_s() > max(TIMEOUTS * timeout_s, STEPS * (progress.step_s or 0.0))
+    return progress.silent_s() > max(
+        SILENT_TIMEOUTS * timeout_s, SILENT_STEPS * (progress.step_s or 0.0)
+    )

@@ -8,9 +8,18 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Allowed, Debug, JobFile, Json, Overrides, Strategy, print_json, verb
+from gpumix.cli.common import (
+    Allowed,
+    Debug,
+    JobFile,
+    Json,
+    Overrides,
+    Strategy,
+    make_command,
+    print_json,
+)
 from gpumix.schema.errors import InputError
-from gpumix.schema.reading.error_location import placed
+from gpumix.schema.reading.error_location import locate_errors
 
 
 def register(app: typer.Typer) -> None:
@@ -25,7 +34,7 @@ def register(app: typer.Typer) -> None:
     )(train)
 
 
-@verb
+@make_command
 def train(
     job: JobFile,
     plan: Annotated[
@@ -54,7 +63,7 @@ def train(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    from gpumix.cli.profile_source import beside
+    from gpumix.cli.profile_source import load_profile_beside
     from gpumix.schema.plan.plan import Plan
     from gpumix.train.controller import JobController
 
@@ -69,9 +78,9 @@ def train(
         overrides = [*overrides, f"strategy={strategy}"]
     if trace is not None:
         overrides = [*overrides, f"trace_step={trace}"]
-    found = beside(plan, given) if plan is not None and given is not None else None
+    found = load_profile_beside(plan, given) if plan is not None and given is not None else None
     made_from, made_from_file = found or (None, "")
-    with placed(job):
+    with locate_errors(job):
         pipeline = JobController.of_file(job, overrides, allowed=allowed, debug=debug)
         summary = pipeline.train(
             given,

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, answer, verb
-from gpumix.cli.profile_source import PlanOptions, planning
+from gpumix.cli.common import Debug, Json, make_command, print_result
+from gpumix.cli.profile_source import PlanOptions, add_planning_options
 from gpumix.schema.errors import InputError
-from gpumix.schema.reading.error_location import placed
-from gpumix.schema.reading.error_text import nearest, suggest
+from gpumix.schema.reading.error_location import locate_errors
+from gpumix.schema.reading.error_text import find_nearest, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,8 +25,8 @@ def register(app: typer.Typer) -> None:
     )(whatif)
 
 
-@verb
-@planning
+@make_command
+@add_planning_options
 def whatif(
     asked: PlanOptions,
     add: Annotated[
@@ -52,15 +52,15 @@ def whatif(
     debug: Debug = False,
 ) -> None:
     from gpumix.cli.tables import outlook_table
-    from gpumix.planner.cluster_change import outlooks
+    from gpumix.planner.cluster_change import forecast_clusters
 
     source = asked.source()
-    variants = _variants(source.profile, add, remove, {"network": network, "inside": inside})
+    variants = _make_variants(source.profile, add, remove, {"network": network, "inside": inside})
     names = {c.name for _, variant in variants for c in variant.cluster.classes}
-    prices = _prices(price, names)
-    with placed(source.place):
-        found = outlooks(variants, source.request, prices)
-    answer(
+    prices = _parse_prices(price, names)
+    with locate_errors(source.place):
+        found = forecast_clusters(variants, source.request, prices)
+    print_result(
         lambda: [outlook.model_dump(mode="json") for outlook in found],
         lambda: outlook_table(found),
         as_json,
@@ -68,16 +68,21 @@ def whatif(
     )
 
 
-def _variants(
+def _make_variants(
     profile: Profile, add: list[str], remove: list[str], links: Mapping[str, str | None]
 ) -> list[tuple[str, Profile]]:
     """Return the present cluster, each change by itself, and all together. `links` are the new
     links."""
-    from gpumix.hardware.estimates.what_if import added, relinked, relinked_inside, removed
+    from gpumix.hardware.estimates.what_if import (
+        add_devices,
+        remove_devices,
+        set_link_between_hosts,
+        set_link_inside_hosts,
+    )
 
-    changes = [(f"add {text}", added, text) for text in add]
-    changes += [(f"remove {text}", removed, text) for text in remove]
-    ways = {"network": relinked, "inside": relinked_inside}
+    changes = [(f"add {text}", add_devices, text) for text in add]
+    changes += [(f"remove {text}", remove_devices, text) for text in remove]
+    ways = {"network": set_link_between_hosts, "inside": set_link_inside_hosts}
     changes += [(f"{name} {text}", ways[name], text) for name, text in links.items() if text]
     if not changes:
         raise InputError(
@@ -86,9 +91,9 @@ def _variants(
         )
     variants = [("now", profile)]
     for name, change, text in changes:
-        with placed(f"--{name}"):
+        with locate_errors(f"--{name}"):
             changed = change(profile, text)
-        variants.append((f"{name}{_where(profile, changed)}", changed))
+        variants.append((f"{name}{_describe_new_hosts(profile, changed)}", changed))
     if len(changes) > 1:
         together = profile
         for name, change, text in changes:
@@ -105,7 +110,7 @@ def _variants(
     return variants
 
 
-def _where(before: Profile, after: Profile) -> str:
+def _describe_new_hosts(before: Profile, after: Profile) -> str:
     """Return the hosts of new devices, in a cluster of several hosts."""
     known = {d.id for d in before.cluster.devices}
     new = sorted({d.host for d in after.cluster.devices if d.id not in known})
@@ -113,7 +118,7 @@ def _where(before: Profile, after: Profile) -> str:
     return f" on {', '.join(new)}" if new and several else ""
 
 
-def _prices(texts: list[str], names: set[str]) -> dict[str, float] | None:
+def _parse_prices(texts: list[str], names: set[str]) -> dict[str, float] | None:
     """Parse prices such as "a100=1.80" by class; a text may have several, with commas."""
     from gpumix.hardware.estimates.what_if import class_named
 
@@ -125,13 +130,13 @@ def _prices(texts: list[str], names: set[str]) -> dict[str, float] | None:
             raise InputError(
                 f"there is no class '{given.strip()}' to pay for",
                 where="--price",
-                fix=suggest(nearest(given.strip(), names), sorted(names), "there are"),
+                fix=suggest(find_nearest(given.strip(), names), sorted(names), "there are"),
             )
-        prices[name] = _price(amount)
+        prices[name] = _parse_price(amount)
     return prices or None
 
 
-def _price(text: str) -> float:
+def _parse_price(text: str) -> float:
     try:
         price = float(text)
     except ValueError:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 ALIGNMENT = 512  # bytes, the alignment of CUDA's allocator
 
 # Closed intervals of integers.
-Times = tuple[tuple[int, int], ...]
-ALWAYS: Times = ((-(2**60), 2**60),)
+Intervals = tuple[tuple[int, int], ...]
+ALWAYS: Intervals = ((-(2**60), 2**60),)
 
 
-def aligned(size: int) -> int:
+def align_size(size: int) -> int:
     """Round `size` in bytes up to the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -27,7 +27,7 @@ class Buffer:
     """Memory in use at some times."""
 
     bytes: int
-    times: Times
+    times: Intervals
 
 
 @dataclass(frozen=True)
@@ -51,27 +51,27 @@ def share_slots(buffers: Sequence[Buffer]) -> Slots:
     numbers = range(len(buffers))
     by_time = sorted(numbers, key=lambda n: min(buffers[n].times, default=(0, 0)))
     by_size = sorted(by_time, key=lambda n: -buffers[n].bytes)
-    return min((_in_order(buffers, by_time), _in_order(buffers, by_size)), key=_size)
+    return min((_assign_in_order(buffers, by_time), _assign_in_order(buffers, by_size)), key=_size)
 
 
 def _size(slots: Slots) -> int:
     return slots.total_bytes
 
 
-def _in_order(buffers: Sequence[Buffer], order: Sequence[int]) -> Slots:
-    held: list[_Held] = []
+def _assign_in_order(buffers: Sequence[Buffer], order: Sequence[int]) -> Slots:
+    held: list[_Slot] = []
     slot_of = [0] * len(buffers)
     for number in order:
         buffer = buffers[number]
         slot = next((s for s, used in enumerate(held) if used.free(buffer)), len(held))
         if slot == len(held):
-            held.append(_Held())
+            held.append(_Slot())
         held[slot].take(buffer)
         slot_of[number] = slot
     return Slots(tuple(slot_of), tuple(slot.bytes for slot in held))
 
 
-class _Held:
+class _Slot:
     """Slot and the times of use by non-overlapping buffers."""
 
     def __init__(self) -> None:
@@ -98,15 +98,15 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class BucketUses:
+class BucketLifetimes:
     """Times of use of a bucket: of gathered parameters (ZeRO stage 3), and of the gradient buffer
     (stages 2 and 3)."""
 
-    gathered: Times
-    gradient: Times
+    gathered: Intervals
+    gradient: Intervals
 
 
-def bucket_uses(sequence: Sequence[int], count: int) -> list[BucketUses]:
+def compute_bucket_lifetimes(sequence: Sequence[int], count: int) -> list[BucketLifetimes]:
     """Return the times of use of `count` unit buckets.
 
     In the forward pass the time is the place in `sequence`. While one bucket is computed, the next
@@ -129,16 +129,18 @@ def bucket_uses(sequence: Sequence[int], count: int) -> list[BucketUses]:
         done[number] = time
     ends = sorted(done.values())
     following = dict(zip(ends, [*ends[1:], len(sequence) + 1]))
-    return [BucketUses(tuple(gathered[n]), ((begun[n], following[done[n]]),)) for n in range(count)]
+    return [
+        BucketLifetimes(tuple(gathered[n]), ((begun[n], following[done[n]]),)) for n in range(count)
+    ]
 
 
-def end_uses(sequence: Sequence[int]) -> tuple[BucketUses, BucketUses]:
+def compute_root_end_lifetimes(sequence: Sequence[int]) -> tuple[BucketLifetimes, BucketLifetimes]:
     """Return the times of use of root parameters used only before the first unit, and only after
     the last. The gradient of the former is in use throughout."""
     last = len(sequence)
     first_done = min(last - place for place in _first_places(sequence))
-    before = BucketUses(gathered=((-1, -1),), gradient=((0, last + 1),))
-    after = BucketUses(gathered=((last - 1, last),), gradient=((0, first_done),))
+    before = BucketLifetimes(gathered=((-1, -1),), gradient=((0, last + 1),))
+    after = BucketLifetimes(gathered=((last - 1, last),), gradient=((0, first_done),))
     return before, after
 
 

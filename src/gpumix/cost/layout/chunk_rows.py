@@ -4,19 +4,19 @@ from __future__ import annotations
 
 # Each chunk reads and writes the weight's whole gradient: with fewer rows, that takes longer than
 # the matrix product.
-LEAST_ROWS = 128
+MIN_CHUNK_ROWS = 128
 # A chunk's logits are at most this part of the weight's gradient, which exists anyway.
-PART_OF_GRADIENT = 4
+GRADIENT_TO_LOGITS_RATIO = 4
 
 
 # On a GPU, one pass over the weight's gradient takes as long as the products of many rows: about
 # 270 on an H100, by its data sheet. A chunk may be larger there: as many rows as fit in this much
 # memory, up to the number at which the pass takes a fifteenth of the time.
 GPU_CHUNK_BYTES = 2**29
-GPU_MOST_ROWS = 4096
+GPU_MAX_CHUNK_ROWS = 4096
 
 
-def rows_per_chunk(
+def compute_chunk_rows(
     rows: int, *, vocabulary: int, width: int, on_gpu: bool = False, logit_bytes: int = 8
 ) -> int:
     """Return the rows (tokens) of logits per chunk: a power of two, unless all fit in one chunk.
@@ -24,14 +24,14 @@ def rows_per_chunk(
     A chunk's logits may be as large as the hidden states of all `rows`, or as a part of the
     gradient of the `width` x `vocabulary` weight, whichever is more: memory needed anyway sets the
     scale of extra memory. On a GPU the minimum is the rows that fit in `GPU_CHUNK_BYTES`, up to
-    `GPU_MOST_ROWS`.
+    `GPU_MAX_CHUNK_ROWS`.
 
     Args:
         logit_bytes: bytes of a chunk per logit; see `bytes_per_logit`.
     """
-    wanted = max(LEAST_ROWS, rows * width // vocabulary, width // PART_OF_GRADIENT)
+    wanted = max(MIN_CHUNK_ROWS, rows * width // vocabulary, width // GRADIENT_TO_LOGITS_RATIO)
     if on_gpu:
-        wanted = max(wanted, min(GPU_MOST_ROWS, GPU_CHUNK_BYTES // (vocabulary * logit_bytes)))
+        wanted = max(wanted, min(GPU_MAX_CHUNK_ROWS, GPU_CHUNK_BYTES // (vocabulary * logit_bytes)))
     return max(1, min(rows, 1 << (wanted.bit_length() - 1)))
 
 
@@ -44,7 +44,7 @@ def bytes_per_logit(compute_bytes: int, *, gradient: bool = True, fused: bool = 
     return compute_bytes + logarithm + tile
 
 
-def chunk_bytes(
+def compute_chunk_bytes(
     rows: int,
     *,
     vocabulary: int,
@@ -56,7 +56,7 @@ def chunk_bytes(
     """Return the peak bytes of one micro-batch's loss, without hidden states and gradients;
     `gradient` says if the logits need a gradient."""
     logit_bytes = bytes_per_logit(compute_bytes, gradient=gradient)
-    chunk = rows_per_chunk(
+    chunk = compute_chunk_rows(
         rows, vocabulary=vocabulary, width=width, on_gpu=on_gpu, logit_bytes=logit_bytes
     )
     return chunk * vocabulary * logit_bytes

@@ -24,19 +24,19 @@ IntArray = npt.NDArray[np.int64]
 ValuesAt = Callable[[IntArray], FloatArray]
 
 
-def bytes_at(curve: Curve, sizes: npt.ArrayLike) -> FloatArray:
+def interpolate_bytes(curve: Curve, sizes: npt.ArrayLike) -> FloatArray:
     """Return the bytes at each of `sizes`. A point below an earlier one is raised to it: memory
     once needed may be needed again."""
-    return _between(curve, np.maximum.accumulate(np.asarray(curve.values)), sizes)
+    return _interpolate(curve, np.maximum.accumulate(np.asarray(curve.values)), sizes)
 
 
-def seconds_at(curve: Curve, sizes: npt.ArrayLike) -> FloatArray:
+def interpolate_seconds(curve: Curve, sizes: npt.ArrayLike) -> FloatArray:
     """Return the seconds at each of `sizes`. A point above a later one is lowered to it: noise only
     adds time, and less work takes no longer than more."""
-    return _between(curve, np.asarray(_lowered(curve)), sizes)
+    return _interpolate(curve, np.asarray(_lowered(curve)), sizes)
 
 
-def seconds_of(curve: Curve, size: float) -> float:
+def interpolate_one_seconds(curve: Curve, size: float) -> float:
     """Return the seconds at one size, without arrays: for links, queried per message."""
     at, values = curve.sizes, _lowered(curve)
     if size <= 0:
@@ -51,17 +51,17 @@ def seconds_of(curve: Curve, size: float) -> float:
     return values[left] + part * (values[right] - values[left])
 
 
-def undisturbed(seconds: Sequence[float]) -> tuple[float, ...]:
+def remove_timing_noise(seconds: Sequence[float]) -> tuple[float, ...]:
     """Return times of growing work, each lowered to the least later time."""
     return tuple(accumulate(reversed(seconds), min))[::-1]
 
 
 @lru_cache(maxsize=1024)  # a search asks for the same few curves, thousands of times
 def _lowered(curve: Curve) -> tuple[float, ...]:
-    return undisturbed(curve.values)
+    return remove_timing_noise(curve.values)
 
 
-def _between(curve: Curve, values: FloatArray, sizes: npt.ArrayLike) -> FloatArray:
+def _interpolate(curve: Curve, values: FloatArray, sizes: npt.ArrayLike) -> FloatArray:
     """Interpolate linearly between points.
 
     Below the first point the value stays constant (a latency floor); size 0 costs nothing. Beyond
@@ -107,32 +107,32 @@ class MicroBatches:
         """Number of micro-batches."""
         return self.full + (self.rest > 0)
 
-    def last_of(self, number: IntArray) -> tuple[IntArray, IntArray]:
+    def count_last_by_size(self, number: IntArray) -> tuple[IntArray, IntArray]:
         """Return how many of the last `number` micro-batches have `size` and `rest` samples."""
         rest = np.where(self.rest > 0, np.minimum(number, 1), 0)
         return number - rest, rest
 
     def seconds(self, curve: Curve) -> FloatArray:
         """Return the seconds of all micro-batches together."""
-        return self._once("all", curve, lambda: self.over_all(partial(seconds_at, curve)))
+        return self._once("all", curve, lambda: self.over_all(partial(interpolate_seconds, curve)))
 
     def smallest_seconds(self, curve: Curve) -> FloatArray:
         """Return the seconds of the smallest micro-batch."""
-        at = partial(seconds_at, curve)
+        at = partial(interpolate_seconds, curve)
         return self._once("smallest", curve, lambda: self._looked_up(at)(self.smallest))
 
     def largest_seconds(self, curve: Curve) -> FloatArray:
         """Return the seconds of the largest micro-batch."""
-        at = partial(seconds_at, curve)
+        at = partial(interpolate_seconds, curve)
         return self._once("longest", curve, lambda: self._looked_up(at)(self.size))
 
     def bytes(self, curve: Curve) -> FloatArray:
         """Return the bytes of all micro-batches together."""
-        return self._once("bytes", curve, lambda: self.over_all(partial(bytes_at, curve)))
+        return self._once("bytes", curve, lambda: self.over_all(partial(interpolate_bytes, curve)))
 
     def largest_bytes(self, curve: Curve) -> FloatArray:
         """Return the bytes of the largest micro-batch: micro-batches run one after another."""
-        at = partial(bytes_at, curve)
+        at = partial(interpolate_bytes, curve)
         return self._once("largest", curve, lambda: self._looked_up(at)(self.size))
 
     def over_all(self, value_at: ValuesAt) -> FloatArray:

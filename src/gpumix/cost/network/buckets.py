@@ -16,17 +16,17 @@ from itertools import groupby
 
 from gpumix.cost.layout.buffer_slots import (
     ALWAYS,
-    BucketUses,
+    BucketLifetimes,
     Buffer,
-    aligned,
-    bucket_uses,
-    end_uses,
+    align_size,
+    compute_bucket_lifetimes,
+    compute_root_end_lifetimes,
     share_slots,
 )
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan, ZeroStage
 from gpumix.schema.plan.stage import DTYPE_BYTES
-from gpumix.schema.profile.profile import ROOT, End, ModelProfile
+from gpumix.schema.profile.profile import ROOT, EndParameters, ModelProfile
 
 BEFORE, AFTER = f"{ROOT} before", f"{ROOT} after"
 GRADIENT_BYTES = 4  # gradients are filled and reduced in fp32
@@ -48,7 +48,7 @@ class UnitSize:
 
 
 @dataclass(frozen=True)
-class Joining:
+class BucketGrouping:
     """Grouping of parameters into buckets: units per bucket, and separate buckets for root
     parameters used only before the first unit or only after the last."""
 
@@ -57,7 +57,7 @@ class Joining:
     after: bool = False
 
     @classmethod
-    def of(cls, model: ModelProfile, plan: Plan) -> Joining:
+    def of(cls, model: ModelProfile, plan: Plan) -> BucketGrouping:
         """Return the grouping of a plan.
 
         Raises:
@@ -75,7 +75,7 @@ class Joining:
         return cls(stage.joined, before=bool(stage.before), after=bool(stage.after))
 
 
-SINGLE = Joining()
+ONE_UNIT_PER_BUCKET = BucketGrouping()
 
 
 @dataclass(frozen=True)
@@ -91,16 +91,16 @@ class BucketRun:
         return self.first + len(self.kinds) - 1
 
 
-NOTHING = ""  # no bucket: no collective runs
+NO_BUCKET = ""  # no bucket: no collective runs
 
 
 @dataclass(frozen=True)
-class Beside:
+class OverlappedRun:
     """Work of one run: the kinds computed, and the buckets gathered and reduced meanwhile."""
 
     kinds: Names
-    gathered: str = NOTHING
-    reduced: str = NOTHING
+    gathered: str = NO_BUCKET
+    reduced: str = NO_BUCKET
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,11 @@ class Buckets:
     runs: tuple[BucketRun, ...]
     kinds: Names
     sizes: Mapping[str, UnitSize]
-    joining: Joining
+    joining: BucketGrouping
 
-    def of_part(self, model: ModelProfile) -> Buckets:
+    def rebuild_for_model(self, model: ModelProfile) -> Buckets:
         """Return the equivalent buckets of a rank's part of the model."""
-        return buckets_of(model, self.joining)
+        return build_buckets(model, self.joining)
 
     def kind(self, run: int) -> str:
         """Return the bucket name of a run."""
@@ -140,28 +140,30 @@ class Buckets:
         return {number: bucket for bucket, number in first.items()}
 
     @cached_property
-    def forward(self) -> tuple[Beside, ...]:
+    def forward(self) -> tuple[OverlappedRun, ...]:
         """Work of each run in the forward pass."""
         ahead = [*(self.kind(k) for k in range(1, len(self.runs))), AFTER]
-        return tuple(Beside(run.kinds, name) for run, name in zip(self.runs, ahead))
+        return tuple(OverlappedRun(run.kinds, name) for run, name in zip(self.runs, ahead))
 
     @cached_property
-    def backward(self) -> tuple[Beside, ...]:
+    def backward(self) -> tuple[OverlappedRun, ...]:
         """Work of each run in the backward pass, listed in forward order."""
         done = self.reduced_after
-        reduced = [self.kinds[done[k]] if k in done else NOTHING for k in range(1, len(self.runs))]
+        reduced = [
+            self.kinds[done[k]] if k in done else NO_BUCKET for k in range(1, len(self.runs))
+        ]
         return tuple(
-            Beside(run.kinds, self.kind(k - 1) if k else NOTHING, name)
+            OverlappedRun(run.kinds, self.kind(k - 1) if k else NO_BUCKET, name)
             for k, (run, name) in enumerate(zip(self.runs, [*reduced, AFTER]))
         )
 
     @cached_property
-    def forward_counts(self) -> tuple[tuple[Beside, int], ...]:
+    def forward_counts(self) -> tuple[tuple[OverlappedRun, int], ...]:
         """Distinct runs of the forward pass and their counts."""
         return tuple(Counter(self.forward).items())
 
     @cached_property
-    def backward_counts(self) -> tuple[tuple[Beside, int], ...]:
+    def backward_counts(self) -> tuple[tuple[OverlappedRun, int], ...]:
         """Distinct runs of the backward pass and their counts."""
         return tuple(Counter(self.backward).items())
 
@@ -176,28 +178,29 @@ class Buckets:
             widened: width of frozen parameters in the compute dtype over their stored width.
         """
         sizes = [
-            aligned(size.trainable * DTYPE_BYTES[compute_dtype])
-            + aligned(size.frozen_bytes * widened)
+            align_size(size.trainable * DTYPE_BYTES[compute_dtype])
+            + align_size(size.frozen_bytes * widened)
             for size in map(self.sizes.__getitem__, self.names)
         ]
         if zero_stage < 3:
             return sum(sizes)
-        return _shared(self._places, tuple(sizes), gathered=True)
+        return _compute_slot_bytes(self._places, tuple(sizes), gathered=True)
 
     def arriving_bytes(self, communication_dtype: str) -> int:
         """Return the bytes, allocated throughout training, where each bucket in turn arrives before
         a cast to the compute dtype."""
         return max(
-            aligned(size.trainable * DTYPE_BYTES[communication_dtype]) + aligned(size.frozen_bytes)
+            align_size(size.trainable * DTYPE_BYTES[communication_dtype])
+            + align_size(size.frozen_bytes)
             for size in self.sizes.values()
         )
 
     def gradient_bytes(self, zero_stage: ZeroStage) -> int:
         """Return the bytes allocated throughout training for full gradients."""
-        sizes = [aligned(self.sizes[name].gradient_bytes) for name in self.names]
+        sizes = [align_size(self.sizes[name].gradient_bytes) for name in self.names]
         if zero_stage < 2:
             return sum(sizes)
-        return _shared(self._places, tuple(sizes), gathered=False)
+        return _compute_slot_bytes(self._places, tuple(sizes), gathered=False)
 
     @property
     def _places(self) -> tuple[int, ...]:
@@ -205,12 +208,12 @@ class Buckets:
 
 
 @lru_cache(maxsize=256)
-def _shared(places: tuple[int, ...], sizes: tuple[int, ...], *, gathered: bool) -> int:
+def _compute_slot_bytes(places: tuple[int, ...], sizes: tuple[int, ...], *, gathered: bool) -> int:
     """Return the bytes of the slots shared by buffers, in the order: units, root ends, root."""
     uses = [
-        *bucket_uses(places, len(sizes) - 3),
-        *end_uses(places),
-        BucketUses(ALWAYS, ALWAYS),
+        *compute_bucket_lifetimes(places, len(sizes) - 3),
+        *compute_root_end_lifetimes(places),
+        BucketLifetimes(ALWAYS, ALWAYS),
     ]
     times = (use.gathered if gathered else use.gradient for use in uses)
     return share_slots([Buffer(size, of) for size, of in zip(sizes, times)]).total_bytes
@@ -222,10 +225,13 @@ def unit_sizes(model: ModelProfile) -> dict[str, UnitSize]:
     return sizes | {ROOT: UnitSize(model.root.trainable, model.root.frozen_bytes)}
 
 
-def buckets_of(model: ModelProfile, joining: Joining) -> Buckets:
+def build_buckets(model: ModelProfile, joining: BucketGrouping) -> Buckets:
     """Return the buckets of a model."""
     root = model.root
-    ends = (root.before if joining.before else End(), root.after if joining.after else End())
+    ends = (
+        root.before if joining.before else EndParameters(),
+        root.after if joining.after else EndParameters(),
+    )
     return _buckets(
         model.calls,
         model.kind_of_call,
@@ -239,11 +245,11 @@ def buckets_of(model: ModelProfile, joining: Joining) -> Buckets:
 def _buckets(
     calls: Names,
     kinds: Names,
-    joining: Joining,
+    joining: BucketGrouping,
     of_units: tuple[tuple[str, UnitSize], ...],
     ends: tuple[UnitSize, ...],
 ) -> Buckets:
-    runs, members = _laid_out(calls, kinds, joining.joined)
+    runs, members = _group_units(calls, kinds, joining.joined)
     units = dict(of_units)
     sizes = {_name(kinds): _sum([units[kind] for kind in kinds]) for kinds in set(members)}
     both, whole = _sum(ends), units[ROOT]
@@ -256,7 +262,7 @@ def _sum(sizes: Sequence[UnitSize]) -> UnitSize:
     return UnitSize(sum(s.trainable for s in sizes), sum(s.frozen_bytes for s in sizes))
 
 
-def _laid_out(
+def _group_units(
     calls: Names, kinds: Names, joined: int
 ) -> tuple[tuple[BucketRun, ...], tuple[Names, ...]]:
     """Return the runs, and the kinds of the units of each bucket."""

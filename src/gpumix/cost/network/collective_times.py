@@ -1,8 +1,8 @@
 """Duration of a plan's collectives, and the form of each.
 
 `CollectiveSeconds` maps bucket names (`cost.network.buckets`) to the seconds of each gather and
-reduction, taken from a `Wire`: measured over the ranks that ran, or computed from stated links. As
-in `engine.comm`, a buffer with equal intervals uses the backend's native collective where
+reduction, taken from a `LinkModel`: measured over the ranks that ran, or computed from stated
+links. As in `engine.comm`, a buffer with equal intervals uses the backend's native collective where
 available; all others use the form named by the plan.
 """
 
@@ -16,16 +16,16 @@ from typing import Self
 from gpumix.cost.network.buckets import (
     BEFORE,
     GRADIENT_BYTES,
-    SINGLE,
+    ONE_UNIT_PER_BUCKET,
+    BucketGrouping,
     Buckets,
-    Joining,
     UnitSize,
-    buckets_of,
+    build_buckets,
 )
-from gpumix.cost.network.link_times import Operation, Wire
+from gpumix.cost.network.link_times import LinkModel, Operation
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Collectives, Sharding, ZeroStage
-from gpumix.schema.plan.splitting import cut_sizes
+from gpumix.schema.plan.splitting import compute_shard_sizes
 from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype
 from gpumix.schema.profile.profile import ROOT, Profile, RankGroup
 
@@ -61,7 +61,7 @@ class BufferCuts:
         # Rounding moves each end of an interval by half an element at most.
         if not self.shares or (max(self.shares) - min(self.shares)) * numel > 2:
             return False
-        return len(set(cut_sizes(numel, self.shares))) == 1
+        return len(set(compute_shard_sizes(numel, self.shares))) == 1
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ShardedLayout:
     collectives: Collectives
     cuts: BufferCuts
     communication_dtype: ComputeDtype
-    joining: Joining = SINGLE
+    joining: BucketGrouping = ONE_UNIT_PER_BUCKET
     hosts: int = 1
     alike: bool = False
 
@@ -109,24 +109,28 @@ class CollectiveSeconds:
     communication_dtype: ComputeDtype | None = None
 
     @property
-    def take_no_time(self) -> bool:
+    def is_free(self) -> bool:
         """Flag: all collectives take zero seconds."""
         every = (self.gather_s, self.regather_s, self.reduce_s)
         return not any(any(seconds.values()) for seconds in every)
 
 
-def links_for(profile: Profile, wire: Wire, layout: ShardedLayout) -> CollectiveSeconds:
+def compute_collective_seconds(
+    profile: Profile, wire: LinkModel, layout: ShardedLayout
+) -> CollectiveSeconds:
     """Return the collectives of a plan with state divided by `layout`.
 
     Raises:
         InputError: nothing is known of a required form.
     """
-    moves, buckets = _Moves(wire, layout), _buckets_of(profile, layout)
+    moves, buckets = _LayoutCollectives(wire, layout), _buckets_of(profile, layout)
     sizes = buckets.sizes
     gather = {name: moves.gather_s(size) for name, size in sizes.items()}
     none = dict.fromkeys(sizes, 0.0)
     if layout.cuts.ranks == 1 and layout.sharding == "all":
-        return replace(free_links(buckets), communication_dtype=layout.communication_dtype)
+        return replace(
+            make_free_collectives(buckets), communication_dtype=layout.communication_dtype
+        )
     return CollectiveSeconds(
         buckets,
         gather_s=none if layout.zero_stage == 0 else gather,
@@ -144,19 +148,19 @@ def _buckets_of(profile: Profile, layout: ShardedLayout) -> Buckets:
     """Return the buckets as gathered. Only frozen parameters depend on the dtype; without a
     measurement in the communication dtype, their measured size is used."""
     known = {m.compute_dtype: m for m in (profile.model, *profile.other_models)}
-    return buckets_of(known.get(layout.communication_dtype, profile.model), layout.joining)
+    return build_buckets(known.get(layout.communication_dtype, profile.model), layout.joining)
 
 
-def free_links(buckets: Buckets) -> CollectiveSeconds:
+def make_free_collectives(buckets: Buckets) -> CollectiveSeconds:
     """Return collectives without time or memory: for one rank, or without a network."""
     none = dict.fromkeys(buckets.sizes, 0.0)
     return CollectiveSeconds(buckets, none, none, none)
 
 
-class _Moves:
+class _LayoutCollectives:
     """Collectives of one layout."""
 
-    def __init__(self, wire: Wire, layout: ShardedLayout) -> None:
+    def __init__(self, wire: LinkModel, layout: ShardedLayout) -> None:
         self._wire = wire
         self._layout = layout
         self._dtype = layout.communication_dtype

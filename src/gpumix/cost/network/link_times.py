@@ -16,10 +16,15 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, Protocol
 
-from gpumix.cost.layout.curves import seconds_of
-from gpumix.cost.schedule import NOTHING_SENT, Transfer
+from gpumix.cost.layout.curves import interpolate_one_seconds
+from gpumix.cost.schedule import NO_TRANSFER, Transfer
 from gpumix.schema.cluster.cluster import Device
-from gpumix.schema.cluster.link_islands import Near, between, largest, near
+from gpumix.schema.cluster.link_islands import (
+    Near,
+    count_largest_island,
+    find_smallest_place,
+    get_link_ends,
+)
 from gpumix.schema.cluster.network import Link, Network, Where
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
@@ -38,7 +43,7 @@ PER_OWNER = 1.25
 TREE_PIECE_BYTES = 2**19
 
 
-class Wire(Protocol):
+class LinkModel(Protocol):
     """Links between the ranks of a plan."""
 
     def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
@@ -54,7 +59,7 @@ class Wire(Protocol):
 
 
 @dataclass(frozen=True)
-class Free:
+class FreeLinks:
     """Collectives without duration: for one rank, or without a network."""
 
     def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
@@ -75,7 +80,7 @@ class TimedCollectives:
             return 0.0
         for times in self._of(operation, group):
             if times.form == form:
-                return seconds_of(times.times, size)
+                return interpolate_one_seconds(times.times, size)
         known = ", ".join(sorted(t.form for t in self._of(operation, group))) or "none"
         raise InputError(
             f"the profile has no times for the '{form}' form of {operation} of {group} ranks",
@@ -91,7 +96,7 @@ class TimedCollectives:
 
 
 @dataclass(frozen=True)
-class Stated:
+class StatedLinks:
     """Collectives over stated links between devices in hosts.
 
     `inside` has the number of devices of a host and their link, once for all equal hosts; `between`
@@ -104,23 +109,23 @@ class Stated:
     ranks: int
 
     @classmethod
-    def of(cls, network: Network, on_host: OnHosts, near: Near = "all") -> Stated:
+    def of(cls, network: Network, on_host: OnHosts, near: Near = "all") -> StatedLinks:
         """Return the links between the devices on these hosts, at network distance `near`.
 
         Raises:
             InputError: no link is stated between some of them.
         """
-        kinds = {kind: len(hosts) for kind, hosts in like_hosts(on_host).items()}
+        kinds = {kind: len(hosts) for kind, hosts in group_equal_hosts(on_host).items()}
         inside = []
         for kind in kinds:
             count = sum(n for _, n in kind)
             if count > 1:
                 where: Where = "island" if near == "island" else "inside"
-                inside.append((count, _slowest(network, where, _neighbours(kind))))
+                inside.append((count, _slowest(network, where, _list_pairs_on_host(kind))))
         between = None
         if len(on_host) > 1:
             where = "rack" if near == "rack" else "between"
-            between = _slowest(network, where, _across(kinds))
+            between = _slowest(network, where, _list_pairs_across_hosts(kinds))
         ranks = sum(alike * count for kind, alike in kinds.items() for _, count in kind)
         return cls(tuple(inside), between, len(on_host), ranks)
 
@@ -144,18 +149,18 @@ class Stated:
     def _slowest_step(self, size: float) -> float:
         links = [link for _, link in self.inside]
         links += [self.between] if self.between is not None else []
-        return max(seconds_of(link.times, size) for link in links)
+        return max(interpolate_one_seconds(link.times, size) for link in links)
 
     def _inside(self, size: float) -> float:
         return max(
-            ((n - 1) * seconds_of(link.times, size / n) for n, link in self.inside),
+            ((n - 1) * interpolate_one_seconds(link.times, size / n) for n, link in self.inside),
             default=0.0,
         )
 
     def _between(self, size: float) -> float:
         if self.between is None:
             return 0.0
-        return (self.hosts - 1) * seconds_of(self.between.times, size / self.hosts)
+        return (self.hosts - 1) * interpolate_one_seconds(self.between.times, size / self.hosts)
 
     def _tree(self, size: float) -> float:
         """Return the seconds from all hosts to one, or from one to all, over two trees sharing the
@@ -163,17 +168,17 @@ class Stated:
         passes each link once, in pipelined pieces, and the first piece climbs all levels."""
         if self.between is None:
             return 0.0
-        stream = seconds_of(self.between.times, size)
-        piece = seconds_of(self.between.times, min(size, TREE_PIECE_BYTES))
+        stream = interpolate_one_seconds(self.between.times, size)
+        piece = interpolate_one_seconds(self.between.times, min(size, TREE_PIECE_BYTES))
         return stream + math.ceil(math.log2(self.hosts)) * piece
 
 
 @dataclass(frozen=True)
-class Either:
+class MeasuredOrStatedLinks:
     """Measured times, with stated links for unmeasured groups of ranks."""
 
     measured: TimedCollectives
-    stated: Stated
+    stated: StatedLinks
 
     def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
         return self._for(operation, group).seconds(operation, form, group, size)
@@ -181,13 +186,13 @@ class Either:
     def knows(self, operation: Operation, form: str, group: RankGroup) -> bool:
         return self._for(operation, group).knows(operation, form, group)
 
-    def _for(self, operation: Operation, group: RankGroup) -> Wire:
+    def _for(self, operation: Operation, group: RankGroup) -> LinkModel:
         found = any(t.operation == operation and t.group == group for t in self.measured.times)
         return self.measured if found else self.stated
 
 
 @dataclass(frozen=True)
-class Fewer:
+class RescaledCollectives:
     """Collectives of `ranks` ranks, derived from times between `timed` ranks: a ring's steps take
     equally long, but there are fewer, and each moves a larger part."""
 
@@ -205,10 +210,10 @@ class Fewer:
         return group == "all" and self.measured.knows(operation, form, self.group)
 
 
-class Remembered:
+class CachedLinkModel:
     """Wire with a cache for repeated queries."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: LinkModel) -> None:
         self._wire = wire
         self._known: dict[tuple[Operation, str, RankGroup, float], float] = {}
 
@@ -222,7 +227,7 @@ class Remembered:
         return self._wire.knows(operation, form, group)
 
 
-def on_hosts(places: Iterable[tuple[str, str]]) -> dict[str, dict[str, int]]:
+def count_devices_by_host(places: Iterable[tuple[str, str]]) -> dict[str, dict[str, int]]:
     """Count the devices of each class on each host, from the host and class of each device."""
     found: dict[str, dict[str, int]] = {}
     for (host, name), count in Counter(places).items():
@@ -230,7 +235,7 @@ def on_hosts(places: Iterable[tuple[str, str]]) -> dict[str, dict[str, int]]:
     return found
 
 
-def like_hosts(on_host: OnHosts) -> dict[tuple[tuple[str, int], ...], list[str]]:
+def group_equal_hosts(on_host: OnHosts) -> dict[tuple[tuple[str, int], ...], list[str]]:
     """Group hosts by their devices."""
     kinds: dict[tuple[tuple[str, int], ...], list[str]] = {}
     for host in sorted(on_host):
@@ -238,19 +243,21 @@ def like_hosts(on_host: OnHosts) -> dict[tuple[tuple[str, int], ...], list[str]]
     return kinds
 
 
-def wire_for(profile: Profile, on_host: OnHosts, near: Near = "all") -> Wire:
+def build_link_model(profile: Profile, on_host: OnHosts, near: Near = "all") -> LinkModel:
     """Return the links between the devices on these hosts, at network distance `near`, from the
     profile or its cluster."""
     if sum(sum(counts.values()) for counts in on_host.values()) == 1:
-        return Free()
+        return FreeLinks()
     network, measured = profile.cluster.network, TimedCollectives(profile.network)
     if network is None:
-        return measured if profile.network else Free()
-    stated = Stated.of(network, on_host, near)
-    return Either(measured, stated) if profile.network else stated
+        return measured if profile.network else FreeLinks()
+    stated = StatedLinks.of(network, on_host, near)
+    return MeasuredOrStatedLinks(measured, stated) if profile.network else stated
 
 
-def wire_among(profile: Profile, places: Sequence[tuple[str, str]], near: Near = "all") -> Wire:
+def build_subset_link_model(
+    profile: Profile, places: Sequence[tuple[str, str]], near: Near = "all"
+) -> LinkModel:
     """Return the links between some of the cluster's devices, from host and class of each. Times
     between all devices, or inside hosts, islands or racks, apply to fewer devices.
 
@@ -261,19 +268,19 @@ def wire_among(profile: Profile, places: Sequence[tuple[str, str]], near: Near =
     every = profile.cluster.devices
     form = profile.collectives.gather
     if len(places) > 1 and near in ("island", "rack") and measured.knows("gather", form, near):
-        return Fewer(measured, near, largest(every, near), len(places))
+        return RescaledCollectives(measured, near, count_largest_island(every, near), len(places))
     hosts = {host for host, _ in places}
     if len(places) == 1 or len(places) == len(every) or not profile.network:
-        return wire_for(profile, on_hosts(places), near)
+        return build_link_model(profile, count_devices_by_host(places), near)
     timed = Counter(device.host for device in every).most_common(1)[0][1]
     if len(hosts) == 1 and measured.knows("gather", form, "inside"):
-        return Fewer(measured, "inside", timed, len(places))
+        return RescaledCollectives(measured, "inside", timed, len(places))
     if network is not None and not measured.knows("gather", form, "all"):
-        return Stated.of(network, on_hosts(places), near)
-    return Fewer(measured, "all", len(every), len(places))
+        return StatedLinks.of(network, count_devices_by_host(places), near)
+    return RescaledCollectives(measured, "all", len(every), len(places))
 
 
-def team_seconds(
+def compute_tensor_parallel_s(
     profile: Profile,
     operation: TeamOperation,
     name: str,
@@ -287,12 +294,15 @@ def team_seconds(
     whole = size * degree if operation == "exchange" else size
     for times in profile.network:
         if (times.operation, times.form) == (timed, str(degree)):
-            return seconds_of(times.times, whole)
+            return interpolate_one_seconds(times.times, whole)
     if operation != "all_reduce":
-        return team_seconds(profile, "all_reduce", name, degree, whole) / 2
+        return compute_tensor_parallel_s(profile, "all_reduce", name, degree, whole) / 2
     islands = {d.island for d in profile.cluster.devices if d.device_class == name}
     among: Near = "inside" if "" in islands else "island"
-    wire, forms = wire_among(profile, [("", name)] * degree, among), forms_for(profile)
+    wire, forms = (
+        build_subset_link_model(profile, [("", name)] * degree, among),
+        select_collective_forms(profile),
+    )
     if not wire.knows("reduce", forms.reduce, "all"):
         return 0.0
     reduced = wire.seconds("reduce", forms.reduce, "all", size)
@@ -318,7 +328,7 @@ class Messages:
             InputError: no link is stated between the two.
         """
         if not self._moved:
-            return NOTHING_SENT
+            return NO_TRANSFER
         over = None if giver.host == taker.host else (giver.host, taker.host)
         return Transfer(self.seconds(giver, taker, size), over)
 
@@ -328,13 +338,13 @@ class Messages:
         if link not in self._curves:
             self._curves[link] = self._times(giver, taker)
         curve = self._curves[link]
-        return 0.0 if curve is None else seconds_of(curve, size)
+        return 0.0 if curve is None else interpolate_one_seconds(curve, size)
 
     def link(self, giver: Device, taker: Device) -> Hashable:
         """Return a key, equal for equally fast links."""
         if self._profile.links.times(giver, taker) is not None:
-            return between(giver, taker)
-        return near((giver, taker)), giver.device_class, taker.device_class
+            return get_link_ends(giver, taker)
+        return find_smallest_place((giver, taker)), giver.device_class, taker.device_class
 
     def timed(self, giver: Device, taker: Device) -> Curve | None:
         """Return the measured curve; None if not measured."""
@@ -350,27 +360,29 @@ class Messages:
     def _times(self, giver: Device, taker: Device) -> Curve | None:
         """Return the curve of a link; None if nothing is known of any link."""
         timed = self.timed(giver, taker)
-        network, where = self._profile.cluster.network, near((giver, taker))
+        network, where = self._profile.cluster.network, find_smallest_place((giver, taker))
         if timed is not None or network is None:
             return timed
         pair = (giver.device_class, taker.device_class)
         return _slowest(network, "between" if where == "all" else where, [pair]).times
 
 
-def forms_for(profile: Profile) -> Collectives:
+def select_collective_forms(profile: Profile) -> Collectives:
     """Return the forms for unequal intervals: the fastest by measurement, or NCCL's lists."""
     if profile.cluster.network is not None and not profile.network:
         return Collectives(gather="list", reduce="list")
     return profile.collectives
 
 
-def _neighbours(kind: tuple[tuple[str, int], ...]) -> list[tuple[str, str]]:
+def _list_pairs_on_host(kind: tuple[tuple[str, int], ...]) -> list[tuple[str, str]]:
     """Return pairs of classes with two devices on one host."""
     names = [name for name, _ in kind]
     return [*((name, name) for name, count in kind if count > 1), *combinations(names, 2)]
 
 
-def _across(kinds: Mapping[tuple[tuple[str, int], ...], int]) -> list[tuple[str, str]]:
+def _list_pairs_across_hosts(
+    kinds: Mapping[tuple[tuple[str, int], ...], int],
+) -> list[tuple[str, str]]:
     """Return pairs of classes on two different hosts."""
     hosts_with: Counter[str] = Counter()
     together: Counter[tuple[str, str]] = Counter()

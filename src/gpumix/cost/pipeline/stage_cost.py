@@ -14,13 +14,24 @@ import numpy as np
 
 from gpumix.cost.layout.activation_phases import Pass
 from gpumix.cost.layout.curves import FloatArray, MicroBatches
-from gpumix.cost.network.buckets import BEFORE, Joining
-from gpumix.cost.network.collective_times import BufferCuts, ShardedLayout, free_links, links_for
-from gpumix.cost.network.link_times import wire_among
-from gpumix.cost.peak_memory import Activations, MemoryModel, Owned, StateModel, owned_by_each
+from gpumix.cost.network.buckets import BEFORE, BucketGrouping
+from gpumix.cost.network.collective_times import (
+    BufferCuts,
+    ShardedLayout,
+    compute_collective_seconds,
+    make_free_collectives,
+)
+from gpumix.cost.network.link_times import build_subset_link_model
+from gpumix.cost.peak_memory import (
+    Activations,
+    MemoryModel,
+    OwnedState,
+    StateModel,
+    compute_owned_by_rank_buckets,
+)
 from gpumix.cost.pipeline.stage_model import StagedModel
-from gpumix.cost.step_time import optimizer_seconds, pass_seconds, split_seconds
-from gpumix.cost.teams import OfStage
+from gpumix.cost.step_time import compute_split_backward, optimizer_seconds, pass_seconds
+from gpumix.cost.teams import StageLeaders
 from gpumix.schema.cluster.link_islands import Near
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.plan import Plan
@@ -29,7 +40,7 @@ from gpumix.schema.profile.profile import ROOT, ModelProfile
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassSeconds:
     """Seconds of one pass through a stage's units on a worker. `forward_s` and `backward_s` are
     computation only; `first_s` and `last_s` include gathers of parameters and reductions of
     gradients; `weights_s` and `weights_last_s` are for the deferred part of a split backward."""
@@ -64,11 +75,18 @@ class StageCost:
     """
 
     def __init__(
-        self, of: OfStage, cut: StagedModel, plan: Plan, number: int, *, near: Near, moved: bool
+        self,
+        of: StageLeaders,
+        cut: StagedModel,
+        plan: Plan,
+        number: int,
+        *,
+        near: Near,
+        moved: bool,
     ) -> None:
         stage, whole = plan.stages[number], of.profile
         self.plan, self.number, self.workers = plan, number, of.leaders
-        self.profile = cut.profile_of(whole, number)
+        self.profile = cut.get_stage_profile(whole, number)
         places = [(w.host, w.device_class) for w in self.workers]
         layout = ShardedLayout(
             plan.zero_stage,
@@ -76,10 +94,12 @@ class StageCost:
             plan.collectives,
             BufferCuts.at(stage.shares),
             plan.communication_dtype,
-            Joining(stage.joined),
+            BucketGrouping(stage.joined),
         )
-        links = links_for(self.profile, wire_among(whole, places, near), layout)
-        free = free_links(links.buckets)
+        links = compute_collective_seconds(
+            self.profile, build_subset_link_model(whole, places, near), layout
+        )
+        free = make_free_collectives(links.buckets)
         self.links = links if moved else free
         self._free = free
         self.memory = MemoryModel(self.profile, links, len(self.workers), plan.zero_stage)
@@ -88,7 +108,7 @@ class StageCost:
         sizes = {p.name: p.trainable for p in whole.model.root.parameters}
         self._looked_up = max((sizes[n] for n in whole.model.needs[0].root), default=0)
         self._looked_up *= number == 0
-        self._passes: dict[tuple[int, int, int], Passes] = {}
+        self._passes: dict[tuple[int, int, int], PassSeconds] = {}
         self._held: dict[tuple[int, int, int], PassBytes] = {}
 
     def micro_batches(self, worker: int, batch: int) -> tuple[int, int]:
@@ -107,7 +127,7 @@ class StageCost:
             found[one.worker].setdefault(key, []).append(len(one.rows))
         return found
 
-    def passes(self, worker: int, batch: int) -> Passes:
+    def passes(self, worker: int, batch: int) -> PassSeconds:
         """Return the seconds of a worker's part of a micro-batch or wave."""
         samples, size = self.micro_batches(worker, batch)
         key = (worker, samples, size)
@@ -116,8 +136,8 @@ class StageCost:
             self._passes[key] = self._timed(one, samples, size)
         return self._passes[key]
 
-    def _timed(self, worker: Worker, samples: int, size: int) -> Passes:
-        name, mode = worker.device_class, in_layers(worker.mode)
+    def _timed(self, worker: Worker, samples: int, size: int) -> PassSeconds:
+        name, mode = worker.device_class, make_layered(worker.mode)
         micro = MicroBatches.of([samples], [size])
         both = self._free, self.links
         (forward, backward), (first, last) = (
@@ -126,11 +146,14 @@ class StageCost:
         kind = self.links.buckets.kind(0)
         gathered, reduced = self.links.gather_s[kind], self.links.reduce_s[kind]
         if not self.plan.puts_off(self.number, worker):
-            return Passes(forward, first + gathered, backward, last + reduced)
+            return PassSeconds(forward, first + gathered, backward, last + reduced)
         (backward, weights), (last, weights_last) = (
-            map(_one, split_seconds(self.profile, name, links, micro, mode)) for links in both
+            map(_one, compute_split_backward(self.profile, name, links, micro, mode))
+            for links in both
         )
-        return Passes(forward, first + gathered, backward, last, weights, weights_last + reduced)
+        return PassSeconds(
+            forward, first + gathered, backward, last, weights, weights_last + reduced
+        )
 
     def held(self, worker: int, batch: int) -> PassBytes:
         """Return the bytes of a worker's part of a micro-batch or wave."""
@@ -143,10 +166,10 @@ class StageCost:
     def _counted(self, worker: Worker, samples: int, size: int) -> PassBytes:
         model = self.profile.model_of(worker.device_class)
         micro = MicroBatches.of([samples], [size])
-        held = _held(Activations(model, micro, in_layers(worker.mode)))
+        held = _find_pass_peaks(Activations(model, micro, make_layered(worker.mode)))
         if self.plan.schedule == "zero-bubble":
             calls = model.kind_of_call if self.plan.puts_off(self.number, worker) else ()
-            held = _held_in_parts(model, calls, micro, held)
+            held = _add_split_backward(model, calls, micro, held)
         least = self._looked_up * DTYPE_BYTES[worker.compute_dtype]
         backward = dict(held.backward)
         backward["working set"] = max(backward["working set"], least)
@@ -175,9 +198,11 @@ class StageCost:
         return self.memory.state(self.profile.model_of(worker.device_class), worker.state_on)
 
     @cached_property
-    def _owned(self) -> tuple[Owned, ...]:
+    def _owned(self) -> tuple[OwnedState, ...]:
         shares = tuple(worker.state_share for worker in self.workers)
-        return owned_by_each([self._state(worker).buckets for worker in self.workers], shares)
+        return compute_owned_by_rank_buckets(
+            [self._state(worker).buckets for worker in self.workers], shares
+        )
 
     @cached_property
     def state(self) -> list[dict[str, int]]:
@@ -185,7 +210,7 @@ class StageCost:
         found = []
         for worker, own in zip(self.workers, self._owned):
             state = self._state(worker)
-            causes = {"state": state.owned_bytes(own)} | state.laid_out
+            causes = {"state": state.owned_bytes(own)} | state.fixed_bytes_by_cause
             causes["gradients"] += state.received_bytes(dict(own.elements), own.ranks)
             found.append(causes)
         return found
@@ -200,23 +225,23 @@ def _one(seconds: FloatArray) -> float:
     return float(seconds[0])
 
 
-def in_layers(mode: Mode) -> Mode:
+def make_layered(mode: Mode) -> Mode:
     """Return the mode with layered order, in which a stage's passes run."""
     return mode if mode.order == "layered" else mode.model_copy(update={"order": "layered"})
 
 
-def _held(held: Activations) -> PassBytes:
+def _find_pass_peaks(held: Activations) -> PassBytes:
     """Return the peaks over the phases of a pass."""
     most: dict[Pass, dict[str, int]] = {"forward": {}, "head": {}, "backward": {}}
     left = 0
     for phase in held.phases:
         causes = {name: int(np.max(value)) for name, value in held.by_cause(phase).items()}
         left = max(left, causes["activations"])
-        most[phase.working[1]] = larger(most[phase.working[1]], causes)
+        most[phase.computation[1]] = select_larger(most[phase.computation[1]], causes)
     return PassBytes(left, 0, most["forward"], most["head"], most["backward"])
 
 
-def _held_in_parts(
+def _add_split_backward(
     model: ModelProfile, calls: Sequence[str], micro: MicroBatches, held: PassBytes
 ) -> PassBytes:
     """Return the bytes with a split backward of calls of these kinds, or with a deferred full
@@ -230,7 +255,7 @@ def _held_in_parts(
         )
         working = max(working, in_parts, saved + whole - left)
     last = held.backward | {"activations": split, "working set": working}
-    return replace(held, split=split, backward=larger(held.backward, last))
+    return replace(held, split=split, backward=select_larger(held.backward, last))
 
 
 def _of_all(micro: MicroBatches, curve: Curve | None) -> int:
@@ -238,6 +263,6 @@ def _of_all(micro: MicroBatches, curve: Curve | None) -> int:
     return 0 if curve is None else int(micro.bytes(curve)[0])
 
 
-def larger(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+def select_larger(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
     """Return the mapping of bytes by cause with the larger total."""
     return other if sum(other.values()) >= sum(one.values()) else one

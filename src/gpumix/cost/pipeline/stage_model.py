@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from gpumix.cost.mixed_degrees import ProfileOfRanks
+from gpumix.cost.mixed_degrees import MixedDegreeProfile
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
-from gpumix.schema.plan.stage import of_several
+from gpumix.schema.plan.stage import group_shared_names
 from gpumix.schema.profile.profile import (
     ROOT,
+    CallInputs,
     ClassProfile,
-    End,
+    EndParameters,
     ModelProfile,
-    Needs,
     Profile,
     RootParameter,
     UnitTimes,
@@ -68,7 +68,7 @@ class StagedModel:
         return range(self.ends[stage - 1] if stage else 0, self.ends[stage])
 
     @cached_property
-    def needs(self) -> tuple[Needs, ...]:
+    def needs(self) -> tuple[CallInputs, ...]:
         """Needs of each stage.
 
         Raises:
@@ -85,7 +85,7 @@ class StagedModel:
     @cached_property
     def shared(self) -> tuple[SharedParameters, ...]:
         """Root parameters used by several stages, grouped by stages."""
-        together = of_several([needs.root for needs in self.needs])
+        together = group_shared_names([needs.root for needs in self.needs])
         return tuple(
             SharedParameters(stages, tuple(self._parameters[name] for name in names))
             for stages, names in together.items()
@@ -106,12 +106,14 @@ class StagedModel:
             update={
                 "trainable": sum(sizes[name].trainable for name in alone),
                 "frozen_bytes": sum(sizes[name].frozen_bytes for name in alone),
-                "before": End(),
-                "after": End(),
+                "before": EndParameters(),
+                "after": EndParameters(),
                 "parameters": tuple(sizes[name] for name in alone),
                 "backward": None if stage else model.root.backward,
-                "head": model.root.head if last else _nothing(model.root.head),
-                "chunked_head": model.root.chunked_head if last else _nothing(model.root.head),
+                "head": model.root.head if last else _make_zero_curve(model.root.head),
+                "chunked_head": model.root.chunked_head
+                if last
+                else _make_zero_curve(model.root.head),
             }
         )
         return model.model_copy(
@@ -124,15 +126,17 @@ class StagedModel:
             }
         )
 
-    def profile_of(self, profile: Profile, stage: int) -> Profile:
+    def get_stage_profile(self, profile: Profile, stage: int) -> Profile:
         """Return a stage as a profile of its own."""
         first, last = stage == 0, stage == self.count - 1
         update: dict[str, Any] = {
             "model": self.of(stage, profile.model),
             "other_models": tuple(self.of(stage, other) for other in profile.other_models),
-            "classes": tuple(_times(c, first=first, last=last) for c in profile.classes),
+            "classes": tuple(
+                _restrict_root_times(c, first=first, last=last) for c in profile.classes
+            ),
         }
-        if isinstance(profile, ProfileOfRanks):
+        if isinstance(profile, MixedDegreeProfile):
             update["models"] = {
                 name: self.of(stage, model).model_copy(
                     update={"undivided": self.of(stage, model.undivided)}
@@ -142,7 +146,7 @@ class StagedModel:
         return profile.model_copy(update=update)
 
 
-def staged_model(model: ModelProfile, units: Sequence[tuple[str, ...]]) -> StagedModel:
+def cut_into_stages(model: ModelProfile, units: Sequence[tuple[str, ...]]) -> StagedModel:
     """Cut the model into stages with the given units."""
     ends, end = [], 0
     for of_stage in units:
@@ -151,10 +155,10 @@ def staged_model(model: ModelProfile, units: Sequence[tuple[str, ...]]) -> Stage
     return StagedModel(model, tuple(ends))
 
 
-def _times(device: ClassProfile, *, first: bool, last: bool) -> ClassProfile:
+def _restrict_root_times(device: ClassProfile, *, first: bool, last: bool) -> ClassProfile:
     """Return a class profile with only the times of the root that a stage computes."""
     root = device.units[ROOT]
-    nothing = _nothing(root.backward)
+    nothing = _make_zero_curve(root.backward)
     before = nothing if root.gradient is None else root.gradient
 
     def backward(whole: Curve | None) -> Curve | None:
@@ -177,5 +181,5 @@ def _times(device: ClassProfile, *, first: bool, last: bool) -> ClassProfile:
     )
 
 
-def _nothing(curve: Curve) -> Curve:
+def _make_zero_curve(curve: Curve) -> Curve:
     return curve.model_copy(update={"values": (0.0,) * len(curve.sizes)})

@@ -26,27 +26,27 @@ from operator import itemgetter
 
 import numpy as np
 
-from gpumix.cost.layout.buffer_slots import aligned
-from gpumix.cost.layout.curves import bytes_at
+from gpumix.cost.layout.buffer_slots import align_size
+from gpumix.cost.layout.curves import interpolate_bytes
 from gpumix.cost.network.buckets import GRADIENT_BYTES
-from gpumix.cost.network.link_times import Messages, wire_among
+from gpumix.cost.network.link_times import Messages, build_subset_link_model
 from gpumix.cost.peak_memory import MASTER_BYTES, StateModel, usable_bytes
-from gpumix.cost.pipeline.stage_cost import StageCost, larger
-from gpumix.cost.pipeline.stage_model import SharedParameters, staged_model
+from gpumix.cost.pipeline.stage_cost import StageCost, select_larger
+from gpumix.cost.pipeline.stage_model import SharedParameters, cut_into_stages
 from gpumix.cost.schedule import (
-    NOTHING_SENT,
+    NO_TRANSFER,
     Action,
+    ActionTimes,
     Kind,
     MicroBatchSchedule,
-    Times,
     Transfer,
     replay,
 )
-from gpumix.cost.teams import end_seconds, of_stage
-from gpumix.schema.cluster.link_islands import near
+from gpumix.cost.teams import end_seconds, make_stage_leaders
+from gpumix.schema.cluster.link_islands import find_smallest_place
 from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
-from gpumix.schema.plan.splitting import cut_sizes
-from gpumix.schema.plan.stage import DTYPE_BYTES, MicroBatchOf, Taken, Worker
+from gpumix.schema.plan.splitting import compute_shard_sizes
+from gpumix.schema.plan.stage import DTYPE_BYTES, StageInput, StageMicroBatch, Worker
 from gpumix.schema.profile.profile import Profile
 
 MESSAGES_AHEAD = 2  # actions with messages expected or in flight at once
@@ -91,14 +91,16 @@ class StagedStep:
         self.profile, self.plan = profile, plan
         self.pipeline = MicroBatchSchedule.of(plan)
         self._device_of = {device.id: device for device in profile.cluster.devices}
-        self.cut = staged_model(profile.model, [stage.units for stage in plan.stages])
+        self.cut = cut_into_stages(profile.model, [stage.units for stage in plan.stages])
         self.stages = [
             StageCost(
-                of_stage(profile, stage, in_stages=True),
+                make_stage_leaders(profile, stage, in_stages=True),
                 self.cut,
                 plan,
                 number,
-                near=near([self._device_of[w.device] for w in plan.stages[number].workers]),
+                near=find_smallest_place(
+                    [self._device_of[w.device] for w in plan.stages[number].workers]
+                ),
                 moved=moved,
             )
             for number, stage in enumerate(self._whole.stages)
@@ -127,7 +129,7 @@ class StagedStep:
     # -- time ----------------------------------------------------------------------------------
 
     @cached_property
-    def times(self) -> Times:
+    def times(self) -> ActionTimes:
         """Times of each action; a wave's are stored under the stage's first rank, for all ranks."""
         return replay(
             self.pipeline.orders,
@@ -155,8 +157,8 @@ class StagedStep:
         for number, cost in enumerate(self.stages):
             of_stage = {a: end for a, end in self.times.end_s.items() if a.stage == number}
             computed = max(of_stage.values())
-            begun = max(end + self._beside_s(a) for a, end in of_stage.items())
-            beside = self.in_waves or self._sums_beside(number)
+            begun = max(end + self._compute_all_reduce_tail_s(a) for a, end in of_stage.items())
+            beside = self.in_waves or self._can_overlap_all_reduce(number)
             own[number] = computed, begun + cost.after_s(beside=beside)
         found = [StageReductions(own)]
         for shared in self.cut.shared:
@@ -166,7 +168,7 @@ class StagedStep:
             found.append(StageReductions(dict(before) | dict.fromkeys(shared.stages, both)))
         return tuple(found)
 
-    def _sums_beside(self, stage: int) -> bool:
+    def _can_overlap_all_reduce(self, stage: int) -> bool:
         """Check if all ranks of a stage begin an all-reduce during the last action of a step."""
         return self.plan.zero_stage == 0 and all(
             len(self._stages_of[rank]) == 1
@@ -188,7 +190,7 @@ class StagedStep:
             return 0.0
         devices = [self._device_of[w.device] for w in workers]
         places = [(device.host, device.device_class) for device in devices]
-        wire = wire_among(self.profile, places, near(devices))
+        wire = build_subset_link_model(self.profile, places, find_smallest_place(devices))
         forms = self.plan.collectives
         size = shared.trainable * GRADIENT_BYTES
         width = DTYPE_BYTES[self.plan.communication_dtype]
@@ -197,12 +199,17 @@ class StagedStep:
 
     def action_s(self, action: Action) -> float:
         """Return the seconds of an action, on the slowest of the workers running it together."""
-        key = (action.kind, action.stage, self._amount(action), action in self._firsts)
+        key = (
+            action.kind,
+            action.stage,
+            self._make_work_key(action),
+            action in self._first_forwards,
+        )
         if key not in self._seconds:
             self._seconds[key] = self._timed_action(action)
         return self._seconds[key]
 
-    def _amount(self, action: Action) -> Hashable:
+    def _make_work_key(self, action: Action) -> Hashable:
         """Return a key: equal for actions of a stage with equal samples on equal workers."""
         key = (action.stage, action.batch)
         if key not in self._amounts:
@@ -213,7 +220,7 @@ class StagedStep:
         return self._amounts[key]
 
     @cached_property
-    def _firsts(self) -> set[Action | None]:
+    def _first_forwards(self) -> set[Action | None]:
         """First forward of each stage and rank."""
         return set(self._first.values())
 
@@ -229,7 +236,7 @@ class StagedStep:
     def _earliest_s(self, action: Action) -> float:
         """Return a lower bound for an action's end: the arrival of parameters gathered only once,
         from the beginning of the step."""
-        if action not in self._firsts:
+        if action not in self._first_forwards:
             return 0.0
         waits = (
             self._pass_s(action, worker)
@@ -242,13 +249,13 @@ class StagedStep:
         """Return the workers of a stage running an action together."""
         if self.in_waves:
             return range(len(self.stages[action.stage].workers))
-        seat = self.pipeline.seat_of[action.stage, action.batch]
+        seat = self.pipeline.assignment_of[action.stage, action.batch]
         return (self.place_of[action.stage, seat.rank],)
 
     def _gathered_before(self, action: Action, worker: int) -> bool:
-        return self.plan.zero_stage < 3 and self._gathers_once(action, worker)
+        return self.plan.zero_stage < 3 and self._is_first_forward(action, worker)
 
-    def _gathers_once(self, action: Action, worker: int) -> bool:
+    def _is_first_forward(self, action: Action, worker: int) -> bool:
         """Check if an action is a worker's first of a stage."""
         return self._first[action.stage, self._ranks[action.stage][worker]] == action
 
@@ -267,7 +274,7 @@ class StagedStep:
     def _computed_s(self, action: Action, worker: int) -> float:
         passes = self.stages[action.stage].passes(worker, action.batch)
         if action.kind == "forward":
-            gathers = self._gathers_once(action, worker)
+            gathers = self._is_first_forward(action, worker)
             before = self.stages[action.stage].before_s() if gathers else 0.0
             if self.plan.zero_stage == 3 or gathers:
                 return passes.first_s + before
@@ -276,12 +283,12 @@ class StagedStep:
             return passes.weights_last_s if self.in_waves else passes.weights_s
         return passes.last_s if self.in_waves else passes.backward_s
 
-    def _beside_s(self, action: Action) -> float:
+    def _compute_all_reduce_tail_s(self, action: Action) -> float:
         """Return the seconds after an action until an all-reduce begun during it is done: for the
         last action of a rank with one all-reduce. Messages to other stages are sent before."""
         if self.plan.zero_stage > 0:
             return 0.0
-        rank = self.pipeline.seat_of[action.stage, action.batch].rank
+        rank = self.pipeline.assignment_of[action.stage, action.batch].rank
         worker = self.place_of[action.stage, rank]
         last = self.order(rank)[-1] == action and self._adds(action, worker)
         if len(self._stages_of[rank]) > 1 or not last:
@@ -312,7 +319,7 @@ class StagedStep:
         """Return the message from `action` to `other`; over one link, messages are serialized, and
         each rank of a tensor-parallel group receives its own."""
         if action.stage == other.stage:
-            return NOTHING_SENT
+            return NO_TRANSFER
         pairs = tuple((g.device, t.device, n) for g, t, n in self._pairs(action, other))
         key = (action.stage, other.stage, action.kind, pairs)
         if key not in self._transfers:
@@ -343,14 +350,14 @@ class StagedStep:
             yield giver, taker, size
 
     @cached_property
-    def _parts(self) -> list[tuple[MicroBatchOf, ...]]:
+    def _parts(self) -> list[tuple[StageMicroBatch, ...]]:
         """Micro-batches of each stage."""
         return [stage.micro_batches(self.plan.waves) for stage in self.plan.stages]
 
     @cached_property
-    def _taken(self) -> dict[tuple[int, bool], tuple[Taken, ...]]:
+    def _taken(self) -> dict[tuple[int, bool], tuple[StageInput, ...]]:
         """Outputs taken from the previous stage, by stage and direction (True: gradients back)."""
-        found: dict[tuple[int, bool], tuple[Taken, ...]] = {}
+        found: dict[tuple[int, bool], tuple[StageInput, ...]] = {}
         for stage in range(1, len(self.stages)):
             earlier = self.cut.calls(stage - 1)
             takes = tuple(t for t in self.takes[stage] if t.call in earlier)
@@ -381,18 +388,18 @@ class StagedStep:
         return self._totals[key]
 
     @cached_property
-    def takes(self) -> list[tuple[Taken, ...]]:
+    def takes(self) -> list[tuple[StageInput, ...]]:
         """Outputs of earlier stages taken by each stage."""
         return [needs.outputs for needs in self.cut.needs]
 
-    def taken_bytes(self, taken: Taken, samples: int) -> int:
+    def taken_bytes(self, taken: StageInput, samples: int) -> int:
         """Return the bytes of an output for `samples` samples, in the dtype of the message."""
         key = (taken.call, taken.output, samples)
         if key not in self._sizes:
             self._sizes[key] = self._taken_bytes(taken, samples)
         return self._sizes[key]
 
-    def _taken_bytes(self, taken: Taken, samples: int) -> int:
+    def _taken_bytes(self, taken: StageInput, samples: int) -> int:
         known = {m.compute_dtype: m for m in (self.profile.model, *self.profile.other_models)}
         sent = self.plan.communication_dtype
         model = known.get(sent, self.profile.model)
@@ -400,7 +407,7 @@ class StagedStep:
         if curve is None:
             return 0
         part = DTYPE_BYTES[sent] / DTYPE_BYTES[model.compute_dtype] if taken.differentiable else 1.0
-        return int(float(bytes_at(curve, samples)) * part)
+        return int(float(interpolate_bytes(curve, samples)) * part)
 
     # -- workers -------------------------------------------------------------------------------
 
@@ -447,7 +454,7 @@ class StagedStep:
         causes["buffers"] = buffers
         for cause, size in self._shared_bytes(rank).items():
             causes[cause] += size
-        causes |= self._most_held(rank)
+        causes |= self._find_activation_peak(rank)
         causes["messages"] = self._message_bytes(rank)
         framework = self.profile.of_class(worker.device_class).framework_bytes
         return causes | {"framework": framework}
@@ -471,13 +478,13 @@ class StagedStep:
                 worker.state_on,
             )
             numel = shared.trainable
-            own = cut_sizes(numel, tuple(shares.values()))[ranks.index(rank)]
+            own = compute_shard_sizes(numel, tuple(shares.values()))[ranks.index(rank)]
             own = numel if zero_stage == 0 else own
             width = DTYPE_BYTES[worker.compute_dtype]
             found["state"] += int(own * state.sharded_per_element)
             frozen = shared.frozen_bytes(self.profile.model_in(worker.compute_dtype))
-            found["replicas"] += aligned(numel * width) + aligned(frozen)
-            found["replicas"] += aligned(numel * GRADIENT_BYTES)
+            found["replicas"] += align_size(numel * width) + align_size(frozen)
+            found["replicas"] += align_size(numel * GRADIENT_BYTES)
             if zero_stage and len(ranks) > 1:  # receive buffer, to be summed
                 found["replicas"] += len(ranks) * own * MASTER_BYTES
         return found
@@ -496,7 +503,7 @@ class StagedStep:
         """Rank by device in the whole plan, not only of leaders."""
         return {worker.device: rank for rank, worker in enumerate(self._whole.workers)}
 
-    def _most_held(self, rank: int) -> dict[str, int]:
+    def _find_activation_peak(self, rank: int) -> dict[str, int]:
         """Return the samples' memory at the peak."""
         waiting: dict[tuple[int, int], int] = {}
         most: dict[str, int] = {}
@@ -509,7 +516,7 @@ class StagedStep:
             others = sum(waiting.values())
             now = dict(held.forward)
             if action.kind != "forward":
-                now = dict(larger(held.head, held.backward))
+                now = dict(select_larger(held.head, held.backward))
             now["activations"] += others
             if sum(now.values()) > sum(most.values()):
                 most = now

@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gpumix.schema.errors import MachineError
-from gpumix.schema.files import opened_lock, read_log
+from gpumix.schema.files import open_lock_file, read_log
 
 _POLL_S = 0.05
 
 
 @contextmanager
-def exclusive(path: Path, *, wait_s: float) -> Iterator[Callable[[], None]]:
+def hold_build_lock(path: Path, *, wait_s: float) -> Iterator[Callable[[], None]]:
     """Hold the lock `path` inside the block; the value is a heartbeat to call on progress.
 
     Waits as long as the holder makes progress, and `wait_s` seconds beyond its last heartbeat. The
@@ -32,12 +32,12 @@ def exclusive(path: Path, *, wait_s: float) -> Iterator[Callable[[], None]]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = opened_lock(path)
+        handle = open_lock_file(path)
     except OSError as error:
-        raise _unusable(path, error) from error
+        raise _make_lock_error(path, error) from error
     try:
         _acquire(handle, path, wait_s)
-        _sign(handle, path)
+        _write_holder(handle, path)
         yield lambda: os.utime(handle)
     finally:
         os.close(handle)
@@ -52,23 +52,23 @@ def _acquire(handle: int, path: Path, wait_s: float) -> None:
         except BlockingIOError:
             beat = os.fstat(handle).st_mtime_ns
         except OSError as error:
-            raise _unusable(path, error) from error
+            raise _make_lock_error(path, error) from error
         if beat != last_beat:
             last_beat, deadline = beat, time.monotonic() + wait_s
         elif time.monotonic() > deadline:
-            raise _no_progress(path, wait_s)
+            raise _make_stalled_error(path, wait_s)
         time.sleep(_POLL_S)
 
 
-def _sign(handle: int, path: Path) -> None:
+def _write_holder(handle: int, path: Path) -> None:
     try:
         os.ftruncate(handle, 0)
         os.write(handle, f"process {os.getpid()} on {platform.node()}".encode())
     except OSError as error:
-        raise _unusable(path, error) from error
+        raise _make_lock_error(path, error) from error
 
 
-def _no_progress(path: Path, wait_s: float) -> MachineError:
+def _make_stalled_error(path: Path, wait_s: float) -> MachineError:
     holder = read_log(path).strip() or "an unknown process"
     return MachineError(
         f"{holder} is packing this text and made no progress for {wait_s:g} s",
@@ -77,7 +77,7 @@ def _no_progress(path: Path, wait_s: float) -> MachineError:
     )
 
 
-def _unusable(path: Path, error: OSError) -> MachineError:
+def _make_lock_error(path: Path, error: OSError) -> MachineError:
     return MachineError(
         f"cannot lock a file in the cache: {error.strerror}",
         where=str(path),

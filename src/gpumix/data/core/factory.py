@@ -33,7 +33,7 @@ def call_factory(
     if place not in sys.path:
         sys.path.insert(0, place)
     named_by = f"{key}.factory" if key else ""
-    function = _attribute(_module(module_name, folder, named_by), name, named_by)
+    function = _find_function(_import_named(module_name, folder, named_by), name, named_by)
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
@@ -46,7 +46,7 @@ def call_factory(
     return function(**arguments)
 
 
-def _module(name: str, folder: Path, named_by: str) -> ModuleType:
+def _import_named(name: str, folder: Path, named_by: str) -> ModuleType:
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
@@ -57,14 +57,14 @@ def _module(name: str, folder: Path, named_by: str) -> ModuleType:
         raise InputError(
             f"there is no module '{error.name}'",
             where=named_by or str(folder),
-            why=_nearest(name, there),
+            why=_suggest_names(name, there),
             fix=f"modules are looked for in {folder} and among the installed packages",
         ) from error
     except (ImportError, SyntaxError) as error:
         raise InputError(f"module '{name}' cannot be imported: {error}") from error
 
 
-def _attribute(module: ModuleType, name: str, named_by: str) -> Callable[..., Any]:
+def _find_function(module: ModuleType, name: str, named_by: str) -> Callable[..., Any]:
     found: Callable[..., Any] | None = getattr(module, name, None)
     if callable(found):
         return found
@@ -73,11 +73,11 @@ def _attribute(module: ModuleType, name: str, named_by: str) -> Callable[..., An
     raise InputError(
         f"module '{module.__name__}' has no function '{name}'",
         where=named_by or file,
-        why=_nearest(name, callables),
+        why=_suggest_names(name, callables),
         fix=f"name one that {file} has, as module:function",
     )
 
 
-def _nearest(name: str, names: list[str]) -> str:
+def _suggest_names(name: str, names: list[str]) -> str:
     close = difflib.get_close_matches(name, names, n=3) or sorted(names)[:5]
     return f"there is {', '.join(close)}" if close else "there is nothing of that kind"

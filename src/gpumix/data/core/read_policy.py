@@ -47,7 +47,7 @@ class Reading:
     timeout_s: float = 300.0
 
 
-AS_USUAL = Reading()
+DEFAULT_READING = Reading()
 
 
 class StuckError(TrainingError):
@@ -88,27 +88,27 @@ class _Notes(threading.local):
 
 
 _notes = _Notes()
-_told: tuple[mmap.mmap, int] | None = None  # where this process notes the sample it reads
+_shared_note: tuple[mmap.mmap, int] | None = None  # where this process notes the sample it reads
 
 
-def begins(index: int, name: str) -> None:
+def note_sample_begin(index: int, name: str) -> None:
     """Note a sample of the dataset `name` as being read by this thread."""
     _notes.at[:] = index, time.monotonic()
-    if _told is not None:
-        _NOTE.pack_into(*_told, index, name.encode())
+    if _shared_note is not None:
+        _NOTE.pack_into(*_shared_note, index, name.encode())
 
 
-def ends() -> None:
+def note_sample_end() -> None:
     """Note the end of reading in this thread."""
-    begins(NO_SAMPLE, "")
+    note_sample_begin(NO_SAMPLE, "")
 
 
-def fails(index: int) -> None:
+def note_failed_sample(index: int) -> None:
     """Note a sample as unreadable for this thread, or `SEVERAL`."""
     _notes.failed = index
 
 
-def none_failed() -> None:
+def clear_failed_sample() -> None:
     """Clear the note of a failed sample."""
     _notes.failed = NO_SAMPLE
 
@@ -119,7 +119,7 @@ def failed_at() -> int:
 
 
 @contextmanager
-def skipping(bad_samples: BadSamples) -> Iterator[list[tuple[int, Skipped]]]:
+def collect_skipped(bad_samples: BadSamples) -> Iterator[list[tuple[int, Skipped]]]:
     """Collect the parts missing from rows read in the block, with the places of the rows.
     Unreadable parts are left out if bad samples are skipped."""
     before = _notes.skips, _notes.skipped
@@ -131,37 +131,37 @@ def skipping(bad_samples: BadSamples) -> Iterator[list[tuple[int, Skipped]]]:
         _notes.skips, _notes.skipped = before
 
 
-def skips() -> bool:
+def is_skipping() -> bool:
     """Return whether to leave out unreadable parts of a row."""
     return _notes.skips
 
 
-def lacks(row: int, what: Skipped) -> None:
+def record_skipped_part(row: int, what: Skipped) -> None:
     """Record a row's missing part, which could not be read."""
     if _notes.skipped is not None:
         _notes.skipped.append((row, what))
 
 
-def own_notes() -> list[float]:
+def get_thread_note() -> list[float]:
     """Return the current sample of this thread and the start by `time.monotonic`: a live list for
     other threads."""
     return _notes.at
 
 
-def tell_into(memory: mmap.mmap, offset: int = 0) -> None:
+def share_note_in(memory: mmap.mmap, offset: int = 0) -> None:
     """Make this process note in `memory` the sample it reads; among threads, the last to begin or
     end a sample counts."""
-    global _told
-    _told = memory, offset
+    global _shared_note
+    _shared_note = memory, offset
 
 
-def told_in(memory: mmap.mmap, offset: int = 0) -> tuple[int, str]:
+def read_shared_note(memory: mmap.mmap, offset: int = 0) -> tuple[int, str]:
     """Return the note of a process: the number of a sample, or `NO_SAMPLE`, and its dataset."""
     index, name = _NOTE.unpack_from(memory, offset)
     return index, name.rstrip(b"\0").decode(errors="replace")
 
 
-def in_time(read: Callable[[], T], name: str, timeout_s: float) -> T:
+def run_with_timeout(read: Callable[[], T], name: str, timeout_s: float) -> T:
     """Return or raise the result of `read`. It runs in a thread, which is left behind if a sample
     takes too long; work other than reading samples may take any time.
 
@@ -172,7 +172,7 @@ def in_time(read: Callable[[], T], name: str, timeout_s: float) -> T:
     notes: list[list[float]] = []
 
     def run() -> None:
-        notes.append(own_notes())
+        notes.append(get_thread_note())
         try:
             found.append((read(), None))
         except BaseException as error:

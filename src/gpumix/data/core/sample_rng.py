@@ -28,7 +28,7 @@ _MERSENNE_BYTES = 4 * 624 + 4  # 624 words and an index
 _PATIENCE_S = 30.0  # limit to avoid deadlock with the current owner
 
 
-class _Own(threading.local):
+class _ThreadState(threading.local):
     """State of one thread.
 
     Attributes:
@@ -36,7 +36,7 @@ class _Own(threading.local):
         everywhere: whether to seed the generators of the process.
         seed: next seed of `generator`, not applied yet.
         asked: whether the generator was requested.
-        has_them: whether this thread owns the generators of the process, see `put_back`.
+        has_them: whether this thread owns the generators of the process, see `preserve_rng_state`.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class _Turns:
             self.end(turn)
 
 
-_own = _Own()
+_own = _ThreadState()
 _turns = _Turns()
 
 
@@ -145,7 +145,7 @@ def seeds_of(key: int, positions: np.ndarray) -> np.ndarray:
     return seeds
 
 
-def mixed(seed: int, other: int) -> int:
+def derive_seed(seed: int, other: int) -> int:
     """Derive from `seed` the seed of part `other`, hashed as in `seeds_of`."""
     x = (other * _STEP + seed) & _BITS_64
     x = (x ^ (x >> 30)) * _MIX_1 & _BITS_64
@@ -157,7 +157,7 @@ def mixed(seed: int, other: int) -> int:
 
 
 @contextmanager
-def reading(seeds: Sequence[int], *, everywhere: bool) -> Iterator[None]:
+def use_row_seeds(seeds: Sequence[int], *, everywhere: bool) -> Iterator[None]:
     """Read rows with `seeds` in the current thread, within the block.
 
     Args:
@@ -174,7 +174,7 @@ def reading(seeds: Sequence[int], *, everywhere: bool) -> Iterator[None]:
 
 
 @contextmanager
-def put_back() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """Restore the generators of the process after the block. Concurrent calls wait their turn,
     except in threads that read rows, for which a caller waits already."""
     if _own.has_them or _own.seeds is not None:
@@ -193,38 +193,38 @@ def put_back() -> Iterator[None]:
         _turns.end(turn)
 
 
-def leave_behind(thread: threading.Thread) -> None:
+def end_turn_of_thread(thread: threading.Thread) -> None:
     """End a stuck thread's turn with the generators of the process, and restore them."""
     _turns.end_of(thread)
 
 
 @contextmanager
-def put_back_if_moved() -> Iterator[Drawn]:
+def preserve_and_watch_rng() -> Iterator[Drawn]:
     """Restore the generators of the process after the block, and report any movement. The calling
     thread waits within the block, so only a dataset read by other threads can move them."""
     drawn = Drawn()
-    with put_back():
+    with preserve_rng_state():
         before = _states()
         yield drawn
         drawn.of_process = before != _states()
 
 
-def forget() -> None:
+def clear_cached_draws() -> None:
     """Clear numbers cached by the generators of the process. Drawing a cached number would look as
     if none had been drawn."""
-    with reading([0], everywhere=True):
-        begin(0)
+    with use_row_seeds([0], everywhere=True):
+        seed_row(0)
 
 
 @contextmanager
-def only(row: int) -> Iterator[None]:
+def use_single_row(row: int) -> Iterator[None]:
     """Read one row of the rows by itself, within the block."""
-    with parts([row]):
+    with use_part_seeds([row]):
         yield
 
 
 @contextmanager
-def parts(rows: Sequence[int]) -> Iterator[None]:
+def use_part_seeds(rows: Sequence[int]) -> Iterator[None]:
     """Read several parts per row in sequence; `rows` has the row of each part. The first part of a
     row draws as the row itself does."""
     whole = _own.seeds
@@ -234,28 +234,28 @@ def parts(rows: Sequence[int]) -> Iterator[None]:
     own, before, number = [], -1, 0
     for row in rows:
         number = number + 1 if row == before else 0
-        own.append(mixed(whole[row], number) if number else whole[row])
+        own.append(derive_seed(whole[row], number) if number else whole[row])
         before = row
-    with reading(own, everywhere=_own.everywhere):
+    with use_row_seeds(own, everywhere=_own.everywhere):
         yield
 
 
 # -- samples ---------------------------------------------------------------------------------------
 
 
-def begin(row: int) -> None:
+def seed_row(row: int) -> None:
     """Draw for `row` from here on."""
     if _own.seeds is not None:
-        begin_with(_own.seeds[row])
+        seed_draws(_own.seeds[row])
 
 
-def begin_together() -> None:
+def seed_collate() -> None:
     """Draw for all rows from here on, seeded by the first row."""
     if _own.seeds is not None and len(_own.seeds):
-        begin_with(mixed(_own.seeds[0], _TOGETHER))
+        seed_draws(derive_seed(_own.seeds[0], _TOGETHER))
 
 
-def begin_with(seed: int) -> None:
+def seed_draws(seed: int) -> None:
     """Draw from `seed` from here on, if this thread reads rows."""
     if _own.seeds is None:
         return
@@ -279,7 +279,7 @@ class Drawn:
 
 
 @contextmanager
-def watched() -> Iterator[Drawn]:
+def watch_draws() -> Iterator[Drawn]:
     """Report, after the block, which generators were used within."""
     drawn = Drawn()
     before = _states() if _own.everywhere else None

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpumix.data.core.read_policy import Skipped, lacks
+from gpumix.data.core.read_policy import Skipped, record_skipped_part
 from gpumix.data.core.token_file import PackedText
 from gpumix.schema.errors import InputError
 
@@ -119,7 +119,7 @@ class PackedSource(Source):
         return {"input_ids": tokens, "labels": tokens.clone()}  # a caller may mask labels in place
 
 
-class KeptRows(Source):
+class InMemorySource(Source):
     """Samples in memory: tensors with samples in the first dimension.
 
     Args:
@@ -147,12 +147,12 @@ class KeptRows(Source):
         for row, index in enumerate(np.asarray(indices).tolist()):
             for one in self._skipped:
                 if one.of == index:
-                    lacks(row, one)
+                    record_skipped_part(row, one)
         wanted = torch.from_numpy(np.asarray(indices))
         return {key: value[wanted] for key, value in self._rows.items()}
 
 
-class SameSamples(Source):
+class SourceWrapper(Source):
     """Base of sources with the samples and the order of another source.
 
     Attributes:
@@ -180,7 +180,7 @@ class SameSamples(Source):
         return self._whole.number(index)
 
 
-class DerivedSource(SameSamples):
+class DerivedSource(SourceWrapper):
     """A source derived from another, which can be read in the same ways."""
 
     def __init__(self, whole: Source) -> None:
@@ -199,7 +199,7 @@ class DerivedSource(SameSamples):
         return self._whole.specimen(indices)
 
 
-class OwnTokensAsLabels(DerivedSource):
+class LabelingSource(DerivedSource):
     """A source with labels added by `with_labels`, for a model that predicts next tokens."""
 
     def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
@@ -219,7 +219,7 @@ def with_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**batch, "labels": labels}
 
 
-class KnownTokens(DerivedSource):
+class VocabularyCheckedSource(DerivedSource):
     """A source for a language model, with a check of `input_ids`, and of `labels` that count,
     against the model's vocabulary. Unknown tokens fail somewhere inside the model, on a GPU without
     naming the sample. Both become int64, as models expect.
@@ -268,14 +268,14 @@ class KnownTokens(DerivedSource):
         if unknown.any():
             row = int(unknown.any(1).nonzero()[0])
             what = self._some(indices[row:])
-            check_known(key, values[row], self._vocabulary, what=what, name=self.name)
+            check_vocabulary(key, values[row], self._vocabulary, what=what, name=self.name)
         return values
 
     def _some(self, indices: np.ndarray) -> str:
         return f"sample {self.number(int(indices[0]))}" if len(indices) else "each sample"
 
 
-def check_known(key: str, values: Tensor, vocabulary: int, *, what: str, name: str) -> None:
+def check_vocabulary(key: str, values: Tensor, vocabulary: int, *, what: str, name: str) -> None:
     """Check tokens or labels of a sample against a vocabulary.
 
     Args:
@@ -302,7 +302,7 @@ def _unknown(key: str, values: Tensor, vocabulary: int) -> Tensor:
     return unknown & (values != IGNORED) if key == "labels" else unknown
 
 
-class View(DerivedSource):
+class SourceSlice(DerivedSource):
     """Samples [start, stop) of another source."""
 
     def __init__(self, whole: Source, start: int, stop: int) -> None:
@@ -353,16 +353,16 @@ def split_held_out(whole: Source, held_out: float) -> tuple[Source, Source]:
             "them for evaluation: none is left to train on",
             fix="give more data, lower sequence_length, or set data.held_out to 0",
         )
-    return View(whole, 0, n - kept), View(whole, n - kept, n)
+    return SourceSlice(whole, 0, n - kept), SourceSlice(whole, n - kept, n)
 
 
-def in_order(keys: Iterable[Any]) -> list[Any]:
+def sort_keys(keys: Iterable[Any]) -> list[Any]:
     """Sort the keys of a sample, which may be of any types."""
     return sorted(keys, key=str)
 
 
 def by_key(values: Mapping[Any, T]) -> list[tuple[Any, T]]:
-    return [(key, values[key]) for key in in_order(values)]
+    return [(key, values[key]) for key in sort_keys(values)]
 
 
 def digest(*parts: object) -> str:

@@ -18,23 +18,23 @@ from typing import Any
 
 import numpy as np
 
-from gpumix.data.core.build_lock import exclusive
-from gpumix.data.core.tokenizer import token_dtype
+from gpumix.data.core.build_lock import hold_build_lock
+from gpumix.data.core.tokenizer import choose_token_dtype
 from gpumix.schema.errors import InputError, MachineError
 from gpumix.schema.files import (
     MARK_BYTES,
+    create_private_file,
     move,
-    opened,
-    opened_anew,
+    open_for_reading,
     read_text,
     remove,
     remove_quietly,
-    replacing,
-    write_at_once,
+    replace_atomically,
+    write_text_atomically,
 )
 
-_FORMAT = 4  # new with each change in making tokens: old caches are built again
-_SAMPLE_BYTES = 2**14  # hashed at the beginning, middle and end of a source
+_FORMAT_VERSION = 4  # new with each change in making tokens: old caches are built again
+_HASHED_BYTES = 2**14  # hashed at the beginning, middle and end of a source
 _LOG = logging.getLogger(__name__)
 
 
@@ -52,15 +52,15 @@ class SourceFile:
     def of(cls, path: Path, status: os.stat_result) -> SourceFile:
         size = status.st_size
         digest = hashlib.sha256()
-        with opened(path) as stream:
-            for begin in (0, size // 2, size - _SAMPLE_BYTES):
+        with open_for_reading(path) as stream:
+            for begin in (0, size // 2, size - _HASHED_BYTES):
                 stream.seek(max(0, begin))
-                digest.update(stream.read(_SAMPLE_BYTES))
+                digest.update(stream.read(_HASHED_BYTES))
         return cls(path.absolute(), size, status.st_mtime_ns, digest.hexdigest()[:16])
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TokenFileRecipe:
     """Inputs of a token file; `how` distinguishes ways to read the same files."""
 
     sources: tuple[SourceFile, ...]
@@ -123,16 +123,16 @@ class TokenWriter:
     """A writer that appends tokens to a part file; as a context, it leaves no part file behind."""
 
     def __init__(self, part: Path, vocab_size: int, heartbeat: Callable[[], None]) -> None:
-        self.dtype = token_dtype(vocab_size)
+        self.dtype = choose_token_dtype(vocab_size)
         self.count = 0
         self.ends: list[np.ndarray] = []
         self._part = part
         self._heartbeat = heartbeat
         self._sha = hashlib.sha256()
         try:
-            self._file = os.fdopen(opened_anew(part), "wb", buffering=0)
+            self._file = os.fdopen(create_private_file(part), "wb", buffering=0)
         except OSError as error:
-            raise _cannot_write(part, error) from error
+            raise _make_write_error(part, error) from error
 
     def __enter__(self) -> TokenWriter:
         return self
@@ -161,7 +161,7 @@ class TokenWriter:
             while raw.nbytes:  # an unbuffered write may take only a part
                 raw = raw[self._file.write(raw) :]
         except OSError as error:
-            raise _cannot_write(self._part, error) from error
+            raise _make_write_error(self._part, error) from error
         self._heartbeat()
 
     def finish(self, folder: Path, key: str) -> tuple[str, str]:
@@ -170,18 +170,18 @@ class TokenWriter:
         sha = self._sha.hexdigest()
         name = f"{key}-{sha[:12]}.tokens"
         try:
-            with replacing(folder / _ends_of(name), durable=True) as file:
+            with replace_atomically(folder / _name_ends_file(name), durable=True) as file:
                 np.concatenate([np.empty(0, dtype=np.int64), *self.ends]).tofile(file)
             os.fsync(self._file.fileno())  # before the name is valid, so a crash loses no data
             move(self._part, name)
         except OSError as error:
-            raise _cannot_write(self._part, error) from error
+            raise _make_write_error(self._part, error) from error
         return name, sha
 
 
-def packed(
+def open_token_file(
     cache: Path,
-    recipe: Recipe,
+    recipe: TokenFileRecipe,
     sequence_length: int,
     fill: Callable[[TokenWriter], None],
     *,
@@ -198,13 +198,13 @@ def packed(
         InputError: there are fewer tokens; whatever `fill` raises.
         MachineError: the cache cannot be written, or its builder hangs.
     """
-    found = _current(cache, recipe)
+    found = _load_current(cache, recipe)
     if found is None:
-        with exclusive(cache / f"{recipe.key}.lock", wait_s=wait_s) as heartbeat:
-            found = _current(cache, recipe)
+        with hold_build_lock(cache / f"{recipe.key}.lock", wait_s=wait_s) as heartbeat:
+            found = _load_current(cache, recipe)
             if found is None:
                 _build(cache, recipe, fill, heartbeat)
-                found = _current(cache, recipe)
+                found = _load_current(cache, recipe)
     if found is None:
         raise MachineError("the packed text vanished while it was opened", where=str(cache))
     stream, ends, sha = found
@@ -218,36 +218,41 @@ def packed(
     return PackedText(stream, ends, sequence_length, sha)
 
 
-def _current(cache: Path, recipe: Recipe) -> tuple[np.ndarray, np.ndarray, str] | None:
+def _load_current(
+    cache: Path, recipe: TokenFileRecipe
+) -> tuple[np.ndarray, np.ndarray, str] | None:
     """Return (stream, ends, sha256) cached for `recipe`, or None if missing or outdated."""
     try:
         card = _Sidecar(**json.loads(read_text(cache / f"{recipe.key}.json", MARK_BYTES)))
-        if (card.format, card.recipe) != (_FORMAT, recipe.sources_digest):
+        if (card.format, card.recipe) != (_FORMAT_VERSION, recipe.sources_digest):
             return None
         if not card.tokens:
             return np.empty(0, dtype=card.dtype), np.empty(0, dtype=np.int64), card.sha256
         stream = np.memmap(cache / card.file, dtype=card.dtype, mode="r")
-        ends = np.memmap(cache / _ends_of(card.file), dtype=np.int64, mode="r")
+        ends = np.memmap(cache / _name_ends_file(card.file), dtype=np.int64, mode="r")
     except (OSError, ValueError, TypeError):  # missing, or damaged by a crash: build again
         return None
     whole = (len(stream), len(ends)) == (card.tokens, card.documents)
     return (stream, ends, card.sha256) if whole else None
 
 
-def _ends_of(name: str) -> str:
+def _name_ends_file(name: str) -> str:
     """Return the name of the file with the document ends of a token file."""
     return f"{name.removesuffix('.tokens')}.ends"
 
 
 def _build(
-    cache: Path, recipe: Recipe, fill: Callable[[TokenWriter], None], heartbeat: Callable[[], None]
+    cache: Path,
+    recipe: TokenFileRecipe,
+    fill: Callable[[TokenWriter], None],
+    heartbeat: Callable[[], None],
 ) -> None:
     """Write the token file, and last the sidecar validating it; remove older files."""
     with TokenWriter(cache / f".{recipe.key}.part", recipe.vocab_size, heartbeat) as writer:
         fill(writer)
         name, sha = writer.finish(cache, recipe.key)
     card = _Sidecar(
-        format=_FORMAT,
+        format=_FORMAT_VERSION,
         recipe=recipe.sources_digest,
         sources=len(recipe.sources),
         source_bytes=sum(s.size for s in recipe.sources),
@@ -262,12 +267,12 @@ def _build(
         _write_sidecar(cache / f"{recipe.key}.json", card)
     except MachineError:
         remove_quietly(cache / name)
-        remove_quietly(cache / _ends_of(name))
+        remove_quietly(cache / _name_ends_file(name))
         raise
     for old in [*cache.glob(f"{recipe.key}-*.tokens"), *cache.glob(f"{recipe.key}-*.ends")]:
         if old.name not in (
             name,
-            _ends_of(name),
+            _name_ends_file(name),
         ):  # processes that have it mapped keep it until they unmap it
             remove_quietly(old)
     _LOG.info("packed %d tokens from %d files into %s", card.tokens, card.sources, cache / name)
@@ -275,12 +280,12 @@ def _build(
 
 def _write_sidecar(path: Path, card: _Sidecar) -> None:
     try:
-        write_at_once(path, json.dumps(asdict(card), indent=1) + "\n")
+        write_text_atomically(path, json.dumps(asdict(card), indent=1) + "\n")
     except OSError as error:
-        raise _cannot_write(path, error) from error
+        raise _make_write_error(path, error) from error
 
 
-def _cannot_write(path: Path, error: OSError) -> MachineError:
+def _make_write_error(path: Path, error: OSError) -> MachineError:
     return MachineError(
         f"cannot write the packed text: {error.strerror}",
         where=str(path),
@@ -289,4 +294,4 @@ def _cannot_write(path: Path, error: OSError) -> MachineError:
 
 
 def _digest(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps([_FORMAT, *parts]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([_FORMAT_VERSION, *parts]).encode()).hexdigest()

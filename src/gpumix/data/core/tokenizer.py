@@ -18,7 +18,7 @@ from gpumix.schema.errors import InputError, MachineError
 from gpumix.schema.files import read_bytes, read_text
 
 # Names of the token that ends a document in well-known vocabularies.
-_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
+_END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
 
 
 class Tokenizer(Protocol):
@@ -61,13 +61,13 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
 
-def bytes_as_file() -> tuple[dict[str, Any], dict[str, Any]]:
+def make_byte_tokenizer_files() -> tuple[dict[str, Any], dict[str, Any]]:
     """Return `ByteTokenizer` as a `tokenizer.json` and a `tokenizer_config.json`: each byte is the
     letter used by byte-level tokenizers like GPT-2's, without merges."""
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
     others = iter(range(256, 512))  # for bytes without a visible letter
     vocabulary = {chr(byte if byte in plain else next(others)): byte for byte in range(256)}
-    end = {"id": ByteTokenizer.end_of_text, "content": _END_OF_TEXT[0], "special": True}
+    end = {"id": ByteTokenizer.end_of_text, "content": _END_OF_TEXT_TOKENS[0], "special": True}
     end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     level["use_regex"] = False
@@ -78,7 +78,7 @@ def bytes_as_file() -> tuple[dict[str, Any], dict[str, Any]]:
         "decoder": level,
         "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
     }
-    config = {"eos_token": _END_OF_TEXT[0], "clean_up_tokenization_spaces": False}
+    config = {"eos_token": _END_OF_TEXT_TOKENS[0], "clean_up_tokenization_spaces": False}
     return file, config
 
 
@@ -111,7 +111,7 @@ class FileTokenizer:
         if not vocabulary:
             raise InputError("the tokenizer has no tokens", where=str(file))
         self.vocab_size = max(vocabulary.values()) + 1
-        self.end_of_text = vocabulary[_end_of_text(vocabulary, file)]
+        self.end_of_text = vocabulary[_find_end_of_text(vocabulary, file)]
         mark = hashlib.sha256(content + f"|{self.end_of_text}".encode())
         self.fingerprint = mark.hexdigest()[:16]
 
@@ -129,7 +129,7 @@ def open_tokenizer(tokenizer: Literal["bytes"] | Path) -> Tokenizer:
     return FileTokenizer(tokenizer) if isinstance(tokenizer, Path) else ByteTokenizer()
 
 
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
+def choose_token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the smaller of uint16 and uint32 with room for every id."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
@@ -158,13 +158,13 @@ def _parse(content: bytes, file: Path) -> Any:
     return parsed
 
 
-def _end_of_text(vocabulary: dict[str, int], file: Path) -> str:
+def _find_end_of_text(vocabulary: dict[str, int], file: Path) -> str:
     """Return the end-of-text token: `eos_token` of tokenizer_config.json, or the only known
     name."""
     config = file.with_name("tokenizer_config.json")
     fix = f'write {{"eos_token": "..."}} into {config}'
     if config.is_file():
-        named = _configured(config)
+        named = _read_eos_token(config)
         if named is not None and named not in vocabulary:
             raise InputError(
                 f"the end-of-text token {named!r} is not in the vocabulary",
@@ -173,7 +173,7 @@ def _end_of_text(vocabulary: dict[str, int], file: Path) -> str:
             )
         if named is not None:
             return named
-    known = [name for name in _END_OF_TEXT if name in vocabulary]
+    known = [name for name in _END_OF_TEXT_TOKENS if name in vocabulary]
     if len(known) != 1:
         raise InputError(
             "which token ends a text is not plain",
@@ -184,7 +184,7 @@ def _end_of_text(vocabulary: dict[str, int], file: Path) -> str:
     return known[0]
 
 
-def _configured(config: Path) -> str | None:
+def _read_eos_token(config: Path) -> str | None:
     """Return `eos_token` of a tokenizer_config.json, written as a string or as an object."""
     try:
         token = json.loads(read_text(config)).get("eos_token")

@@ -11,14 +11,16 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def costs_of(lengths: np.ndarray, attention: float) -> np.ndarray:
+def compute_costs(lengths: np.ndarray, attention: float) -> np.ndarray:
     """Return relative costs of samples: a token costs 1, a pair of tokens `attention`."""
     lengths = lengths.astype(np.float64)
     costs: np.ndarray = lengths * (1.0 + attention * lengths)
     return costs
 
 
-def deal(costs: np.ndarray, counts: Sequence[int], speeds: Sequence[float]) -> list[np.ndarray]:
+def assign_samples(
+    costs: np.ndarray, counts: Sequence[int], speeds: Sequence[float]
+) -> list[np.ndarray]:
     """Return each worker's places in `costs`, most expensive first, as many as in `counts`.
 
     The most expensive sample is assigned first, to the worker that would finish it earliest among

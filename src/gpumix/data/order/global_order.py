@@ -141,7 +141,7 @@ class Cursor:
         Raises:
             InputError: `state` is no cursor, or belongs to another dataset, seed or order.
         """
-        position = _checked_position(state)
+        position = _check_position(state)
         differing = [
             f"{field.name} is {state[field.name]!r} in the checkpoint and "
             f"{getattr(self, field.name)!r} here"
@@ -159,7 +159,7 @@ class Cursor:
         return replace(self, position=position)
 
 
-def _checked_position(state: Mapping[str, object]) -> int:
+def _check_position(state: Mapping[str, object]) -> int:
     """Return the position in `state`, after a check of all fields and types of a cursor."""
     for field in fields(Cursor):
         kind = str if field.name == "fingerprint" else int

@@ -57,11 +57,11 @@ class BucketedOrder:
         opening = first + (batch - first) // self._window * self._window
         if self._kept[0] != opening:
             closing = min(end, opening + self._window)
-            self._kept = opening, self._sorted(opening, closing)
+            self._kept = opening, self._sort_window(opening, closing)
         found: np.ndarray = self._kept[1][batch - opening]
         return found
 
-    def _sorted(self, opening: int, closing: int) -> np.ndarray:
+    def _sort_window(self, opening: int, closing: int) -> np.ndarray:
         """Return the items of batches [opening, closing), one row per batch."""
         items = self._base.span(opening * self._size, closing * self._size)
         by_length = items[np.argsort(self._lengths[items], kind="stable")]

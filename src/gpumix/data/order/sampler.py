@@ -12,14 +12,14 @@ from typing import Protocol
 import numpy as np
 
 from gpumix.data.core.source import Source, digest
-from gpumix.data.order.balance_by_length import costs_of, deal
+from gpumix.data.order.balance_by_length import assign_samples, compute_costs
 from gpumix.data.order.global_order import Cursor
 from gpumix.data.order.length_buckets import WINDOW_BATCHES, BucketedOrder
 from gpumix.schema.errors import InputError
-from gpumix.schema.plan.batch_shares import Shares, share_of, workers_of
+from gpumix.schema.plan.batch_shares import Shares, get_batch_share, get_batch_workers
 
 NO_INDICES = np.empty(0, dtype=np.int64)
-_AT_ONCE = 2**16  # samples whose tokens are summed at once
+_SUMMED_SAMPLES = 2**16  # samples whose tokens are summed at once
 
 
 class SampleOrder(Protocol):
@@ -38,7 +38,7 @@ class BatchPart:
     indices: np.ndarray
 
 
-class OwnOrder:
+class SequentialOrder:
     """The order of the dataset itself."""
 
     def span(self, start: int, stop: int) -> np.ndarray:
@@ -61,10 +61,10 @@ class ByLength:
     window_batches: int = WINDOW_BATCHES
 
 
-AS_THEY_COME = ByLength()
+DEFAULT_BY_LENGTH = ByLength()
 
 
-class Course:
+class RankSampler:
     """The sampler of one rank.
 
     Args:
@@ -85,14 +85,14 @@ class Course:
         rank: int,
         *,
         lengths: np.ndarray | None = None,
-        by_length: ByLength = AS_THEY_COME,
+        by_length: ByLength = DEFAULT_BY_LENGTH,
         in_order: bool = False,
     ) -> None:
-        self._share = share_of(shares, rank)
-        self._workers = workers_of(shares)
+        self._share = get_batch_share(shares, rank)
+        self._workers = get_batch_workers(shares)
         self._lengths = lengths
         self._attention = by_length.attention
-        self._order: SampleOrder = OwnOrder() if in_order else cursor.order
+        self._order: SampleOrder = SequentialOrder() if in_order else cursor.order
         if by_length.bucketing:
             if lengths is None:
                 raise InputError(
@@ -146,8 +146,8 @@ class Course:
 
     def _tokens_of(self, lengths: np.ndarray, start: int, stop: int) -> int:
         parts = (
-            lengths[self._order.span(first, min(first + _AT_ONCE, stop))]
-            for first in range(start, stop, _AT_ONCE)
+            lengths[self._order.span(first, min(first + _SUMMED_SAMPLES, stop))]
+            for first in range(start, stop, _SUMMED_SAMPLES)
         )
         return sum(int(part.sum(dtype=np.int64)) for part in parts)
 
@@ -157,7 +157,7 @@ class Course:
         sizes = self._share.sizes
         counts = [sum(sizes[part] for part in worker.parts) for worker in self._workers]
         speeds = [worker.speed for worker in self._workers]
-        taken = deal(costs_of(lengths, self._attention), counts, speeds)
+        taken = assign_samples(compute_costs(lengths, self._attention), counts, speeds)
         parts = [NO_INDICES] * len(sizes)
         for worker, own in zip(self._workers, taken, strict=True):
             ends = np.cumsum([sizes[part] for part in worker.parts])
@@ -166,7 +166,7 @@ class Course:
         return parts
 
 
-def begin_of(source: Source, seed: int, by_length: ByLength, batch: int) -> Cursor:
+def make_start_cursor(source: Source, seed: int, by_length: ByLength, batch: int) -> Cursor:
     """Return the cursor at a dataset's first sample. In a bucketed order a position means another
     sample for each global batch size, so the fingerprint includes the size."""
     mark = source.fingerprint

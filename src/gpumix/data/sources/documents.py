@@ -9,11 +9,11 @@ import torch
 
 from gpumix.data.core.source import digest
 from gpumix.data.core.token_file import PackedText
-from gpumix.data.workers.padding import TOKENS, Ragged, Sample
+from gpumix.data.workers.padding import TOKENS, RaggedSource, Sample
 from gpumix.schema.errors import InputError
 
 
-class Documents(Ragged):
+class TokenFileDocuments(RaggedSource):
     """Documents in file order, cut into parts of at most `longest` tokens; the last part may be
     shorter. A part of a single token is left out: it has nothing to predict.
 

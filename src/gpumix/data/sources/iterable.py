@@ -24,22 +24,29 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from gpumix.data.core import sample_rng
-from gpumix.data.core.read_policy import AS_USUAL, Reading, Skipped, begins, ends, lacks
-from gpumix.data.core.source import KeptRows, Source, View, by_key, digest
-from gpumix.data.sources.map_style import Collate, Stack, collated
+from gpumix.data.core.read_policy import (
+    DEFAULT_READING,
+    Reading,
+    Skipped,
+    note_sample_begin,
+    note_sample_end,
+    record_skipped_part,
+)
+from gpumix.data.core.source import InMemorySource, Source, SourceSlice, by_key, digest
+from gpumix.data.sources.map_style import Collate, SampleStacker, call_collate
 from gpumix.data.workers.batch_layout import Batch
-from gpumix.data.workers.fetch import TRIES, BrokenStreamError, fetch_in_time, readable
-from gpumix.schema.errors import GpumixError, InputError, in_a_line
-from gpumix.schema.units import plural
+from gpumix.data.workers.fetch import TRIES, BrokenStreamError, fetch_with_timeout, find_readable
+from gpumix.schema.errors import GpumixError, InputError, format_in_one_line
+from gpumix.schema.units import format_count
 
 Transform = Callable[[Any], Any]
 _LEAVES = frozenset((int, float, bool, str, bytes))
 MANY_SHARDS = 10  # per lane: one more or less matters little
-ENDLESS = 2**60  # samples: their number is unknown, and passes follow each other
+ENDLESS_SAMPLES = 2**60  # samples: their number is unknown, and passes follow each other
 
 
 @dataclass(frozen=True)
-class Packed:
+class StreamPack:
     """A sample made from several samples of a stream.
 
     Attributes:
@@ -51,7 +58,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Form:
+class StreamProcessing:
     """Processing of a stream's samples.
 
     Attributes:
@@ -66,12 +73,12 @@ class Form:
 
     transform: Transform | None = None
     collate: Collate | None = None
-    repack: Callable[[Iterator[Any], int, tuple[int, int]], Iterator[Packed]] | None = None
+    repack: Callable[[Iterator[Any], int, tuple[int, int]], Iterator[StreamPack]] | None = None
     specimen: Callable[[Any, int], Batch] | None = None
     mark: str = ""
 
 
-AS_IT_COMES = Form()
+UNPROCESSED = StreamProcessing()
 
 
 class StreamSource(Source):
@@ -102,10 +109,10 @@ class StreamSource(Source):
         name: str,
         global_batch: int,
         *,
-        form: Form = AS_IT_COMES,
+        form: StreamProcessing = UNPROCESSED,
         passed_over: int = 0,
         seed: int = 0,
-        reading: Reading = AS_USUAL,
+        reading: Reading = DEFAULT_READING,
     ) -> None:
         if isinstance(stream, DataLoader):
             raise InputError(
@@ -127,9 +134,9 @@ class StreamSource(Source):
         self._passed_over = passed_over * self._of_lane  # samples per lane
         self._open: dict[int, _Lane] = {}
         self._opener = os.getpid()
-        self._stack: Stack | None = None
+        self._stack: SampleStacker | None = None
         self._most = 1  # samples requested at once so far
-        readable(self._learn, 1 + TRIES, name, reading)
+        find_readable(self._learn, 1 + TRIES, name, reading)
         if self._stream_draws and not self.once:
             self._open = {}  # opened before its draws were known
 
@@ -144,7 +151,7 @@ class StreamSource(Source):
         return digest(self.name, "a stream", self._lanes, self._of_lane, shapes, *more)
 
     def __len__(self) -> int:
-        return ENDLESS
+        return ENDLESS_SAMPLES
 
     def rows(self, indices: np.ndarray) -> Batch:
         if not len(indices):
@@ -168,7 +175,7 @@ class StreamSource(Source):
                 a thread reads the rest, and going back would mean opening the stream again.
         """
         if not batches:
-            return self, View(self, 0, 0)
+            return self, SourceSlice(self, 0, 0)
         rest = StreamSource(
             self._stream,
             self.name,
@@ -179,19 +186,19 @@ class StreamSource(Source):
             reading=self._reading,
         )
         if not read:
-            return rest, View(self, 0, 0)
+            return rest, SourceSlice(self, 0, 0)
         wanted = np.arange(batches * self._lanes * self._of_lane)
-        return rest, KeptRows(self.name, *fetch_in_time(self, wanted, self._reading))
+        return rest, InMemorySource(self.name, *fetch_with_timeout(self, wanted, self._reading))
 
     def _learn(self, position: int) -> None:
         """Learn keys, shapes, dtypes and random draws from one sample."""
-        with sample_rng.watched() as drawn:
-            self._raw(position)
+        with sample_rng.watch_draws() as drawn:
+            self._read_sample(position)
         self._stream_draws = bool(drawn)
-        with sample_rng.watched() as drawn_later:
+        with sample_rng.watch_draws() as drawn_later:
             self._first = self._sample(0, position)
             if self._form.collate is None:
-                self._stack = Stack(self.name, self._first, position)
+                self._stack = SampleStacker(self.name, self._first, position)
                 self._empty = self._stack.empty
             else:
                 alone = self._batch(np.array([position]), [self._first])
@@ -200,43 +207,43 @@ class StreamSource(Source):
 
     def _batch(self, indices: np.ndarray, samples: list[Any]) -> Batch:
         if self._form.collate is not None:
-            return collated(self._form.collate, samples, self.name)
+            return call_collate(self._form.collate, samples, self.name)
         assert self._stack is not None, "there is one or the other"
         return self._stack.of(indices, samples)
 
     def _sample(self, row: int, position: int) -> Any:
-        sample = self._raw(position)
-        if isinstance(sample, Packed):
+        sample = self._read_sample(position)
+        if isinstance(sample, StreamPack):
             for one in sample.skipped:
-                lacks(row, one)
+                record_skipped_part(row, one)
             sample = sample.values
         if self._form.transform is not None or self._form.collate is not None:
             sample = _copied(sample)  # the lane may return its copy again
         if self._form.transform is None:
             return sample
-        sample_rng.begin(row)
+        sample_rng.seed_row(row)
         return self._form.transform(sample)
 
-    def _raw(self, position: int) -> Any:
+    def _read_sample(self, position: int) -> Any:
         if os.getpid() != self._opener:  # the parent continues to read its files
             self._open, self._opener = {}, os.getpid()
         step, row = divmod(position, self._lanes * self._of_lane)
         lane, place = divmod(row, self._of_lane)
         if lane not in self._open:
             self._open[lane] = _Lane(
-                lambda epoch: self._begun(part_of(lane, epoch, self._lanes), epoch),
+                lambda epoch: self._begun(choose_part(lane, epoch, self._lanes), epoch),
                 self.name,
                 parts=self._lanes,
                 once=self.once,
                 passed_over=self._passed_over,
-                before=partial(self._before, sample_rng.mixed(self._key, lane)),
+                before=partial(self._before, sample_rng.derive_seed(self._key, lane)),
             )
         return self._open[lane].at(step * self._of_lane + place, kept=self._most + TRIES)
 
     def _before(self, key: int, place: int) -> None:
         """Seed the draws of a lane before it reads the sample at `place`."""
         if self._stream_draws:
-            sample_rng.begin_with(sample_rng.mixed(key, place))
+            sample_rng.seed_draws(sample_rng.derive_seed(key, place))
 
     def _begun(self, part: int, epoch: int) -> Iterator[Any]:
         """Open a pass through a part, without held-out samples."""
@@ -307,12 +314,12 @@ class _Lane:
             self._epoch, self._next, self._of_pass, self._bare = 0, 0, 0, 0
         try:
             while self._next <= place:
-                begins(self._next, self._name)
+                note_sample_begin(self._next, self._name)
                 self._before(self._next)
                 sample = self._read()
                 self._next += 1
         finally:
-            ends()
+            note_sample_end()
         self._kept[place] = sample
         while len(self._kept) > kept:
             del self._kept[next(iter(self._kept))]
@@ -330,7 +337,7 @@ class _Lane:
                 if isinstance(error, GpumixError):  # specific enough already
                     self._broken = error
                     raise
-                self._broken = BrokenStreamError(in_a_line(error))
+                self._broken = BrokenStreamError(format_in_one_line(error))
                 raise self._broken from error
             self._of_pass += 1
             return sample
@@ -349,7 +356,7 @@ class _Lane:
             raise InputError("the stream is empty", where=self._name)
         if self._once:
             raise InputError(
-                f"{self._name} has ended after {plural(self._of_pass, 'sample')}",
+                f"{self._name} has ended after {format_count(self._of_pass, 'sample')}",
                 why="an iterator can be read once",
                 fix="give a function that makes it: Loader(make, ...), not Loader(make(), ...)",
             )
@@ -390,7 +397,7 @@ def is_stream(dataset: Any) -> bool:
     return hasattr(dataset, "__iter__") or (callable(dataset) and not isinstance(dataset, type))
 
 
-def part_of(lane: int, epoch: int, lanes: int) -> int:
+def choose_part(lane: int, epoch: int, lanes: int) -> int:
     """Return the part a lane reads in a pass: distinct for all lanes, and all parts in `lanes`
     passes.
 

@@ -15,31 +15,31 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from gpumix.data.core.read_policy import AS_USUAL, Reading, Skipped, begins
+from gpumix.data.core.read_policy import DEFAULT_READING, Reading, Skipped, note_sample_begin
 from gpumix.data.core.sample_rng import key_of
-from gpumix.data.core.source import digest, in_order
+from gpumix.data.core.source import digest, sort_keys
 from gpumix.data.core.tokenizer import Tokenizer
 from gpumix.data.order.global_order import GlobalOrder
-from gpumix.data.sources.iterable import Form, Packed
+from gpumix.data.sources.iterable import StreamPack, StreamProcessing
 from gpumix.data.sources.map_style import tensors_of
 from gpumix.data.sources.pretokenized import check_tokens
-from gpumix.data.sources.tokenize_on_read import text_of, tokens_of
+from gpumix.data.sources.tokenize_on_read import get_text, tokenize_texts
 from gpumix.data.text.document_packing import Packer
-from gpumix.data.text.first_fit import first_fit
+from gpumix.data.text.first_fit import pack_first_fit
 from gpumix.data.workers.padding import (
-    OF_DECODER,
+    DECODER_KEYS,
     TOKENS,
     Sample,
-    as_long_as_any,
     check_document,
-    cut_to,
+    make_longest_batch,
     padded,
+    truncate_sample,
 )
-from gpumix.schema.errors import InputError, first_line
+from gpumix.schema.errors import InputError, get_first_line
 
 WINDOW = 1024  # documents packed together, in all lanes of a stream
 LEAST_WINDOW = 64  # documents per lane, at least
-AT_ONCE = 64  # texts tokenized by one call
+TEXTS_PER_CALL = 64  # texts tokenized by one call
 
 
 class SampleConversion(Protocol):
@@ -67,7 +67,7 @@ class SampleConversion(Protocol):
 
 
 @dataclass(frozen=True)
-class Texts:
+class TextConversion:
     """Conversion of texts into documents: strings, or dictionaries with a string in `column`.
 
     Attributes:
@@ -87,10 +87,10 @@ class Texts:
         return digest(self.tokenizer.fingerprint, self.column)
 
     def checked(self, given: Any, what: str, name: str) -> str:
-        return text_of(given, self.column, what, name)
+        return get_text(given, self.column, what, name)
 
     def documents(self, given: Sequence[str]) -> list[Sample]:
-        found = tokens_of(given, self.tokenizer)
+        found = tokenize_texts(given, self.tokenizer)
         return [{TOKENS: torch.from_numpy(tokens)} for tokens in found]
 
     def parts(self, document: Sample, longest: int) -> list[Sample]:
@@ -99,7 +99,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class OwnTokens:
+class TokenConversion:
     """Conversion of dictionaries of `input_ids` and per-token values into documents.
 
     Attributes:
@@ -112,7 +112,7 @@ class OwnTokens:
 
     @property
     def of_decoder(self) -> Collection[str]:
-        return () if self.aligned else OF_DECODER
+        return () if self.aligned else DECODER_KEYS
 
     def checked(self, given: Any, what: str, name: str) -> Sample:
         sample = tensors_of(given, what, name)
@@ -124,7 +124,7 @@ class OwnTokens:
 
     def parts(self, document: Sample, longest: int) -> list[Sample]:
         """Return the first tokens only: further values of a sample may belong together."""
-        part = cut_to(document, longest, own=self.of_decoder)
+        part = truncate_sample(document, longest, own=self.of_decoder)
         return [part] if len(part[TOKENS]) else []
 
 
@@ -143,20 +143,20 @@ class StreamDocuments:
     name: str
     kind: SampleConversion
     longest: int
-    reading: Reading = AS_USUAL
+    reading: Reading = DEFAULT_READING
     vocabulary: int | None = None
 
-    def padded(self) -> Form:
+    def padded(self) -> StreamProcessing:
         """Return the form with a sample per document, padded to the longest of its batch. Each
         worker converts only its own samples."""
-        return Form(
+        return StreamProcessing(
             transform=self._sample,
             collate=partial(padded, pad_token=self.kind.pad_token),
-            specimen=partial(as_long_as_any, longest=self.longest),
+            specimen=partial(make_longest_batch, longest=self.longest),
             mark=digest("padded", self.longest, self.kind.mark),
         )
 
-    def packed(self, *, seed: int, predicts_next: bool) -> Form:
+    def packed(self, *, seed: int, predicts_next: bool) -> StreamProcessing:
         """Return the form with whole documents in packs of `longest` tokens: first-fit in each
         window of documents, and the packs of a window in a keyed order.
 
@@ -167,7 +167,7 @@ class StreamDocuments:
             predicts_next: see `Packer`.
         """
         packer = Packer(self.longest, self.kind.pad_token, predicts_next)
-        return Form(
+        return StreamProcessing(
             repack=partial(self._packs, packer=packer, seed=seed),
             mark=digest("packed", self.longest, self.kind.mark, seed, WINDOW, LEAST_WINDOW),
         )
@@ -176,7 +176,7 @@ class StreamDocuments:
 
     def _sample(self, given: Any) -> Sample:
         document = self.kind.documents([self.kind.checked(given, "a sample", self.name)])[0]
-        return cut_to(document, self.longest, own=self.kind.of_decoder)
+        return truncate_sample(document, self.longest, own=self.kind.of_decoder)
 
     def _packs(
         self,
@@ -186,32 +186,33 @@ class StreamDocuments:
         *,
         packer: Packer,
         seed: int,
-    ) -> Iterator[Packed]:
+    ) -> Iterator[StreamPack]:
         bad: list[Skipped] = []
         documents = self._documents(given, bad)
         window, number = max(LEAST_WINDOW, WINDOW // lanes), 0
         left: list[Sample] = []  # from the emptiest pack, for the next window
         while fresh := list(islice(documents, window)):
             key = key_of(f"gpumix packs {seed} {place} {number}")
-            packs = _in_packs(left + fresh, self.longest, key)
+            packs = _pack_window(left + fresh, self.longest, key)
             left = packs.pop(min(range(len(packs)), key=lambda k: _tokens(packs[k])))
             for k in GlobalOrder(len(packs), key).span(0, len(packs)) if packs else ():
-                yield _filled(packer, packs[k], bad)
+                yield _make_pack(packer, packs[k], bad)
             number += 1
         if left:
-            yield _filled(packer, left, bad)
+            yield _make_pack(packer, left, bad)
 
     def _documents(self, given: Iterator[Any], bad: list[Skipped]) -> Iterator[Sample]:
         """Yield the documents to pack, in the order of the stream; add skipped documents to
         `bad`."""
         keys: set[str] | None = None
         good = self._good(given, bad)
-        while some := list(islice(good, AT_ONCE)):
+        while some := list(islice(good, TEXTS_PER_CALL)):
             for document in self.kind.documents(some):
                 keys = keys or set(document)
                 if set(document) != keys:
                     raise InputError(
-                        f"a document holds {in_order(document)}, those before it {in_order(keys)}",
+                        f"a document holds {sort_keys(document)}, those before it "
+                        f"{sort_keys(keys)}",
                         where=self.name,
                         fix="let all samples have the same keys",
                     )
@@ -219,7 +220,9 @@ class StreamDocuments:
 
     def _good(self, given: Iterator[Any], bad: list[Skipped]) -> Iterator[Any]:
         for number, one in enumerate(given):
-            begins(number + 1, self.name)  # the timeout is for each, not for a window of them
+            note_sample_begin(
+                number + 1, self.name
+            )  # the timeout is for each, not for a window of them
             what = f"document {number}"
             try:
                 checked = self.kind.checked(one, what, self.name)
@@ -227,7 +230,7 @@ class StreamDocuments:
             except InputError as error:
                 if self.reading.bad_samples == "stop":
                     raise
-                bad.append(Skipped(number, None, first_line(error)))
+                bad.append(Skipped(number, None, get_first_line(error)))
             else:
                 yield checked
 
@@ -239,18 +242,18 @@ class StreamDocuments:
                 check_document(part, self.vocabulary, what, self.name)
 
 
-def _filled(packer: Packer, documents: Sequence[Sample], bad: list[Skipped]) -> Packed:
+def _make_pack(packer: Packer, documents: Sequence[Sample], bad: list[Skipped]) -> StreamPack:
     """Return a pack, with the documents skipped since the previous pack."""
     skipped = tuple(bad)
     bad.clear()
-    return Packed(packer.filled(documents), skipped)
+    return StreamPack(packer.filled(documents), skipped)
 
 
 def _tokens(documents: Sequence[Sample]) -> int:
     return sum(len(document[TOKENS]) for document in documents)
 
 
-def _in_packs(documents: Sequence[Sample], longest: int, key: int) -> list[list[Sample]]:
+def _pack_window(documents: Sequence[Sample], longest: int, key: int) -> list[list[Sample]]:
     lengths = np.array([len(document[TOKENS]) for document in documents])
-    packs = first_fit(lengths, longest, seed=key, window=len(documents))
+    packs = pack_first_fit(lengths, longest, seed=key, window=len(documents))
     return [[documents[k] for k in packs.of(pack)] for pack in range(len(packs))]

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from gpumix.data.core.build_lock import exclusive
+from gpumix.data.core.build_lock import hold_build_lock
 from gpumix.schema.errors import MachineError
-from gpumix.schema.files import replacing
+from gpumix.schema.files import replace_atomically
 
 _LOG = logging.getLogger(__name__)
 
 
-def counted_once(
+def load_or_count_lengths(
     cache: Path,
     key: str,
     count: int,
@@ -30,19 +30,19 @@ def counted_once(
         MachineError: the cache cannot be written, or the counter hangs; whatever `measure` raises.
     """
     path = cache / f"{key}.lengths.npy"
-    found = _current(path, count)
+    found = _load_lengths(path, count)
     if found is not None:
         return found
-    with exclusive(cache / f"{key}.lock", wait_s=wait_s) as heartbeat:
-        found = _current(path, count)
+    with hold_build_lock(cache / f"{key}.lock", wait_s=wait_s) as heartbeat:
+        found = _load_lengths(path, count)
         if found is None:
             found = measure(heartbeat)
-            _write(path, found)
+            _save_lengths(path, found)
             _LOG.info("counted the tokens of %d samples into %s", count, path)
     return found
 
 
-def _current(path: Path, count: int) -> np.ndarray | None:
+def _load_lengths(path: Path, count: int) -> np.ndarray | None:
     try:
         found = np.load(path, mmap_mode="r")
     except (OSError, ValueError):  # missing, or damaged by a crash: count again
@@ -50,9 +50,9 @@ def _current(path: Path, count: int) -> np.ndarray | None:
     return found if found.shape == (count,) and found.dtype == np.int32 else None
 
 
-def _write(path: Path, lengths: np.ndarray) -> None:
+def _save_lengths(path: Path, lengths: np.ndarray) -> None:
     try:
-        with replacing(path) as file:
+        with replace_atomically(path) as file:
             np.save(file, lengths)
     except OSError as error:
         raise MachineError(

@@ -16,13 +16,20 @@ import torch
 from torch import Tensor
 
 from gpumix.data.core import sample_rng
-from gpumix.data.core.read_policy import AS_USUAL, SEVERAL, Reading, begins, ends, fails
-from gpumix.data.core.source import Source, by_key, digest, in_order
+from gpumix.data.core.read_policy import (
+    DEFAULT_READING,
+    SEVERAL,
+    Reading,
+    note_failed_sample,
+    note_sample_begin,
+    note_sample_end,
+)
+from gpumix.data.core.source import Source, by_key, digest, sort_keys
 from gpumix.data.workers.batch_layout import Batch
-from gpumix.data.workers.fetch import DataChangedError, readable
-from gpumix.schema.errors import InputError, in_a_line
+from gpumix.data.workers.fetch import DataChangedError, find_readable
+from gpumix.schema.errors import InputError, format_in_one_line
 
-IF_TEXT = (
+TEXT_SAMPLE_FIX = (
     "return tokens; or have a job tokenise texts: --set data.tokenize=on-the-fly --set "
     "data.packing=none"
 )
@@ -57,11 +64,11 @@ class SampleSource(Source):
         name: str,
         *,
         thread_safe: bool | None = None,
-        reading: Reading = AS_USUAL,
+        reading: Reading = DEFAULT_READING,
     ) -> None:
         self._dataset = MapStyle(dataset, name, thread_safe)
         self.name, self.thread_safe = name, self._dataset.thread_safe
-        readable(self._learn, len(self), name, reading)
+        find_readable(self._learn, len(self), name, reading)
 
     @property
     def first(self) -> dict[str, Tensor]:
@@ -93,7 +100,7 @@ class SampleSource(Source):
         numbers = indices.tolist()
 
         def put(row: int, sample: Any) -> None:
-            for key, value in self._stack.like_the_first(numbers[row], sample).items():
+            for key, value in self._stack.convert_like_first(numbers[row], sample).items():
                 target[key][row] = value
 
         if numbers:
@@ -102,7 +109,7 @@ class SampleSource(Source):
 
     def _learn(self, index: int) -> None:
         """Learn keys, shapes and dtypes from one sample."""
-        self._stack = Stack(self.name, self._dataset.fetch([index])[0], index)
+        self._stack = SampleStacker(self.name, self._dataset.fetch([index])[0], index)
 
     def samples(self, indices: np.ndarray) -> list[dict[str, Tensor]]:
         """Return the samples at `indices`, of any shapes."""
@@ -113,7 +120,7 @@ class SampleSource(Source):
         return [sample for _, sample in found]
 
 
-class Stack:
+class SampleStacker:
     """A stacker of samples that match the first in keys, shapes and dtypes.
 
     Args:
@@ -146,10 +153,10 @@ class Stack:
             InputError: a sample does not match the first.
         """
         pairs = zip(indices.tolist(), samples, strict=True)
-        found = [self.like_the_first(index, sample) for index, sample in pairs]
+        found = [self.convert_like_first(index, sample) for index, sample in pairs]
         return {key: torch.stack([sample[key] for sample in found]) for key in self.first}
 
-    def like_the_first(self, index: int, sample: Any) -> dict[str, Tensor]:
+    def convert_like_first(self, index: int, sample: Any) -> dict[str, Tensor]:
         """Return the tensors of a sample.
 
         Raises:
@@ -175,8 +182,8 @@ class Stack:
         """
         if sample.keys() != self.first.keys():
             raise InputError(
-                f"sample {index} holds {in_order(sample)}, sample {self._index} "
-                f"{in_order(self.first)}",
+                f"sample {index} holds {sort_keys(sample)}, sample {self._index} "
+                f"{sort_keys(self.first)}",
                 where=self._name,
                 fix="let all samples have the same keys",
             )
@@ -212,7 +219,7 @@ def tensors_of(sample: Any, what: str, name: str) -> dict[str, Tensor]:
         raise InputError(
             f"{what} is {article} {type(sample).__name__}, not a dictionary of tensors",
             where=name,
-            fix=IF_TEXT
+            fix=TEXT_SAMPLE_FIX
             if isinstance(sample, str)
             else "return {'input_ids': ..., 'labels': ...} from __getitem__; or, in a loop of "
             "one's own, make a batch of samples: Loader(collate=...)",
@@ -222,7 +229,7 @@ def tensors_of(sample: Any, what: str, name: str) -> dict[str, Tensor]:
 
 def _tensor(value: Any, key: str, what: str, name: str) -> Tensor:
     if isinstance(value, Tensor):
-        return _plain(value, what, key, name)
+        return _detach_dense(value, what, key, name)
     try:
         array = np.array(value)
         if array.dtype == np.float64 and not isinstance(value, np.ndarray | np.generic):
@@ -233,13 +240,13 @@ def _tensor(value: Any, key: str, what: str, name: str) -> Tensor:
             f"{what} holds '{key}', a {type(value).__name__} that is no tensor",
             where=name,
             why=str(error),
-            fix=IF_TEXT
+            fix=TEXT_SAMPLE_FIX
             if isinstance(value, str)
             else "return tensors, numpy arrays, numbers or flat lists of numbers",
         ) from error
 
 
-def _plain(value: Tensor, what: str, key: str, name: str) -> Tensor:
+def _detach_dense(value: Tensor, what: str, key: str, name: str) -> Tensor:
     """Detach a tensor from its graph, which another process would not know either."""
     if value.layout != torch.strided:
         raise InputError(
@@ -270,13 +277,13 @@ class CollatedSource(Source):
         collate: Collate,
         *,
         thread_safe: bool | None = None,
-        reading: Reading = AS_USUAL,
+        reading: Reading = DEFAULT_READING,
     ) -> None:
         self._dataset = MapStyle(dataset, name, thread_safe)
         self.name, self.thread_safe = name, self._dataset.thread_safe
         self._collate = collate
         self._collate_draws = False
-        readable(self._learn, len(self), name, reading)
+        find_readable(self._learn, len(self), name, reading)
 
     def _learn(self, index: int) -> None:
         alone = self.rows(np.array([index]))
@@ -288,7 +295,7 @@ class CollatedSource(Source):
 
     @property
     def fingerprint(self) -> str:
-        return digest(self.name, len(self), in_order(self._empty))
+        return digest(self.name, len(self), sort_keys(self._empty))
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -298,19 +305,19 @@ class CollatedSource(Source):
             return self._empty
         wanted = [int(i) for i in indices]
         samples = self._dataset.fetch(wanted)
-        with sample_rng.watched() as drawn:
-            batch = collated(self._collate, samples, self.name)
+        with sample_rng.watch_draws() as drawn:
+            batch = call_collate(self._collate, samples, self.name)
         self._collate_draws |= drawn.of_process
         return batch
 
 
-def collated(collate: Collate, samples: Sequence[Any], name: str) -> Batch:
+def call_collate(collate: Collate, samples: Sequence[Any], name: str) -> Batch:
     """Return the batch that `collate` makes of samples.
 
     Raises:
         InputError: the result is no batch of the samples.
     """
-    sample_rng.begin_together()
+    sample_rng.seed_collate()
     # `collate` may pop keys, but not from the dataset's own dictionaries.
     batch = collate([copy(one) if isinstance(one, dict) else one for one in samples])
     if not isinstance(batch, Mapping) or not batch:
@@ -325,7 +332,7 @@ def collated(collate: Collate, samples: Sequence[Any], name: str) -> Batch:
                 where=name,
                 why="each rank takes some of the samples: tensors have them in the first dimension",
             )
-    return {key: _plain(value, "a batch", key, name) for key, value in batch.items()}
+    return {key: _detach_dense(value, "a batch", key, name) for key, value in batch.items()}
 
 
 class MapStyle:
@@ -378,41 +385,41 @@ class MapStyle:
             try:
                 self._read(indices, put)
             finally:
-                ends()
+                note_sample_end()
 
     def _read(self, indices: list[int], put: Callable[[int, Any], None]) -> None:
         if not self._one_by_one:
-            with sample_rng.watched() as drawn:
+            with sample_rng.watch_draws() as drawn:
                 self._together(indices, put)
             if not drawn:
                 return
             self._one_by_one, self.draws = True, self.draws or drawn.of_process
         for row, index in enumerate(indices):
-            sample_rng.begin(row)
+            sample_rng.seed_row(row)
             self._together([index], put, first=row)
 
     def _together(
         self, indices: list[int], put: Callable[[int, Any], None], *, first: int = 0
     ) -> None:
         if hasattr(self._dataset, "__getitems__"):
-            begins(indices[0], self._name)
+            note_sample_begin(indices[0], self._name)
             try:
                 samples = self._dataset.__getitems__(indices)
             except BaseException:
-                fails(SEVERAL)
+                note_failed_sample(SEVERAL)
                 raise
             for row, (_, sample) in enumerate(zip(indices, samples, strict=True), first):
                 put(row, sample)
             return
         for row, index in enumerate(indices, first):
-            put(row, self._one(index))
+            put(row, self._read_sample(index))
 
-    def _one(self, index: int) -> Any:
-        begins(index, self._name)
+    def _read_sample(self, index: int) -> Any:
+        note_sample_begin(index, self._name)
         try:
             return self._dataset[index]
         except BaseException:
-            fails(index)
+            note_failed_sample(index)
             raise
 
 
@@ -421,7 +428,7 @@ def as_source(
     collate: Collate | None = None,
     *,
     thread_safe: bool | None = None,
-    reading: Reading = AS_USUAL,
+    reading: Reading = DEFAULT_READING,
 ) -> Source:
     """Return `dataset` itself if a source, otherwise wrapped in a `SampleSource` or
     `CollatedSource`.
@@ -475,7 +482,7 @@ def _counted(dataset: Any, name: str) -> int:
         return len(dataset)
     except Exception as error:  # raised by the dataset
         raise InputError(
-            f"the dataset does not say how many samples it has: {in_a_line(error)}",
+            f"the dataset does not say how many samples it has: {format_in_one_line(error)}",
             where=name,
             fix="let its __len__ return their number",
         ) from error

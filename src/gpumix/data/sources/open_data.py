@@ -12,30 +12,35 @@ import numpy as np
 from gpumix.data.core.factory import call_factory
 from gpumix.data.core.read_policy import Reading
 from gpumix.data.core.source import (
-    KnownTokens,
-    OwnTokensAsLabels,
+    LabelingSource,
     PackedSource,
     Source,
+    VocabularyCheckedSource,
     split_held_out,
 )
 from gpumix.data.core.token_file import PackedText
 from gpumix.data.core.tokenizer import Tokenizer, open_tokenizer
-from gpumix.data.sources.documents import Documents
-from gpumix.data.sources.iterable import AS_IT_COMES, Form, StreamSource, is_stream
+from gpumix.data.sources.documents import TokenFileDocuments
+from gpumix.data.sources.iterable import UNPROCESSED, StreamProcessing, StreamSource, is_stream
 from gpumix.data.sources.iterable_documents import (
-    OwnTokens,
     SampleConversion,
     StreamDocuments,
-    Texts,
+    TextConversion,
+    TokenConversion,
 )
-from gpumix.data.sources.length_cache import counted_once
+from gpumix.data.sources.length_cache import load_or_count_lengths
 from gpumix.data.sources.map_style import SampleSource
 from gpumix.data.sources.pretokenized import OwnSamples
 from gpumix.data.sources.saved_dataset import open_saved, open_saved_documents, open_saved_texts
 from gpumix.data.sources.tokenize_on_read import TokenizedTexts
 from gpumix.data.text.document_packing import PackedDocuments
 from gpumix.data.text.files import pack_text
-from gpumix.data.workers.padding import KnownDocuments, Ragged, declared_lengths, lengths_needed
+from gpumix.data.workers.padding import (
+    RaggedSource,
+    VocabularyCheckedDocuments,
+    declared_lengths,
+    require_lengths,
+)
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import Job
 
@@ -57,8 +62,8 @@ def open_data(
         InputError: the data is missing, unfit, or too little for one sample.
         MachineError: a package is missing, or the cache cannot be written.
     """
-    opened = _Opened(job, folder, cache, vocabulary)
-    whole = opened.whole() if job.data.packing == "concatenate" else opened.from_documents()
+    opened = _JobData(job, folder, cache, vocabulary)
+    whole = opened.whole() if job.data.packing == "concatenate" else opened.open_documents()
     if opened.is_text and job.model.task != "causal-lm":
         raise InputError(
             f"text has its own tokens as labels, from which a {job.model.task} learns to copy",
@@ -68,12 +73,12 @@ def open_data(
 
     def known(source: Source) -> Source:
         if opened.lacks_labels:
-            source = OwnTokensAsLabels(source)
+            source = LabelingSource(source)
         # The job's own tokenizer is compared with the model earlier.
         own = job.data.factory is None and opened.is_text
         if vocabulary is None or own:
             return source
-        return KnownTokens(source, vocabulary, aligned=opened.aligned)
+        return VocabularyCheckedSource(source, vocabulary, aligned=opened.aligned)
 
     if isinstance(whole, StreamSource):
         batches = job.evaluation.batches if job.data.held_out else 0
@@ -82,7 +87,7 @@ def open_data(
     return split_held_out(known(whole), job.data.held_out)
 
 
-class _Opened:
+class _JobData:
     """The data of a job, on its way from files to samples.
 
     Attributes:
@@ -107,7 +112,7 @@ class _Opened:
         """Open concatenated documents, cut into samples; or samples with one length already."""
         data = self._job.data
         if data.factory is not None:
-            return self._fixed_samples(data.factory)
+            return self._open_fixed_samples(data.factory)
         source: Source
         if data.dataset is not None:
             tokenizer = self._tokenizer()
@@ -117,24 +122,26 @@ class _Opened:
         self.is_text = isinstance(source, PackedSource)
         return source
 
-    def from_documents(self) -> Source:
+    def open_documents(self) -> Source:
         """Open documents as separate samples, or packed without cuts."""
         data = self._job.data
         made = None if data.factory is None else self._made(data.factory)
         if is_stream(made) and not isinstance(made, Source):
-            return self._from_stream(made)
+            return self._open_stream_documents(made)
         documents = self._documents(made)
-        self.is_text = isinstance(documents, Documents | TokenizedTexts)
+        self.is_text = isinstance(documents, TokenFileDocuments | TokenizedTexts)
         if data.packing == "none":
             if data.bucketing:
-                lengths_needed(documents, "data.bucketing", "leave it out")
+                require_lengths(documents, "data.bucketing", "leave it out")
             return documents
         predicts_next = self._predicts_next()
         if self._vocabulary is not None and not self.is_text:
-            documents = KnownDocuments(documents, self._vocabulary, reading=self._reading)
+            documents = VocabularyCheckedDocuments(
+                documents, self._vocabulary, reading=self._reading
+            )
         return PackedDocuments(documents, seed=self._job.seed, predicts_next=predicts_next)
 
-    def _from_stream(self, stream: Any) -> StreamSource:
+    def _open_stream_documents(self, stream: Any) -> StreamSource:
         """Open the documents of a stream: padded, or packed in order of arrival."""
         job, data = self._job, self._job.data
         assert data.factory is not None, "it made the stream"
@@ -147,9 +154,9 @@ class _Opened:
             )
         self.is_text = data.tokenize == "on-the-fly"
         kind: SampleConversion = (
-            Texts(self._tokenizer(), data.column)
+            TextConversion(self._tokenizer(), data.column)
             if self.is_text
-            else OwnTokens(aligned=self.aligned)
+            else TokenConversion(aligned=self.aligned)
         )
         vocabulary = None if self.is_text else self._vocabulary
         documents = StreamDocuments(data.factory, kind, self._length, self._reading, vocabulary)
@@ -158,7 +165,7 @@ class _Opened:
         form = documents.packed(seed=job.seed, predicts_next=self._predicts_next())
         return self._stream(stream, form)
 
-    def _stream(self, stream: Any, form: Form = AS_IT_COMES) -> StreamSource:
+    def _stream(self, stream: Any, form: StreamProcessing = UNPROCESSED) -> StreamSource:
         job = self._job
         assert job.data.factory is not None, "it made the stream"
         return StreamSource(
@@ -185,15 +192,15 @@ class _Opened:
             )
         return self._job.model.task == "causal-lm"
 
-    def _documents(self, made: Any) -> Ragged:
+    def _documents(self, made: Any) -> RaggedSource:
         """Open the documents; `made` is the result of the factory, if any."""
         data = self._job.data
         if data.text:
-            return Documents(self._text(), pad_token=self._tokenizer().end_of_text)
+            return TokenFileDocuments(self._text(), pad_token=self._tokenizer().end_of_text)
         if data.tokenize == "on-the-fly":
-            return self._on_the_fly(made)
+            return self._open_tokenized_texts(made)
         if data.factory is not None:
-            if isinstance(made, Ragged):
+            if isinstance(made, RaggedSource):
                 return made
             return OwnSamples(
                 made,
@@ -205,7 +212,7 @@ class _Opened:
         tokenizer = self._tokenizer()
         return open_saved_documents(self._place, data.column, tokenizer, self._length, self._cache)
 
-    def _on_the_fly(self, made: Any) -> TokenizedTexts:
+    def _open_tokenized_texts(self, made: Any) -> TokenizedTexts:
         data, tokenizer = self._job.data, self._tokenizer()
         if data.dataset is not None:
             texts = open_saved_texts(self._place, data.column, tokenizer, self._length)
@@ -213,9 +220,11 @@ class _Opened:
             assert data.factory is not None
             texts = self._texts_of_factory(made, data.factory, tokenizer)
         needed = data.packing == "documents" or data.bucketing
-        if needed and texts.lengths is None and texts.has_content:
+        if needed and texts.lengths is None and texts.has_content_fingerprint:
             key = f"lengths-{texts.fingerprint}"
-            texts.take_lengths(counted_once(self._cache, key, len(texts), texts.measure))
+            texts.set_lengths(
+                load_or_count_lengths(self._cache, key, len(texts), texts.count_tokens)
+            )
         return texts
 
     def _texts_of_factory(self, made: Any, reference: str, tokenizer: Tokenizer) -> TokenizedTexts:
@@ -228,7 +237,7 @@ class _Opened:
             content=str(getattr(made, "_fingerprint", "")),  # of `datasets`: how it was made
             reading=self._reading,
         )
-        texts.take_lengths(declared_lengths(made, len(texts), reference))
+        texts.set_lengths(declared_lengths(made, len(texts), reference))
         return texts
 
     @property
@@ -253,7 +262,7 @@ class _Opened:
         made = make()
         return (lambda: make()) if isinstance(made, Iterator) else made
 
-    def _fixed_samples(self, reference: str) -> Source:
+    def _open_fixed_samples(self, reference: str) -> Source:
         made = self._made(reference)
         source: Source
         if isinstance(made, Source):

@@ -7,26 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from gpumix.data.core.read_policy import AS_USUAL, Reading
+from gpumix.data.core.read_policy import DEFAULT_READING, Reading
 from gpumix.data.core.source import digest
 from gpumix.data.sources.map_style import SampleSource
-from gpumix.data.workers.fetch import readable
+from gpumix.data.workers.fetch import find_readable
 from gpumix.data.workers.padding import (
+    DECODER_KEYS,
     IGNORED,
     LABELS,
     MASK,
-    OF_DECODER,
-    PER_TOKEN,
+    PER_TOKEN_KEYS,
     TOKENS,
-    Ragged,
+    RaggedSource,
     Sample,
-    cut_to,
     declared_lengths,
+    truncate_sample,
 )
 from gpumix.schema.errors import InputError
 
 
-class OwnSamples(Ragged):
+class OwnSamples(RaggedSource):
     """A map-style dataset whose samples have `input_ids` of any length; longer samples are cut.
 
     Tokens hidden by a sample's own `attention_mask` are left out, along with all per-token values:
@@ -53,7 +53,7 @@ class OwnSamples(Ragged):
         lengths: np.ndarray | None = None,
         content: str = "",
         aligned: bool = True,
-        reading: Reading = AS_USUAL,
+        reading: Reading = DEFAULT_READING,
     ) -> None:
         super().__init__(longest=longest, pad_token=pad_token)
         self._aligned = aligned
@@ -66,16 +66,16 @@ class OwnSamples(Ragged):
         whole = hashlib.sha256(told).hexdigest()
         first = self._source.first
         tokens = first.get(TOKENS)
-        self._own = set() if aligned else set(OF_DECODER)
+        self._own = set() if aligned else set(DECODER_KEYS)
         if tokens is not None and tokens.dim():  # otherwise reported below
             length = tokens.shape[:1]
             self._own |= {
                 key
                 for key, value in first.items()
-                if key not in PER_TOKEN and value.shape[:1] != length
+                if key not in PER_TOKEN_KEYS and value.shape[:1] != length
             }
         self._mark = digest(content or name, len(self._source), longest, whole)
-        self.template = readable(
+        self.template = find_readable(
             lambda index: self.samples(np.array([index])), len(self), name, reading
         )
 
@@ -98,7 +98,7 @@ class OwnSamples(Ragged):
         found = self._source.samples(indices)
         for index, sample in zip(indices.tolist(), found, strict=True):
             check_tokens(sample, f"sample {index}", self.name, aligned=self._aligned)
-        return [cut_to(sample, self.longest, own=self._own) for sample in found]
+        return [truncate_sample(sample, self.longest, own=self._own) for sample in found]
 
 
 def check_tokens(sample: Sample, what: str, name: str, *, aligned: bool) -> None:

@@ -15,17 +15,30 @@ import torch
 from torch import Tensor
 
 from gpumix.data.core.source import PackedSource, Source, digest, with_labels
-from gpumix.data.core.token_file import PackedText, Recipe, SourceFile, TokenWriter, packed
+from gpumix.data.core.token_file import (
+    PackedText,
+    SourceFile,
+    TokenFileRecipe,
+    TokenWriter,
+    open_token_file,
+)
 from gpumix.data.core.tokenizer import Tokenizer
-from gpumix.data.sources.documents import Documents
+from gpumix.data.sources.documents import TokenFileDocuments
 from gpumix.data.sources.pretokenized import OwnSamples
 from gpumix.data.sources.tokenize_on_read import TokenizedTexts
 from gpumix.data.text.files import Piece, write_documents
-from gpumix.data.workers.padding import LABELS, MASK, PER_TOKEN, TOKENS, Ragged, declared_lengths
+from gpumix.data.workers.padding import (
+    LABELS,
+    MASK,
+    PER_TOKEN_KEYS,
+    TOKENS,
+    RaggedSource,
+    declared_lengths,
+)
 from gpumix.schema.errors import InputError, MachineError
 from gpumix.schema.files import read_bytes
 
-_ROWS = 2000
+_READ_ROWS = 2000
 
 
 def open_saved(
@@ -39,30 +52,30 @@ def open_saved(
         MachineError: the package `datasets` is missing, or the cache cannot be written.
     """
     dataset = _load(folder)
-    name = _column(dataset, column, folder)
-    if name == TOKENS and _lengths_are(dataset, sequence_length, folder):
-        return SavedRows(dataset, _mark(folder))
-    return PackedSource(_packed(dataset, name, folder, tokenizer, sequence_length, cache))
+    name = _choose_column(dataset, column, folder)
+    if name == TOKENS and _has_length(dataset, sequence_length, folder):
+        return SavedRows(dataset, _hash_dataset(folder))
+    return PackedSource(_pack_column(dataset, name, folder, tokenizer, sequence_length, cache))
 
 
 def open_saved_documents(
     folder: Path, column: str, tokenizer: Tokenizer, sequence_length: int, cache: Path
-) -> Ragged:
+) -> RaggedSource:
     """Open the rows as separate samples: texts of `column`, or else unchanged `input_ids` with
     per-token columns. Errors as in `open_saved`."""
     dataset = _load(folder)
-    name = _column(dataset, column, folder)
+    name = _choose_column(dataset, column, folder)
     if name != TOKENS:
-        text = _packed(dataset, name, folder, tokenizer, sequence_length, cache, at_least=1)
-        return Documents(text, pad_token=tokenizer.end_of_text)
-    names = [name for name in PER_TOKEN if name in dataset.column_names]
+        text = _pack_column(dataset, name, folder, tokenizer, sequence_length, cache, at_least=1)
+        return TokenFileDocuments(text, pad_token=tokenizer.end_of_text)
+    names = [name for name in PER_TOKEN_KEYS if name in dataset.column_names]
     return OwnSamples(
         dataset.select_columns(names).with_format("numpy"),
         str(folder),
         longest=sequence_length,
         pad_token=tokenizer.end_of_text,
         lengths=_row_lengths(dataset, names, folder),
-        content=_mark(folder),
+        content=_hash_dataset(folder),
     )
 
 
@@ -71,7 +84,7 @@ def open_saved_texts(
 ) -> TokenizedTexts:
     """Open the texts of `column`, to be tokenized while read. Errors as in `open_saved`."""
     dataset = _load(folder)
-    if _column(dataset, column, folder) != column or column == TOKENS:
+    if _choose_column(dataset, column, folder) != column or column == TOKENS:
         raise InputError(
             "the dataset holds tokens, there is nothing to tokenise on the fly",
             where=str(folder),
@@ -83,19 +96,19 @@ def open_saved_texts(
         column=column,
         longest=sequence_length,
         name=str(folder),
-        content=_mark(folder),
+        content=_hash_dataset(folder),
     )
-    texts.take_lengths(declared_lengths(dataset, len(dataset), str(folder)))
+    texts.set_lengths(declared_lengths(dataset, len(dataset), str(folder)))
     return texts
 
 
-def saved_mark(folder: Path) -> str:
+def fingerprint_saved(folder: Path) -> str:
     """Return the fingerprint of a dataset, after opening it. Errors as in `open_saved`."""
     _load(folder)
-    return _mark(folder)
+    return _hash_dataset(folder)
 
 
-def _packed(
+def _pack_column(
     dataset: Any,
     name: str,
     folder: Path,
@@ -105,7 +118,7 @@ def _packed(
     *,
     at_least: int | None = None,
 ) -> PackedText:
-    recipe = Recipe(
+    recipe = TokenFileRecipe(
         _files(folder), tokenizer.fingerprint, tokenizer.vocab_size, how=f"column {name}"
     )
 
@@ -115,17 +128,17 @@ def _packed(
         else:
             write_documents(_documents(dataset, name, folder), tokenizer, writer)
 
-    return packed(cache, recipe, length, fill, at_least=at_least)
+    return open_token_file(cache, recipe, length, fill, at_least=at_least)
 
 
 class SavedRows(Source):
-    """Rows of one length, unchanged: all columns present from `PER_TOKEN`, int64[k, L].
+    """Rows of one length, unchanged: all columns present from `PER_TOKEN_KEYS`, int64[k, L].
 
     Without a column `labels` the labels are the tokens, -100 where the attention mask is 0.
     """
 
     def __init__(self, dataset: Any, fingerprint: str) -> None:
-        names = [name for name in PER_TOKEN if name in dataset.column_names]
+        names = [name for name in PER_TOKEN_KEYS if name in dataset.column_names]
         self._rows = dataset.with_format("numpy", columns=names)
         self._fingerprint = fingerprint
 
@@ -174,7 +187,7 @@ def _load(folder: Path) -> Any:
     return loaded
 
 
-def _column(dataset: Any, column: str, folder: Path) -> str:
+def _choose_column(dataset: Any, column: str, folder: Path) -> str:
     """Return the column to read: `column`, or `input_ids` if missing."""
     names = dataset.column_names
     if column not in names and TOKENS not in names:
@@ -211,11 +224,11 @@ def _is_tokens(kind: Any) -> bool:
     return bool(lists and types.is_integer(kind.value_type))
 
 
-def _lengths_are(dataset: Any, length: int, folder: Path) -> bool:
+def _has_length(dataset: Any, length: int, folder: Path) -> bool:
     """Return whether every row has `length` tokens; all per-token columns must agree."""
-    names = [name for name in PER_TOKEN if name in dataset.column_names]
+    names = [name for name in PER_TOKEN_KEYS if name in dataset.column_names]
     equal = True
-    for first, columns in _lists(dataset, names, folder):
+    for first, columns in _iterate_lists(dataset, names, folder):
         lengths = columns[TOKENS][0]
         for name in names:
             if (columns[name][0] != lengths).any():
@@ -229,13 +242,13 @@ def _lengths_are(dataset: Any, length: int, folder: Path) -> bool:
 
 def _row_lengths(dataset: Any, names: list[str], folder: Path) -> np.ndarray:
     """Return the number of tokens per row, without tokens hidden by the attention mask."""
-    _lengths_are(dataset, 0, folder)
+    _has_length(dataset, 0, folder)
     wanted = MASK if MASK in names else TOKENS
     found = [np.empty(0, dtype=np.int32)]
-    for _, columns in _lists(dataset, [wanted], folder):
+    for _, columns in _iterate_lists(dataset, [wanted], folder):
         lengths, values = columns[wanted]
         if wanted == MASK:
-            lengths = _seen(lengths, values)
+            lengths = _count_visible(lengths, values)
         found.append(lengths.astype(np.int32))
     of_all = np.concatenate(found)
     if not of_all.all():
@@ -247,7 +260,7 @@ def _row_lengths(dataset: Any, names: list[str], folder: Path) -> np.ndarray:
     return of_all
 
 
-def _seen(lengths: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def _count_visible(lengths: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Return the visible tokens per row, given the row lengths and the concatenated masks."""
     before = np.concatenate([[0], np.cumsum(mask != 0)])
     ends = np.cumsum(lengths)
@@ -255,23 +268,23 @@ def _seen(lengths: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return seen
 
 
-def _lists(
+def _iterate_lists(
     dataset: Any, names: list[str], folder: Path
 ) -> Iterator[tuple[int, dict[str, tuple[np.ndarray, np.ndarray]]]]:
     """Yield for each run of rows (first row, per column the rows' lengths and all elements)."""
     import pyarrow.compute as compute
 
-    tables = dataset.select_columns(names).with_format("arrow").iter(batch_size=_ROWS)
+    tables = dataset.select_columns(names).with_format("arrow").iter(batch_size=_READ_ROWS)
     for number, table in enumerate(tables):
         columns = {}
         for name in names:
             column = table[name].combine_chunks()
             flat = column.flatten()
             if column.null_count or flat.null_count:
-                raise _null_row(name, number * _ROWS, folder)
+                raise _null_row(name, number * _READ_ROWS, folder)
             lengths = compute.list_value_length(column)
             columns[name] = lengths.to_numpy(zero_copy_only=False), flat.to_numpy()
-        yield number * _ROWS, columns
+        yield number * _READ_ROWS, columns
 
 
 def _write_tokens(dataset: Any, tokenizer: Tokenizer, writer: TokenWriter, folder: Path) -> None:
@@ -283,7 +296,7 @@ def _write_tokens(dataset: Any, tokenizer: Tokenizer, writer: TokenWriter, folde
             fix="cut them to sequence_length, or save the dataset without 'labels'",
         )
     names = [name for name in (TOKENS, MASK) if name in dataset.column_names]
-    for first, columns in _lists(dataset, names, folder):
+    for first, columns in _iterate_lists(dataset, names, folder):
         lengths, tokens = columns[TOKENS]
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocab_size:
             raise InputError(
@@ -293,7 +306,7 @@ def _write_tokens(dataset: Any, tokenizer: Tokenizer, writer: TokenWriter, folde
             )
         if MASK in columns:
             mask = columns[MASK][1]
-            lengths, tokens = _seen(lengths, mask), tokens[mask != 0]
+            lengths, tokens = _count_visible(lengths, mask), tokens[mask != 0]
         ends = np.cumsum(lengths[lengths > 0])
         added = ends[tokens[ends - 1] != tokenizer.end_of_text]
         tokens = np.insert(tokens, added, tokenizer.end_of_text)
@@ -302,11 +315,11 @@ def _write_tokens(dataset: Any, tokenizer: Tokenizer, writer: TokenWriter, folde
 
 
 def _documents(dataset: Any, name: str, folder: Path) -> Iterator[Piece]:
-    batches = dataset.select_columns([name]).with_format(None).iter(batch_size=_ROWS)
+    batches = dataset.select_columns([name]).with_format(None).iter(batch_size=_READ_ROWS)
     for number, batch in enumerate(batches):
         for offset, text in enumerate(batch[name]):
             if text is None:
-                raise _null_row(name, number * _ROWS + offset, folder)
+                raise _null_row(name, number * _READ_ROWS + offset, folder)
             yield text, True
 
 
@@ -324,7 +337,7 @@ def _files(folder: Path) -> tuple[SourceFile, ...]:
     return tuple(SourceFile.of(folder / name, (folder / name).stat()) for name in names)
 
 
-def _mark(folder: Path) -> str:
+def _hash_dataset(folder: Path) -> str:
     """Return the dataset's fingerprint: of the history written by `datasets`, and of file sizes."""
     sizes = [(file.path.name, file.size) for file in _files(folder)]
     return digest(read_bytes(folder / "state.json"), sizes)

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpumix.data.core.read_policy import AS_USUAL, Reading
+from gpumix.data.core.read_policy import DEFAULT_READING, Reading
 from gpumix.data.core.source import digest
 from gpumix.data.core.tokenizer import Tokenizer
 from gpumix.data.sources.map_style import MapStyle
-from gpumix.data.workers.fetch import readable
-from gpumix.data.workers.padding import TOKENS, Ragged, Sample
+from gpumix.data.workers.fetch import find_readable
+from gpumix.data.workers.padding import TOKENS, RaggedSource, Sample
 from gpumix.schema.errors import InputError
 
-_AT_ONCE = 2000  # texts per call, to measure all
+_TEXTS_PER_CALL = 2000  # texts per call, to measure all
 
 
-class TokenizedTexts(Ragged):
+class TokenizedTexts(RaggedSource):
     """A map-style dataset of texts: strings, or dictionaries with a string in `column`.
 
     A sample is a text's tokens followed by end-of-text, cut to `longest`.
@@ -42,7 +42,7 @@ class TokenizedTexts(Ragged):
         longest: int,
         name: str,
         content: str,
-        reading: Reading = AS_USUAL,
+        reading: Reading = DEFAULT_READING,
     ) -> None:
         super().__init__(longest=longest, pad_token=tokenizer.end_of_text)
         self._dataset = MapStyle(dataset, name)
@@ -51,14 +51,14 @@ class TokenizedTexts(Ragged):
         self.name = name
         self._content = content
         self._lengths: np.ndarray | None = None
-        self.template = readable(lambda index: self._texts([index]), len(self), name, reading)
+        self.template = find_readable(lambda index: self._texts([index]), len(self), name, reading)
 
-    def take_lengths(self, lengths: np.ndarray | None) -> None:
+    def set_lengths(self, lengths: np.ndarray | None) -> None:
         """Set the lengths of samples before cutting; None: unknown."""
         self._lengths = None if lengths is None else np.minimum(lengths, self.longest)
 
     @property
-    def has_content(self) -> bool:
+    def has_content_fingerprint(self) -> bool:
         """True if the fingerprint identifies the texts themselves."""
         return bool(self._content)
 
@@ -79,15 +79,15 @@ class TokenizedTexts(Ragged):
         return len(self._dataset)
 
     def samples(self, indices: np.ndarray) -> list[Sample]:
-        found = tokens_of(self._texts([int(i) for i in indices]), self._tokenizer)
+        found = tokenize_texts(self._texts([int(i) for i in indices]), self._tokenizer)
         return [{TOKENS: torch.from_numpy(tokens[: self.longest])} for tokens in found]
 
-    def measure(self, progress: Callable[[], None]) -> np.ndarray:
+    def count_tokens(self, progress: Callable[[], None]) -> np.ndarray:
         """Return the tokens of each sample; tokenizes all texts once, and calls `progress` in
         between."""
         found: list[int] = []
-        for first in range(0, len(self), _AT_ONCE):
-            run = np.arange(first, min(first + _AT_ONCE, len(self)))
+        for first in range(0, len(self), _TEXTS_PER_CALL):
+            run = np.arange(first, min(first + _TEXTS_PER_CALL, len(self)))
             found += [len(sample[TOKENS]) for sample in self.samples(run)]
             progress()
         return np.array(found, dtype=np.int32)
@@ -95,10 +95,10 @@ class TokenizedTexts(Ragged):
     def _texts(self, indices: list[int]) -> Sequence[str]:
         rows = self._dataset.fetch(indices)
         samples = zip(indices, rows, strict=True)
-        return [text_of(row, self._column, f"sample {k}", self.name) for k, row in samples]
+        return [get_text(row, self._column, f"sample {k}", self.name) for k, row in samples]
 
 
-def text_of(row: Any, column: str, what: str, name: str) -> str:
+def get_text(row: Any, column: str, what: str, name: str) -> str:
     """Return the text of a sample.
 
     Args:
@@ -126,7 +126,7 @@ def text_of(row: Any, column: str, what: str, name: str) -> str:
     return text
 
 
-def tokens_of(texts: Sequence[str], tokenizer: Tokenizer) -> list[np.ndarray]:
+def tokenize_texts(texts: Sequence[str], tokenizer: Tokenizer) -> list[np.ndarray]:
     """Return the tokens of each text, followed by end-of-text: int64."""
     encoded = tokenizer.encode_batch(texts)
     return [np.append(one.astype(np.int64), tokenizer.end_of_text) for one in encoded]

@@ -14,14 +14,21 @@ import torch
 from torch import Tensor
 
 from gpumix.data.core import sample_rng
-from gpumix.data.core.read_policy import Skipped, lacks, skips
+from gpumix.data.core.read_policy import Skipped, is_skipping, record_skipped_part
 from gpumix.data.core.source import Source, digest
-from gpumix.data.text.first_fit import WINDOW, Packs, first_fit
-from gpumix.data.workers.fetch import FAILURES, first_line_of, in_words, problem_at
-from gpumix.data.workers.padding import IGNORED, LABELS, TOKENS, Ragged, Sample, lengths_needed
+from gpumix.data.text.first_fit import WINDOW_DOCUMENTS, PackAssignment, pack_first_fit
+from gpumix.data.workers.fetch import FAILURES, catch_read_error, first_line_of, make_read_error
+from gpumix.data.workers.padding import (
+    IGNORED,
+    LABELS,
+    TOKENS,
+    RaggedSource,
+    Sample,
+    require_lengths,
+)
 from gpumix.schema.errors import InputError
 
-POSITIONS = "position_ids"
+POSITION_IDS = "position_ids"
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class Packer:
         labels = document.get(LABELS, tokens).long().clone()
         if self.predicts_next:
             labels[0] = IGNORED
-        return {**document, LABELS: labels, POSITIONS: torch.arange(len(tokens))}
+        return {**document, LABELS: labels, POSITION_IDS: torch.arange(len(tokens))}
 
     def _padding(self, like: Sample, length: int) -> Sample:
         beside = {key: value.new_zeros((length, *value.shape[1:])) for key, value in like.items()}
@@ -58,7 +65,7 @@ class Packer:
             **beside,
             TOKENS: like[TOKENS].new_full((length,), self.pad_token),
             LABELS: torch.full((length,), IGNORED),
-            POSITIONS: torch.arange(length),
+            POSITION_IDS: torch.arange(length),
         }
 
 
@@ -80,13 +87,20 @@ class PackedDocuments(Source):
     """
 
     def __init__(
-        self, documents: Ragged, *, seed: int, predicts_next: bool, window: int = WINDOW
+        self,
+        documents: RaggedSource,
+        *,
+        seed: int,
+        predicts_next: bool,
+        window: int = WINDOW_DOCUMENTS,
     ) -> None:
         self.name = documents.name
         self._documents = documents
         self._packer = Packer(documents.longest, documents.pad_token, predicts_next)
-        self._lengths = lengths_needed(documents, "packing", "--set data.packing=none")
-        self._packs: Packs = first_fit(self._lengths, documents.longest, seed=seed, window=window)
+        self._lengths = require_lengths(documents, "packing", "--set data.packing=none")
+        self._packs: PackAssignment = pack_first_fit(
+            self._lengths, documents.longest, seed=seed, window=window
+        )
         self._mark = digest(documents.fingerprint, documents.longest, "packed", seed, window)
 
     @property
@@ -114,7 +128,7 @@ class PackedDocuments(Source):
         packs = [self.documents_in(int(k)) for k in indices]
         packs = packs or [np.array([self._documents.template])]
         rows = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
-        with sample_rng.parts(rows.tolist()):
+        with sample_rng.use_part_seeds(rows.tolist()):
             documents = self._read(np.concatenate(packs), rows, may_lack=len(indices) > 0)
         filled = [self._packer.filled(pack) for pack in documents]
         return {
@@ -124,23 +138,23 @@ class PackedDocuments(Source):
     def _read(self, numbers: np.ndarray, rows: np.ndarray, *, may_lack: bool) -> list[list[Sample]]:
         """Return the documents of each row. Errors name the unreadable document, since packs are
         numbered differently; if allowed, a row with documents left skips it instead."""
-        caught = FAILURES if skips() else (Exception, SystemExit)
+        caught = FAILURES if is_skipping() else (Exception, SystemExit)
         try:
-            documents = self._documents_at(numbers)
+            documents = self._read_documents(numbers)
         except caught:
             bad = self._bad(numbers)
             for place, problem in bad.items():
-                if not (may_lack and skips()):
-                    raise in_words(self.name, int(numbers[place]), problem) from problem
+                if not (may_lack and is_skipping()):
+                    raise make_read_error(self.name, int(numbers[place]), problem) from problem
                 why = first_line_of(problem)
-                lacks(int(rows[place]), Skipped(int(numbers[place]), None, why))
+                record_skipped_part(int(rows[place]), Skipped(int(numbers[place]), None, why))
             good = [place for place in range(len(numbers)) if place not in bad]
             for place, problem in bad.items():
                 if rows[place] not in rows[good]:
-                    raise in_words(self.name, int(numbers[place]), problem) from problem
+                    raise make_read_error(self.name, int(numbers[place]), problem) from problem
             rows = rows[good]
-            with sample_rng.parts(good):
-                documents = self._documents_at(numbers[good])  # errors that do not recur are over
+            with sample_rng.use_part_seeds(good):
+                documents = self._read_documents(numbers[good])  # errors that do not recur are over
         found: list[list[Sample]] = [[] for _ in range(rows[-1] + 1)]
         for row, document in zip(rows.tolist(), documents, strict=True):
             found[row].append(document)
@@ -150,15 +164,15 @@ class PackedDocuments(Source):
         """Return the errors of unreadable documents, by place in `numbers`."""
         found = {}
         for place, number in enumerate(numbers.tolist()):
-            with sample_rng.only(place):
-                problem = problem_at(self._documents_at, number)
+            with sample_rng.use_single_row(place):
+                problem = catch_read_error(self._read_documents, number)
             if problem is not None:
                 found[place] = problem
-                if not skips():
+                if not is_skipping():
                     break
         return found
 
-    def _documents_at(self, numbers: np.ndarray) -> list[Sample]:
+    def _read_documents(self, numbers: np.ndarray) -> list[Sample]:
         """Return the documents; check lengths against the declared ones."""
         documents = self._documents.samples(numbers)
         for number, document in zip(numbers.tolist(), documents, strict=True):

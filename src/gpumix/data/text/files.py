@@ -18,10 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from gpumix.data.core.token_file import PackedText, Recipe, SourceFile, TokenWriter, packed
+from gpumix.data.core.token_file import (
+    PackedText,
+    SourceFile,
+    TokenFileRecipe,
+    TokenWriter,
+    open_token_file,
+)
 from gpumix.data.core.tokenizer import Tokenizer
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import opened
+from gpumix.schema.files import open_for_reading
 from gpumix.schema.job.job import DataSpec
 
 # Bytes read at once. Part of the format: text is tokenized piece by piece, cut at ends of lines, so
@@ -33,7 +39,7 @@ _BINARY_PROBE_BYTES = 8192
 _COMPRESSED = re.compile(
     rb"(\x1f\x8b\x08)|(\x28\xb5\x2f\xfd)|(BZh[1-9]1AY&SY)|(\xfd7zXZ\0)", re.DOTALL
 )
-_UNPACKED_BY = {1: "gunzip -k", 2: "unzstd", 3: "bunzip2 -k", 4: "unxz -k"}  # by regex group
+_UNPACK_COMMANDS = {1: "gunzip -k", 2: "unzstd", 3: "bunzip2 -k", 4: "unxz -k"}  # by regex group
 
 Piece = tuple[bytes | str, bool]  # a part of a document, and whether the document ends with it
 
@@ -55,15 +61,15 @@ def pack_text(
     files = find_files(spec)
     by_line = spec.document == "line"
     how = "lines" if by_line else "text"
-    recipe = Recipe(tuple(files), tokenizer.fingerprint, tokenizer.vocab_size, how)
+    recipe = TokenFileRecipe(tuple(files), tokenizer.fingerprint, tokenizer.vocab_size, how)
 
     def fill(writer: TokenWriter) -> None:
-        of_file = _lines_of if by_line else _pieces
+        of_file = _read_lines if by_line else _read_pieces
         pieces = chain.from_iterable(of_file(file.path, tokenizer) for file in files)
         write_documents(pieces, tokenizer, writer)
 
     at_least = None if spec.packing == "concatenate" else 1
-    return packed(cache, recipe, sequence_length, fill, at_least=at_least)
+    return open_token_file(cache, recipe, sequence_length, fill, at_least=at_least)
 
 
 def write_documents(pieces: Iterable[Piece], tokenizer: Tokenizer, writer: TokenWriter) -> None:
@@ -109,35 +115,35 @@ def _files_of(path: Path, pattern: str) -> Iterator[SourceFile]:
     `pattern`."""
     status = _status(path)
     if stat.S_ISDIR(status.st_mode):
-        for inner in _below(path):
+        for inner in _list_files(path):
             relative = PurePosixPath(inner.relative_to(path).as_posix())
             if _matches(relative, pattern):
                 status = _status(inner)
                 if stat.S_ISREG(status.st_mode) and status.st_size:
-                    yield _source(inner, status)
+                    yield _describe_file(inner, status)
     elif not stat.S_ISREG(status.st_mode):
         raise InputError("this is neither a file nor a folder", where=str(path))
     elif not status.st_size:
         raise InputError("the file is empty", where=str(path), fix="take it off data.text")
     else:
-        yield _source(path, status)
+        yield _describe_file(path, status)
 
 
-def _source(path: Path, status: os.stat_result) -> SourceFile:
+def _describe_file(path: Path, status: os.stat_result) -> SourceFile:
     try:
         return SourceFile.of(path, status)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _make_read_error(path, error) from error
 
 
 def _status(path: Path) -> os.stat_result:
     try:
         return path.stat()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _make_read_error(path, error) from error
 
 
-def _below(folder: Path) -> list[Path]:
+def _list_files(folder: Path) -> list[Path]:
     """Return all visible files below `folder`, sorted by path; linked folders are followed once.
 
     Raises:
@@ -145,7 +151,7 @@ def _below(folder: Path) -> list[Path]:
     """
 
     def fail(error: OSError) -> None:
-        raise _unreadable(Path(error.filename), error) from error
+        raise _make_read_error(Path(error.filename), error) from error
 
     found: list[Path] = []
     seen: set[Path] = set()
@@ -165,7 +171,7 @@ def _matches(relative: PurePosixPath, pattern: str) -> bool:
         raise InputError(f"data.pattern: '{pattern}' is no pattern", why=str(error)) from error
 
 
-def _pieces(path: Path, tokenizer: Tokenizer) -> Iterator[Piece]:
+def _read_pieces(path: Path, tokenizer: Tokenizer) -> Iterator[Piece]:
     """Yield the document in the file `path`, in pieces as the tokenizer takes them."""
     chunks = _chunks(path)
     if tokenizer.reads_bytes:
@@ -173,15 +179,15 @@ def _pieces(path: Path, tokenizer: Tokenizer) -> Iterator[Piece]:
             yield chunk, False
         yield b"", True
     else:
-        yield from _lines(_text_only(path, chunks))
+        yield from _decode_chunks(_refuse_binary(path, chunks))
 
 
-def _lines_of(path: Path, tokenizer: Tokenizer) -> Iterator[Piece]:
+def _read_lines(path: Path, tokenizer: Tokenizer) -> Iterator[Piece]:
     """Yield every non-blank line of the file `path`, without its end, as a document."""
     newline: Any = b"\n" if tokenizer.reads_bytes else "\n"
     carriage: Any = b"\r" if tokenizer.reads_bytes else "\r"
     begun: list[Any] = []  # parts of the current line, which may be long
-    for piece, last in _pieces(path, tokenizer):
+    for piece, last in _read_pieces(path, tokenizer):
         *ended, rest = piece.split(newline)
         for line in [*ended, rest] if last else ended:
             whole = newline[:0].join([*begun, line]).removesuffix(carriage)
@@ -193,14 +199,14 @@ def _lines_of(path: Path, tokenizer: Tokenizer) -> Iterator[Piece]:
 
 def _chunks(path: Path) -> Iterator[bytes]:
     try:
-        with opened(path) as file:
+        with open_for_reading(path) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _make_read_error(path, error) from error
 
 
-def _text_only(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
+def _refuse_binary(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Yield `chunks`, unless the first is compressed or has NUL bytes: raise an InputError."""
     for number, chunk in enumerate(chunks):
         packer = _COMPRESSED.match(chunk) if number == 0 else None
@@ -208,8 +214,8 @@ def _text_only(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
             raise InputError(
                 "this file is compressed",
                 where=str(path),
-                fix=f"unpack it: {_UNPACKED_BY[packer.lastindex or 0]} {shlex.quote(str(path))}; "
-                "or leave it out with data.pattern",
+                fix=f"unpack it: {_UNPACK_COMMANDS[packer.lastindex or 0]} {shlex.quote(str(path))}"
+                "; or leave it out with data.pattern",
             )
         if number == 0 and b"\0" in chunk[:_BINARY_PROBE_BYTES]:
             raise InputError(
@@ -221,7 +227,7 @@ def _text_only(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
         yield chunk
 
 
-def _lines(chunks: Iterator[bytes]) -> Iterator[Piece]:
+def _decode_chunks(chunks: Iterator[bytes]) -> Iterator[Piece]:
     """Yield text of about one chunk each, cut after the last end of line, or else before a
     space."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
@@ -251,7 +257,7 @@ def _write_batch(batch: list[Piece], tokenizer: Tokenizer, writer: TokenWriter) 
         writer.write(np.concatenate(parts), offsets[last])
 
 
-def _unreadable(path: Path, error: OSError) -> InputError:
+def _make_read_error(path: Path, error: OSError) -> InputError:
     missing = isinstance(error, FileNotFoundError)
     return InputError(
         f"cannot read the text: {error.strerror}",

@@ -13,14 +13,14 @@ import numpy as np
 from gpumix.data.order.global_order import GlobalOrder
 from gpumix.schema.errors import InputError
 
-WINDOW = 4096
+WINDOW_DOCUMENTS = 4096
 """Documents per window: with usual text lengths, less than 0.2 % of the packs stays empty."""
 
 _WINDOWS_AT_ONCE = 256  # windows whose packs are tracked at once
 
 
 @dataclass(frozen=True)
-class Packs:
+class PackAssignment:
     """Documents by pack: pack k has `documents[begins[k]:begins[k + 1]]`, in order."""
 
     documents: np.ndarray
@@ -34,7 +34,9 @@ class Packs:
         return self.documents[self.begins[pack] : self.begins[pack + 1]]
 
 
-def first_fit(lengths: np.ndarray, capacity: int, *, seed: int, window: int = WINDOW) -> Packs:
+def pack_first_fit(
+    lengths: np.ndarray, capacity: int, *, seed: int, window: int = WINDOW_DOCUMENTS
+) -> PackAssignment:
     """Assign all documents to packs of at most `capacity` tokens.
 
     Args:
@@ -57,15 +59,15 @@ def first_fit(lengths: np.ndarray, capacity: int, *, seed: int, window: int = WI
     documents, counts = [], []
     for first in range(0, len(order), step):
         part = order[first : first + step]
-        packs = _pack(lengths[part].astype(np.int32), capacity, window)
+        packs = _assign_packs(lengths[part].astype(np.int32), capacity, window)
         # Packs in the order of windows, documents of a pack in order of arrival.
         documents.append(part[np.argsort(packs, kind="stable")])
         used = np.bincount(packs)
         counts.append(used[used > 0])
-    return Packs(np.concatenate(documents), np.cumsum(np.concatenate([[0], *counts])))
+    return PackAssignment(np.concatenate(documents), np.cumsum(np.concatenate([[0], *counts])))
 
 
-def _pack(lengths: np.ndarray, capacity: int, window: int) -> np.ndarray:
+def _assign_packs(lengths: np.ndarray, capacity: int, window: int) -> np.ndarray:
     """Return the pack number of each document, window after window; some numbers are unused."""
     windows = -(-len(lengths) // window)
     width = min(window, len(lengths))

@@ -15,34 +15,34 @@ from enum import StrEnum
 from math import ceil, floor
 from statistics import median
 
-from gpumix.cost.input_time import STARVED_SHARE
+from gpumix.cost.input_time import MIN_STARVED_SHARE
 from gpumix.data.workers.fetch import Cost
-from gpumix.data.workers.prefetcher import MOST_AHEAD, WHOLE, PrefetchSettings
+from gpumix.data.workers.prefetcher import MOST_AHEAD, WHOLE_BATCH_SAMPLES, PrefetchSettings
 from gpumix.data.workers.step_timing import TimedStep
 from gpumix.data.workers.worker_pool import MOST_WORKERS
 
-FIRST = 6  # steps to measure the device's time
+MEASURED_STEPS = 6  # steps to measure the device's time
 WINDOW = 20  # steps per check
-PAUSE = 200  # steps between later corrections
-BUSY = 0.9  # planned share of the workers' capacity
+PAUSE_STEPS = 200  # steps between later corrections
+TARGET_UTILIZATION = 0.9  # planned share of the workers' capacity
 CHEAP = 0.05  # of a step, CPU time a fetching thread may take from the launching thread
 CHEAP_S = 1e-3  # per batch: less is not worth a process
-HANDED_S = 1e-4  # CPU time of the training process per part of a batch, until measured
+HANDOVER_CPU_S = 1e-4  # CPU time of the training process per part of a batch, until measured
 HANDED_SHARE = 0.02  # of a step, for the parts of a batch together
-HANDED = 64  # last parts that measure it
+HANDOVER_PARTS = 64  # last parts that measure it
 UNDER_WAY = 3  # parts per worker, over all batches ahead
 THREADS_GAIN = 1.4  # speedup of two threads that counts as parallel in the interpreter
 LEAST_AHEAD = 4
 FIRST_WAITING = 8  # workers per core at most, until the device's time is known
 FREE = 0.8  # share of cores in use below which workers do not wait for cores
 FORGETS = 0.1  # share of earlier measurements replaced by each step
-TRIED = 4  # chunks in the trial of two threads
+TRIAL_CHUNKS = 4  # chunks in the trial of two threads
 AT_FIRST = "as fast as the cores can, at first"
 DRAWS = "samples draw from this process's generators, so they are read while `next` waits"
 DREW = "samples were seen to draw from generators of the process that reads them"
 UNEVEN = 2.0  # slowest chunk relative to a batch, from which cost is uneven
 UNEVEN_BUSY = 0.6  # planned share of capacity for uneven cost
-MUCH = 3.0  # times a starved share, beyond noise
+STARVED_FACTOR = 3.0  # times a starved share, beyond noise
 TAIL = 1.2  # times the slowest chunk, to be covered by batches ahead
 
 
@@ -64,7 +64,7 @@ class Bounds:
         threads: whether several threads may read the dataset at once.
         memory_bytes: memory for batches ahead.
         kind, workers, ahead: fixed, if not None.
-        draws: see `where_it_draws`.
+        draws: see `with_random_draws`.
     """
 
     cores: float
@@ -76,7 +76,7 @@ class Bounds:
     ahead: int | None = None
     draws: bool = False
 
-    def where_it_draws(self) -> Bounds:
+    def with_random_draws(self) -> Bounds:
         """Return the bounds for samples that draw from generators of the process reading them.
         Worker processes may draw freely; in the training process one thread may, while `next`
         waits."""
@@ -110,7 +110,7 @@ class BatchMeasurements:
     tail_s: float
     step_s: float
     threads_gain: float | None = None
-    handed_s: float = HANDED_S
+    handed_s: float = HANDOVER_CPU_S
 
     @property
     def waiting(self) -> float:
@@ -129,7 +129,7 @@ def choose(found: BatchMeasurements, bounds: Bounds, splits: bool) -> PrefetchSe
     useful = floor(bounds.cores * min(found.waiting, most) + 0.25)
     useful = max(1, min(MOST_WORKERS, useful))
     # If a few samples take most of the time, quick batches come first and hide the cost.
-    busy = UNEVEN_BUSY if found.tail_s > UNEVEN * found.wall_s else BUSY
+    busy = UNEVEN_BUSY if found.tail_s > UNEVEN * found.wall_s else TARGET_UTILIZATION
     workers = min(useful, max(1, ceil(found.wall_s / (busy * max(wanted_s, 1e-9)))))
     workers = workers if bounds.workers is None else max(1, bounds.workers)
     kind = bounds.kind or _kind(found, bounds, workers)
@@ -137,7 +137,7 @@ def choose(found: BatchMeasurements, bounds: Bounds, splits: bool) -> PrefetchSe
         workers = 1
     step_s = max(wanted_s, found.wall_s / workers, found.cpu_s / max(bounds.cores, 1e-9))
     most_parts = round(HANDED_SHARE * step_s / found.handed_s)
-    if found.step_s and found.cpu_s > BUSY * bounds.cores * found.step_s:
+    if found.step_s and found.cpu_s > TARGET_UTILIZATION * bounds.cores * found.step_s:
         # Cores are short, and parts cost CPU time: use the fewest that keep all workers busy.
         fewest = ceil(UNDER_WAY * workers / bounds.ahead_for(MOST_AHEAD, found.batch_bytes))
         most_parts = min(most_parts, fewest)
@@ -148,7 +148,7 @@ def choose(found: BatchMeasurements, bounds: Bounds, splits: bool) -> PrefetchSe
     if not splits:
         ahead = max(ahead, ceil(2 * TAIL * found.tail_s / step_s) + 2)
     ahead = bounds.ahead_for(ahead, found.batch_bytes)
-    chunk = -(-found.rows // parts) if parts > 1 else WHOLE
+    chunk = -(-found.rows // parts) if parts > 1 else WHOLE_BATCH_SAMPLES
     return PrefetchSettings(kind, workers, ahead, chunk)  # type: ignore[arg-type]
 
 
@@ -191,7 +191,7 @@ class Tuner:
     _samples: int = 0  # samples behind `_solo`
     _gain: float | None = None
     _tried: list[Cost] | None = None  # chunks of the trial of two threads, while it runs
-    _handed_s: deque[float] = field(default_factory=lambda: deque(maxlen=HANDED))
+    _handed_s: deque[float] = field(default_factory=lambda: deque(maxlen=HANDOVER_PARTS))
     _rows: int = 0
     _tail_s: float = 0.0
 
@@ -232,7 +232,7 @@ class Tuner:
         self.setting = replace(
             self.setting,
             ahead=min(self.setting.ahead, bounds.ahead_for(MOST_AHEAD, now_bytes)),
-            chunk=max(1, -(-rows // parts)) if parts > 1 else WHOLE,
+            chunk=max(1, -(-rows // parts)) if parts > 1 else WHOLE_BATCH_SAMPLES,
         )
         return self.setting
 
@@ -243,7 +243,7 @@ class Tuner:
         if self._tried is not None:
             return self._try(costs, batch_bytes)
         self._learn(costs)
-        if self._steps - self._begun >= FIRST and not self._jumped:
+        if self._steps - self._begun >= MEASURED_STEPS and not self._jumped:
             self._jumped = True
             return self._move(self._jump(batch_bytes), "for the device's step time")
         if self._jumped and len(self._window) == WINDOW:
@@ -251,7 +251,7 @@ class Tuner:
             self._window.clear()
         return self.setting
 
-    def drawing(self, bounds: Bounds, batch_bytes: int) -> PrefetchSettings:
+    def apply_draws(self, bounds: Bounds, batch_bytes: int) -> PrefetchSettings:
         """Return the settings after samples were first seen to draw from generators of the process,
         within bounds for such samples. The device's time is measured again."""
         self.bounds, self._tried = bounds, None
@@ -293,9 +293,9 @@ class Tuner:
         interpreter."""
         assert self._tried is not None and self._solo is not None, "they are tried"
         self._tried += costs
-        if len(self._tried) < TRIED:
+        if len(self._tried) < TRIAL_CHUNKS:
             return self.setting
-        self._gain = 2.0 * self._solo[0] / max(_per_sample(self._tried[:TRIED])[0], 1e-9)
+        self._gain = 2.0 * self._solo[0] / max(_per_sample(self._tried[:TRIAL_CHUNKS])[0], 1e-9)
         self._tried = None
         found = self._measured(batch_bytes, 0.0)
         return self._move(choose(found, self.bounds, self.splits), AT_FIRST)
@@ -334,7 +334,7 @@ class Tuner:
             tail_s=self._tail_s,
             step_s=step_s,
             threads_gain=self._gain,
-            handed_s=median(self._handed_s) if self._handed_s else HANDED_S,
+            handed_s=median(self._handed_s) if self._handed_s else HANDOVER_CPU_S,
         )
 
     def _device_s(self) -> float:
@@ -346,23 +346,23 @@ class Tuner:
         waited_s = sum(step.waited_s for step in self._window)
         all_s = waited_s + sum(step.device_s for step in self._window)
         share = waited_s / max(all_s, 1e-9)
-        if share <= STARVED_SHARE:
+        if share <= MIN_STARVED_SHARE:
             self._starved, self.limit = 0, Limit.DEVICE
             return
         found = self._measured(batch_bytes, self._device_s())
         self._starved += 1
         cores_s = found.cpu_s / max(self.bounds.cores, 1e-9)
-        short = cores_s > BUSY * all_s / len(self._window)
+        short = cores_s > TARGET_UTILIZATION * all_s / len(self._window)
         self.limit = Limit.CORES if short else Limit.UNKNOWN
-        if not self._may():
+        if not self._can_correct():
             return
         if short:
             self._correct(choose(found, self.bounds, self.splits), "samples take another time")
-        elif self._starved >= 2 or share > MUCH * STARVED_SHARE:
+        elif self._starved >= 2 or share > STARVED_FACTOR * MIN_STARVED_SHARE:
             self._correct(self._more(found), f"the device waited {share:.0%} of the time")
 
-    def _may(self) -> bool:
-        return self._corrections < 2 or self._steps - self._moved >= PAUSE
+    def _can_correct(self) -> bool:
+        return self._corrections < 2 or self._steps - self._moved >= PAUSE_STEPS
 
     def _more(self, found: BatchMeasurements) -> PrefetchSettings:
         """Return settings with more of the scarce resource: batches ahead if most arrive in time,

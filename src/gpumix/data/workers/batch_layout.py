@@ -15,7 +15,7 @@ _ALIGNED_BYTES = 64
 
 
 @dataclass(frozen=True)
-class Field:
+class TensorField:
     """A tensor of a batch: `offset` bytes into the buffer, `shape` without the samples."""
 
     key: str
@@ -29,7 +29,7 @@ class BatchLayout:
     """The tensors of a batch of `rows` rows, one after another."""
 
     rows: int
-    fields: tuple[Field, ...]
+    fields: tuple[TensorField, ...]
     nbytes: int
 
     @classmethod
@@ -37,7 +37,7 @@ class BatchLayout:
         """Return the layout for tensors like `like`, with samples in the first dimension."""
         fields, offset = [], 0
         for key, value in like.items():
-            fields.append(Field(key, value.dtype, tuple(value.shape[1:]), offset))
+            fields.append(TensorField(key, value.dtype, tuple(value.shape[1:]), offset))
             size = rows * value.shape[1:].numel() * value.element_size()
             offset += -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
         return cls(rows, tuple(fields), offset)
@@ -51,7 +51,7 @@ class BatchLayout:
         known = {f.key: (f.dtype, f.shape) for f in self.fields}
         return known == {key: (v.dtype, tuple(v.shape[1:])) for key, v in values.items()}
 
-    def _view(self, field: Field, buffer: Tensor) -> Tensor:
+    def _view(self, field: TensorField, buffer: Tensor) -> Tensor:
         shape = torch.Size((self.rows, *field.shape))
         size = shape.numel() * field.dtype.itemsize
         return buffer[field.offset : field.offset + size].view(field.dtype).view(shape)

@@ -2,7 +2,7 @@
 
 The thread that launches work does not wait: the copy runs on a stream of its own, and the compute
 stream waits for its event. Memory on either side is reused only after its last reader: see
-`BatchCopies` and `CopyStream`.
+`InFlightBatches` and `CopyStream`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from gpumix.data.workers.batch_layout import Batch
-from gpumix.data.workers.padding import MASK, PER_TOKEN
+from gpumix.data.workers.padding import MASK, PER_TOKEN_KEYS
 from gpumix.hardware import runtime
 
 E = TypeVar("E")
@@ -48,7 +48,7 @@ class CopyStream:
         # Allocated on this stream, the memory has no pending work of other streams.
         with runtime.on_stream(self._stream):
             there = {key: t.to(self._device, non_blocking=True) for key, t in batch.items()}
-            sent = runtime.recorded_event(self._device)
+            sent = runtime.record_event(self._device)
         return there, sent
 
     def receive(self, batch: Batch, sent: runtime.Event) -> None:
@@ -61,7 +61,7 @@ class CopyStream:
         return sent.query()
 
 
-class BatchCopies(Generic[E]):
+class InFlightBatches(Generic[E]):
     """Batches in flight to a device.
 
     The source of a copy is kept until its event, since freed pinned memory may get the next batch
@@ -76,7 +76,7 @@ class BatchCopies(Generic[E]):
 
     def begin(self, position: int, batch: Batch) -> None:
         """Start copying the batch at `position` of the order, unless device memory is short."""
-        if position in self._coming or _looked_at(batch):
+        if position in self._coming or _is_trimmed_on_host(batch):
             return
         try:
             self._send(position, batch)
@@ -85,7 +85,7 @@ class BatchCopies(Generic[E]):
 
     def take(self, position: int, batch: Batch) -> Batch:
         """Return the batch on the device, ready for later computation."""
-        if _looked_at(batch):
+        if _is_trimmed_on_host(batch):
             return batch
         if position not in self._coming:
             self._send(position, batch)
@@ -105,6 +105,6 @@ class BatchCopies(Generic[E]):
         self._coming[position] = there, sent
 
 
-def _looked_at(batch: Batch) -> bool:
+def _is_trimmed_on_host(batch: Batch) -> bool:
     """Return whether the engine trims padding from the batch, which it locates on the host only."""
-    return MASK in batch and batch.keys() <= set(PER_TOKEN)
+    return MASK in batch and batch.keys() <= set(PER_TOKEN_KEYS)

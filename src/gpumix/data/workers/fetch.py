@@ -14,7 +14,7 @@ import numpy as np
 
 import gpumix
 from gpumix.data.core import sample_rng
-from gpumix.data.core.host_limits import waited_for_core_s
+from gpumix.data.core.host_limits import read_core_wait_s
 from gpumix.data.core.read_policy import (
     NO_SAMPLE,
     SEVERAL,
@@ -22,15 +22,21 @@ from gpumix.data.core.read_policy import (
     Reading,
     Skipped,
     StuckError,
+    clear_failed_sample,
+    collect_skipped,
     failed_at,
-    in_time,
-    none_failed,
-    skipping,
+    run_with_timeout,
 )
 from gpumix.data.core.source import Source
 from gpumix.data.order.global_order import GlobalOrder
 from gpumix.data.workers.batch_layout import Batch, BatchLayout
-from gpumix.schema.errors import GpumixError, InputError, TrainingError, first_line, in_a_line
+from gpumix.schema.errors import (
+    GpumixError,
+    InputError,
+    TrainingError,
+    format_in_one_line,
+    get_first_line,
+)
 
 T = TypeVar("T")
 
@@ -89,7 +95,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchResult:
     """The result of a chunk; `values` only if not written into the memory of the batch.
 
     Attributes:
@@ -132,15 +138,15 @@ def fetch(
     except FAILURES as error:
         if bad_samples == "stop" and isinstance(error, GpumixError):
             raise  # it names the bad sample and the reason
-        taken, skipped = _one_by_one(source, indices, bad_samples)
-        none_failed()
+        taken, skipped = _replace_bad_samples(source, indices, bad_samples)
+        clear_failed_sample()
         try:
             batch, lacking = _read(read, taken, indices, bad_samples)
             return batch, skipped + lacking
         except GpumixError:
             raise
         except FAILURES as again:
-            raise _after_all(source, indices, again) from error
+            raise _make_batch_error(source, indices, again) from error
 
 
 def _read(
@@ -150,12 +156,12 @@ def _read(
     bad_samples: BadSamples,
 ) -> tuple[Batch, tuple[Skipped, ...]]:
     """Return rows, some replacing the samples in `asked`, and the parts missing from rows."""
-    with skipping(bad_samples) as lacking:
+    with collect_skipped(bad_samples) as lacking:
         batch = read(indices)
     return batch, tuple(replace(one, of=int(asked[row])) for row, one in lacking)
 
 
-def _after_all(source: Source, indices: np.ndarray, again: BaseException) -> TrainingError:
+def _make_batch_error(source: Source, indices: np.ndarray, again: BaseException) -> TrainingError:
     """Return the error for samples failing twice together, but not separately."""
     number, said = failed_at(), first_line_of(again)
     several = f"{len(indices)} samples of {source.name}"
@@ -171,28 +177,28 @@ def _after_all(source: Source, indices: np.ndarray, again: BaseException) -> Tra
     return TrainingError(what, where=_place(again), why=each, fix=fix)
 
 
-def _one_by_one(
+def _replace_bad_samples(
     source: Source, indices: np.ndarray, bad_samples: BadSamples
 ) -> tuple[np.ndarray, tuple[Skipped, ...]]:
     """Find the bad samples after an error; return the indices to read instead and the samples
     skipped. Errors that do not recur are ignored."""
     taken, skipped = indices.copy(), []
     for place, index in enumerate(indices.tolist()):
-        with sample_rng.only(place), skipping(bad_samples) as lacking:
+        with sample_rng.use_single_row(place), collect_skipped(bad_samples) as lacking:
             problem = _problem(source, index)
             if problem is None:
                 continue
             if bad_samples == "stop":
-                raise in_words(source.name, source.number(index), problem)
+                raise make_read_error(source.name, source.number(index), problem)
             # For a pack, report its bad documents.
             parts = [replace(one, of=index) for _, one in lacking]
-            taken[place] = other = _instead(source, index, problem)
+            taken[place] = other = _find_replacement(source, index, problem)
         number, instead = source.number(index), source.number(other)
         skipped += parts or [Skipped(number, instead, first_line_of(problem), index)]
     return taken, tuple(skipped)
 
 
-def fetch_in_time(
+def fetch_with_timeout(
     source: Source, indices: np.ndarray, reading: Reading, *, specimen: bool = False
 ) -> tuple[Batch, tuple[Skipped, ...]]:
     """Fetch as `fetch` does, with a timeout, while the caller waits. Random draws are seeded by
@@ -203,7 +209,7 @@ def fetch_in_time(
     """
 
     read = partial(fetch, source, indices, reading.bad_samples, specimen=specimen)
-    return _undisturbed(read, seeds_by_number(indices).tolist(), source.name, reading)
+    return _read_isolated(read, seeds_by_number(indices).tolist(), source.name, reading)
 
 
 def seeds_by_number(indices: np.ndarray) -> np.ndarray:
@@ -211,7 +217,7 @@ def seeds_by_number(indices: np.ndarray) -> np.ndarray:
     return sample_rng.seeds_of(_BY_NUMBER, indices)
 
 
-def readable(read: Callable[[int], object], count: int, name: str, reading: Reading) -> int:
+def find_readable(read: Callable[[int], object], count: int, name: str, reading: Reading) -> int:
     """Return the index of a sample representing all: the first, or, if bad samples are skipped, the
     first of its replacement candidates on which `read` succeeds.
 
@@ -220,33 +226,33 @@ def readable(read: Callable[[int], object], count: int, name: str, reading: Read
     """
     first: BaseException | None = None
     for index in range(1 if reading.bad_samples == "stop" else min(count, 1 + TRIES)):
-        problem = _undisturbed(partial(_raised, read, index), [_BY_NUMBER], name, reading)
+        problem = _read_isolated(partial(_catch_error, read, index), [_BY_NUMBER], name, reading)
         if problem is None:
             return index
         if isinstance(problem, StuckError):
             raise problem
         if isinstance(problem, BrokenStreamError):
-            raise in_words(name, index, problem) from problem
+            raise make_read_error(name, index, problem) from problem
         first = first or problem
     assert first is not None, "at least one was tried"
     if reading.bad_samples == "stop":
-        raise in_words(name, 0, first)
-    raise _none_instead(name, 0, first, index)
+        raise make_read_error(name, 0, first)
+    raise _make_no_replacement_error(name, 0, first, index)
 
 
-def _undisturbed(read: Callable[[], T], seeds: list[int], name: str, reading: Reading) -> T:
+def _read_isolated(read: Callable[[], T], seeds: list[int], name: str, reading: Reading) -> T:
     """Return the result of `read` while the caller waits; later random draws are unaffected."""
 
     def drawing() -> T:
-        with sample_rng.reading(seeds, everywhere=True):
-            sample_rng.begin(0)
+        with sample_rng.use_row_seeds(seeds, everywhere=True):
+            sample_rng.seed_row(0)
             return read()
 
-    with sample_rng.put_back():
-        return in_time(drawing, name, reading.timeout_s)
+    with sample_rng.preserve_rng_state():
+        return run_with_timeout(drawing, name, reading.timeout_s)
 
 
-def _raised(read: Callable[[int], object], index: int) -> BaseException | None:
+def _catch_error(read: Callable[[int], object], index: int) -> BaseException | None:
     try:
         read(index)
     except FAILURES as error:
@@ -254,7 +260,7 @@ def _raised(read: Callable[[int], object], index: int) -> BaseException | None:
     return None
 
 
-def problem_at(read: Callable[[np.ndarray], object], index: int) -> BaseException | None:
+def catch_read_error(read: Callable[[np.ndarray], object], index: int) -> BaseException | None:
     """Return the exception of `read` at one sample, or None."""
     try:
         read(np.array([index]))
@@ -271,13 +277,13 @@ def _problem(source: Source, index: int) -> BaseException | None:
     Raises:
         TrainingError: the stream breaks there, so no sample can be a replacement.
     """
-    found = problem_at(source.rows, index)
+    found = catch_read_error(source.rows, index)
     if isinstance(found, BrokenStreamError):
-        raise in_words(source.name, source.number(index), found)
+        raise make_read_error(source.name, source.number(index), found)
     return found
 
 
-def _instead(source: Source, index: int, problem: BaseException) -> int:
+def _find_replacement(source: Source, index: int, problem: BaseException) -> int:
     """Return the replacement of a bad sample, identical in every plan and worker."""
     for attempt in range(TRIES):
         if source.in_order:
@@ -286,10 +292,12 @@ def _instead(source: Source, index: int, problem: BaseException) -> int:
             other = int(GlobalOrder(len(source), attempt).indices(0, np.array([index]))[0])
         if _problem(source, other) is None:
             return other
-    raise _none_instead(source.name, source.number(index), problem, TRIES)
+    raise _make_no_replacement_error(source.name, source.number(index), problem, TRIES)
 
 
-def _none_instead(name: str, index: int, problem: BaseException, tried: int) -> TrainingError:
+def _make_no_replacement_error(
+    name: str, index: int, problem: BaseException, tried: int
+) -> TrainingError:
     found = TrainingError(
         f"sample {index} of {name} cannot be read, and {tried} that could take its place cannot "
         "either",
@@ -301,7 +309,7 @@ def _none_instead(name: str, index: int, problem: BaseException, tried: int) -> 
     return found
 
 
-def in_words(name: str, index: int, error: BaseException) -> GpumixError:
+def make_read_error(name: str, index: int, error: BaseException) -> GpumixError:
     """Return the error for an unreadable sample of the dataset `name`."""
     fix = (
         "mend it, or let others take the place of such samples: `data: {bad_samples: skip}`, "
@@ -325,7 +333,7 @@ def in_words(name: str, index: int, error: BaseException) -> GpumixError:
 
 
 def first_line_of(error: BaseException) -> str:
-    return first_line(error) if isinstance(error, GpumixError) else in_a_line(error)
+    return get_first_line(error) if isinstance(error, GpumixError) else format_in_one_line(error)
 
 
 def _place(error: BaseException) -> str:
@@ -335,12 +343,12 @@ def _place(error: BaseException) -> str:
     return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
 
 
-def clocked(
+def fetch_timed(
     source: Source, chunk: Chunk, bad_samples: BadSamples, target: Batch | None = None
 ) -> tuple[Batch, tuple[Skipped, ...], Cost]:
     """Run `fetch` and measure its cost."""
-    wall_s, cpu_s, core_s = time.perf_counter(), time.thread_time(), waited_for_core_s()
+    wall_s, cpu_s, core_s = time.perf_counter(), time.thread_time(), read_core_wait_s()
     values, skipped = fetch(source, chunk.indices, bad_samples, target=target)
-    core_s = waited_for_core_s() - core_s
+    core_s = read_core_wait_s() - core_s
     wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
     return values, skipped, Cost(len(chunk.indices), max(cpu_s, wall_s - core_s), cpu_s)

@@ -26,12 +26,12 @@ from gpumix.schema.errors import MachineError
 SMALL_BYTES = 2**15  # fit into a connection before its other end reads
 
 _FORK, _KILL, _END = b"f", b"k", b"e"
-_BUSY = (OSError, EOFError)
+_CONNECTION_ERRORS = (OSError, EOFError)
 
 
 # This process's ends of connections. A forked nursery must close them, or the other ends would not
 # notice the death of this process.
-_ours: set[int] = set()
+_parent_fds: set[int] = set()
 
 
 def can_fork() -> bool:
@@ -90,12 +90,12 @@ class WorkerProcess:
     def close(self) -> None:
         """Close the connection."""
         if not self.connection.closed:
-            _ours.difference_update((self.connection.fileno(), self._bell))
+            _parent_fds.difference_update((self.connection.fileno(), self._bell))
             self.connection.close()
             os.close(self._bell)
 
 
-class Nursery:
+class ForkServer:
     """A fork server for workers.
 
     Args:
@@ -115,10 +115,10 @@ class Nursery:
                 fix="raise `ulimit -u`, free memory, or set `data: {workers: 0}`",
             ) from error
         if self._pid == 0:
-            _in_child(lambda: _begun(ours, theirs, work))
+            _run_child(lambda: _run_server(ours, theirs, work))
         theirs.close()
         self._control = ours
-        _ours.add(ours.fileno())
+        _parent_fds.add(ours.fileno())
 
     def fork(self) -> WorkerProcess:
         """Start a worker.
@@ -130,7 +130,7 @@ class Nursery:
         try:
             socket.send_fds(self._control, [_FORK], [theirs.fileno(), bell])
             pid = int(self._control.recv(64))
-        except (*_BUSY, ValueError) as error:
+        except (*_CONNECTION_ERRORS, ValueError) as error:
             ours.close()
             os.close(bell)
             raise MachineError(
@@ -147,7 +147,7 @@ class Nursery:
                 why=os.strerror(-pid),
                 fix="raise `ulimit -u`, or free memory",
             )
-        _ours.update((ours.fileno(), bell))
+        _parent_fds.update((ours.fileno(), bell))
         return WorkerProcess(pid, Connection(ours.detach()), bell)
 
     def end(self, worker: WorkerProcess) -> str:
@@ -156,7 +156,7 @@ class Nursery:
         try:
             self._control.send(_KILL + str(worker.pid).encode())
             status = int(self._control.recv(64))
-        except (*_BUSY, ValueError):
+        except (*_CONNECTION_ERRORS, ValueError):
             return "it is gone"
         if os.WIFSIGNALED(status):
             name = signal.Signals(os.WTERMSIG(status)).name
@@ -167,7 +167,7 @@ class Nursery:
         """End all workers."""
         with suppress(OSError):
             self._control.send(_END)
-        _ours.discard(self._control.fileno())
+        _parent_fds.discard(self._control.fileno())
         self._control.close()
         with suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
@@ -186,10 +186,10 @@ def _channel() -> tuple[socket.socket, socket.socket, int]:
         ) from error
 
 
-def _begun(ours: socket.socket, theirs: socket.socket, work: Work) -> None:
+def _run_server(ours: socket.socket, theirs: socket.socket, work: Work) -> None:
     """Close inherited connections and serve, as the nursery."""
     ours.close()
-    for fd in _ours:
+    for fd in _parent_fds:
         os.close(fd)
     _serve(theirs, work)
 
@@ -202,19 +202,19 @@ def _serve(control: socket.socket, work: Work) -> None:
         if request in (b"", _END):  # the trainer is gone, or closes the nursery
             break
         if request.startswith(_FORK):
-            answer = _forked(control, work, fds)
+            answer = _fork_worker(control, work, fds)
             if answer > 0:
                 children.add(answer)
         else:
             pid = int(request[1:])
-            answer = _ended(pid) if pid in children else 0
+            answer = _kill_worker(pid) if pid in children else 0
             children.discard(pid)
         control.send(str(answer).encode())
     for pid in children:
-        _ended(pid)
+        _kill_worker(pid)
 
 
-def _forked(control: socket.socket, work: Work, fds: list[int]) -> int:
+def _fork_worker(control: socket.socket, work: Work, fds: list[int]) -> int:
     """Fork a worker; return its pid, or the negated errno on failure."""
     try:
         pid = os.fork()
@@ -224,20 +224,20 @@ def _forked(control: socket.socket, work: Work, fds: list[int]) -> int:
         control.close()
         _die_with_parent()
         fd, bell = fds
-        _in_child(lambda: work(Inbox(Connection(fd), bell)))
+        _run_child(lambda: work(Inbox(Connection(fd), bell)))
     for fd in fds:
         os.close(fd)
     return pid
 
 
-def _ended(pid: int) -> int:
+def _kill_worker(pid: int) -> int:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     return status
 
 
-def _in_child(life: Callable[[], None]) -> NoReturn:
+def _run_child(life: Callable[[], None]) -> NoReturn:
     """Run `life` and exit, as a forked process: exit handlers of the parent do not run."""
     code = 1
     try:
@@ -246,7 +246,7 @@ def _in_child(life: Callable[[], None]) -> NoReturn:
         gc.freeze()  # the parent's objects stay shared
         life()
         code = 0
-    except _BUSY:
+    except _CONNECTION_ERRORS:
         code = 0  # the other end is gone
     except BaseException:
         traceback.print_exc()
@@ -270,7 +270,7 @@ def picklable(error: Exception) -> Exception:
     return error
 
 
-def sent(connection: Connection, message: Any) -> None:
+def send_message(connection: Connection, message: Any) -> None:
     """Send a message with tensors by value. `Connection.send` has a pickler of its own, in which
     torch registers tensors as files in /dev/shm."""
     connection.send_bytes(_pickled(message))

@@ -1,7 +1,7 @@
 """Samples of different lengths, padded to the longest sample requested.
 
-Subclasses of `Ragged` provide the tokens of samples; this module makes tensors of them. Nothing is
-padded to the longest sample of all, unless it is among those requested.
+Subclasses of `RaggedSource` provide the tokens of samples; this module makes tensors of them.
+Nothing is padded to the longest sample of all, unless it is among those requested.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gpumix.data.core.read_policy import AS_USUAL, Reading
-from gpumix.data.core.source import IGNORED, SameSamples, Source, check_known
-from gpumix.data.workers.fetch import readable
+from gpumix.data.core.read_policy import DEFAULT_READING, Reading
+from gpumix.data.core.source import IGNORED, Source, SourceWrapper, check_vocabulary
+from gpumix.data.workers.fetch import find_readable
 from gpumix.schema.errors import InputError
 
 TOKENS, LABELS, MASK = "input_ids", "labels", "attention_mask"
-PER_TOKEN = (TOKENS, LABELS, MASK, "token_type_ids", "position_ids")
-OF_DECODER = (LABELS, "decoder_input_ids", "decoder_attention_mask")
+PER_TOKEN_KEYS = (TOKENS, LABELS, MASK, "token_type_ids", "position_ids")
+DECODER_KEYS = (LABELS, "decoder_input_ids", "decoder_attention_mask")
 
 Sample = dict[str, Tensor]
 """Tensors whose first dimension is the sample's tokens, `input_ids` among them."""
 
 
-class Ragged(Source):
+class RaggedSource(Source):
     """Samples of at most `longest` tokens.
 
     `rows` pads on the right: `input_ids` with `pad_token`, `attention_mask` with 0, `labels` with
@@ -57,20 +57,22 @@ class Ragged(Source):
 
     def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
         sample = self.samples(np.array([self.template]))[0]
-        return as_long_as_any(sample, len(indices), self.longest)
+        return make_longest_batch(sample, len(indices), self.longest)
 
 
-class KnownDocuments(SameSamples, Ragged):
+class VocabularyCheckedDocuments(SourceWrapper, RaggedSource):
     """Samples of another source, each checked against the model's vocabulary before packing, which
     numbers samples differently. See `KnownTokens`."""
 
-    _whole: Ragged
+    _whole: RaggedSource
 
-    def __init__(self, whole: Ragged, vocabulary: int, *, reading: Reading = AS_USUAL) -> None:
+    def __init__(
+        self, whole: RaggedSource, vocabulary: int, *, reading: Reading = DEFAULT_READING
+    ) -> None:
         super().__init__(longest=whole.longest, pad_token=whole.pad_token)
         self.name = whole.name
         self._whole, self._vocabulary = whole, vocabulary
-        self.template = readable(
+        self.template = find_readable(
             lambda index: self.samples(np.array([index])), len(self), self.name, reading
         )
 
@@ -82,10 +84,10 @@ class KnownDocuments(SameSamples, Ragged):
 
 
 def check_document(sample: Sample, vocabulary: int, what: str, name: str) -> None:
-    """Check tokens and labels as `check_known` does."""
+    """Check tokens and labels as `check_vocabulary` does."""
     for key in (TOKENS, LABELS):
         if key in sample:
-            check_known(key, sample[key].long(), vocabulary, what=what, name=name)
+            check_vocabulary(key, sample[key].long(), vocabulary, what=what, name=name)
 
 
 def padded(samples: Sequence[Sample], pad_token: int) -> dict[str, Tensor]:
@@ -97,7 +99,7 @@ def padded(samples: Sequence[Sample], pad_token: int) -> dict[str, Tensor]:
     }
 
 
-def as_long_as_any(sample: Sample, count: int, longest: int) -> dict[str, Tensor]:
+def make_longest_batch(sample: Sample, count: int, longest: int) -> dict[str, Tensor]:
     """Return a batch of `count` samples like `sample`, at the maximum length. The mask hides a
     token, since attention without padding may take another, cheaper path."""
     first = _complete(sample)
@@ -113,7 +115,9 @@ def as_long_as_any(sample: Sample, count: int, longest: int) -> dict[str, Tensor
     return batch
 
 
-def cut_to(sample: Mapping[str, Tensor], longest: int, *, own: Collection[str] = ()) -> Sample:
+def truncate_sample(
+    sample: Mapping[str, Tensor], longest: int, *, own: Collection[str] = ()
+) -> Sample:
     """Return the first `longest` tokens of a sample, without tokens hidden by its mask, and
     likewise all values as long as the tokens.
 
@@ -167,7 +171,7 @@ def declared_lengths(dataset: Any, count: int, name: str) -> np.ndarray | None:
     return lengths.astype(np.int32)
 
 
-def lengths_needed(source: Source, what: str, instead: str) -> np.ndarray:
+def require_lengths(source: Source, what: str, instead: str) -> np.ndarray:
     """Return the lengths of a source's samples; raise an InputError if unknown."""
     if source.lengths is None:
         raise InputError(

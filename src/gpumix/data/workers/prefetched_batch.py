@@ -21,15 +21,15 @@ from gpumix.data.workers.shared_memory import Arena
 
 @dataclass(frozen=True)
 class RowRun:
-    """Rows [start, stop) of a batch, equal to rows of the replaced batch from `old` on."""
+    """Rows [start, stop) of a batch, equal to rows of the replaced batch from `old_start` on."""
 
     start: int
     stop: int
-    old: int
+    old_start: int
 
 
 @dataclass
-class Ahead:
+class PrefetchedBatch:
     """A batch being prefetched. The rows lie in `slot` of the arena as laid out by `layout`, in
     `target`, or in separate `parts`.
 
@@ -57,7 +57,7 @@ class Ahead:
     target: Batch | None = None
     parts: dict[int, Batch] = field(default_factory=dict)
     skipped: dict[int, tuple[Skipped, ...]] = field(default_factory=dict)
-    heir: Ahead | None = None
+    successor: PrefetchedBatch | None = None
     waits: tuple[RowRun, ...] = ()
     again: bool = False
     whole: bool = False
@@ -79,7 +79,7 @@ class Ahead:
             self.arena.give_back(self.slot)
         self.slot = self.arena = None
 
-    def only_begun(self) -> None:
+    def drop_unstarted(self) -> None:
         """Drop the chunks not given out yet."""
         self.missing = {s: chunk for s, chunk in self.missing.items() if s in self.begun}
 
@@ -105,8 +105,8 @@ class Ahead:
                 values = _rows(there, start, stop)
             yield start, stop, values
 
-    def runs_in(self, old: Ahead) -> tuple[RowRun, ...]:
-        """Return the runs of rows that are fetched or in flight in `old`."""
+    def find_runs(self, old: PrefetchedBatch) -> tuple[RowRun, ...]:
+        """Return the runs of rows that are fetched or in flight in `old_start`."""
         has = np.zeros(old.rows, dtype=bool)
         for start, stop in [(0, old.rows)] if old.done is not None else old.begun.items():
             has[start:stop] = True
@@ -117,24 +117,27 @@ class Ahead:
             last = runs[-1] if runs else None
             if at < 0:
                 continue
-            if last is not None and (last.stop, last.old + last.stop - last.start) == (row, at):
-                runs[-1] = RowRun(last.start, row + 1, last.old)
+            if last is not None and (last.stop, last.old_start + last.stop - last.start) == (
+                row,
+                at,
+            ):
+                runs[-1] = RowRun(last.start, row + 1, last.old_start)
             else:
                 runs.append(RowRun(row, row + 1, at))
         return tuple(runs)
 
-    def take_over(self, old: Ahead) -> None:
-        """Take over the rows awaited from `old`, which has all of them. Runs from a single piece
-        stay in the memory of `old`."""
+    def take_over(self, old: PrefetchedBatch) -> None:
+        """Take over the rows awaited from `old_start`, which has all of them. Runs from a single
+        piece stay in the memory of `old_start`."""
         runs, self.waits = self.waits, ()
         pieces = list(old.pieces())
         bad = [one for some in old.skipped.values() for one in some]
         for run in runs:
-            end = run.old + run.stop - run.start
+            end = run.old_start + run.stop - run.start
             own = [
-                _rows(values, max(run.old - start, 0), min(end, stop) - start)
+                _rows(values, max(run.old_start - start, 0), min(end, stop) - start)
                 for start, stop, values in pieces
-                if start < end and run.old < stop
+                if start < end and run.old_start < stop
             ]
             self.parts[run.start] = own[0] if len(own) == 1 else concatenated(own)
             indices = set(self.part.indices[run.start : run.stop].tolist())

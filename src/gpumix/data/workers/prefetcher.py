@@ -20,26 +20,26 @@ from gpumix.data.core.read_policy import BadSamples, Skipped, StuckError
 from gpumix.data.core.source import Source
 from gpumix.data.order.sampler import NO_INDICES, BatchPart
 from gpumix.data.workers.batch_layout import Batch, BatchLayout
-from gpumix.data.workers.fetch import Chunk, Cost, Fetched
-from gpumix.data.workers.prefetched_batch import Ahead
+from gpumix.data.workers.fetch import Chunk, Cost, FetchResult
+from gpumix.data.workers.prefetched_batch import PrefetchedBatch
 from gpumix.data.workers.shared_memory import Arena
 from gpumix.data.workers.worker_pool import (
     LOOK_S,
     ChunkTarget,
     Kind,
-    Processes,
-    Threads,
+    ProcessWorkerPool,
+    ThreadWorkerPool,
     WorkerPool,
 )
-from gpumix.hardware.memory_limit import host_memory
+from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.hardware.runtime import on_device
 from gpumix.schema.errors import InputError, MachineError
 
 MOST_AHEAD = 64  # batches
 SLOTS = 2 * MOST_AHEAD  # for batches ahead, and as many in use
 LARGE_BYTES = 2**20  # of a batch whose memory is reused: new memory costs page faults
-LARGER = 2  # size of a slot in batches, so that longer batches fit
-WHOLE = 2**31  # samples per chunk: a batch is not fetched in parts
+SLOT_BATCHES = 2  # size of a slot in batches, so that longer batches fit
+WHOLE_BATCH_SAMPLES = 2**31  # samples per chunk: a batch is not fetched in parts
 UNKNOWN_BYTES = 64 * 2**20  # of a slot, where the size of batches is unknown
 
 
@@ -56,10 +56,10 @@ class PrefetchSettings:
     kind: Kind = "threads"
     workers: int = 1
     ahead: int = 4
-    chunk: int = WHOLE
+    chunk: int = WHOLE_BATCH_SAMPLES
 
 
-class Feed:
+class Prefetcher:
     """The source of a loader's prefetched batches. All public calls must come from one thread.
 
     Args:
@@ -87,8 +87,8 @@ class Feed:
         self._arena: Arena | None = None
         self._used: Arena | None = None  # reused memory for batches of threads
         self._changed = threading.Condition()
-        self._by_position: dict[int, Ahead] = {}
-        self._by_number: dict[int, Ahead] = {}
+        self._by_position: dict[int, PrefetchedBatch] = {}
+        self._by_number: dict[int, PrefetchedBatch] = {}
         self._pending: deque[Chunk] = deque()
         self._number = 0
         self._empty: Batch | None = None
@@ -132,7 +132,7 @@ class Feed:
         Raises:
             InputError: the crew belongs to the process from which this one was forked.
         """
-        if self._is_parents:
+        if self._is_forked:
             raise InputError(
                 "this loader is one of the process that this one was forked from, and its workers "
                 "are",
@@ -154,7 +154,7 @@ class Feed:
         batch = self._by_position[position]
         return batch.done is not None or batch.error is not None
 
-    def there(self, position: int) -> Batch | None:
+    def peek(self, position: int) -> Batch | None:
         """Return the batch at `position` if complete, else None, without taking the batch."""
         batch = self._by_position.get(position)
         return None if batch is None else batch.done
@@ -194,7 +194,7 @@ class Feed:
 
     def forget(self) -> None:
         """Drop all batches, fetched or in flight."""
-        if self._is_parents:
+        if self._is_forked:
             return  # a parent's thread may own the lock, which is never released here
         with self._changed:
             self._pending.clear()
@@ -202,7 +202,7 @@ class Feed:
                 self._drop(batch)
             self._by_position.clear()
 
-    def begin_anew(self) -> None:
+    def restart_with_draws(self) -> None:
         """Drop batches fetched by workers unaware of draws from generators of the process."""
         self.draws = True
         self._skipped.clear()
@@ -220,7 +220,7 @@ class Feed:
                     continue
                 keeps = self._source.splits and batch.error is None
                 heir = self._add(position, part, batch if keeps else None)
-                if self._succeed(batch, heir) is not None:
+                if self._link_successor(batch, heir) is not None:
                     whole.append(heir)
             self._dispatch()
         for heir in whole:
@@ -237,14 +237,14 @@ class Feed:
 
     def close(self) -> None:
         """End all workers; in a process forked from the owner, leave them alone."""
-        if not self._is_parents:
+        if not self._is_forked:
             self.forget()
             self._dismiss()
 
     # -- inside ------------------------------------------------------------------------------------
 
     @property
-    def _is_parents(self) -> bool:
+    def _is_forked(self) -> bool:
         """True in a process forked from the crew's owner."""
         return self._crew is not None and self._hirer != os.getpid()
 
@@ -252,14 +252,14 @@ class Feed:
         """Start a crew. A failure is raised by `wait`, not here: callers that change settings or
         look ahead have a batch in hand that would be lost."""
         try:
-            self._crew, self._hirer = self._hired(), os.getpid()
+            self._crew, self._hirer = self._make_pool(), os.getpid()
         except MachineError as error:
             self._lacking = error
 
-    def _hired(self) -> WorkerPool:
+    def _make_pool(self) -> WorkerPool:
         setting = self._setting
         if setting.kind == "threads":
-            return Threads(
+            return ThreadWorkerPool(
                 self._source,
                 self._bad_samples,
                 self._finished,
@@ -269,8 +269,8 @@ class Feed:
             )
         layout = self._layout(max((b.rows for b in self._by_position.values()), default=0))
         known = max(self.batch_bytes, 0 if layout is None else layout.nbytes)
-        self._arena = Arena(SLOTS, LARGER * known or UNKNOWN_BYTES)
-        return Processes(
+        self._arena = Arena(SLOTS, SLOT_BATCHES * known or UNKNOWN_BYTES)
+        return ProcessWorkerPool(
             self._source,
             self._bad_samples,
             self._finished,
@@ -295,18 +295,20 @@ class Feed:
                     batch.give_back()
                     self._add(position, batch.part)
 
-    def _add(self, position: int, part: BatchPart, before: Ahead | None = None) -> Ahead:
+    def _add(
+        self, position: int, part: BatchPart, before: PrefetchedBatch | None = None
+    ) -> PrefetchedBatch:
         """Start a batch, which takes over rows of the batch `before`."""
         self._number += 1
-        batch = Ahead(self._number, part, {})
-        batch.waits = () if before is None else batch.runs_in(before)
+        batch = PrefetchedBatch(self._number, part, {})
+        batch.waits = () if before is None else batch.find_runs(before)
         batch.begun = {run.start: run.stop for run in batch.waits}
         batch.missing = self._chunks(batch)
         self._by_position[position] = self._by_number[batch.number] = batch
         self._pending.extend(batch.missing.values())
         return batch
 
-    def _chunks(self, batch: Ahead) -> dict[int, Chunk]:
+    def _chunks(self, batch: PrefetchedBatch) -> dict[int, Chunk]:
         """Return the chunks of rows not taken over, by first row."""
         indices, seeds = batch.part.indices, sample_rng.seeds_of(self._key, batch.part.positions)
         size = self._setting.chunk if self._source.splits else max(1, len(indices))
@@ -317,31 +319,33 @@ class Feed:
             spans = [(0, 0)]  # an empty chunk gives shapes and dtypes
         return {s: Chunk(batch.number, s, indices[s:e], seeds[s:e]) for s, e in spans}
 
-    def _drop(self, batch: Ahead) -> None:
+    def _drop(self, batch: PrefetchedBatch) -> None:
         batch.dropped, batch.waits = True, ()
-        batch.only_begun()
+        batch.drop_unstarted()
         if not batch.missing and not batch.whole:
             del self._by_number[batch.number]
             batch.give_back()
 
-    def _succeed(self, old: Ahead, heir: Ahead) -> Ahead | None:
+    def _link_successor(
+        self, old: PrefetchedBatch, heir: PrefetchedBatch
+    ) -> PrefetchedBatch | None:
         """Hand over rows of `old` now if fetched, otherwise once all rows in flight are. Return the
         heir if complete by now."""
         if not heir.waits:
             self._drop(old)
             return None
-        old.heir = heir
+        old.successor = heir
         if old.done is not None:
             return self._hand_over(old)
-        old.only_begun()
+        old.drop_unstarted()
         if old.whole or not old.complete:
             return None  # the thread that brings the last chunk hands over
         del self._by_number[old.number]
         return self._hand_over(old)
 
-    def _hand_over(self, old: Ahead) -> Ahead | None:
+    def _hand_over(self, old: PrefetchedBatch) -> PrefetchedBatch | None:
         """Hand the rows of `old` to its heir. Return the heir if complete by now."""
-        heir = old.heir
+        heir = old.successor
         assert heir is not None, "it has one"
         if heir.dropped:
             old.give_back()
@@ -373,7 +377,7 @@ class Feed:
                 batch.begun[chunk.start] = chunk.rows.stop
                 self._crew.begin(chunk, self._place(batch))
 
-    def _place(self, batch: Ahead) -> ChunkTarget:
+    def _place(self, batch: PrefetchedBatch) -> ChunkTarget:
         """Return the destination of a batch's rows, decided when its first chunk is given out."""
         if not batch.placed:
             batch.placed = True
@@ -392,11 +396,11 @@ class Feed:
         if not self._source.splits:
             return None
         if self._empty is None:
-            with sample_rng.put_back():
+            with sample_rng.preserve_rng_state():
                 self._empty = self._source.rows(NO_INDICES)
         return BatchLayout.of(self._empty, rows)
 
-    def _is_worth_it(self, batch: Ahead, layout: BatchLayout) -> bool:
+    def _is_worth_it(self, batch: PrefetchedBatch, layout: BatchLayout) -> bool:
         """Return whether threads should write rows directly into the memory of the batch."""
         spares = self._source.writes and layout.nbytes >= LARGE_BYTES
         return spares or len(batch.missing) > 1
@@ -408,7 +412,7 @@ class Feed:
             lent = self._lent(layout.nbytes)
             if lent is not None:
                 return layout.views(lent)
-        with host_memory():
+        with count_as_host_memory():
             buffer = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=pinned)
         return layout.views(buffer)
 
@@ -422,7 +426,7 @@ class Feed:
         slot = self._used.take()
         return None if slot is None else self._used.lend(slot, nbytes)
 
-    def _finished(self, chunk: Chunk, found: Fetched | Exception) -> None:
+    def _finished(self, chunk: Chunk, found: FetchResult | Exception) -> None:
         """Accept the result of a chunk; called in a thread of the crew."""
         with self._changed:
             batch = self._by_number.get(chunk.batch)
@@ -443,18 +447,18 @@ class Feed:
             if whole:
                 del self._by_number[batch.number]
             self._dispatch()
-            if isinstance(found, Fetched):
-                self._costs.append(_all_of(found))
+            if isinstance(found, FetchResult):
+                self._costs.append(_add_handover(found))
             if batch.error is not None:
                 self._changed.notify_all()
         if whole:
             self._finish(batch)
 
-    def _begin_again(self, batch: Ahead) -> bool:
+    def _begin_again(self, batch: PrefetchedBatch) -> bool:
         """Fetch a batch again, once, after a thread got stuck, since the thread may still write
         into the old memory. Return False if the batch is dropped or exchanges rows with another, or
         for a stream, which continues after the samples already read."""
-        passes_on = batch.waits or batch.heir is not None or batch.dropped
+        passes_on = batch.waits or batch.successor is not None or batch.dropped
         if batch.again or passes_on or self._source.in_order:
             return False
         del self._by_number[batch.number]
@@ -463,17 +467,17 @@ class Feed:
         self._dispatch()
         return True
 
-    def _finish(self, batch: Ahead) -> None:
+    def _finish(self, batch: PrefetchedBatch) -> None:
         """Assemble a batch with all rows fetched, or hand the rows over."""
         done = heir = None
         try:
-            if not (batch.error or batch.dropped or batch.heir):
+            if not (batch.error or batch.dropped or batch.successor):
                 done = self._assembled(batch)
         except Exception as error:
             batch.error = error
         with self._changed:
             batch.done = done
-            if batch.heir is not None:
+            if batch.successor is not None:
                 heir = self._hand_over(batch)
             elif batch.error or batch.dropped:
                 batch.give_back()
@@ -481,13 +485,13 @@ class Feed:
         if heir is not None:
             self._finish(heir)
 
-    def _assembled(self, batch: Ahead) -> Batch:
+    def _assembled(self, batch: PrefetchedBatch) -> Batch:
         with ExitStack() as stack:
             if self._pin is not None:
                 # Pinning uses the thread's current device; otherwise every rank would open a
                 # context on device 0.
                 stack.enter_context(on_device(self._pin))
-            stack.enter_context(host_memory())
+            stack.enter_context(count_as_host_memory())
             return self._pinned(batch.joined())
 
     def _pinned(self, batch: Batch) -> Batch:
@@ -496,7 +500,7 @@ class Feed:
         return {k: v if v.is_pinned() else v.pin_memory() for k, v in batch.items()}
 
 
-def _all_of(found: Fetched) -> Cost:
+def _add_handover(found: FetchResult) -> Cost:
     """Return the cost of a chunk, including the handover, which ends here."""
     if found.heard_s is None:
         return found.cost

@@ -29,7 +29,7 @@ class Arena:
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         self.slot_bytes = max(1, -(-slot_bytes // _PAGE_BYTES)) * _PAGE_BYTES
-        self._memory = _shared(slots, self.slot_bytes)
+        self._memory = _map_shared(slots, self.slot_bytes)
         # Last in, first out, so slots never needed are never touched.
         self._free = list(range(len(self._memory) // self.slot_bytes))[::-1]
         # Reentrant: garbage collection in a thread that has the lock may return a slot.
@@ -67,14 +67,14 @@ class Arena:
         return memoryview(self._memory)[begin : begin + nbytes]
 
 
-def _shared(slots: int, slot_bytes: int) -> mmap.mmap:
+def _map_shared(slots: int, slot_bytes: int) -> mmap.mmap:
     """Map shared memory, halving the slots while a process limit or the system refuses."""
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
     try:
         return mmap.mmap(-1, slots * slot_bytes, flags=flags)
     except OSError as error:
         if slots > 1:
-            return _shared(slots // 2, slot_bytes)
+            return _map_shared(slots // 2, slot_bytes)
         raise MachineError(
             f"{show_bytes(slot_bytes)} of memory for a batch cannot be shared with data workers",
             why=error.strerror or str(error),

@@ -14,7 +14,7 @@ from typing import Any, Generic
 
 import torch
 
-from gpumix.hardware.timestamps import HostStamps, S, Stamps, StreamStamps
+from gpumix.hardware.timestamps import DeviceClock, HostClock, S, StreamClock
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TimedStep:
 class StepClock(Generic[S]):
     """A clock for a loader's steps: call `asked` to request a batch, `taken` on receipt."""
 
-    def __init__(self, stamps: Stamps[S]) -> None:
+    def __init__(self, stamps: DeviceClock[S]) -> None:
         self._stamps = stamps
         self._before: S | None = None  # when the previous batch was taken
         self._asked: S | None = None
@@ -61,6 +61,6 @@ class StepClock(Generic[S]):
         self._before = None
 
 
-def pace_of(device: torch.device | None) -> StepClock[Any]:
+def make_step_clock(device: torch.device | None) -> StepClock[Any]:
     """Return a clock by the stream of a GPU, or by the host without one."""
-    return StepClock(HostStamps()) if device is None else StepClock(StreamStamps(device))
+    return StepClock(HostClock()) if device is None else StepClock(StreamClock(device))

@@ -28,27 +28,33 @@ from gpumix.data.core.read_policy import (
     NOTHING_READ,
     BadSamples,
     StuckError,
-    own_notes,
-    tell_into,
-    told_in,
+    get_thread_note,
+    read_shared_note,
+    share_note_in,
 )
 from gpumix.data.core.source import Source
 from gpumix.data.workers.batch_layout import Batch, BatchLayout
-from gpumix.data.workers.fetch import Chunk, Fetched, clocked
-from gpumix.data.workers.fork_server import Inbox, Nursery, WorkerProcess, picklable, sent
+from gpumix.data.workers.fetch import Chunk, FetchResult, fetch_timed
+from gpumix.data.workers.fork_server import (
+    ForkServer,
+    Inbox,
+    WorkerProcess,
+    picklable,
+    send_message,
+)
 from gpumix.data.workers.shared_memory import Arena
 from gpumix.hardware.host.environment import use_one_tokenizer_thread
-from gpumix.hardware.memory_limit import host_memory
-from gpumix.schema.errors import MachineError, TrainingError, first_line
+from gpumix.hardware.memory_limit import count_as_host_memory
+from gpumix.schema.errors import MachineError, TrainingError, get_first_line
 from gpumix.schema.job.job import MOST_WORKERS as MOST_PINNED
 
 Kind = Literal["threads", "processes"]
-Done = Callable[[Chunk, "Fetched | Exception"], None]
+Done = Callable[[Chunk, "FetchResult | Exception"], None]
 """Called in some thread once a chunk is fetched, or has failed."""
 
 MOST_WORKERS = 128  # chosen automatically
-DESKS = 2 * MOST_PINNED  # workers that leave keep theirs until they have ended
-WAITING = 1  # chunks queued per process, in addition to the current one
+NOTE_SLOTS = 2 * MOST_PINNED  # workers that leave keep theirs until they have ended
+QUEUED_CHUNKS = 1  # chunks queued per process, in addition to the current one
 TRIES = 2  # attempts at a chunk whose worker died
 LOOK_S = 0.5  # interval between checks for stuck workers
 _LOG = logging.getLogger(__name__)
@@ -96,7 +102,7 @@ class WorkerPool(ABC):
         """End the workers; drop chunks in flight."""
 
 
-class Threads(WorkerPool):
+class ThreadWorkerPool(WorkerPool):
     """A pool of threads. A stuck thread cannot be ended: the pool ignores its result and replaces
     it by a new thread. Hence daemon threads; `close` ends them before the interpreter does.
 
@@ -164,10 +170,10 @@ class Threads(WorkerPool):
                 self._left_behind = True
                 self._begun -= 1
         for who, chunk, index in stuck:
-            sample_rng.leave_behind(who)
+            sample_rng.end_turn_of_thread(who)
             self.lost += 1
             self._hire()
-            told = _some_of(chunk, index), self._source.name, self._timeout_s
+            told = _describe_samples(chunk, index), self._source.name, self._timeout_s
             _LOG.warning(
                 "a thread of the data was stuck at %s of %s, another has its place: it was at it "
                 "for more than %g s",
@@ -200,7 +206,7 @@ class Threads(WorkerPool):
         while (given := self._given.get()) is not None and not self._closed:
             chunk, place = given
             with self._lock:
-                self._at[own] = chunk, time.monotonic(), own_notes()
+                self._at[own] = chunk, time.monotonic(), get_thread_note()
             found = self._fetched(chunk, place)
             with self._lock:
                 if self._at.pop(own, None) is None:
@@ -210,14 +216,14 @@ class Threads(WorkerPool):
         with self._lock:
             self._threads.discard(own)
 
-    def _fetched(self, chunk: Chunk, place: ChunkTarget) -> Fetched | Exception:
+    def _fetched(self, chunk: Chunk, place: ChunkTarget) -> FetchResult | Exception:
         try:
-            with host_memory(), self._drawing(chunk):
+            with count_as_host_memory(), self._drawing(chunk):
                 target = _rows_of(place.target, chunk)
-                values, skipped, cost = clocked(self._source, chunk, self._bad_samples, target)
-                written = _written(values, target)
+                values, skipped, cost = fetch_timed(self._source, chunk, self._bad_samples, target)
+                written = _copy_to_target(values, target)
             values_left = None if written else values
-            return Fetched(cost, skipped, values_left, draws=self._source.draws)
+            return FetchResult(cost, skipped, values_left, draws=self._source.draws)
         except Exception as error:
             return error
 
@@ -226,14 +232,15 @@ class Threads(WorkerPool):
         """Seed random draws by row. Generators of the process, if used, are restored afterwards;
         the training thread waits meanwhile: see `Bounds`."""
         everywhere = self._draws or self._source.draws
-        kept = sample_rng.put_back() if everywhere else nullcontext()
-        with kept, sample_rng.reading(chunk.seeds.tolist(), everywhere=everywhere):
+        kept = sample_rng.preserve_rng_state() if everywhere else nullcontext()
+        with kept, sample_rng.use_row_seeds(chunk.seeds.tolist(), everywhere=everywhere):
             yield
 
     def _lost(self, chunk: Chunk, index: int) -> TrainingError:
         return StuckError(
-            f"a thread of the data is stuck at {_some_of(chunk, index)} of {self._source.name}, as "
-            f"was one before it: it was at it for more than {self._timeout_s:g} s",
+            f"a thread of the data is stuck at {_describe_samples(chunk, index)} of "
+            f"{self._source.name}, as was one before it: it was at it for "
+            f"more than {self._timeout_s:g} s",
             where=f"process {os.getpid()}",
             why="threads cannot be ended, so they are left behind",
             fix=IF_SLOW,
@@ -241,17 +248,17 @@ class Threads(WorkerPool):
 
 
 @dataclass
-class _Hand:
+class _WorkerState:
     """A worker process, its unfinished chunks, and the start time of the first."""
 
     worker: WorkerProcess
     given: deque[tuple[Chunk, ChunkTarget]] = field(default_factory=deque)
     since_s: float = 0.0
     leaving: bool = False
-    desk: int = 0  # where it notes the sample being read
+    note_slot: int = 0  # where it notes the sample being read
 
 
-class Processes(WorkerPool):
+class ProcessWorkerPool(WorkerPool):
     """A pool of forked processes, and a listener thread in the parent.
 
     Args:
@@ -275,9 +282,9 @@ class Processes(WorkerPool):
     ) -> None:
         super().__init__(workers)
         self._source, self._done, self._timeout_s = source, done, timeout_s
-        self._notes = notes = mmap.mmap(-1, DESKS * NOTE_BYTES)
-        self._nursery = Nursery(lambda inbox: _work(inbox, source, bad_samples, arena, notes))
-        self._hands: dict[Connection, _Hand] = {}
+        self._notes = notes = mmap.mmap(-1, NOTE_SLOTS * NOTE_BYTES)
+        self._nursery = ForkServer(lambda inbox: _work(inbox, source, bad_samples, arena, notes))
+        self._hands: dict[Connection, _WorkerState] = {}
         self._tries: dict[tuple[int, int], int] = {}
         self._lock = threading.RLock()
         self._bell, self._ear = connections.Pipe()
@@ -298,14 +305,14 @@ class Processes(WorkerPool):
         with self._lock:
             if self._broken is not None:
                 return 1  # for `begin` to report the error
-            return sum(max(0, 1 + WAITING - len(h.given)) for h in self._staff)
+            return sum(max(0, 1 + QUEUED_CHUNKS - len(h.given)) for h in self._staff)
 
     @property
     def pids(self) -> list[int]:
         return [hand.worker.pid for hand in self._hands.values()]
 
     @property
-    def _staff(self) -> list[_Hand]:
+    def _staff(self) -> list[_WorkerState]:
         return [hand for hand in self._hands.values() if not hand.leaving]
 
     def begin(self, chunk: Chunk, place: ChunkTarget) -> None:
@@ -349,23 +356,23 @@ class Processes(WorkerPool):
             except MachineError as error:
                 if not staff:
                     raise
-                told = len(staff), self.workers, first_line(error)
+                told = len(staff), self.workers, get_first_line(error)
                 _LOG.warning("%d of %d data workers: %s", *told)
                 return
 
     def _hire(self) -> None:
         worker = self._nursery.fork()
-        taken = {hand.desk for hand in self._hands.values()}
-        desk = next(n for n in range(DESKS) if n not in taken)
+        taken = {hand.note_slot for hand in self._hands.values()}
+        desk = next(n for n in range(NOTE_SLOTS) if n not in taken)
         self._notes[desk * NOTE_BYTES : (desk + 1) * NOTE_BYTES] = NOTHING_READ
-        self._hands[worker.connection] = _Hand(worker, desk=desk)
+        self._hands[worker.connection] = _WorkerState(worker, note_slot=desk)
 
-    def _give(self, hand: _Hand, chunk: Chunk, place: ChunkTarget) -> None:
+    def _give(self, hand: _WorkerState, chunk: Chunk, place: ChunkTarget) -> None:
         if not hand.given:
             hand.since_s = time.monotonic()
         hand.given.append((chunk, place))
         with suppress(OSError):  # it died: the listener will notice
-            hand.worker.send((chunk, place.slot, place.layout, hand.desk))
+            hand.worker.send((chunk, place.slot, place.layout, hand.note_slot))
 
     def _listen_on(self) -> None:
         try:
@@ -390,18 +397,18 @@ class Processes(WorkerPool):
                 self._dismiss()
             self._look_for_stuck()
 
-    def _hear(self, hand: _Hand) -> None:
+    def _hear(self, hand: _WorkerState) -> None:
         heard_s = time.thread_time()
         try:
-            found: Fetched | Exception = hand.worker.connection.recv()
+            found: FetchResult | Exception = hand.worker.connection.recv()
         except (OSError, EOFError):
-            self._lose(hand, "")
+            self._replace_worker(hand, "")
             return
         with self._lock:
             chunk, _ = hand.given.popleft()
             hand.since_s = time.monotonic()
             self._tries.pop((chunk.batch, chunk.start), None)
-        if isinstance(found, Fetched):
+        if isinstance(found, FetchResult):
             found = replace(found, heard_s=heard_s)
         self._done(chunk, found)
 
@@ -417,9 +424,9 @@ class Processes(WorkerPool):
                 h for h in self._hands.values() if h.given and now - h.since_s > self._timeout_s
             ]
         for hand in stuck:
-            self._lose(hand, f"it was at it for more than {self._timeout_s:g} s")
+            self._replace_worker(hand, f"it was at it for more than {self._timeout_s:g} s")
 
-    def _lose(self, hand: _Hand, why: str) -> None:
+    def _replace_worker(self, hand: _WorkerState, why: str) -> None:
         """Replace a dead or stuck worker, and give its chunks to the rest of the pool."""
         with self._lock:
             if self._closed:
@@ -445,16 +452,18 @@ class Processes(WorkerPool):
         if failed is not None:
             self._done(*failed)
 
-    def _tell_of_loss(self, hand: _Hand, how: str) -> None:
+    def _tell_of_loss(self, hand: _WorkerState, how: str) -> None:
         at = f"at {self._at(hand)}" if hand.given else "at no sample"
         told = hand.worker.pid, at, self._source.name, how
         _LOG.warning("worker %d of the data was lost %s of %s, another has its place: %s", *told)
 
-    def _at(self, hand: _Hand) -> str:
+    def _at(self, hand: _WorkerState) -> str:
         """Describe the sample read by a busy worker."""
-        return _some_of(hand.given[0][0], told_in(self._notes, hand.desk * NOTE_BYTES)[0])
+        return _describe_samples(
+            hand.given[0][0], read_shared_note(self._notes, hand.note_slot * NOTE_BYTES)[0]
+        )
 
-    def _lost(self, hand: _Hand, at: str, how: str) -> TrainingError:
+    def _lost(self, hand: _WorkerState, at: str, how: str) -> TrainingError:
         killed = "SIGKILL" in how
         return TrainingError(
             f"worker {hand.worker.pid} of the data was lost at {at} of {self._source.name}, as was "
@@ -467,7 +476,7 @@ class Processes(WorkerPool):
         )
 
 
-def _some_of(chunk: Chunk, index: int) -> str:
+def _describe_samples(chunk: Chunk, index: int) -> str:
     """Describe the sample being read, or the samples of the chunk if unknown."""
     if index != NO_SAMPLE:
         return f"sample {index}"
@@ -486,25 +495,25 @@ def _work(
     torch.set_num_threads(1)
     use_one_tokenizer_thread()
     keep_freed_memory()
-    sample_rng.forget()
+    sample_rng.clear_cached_draws()
     while True:
         chunk, slot, layout, desk = inbox.receive()
-        tell_into(notes, desk * NOTE_BYTES)
-        found: Fetched | Exception
+        share_note_in(notes, desk * NOTE_BYTES)
+        found: FetchResult | Exception
         try:
             target = None
             if slot is not None and layout is not None:
                 target = _rows_of(layout.views(arena.buffer(slot, layout.nbytes)), chunk)
-            with sample_rng.reading(chunk.seeds.tolist(), everywhere=True):
-                values, skipped, cost = clocked(source, chunk, bad_samples, target)
-            where = _delivered(values, arena, slot, layout, target)
-            found = Fetched(cost, skipped, *where, draws=source.draws)
+            with sample_rng.use_row_seeds(chunk.seeds.tolist(), everywhere=True):
+                values, skipped, cost = fetch_timed(source, chunk, bad_samples, target)
+            where = _write_to_arena(values, arena, slot, layout, target)
+            found = FetchResult(cost, skipped, *where, draws=source.draws)
         except Exception as error:
             found = picklable(error)
-        sent(inbox.connection, found)
+        send_message(inbox.connection, found)
 
 
-def _delivered(
+def _write_to_arena(
     values: Batch, arena: Arena, slot: int | None, layout: BatchLayout | None, target: Batch | None
 ) -> tuple[Batch | None, BatchLayout | None]:
     """Write `values` into the arena and return the layout if the parent lacks it; without room,
@@ -516,7 +525,7 @@ def _delivered(
         if layout.nbytes > arena.slot_bytes:
             return values, None
         target = layout.views(arena.buffer(slot, layout.nbytes))
-    return (None, layout) if _written(values, target) else (values, None)
+    return (None, layout) if _copy_to_target(values, target) else (values, None)
 
 
 def _rows_of(target: Batch | None, chunk: Chunk) -> Batch | None:
@@ -524,7 +533,7 @@ def _rows_of(target: Batch | None, chunk: Chunk) -> Batch | None:
     return None if target is None else {key: value[chunk.rows] for key, value in target.items()}
 
 
-def _written(values: Batch, target: Batch | None) -> bool:
+def _copy_to_target(values: Batch, target: Batch | None) -> bool:
     """Write `values` into `target` where needed; return whether `target` has them."""
     if values is target:
         return True
@@ -537,4 +546,4 @@ def _written(values: Batch, target: Batch | None) -> bool:
     return True
 
 
-__all__ = ["ChunkTarget", "Done", "Kind", "Processes", "Threads", "WorkerPool"]
+__all__ = ["ChunkTarget", "Done", "Kind", "ProcessWorkerPool", "ThreadWorkerPool", "WorkerPool"]

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gpumix.doctor.function.patches import UNKNOWN, Patches, own_line
+from gpumix.doctor.function.patches import LIBRARY_LINE, Patches, find_direct_user_line
 
 _PRODUCTS = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 _SOFTMAX = (torch.ops.aten._softmax, torch.ops.aten._safe_softmax)
@@ -19,7 +19,7 @@ _FUSED = "scaled_dot_product_attention"
 _SCORES = ""  # mark of scores; weights get the line of their softmax
 
 
-class WrittenOut(TorchDispatchMode):
+class UnfusedAttentionFinder(TorchDispatchMode):
     """A dispatch mode inspecting, and slowing down, each operation from `begin` to `end`.
 
     Attributes:
@@ -72,9 +72,11 @@ class WrittenOut(TorchDispatchMode):
         made = result[0] if isinstance(result, tuple) and result else result  # dropout adds a mask
         if operation in _PRODUCTS:
             for place in map(self._marks.__getitem__, given):
-                if place not in (_SCORES, UNKNOWN, *self.places):
+                if place not in (_SCORES, LIBRARY_LINE, *self.places):
                     self.places.append(place)
             self._marks[made] = _SCORES
         elif given and isinstance(made, Tensor) and made.numel() == given[0].numel():
             mark = self._marks[given[0]]
-            self._marks[made] = own_line() if operation in _SOFTMAX and mark == _SCORES else mark
+            self._marks[made] = (
+                find_direct_user_line() if operation in _SOFTMAX and mark == _SCORES else mark
+            )

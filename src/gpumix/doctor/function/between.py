@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-class Between:
+class HostGapTimer:
     """Accumulated host time between steps.
 
     Args:

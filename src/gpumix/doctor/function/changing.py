@@ -20,31 +20,31 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-from gpumix.doctor.function.lines import is_shown
-from gpumix.doctor.function.patches import UNKNOWN, Patches, calling_line
+from gpumix.doctor.function.lines import is_standard_stream
+from gpumix.doctor.function.patches import LIBRARY_LINE, Patches, find_user_line
 from gpumix.doctor.function.roots import Treatment, device_of
-from gpumix.doctor.function.suspects import LATE
+from gpumix.doctor.function.suspects import DELAYABLE_READS
 from gpumix.doctor.function.watching import FUSIBLE, SETTERS, UNFUSIBLE
 from gpumix.hardware import runtime
 from gpumix.hardware.host.environment import use_expandable_segments
 
 
-class Stamp(Protocol):
+class PendingCopy(Protocol):
     """A copy to the host in progress."""
 
     def result(self) -> Tensor: ...
 
 
-def apply(changes: Mapping[str, Any], patches: Patches) -> list[Treatment]:
+def apply_changes(changes: Mapping[str, Any], patches: Patches) -> list[Treatment]:
     """Apply all `changes`, and return the treatments for the trained modules."""
     made: dict[str, Callable[[Any, Patches], None]] = {
         "num_workers": _workers,
         "batch_size": _batches,
         "pinned": _pin,
-        "late_values": _late,
-        "quiet": _quiet,
+        "late_values": _delay_reads,
+        "quiet": _silence_output,
         "fused": _fuse,
-        "recompute": _keep,
+        "recompute": _disable_recompute,
         "tf32": _tf32,
         "threads": _threads,
         "anomaly": partial(_unset, "anomaly"),
@@ -66,7 +66,9 @@ def apply(changes: Mapping[str, Any], patches: Patches) -> list[Treatment]:
 # -- data ------------------------------------------------------------------------------------------
 
 
-def _making(patches: Patches, made: type, change: Callable[[str, dict[str, Any]], None]) -> None:
+def _patch_constructor(
+    patches: Patches, made: type, change: Callable[[str, dict[str, Any]], None]
+) -> None:
     """Pass the line and arguments of each construction of `made` to `change`."""
 
     def making(before: Any) -> Any:
@@ -75,7 +77,7 @@ def _making(patches: Patches, made: type, change: Callable[[str, dict[str, Any]]
         @wraps(before)
         def init(*args: Any, **kwargs: Any) -> None:
             given = signature.bind(*args, **kwargs)
-            change(calling_line(), given.arguments)
+            change(find_user_line(), given.arguments)
             before(*given.args, **given.kwargs)
 
         return init
@@ -89,7 +91,7 @@ def _workers(by_line: Mapping[str, int], patches: Patches) -> None:
             given["num_workers"] = by_line[line]
             given["persistent_workers"] = True
 
-    _making(patches, DataLoader, change)
+    _patch_constructor(patches, DataLoader, change)
 
 
 def _batches(by_line: Mapping[str, int], patches: Patches) -> None:
@@ -97,7 +99,7 @@ def _batches(by_line: Mapping[str, int], patches: Patches) -> None:
         if line in by_line:
             given["batch_size"] = by_line[line]
 
-    _making(patches, DataLoader, change)
+    _patch_constructor(patches, DataLoader, change)
 
 
 def _pin(_: Any, patches: Patches) -> None:
@@ -112,7 +114,7 @@ def _pin(_: Any, patches: Patches) -> None:
 
         return copy
 
-    _making(patches, DataLoader, change)
+    _patch_constructor(patches, DataLoader, change)
     for name in ("to", "cuda"):
         patches.replace(Tensor, name, copying)
 
@@ -121,17 +123,17 @@ def _pin(_: Any, patches: Patches) -> None:
 
 
 @dataclass
-class OnTheWay:
+class PinnedHostCopy:
     """A GPU value on its way to pinned memory."""
 
     host: Tensor
     event: runtime.Event
 
     @classmethod
-    def of(cls, tensor: Tensor) -> OnTheWay:
+    def of(cls, tensor: Tensor) -> PinnedHostCopy:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         host.copy_(tensor.detach(), non_blocking=True)
-        return cls(host, runtime.recorded_event(tensor.device))
+        return cls(host, runtime.record_event(tensor.device))
 
     def result(self) -> Tensor:
         self.event.synchronize()
@@ -139,18 +141,18 @@ class OnTheWay:
 
 
 @dataclass
-class LateValues:
+class DelayedReads:
     """Delayed reads: each line of user code gets the value of its previous read, without waiting.
     Reads in libraries are not delayed, because no line identifies them."""
 
     foreign: Callable[[Tensor], bool] = lambda tensor: runtime.is_gpu(tensor.device)
-    send: Callable[[Tensor], Stamp] = OnTheWay.of
-    _sent: dict[tuple[Any, ...], Stamp] = field(default_factory=dict)
+    send: Callable[[Tensor], PendingCopy] = PinnedHostCopy.of
+    _sent: dict[tuple[Any, ...], PendingCopy] = field(default_factory=dict)
 
     def reading(self, before: Any) -> Any:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            line = calling_line() if self.foreign(tensor) else UNKNOWN
-            if line == UNKNOWN:
+            line = find_user_line() if self.foreign(tensor) else LIBRARY_LINE
+            if line == LIBRARY_LINE:
                 return before(tensor, *args, **kwargs)
             key = (before, line, tensor.shape, tensor.dtype)
             last, self._sent[key] = self._sent.get(key), self.send(tensor)
@@ -159,13 +161,13 @@ class LateValues:
         return read
 
 
-def _late(_: Any, patches: Patches) -> None:
-    late = LateValues()
-    for name in LATE:
+def _delay_reads(_: Any, patches: Patches) -> None:
+    late = DelayedReads()
+    for name in DELAYABLE_READS:
         patches.replace(Tensor, name, late.reading)
 
 
-def _quiet(_: Any, patches: Patches) -> None:
+def _silence_output(_: Any, patches: Patches) -> None:
     for name in ("stdout", "stderr"):
         patches.replace(sys, name, _Silent)
     patches.replace(builtins, "print", _printing)
@@ -175,7 +177,7 @@ def _printing(before: Any) -> Any:
     """Suppress printing, including the formatting of values."""
 
     def printing(*values: Any, file: Any = None, **kwargs: Any) -> None:
-        if not is_shown(file):
+        if not is_standard_stream(file):
             before(*values, file=file, **kwargs)
 
     return printing
@@ -225,10 +227,10 @@ def _fuse(lines: Collection[str], patches: Patches) -> None:
             given["fused"] = True
 
     for kind in FUSIBLE:
-        _making(patches, kind, change)
+        _patch_constructor(patches, kind, change)
 
 
-def _keep(_: Any, patches: Patches) -> None:
+def _disable_recompute(_: Any, patches: Patches) -> None:
     """Disable activation checkpointing; activations are stored instead of recomputed."""
 
     def passing(before: Any) -> Any:

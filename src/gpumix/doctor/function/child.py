@@ -25,54 +25,54 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpumix.data.core.factory import call_factory
-from gpumix.doctor.function.attention import WrittenOut
-from gpumix.doctor.function.changing import apply
-from gpumix.doctor.function.kernels import Kernels
+from gpumix.doctor.function.attention import UnfusedAttentionFinder
+from gpumix.doctor.function.changing import apply_changes
+from gpumix.doctor.function.kernels import KernelProfile
 from gpumix.doctor.function.patches import Patches
-from gpumix.doctor.function.roots import Roots
-from gpumix.doctor.function.seen import Observations, WindowOrder
-from gpumix.doctor.function.steps import LEAST, Enough, OptimizerSteps
+from gpumix.doctor.function.roots import RootModules
+from gpumix.doctor.function.seen import Observations, WindowRequest
+from gpumix.doctor.function.steps import LEAST_STEPS, StepCounter, WindowDone
 from gpumix.doctor.function.watching import FunctionWatch
 from gpumix.hardware.runtime import device_count
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import opened_log
-from gpumix.schema.units import plural
-from gpumix.train.processes.error_translation import in_words
+from gpumix.schema.files import open_log
+from gpumix.schema.units import format_count
+from gpumix.train.processes.error_translation import translate_error
 
-Answer = tuple[str, Any]
+WindowMessage = tuple[str, Any]
 """Message to the parent: "begun", then "seen" with `Observations`, or "error" with an error."""
 
 
-def run_window(order: WindowOrder, log: Path, pipe: Connection) -> None:
+def run_window(order: WindowRequest, log: Path, pipe: Connection) -> None:
     """Run the child process from start to exit, sending any error to the parent."""
     os.setsid()
     threading.Thread(target=_end_with_parent, name="gpumix-orphan", daemon=True).start()
-    talk = _redirect(log)
+    talk = _redirect_output(log)
     try:
         with Patches() as patches:
             watch_function(order, patches, pipe.send)
     except BaseException as error:
         if order.debug:
             traceback.print_exception(error, file=talk)
-        pipe.send(("error", in_words(error, order.reference)))
+        pipe.send(("error", translate_error(error, order.reference)))
     pipe.close()
     sys.stdout.flush()
     os._exit(0)
 
 
-def watch_function(order: WindowOrder, patches: Patches, send: Any) -> None:
+def watch_function(order: WindowRequest, patches: Patches, send: Any) -> None:
     """Call the function, and send observations of its steps.
 
     Raises:
         InputError: the function does not exist, or took too few steps.
         Exception: raised by the function.
     """
-    _same_start(order.threads)
+    _reset_process_state(order.threads)
     gpu = device_count() > 0
-    roots = Roots(apply(order.changes, patches))
+    roots = RootModules(apply_changes(order.changes, patches))
     watch = FunctionWatch(roots)
     watch.install(patches, gpu=gpu)
-    kernels, attention = Kernels(), WrittenOut()
+    kernels, attention = KernelProfile(), UnfusedAttentionFinder()
     found: list[Observations] = []
     measured = 0  # steps before the profiled ones
 
@@ -97,7 +97,7 @@ def watch_function(order: WindowOrder, patches: Patches, send: Any) -> None:
         send(("seen", replace(found[0], kernels_s=computing_s, attention=places)))
 
     profiled = order.profiled if gpu else 0
-    steps = OptimizerSteps(
+    steps = StepCounter(
         order.warm_up,
         order.steps,
         profiled,
@@ -116,14 +116,14 @@ def watch_function(order: WindowOrder, patches: Patches, send: Any) -> None:
         attention.begin()
     try:
         made = call_factory(order.reference, {}, Path(order.folder))
-    except Enough:
+    except WindowDone:
         return
     if not steps.end_early():
-        raise _too_few(order, steps, made)
+        raise _make_too_few_error(order, steps, made)
     leaves()
 
 
-def _too_few(order: WindowOrder, steps: OptimizerSteps, made: Any) -> InputError:
+def _make_too_few_error(order: WindowRequest, steps: StepCounter, made: Any) -> InputError:
     if isinstance(made, Iterator | Awaitable | AsyncIterator):
         return InputError(
             f"'{order.reference}' gives a {type(made).__name__}, and trains nothing by itself",
@@ -135,13 +135,13 @@ def _too_few(order: WindowOrder, steps: OptimizerSteps, made: Any) -> InputError
             fix="name the function that trains: steps are counted by optimizers of torch",
         )
     return InputError(
-        f"'{order.reference}' ended after {plural(steps.done, 'step')}",
-        why=f"{order.warm_up} warm it up, and {LEAST} at least are measured",
+        f"'{order.reference}' ended after {format_count(steps.done, 'step')}",
+        why=f"{order.warm_up} warm it up, and {LEAST_STEPS} at least are measured",
         fix="let it train longer: it is ended as soon as enough was seen",
     )
 
 
-def _same_start(threads: int) -> None:
+def _reset_process_state(threads: int) -> None:
     """Reset process state as at a script's start, with equal random seeds in all windows for
     functions without seeding."""
     torch.set_num_threads(threads)
@@ -153,10 +153,10 @@ def _same_start(threads: int) -> None:
     sys.argv = sys.argv[:1]
 
 
-def _redirect(log: Path) -> Any:
+def _redirect_output(log: Path) -> Any:
     """Redirect stdout and stderr to `log`; return the previous stderr."""
     talk = os.fdopen(os.dup(2), "w")
-    with opened_log(log) as file:
+    with open_log(log) as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
     return talk

@@ -10,10 +10,10 @@ import torch
 from gpumix.doctor.function.steps import wait_for_gpu
 from gpumix.hardware import runtime
 
-_WAITS = "nccl"  # prefix of NCCL kernels, which keep running while waiting for other ranks
+_NCCL_PREFIX = "nccl"  # prefix of NCCL kernels, which keep running while waiting for other ranks
 
 
-class Kernels:
+class KernelProfile:
     """A kernel profile from `begin` to `seconds`; inactive without a GPU or a kernel profiler."""
 
     def __init__(self) -> None:
@@ -33,12 +33,16 @@ class Kernels:
             return None
         wait_for_gpu()
         self._profile.stop()
-        return computing_s(self._profile.key_averages())
+        return sum_compute_s(self._profile.key_averages())
 
 
-def computing_s(kernels: Iterable[Any]) -> float:
+def sum_compute_s(kernels: Iterable[Any]) -> float:
     """Sum the seconds of a profile's kernels, without kernels moving data between GPUs."""
     return (
-        sum(one.self_device_time_total for one in kernels if not one.key.lower().startswith(_WAITS))
+        sum(
+            one.self_device_time_total
+            for one in kernels
+            if not one.key.lower().startswith(_NCCL_PREFIX)
+        )
         / 1e6
     )

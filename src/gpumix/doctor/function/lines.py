@@ -12,25 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpumix.doctor.function.patches import Patches, calling_line
+from gpumix.doctor.function.patches import Patches, find_user_line
 from gpumix.doctor.function.seen import Site
 from gpumix.hardware.runtime import is_gpu
 
-# Methods making the host wait for a GPU value; results of `SIZED` have a size depending on values.
-SIZED = ("nonzero", "argwhere", "masked_select")
-VALUES = ("item", "tolist", "cpu", "__float__", "__int__", "__bool__", *SIZED)
+# Methods making the host wait for a GPU value; results of `SIZE_READS` have a size depending on
+# values.
+SIZE_READS = ("nonzero", "argwhere", "masked_select")
+VALUE_READS = ("item", "tolist", "cpu", "__float__", "__int__", "__bool__", *SIZE_READS)
 
 
-def is_shown(file: Any) -> bool:
+def is_standard_stream(file: Any) -> bool:
     """Return whether output to `file` goes to stdout or stderr."""
     return any(file is one for one in (None, sys.stdout, sys.stderr))
 
 
-class Sites(dict[tuple[str, str], list[float]]):
+class SiteCounts(dict[tuple[str, str], list[float]]):
     """Calls and seconds by line and by operation."""
 
     def add(self, what: str, seconds: float) -> None:
-        one = self.setdefault((calling_line(), what), [0, 0.0])
+        one = self.setdefault((find_user_line(), what), [0, 0.0])
         one[0] += 1
         one[1] += seconds
 
@@ -50,19 +51,19 @@ class WaitingLines:
     """
 
     foreign: Callable[[Tensor], bool] = lambda tensor: is_gpu(tensor.device)
-    syncs: Sites = field(default_factory=Sites)
-    writes: Sites = field(default_factory=Sites)
+    syncs: SiteCounts = field(default_factory=SiteCounts)
+    writes: SiteCounts = field(default_factory=SiteCounts)
     _printing_now: bool = False
 
     def install(self, patches: Patches, *, gpu: bool) -> None:
         """Install the patches; with `gpu`, reads of GPU values are watched too."""
         for name in ("stdout", "stderr"):
-            patches.replace(sys, name, lambda stream: _Watched(stream, self))
+            patches.replace(sys, name, lambda stream: _CountingStream(stream, self))
         patches.replace(builtins, "print", self._printing)
         if gpu:
-            for name in VALUES:
+            for name in VALUE_READS:
                 patches.replace(Tensor, name, self._reading(name))
-            for name in SIZED:
+            for name in SIZE_READS:
                 patches.replace(torch, name, self._reading(name))
 
     def begin(self) -> None:
@@ -83,7 +84,7 @@ class WaitingLines:
         """Measure `print`, including the formatting of values."""
 
         def printing(*values: Any, file: Any = None, **kwargs: Any) -> None:
-            if not is_shown(file):
+            if not is_standard_stream(file):
                 return before(*values, file=file, **kwargs)
             begun_s, self._printing_now = time.perf_counter(), True
             try:
@@ -110,7 +111,7 @@ class WaitingLines:
         return reading
 
 
-class _Watched:
+class _CountingStream:
     """A text stream counting its output."""
 
     def __init__(self, stream: Any, lines: WaitingLines) -> None:

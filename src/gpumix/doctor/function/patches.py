@@ -12,10 +12,15 @@ from typing import Any
 import gpumix
 
 _PACKAGE = str(Path(gpumix.__file__).parent)
-_STANDARD = (f"{sys.base_prefix}/lib/python", "<frozen", "<string>", "<eval_with_key>")
+_STANDARD_LIBRARY_FILES = (
+    f"{sys.base_prefix}/lib/python",
+    "<frozen",
+    "<string>",
+    "<eval_with_key>",
+)
 _PACKAGES = ("site-packages", "dist-packages")
 _TORCH = tuple(f"{folder}/torch/" for folder in _PACKAGES)
-UNKNOWN = "a library"
+LIBRARY_LINE = "a library"
 
 
 class Patches(ExitStack):
@@ -47,30 +52,31 @@ class Patches(ExitStack):
                     self.replace(module, other, lambda _: made)
 
 
-def calling_line() -> str:
+def find_user_line() -> str:
     """Return file:line of the innermost frame outside of libraries."""
-    return _line((*_STANDARD, *_PACKAGES), ())
+    return _find_line((*_STANDARD_LIBRARY_FILES, *_PACKAGES), ())
 
 
-def own_line() -> str:
-    """Return file:line as `calling_line`, or `UNKNOWN` in a library other than torch."""
-    return _line((*_STANDARD, *_TORCH), _PACKAGES)
+def find_direct_user_line() -> str:
+    """Return file:line as `find_user_line`, or `LIBRARY_LINE` in a library other than torch."""
+    return _find_line((*_STANDARD_LIBRARY_FILES, *_TORCH), _PACKAGES)
 
 
-def _line(passed: tuple[str, ...], ends: tuple[str, ...]) -> str:
-    """Return the innermost frame outside of `passed` files, or `UNKNOWN` for a file in `ends`."""
+def _find_line(passed: tuple[str, ...], ends: tuple[str, ...]) -> str:
+    """Return the innermost frame outside of `passed` files, or `LIBRARY_LINE` for a file in
+    `ends`."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_PACKAGE) and not any(part in name for part in passed):
             its = not any(part in name for part in ends)
-            return f"{_short(name)}:{frame.f_lineno}" if its else UNKNOWN
+            return f"{_shorten_path(name)}:{frame.f_lineno}" if its else LIBRARY_LINE
         frame = frame.f_back  # type: ignore[assignment]
-    return UNKNOWN
+    return LIBRARY_LINE
 
 
 @cache
-def _short(name: str) -> str:
+def _shorten_path(name: str) -> str:
     """Return a path relative to the working directory, if inside."""
     path = Path(name)
     here = Path.cwd()

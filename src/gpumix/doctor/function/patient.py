@@ -15,16 +15,20 @@ from typing import Any
 
 from gpumix.doctor.change import Changes
 from gpumix.doctor.examine import TimedWindow
-from gpumix.doctor.function.alike import unlike
-from gpumix.doctor.function.seen import Observations, WindowOrder
-from gpumix.doctor.function.suspects import between, steering, suspects
+from gpumix.doctor.function.alike import describe_loss_difference
+from gpumix.doctor.function.seen import Observations, WindowRequest
+from gpumix.doctor.function.suspects import (
+    describe_host_gap,
+    describe_steering_reads,
+    find_suspects,
+)
 from gpumix.doctor.machine import (
-    Watched,
+    MachineObservations,
+    describe_core_shortage,
+    describe_starvation,
+    describe_unfused_attention,
     remarks_on,
-    still_starved,
-    too_few_cores,
-    watched,
-    written_out,
+    watch_machine,
 )
 from gpumix.doctor.report import Suspect
 from gpumix.schema.errors import GpumixError, InputError, TrainingError
@@ -65,7 +69,7 @@ class FunctionPatient:
     debug: bool = False
     changes: Changes = field(default_factory=dict)
     windows: list[Observations] = field(default_factory=list)
-    machine: Watched | None = None
+    machine: MachineObservations | None = None
     cpu_s: float = 0.0
     kernels_share: float | None = None
     attention: tuple[str, ...] = ()
@@ -90,7 +94,7 @@ class FunctionPatient:
             InputError: the function does not exist, or takes no step within `patience_s`.
             TrainingError: the process died.
         """
-        with watched() as told:
+        with watch_machine() as told:
             seen = self._run(0)
         self.machine = told()
         self.windows.append(seen)
@@ -108,24 +112,24 @@ class FunctionPatient:
         return replace(self, changes=both, windows=[], machine=None, samples=samples)
 
     def suspects(self) -> list[Suspect]:
-        return suspects(self.windows[-1], self.kernels_share)
+        return find_suspects(self.windows[-1], self.kernels_share)
 
     def unlike(self, before: FunctionPatient) -> str:
         added = self.changes.keys() - before.changes.keys()
-        return unlike(before.windows[-1].losses, self.windows[-1].losses, added)
+        return describe_loss_difference(before.windows[-1].losses, self.windows[-1].losses, added)
 
     def remarks(self) -> Iterator[str]:
         seen = self.windows[-1]
-        if told := steering(seen.syncs):
+        if told := describe_steering_reads(seen.syncs):
             yield told
         if self.attention:
-            yield written_out(self.attention)
+            yield describe_unfused_attention(self.attention)
         cpu_s = self.cpu_s / max(1, seen.steps)
         share = seen.input_share
-        short = too_few_cores(cpu_s, seen.step_s, seen.cores, share)
-        if told := short or still_starved([share], [seen.limit]):
+        short = describe_core_shortage(cpu_s, seen.step_s, seen.cores, share)
+        if told := short or describe_starvation([share], [seen.limit]):
             yield told
-        if told := between(seen, self.kernels_share):
+        if told := describe_host_gap(seen, self.kernels_share):
             yield told
         if self.machine is not None:
             yield from remarks_on(self.machine, input_share=share, retries=seen.retries)
@@ -133,7 +137,7 @@ class FunctionPatient:
     # -- its process -------------------------------------------------------------------------------
 
     def _run(self, profiled: int) -> Observations:
-        order = WindowOrder(
+        order = WindowRequest(
             reference=self.reference,
             folder=str(self.folder),
             changes=self.changes,
@@ -190,7 +194,7 @@ class FunctionPatient:
 
 
 @contextmanager
-def function_patient(
+def open_function_patient(
     reference: str,
     folder: Path,
     *,
@@ -228,13 +232,13 @@ def _warm_up(reference: str, folder: Path) -> None:
 
     file = folder / f"{reference.partition(':')[0].replace('.', '/')}.py"
     try:
-        names = imported(read_text(file))
+        names = list_imports(read_text(file))
     except (OSError, SyntaxError, UnicodeDecodeError):  # reported by the import
         names = set()
     warm_up([*PRELOAD, *(TRANSFORMERS if "transformers" in names else ())])
 
 
-def imported(source: str) -> set[str]:
+def list_imports(source: str) -> set[str]:
     """Return the packages named in a module's imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):

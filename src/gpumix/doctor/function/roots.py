@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumix.doctor.function.patches import Patches, calling_line
-from gpumix.doctor.function.seen import ModelSeen
+from gpumix.doctor.function.patches import Patches, find_user_line
+from gpumix.doctor.function.seen import ModelObservation
 
 Treatment = Callable[[nn.Module], None]
 
 
-class Roots:
+class RootModules:
     """The root modules, changed by `treatments` on discovery.
 
     Attributes:
@@ -25,7 +25,7 @@ class Roots:
 
     def __init__(self, treatments: list[Treatment]) -> None:
         self._treatments = treatments
-        self.called: Callable[[], None] = lambda: None
+        self.on_forward: Callable[[], None] = lambda: None
         self._known: dict[int, tuple[nn.Module, str, bool, bool]] = {}
         self._parts: set[int] = set()
         self._inside = False
@@ -44,17 +44,17 @@ class Roots:
         self.found()
         self._noted.close()
 
-    def seen(self) -> tuple[ModelSeen, ...]:
+    def seen(self) -> tuple[ModelObservation, ...]:
         return tuple(_seen(*one) for one in self._known.values())
 
     def _calling(self, before: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or id(module) in self._parts or not _trained(module):
+            if self._inside or id(module) in self._parts or not _is_trained(module):
                 return before(module, *args, **kwargs)
             if id(module) not in self._known:
                 # Submodules recomputed in a backward pass have no caller.
                 self._parts |= {id(part) for part in module.modules()} - {id(module)}
-                place, casts = calling_line(), _casts(module)
+                place, casts = find_user_line(), _has_autocast(module)
                 for treatment in self._treatments:
                     treatment(module)
                 self._known[id(module)] = module, place, casts, _compiled(module)
@@ -75,19 +75,19 @@ class Roots:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():  # otherwise part of code being compiled
-                self.called()
+                self.on_forward()
             return (module._call_impl if code is None else code)(*args, **kwargs)
 
         own[name] = call
         self._noted.callback(own.pop if code is None else own.__setitem__, name, code)
 
 
-def _trained(module: nn.Module) -> bool:
+def _is_trained(module: nn.Module) -> bool:
     trains = module.training and torch.is_grad_enabled()
     return trains and any(p.requires_grad for p in module.parameters())
 
 
-def _casts(module: nn.Module) -> bool:
+def _has_autocast(module: nn.Module) -> bool:
     """Return whether autocast is active at the call."""
     return torch.is_autocast_enabled(device_of(module).type)
 
@@ -102,11 +102,11 @@ def _compiled(module: nn.Module) -> bool:
     return own or type(module).__name__ == "OptimizedModule"
 
 
-def _seen(module: nn.Module, place: str, casts: bool, compiled: bool) -> ModelSeen:
+def _seen(module: nn.Module, place: str, casts: bool, compiled: bool) -> ModelObservation:
     dtypes = {p.dtype for p in module.parameters() if p.requires_grad}
     config = getattr(module, "config", None)
     eager = getattr(config, "_attn_implementation", None) == "eager"
-    return ModelSeen(
+    return ModelObservation(
         place=place,
         name=type(module).__name__,
         fp32=dtypes == {torch.float32} and not casts,

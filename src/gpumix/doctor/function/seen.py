@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class WindowOrder:
+class WindowRequest:
     """Instructions for a window's process.
 
     Attributes:
@@ -49,7 +49,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class LoaderSeen:
+class LoaderObservation:
     """A DataLoader of the user's, or a loader of gpumix, in the counted steps.
 
     Attributes:
@@ -75,7 +75,7 @@ class LoaderSeen:
 
 
 @dataclass(frozen=True)
-class OptimizerSeen:
+class OptimizerObservation:
     """An optimizer used in counted steps, for `seconds` of host time."""
 
     place: str
@@ -86,7 +86,7 @@ class OptimizerSeen:
 
 
 @dataclass(frozen=True)
-class ModelSeen:
+class ModelObservation:
     """A root module in training, called by no other module.
 
     Attributes:
@@ -130,9 +130,9 @@ class Observations:
     losses: tuple[float, ...]
     cuda: bool = False
     capability: int = 0
-    loaders: tuple[LoaderSeen, ...] = ()
-    optimizers: tuple[OptimizerSeen, ...] = ()
-    models: tuple[ModelSeen, ...] = ()
+    loaders: tuple[LoaderObservation, ...] = ()
+    optimizers: tuple[OptimizerObservation, ...] = ()
+    models: tuple[ModelObservation, ...] = ()
     between_s: float = 0.0
     copies: tuple[Site, ...] = ()
     syncs: tuple[Site, ...] = ()

@@ -14,16 +14,16 @@ from typing import Any
 
 from gpumix.hardware import runtime
 
-LEAST = 3  # counted steps required for a result
+LEAST_STEPS = 3  # counted steps required for a result
 MOST_STEPS = 400
 UNSETTLED_S = 5.0  # limit on waiting for steps to settle
 
 
-class Enough(BaseException):
+class WindowDone(BaseException):
     """Signal that all requested steps are done; no `Exception`, which training code may catch."""
 
 
-class OptimizerSteps:
+class StepCounter:
     """Steps of the first optimizer to step; steps of further optimizers belong to its steps.
 
     Args:
@@ -31,8 +31,8 @@ class OptimizerSteps:
         least_s: minimal seconds of counted steps; short steps run more often, at most `MOST_STEPS`
             times.
         settled: called after each step past the warm-up, which continues until True is returned.
-        begins: called at the start of the first counted step; `ends` after the last.
-        leaves: called after the last step. Then `Enough` is raised; if the function catches it, the
+        begins: called at the start of the first counted step; `ends` after the last. leaves: called
+        after the last step. Then `WindowDone` is raised; if the function catches it, the
             process exits at the next step.
     """
 
@@ -76,7 +76,7 @@ class OptimizerSteps:
         elif self._begun:
             self.counted += 1
             self._end_if_enough()
-        elif self.done >= self._first and self._warm():
+        elif self.done >= self._first and self._is_warm():
             wait_for_gpu()
             self._begun = True
             self._begins()
@@ -84,10 +84,10 @@ class OptimizerSteps:
         if self._ended and self._profiled <= 0:
             self._left = True
             self._leaves()
-            raise Enough
+            raise WindowDone
         self._step_s = time.perf_counter()
 
-    def _warm(self) -> bool:
+    def _is_warm(self) -> bool:
         """Return whether following steps are representative, as far as worth waiting for."""
         self._warm_s = self._warm_s or time.perf_counter()
         return self._settled() or time.perf_counter() - self._warm_s > UNSETTLED_S
@@ -105,7 +105,7 @@ class OptimizerSteps:
         """Handle the function's own end; return whether enough steps were counted."""
         if self._ended:
             return True
-        if self.counted < LEAST:
+        if self.counted < LEAST_STEPS:
             return False
         self.seconds = self._step_s - self._begun_s
         self._ends()

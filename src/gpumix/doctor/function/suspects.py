@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil, floor
 
-from gpumix.cost.input_time import STARVED_SHARE
+from gpumix.cost.input_time import MIN_STARVED_SHARE
 from gpumix.data.workers.autotune import BatchMeasurements, Bounds, choose
-from gpumix.doctor.function.seen import LoaderSeen, Observations, Site
+from gpumix.doctor.function.seen import LoaderObservation, Observations, Site
 from gpumix.doctor.report import BATCH_NOTE, DTYPE_NOTE, Suspect
 
 COPY_SHARE = 0.01  # fraction of a step allowed for blocking copies
 WRITE_SHARE = 0.01  # fraction of a step allowed for printing
 OPTIMIZER_SHARE = 0.03  # fraction of a step above which a faster optimizer is worth a try
 SMALL_SHARE = 0.25  # fraction of a step above which the optimizer suggests small batches
-ROOM = 0.3  # fraction of the memory in use below which there is room for more
+ROOMY_MEMORY_SHARE = 0.3  # fraction of the memory in use below which there is room for more
 LAUNCH_SHARE = 0.7  # part of a step with GPU computation below which kernel launches limit the GPU
 AMPERE, VOLTA = 8, 7  # bf16 and TF32 need Ampere, Triton needs Volta
 MOST_WORKERS = 4  # per core; each is a process with Python and torch loaded
 BETWEEN_SHARE = 0.1  # fraction of a step allowed before forward passes while the GPU idles
 SITES = 3  # lines named in a message
-LATE = ("item", "tolist", "cpu", "__float__")  # reads allowed to be one step late
+DELAYABLE_READS = ("item", "tolist", "cpu", "__float__")  # reads allowed to be one step late
 
 
 NAMES = (
@@ -48,7 +48,7 @@ NAMES = (
 """Names of all suspects."""
 
 
-def suspects(seen: Observations, kernels_share: float | None = None) -> list[Suspect]:
+def find_suspects(seen: Observations, kernels_share: float | None = None) -> list[Suspect]:
     """Return suspects in the order of testing: input first, because waits for data hide all else,
     and changes beyond rounding last.
 
@@ -69,7 +69,7 @@ def _input(seen: Observations) -> Iterator[Suspect]:
     waiting = {
         one.place: workers
         for one in seen.loaders
-        if one.waited_s > STARVED_SHARE * seen.seconds and (workers := _workers(seen, one))
+        if one.waited_s > MIN_STARVED_SHARE * seen.seconds and (workers := _workers(seen, one))
     }
     if not waiting:
         return
@@ -86,7 +86,7 @@ def _input(seen: Observations) -> Iterator[Suspect]:
     )
 
 
-def _workers(seen: Observations, loader: LoaderSeen) -> int:
+def _workers(seen: Observations, loader: LoaderObservation) -> int:
     """Return the recommended number of workers; 0 for no recommendation."""
     if loader.tunes:
         return 0
@@ -124,14 +124,14 @@ def _waits(seen: Observations) -> Iterator[Suspect]:
             fix="DataLoader(..., pin_memory=True), and .to(device, non_blocking=True) at "
             + _places(seen.copies),
         )
-    yield from lines(seen.syncs, seen.writes, seen.steps, seen.seconds)
+    yield from suspect_waiting_lines(seen.syncs, seen.writes, seen.steps, seen.seconds)
 
 
-def lines(
+def suspect_waiting_lines(
     syncs: tuple[Site, ...], writes: tuple[Site, ...], steps: int, seconds: float
 ) -> Iterator[Suspect]:
     """Suspect lines making the host wait, observed in `steps` steps of `seconds` in total."""
-    late = [site for site in syncs if site.what in LATE]
+    late = [site for site in syncs if site.what in DELAYABLE_READS]
     if sum(site.calls for site in late) >= steps:
         a_step = sum(site.calls for site in late) / steps
         yield Suspect(
@@ -153,14 +153,14 @@ def lines(
         )
 
 
-def steering(syncs: tuple[Site, ...]) -> str:
+def describe_steering_reads(syncs: tuple[Site, ...]) -> str:
     """Describe reads whose values cannot come late; empty if none."""
-    found = [one for one in syncs if one.what not in LATE]
+    found = [one for one in syncs if one.what not in DELAYABLE_READS]
     named = ", ".join(f"{one.place} ({one.what})" for one in found[:SITES])
     return f"the host waits for values of the GPU that steer the code, at {named}" if found else ""
 
 
-def between(seen: Observations, kernels_share: float | None = None) -> str:
+def describe_host_gap(seen: Observations, kernels_share: float | None = None) -> str:
     """Describe time before forward passes outside of loaders; empty if small, or if the GPU has
     enough work meanwhile."""
     share = seen.share_of(seen.between_s)
@@ -178,7 +178,7 @@ def between(seen: Observations, kernels_share: float | None = None) -> str:
     )
 
 
-def retried(times: int, steps: int) -> Iterator[Suspect]:
+def suspect_fragmentation(times: int, steps: int) -> Iterator[Suspect]:
     """Suspect fragmentation after the allocator's retries."""
     if times:
         yield Suspect(
@@ -197,7 +197,7 @@ def _settings(seen: Observations) -> Iterator[Suspect]:
             what="anomaly detection is on",
             why="each operation's place is recorded, and each gradient looked at",
             changes={"anomaly": False},
-            fix=f"leave torch's anomaly detection off, {_at(seen, 'anomaly')}",
+            fix=f"leave torch's anomaly detection off, {_format_setting_place(seen, 'anomaly')}",
         )
     if seen.deterministic:
         yield Suspect(
@@ -205,7 +205,8 @@ def _settings(seen: Observations) -> Iterator[Suspect]:
             what="deterministic algorithms are asked for",
             why="some operations have slower ones only",
             changes={"deterministic": False},
-            fix=f"torch.use_deterministic_algorithms(False) {_at(seen, 'deterministic')}",
+            fix="torch.use_deterministic_algorithms(False) "
+            + _format_setting_place(seen, "deterministic"),
         )
     cores = floor(seen.cores)
     if not seen.cuda and seen.threads < cores:
@@ -214,13 +215,14 @@ def _settings(seen: Observations) -> Iterator[Suspect]:
             what=f"torch computes in {_count(seen.threads, 'thread')}",
             why=f"there are {cores} cores",
             changes={"threads": cores},
-            fix=f"torch.set_num_threads({cores}) {_at(seen, 'threads', 'OMP_NUM_THREADS')}",
+            fix=f"torch.set_num_threads({cores}) "
+            + _format_setting_place(seen, "threads", "OMP_NUM_THREADS"),
         )
-    yield from retried(seen.retries, seen.steps)
+    yield from suspect_fragmentation(seen.retries, seen.steps)
 
 
 def _computing(seen: Observations) -> Iterator[Suspect]:
-    if seen.recomputed and seen.memory_share < ROOM:
+    if seen.recomputed and seen.memory_share < ROOMY_MEMORY_SHARE:
         yield Suspect(
             name="recompute",
             what="activations are computed twice",
@@ -297,7 +299,12 @@ def _batches(seen: Observations, kernels_share: float | None) -> Iterator[Suspec
     launching = kernels_share is not None and kernels_share < LAUNCH_SHARE
     small = launching if seen.cuda else optimizer_share > SMALL_SHARE
     doubled = {one.place: 2 * one.batch_size for one in seen.loaders if one.batch_size}
-    if not small or not doubled or seen.memory_share > ROOM or seen.input_share > STARVED_SHARE:
+    if (
+        not small
+        or not doubled
+        or seen.memory_share > ROOMY_MEMORY_SHARE
+        or seen.input_share > MIN_STARVED_SHARE
+    ):
         return
     why = "kernels are small" if launching else f"updates take {optimizer_share:.0%} of a step"
     yield Suspect(
@@ -317,7 +324,7 @@ def _places(sites: tuple[Site, ...] | list[Site]) -> str:
     return ", ".join(named[:SITES]) + more
 
 
-def _at(seen: Observations, what: str, else_at: str = "the environment") -> str:
+def _format_setting_place(seen: Observations, what: str, else_at: str = "the environment") -> str:
     return f"at {seen.set[what]}" if what in seen.set else f"(see {else_at})"
 
 

@@ -23,15 +23,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from gpumix.data.loader import Loader
-from gpumix.data.workers.autotune import FIRST
-from gpumix.doctor.function.between import Between
-from gpumix.doctor.function.lines import Sites, WaitingLines
-from gpumix.doctor.function.patches import UNKNOWN, Patches, calling_line
-from gpumix.doctor.function.roots import Roots
-from gpumix.doctor.function.seen import LoaderSeen, Observations, OptimizerSeen
-from gpumix.doctor.function.steps import OptimizerSteps
+from gpumix.data.workers.autotune import MEASURED_STEPS
+from gpumix.doctor.function.between import HostGapTimer
+from gpumix.doctor.function.lines import SiteCounts, WaitingLines
+from gpumix.doctor.function.patches import LIBRARY_LINE, Patches, find_user_line
+from gpumix.doctor.function.roots import RootModules
+from gpumix.doctor.function.seen import LoaderObservation, Observations, OptimizerObservation
+from gpumix.doctor.function.steps import StepCounter
 from gpumix.hardware import runtime
-from gpumix.hardware.host.cpu import cores_here, cpu_has_bf16
+from gpumix.hardware.host.cpu import count_cores, has_bf16
 from gpumix.hardware.host.environment import has_cpp_compiler, host_memory_bytes
 
 FUSIBLE = (Adam, AdamW, SGD, Adagrad)
@@ -44,7 +44,7 @@ SETTERS = {
 }
 
 
-class _Ahead:
+class _PrefetchState:
     """Batches prefetched by workers, step after step.
 
     Args:
@@ -68,7 +68,7 @@ class _Ahead:
         return self._settling < 0 and (count == 0 or (full and count >= self._counts[0]))
 
 
-def _ahead_of(iterator: Any) -> _Ahead:
+def _get_prefetch_state(iterator: Any) -> _PrefetchState:
     """Return the prefetch state of a DataLoader's iterator, without keeping it alive."""
     kept = ref(iterator)
 
@@ -83,26 +83,26 @@ def _ahead_of(iterator: Any) -> _Ahead:
         except NotImplementedError:  # on macOS
             return None
 
-    return _Ahead(ready, iterator._num_workers * (iterator._prefetch_factor or 0))
+    return _PrefetchState(ready, iterator._num_workers * (iterator._prefetch_factor or 0))
 
 
-def _ahead_in(loader: Loader) -> _Ahead:
+def _get_gpumix_prefetch_state(loader: Loader) -> _PrefetchState:
     """Return the prefetch state of a gpumix loader, with its current setting."""
     kept = ref(loader)
 
     def ready() -> int | None:
         return None if (loader := kept()) is None else loader.ready
 
-    return _Ahead(ready, loader.setting.ahead, settling=FIRST)
+    return _PrefetchState(ready, loader.setting.ahead, settling=MEASURED_STEPS)
 
 
 @dataclass
-class _Loader:
+class _LoaderRecord:
     """All loaders created by one line, with the settings of the last."""
 
     place: str
     made: Mapping[str, Any] = field(default_factory=dict)
-    ahead: _Ahead | None = None
+    ahead: _PrefetchState | None = None
     waited_s: float = 0.0
     cpu_s: float = 0.0
     begun: int = 0
@@ -125,7 +125,7 @@ class _Loader:
     def goes_on(self, loader: Loader) -> None:
         """Update from a gpumix loader, whose setting may have changed."""
         if self.ahead is None or self.ahead.most != loader.setting.ahead:
-            self.ahead = _ahead_in(loader)
+            self.ahead = _get_gpumix_prefetch_state(loader)
         self.made = {
             "workers": loader.setting.workers,
             "batch_size": None,
@@ -138,13 +138,13 @@ class _Loader:
 
     def fetched(self, batch: Any, waited_s: float, cpu_s: float) -> None:
         """Record a batch; waits count only in the function's own thread."""
-        self.samples += rows_of(batch)
+        self.samples += get_batch_size(batch)
         if _in_main_thread():
             self.waited_s += waited_s
             self.cpu_s += cpu_s
 
-    def seen(self) -> LoaderSeen:
-        return LoaderSeen(
+    def seen(self) -> LoaderObservation:
+        return LoaderObservation(
             place=self.place,
             **self.made,
             waited_s=self.waited_s,
@@ -159,10 +159,10 @@ class _Optimizer:
     place: str
     seconds: float = 0.0
 
-    def seen(self, one: Optimizer) -> OptimizerSeen:
+    def seen(self, one: Optimizer) -> OptimizerObservation:
         settings = one.defaults
         other = any(settings.get(key) for key in UNFUSIBLE)
-        return OptimizerSeen(
+        return OptimizerObservation(
             place=self.place,
             name=type(one).__name__,
             fused=bool(settings.get("fused")),
@@ -175,19 +175,19 @@ class _Optimizer:
 class FunctionWatch:
     """All observations from `begin` to `end`."""
 
-    roots: Roots
+    roots: RootModules
     lines: WaitingLines = field(default_factory=WaitingLines)
     losses: list[Tensor] = field(default_factory=list)
-    copies: Sites = field(default_factory=Sites)
-    recomputed: Sites = field(default_factory=Sites)
+    copies: SiteCounts = field(default_factory=SiteCounts)
+    recomputed: SiteCounts = field(default_factory=SiteCounts)
     # Loaders and optimizers are not kept alive by these fields.
-    _loaders: dict[str, _Loader] = field(default_factory=dict)
+    _loaders: dict[str, _LoaderRecord] = field(default_factory=dict)
     _optimizers: WeakKeyDictionary[Optimizer, _Optimizer] = field(default_factory=WeakKeyDictionary)
     _set: dict[str, str] = field(default_factory=dict)
     _retries: int = 0
 
     def __post_init__(self) -> None:
-        self._between = Between(self._told_s)
+        self._between = HostGapTimer(self._told_s)
 
     def _told_s(self) -> float:
         """Return the seconds so far attributed to loaders and to lines of user code."""
@@ -200,9 +200,9 @@ class FunctionWatch:
         for kind in (DataLoader, Loader):
             patches.replace(kind, "__init__", self._making_loader)
         patches.replace(DataLoader, "_get_iterator", self._beginning)
-        patches.replace(_BaseDataLoaderIter, "__next__", partial(self._fetching, _begun_by))
+        patches.replace(_BaseDataLoaderIter, "__next__", partial(self._fetching, _get_record))
         patches.replace(Loader, "__next__", partial(self._fetching, self._of_gpumix))
-        self.roots.called = self._between.end
+        self.roots.on_forward = self._between.end
         patches.replace(Tensor, "backward", self._backward)
         patches.replace(Optimizer, "__init__", self._making_optimizer)
         patches.replace_everywhere(checkpoint, "checkpoint", self._recomputing)
@@ -233,7 +233,7 @@ class FunctionWatch:
         found = [one.ahead.settled() for one in self._loaders.values() if one.ahead is not None]
         return all(found)
 
-    def end(self, steps: OptimizerSteps) -> Observations:
+    def end(self, steps: StepCounter) -> Observations:
         """Return the observations; lines come first, because reading losses adds syncs."""
         watched = (self.copies, self.lines.syncs, self.lines.writes, self.recomputed)
         copies, syncs, writes, recomputed = [sites.seen() for sites in watched]
@@ -254,9 +254,9 @@ class FunctionWatch:
             writes=writes,
             recomputed=recomputed,
             threads=torch.get_num_threads(),
-            cores=cores_here(),
+            cores=count_cores(),
             tf32=torch.backends.cuda.matmul.allow_tf32,
-            cpu_bf16=cpu_has_bf16(),
+            cpu_bf16=has_bf16(),
             compiler=has_cpp_compiler(),
             anomaly=torch.is_anomaly_enabled(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -270,7 +270,7 @@ class FunctionWatch:
     def _making_loader(self, before: Any) -> Any:
         def made(loader: Any, *args: Any, **kwargs: Any) -> None:
             before(loader, *args, **kwargs)
-            loader._gpumix_place = calling_line()
+            loader._gpumix_place = find_user_line()
 
         return made
 
@@ -285,21 +285,21 @@ class FunctionWatch:
             if _in_main_thread():
                 known.waited_s += time.perf_counter() - begun_s
             iterator._gpumix_loader = known
-            known.ahead = _ahead_of(iterator) if loader.num_workers else None
+            known.ahead = _get_prefetch_state(iterator) if loader.num_workers else None
             return iterator
 
         return begin
 
-    def _known(self, loader: Any) -> _Loader:
-        place = getattr(loader, "_gpumix_place", UNKNOWN)
-        return self._loaders.setdefault(place, _Loader(place))
+    def _known(self, loader: Any) -> _LoaderRecord:
+        place = getattr(loader, "_gpumix_place", LIBRARY_LINE)
+        return self._loaders.setdefault(place, _LoaderRecord(place))
 
-    def _of_gpumix(self, loader: Loader) -> _Loader:
+    def _of_gpumix(self, loader: Loader) -> _LoaderRecord:
         known = self._known(loader)
         known.goes_on(loader)
         return known
 
-    def _fetching(self, known_of: Callable[[Any], _Loader | None], before: Any) -> Any:
+    def _fetching(self, known_of: Callable[[Any], _LoaderRecord | None], before: Any) -> Any:
         """Watch fetching of a batch, with the loader found by `known_of`."""
 
         def fetch(source: Any) -> Any:
@@ -324,13 +324,13 @@ class FunctionWatch:
 
     def _making_optimizer(self, before: Any) -> Any:
         def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            self._optimizers[optimizer] = _Optimizer(calling_line())
+            self._optimizers[optimizer] = _Optimizer(find_user_line())
             before(optimizer, *args, **kwargs)
 
         return made
 
     def _stepping(self, optimizer: Any, *_: Any) -> None:
-        known = self._optimizers.setdefault(optimizer, _Optimizer(UNKNOWN))
+        known = self._optimizers.setdefault(optimizer, _Optimizer(LIBRARY_LINE))
         known.seconds -= time.perf_counter()
         self._between.drop()
 
@@ -349,7 +349,7 @@ class FunctionWatch:
     def _setting(self, what: str) -> Callable[[Any], Any]:
         def setting(before: Any) -> Any:
             def to(*args: Any, **kwargs: Any) -> Any:
-                self._set[what] = calling_line()
+                self._set[what] = find_user_line()
                 return before(*args, **kwargs)
 
             return to
@@ -370,13 +370,13 @@ class FunctionWatch:
         return copied
 
 
-def _begun_by(iterator: Any) -> _Loader | None:
+def _get_record(iterator: Any) -> _LoaderRecord | None:
     """Return the loader of a DataLoader's iterator; None if its creation was not seen."""
-    known: _Loader | None = getattr(iterator, "_gpumix_loader", None)
+    known: _LoaderRecord | None = getattr(iterator, "_gpumix_loader", None)
     return known
 
 
-def rows_of(batch: Any) -> int:
+def get_batch_size(batch: Any) -> int:
     """Return the batch size of the first tensor found in a batch; 0 without a tensor."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.dim() else 1
@@ -385,7 +385,7 @@ def rows_of(batch: Any) -> int:
         inner = batch.values()
     elif isinstance(batch, list | tuple):
         inner = batch
-    return next((rows for one in inner if (rows := rows_of(one))), 0)
+    return next((rows for one in inner if (rows := get_batch_size(one))), 0)
 
 
 def _in_main_thread() -> bool:

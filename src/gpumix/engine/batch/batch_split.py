@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumix.engine.batch.ragged_batch import PerSample, RaggedRows, has_rows, take
+from gpumix.engine.batch.ragged_batch import RaggedRows, SampleEntries, has_rows, select_samples
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.model.rng import Randomness
 from gpumix.schema.errors import InputError
@@ -23,7 +23,7 @@ from gpumix.schema.plan.plan import Plan
 
 Loss = tuple[torch.Tensor, torch.Tensor]
 
-DIGITS = 2**40 - 1  # sums over thousands of ranks are exact in float64
+DIGEST_MASK = 2**40 - 1  # sums over thousands of ranks are exact in float64
 
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's and transformers' ignore_index
 LABELS, MASK, TOKENS = "labels", "attention_mask", "input_ids"
@@ -31,7 +31,7 @@ PER_TOKEN = frozenset({TOKENS, LABELS, MASK, "position_ids", "token_type_ids"})
 
 
 @dataclass(frozen=True)
-class Samples:
+class MicroBatchTask:
     """Micro-batch to compute: its loss function, random numbers, tensor shapes, and padded tokens
     per sample (`width`; None without tokens)."""
 
@@ -41,24 +41,26 @@ class Samples:
     width: int | None = None
 
     @classmethod
-    def of(cls, part: Any, compute_loss: Callable[[], Loss], randomness: Randomness) -> Samples:
+    def of(
+        cls, part: Any, compute_loss: Callable[[], Loss], randomness: Randomness
+    ) -> MicroBatchTask:
         """Make from a micro-batch, a pytree of tensors."""
         looks = tuple(t.shape for t in tree_leaves(part) if torch.is_tensor(t))
         return cls(compute_loss, randomness, looks, width_of(part))
 
 
-def repeated(batch: Any, times: int) -> Any:
+def repeat_sample(batch: Any, times: int) -> Any:
     """Return `times` copies of the single sample of `batch`."""
 
     def several(value: Any) -> Any:
-        if isinstance(value, RaggedRows | PerSample):
+        if isinstance(value, RaggedRows | SampleEntries):
             return value.repeated(times)
         return value.expand(times, *value.shape[1:]) if torch.is_tensor(value) else value
 
     return tree_map(several, batch, is_leaf=has_rows)
 
 
-def samples_in(batch: Any) -> int:
+def count_samples(batch: Any) -> int:
     """Return the number of samples of a batch: the first dimension of its tensors.
 
     Raises:
@@ -82,9 +84,9 @@ def samples_in(batch: Any) -> int:
     return shapes[0][0] if shapes else 0
 
 
-def _shape(value: torch.Tensor | RaggedRows | PerSample) -> tuple[int, ...]:
+def _shape(value: torch.Tensor | RaggedRows | SampleEntries) -> tuple[int, ...]:
     """Return the shape of a value's tensor, as if each sample had one row."""
-    if isinstance(value, PerSample):
+    if isinstance(value, SampleEntries):
         return (len(value),)
     if isinstance(value, RaggedRows):
         return (len(value), *value.tensor.shape[1:])
@@ -98,7 +100,7 @@ def _uncut(value: Any) -> bool:
     return isinstance(value, np.ndarray)
 
 
-def padded_from(batch: Any, rows: Sequence[range]) -> list[int | None]:
+def find_padding_starts(batch: Any, rows: Sequence[range]) -> list[int | None]:
     """Return each micro-batch's first column of pure padding; None if padding is unknown. Padding
     is hidden by a mask on the host at the right of all samples, with labels that do not count; all
     further entries of the batch must be known to be per token."""
@@ -119,7 +121,7 @@ def padded_from(batch: Any, rows: Sequence[range]) -> list[int | None]:
     return found
 
 
-def with_last_label(batch: Any) -> Any:
+def add_label_before_padding(batch: Any) -> Any:
     """Return a batch with a known label of each sample also at its last place before padding, the
     place next to padding."""
     labels = batch.get(LABELS) if isinstance(batch, Mapping) else None
@@ -134,7 +136,7 @@ def with_last_label(batch: Any) -> Any:
     return {**batch, LABELS: labels}
 
 
-def with_words_for_padding(batch: Any) -> Any:
+def fill_padding_with_tokens(batch: Any) -> Any:
     """Return a batch with a word of each sample in place of padding hidden by the mask. The
     embedding of padding begins as zeros, so its neighbors see no difference before the first step;
     later they do, if the embedding is the head's weight too."""
@@ -152,7 +154,9 @@ def with_words_for_padding(batch: Any) -> Any:
     return {**batch, TOKENS: ids}
 
 
-def parts_of(batch: Any, rows: Sequence[range], widths: Sequence[int | None]) -> Iterator[Any]:
+def iterate_micro_batches(
+    batch: Any, rows: Sequence[range], widths: Sequence[int | None]
+) -> Iterator[Any]:
     """Yield the parts of a batch, one per range of rows, without padding columns.
 
     A model may write into a part; the backward of another part does not see it.
@@ -160,7 +164,7 @@ def parts_of(batch: Any, rows: Sequence[range], widths: Sequence[int | None]) ->
     begin = 0
     for of_one, width in zip(rows, widths, strict=True):
         own = slice(begin, begin + len(of_one))
-        part = tree_map(_apart, take(batch, own), is_leaf=has_rows)
+        part = tree_map(_separate_version_counter, select_samples(batch, own), is_leaf=has_rows)
         if width is not None:
             part = {key: value[:, :width].contiguous() for key, value in part.items()}
         yield part
@@ -176,7 +180,7 @@ def copied(batch: Any) -> Any:
     )
 
 
-def _apart(value: Any) -> Any:
+def _separate_version_counter(value: Any) -> Any:
     """Return a view of the same memory with a separate version counter."""
     return value.data if isinstance(value, torch.Tensor) and not value.requires_grad else value
 
@@ -190,11 +194,11 @@ def width_of(part: Any) -> int | None:
 def digest(batch: Any, rows: Sequence[range]) -> int:
     """Return a digest of a rank's samples, `rows` of the global batch. The sum over ranks is the
     same for any split of the samples and any padding."""
-    found, widths = 0, padded_from(batch, rows)
-    for of_one, part in zip(rows, parts_of(batch, rows, widths)):
+    found, widths = 0, find_padding_starts(batch, rows)
+    for of_one, part in zip(rows, iterate_micro_batches(batch, rows, widths)):
         own = [_number(leaf) for leaf in tree_leaves(part) if isinstance(leaf, torch.Tensor)]
         numbers = (number * (of_one.start + 1) * (2 * n + 1) for n, number in enumerate(own))
-        found = (found + sum(numbers)) & DIGITS
+        found = (found + sum(numbers)) & DIGEST_MASK
     return found
 
 
@@ -203,7 +207,7 @@ def _number(tensor: torch.Tensor) -> int:
     whole = tensor.float().view(torch.int32) if tensor.is_floating_point() else tensor
     flat = whole.reshape(-1).to(torch.int64)
     places = torch.arange(1, 2 * flat.numel() + 1, 2, device=flat.device)
-    return int((flat * places).sum().item()) & DIGITS
+    return int((flat * places).sum().item()) & DIGEST_MASK
 
 
 def compare_samples(comm: Communicator, plan: Plan, batch: Any, rows: Sequence[range]) -> None:
@@ -235,6 +239,6 @@ def _unlike(plan: Plan, digests: Sequence[int]) -> str:
         for team in teams:
             if len({digests[rank] for rank in team}) > 1:
                 return f"ranks {', '.join(map(str, team))}, which are a team, have other ones each"
-        sums.append(sum(digests[team[0]] for team in teams) & DIGITS)
+        sums.append(sum(digests[team[0]] for team in teams) & DIGEST_MASK)
     other = next((number for number, one in enumerate(sums) if one != sums[0]), None)
     return "" if other is None else f"stage {other + 1} has other ones than stage 1"

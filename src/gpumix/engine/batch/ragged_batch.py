@@ -55,7 +55,7 @@ register_pytree_node(
 
 
 @dataclass(frozen=True)
-class PerSample:
+class SampleEntries:
     """List with an entry per sample, a tree of tensors such as the boxes in a picture. A pytree
     node."""
 
@@ -64,44 +64,44 @@ class PerSample:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def __getitem__(self, samples: slice | Sequence[int]) -> PerSample:
+    def __getitem__(self, samples: slice | Sequence[int]) -> SampleEntries:
         if isinstance(samples, slice):
-            return PerSample(self.entries[samples])
-        return PerSample([self.entries[number] for number in samples])
+            return SampleEntries(self.entries[samples])
+        return SampleEntries([self.entries[number] for number in samples])
 
-    def repeated(self, times: int) -> PerSample:
+    def repeated(self, times: int) -> SampleEntries:
         """Return all samples, repeated `times` times."""
-        return PerSample(self.entries * times)
+        return SampleEntries(self.entries * times)
 
-    def pin_memory(self, *args: Any) -> PerSample:
+    def pin_memory(self, *args: Any) -> SampleEntries:
         """Return a copy in pinned memory, for data loaders."""
-        return PerSample(tree_map(_pinned, self.entries))
+        return SampleEntries(tree_map(_pin_tensor, self.entries))
 
 
-def _pinned(value: Any) -> Any:
+def _pin_tensor(value: Any) -> Any:
     return value.pin_memory() if isinstance(value, Tensor) else value
 
 
 register_pytree_node(
-    PerSample,
+    SampleEntries,
     lambda one: (one.entries, None),
-    lambda values, _: PerSample(list(values)),
-    serialized_type_name="gpumix.engine.batch.ragged_batch.PerSample",
+    lambda values, _: SampleEntries(list(values)),
+    serialized_type_name="gpumix.engine.batch.ragged_batch.SampleEntries",
 )
 
 
 def has_rows(value: Any) -> bool:
     """Return True if a value has rows per sample."""
-    return isinstance(value, Tensor | RaggedRows | PerSample)
+    return isinstance(value, Tensor | RaggedRows | SampleEntries)
 
 
-def take(batch: Any, samples: slice | Sequence[int]) -> Any:
+def select_samples(batch: Any, samples: slice | Sequence[int]) -> Any:
     """Return some samples of a batch, a pytree."""
     which = samples if isinstance(samples, slice) else list(samples)
     return tree_map(lambda t: t[which] if has_rows(t) else t, batch, is_leaf=has_rows)
 
 
-def as_taken(batch: Mapping[str, Any]) -> dict[str, Any]:
+def to_model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch as models take it: tensors with the rows of all samples. Ragged entries
     without rows, such as pictures in a batch of texts, are left out."""
     taken: dict[str, Any] = {}
@@ -110,5 +110,5 @@ def as_taken(batch: Mapping[str, Any]) -> dict[str, Any]:
             if any(value.counts):
                 taken[name] = value.tensor
         else:
-            taken[name] = value.entries if isinstance(value, PerSample) else value
+            taken[name] = value.entries if isinstance(value, SampleEntries) else value
     return taken

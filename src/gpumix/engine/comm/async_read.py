@@ -28,12 +28,12 @@ class AsyncRead:
         if runtime.is_gpu(flat.device):
             self._values = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
             self._values.copy_(flat, non_blocking=True)
-            self._arrived = runtime.recorded_event(flat.device)
+            self._arrived = runtime.record_event(flat.device)
         else:
             self._values = flat
 
     @property
-    def is_there(self) -> bool:
+    def is_complete(self) -> bool:
         """True if `tensors` would not wait."""
         return self._arrived is None or self._arrived.query()
 

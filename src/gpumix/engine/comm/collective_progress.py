@@ -10,37 +10,37 @@ from collections.abc import Sequence
 from pathlib import Path
 from traceback import extract_stack
 
-from gpumix.engine.comm.hang_attribution import Stand, Wait
+from gpumix.engine.comm.hang_attribution import AwaitedCollective, RankProgress
 
 # Number of calls reported.
-CALLS = 4
+MAX_REPORTED_CALLS = 4
 _LIBRARIES = tuple(dict.fromkeys(sysconfig.get_path(name) for name in ("stdlib", "purelib")))
-_doing: dict[int, tuple[str, Wait | None]] = {}  # activity of each thread, by identity
-_begun: dict[str, Wait] = {}  # the last collective of each group
-_computes = ""  # activity of the engine in the current step
+_doing: dict[int, tuple[str, AwaitedCollective | None]] = {}  # activity of each thread, by identity
+_begun: dict[str, AwaitedCollective] = {}  # the last collective of each group
+_compute_phase = ""  # activity of the engine in the current step
 
 
-def begins(group: str, members: Sequence[int] = ()) -> Wait:
-    """Begin the next collective of a group on this rank; return the `Wait`.
+def begin_collective(group: str, members: Sequence[int] = ()) -> AwaitedCollective:
+    """Begin the next collective of a group on this rank; return the `AwaitedCollective`.
 
     Args:
         group: a name that is equal on all ranks.
         members: ranks of the group; empty: all ranks.
     """
     before = _begun.get(group)
-    one = Wait(group, before.number + 1 if before else 1, tuple(members))
+    one = AwaitedCollective(group, before.number + 1 if before else 1, tuple(members))
     _begun[group] = one
     return one
 
 
-class doing:
+class ActivityScope:
     """Context naming this thread's activity for reports: "in the reduction of ...".
 
     Args:
         wait: the collective that the thread waits for.
     """
 
-    def __init__(self, what: str, wait: Wait | None = None) -> None:
+    def __init__(self, what: str, wait: AwaitedCollective | None = None) -> None:
         self.what = what
         self.wait = wait
 
@@ -55,18 +55,18 @@ class doing:
         _doing[threading.get_ident()] = self._outer
 
 
-def computes(phase: str = "", unit: str = "") -> None:
+def set_compute_phase(phase: str = "", unit: str = "") -> None:
     """Set the engine's activity, such as "backward", of a unit; without a phase: idle."""
-    global _computes
-    _computes = f"{phase} of unit '{unit}'" if unit else phase
+    global _compute_phase
+    _compute_phase = f"{phase} of unit '{unit}'" if unit else phase
 
 
-def wait_of(thread: int | None) -> Wait | None:
+def get_awaited_collective(thread: int | None) -> AwaitedCollective | None:
     """Return the collective that a thread waits for, if any."""
     return _doing.get(thread or 0, ("", None))[1]
 
 
-def stand_of_main(*, runs_ahead: bool) -> Stand:
+def get_main_progress(*, runs_ahead: bool) -> RankProgress:
     """Return the progress of the main thread.
 
     Args:
@@ -75,22 +75,23 @@ def stand_of_main(*, runs_ahead: bool) -> Stand:
     begun = list(_begun.copy().values())
     what, wait = _doing.get(threading.main_thread().ident or 0, ("", None))
     waits = [wait] if wait else begun if runs_ahead else []
-    return Stand({one.group: one.number for one in begun}, tuple(waits), what)
+    return RankProgress({one.group: one.number for one in begun}, tuple(waits), what)
 
 
-def where_main_stands() -> str:
+def describe_main_thread() -> str:
     """Describe the main thread's position: its innermost calls outside of Python and of installed
-    packages, the innermost call of all, and the activities by `doing` and `computes`."""
+    packages, the innermost call of all, and the activities by `ActivityScope` and
+    `set_compute_phase`."""
     main = threading.main_thread().ident or 0
     frame = sys._current_frames().get(main)
     if frame is None:
         return ""
     calls = extract_stack(frame)
     own = [call for call in calls[:-1] if not call.filename.startswith(_LIBRARIES)]
-    told = [*own[-CALLS + 1 :], calls[-1]]
+    told = [*own[-MAX_REPORTED_CALLS + 1 :], calls[-1]]
     place = ", ".join(
         f"{Path(call.filename).name}:{call.lineno} in {call.name}" for call in reversed(told)
     )
     what, _ = _doing.get(main, ("", None))
-    told_too = ", ".join(filter(None, (what, _computes)))
+    told_too = ", ".join(filter(None, (what, _compute_phase)))
     return f"{place} ({told_too})" if told_too else place

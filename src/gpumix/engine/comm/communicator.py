@@ -3,8 +3,8 @@
 Backends disagree about uneven sizes: some refuse, gloo accepts a message of the wrong length and
 leaves stale data behind, or aborts the process. So nothing else in gpumix calls a collective on the
 data group, and sizes and dtypes are checked here before every call. All that depends on the number
-of ranks is in `Intervals`, which a buffer keeps: preparing a collective takes no longer with more
-ranks, unless its form itself names a part for each rank.
+of ranks is in `ShardIntervals`, which a buffer keeps: preparing a collective takes no longer with
+more ranks, unless its form itself names a part for each rank.
 
 Forms of a gather: `native` (equal shares only), `broadcast` (one per owner into views of the
 buffer, no copies), `list` (the backend's uneven list form; NCCL), `padded` (native on a buffer in
@@ -25,18 +25,18 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from gpumix.engine.comm.collective_progress import begins, doing
-from gpumix.engine.comm.failure_report import CommunicationError, LastWords
-from gpumix.engine.comm.hang_attribution import Wait
+from gpumix.engine.comm.collective_progress import ActivityScope, begin_collective
+from gpumix.engine.comm.failure_report import CommunicationError, FailureReports
+from gpumix.engine.comm.hang_attribution import AwaitedCollective
 from gpumix.engine.comm.step_recorder import SILENT, SilentRecorder
 from gpumix.engine.comm.wait_clock import WaitClock
 from gpumix.engine.offload.copy_lanes import CopyLane
-from gpumix.engine.offload.state_transfers import Transfers
+from gpumix.engine.offload.state_transfers import StateTransfers
 from gpumix.hardware import runtime
 from gpumix.hardware.memory_limit import is_out_of_memory
-from gpumix.schema.errors import first_line
+from gpumix.schema.errors import get_first_line
 from gpumix.schema.plan.plan import Collectives
-from gpumix.schema.plan.splitting import Intervals
+from gpumix.schema.plan.splitting import ShardIntervals
 
 
 class Pending:
@@ -63,17 +63,17 @@ class Pending:
     def beside(self, lane: CopyLane) -> Pending:
         """Give the callbacks to `lane` at once. Only for backends whose wait blocks streams, not
         the host."""
-        with lane.active(), reported(self._label, self._wait):
+        with lane.active(), CollectiveScope(self._label, self._wait):
             for work in self.works:
                 self.comm.words.wait(work)
             finish, self._finish = self._finish, []
             for act in finish:
                 act()
-        return self.then(lane.mark().hold_back)
+        return self.then(lane.mark().block_current_stream)
 
     def wait(self) -> None:
         if self.works:
-            with reported(self._label, self._wait), self.comm.clock:
+            with CollectiveScope(self._label, self._wait), self.comm.clock:
                 for work in self.works:
                     self.comm.words.wait(work)
             self.works = ()
@@ -82,7 +82,7 @@ class Pending:
             act()
 
 
-class reported(doing):
+class CollectiveScope(ActivityScope):
     """Context that reports failures as failures of the collective `label`. Out-of-memory errors
     pass unchanged.
 
@@ -90,7 +90,7 @@ class reported(doing):
         wait: the wait under way.
     """
 
-    def __init__(self, label: str, wait: Wait | None = None) -> None:
+    def __init__(self, label: str, wait: AwaitedCollective | None = None) -> None:
         super().__init__(f"in the {label}", wait)
         self._label = label
 
@@ -103,10 +103,10 @@ class reported(doing):
         if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
             return  # an error of this device's own work that only shows here
         what = f"the {self._label} failed"
-        raise CommunicationError(what, why=first_line(error), wait=self.wait) from error
+        raise CommunicationError(what, why=get_first_line(error), wait=self.wait) from error
 
 
-_of_groups: WeakSet[Communicator] = WeakSet()  # all that exist
+_live_communicators: WeakSet[Communicator] = WeakSet()  # all that exist
 
 
 def leave_groups() -> None:
@@ -114,12 +114,12 @@ def leave_groups() -> None:
     still has a tensor to drop when the interpreter has ended takes the process with it: `terminate
     called without an active exception`."""
     dist.destroy_process_group()
-    for comm in list(_of_groups):
+    for comm in list(_live_communicators):
         comm.group = None
 
 
 @dataclass(frozen=True)
-class Borrowed:
+class PooledTensor:
     """A tensor in memory of a pool, until returned."""
 
     tensor: torch.Tensor
@@ -156,7 +156,7 @@ class Communicator:
         if world > 1 and group is None:
             raise ValueError("several ranks need a process group")
         self.group = group
-        _of_groups.add(self)
+        _live_communicators.add(self)
         self.rank = rank
         self.world = world
         self.members = tuple(range(world)) if members is None else tuple(members)
@@ -164,10 +164,10 @@ class Communicator:
         self.counts: Counter[str] = Counter() if of is None else of.counts
         self.bytes: Counter[str] = Counter() if of is None else of.bytes
         self.sent: Counter[str] = Counter() if of is None else of.sent  # bytes
-        self.device = runtime.indexed(device)
+        self.device = runtime.add_device_index(device)
         self.clock: WaitClock = WaitClock(self.device) if of is None else of.clock
-        self.words: LastWords = LastWords() if of is None else of.words  # of an engine
-        self.begun: Wait | None = None  # the last collective
+        self.words: FailureReports = FailureReports() if of is None else of.words  # of an engine
+        self.begun: AwaitedCollective | None = None  # the last collective
         self._of = of
         self._record: SilentRecorder = SILENT
         # Memory for data received before it is put in place, kept for the next collective.
@@ -176,9 +176,9 @@ class Communicator:
         self.on_gloo = group is not None and group._get_backend(self.device).name() == "gloo"
 
     @cached_property
-    def transfers(self) -> Transfers:
+    def transfers(self) -> StateTransfers:
         """Copies of state between device and host, shared by a group and its parts."""
-        return Transfers(self.device) if self._of is None else self._of.transfers
+        return StateTransfers(self.device) if self._of is None else self._of.transfers
 
     @property
     def record(self) -> SilentRecorder:
@@ -190,7 +190,7 @@ class Communicator:
         self._record = record
 
     def gather(
-        self, full: torch.Tensor, shard: torch.Tensor, intervals: Intervals, label: str
+        self, full: torch.Tensor, shard: torch.Tensor, intervals: ShardIntervals, label: str
     ) -> Pending:
         """Fill the 1-D buffer `full` from every rank's interval.
 
@@ -205,13 +205,13 @@ class Communicator:
         mine.copy_(shard, non_blocking=True)  # the shard may be in pinned host memory
         if self.world == 1:
             return Pending((), label, self)
-        with reported(label):
+        with CollectiveScope(label):
             if self.forms.gather == "padded" and not intervals.equal:
                 return self._start_padded_gather(full, mine, intervals, label)
             return Pending(self._start_gather(full, mine, intervals), label, self)
 
     def _start_gather(
-        self, full: torch.Tensor, mine: torch.Tensor, intervals: Intervals
+        self, full: torch.Tensor, mine: torch.Tensor, intervals: ShardIntervals
     ) -> list[dist.Work]:
         form = "native" if intervals.equal else self.forms.gather
         if form == "native" and self.on_gloo:
@@ -230,7 +230,7 @@ class Communicator:
         ]
 
     def _start_padded_gather(
-        self, full: torch.Tensor, mine: torch.Tensor, intervals: Intervals, label: str
+        self, full: torch.Tensor, mine: torch.Tensor, intervals: ShardIntervals, label: str
     ) -> Pending:
         room = self.borrow("gather", full, self.world, self._padded_length(intervals))
         rows = room.tensor
@@ -246,7 +246,7 @@ class Communicator:
 
         return Pending([work], label, self, finish)
 
-    def _padded_length(self, intervals: Intervals) -> int:
+    def _padded_length(self, intervals: ShardIntervals) -> int:
         """Return the padded length of an interval in elements; a cut may round an interval up."""
         equal = ceil(intervals.numel * self.forms.padding / self.world)
         return max(equal, intervals.longest)
@@ -254,7 +254,7 @@ class Communicator:
     def reduce(
         self,
         full: torch.Tensor,
-        intervals: Intervals,
+        intervals: ShardIntervals,
         label: str,
         deliver: Callable[[torch.Tensor], None],
     ) -> Pending:
@@ -268,14 +268,14 @@ class Communicator:
         self._count("reduce", full)
         if self.world == 1:
             return Pending((), label, self, lambda: deliver(full[None]))
-        with reported(label):
+        with CollectiveScope(label):
             return self._start_reduce(full, mine, intervals, label, deliver)
 
     def _start_reduce(
         self,
         full: torch.Tensor,
         mine: torch.Tensor,
-        intervals: Intervals,
+        intervals: ShardIntervals,
         label: str,
         deliver: Callable[[torch.Tensor], None],
     ) -> Pending:
@@ -305,7 +305,7 @@ class Communicator:
     def _start_padded_reduce(
         self,
         full: torch.Tensor,
-        intervals: Intervals,
+        intervals: ShardIntervals,
         label: str,
         deliver: Callable[[torch.Tensor], None],
     ) -> Pending:
@@ -322,11 +322,11 @@ class Communicator:
 
         return Pending([work], label, self, finish)
 
-    def _reduce_form(self, intervals: Intervals) -> str:
+    def _reduce_form(self, intervals: ShardIntervals) -> str:
         form = "native" if intervals.equal else self.forms.reduce
         return "all_to_all" if form == "native" and self.on_gloo else form
 
-    def expect_reduce(self, full: torch.Tensor, intervals: Intervals) -> None:
+    def expect_reduce(self, full: torch.Tensor, intervals: ShardIntervals) -> None:
         """Allocate pool memory to reduce `full`, the largest buffer. A pool that grows later needs
         the old and the new memory for a moment."""
         mine = self._own_part(full, intervals)
@@ -339,7 +339,7 @@ class Communicator:
             rows = self.world + 1
             self.borrow("reduce", full, rows, self._padded_length(intervals)).give_back()
 
-    def borrow(self, purpose: str, like: torch.Tensor, rows: int, length: int) -> Borrowed:
+    def borrow(self, purpose: str, like: torch.Tensor, rows: int, length: int) -> PooledTensor:
         """Borrow an uninitialized [rows, length] tensor with the dtype of `like` from a purpose's
         pool. The pool grows to the number of tensors borrowed at once."""
         needed = rows * length * like.element_size()
@@ -352,7 +352,7 @@ class Communicator:
             if pool:  # too small; replaced by the larger one
                 pool.pop()
             memory = torch.empty(needed, dtype=torch.uint8, device=like.device)
-        return Borrowed(memory[:needed].view(like.dtype).view(rows, length), memory, pool)
+        return PooledTensor(memory[:needed].view(like.dtype).view(rows, length), memory, pool)
 
     def start_all_reduce(self, value: torch.Tensor, label: str, *, flags: bool = False) -> Pending:
         """Start to sum `value` over ranks in place, or for flags (uint8) to take the maximum."""
@@ -360,7 +360,7 @@ class Communicator:
         if self.world == 1:
             return Pending((), label, self)
         operation = dist.ReduceOp.MAX if flags else dist.ReduceOp.SUM
-        with reported(label):
+        with CollectiveScope(label):
             work = dist.all_reduce(value, operation, group=self.group, async_op=True)
         return Pending([work], label, self)
 
@@ -411,7 +411,7 @@ class Communicator:
         if self.world == 1:
             table[0] = row
             return table, Pending((), label, self)
-        with reported(label):
+        with CollectiveScope(label):
             work = _all_gather_single(table.view(-1), row, self.group)
         return table, Pending([work], label, self)
 
@@ -447,7 +447,7 @@ class Communicator:
             received.copy_(sent)
             return received, Pending((), label, self)
         size = sent.element_size()
-        with reported(label):
+        with CollectiveScope(label):
             work = dist.all_to_all_single(
                 received.view(torch.uint8),  # backends support different dtypes
                 sent.view(torch.uint8),
@@ -466,7 +466,7 @@ class Communicator:
         watching other ranks (gloo closes the pair) and have no tags (NCCL); these arrive in order.
         """
         self._count("send" if self.rank == source else "receive", value)
-        with reported(label):
+        with CollectiveScope(label):
             work = dist.broadcast(
                 value.view(-1).view(torch.uint8),
                 group_src=source,
@@ -480,13 +480,13 @@ class Communicator:
         self._count("broadcast", value)
         if self.world > 1:
             sent = value.detach().reshape(-1).clone().view(torch.uint8)
-            with reported(label, self.begun), self.clock:
+            with CollectiveScope(label, self.begun), self.clock:
                 self.words.wait(
                     dist.broadcast(sent, group_src=source, group=self.group, async_op=True)
                 )
             value.copy_(sent.view(value.dtype).view(value.shape))
 
-    def _own_part(self, full: torch.Tensor, intervals: Intervals) -> torch.Tensor:
+    def _own_part(self, full: torch.Tensor, intervals: ShardIntervals) -> torch.Tensor:
         """Return this rank's interval of a buffer."""
         ranks = len(intervals.offsets) - 1
         if full.dim() != 1 or ranks != self.world or intervals.numel != full.numel():
@@ -498,7 +498,9 @@ class Communicator:
 
     def _count(self, operation: str, tensor: torch.Tensor) -> None:
         if self.group is not None:
-            self.begun = begins(self.group.group_name, () if self._of is None else self.members)
+            self.begun = begin_collective(
+                self.group.group_name, () if self._of is None else self.members
+            )
         self.counts[operation] += 1
         size = tensor.numel() * tensor.element_size()
         self.bytes[operation] += size

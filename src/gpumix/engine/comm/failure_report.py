@@ -14,13 +14,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gpumix.engine.comm.hang_attribution import Wait
-from gpumix.schema.errors import GpumixError, TrainingError, in_a_line
+from gpumix.engine.comm.hang_attribution import AwaitedCollective
+from gpumix.schema.errors import GpumixError, TrainingError, format_in_one_line
 
 # Interval at which a rank waiting for a collective checks for failures.
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 # Time that a failed rank stays for other ranks to read its report: the store may end with it.
-STAY_S = 4 * LOOK_S
+LINGER_S = 4 * POLL_INTERVAL_S
 
 
 class CommunicationError(TrainingError):
@@ -30,12 +30,12 @@ class CommunicationError(TrainingError):
         wait: the collective waited for, unless a peer reported its error.
     """
 
-    def __init__(self, what: str, *, wait: Wait | None = None, **words: str) -> None:
+    def __init__(self, what: str, *, wait: AwaitedCollective | None = None, **words: str) -> None:
         super().__init__(what, **words)
         self.wait = wait
 
 
-class LastWords:
+class FailureReports:
     """Error reports of the ranks of an engine; without a store nothing is reported.
 
     Args:
@@ -56,7 +56,7 @@ class LastWords:
         self._on_gloo = on_gloo
 
     @classmethod
-    def of_default_group(cls, *, rank: int, world: int, on_gloo: bool) -> LastWords:
+    def of_default_group(cls, *, rank: int, world: int, on_gloo: bool) -> FailureReports:
         """Make a separate channel for each engine. Called once per engine on all ranks."""
         if world == 1 or not dist.is_initialized():
             return cls()
@@ -77,7 +77,7 @@ class LastWords:
             return
         while True:
             try:
-                work.wait(timedelta(seconds=LOOK_S))
+                work.wait(timedelta(seconds=POLL_INTERVAL_S))
                 return
             except RuntimeError:
                 if work.is_completed():  # late, or failed: then waiting raises again
@@ -102,7 +102,7 @@ class LastWords:
         with suppress(RuntimeError):  # the store is gone
             if self._store.check(["failed"]):
                 self._store.add("heard", 1)
-                return _retold(self._store.get("failed").decode(), self._rank)
+                return _deserialize_error(self._store.get("failed").decode(), self._rank)
         return None
 
     def _say(self, error: BaseException) -> None:
@@ -110,21 +110,21 @@ class LastWords:
             return
         with suppress(RuntimeError):
             # If several ranks fail at once, the first is heard.
-            told = json.dumps([self._rank, _described(error)])
+            told = json.dumps([self._rank, _serialize_error(error)])
             if self._store.compare_set("failed", "", told).decode() != told:
                 return
-            deadline = time.monotonic() + STAY_S
+            deadline = time.monotonic() + LINGER_S
             while self._store.add("heard", 0) < self._world - 1 and time.monotonic() < deadline:
-                time.sleep(LOOK_S / 10)
+                time.sleep(POLL_INTERVAL_S / 10)
 
 
-def _described(error: BaseException) -> dict[str, str]:
+def _serialize_error(error: BaseException) -> dict[str, str]:
     if isinstance(error, GpumixError):
         return {"what": error.what, "why": error.why, "fix": error.fix}
-    return {"what": in_a_line(error), "why": "", "fix": ""}
+    return {"what": format_in_one_line(error), "why": "", "fix": ""}
 
 
-def _retold(told: str, here: int) -> CommunicationError:
+def _deserialize_error(told: str, here: int) -> CommunicationError:
     rank, account = json.loads(told)
     return CommunicationError(
         f"rank {rank} failed: {account['what']}",

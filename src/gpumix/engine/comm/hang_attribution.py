@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Wait:
+class AwaitedCollective:
     """A wait for the n-th collective of a group. Empty `members`: all ranks."""
 
     group: str
@@ -22,31 +22,35 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Stand:
+class RankProgress:
     """Progress of a rank: collectives begun in each group, collectives waited for, and the current
     activity in words."""
 
     begun: Mapping[str, int]
-    waits: tuple[Wait, ...] = ()
-    doing: str = ""
+    waits: tuple[AwaitedCollective, ...] = ()
+    activity: str = ""
 
     def to_text(self) -> str:
         waits = [(one.group, one.number, one.members) for one in self.waits]
-        return json.dumps([dict(self.begun), waits, self.doing])
+        return json.dumps([dict(self.begun), waits, self.activity])
 
     @classmethod
-    def from_text(cls, text: str) -> Stand:
+    def from_text(cls, text: str) -> RankProgress:
         begun, waits, doing = json.loads(text)
-        told = (Wait(group, number, tuple(members)) for group, number, members in waits)
+        told = (
+            AwaitedCollective(group, number, tuple(members)) for group, number, members in waits
+        )
         return cls(begun, tuple(told), doing)
 
 
-def known(stands: Mapping[int, Stand | None]) -> dict[int, Stand]:
+def drop_unknown(stands: Mapping[int, RankProgress | None]) -> dict[int, RankProgress]:
     """Return the known stands."""
     return {rank: stand for rank, stand in stands.items() if stand is not None}
 
 
-def held_up_by(stands: Mapping[int, Stand], rank: int, wait: Wait | None = None) -> list[int]:
+def find_blocking_ranks(
+    stands: Mapping[int, RankProgress], rank: int, wait: AwaitedCollective | None = None
+) -> list[int]:
     """Return the ranks at the root of a wait of `rank`: awaited ranks that wait for nothing. In a
     cycle, the ranks that `rank` waits for directly.
 
@@ -55,21 +59,23 @@ def held_up_by(stands: Mapping[int, Stand], rank: int, wait: Wait | None = None)
         wait: the wait; default: the rank's own.
     """
     waits = (wait,) if wait is not None else stands[rank].waits
-    direct = _missing(stands, rank, waits)
+    direct = _find_missing_ranks(stands, rank, waits)
     found, seen, ahead = set(), {rank}, list(direct)
     while ahead:
         one = ahead.pop()
         if one in seen:
             continue
         seen.add(one)
-        further = _missing(stands, one, stands[one].waits)
+        further = _find_missing_ranks(stands, one, stands[one].waits)
         ahead += further
         if not further:
             found.add(one)
     return sorted(found) or direct
 
 
-def _missing(stands: Mapping[int, Stand], rank: int, waits: Iterable[Wait]) -> list[int]:
+def _find_missing_ranks(
+    stands: Mapping[int, RankProgress], rank: int, waits: Iterable[AwaitedCollective]
+) -> list[int]:
     """Return the ranks that have not begun collectives awaited by `rank`."""
     return sorted(
         {

@@ -5,26 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from gpumix.engine.comm.hang_attribution import Stand
+from gpumix.engine.comm.hang_attribution import RankProgress
 
-BEAT_S = 0.5
-LOOK_S = 1.0  # between two checks of the heartbeats
+HEARTBEAT_INTERVAL_S = 0.5
+CHECK_INTERVAL_S = 1.0  # between two checks of the heartbeats
 ENDED = "ended"  # the last heartbeat
 # A process stopped for longer, or a host not heard for longer, is given up.
-STOPPED_S = 20.0
+STOPPED_TIMEOUT_S = 20.0
 
 
-def beat_with(number: int, stand: Stand) -> str:
+def format_heartbeat(number: int, stand: RankProgress) -> str:
     """Return a rank's heartbeat, which differs from all before and reports the rank's progress."""
     return f"{number} {stand.to_text()}"
 
 
-def stand_in(beat: str) -> Stand | None:
+def parse_heartbeat(beat: str) -> RankProgress | None:
     """Return the progress of a heartbeat's rank; None before the first beat and after the last."""
-    return None if beat in ("", ENDED) else Stand.from_text(beat.partition(" ")[2])
+    return None if beat in ("", ENDED) else RankProgress.from_text(beat.partition(" ")[2])
 
 
-class Pulse:
+class SilenceDetector:
     """Detector of silent ranks, by their heartbeats.
 
     Args:
@@ -49,7 +49,7 @@ class Pulse:
         """Check all ranks and return silent ones. Time without checks does not count: this process
         may have been stopped together with the ranks."""
         now = self._clock()
-        missed = max(0.0, now - self._looked - 2 * LOOK_S)
+        missed = max(0.0, now - self._looked - 2 * CHECK_INTERVAL_S)
         self._looked = now
         found = set()
         for rank, (before, since) in enumerate(self._heard):

@@ -12,8 +12,8 @@ from functools import cached_property
 
 import torch
 
-from gpumix.engine.comm.communicator import Borrowed, Communicator, Pending
-from gpumix.schema.plan.splitting import Intervals
+from gpumix.engine.comm.communicator import Communicator, Pending, PooledTensor
+from gpumix.schema.plan.splitting import ShardIntervals
 
 
 class StagedCommunicator(Communicator):
@@ -31,7 +31,7 @@ class StagedCommunicator(Communicator):
         )
 
     def gather(
-        self, full: torch.Tensor, shard: torch.Tensor, intervals: Intervals, label: str
+        self, full: torch.Tensor, shard: torch.Tensor, intervals: ShardIntervals, label: str
     ) -> Pending:
         staged = self._borrow_like(full)
         pending = self._host.gather(staged.tensor[0], shard.to("cpu", full.dtype), intervals, label)
@@ -45,7 +45,7 @@ class StagedCommunicator(Communicator):
     def reduce(
         self,
         full: torch.Tensor,
-        intervals: Intervals,
+        intervals: ShardIntervals,
         label: str,
         deliver: Callable[[torch.Tensor], None],
     ) -> Pending:
@@ -57,7 +57,7 @@ class StagedCommunicator(Communicator):
 
         return self._host.reduce(staged.tensor[0], intervals, label, arrived).then(staged.give_back)
 
-    def expect_reduce(self, full: torch.Tensor, intervals: Intervals) -> None:
+    def expect_reduce(self, full: torch.Tensor, intervals: ShardIntervals) -> None:
         staged = self._borrow_like(full)
         self._host.expect_reduce(staged.tensor[0], intervals)
         staged.give_back()
@@ -65,14 +65,14 @@ class StagedCommunicator(Communicator):
     def start_all_reduce(self, value: torch.Tensor, label: str, *, flags: bool = False) -> Pending:
         staged = value.to("cpu", copy=True)
         pending = self._host.start_all_reduce(staged, label, flags=flags)
-        return pending.then(lambda: _set(value, staged))
+        return pending.then(lambda: _copy_from_host(value, staged))
 
     def exchange(
         self, row: torch.Tensor, label: str, *, into: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Pending]:
         table = row.new_empty(self.world, row.numel()) if into is None else into
         staged, pending = self._host.exchange(row.cpu(), label)
-        return table, pending.then(lambda: _set(table, staged))
+        return table, pending.then(lambda: _copy_from_host(table, staged))
 
     def exchange_parts(
         self,
@@ -85,22 +85,24 @@ class StagedCommunicator(Communicator):
     ) -> tuple[torch.Tensor, Pending]:
         received = sent.new_empty(sum(receive_splits)) if into is None else into
         staged, pending = self._host.exchange_parts(sent.cpu(), send_splits, receive_splits, label)
-        return received, pending.then(lambda: _set(received, staged))
+        return received, pending.then(lambda: _copy_from_host(received, staged))
 
     def pass_on(self, value: torch.Tensor, source: int, label: str) -> Pending:
         if self.rank == source:
             return self._host.pass_on(value.cpu(), source, label)
         staged = torch.empty_like(value, device="cpu")
-        return self._host.pass_on(staged, source, label).then(lambda: _set(value, staged))
+        return self._host.pass_on(staged, source, label).then(
+            lambda: _copy_from_host(value, staged)
+        )
 
     def broadcast(self, value: torch.Tensor, source: int, label: str) -> None:
         staged = value.to("cpu", copy=True)
         self._host.broadcast(staged, source, label)
-        _set(value, staged)
+        _copy_from_host(value, staged)
 
-    def _borrow_like(self, full: torch.Tensor) -> Borrowed:
+    def _borrow_like(self, full: torch.Tensor) -> PooledTensor:
         return self._host.borrow("staged", torch.empty(0, dtype=full.dtype), 1, full.numel())
 
 
-def _set(value: torch.Tensor, staged: torch.Tensor) -> None:
+def _copy_from_host(value: torch.Tensor, staged: torch.Tensor) -> None:
     value.copy_(staged)

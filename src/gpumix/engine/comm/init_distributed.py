@@ -19,15 +19,15 @@ from gpumix.hardware import runtime
 from gpumix.hardware.host.environment import TorchrunPlace, torchrun_place, world_size
 from gpumix.schema.errors import InputError
 
-AGENTS_OPEN = (
+OPEN_AGENTS_WARNING = (
     "torchrun's agents listen on all addresses of their hosts, and with c10d, their default on one "
     "host, read pickles: who reaches them can run code. `gpumix launch` has none, and with "
     "--rdzv-backend gpumix --rdzv-endpoint HOST:PORT they do neither"
 )
-LEAVE_S = 5.0  # wait for other ranks at the end; a failed rank never comes
+LEAVE_TIMEOUT_S = 5.0  # wait for other ranks at the end; a failed rank never comes
 
 
-def join_launched(*, on_gpus: bool) -> None:
+def ensure_process_group(*, on_gpus: bool) -> None:
     """Make the default process group, if several processes were started and this process is in no
     group. The group is left when the program ends, once all ranks are there: a gloo rank that does
     not leave may be killed by its threads, and a rank that leaves early may kill others.
@@ -39,7 +39,7 @@ def join_launched(*, on_gpus: bool) -> None:
         InputError: there are several processes without a rendezvous; or no GPU is left for this
             process.
     """
-    tell_of_open_agents()
+    warn_of_open_agents()
     if world_size() == 1 or dist.is_initialized():
         return
     place = torchrun_place()
@@ -51,27 +51,27 @@ def join_launched(*, on_gpus: bool) -> None:
             fix="start it with torchrun, or call torch.distributed.init_process_group before",
         )
     if on_gpus:
-        _take_gpu(place)
-    dist.init_process_group(runtime.GPU_BACKENDS[runtime.kind()] if on_gpus else "gloo")
-    leave_at_end()
+        _set_local_gpu(place)
+    dist.init_process_group(runtime.GPU_BACKENDS[runtime.get_gpu_type()] if on_gpus else "gloo")
+    register_leave_at_exit()
 
 
 @cache
-def tell_of_open_agents() -> None:
+def warn_of_open_agents() -> None:
     """Warn once, on the first rank, if torchrun's agents can be reached from anywhere."""
     place = torchrun_place()
     if place is not None and place.rank == 0 and place.agents_open and not place.starts:
         with suppress(OSError):  # stderr is closed
-            sys.stderr.write(f"{AGENTS_OPEN}\n")
+            sys.stderr.write(f"{OPEN_AGENTS_WARNING}\n")
 
 
 @cache
-def leave_at_end() -> None:
+def register_leave_at_exit() -> None:
     """Leave the default process group when the program ends, independent of its creator."""
-    atexit.register(_leave)
+    atexit.register(_leave_with_all_ranks)
 
 
-def _take_gpu(place: TorchrunPlace) -> None:
+def _set_local_gpu(place: TorchrunPlace) -> None:
     if place.local_rank >= runtime.device_count():
         raise InputError(
             f"process {place.local_rank} of this host has no GPU of its own",
@@ -81,11 +81,11 @@ def _take_gpu(place: TorchrunPlace) -> None:
     runtime.set_device(place.local_rank)
 
 
-def _leave() -> None:
+def _leave_with_all_ranks() -> None:
     if not dist.is_initialized() or hasattr(sys, "last_type"):  # it ends by an error
         return
     store = dist.distributed_c10d._get_default_store()
-    deadline = time.monotonic() + LEAVE_S
+    deadline = time.monotonic() + LEAVE_TIMEOUT_S
     # The store is the launcher's; if it is gone, so are the other ranks.
     with suppress(RuntimeError):
         there = store.add("gpumix/leaving", 1)

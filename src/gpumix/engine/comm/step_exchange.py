@@ -12,7 +12,7 @@ import torch
 from gpumix.engine.comm.communicator import Pending
 
 
-class Makeup(NamedTuple):
+class LossComposition(NamedTuple):
     """Composition of a rank's losses (`engine.rehearsal.loss_watch`).
 
     Attributes:
@@ -29,11 +29,11 @@ class Makeup(NamedTuple):
     by_one: torch.Tensor | float = 0.0
 
 
-COLUMNS = 5 + len(Makeup._fields)
+COLUMNS = 5 + len(LossComposition._fields)
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class StepTable:
     """Values from all ranks in a step; each property is indexed by rank.
 
     `table` has a row for each rank and is on the device; the first access waits for it.
@@ -46,7 +46,7 @@ class Exchanged:
         return self.table.T.tolist()
 
     @classmethod
-    def nothing(cls, world: int) -> Exchanged:
+    def of_zeros(cls, world: int) -> StepTable:
         return cls(torch.zeros(world, COLUMNS))
 
     @staticmethod
@@ -55,7 +55,7 @@ class Exchanged:
         notice: float,
         report: float,
         norm: torch.Tensor | float,
-        makeup: Makeup = Makeup(),  # noqa: B008
+        makeup: LossComposition = LossComposition(),  # noqa: B008
     ) -> torch.Tensor:
         """Make a rank's row, without losses (column 0) and their count (column 1).
 
@@ -94,11 +94,13 @@ class Exchanged:
         return self._columns[4]
 
     @property
-    def makeups(self) -> list[Makeup]:
-        return [Makeup(*own) for own in zip(*self._columns[5:])]
+    def loss_compositions(self) -> list[LossComposition]:
+        return [LossComposition(*own) for own in zip(*self._columns[5:])]
 
 
-def scale_of(table: torch.Tensor, exchanged: Pending, scale: torch.Tensor) -> torch.Tensor:
+def compute_gradient_scale(
+    table: torch.Tensor, exchanged: Pending, scale: torch.Tensor
+) -> torch.Tensor:
     """Return the factor from gradients of summed losses * `scale` to the mean loss's; 0 if no loss
     was counted. Waits for the table."""
     exchanged.wait()

@@ -115,7 +115,7 @@ class SilentRecorder:
 
     def computes(self, kind: Work, unit: str) -> None:
         """Begin to compute a unit."""
-        collective_progress.computes(kind, unit if unit != ROOT else "")
+        collective_progress.set_compute_phase(kind, unit if unit != ROOT else "")
 
     def passes(self, action: Action) -> None:
         """Begin a pass: all following activities except waits are a part of it."""
@@ -142,7 +142,7 @@ class SilentRecorder:
 
     def end(self) -> float:
         """End the step; return a reading of the host's clock."""
-        collective_progress.computes()
+        collective_progress.set_compute_phase()
         return time.perf_counter()
 
 
@@ -177,27 +177,27 @@ class Recorder(SilentRecorder):
         self._turned = kind in ("head", "backward")
         part = self._worker.state_share if kind == "optimizer" else self._worker.samples
         if part:
-            self._does(self._pass or partial(Activity, kind, unit))
+            self._set_activity(self._pass or partial(Activity, kind, unit))
 
     def passes(self, action: Action) -> None:
         self._turned = action.kind != "forward"
         self._pass = partial(Activity, action.kind, stage_name(action.stage), batch=action.batch)
-        self._does(self._pass)
+        self._set_activity(self._pass)
 
     def waits(self, operation: Operation, unit: str) -> None:
         move = self._latest.get((operation, unit))
         if move is not None:  # None: a single rank, or a unit without parameters
-            self._from_here(partial(Activity, "waiting", unit, move=move))
+            self._append_activity(partial(Activity, "waiting", unit, move=move))
 
     def meets(self, whom: Meeting) -> None:
-        self._from_here(partial(Activity, whom, ROOT))
+        self._append_activity(partial(Activity, whom, ROOT))
 
     def goes_on(self) -> None:
-        self._from_here(self._doing)
+        self._append_activity(self._doing)
 
     def overhead(self) -> None:
         self._pass = None
-        self._does(partial(Activity, "overhead", ROOT))
+        self._set_activity(partial(Activity, "overhead", ROOT))
 
     def issued(self, operation: Operation, unit: str, parts: Sequence[PendingWork]) -> None:
         works = [work for part in parts for work in part.works]
@@ -242,12 +242,12 @@ class Recorder(SilentRecorder):
         self._latest[key] = len(self._moves)
         self._moves.append((moved, self._clock.mark(), self._clock.end_of(works)))
 
-    def _does(self, activity: Callable[..., Activity]) -> None:
+    def _set_activity(self, activity: Callable[..., Activity]) -> None:
         """Set the activity from here on, and after waits."""
         self._doing = activity
-        self._from_here(activity)
+        self._append_activity(activity)
 
-    def _from_here(self, activity: Callable[..., Activity]) -> None:
+    def _append_activity(self, activity: Callable[..., Activity]) -> None:
         if activity is not self._activities[-1][0]:
             self._activities.append((activity, self._clock.mark()))
 
@@ -294,7 +294,7 @@ class _StreamClock:
         return time.perf_counter()
 
     def mark(self) -> Mark:
-        event = runtime.recorded_event(self._device, timing=True)
+        event = runtime.record_event(self._device, timing=True)
         return lambda: self._zero.elapsed_time(event) / 1e3
 
     def end_of(self, works: Sequence[dist.Work]) -> Mark:

@@ -26,25 +26,26 @@ def own_versions() -> str:
     return json.dumps({"host": socket.gethostname(), "gpumix": gpumix.__version__, "torch": torchs})
 
 
-def digest_of(told: str) -> int:
+def hash_versions(told: str) -> int:
     """Return a number of 60 bits, equal for equal versions."""
     known = json.loads(told)
     text = json.dumps([known[package] for package in PACKAGES])
     return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
 
 
-def publish(told: str, rank: int) -> None:
-    """Store versions for `published`, in the store of the default process group, if initialized."""
+def publish_versions(told: str, rank: int) -> None:
+    """Store versions for `read_all_versions`, in the store of the default process group, if
+    initialized."""
     if dist.is_initialized():
         _store().set(str(rank), told)
 
 
-def published(world: int) -> list[str]:
+def read_all_versions(world: int) -> list[str]:
     """Return the versions of all ranks, once every rank has published."""
     return [_store().get(str(rank)).decode() for rank in range(world)]
 
 
-def refuse_unlike(told: Sequence[str]) -> None:
+def check_equal_versions(told: Sequence[str]) -> None:
     """Refuse ranks of unlike versions.
 
     Args:

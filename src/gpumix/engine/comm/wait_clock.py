@@ -35,7 +35,7 @@ class WaitClock:
     def __enter__(self) -> None:
         if self._on_stream:
             self._add_up_finished()
-            begun = runtime.recorded_event(self._device, timing=True)
+            begun = runtime.record_event(self._device, timing=True)
             self._events.append((begun, runtime.new_event(self._device, timing=True)))
         else:
             self._entered = time.perf_counter()

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from gpumix.schema.errors import MachineError
 
-LARGEST_BLOCK = 4096  # columns per iteration, in registers
+MAX_BLOCK_COLUMNS = 4096  # columns per iteration, in registers
 
 
-def fused_losses(
+def compute_fused_losses(
     logits: Tensor, targets: Tensor, factors: Tensor | None, label_smoothing: float
 ) -> Tensor:
     """Compute the cross-entropy of each row, in fp32.
@@ -36,8 +36,8 @@ def fused_losses(
     rows, classes = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)
     if rows:
-        triton, kernel = _kernel()
-        block = min(LARGEST_BLOCK, triton.next_power_of_2(classes))
+        triton, kernel = _import_kernel()
+        block = min(MAX_BLOCK_COLUMNS, triton.next_power_of_2(classes))
         kernel[(rows,)](
             logits,
             logits.stride(0),
@@ -54,7 +54,7 @@ def fused_losses(
 
 
 @functools.cache
-def _kernel() -> tuple[Any, Any]:
+def _import_kernel() -> tuple[Any, Any]:
     try:
         import triton
     except ImportError as error:
@@ -62,6 +62,6 @@ def _kernel() -> tuple[Any, Any]:
             "Triton is not here, which the fused loss is written in",
             fix="pip install triton, or `efficiency: {loss: torch}`",
         ) from error
-    from gpumix.engine.cross_entropy.triton_cross_entropy import row_losses
+    from gpumix.engine.cross_entropy.triton_cross_entropy import cross_entropy_kernel
 
-    return triton, row_losses
+    return triton, cross_entropy_kernel

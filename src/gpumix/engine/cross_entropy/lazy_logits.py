@@ -22,7 +22,7 @@ from gpumix.engine.cross_entropy.linear_cross_entropy import LinearCrossEntropy,
 from gpumix.engine.model.forward_coroutine import ModelError
 
 # Operations answered from shape and dtype alone.
-ANSWERED = {
+METADATA_FUNCTIONS = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_cuda", "is_sparse")),
     *(getattr(Tensor, name).__get__ for name in ("is_meta", "is_nested", "is_quantized")),
@@ -50,7 +50,7 @@ class Cast:
         return logits.to(self.dtype)
 
 
-class Family:
+class LogitsFamily:
     """All tensors made from one output of a linear layer.
 
     Args:
@@ -88,7 +88,7 @@ class Family:
                 fix="set the plan's `head` to 'whole'",
             )
 
-    def fall_back(self, wanted: str) -> None:
+    def materialize_all(self, wanted: str) -> None:
         """Materialize all members, before an operation that may write into a member."""
         if not self.whole:
             if not self.open:
@@ -113,7 +113,7 @@ class LazyLogits(Tensor):
     """
 
     hidden: Tensor
-    family: Family
+    family: LogitsFamily
     operations: tuple[Operation, ...]
     _make: Callable[[], Tensor]
     _made: Tensor | None
@@ -122,7 +122,7 @@ class LazyLogits(Tensor):
     def __new__(
         cls: type[LazyLogits],
         hidden: Tensor,
-        family: Family,
+        family: LogitsFamily,
         *,
         make: Callable[[], Tensor],
         operations: tuple[Operation, ...] = (),
@@ -162,12 +162,12 @@ class LazyLogits(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in ANSWERED:
+        if func in METADATA_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = next((a for a in args if isinstance(a, LazyLogits)), None)
-        if first is not None and first._can_go_on():
-            followed = first._follow(func, args, kwargs)
+        if first is not None and first._can_stay_lazy():
+            followed = first._apply_lazily(func, args, kwargs)
             if followed is not None:
                 return followed
         name = _name(func)
@@ -175,7 +175,7 @@ class LazyLogits(Tensor):
         def real(value: Any) -> Any:
             if not isinstance(value, LazyLogits):
                 return value
-            value.family.fall_back(name)
+            value.family.materialize_all(name)
             return value.made()
 
         args, kwargs = tree_map(real, (args, dict(kwargs)))
@@ -192,11 +192,11 @@ class LazyLogits(Tensor):
 
     # -- following ---------------------------------------------------------------------------------
 
-    def _can_go_on(self) -> bool:
+    def _can_stay_lazy(self) -> bool:
         family = self.family
         return family.open and not family.whole and family.gradients == torch.is_grad_enabled()
 
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _apply_lazily(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the lazy result of `func`; None if unsupported."""
         name = getattr(func, "__name__", "")
         alone = args[0] is self and not any(isinstance(a, LazyLogits) for a in args[1:])
@@ -274,7 +274,7 @@ class LazyLogits(Tensor):
         result = apply(row)
         if result.shape != row.shape or not result.is_floating_point():
             return None
-        operation = partial(apply, convert=_for_rows)
+        operation = partial(apply, convert=_flatten_operand)
         return self._derived(self.hidden, lambda: apply(self.made()), operation, result.dtype)
 
     def _same_for_all_rows(self, other: Any) -> bool:
@@ -347,7 +347,7 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _for_rows(operand: Any) -> Any:
+def _flatten_operand(operand: Any) -> Any:
     """Convert an operand of N-dimensional logits for 2-D logits."""
     return operand.reshape(-1) if isinstance(operand, Tensor) and operand.ndim else operand
 

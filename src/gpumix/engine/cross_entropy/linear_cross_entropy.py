@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gpumix.cost.layout.chunk_rows import bytes_per_logit, rows_per_chunk
-from gpumix.engine.cross_entropy.fused_cross_entropy import fused_losses
+from gpumix.cost.layout.chunk_rows import bytes_per_logit, compute_chunk_rows
+from gpumix.engine.cross_entropy.fused_cross_entropy import compute_fused_losses
 from gpumix.hardware.runtime import is_gpu
 
 # An element-wise operation on the logits of some rows.
@@ -25,7 +25,7 @@ Operation = Callable[[Tensor], Tensor]
 
 
 @dataclass
-class Sum:
+class GradientSum:
     """A gradient summed over chunks and micro-batches.
 
     Attributes:
@@ -54,7 +54,7 @@ class Sum:
             # A product in the compute dtype is no larger than the chunk's logits.
             tile = max(1, gradient.numel() // hidden.shape[1])
             for part, columns in zip(into.split(tile), gradient.split(tile, dim=1)):
-                Sum(part, self.empty).add(columns.t() @ hidden)
+                GradientSum(part, self.empty).add(columns.t() @ hidden)
         self.empty = False
 
     def finish(self) -> None:
@@ -65,7 +65,7 @@ class Sum:
 
 
 # Returns the sum of a parameter's gradient.
-SumOf = Callable[[Tensor], Sum]
+SumOf = Callable[[Tensor], GradientSum]
 
 
 @functools.cache
@@ -88,8 +88,8 @@ class Gradients:
     and `bias` are added to."""
 
     hidden: Tensor | None = None
-    weight: Sum | None = None
-    bias: Sum | None = None
+    weight: GradientSum | None = None
+    bias: GradientSum | None = None
 
     def finish(self) -> None:
         """Finish the sums after the last chunk."""
@@ -142,11 +142,13 @@ class LinearCrossEntropy:
             self._linear(rows, logits)
             if fused:
                 own = None if factors is None else factors[rows].squeeze(1)
-                losses[rows] = fused_losses(logits, targets[rows], own, self.label_smoothing)
+                losses[rows] = compute_fused_losses(
+                    logits, targets[rows], own, self.label_smoothing
+                )
                 if factors is not None:
                     self._pass_on(rows, logits, self.hidden[rows], into)
                 continue
-            made = _Made(logits, self.operations, graph=factors is not None)
+            made = _ChunkLogits(logits, self.operations, graph=factors is not None)
             torch.log_softmax(made.outputs.detach(), -1, dtype=exact, out=logarithms)
             losses[rows] = self._losses(logarithms, targets[rows])
             if factors is not None:
@@ -162,7 +164,7 @@ class LinearCrossEntropy:
         """Yield rows and two buffers, reused, for each chunk. Fused kernels need no second."""
         rows, width = self.hidden.shape
         vocabulary = self.weight.shape[0]
-        size = rows_per_chunk(
+        size = compute_chunk_rows(
             rows,
             vocabulary=vocabulary,
             width=width,
@@ -197,13 +199,13 @@ class LinearCrossEntropy:
             gradient -= self.label_smoothing / gradient.shape[1]
 
     def _give(
-        self, rows: slice, made: _Made, gradient: Tensor, factors: Tensor, into: Gradients
+        self, rows: slice, made: _ChunkLogits, gradient: Tensor, factors: Tensor, into: Gradients
     ) -> None:
         """Scale a chunk's gradient by factors of rows and propagate the product."""
         hidden = self.hidden[rows]
         # If nothing else passes over the logits' gradient, it is cheaper to scale the operands and
         # results of the matrix products.
-        after = made.untouched(gradient)
+        after = made.is_gradient_unchanged(gradient)
         if not after:
             self._pass_on(rows, made.backward(gradient, factors), hidden, into)
             return
@@ -225,7 +227,7 @@ class LinearCrossEntropy:
             into.weight.add_product(gradient, hidden)
 
 
-class _Made:
+class _ChunkLogits:
     """Logits of a chunk after the operations.
 
     Args:
@@ -241,7 +243,7 @@ class _Made:
                 for operation in operations:
                     self.outputs = operation(self.outputs)
 
-    def untouched(self, gradient: Tensor) -> bool:
+    def is_gradient_unchanged(self, gradient: Tensor) -> bool:
         """Return whether the gradient of the outputs equals the gradient of the logits."""
         return self.outputs is self._logits and self._logits.dtype == gradient.dtype
 
@@ -259,7 +261,7 @@ def _denominator(target: Tensor, ignore_index: int, *, mean: bool) -> Tensor:
     return valid if mean else torch.ones_like(valid)
 
 
-class Payment:
+class EarlyGradients:
     """A loss whose gradients of `weight` and `bias` were added in forward, for an assumed loss
     gradient `upstream`.
 
@@ -318,9 +320,9 @@ class ChunkedLoss(torch.autograd.Function):
         if upstream is None:
             return stated.value()
         assert sum_of is not None, "gradients made beforehand go into buffers"
-        gradients = _buffers(ctx.needs_input_grad, hidden, weight, bias, sum_of)
+        gradients = _make_gradients(ctx.needs_input_grad, hidden, weight, bias, sum_of)
         loss = stated.run(upstream, gradients)
-        ctx.payment = Payment(stated, upstream, gradients)
+        ctx.payment = EarlyGradients(stated, upstream, gradients)
         return loss
 
     @staticmethod
@@ -330,7 +332,9 @@ class ChunkedLoss(torch.autograd.Function):
         if payment is not None and payment.confirmed:
             return payment.gradients.hidden, None, None, None, None, None
         hidden, weight, bias = ctx.saved_tensors
-        into = _buffers(ctx.needs_input_grad, hidden, weight, bias, ctx.sum_of or _sum_apart)
+        into = _make_gradients(
+            ctx.needs_input_grad, hidden, weight, bias, ctx.sum_of or _allocate_sum
+        )
         ctx.problem(hidden, weight, bias).run(upstream, into)
         if ctx.sum_of is not None:
             return into.hidden, None, None, None, None, None
@@ -339,16 +343,16 @@ class ChunkedLoss(torch.autograd.Function):
         return into.hidden, of_weight, of_bias, None, None, None
 
 
-def _sum_apart(parameter: Tensor) -> Sum:
+def _allocate_sum(parameter: Tensor) -> GradientSum:
     """Allocate separate memory for a parameter's gradient, at least fp32."""
     dtype = torch.promote_types(parameter.dtype, torch.float)
-    return Sum(torch.empty_like(parameter, dtype=dtype), empty=True)
+    return GradientSum(torch.empty_like(parameter, dtype=dtype), empty=True)
 
 
-def _buffers(
+def _make_gradients(
     wanted: Sequence[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None, sum_of: SumOf
 ) -> Gradients:
-    def of(parameter: Tensor | None, is_wanted: bool) -> Sum | None:
+    def of(parameter: Tensor | None, is_wanted: bool) -> GradientSum | None:
         return sum_of(parameter) if parameter is not None and is_wanted else None
 
     into = torch.empty_like(hidden) if wanted[0] else None

@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def row_losses(
+def cross_entropy_kernel(
     logits: Any,
     stride: Any,
     targets: Any,

@@ -17,12 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpumix.engine.cross_entropy.lazy_logits import Family, LazyLogits
-from gpumix.engine.cross_entropy.linear_cross_entropy import ChunkedLoss, Payment, Sum
-from gpumix.engine.sharding.flat_group import FlatGroup, OwnGradient
+from gpumix.engine.cross_entropy.lazy_logits import LazyLogits, LogitsFamily
+from gpumix.engine.cross_entropy.linear_cross_entropy import (
+    ChunkedLoss,
+    EarlyGradients,
+    GradientSum,
+)
+from gpumix.engine.sharding.flat_group import FlatGroup, ParameterGradient
 
 
-class Expected:
+class ExpectedGradient:
     """Expected gradient of a model's loss, before the loss exists.
 
     The caller that computes the loss knows its use: a mean is multiplied by its count. With the
@@ -31,11 +35,11 @@ class Expected:
 
     def __init__(self, upstream: Tensor) -> None:
         self.upstream = upstream
-        self.payments: list[Payment] = []
+        self.payments: list[EarlyGradients] = []
 
     def settle(self, loss: Tensor) -> None:
         """Check whether the head's losses get the expected gradient, given the model's loss."""
-        unchanged = set(_unchanged(loss)) if self.payments else set()
+        unchanged = set(_find_unscaled_losses(loss)) if self.payments else set()
         for payment in self.payments:
             if payment in unchanged:
                 payment.confirm()
@@ -43,21 +47,23 @@ class Expected:
                 payment.undo()
         self.payments.clear()
 
-    def give_up(self) -> None:
+    def undo_all(self) -> None:
         """Leave the gradients to backward, because the loss's gradient will differ."""
         for payment in self.payments:
             payment.undo()
         self.payments.clear()
 
 
-_expected: ContextVar[Expected | None] = ContextVar("gpumix_expected_gradient", default=None)
+_expected: ContextVar[ExpectedGradient | None] = ContextVar(
+    "gpumix_expected_gradient", default=None
+)
 
 
 @contextmanager
-def expected_gradient(upstream: Tensor) -> Iterator[Expected]:
+def expect_gradient(upstream: Tensor) -> Iterator[ExpectedGradient]:
     """Announce that the gradient of the loss computed in the body is `upstream` times the step's
     scale. Call `settle` with the loss."""
-    expected = Expected(upstream)
+    expected = ExpectedGradient(upstream)
     token = _expected.set(expected)
     try:
         yield expected
@@ -65,7 +71,7 @@ def expected_gradient(upstream: Tensor) -> Iterator[Expected]:
         _expected.reset(token)
 
 
-class HeadInChunks:
+class ChunkedHead:
     """Chunked execution of a model's head, inside `step`.
 
     `whole_because` says which use of the logits needs them in full; empty if none so far.
@@ -88,10 +94,10 @@ class HeadInChunks:
         self.whole_because = whole_because
         self.chunked_losses = 0
         self._scale: Tensor | None = None
-        self._families: list[Family] | None = None
+        self._families: list[LogitsFamily] | None = None
         self._wanted_whole = False
-        self._gradients: dict[int, OwnGradient] = {}  # by the parameter's id
-        layer = None if whole_because else output_layer(model, units)
+        self._gradients: dict[int, ParameterGradient] = {}  # by the parameter's id
+        layer = None if whole_because else find_output_layer(model, units)
         # The layer references its forward, and so this object: weak, to avoid a cycle.
         self._layer = None if layer is None else weakref.ref(layer)
         if layer is None:
@@ -157,7 +163,7 @@ class HeadInChunks:
         followed = plain and not autocast and not hidden.is_inference()
         if self._families is None or self.whole_because or self._wanted_whole or not followed:
             return nn.functional.linear(hidden, weight, bias)
-        family = Family(hidden, weight, bias, self._loss, self._fell_back)
+        family = LogitsFamily(hidden, weight, bias, self._loss, self._fell_back)
         self._families.append(family)
         return LazyLogits(hidden, family, make=lambda: nn.functional.linear(hidden, weight, bias))
 
@@ -191,15 +197,15 @@ class HeadInChunks:
             return not own.has_other_hooks
         return parameter.grad is not None and not parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
-    def _sum_of(self, parameter: Tensor) -> Sum:
+    def _sum_of(self, parameter: Tensor) -> GradientSum:
         """Return the sum of a parameter's gradient, if `_adds_to_grad`."""
         if parameter.grad is not None:
-            return Sum(parameter.grad)
+            return GradientSum(parameter.grad)
         parameter.grad = self._gradients[id(parameter)].place
-        return Sum(parameter.grad, empty=True)
+        return GradientSum(parameter.grad, empty=True)
 
 
-def output_layer(model: nn.Module, units: Iterable[nn.Module] = ()) -> nn.Linear | None:
+def find_output_layer(model: nn.Module, units: Iterable[nn.Module] = ()) -> nn.Linear | None:
     """Return the layer that computes the logits, as named by `transformers` models. In other
     models: the linear layer outside of units with most outputs, if more than inputs."""
     named = getattr(model, "get_output_embeddings", None)
@@ -212,7 +218,7 @@ def output_layer(model: nn.Module, units: Iterable[nn.Module] = ()) -> nn.Linear
     return max(widening, key=lambda layer: layer.out_features, default=None)
 
 
-def _unchanged(loss: Tensor) -> list[Payment]:
+def _find_unscaled_losses(loss: Tensor) -> list[EarlyGradients]:
     """Return the head's losses whose gradient is exactly the gradient of `loss`."""
     if loss.grad_fn is None or loss.numel() != 1:
         return []
@@ -221,7 +227,7 @@ def _unchanged(loss: Tensor) -> list[Payment]:
         node = passes.pop()
         if (payment := getattr(node, "payment", None)) is not None:
             found.append(payment)
-        elif _passes_on(node):
+        elif _has_identity_gradient(node):
             passes += [n for n, _ in node.next_functions if n is not None]
         else:
             others.append(node)
@@ -235,7 +241,7 @@ def _unchanged(loss: Tensor) -> list[Payment]:
     return [p for p in found if found.count(p) == 1 and p not in changed]
 
 
-def _passes_on(node: Any) -> bool:
+def _has_identity_gradient(node: Any) -> bool:
     """Return whether a graph node passes its gradient unchanged to all inputs."""
     name = type(node).__name__
     return name == "ToCopyBackward0" or (name == "AddBackward0" and node._saved_alpha == 1)

@@ -42,14 +42,14 @@ _REDUCES = frozenset(("MeanBackward0", "SumBackward0"))
 _CHOICES = frozenset(("WhereBackward0",))
 _NAMELESS = _UNCHANGED | _QUOTIENTS | _CHOICES
 _REDUCED = _LIKELIHOOD | _ELEMENTWISE
-_COARSE = (torch.float16, torch.bfloat16)
+_LOW_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 MOST_NODES = 50  # of a graph between a loss and its logits
 MOST_NAMED = 256  # of a graph, whose operations determine its kind
 MOST_TERMS = 4  # of a loss, that are distinguished
 _MEAN, _SUM = 1, 2  # torch's numbers of reductions
 
 
-def ignored_by(loss: Tensor) -> int | None:
+def find_ignored_label(loss: Tensor) -> int | None:
     """Return the label ignored by loss functions in a graph, for example by cross-entropy;
     preferably not -100. None without a function that ignores labels."""
     found = None
@@ -97,7 +97,7 @@ def _ignored(node: Any) -> int | None:
     return own - 2**64 * (own >= 2**63)  # torch returns it as unsigned
 
 
-def denominators_of(loss: Tensor, *, shapes: bool = True) -> tuple[Tensor, ...]:
+def find_denominators(loss: Tensor, *, shapes: bool = True) -> tuple[Tensor, ...]:
     """Return the denominators of the terms of a loss: each term times its denominator adds up over
     items.
 
@@ -112,7 +112,9 @@ def denominators_of(loss: Tensor, *, shapes: bool = True) -> tuple[Tensor, ...]:
     """
     with torch.no_grad():
         found = [_quotient(one.divisor, one.factor) for one in _terms_of(loss, shapes=shapes)]
-        return tuple(_on(loss.device, one).abs() for one in found)  # -sum(x) / n is over n too
+        return tuple(
+            _to_tensor(loss.device, one).abs() for one in found
+        )  # -sum(x) / n is over n too
 
 
 def divided_by_program(loss: Tensor) -> Tensor | None:
@@ -120,7 +122,7 @@ def divided_by_program(loss: Tensor) -> Tensor | None:
     function's own mean; float64 on the loss's device. None if the graph has an unknown node."""
     terms = _terms_of(loss)
     with torch.no_grad():
-        return _on(loss.device, _quotient(1.0, terms[0].factor)).abs() if terms else None
+        return _to_tensor(loss.device, _quotient(1.0, terms[0].factor)).abs() if terms else None
 
 
 def is_sum(loss: Tensor) -> bool:
@@ -133,10 +135,10 @@ def is_sum(loss: Tensor) -> bool:
 def kind_of(loss: Tensor) -> int:
     """Return a nonzero number for the composition of a loss, equal on every machine: the operations
     at the end of its graph, and the number of factors equal to 0."""
-    return _kind_of(_telling(loss))
+    return _kind_of(_collect_kind_nodes(loss))
 
 
-def _telling(loss: Tensor) -> list[Any]:
+def _collect_kind_nodes(loss: Tensor) -> list[Any]:
     """Return nodes whose names determine a kind. A multiplication by the loss's count does not
     change the kind, since products are nameless."""
     return list(_nodes(loss, most=MOST_NAMED, nameless=_NAMELESS | _PRODUCTS))
@@ -146,17 +148,17 @@ def kind_and_weight_of(loss: Tensor) -> tuple[int, Tensor | None]:
     """Return the kind, and a number for the factors of the terms, float64 on the loss's device.
     Losses of a kind with unequal numbers are not sums of equal terms. None for many terms, coarse
     factors, or an unknown graph."""
-    nodes = _telling(loss)
+    nodes = _collect_kind_nodes(loss)
     kind, terms = _kind_of(nodes), _terms_of(loss)
     if not 0 < len(terms) <= MOST_TERMS or any(one.is_coarse for one in terms):
         return kind, None
     with torch.no_grad():
-        told = _in_one([_quotient(one.factor, one.divisor) for one in terms])
+        told = _combine_numbers([_quotient(one.factor, one.divisor) for one in terms])
         of_classes = [_number(own.sum()) for node in nodes for own in _class_weights(node)]
-        return kind, _on(loss.device, told + _in_one(of_classes))
+        return kind, _to_tensor(loss.device, told + _combine_numbers(of_classes))
 
 
-def _in_one(numbers: list[_Number]) -> _Number:
+def _combine_numbers(numbers: list[_Number]) -> _Number:
     """Combine numbers into a single number: their common value, if all are equal."""
     if not numbers:
         return 0.0
@@ -195,7 +197,7 @@ def _class_weights(node: Any) -> list[Tensor]:
     name = type(node).__name__
     of_name = "_saved_weight" if name in _LIKELIHOOD else "_saved_pos_weight"
     own = getattr(node, of_name, None) if name in _REDUCED else None
-    return [] if own is None or own.dtype in _COARSE else [own.detach()]
+    return [] if own is None or own.dtype in _LOW_PRECISION_DTYPES else [own.detach()]
 
 
 _Number = float | Tensor  # a tensor may be on a GPU, and is never waited for
@@ -251,16 +253,16 @@ def _terms(node: Any, factor: _Number, shapes: bool, is_coarse: bool) -> list[_T
     if name == "NegBackward0":
         return _terms(node.next_functions[0][0], -factor, shapes, is_coarse)
     if name in _PRODUCTS | _QUOTIENTS:
-        return _of_product(node, factor, shapes, is_coarse, divides=name in _QUOTIENTS)
+        return _find_product_terms(node, factor, shapes, is_coarse, divides=name in _QUOTIENTS)
     if _is_of_losses(node, name):
         return [None]
-    count = _own_count(node, name)
+    count = _get_denominator(node, name)
     if count is not None and not shapes and not _is_weighted(node, name):
         count = 1.0
-    return [None if count is None else _Term(count, factor, is_coarse, _sums(node, name))]
+    return [None if count is None else _Term(count, factor, is_coarse, _is_sum_node(node, name))]
 
 
-def _of_product(
+def _find_product_terms(
     node: Any, factor: _Number, shapes: bool, is_coarse: bool, *, divides: bool
 ) -> list[_Term | None]:
     """Return the terms of a product with a constant, or of a quotient by a constant."""
@@ -270,7 +272,7 @@ def _of_product(
     other = node._saved_self if places == [1] else node._saved_other
     if other is None or (isinstance(other, Tensor) and other.numel() != 1):
         return [None]
-    is_coarse |= isinstance(other, Tensor) and other.dtype in _COARSE
+    is_coarse |= isinstance(other, Tensor) and other.dtype in _LOW_PRECISION_DTYPES
     number = _number(other)
     factor = _quotient(factor, number) if divides else factor * number
     return _terms(node.next_functions[places[0]][0], factor, shapes, is_coarse)
@@ -298,10 +300,10 @@ def _is_weighted(node: Any, name: str) -> bool:
     return name in _LIKELIHOOD and node._saved_weight is not None
 
 
-def _own_count(node: Any, name: str) -> _Number | None:
+def _get_denominator(node: Any, name: str) -> _Number | None:
     """Return the denominator of a reducing node: 1 for a sum."""
     reduction = getattr(node, "_saved_reduction", None)
-    if _sums(node, name):
+    if _is_sum_node(node, name):
         return 1.0
     if name == "MeanBackward0":
         return float(node._saved_self_sym_numel)
@@ -313,7 +315,7 @@ def _own_count(node: Any, name: str) -> _Number | None:
     return None if of_chunks is None else _number(of_chunks())
 
 
-def _sums(node: Any, name: str) -> bool:
+def _is_sum_node(node: Any, name: str) -> bool:
     reduction = getattr(node, "_saved_reduction", None)
     return name == "SumBackward0" or (name in _REDUCED and reduction == _SUM)
 
@@ -336,7 +338,7 @@ def _quotient(one: _Number, other: _Number) -> _Number:
     return one * math.inf
 
 
-def _on(device: torch.device, number: _Number) -> Tensor:
+def _to_tensor(device: torch.device, number: _Number) -> Tensor:
     if isinstance(number, Tensor):
         return number
     return torch.full((), number, dtype=torch.float64, device=device)

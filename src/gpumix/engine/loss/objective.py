@@ -13,23 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpumix.engine.loss.chunked_head import expected_gradient
+from gpumix.engine.loss.chunked_head import expect_gradient
 from gpumix.engine.loss.reduction import (
     SAMPLES,
-    TOLD,
+    SUM_AND_COUNT,
     Compute,
     LossProbe,
+    ObjectiveWithRule,
     ReducedLoss,
-    Reduces,
     Rule,
     integer_labels,
     probe_of_sum,
 )
-from gpumix.engine.model.document_mask import mask_of_documents
+from gpumix.engine.model.document_mask import make_document_mask
 from gpumix.engine.model.forward_coroutine import ModelError
 
 
-def objective_of(model: nn.Module, rule: Rule | None = None) -> Reduces:
+def make_objective(model: nn.Module, rule: Rule | None = None) -> ObjectiveWithRule:
     """Return the objective of a model. `transformers` models return a reduced loss, other models a
     reduced loss or (summed loss, count).
 
@@ -37,11 +37,11 @@ def objective_of(model: nn.Module, rule: Rule | None = None) -> Reduces:
         rule: the rule by which losses of micro-batches add up, if known.
     """
     if hasattr(model, "loss_function"):
-        return ReducedLoss(loss_by_model, integer_labels, rule=rule, may_trim=True)
+        return ReducedLoss(compute_model_loss, integer_labels, rule=rule, may_trim=True)
     return ReturnedLoss(rule)
 
 
-def loss_by_model(
+def compute_model_loss(
     model: nn.Module, batch: Any, labels: Mapping[str, Tensor], count: Tensor | None
 ) -> Tensor:
     """Compute the loss of a `transformers` model from the labels in a batch.
@@ -55,7 +55,7 @@ def loss_by_model(
             where=f"batch with {_describe(batch)}",
             fix="put 'labels' into the batch, or give your own `loss` to gpumix.prepare",
         )
-    loss: Tensor = model(**{**batch, **mask_of_documents(model, batch), **labels}).loss
+    loss: Tensor = model(**{**batch, **make_document_mask(model, batch), **labels}).loss
     return loss
 
 
@@ -64,37 +64,37 @@ class ReturnedLoss(ReducedLoss):
     tuple with tensors such as logits, in a mapping, or as an attribute `loss`."""
 
     def __init__(self, rule: Rule | None = None) -> None:
-        super().__init__(_reduced, integer_labels, rule=rule)
+        super().__init__(_compute_reduced_loss, integer_labels, rule=rule)
         self._is_summed: bool | None = None  # as seen in the last forward
 
     def __call__(
         self, model: nn.Module, batch: Any, compute: Compute | None = None
     ) -> tuple[Tensor, Tensor]:
-        if self.rule not in (None, TOLD):
+        if self.rule not in (None, SUM_AND_COUNT):
             return super().__call__(model, batch, compute)
         # Without a rule the batch is not cut, so samples can replace any denominator of a mean.
         samples = self.count(batch, SAMPLES)
         upstream = samples if self._is_summed is False else torch.ones_like(samples)
-        with expected_gradient(upstream) as expected:
+        with expect_gradient(upstream) as expected:
             result = _forward(model, batch)
-            loss, is_summed = _loss_in(model, result), _is_summed(result)
+            loss, is_summed = _extract_loss(model, result), _is_summed(result)
             if is_summed or self._is_summed is False:
                 expected.settle(loss)
             else:  # unknown in the first forward
-                expected.give_up()
+                expected.undo_all()
         if self._is_summed not in (None, is_summed):
-            raise _unlike_before(model)
+            raise _make_kind_error(model)
         self._is_summed = is_summed
         if is_summed:
             return loss, torch.as_tensor(result[1])
         return loss.float() * samples, samples
 
     def rules(self, batch: Any) -> tuple[Rule, ...]:
-        return (TOLD, *super().rules(batch))
+        return (SUM_AND_COUNT, *super().rules(batch))
 
     def probe(self, model: nn.Module, batch: Any) -> LossProbe:
         result = _forward(model, batch)
-        loss = _loss_in(model, result)
+        loss = _extract_loss(model, result)
         rules = super().rules(batch)
         nothing = torch.full((), torch.nan)
         if _is_summed(result):
@@ -104,20 +104,20 @@ class ReturnedLoss(ReducedLoss):
         return replace(found, counts=(nothing, *found.counts))
 
 
-def _reduced(
+def _compute_reduced_loss(
     model: nn.Module, batch: Any, labels: Mapping[str, Tensor], count: Tensor | None
 ) -> Tensor:
     """Return the reduced loss of a forward."""
     if labels:
         batch = {**batch, **labels}
     result = _forward(model, batch)
-    loss = _loss_in(model, result)
+    loss = _extract_loss(model, result)
     if _is_summed(result):
-        raise _unlike_before(model)
+        raise _make_kind_error(model)
     return loss
 
 
-def _unlike_before(model: nn.Module) -> ModelError:
+def _make_kind_error(model: nn.Module) -> ModelError:
     return ModelError(
         f"{type(model).__name__} returned (summed loss, count) for one batch, and a reduced loss "
         "for another one",
@@ -138,7 +138,7 @@ def _is_summed(result: Any) -> bool:
     return result[0].dim() == 0 and is_number
 
 
-def _loss_in(model: nn.Module, result: Any) -> Tensor:
+def _extract_loss(model: nn.Module, result: Any) -> Tensor:
     """Return the loss in a forward's result.
 
     Raises:
@@ -157,13 +157,13 @@ def _loss_in(model: nn.Module, result: Any) -> Tensor:
     if torch.is_tensor(found) and found.numel() == 1 and found.is_floating_point():
         return found.reshape(())
     raise ModelError(
-        f"{type(model).__name__} returned {_told(result)}, in which there is no loss",
+        f"{type(model).__name__} returned {_describe_result(result)}, in which there is no loss",
         fix="return a loss from forward, alone or as (logits, loss); or (summed loss, count); in "
         "Python `gpumix.prepare(loss=function(model, batch))` may return these two instead",
     )
 
 
-def _told(result: Any) -> str:
+def _describe_result(result: Any) -> str:
     if isinstance(result, tuple | list):
         return f"a {type(result).__name__} of {len(result)}"
     return f"a {type(result).__name__}"

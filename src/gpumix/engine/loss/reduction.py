@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gpumix.engine.batch.batch_split import IGNORED_LABEL, LABELS, samples_in
-from gpumix.engine.loss.chunked_head import expected_gradient
-from gpumix.engine.loss.loss_graph import denominators_of, ignored_by, selects_by_values
+from gpumix.engine.batch.batch_split import IGNORED_LABEL, LABELS, count_samples
+from gpumix.engine.loss.chunked_head import expect_gradient
+from gpumix.engine.loss.loss_graph import find_denominators, find_ignored_label, selects_by_values
 from gpumix.engine.model.forward_coroutine import ModelError
 
 Objective = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
@@ -56,7 +56,7 @@ class Rule:
             whole: number of samples of the global batch.
         """
         if self.kind == "labels":
-            return counted_by_row(labels[self.labels], shifted=self.shifted).sum()
+            return count_row_labels(labels[self.labels], shifted=self.shifted).sum()
         return samples / whole if self.kind == "sum" else samples
 
 
@@ -75,11 +75,11 @@ class Rival:
 
 SAMPLES = Rule("a mean over samples", "samples")
 SUM = Rule("a sum over samples", "sum")
-TOLD = Rule("a sum and a count, as the loss function returns them", "told")
+SUM_AND_COUNT = Rule("a sum and a count, as the loss function returns them", "told")
 GRAPH = Rule("a mean over what the loss itself divides by", "graph")
 
 
-def rules_for(labels: Mapping[str, Tensor]) -> tuple[Rule, ...]:
+def list_candidate_rules(labels: Mapping[str, Tensor]) -> tuple[Rule, ...]:
     """Return the candidate rules for a batch with the given labels, likeliest first."""
     found = []
     for name, own in labels.items():
@@ -108,7 +108,7 @@ class LossProbe:
     values: tuple[Tensor, ...] = ()
 
 
-class Reduces(Protocol):
+class ObjectiveWithRule(Protocol):
     """Objective whose rule is found by a rehearsal.
 
     Attributes:
@@ -149,7 +149,7 @@ class SummedLoss:
 
     Args:
         function: returns (summed loss, count) of a micro-batch.
-        rule: `TOLD` to skip the rehearsal.
+        rule: `SUM_AND_COUNT` to skip the rehearsal.
     """
 
     is_watched = True
@@ -168,7 +168,7 @@ class SummedLoss:
         return integer_labels(batch)
 
     def rules(self, batch: Any) -> tuple[Rule, ...]:
-        return (TOLD,)
+        return (SUM_AND_COUNT,)
 
     def counts_by_row(self, batch: Any) -> Tensor | None:
         return counts_by_row((), self.labels_of(batch))
@@ -184,7 +184,7 @@ def probe_of_sum(loss: Tensor, count: Any) -> LossProbe:
     return LossProbe(loss / divisor, (count,), ())
 
 
-def reducing(objective: Objective | Reduces) -> Reduces:
+def wrap_objective(objective: Objective | ObjectiveWithRule) -> ObjectiveWithRule:
     """Return an objective with rules as is; wrap a user's function as a sum and a count."""
     return objective if hasattr(objective, "rule") else SummedLoss(objective)  # type: ignore[return-value]
 
@@ -230,11 +230,11 @@ class ReducedLoss:
         """
         compute = compute or self._compute
         labels = self.labels_of(batch)
-        rule = self.rule or rules_for(labels)[0]
+        rule = self.rule or list_candidate_rules(labels)[0]
         if self.reads_graph:
             with torch.enable_grad():  # in evaluations too
                 loss = compute(model, batch, {}, None)
-            divided_by = self.divided_by(loss, batch)
+            divided_by = self.read_denominator(loss, batch)
             summed = loss.float() * divided_by  # without counted labels, 0 / 0 times 0
             return torch.where(divided_by > 0, summed, torch.zeros_like(summed)), divided_by
         count = self.count(batch)
@@ -244,7 +244,7 @@ class ReducedLoss:
             for name, own in (labels.items() if rule.kind == "labels" else ())
         }
         factor = torch.ones_like(count) if rule.kind == "sum" else count
-        with expected_gradient(factor) as expected:
+        with expect_gradient(factor) as expected:
             loss = compute(model, batch, filled, count)
             expected.settle(loss)
         # In fp32: a sum over many labels exceeds fp16's range.
@@ -255,13 +255,13 @@ class ReducedLoss:
         """True if the denominator is read from each loss's own graph."""
         return self.rule is not None and self.rule.kind == "graph"
 
-    def divided_by(self, loss: Tensor, batch: Any) -> Tensor:
+    def read_denominator(self, loss: Tensor, batch: Any) -> Tensor:
         """Return the denominator in the graph of a micro-batch's loss.
 
         Raises:
             ModelError: the graph shows no denominator.
         """
-        found = denominators_of(loss)
+        found = find_denominators(loss)
         if not found:
             raise ModelError(
                 "the loss is computed in another way than when training began",
@@ -274,27 +274,27 @@ class ReducedLoss:
             return divisor
         # Without counted labels, a loss may divide by 1 instead of 0.
         labels = self.labels_of(batch)[self.rule.labels]
-        own = counted_by_row(labels, shifted=self.rule.shifted).sum() > 0
+        own = count_row_labels(labels, shifted=self.rule.shifted).sum() > 0
         return torch.where(own.to(divisor.device), divisor, 0.0)
 
     def count(self, batch: Any, rule: Rule | None = None) -> Tensor:
         """Return the denominator of a micro-batch's loss, by the given or the valid rule."""
         labels = self.labels_of(batch)
-        rule = rule or self.rule or rules_for(labels)[0]
+        rule = rule or self.rule or list_candidate_rules(labels)[0]
         tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         device = next((tensor.device for tensor in tensors), None)
-        samples = torch.full((), samples_in(batch), device=device)
+        samples = torch.full((), count_samples(batch), device=device)
         count = rule.count(labels, samples, self.whole)
         return count * self._steps if rule.kind == "sum" else count
 
     def rules(self, batch: Any) -> tuple[Rule, ...]:
-        return (*rules_for(self.labels_of(batch)), GRAPH)
+        return (*list_candidate_rules(self.labels_of(batch)), GRAPH)
 
     def counts_by_row(self, batch: Any) -> Tensor | None:
         rules = (self.rule, *(rival.rule for rival in self.rivals)) if self.rivals else ()
         return counts_by_row([rule for rule in rules if rule is not None], self.labels_of(batch))
 
-    def tells_rivals_apart(self, batch: Any) -> bool:
+    def can_distinguish_rivals(self, batch: Any) -> bool:
         """Return True if a rival of the rule weights some sample of a batch differently."""
         counted = self.counts_by_row(batch)
         if counted is None or not self.rivals:
@@ -316,10 +316,10 @@ class ReducedLoss:
         Args:
             counts: the denominators by all rules except the graph's.
         """
-        denominators = denominators_of(loss)
+        denominators = find_denominators(loss)
         of_graph = denominators[0] if denominators else torch.full((), torch.nan)
-        values = denominators_of(loss, shapes=selects_by_values(loss))
-        return LossProbe(loss, (*counts, of_graph), denominators, ignored_by(loss), values)
+        values = find_denominators(loss, shapes=selects_by_values(loss))
+        return LossProbe(loss, (*counts, of_graph), denominators, find_ignored_label(loss), values)
 
 
 def counts_by_row(rules: Sequence[Rule], labels: Mapping[str, Tensor]) -> Tensor | None:
@@ -329,16 +329,16 @@ def counts_by_row(rules: Sequence[Rule], labels: Mapping[str, Tensor]) -> Tensor
     if first is None:
         return None
     counted = []
-    for rule in rules or [rule for rule in rules_for(labels) if rule.labels]:
+    for rule in rules or [rule for rule in list_candidate_rules(labels) if rule.labels]:
         own = labels.get(rule.labels)
         if own is None:
             counted.append(torch.ones(len(first), dtype=torch.int64))
         else:
-            counted.append(counted_by_row(own, shifted=rule.shifted).cpu())
+            counted.append(count_row_labels(own, shifted=rule.shifted).cpu())
     return torch.stack(counted)
 
 
-def counted_by_row(labels: Tensor, *, shifted: bool = False) -> Tensor:
+def count_row_labels(labels: Tensor, *, shifted: bool = False) -> Tensor:
     """Count each sample's labels other than -100; `shifted`: without each first label."""
     counted = (labels[..., 1:] if shifted else labels) != IGNORED_LABEL
     return counted.unsqueeze(1).flatten(1).sum(1)

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 
-from gpumix.engine.model.containers import Containers, Put
+from gpumix.engine.model.containers import ContainerChanges, Containers
 
 # By key of a hook's list, and by index of a container.
-Collected = tuple[dict[str, list[Any]], Put]
+Collected = tuple[dict[str, list[Any]], ContainerChanges]
 
 
-class Captured:
+class OutputCapture:
     """Values collected by the context and the containers of one unit call.
 
     Args:
@@ -32,12 +32,12 @@ class Captured:
         self._variable = getattr(module, "_active_collector", None)
         self._collector: Any = context.run(self._variable.get) if self._variable else None
         self._given = given
-        self._put: Put = {}
+        self._put: ContainerChanges = {}
 
     @property
     def collected(self) -> Collected:
         """The values collected so far."""
-        return _lists(self._collector or {}), self._put
+        return _select_lists(self._collector or {}), self._put
 
     def run(
         self, function: Callable[[], Any], copies: Containers | None = None
@@ -47,12 +47,12 @@ class Captured:
         Args:
             copies: containers passed to the function in place of the model's own.
         """
-        context, collected = self.apart()
+        context, collected = self.copy_context()
         result = context.run(function)
         put = {} if copies is None else copies.put(allowed=self._given is not None)
         return result, (collected, put)
 
-    def apart(self) -> tuple[Context, dict[str, list[Any]]]:
+    def copy_context(self) -> tuple[Context, dict[str, list[Any]]]:
         """Copy the context with empty collecting lists; return the copy and its lists. Hooks
         collect there as usual, but nothing reaches the model."""
         context, collected = self._context.copy(), {}
@@ -60,10 +60,10 @@ class Captured:
             # the collector contains settings in addition to lists
             fresh = {k: [] if isinstance(v, list) else v for k, v in self._collector.items()}
             context.run(self._variable.set, fresh)
-            collected = _lists(fresh)
+            collected = _select_lists(fresh)
         return context, collected
 
-    def hand_over(self, collected: Collected) -> None:
+    def give_to_model(self, collected: Collected) -> None:
         """Give the collected values to the model."""
         lists, self._put = collected
         for key, values in lists.items():
@@ -72,5 +72,5 @@ class Captured:
             self._given.fill(self._put)
 
 
-def _lists(collector: dict[str, Any]) -> dict[str, list[Any]]:
+def _select_lists(collector: dict[str, Any]) -> dict[str, list[Any]]:
     return {key: values for key, values in collector.items() if isinstance(values, list)}

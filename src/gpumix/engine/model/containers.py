@@ -13,10 +13,10 @@ from typing import Any
 from torch.utils._pytree import tree_flatten, tree_is_leaf
 
 from gpumix.engine.model.forward_coroutine import ModelError
-from gpumix.engine.model.unit_values import PLAIN_TYPES, is_open
+from gpumix.engine.model.unit_values import PLAIN_TYPES, is_attribute_container
 
 # For each changed container, by index: items by key or place, and appended items.
-Put = dict[int, tuple[dict[Any, Any], list[Any]]]
+ContainerChanges = dict[int, tuple[dict[Any, Any], list[Any]]]
 
 
 class Containers:
@@ -31,9 +31,11 @@ class Containers:
         self._all = [*_containers(args), *(c for v in kwargs.values() for c in _containers(v))]
         self._before = [_items(container) for container in self._all]
         given = [*args, *kwargs.values()]
-        self._others = [(one, *tree_flatten(one)) for value in given for one in _others(value)]
+        self._others = [
+            (one, *tree_flatten(one)) for value in given for one in _iterate_opaque_objects(value)
+        ]
 
-    def put(self, *, allowed: bool = True) -> Put:
+    def put(self, *, allowed: bool = True) -> ContainerChanges:
         """Return items put in since creation. Raises a ModelError if changes are not allowed."""
         for other, leaves, structure in self._others:
             found, now = tree_flatten(other)
@@ -41,8 +43,8 @@ class Containers:
                 self._refuse(f"changes a {type(other).__name__}, not")
         return self._new(allowed=allowed)
 
-    def _new(self, *, allowed: bool) -> Put:
-        found: Put = {}
+    def _new(self, *, allowed: bool) -> ContainerChanges:
+        found: ContainerChanges = {}
         for number, (container, before) in enumerate(zip(self._all, self._before)):
             now = _items(container)
             if before.keys() - now.keys():
@@ -58,13 +60,13 @@ class Containers:
             found[number] = new, appended
         return found
 
-    def fill(self, put: Put) -> None:
+    def fill(self, put: ContainerChanges) -> None:
         """Put items from copies into the containers."""
         for number, (items, appended) in put.items():
             container = self._all[number]
             if sum(other is container for other in self._all) > 1:  # there were two copies of it
                 self._refuse("is given twice, and changes,")
-            held = vars(container) if is_open(container) else container
+            held = vars(container) if is_attribute_container(container) else container
             for key, value in items.items():
                 held[key] = value
             if appended:
@@ -78,7 +80,7 @@ class Containers:
         )
 
 
-def fill(own: Containers | None, copies: Containers) -> None:
+def copy_changes(own: Containers | None, copies: Containers) -> None:
     """Put items from copies into the model's own containers; None: no change is allowed."""
     put = copies.put(allowed=own is not None)
     if own is not None:
@@ -87,9 +89,9 @@ def fill(own: Containers | None, copies: Containers) -> None:
 
 def _containers(value: Any) -> Iterator[Any]:
     """Yield the containers in a value, outer ones first."""
-    if isinstance(value, list | dict) or is_open(value):
+    if isinstance(value, list | dict) or is_attribute_container(value):
         yield value
-    for item in _inside(value):
+    for item in _get_items(value):
         yield from _containers(item)
 
 
@@ -100,19 +102,19 @@ def _items(container: Any) -> dict[Any, Any]:
     return dict(container.items() if isinstance(container, dict) else vars(container))
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _get_items(value: Any) -> Iterable[Any]:
     """Return the values inside a value that can be changed item by item."""
     if isinstance(value, tuple | list):
         return value
     if isinstance(value, dict):
         return value.values()
-    return vars(value).values() if is_open(value) else ()
+    return vars(value).values() if is_attribute_container(value) else ()
 
 
-def _others(value: Any) -> Iterator[Any]:
+def _iterate_opaque_objects(value: Any) -> Iterator[Any]:
     """Yield the objects inside a value that contain values in another way."""
-    for item in _inside(value):
-        yield from _others(item)
+    for item in _get_items(value):
+        yield from _iterate_opaque_objects(item)
     plain = isinstance(value, tuple | list | dict) or type(value) in PLAIN_TYPES
-    if not (plain or is_open(value) or tree_is_leaf(value)):
+    if not (plain or is_attribute_container(value) or tree_is_leaf(value)):
         yield value

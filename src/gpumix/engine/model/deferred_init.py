@@ -53,7 +53,7 @@ class Operation:
 
 
 @dataclass
-class Log:
+class OperationLog:
     """Record of the operations on a model's deferred tensors, by storage.
 
     A deferred tensor is a view (shape, strides, offset) of a meta storage; the storage's identity
@@ -88,10 +88,10 @@ class Log:
             )
             if "device" in kwargs:
                 kwargs["device"] = _CPU
-            result = _seeded(self.seed, operation.draw, operation.function, args, kwargs)
+            result = _run_seeded(self.seed, operation.draw, operation.function, args, kwargs)
             for meta, made in zip(operation.outputs, _tensors(result)):
                 if meta is not None and _key(meta) not in real:
-                    real[_key(meta)] = _laid_out_like(made, meta)
+                    real[_key(meta)] = _match_strides(made, meta)
         return _view_like(real[_key(tensor)], tensor)
 
     def _needed(self, key: int) -> list[Operation]:
@@ -107,7 +107,7 @@ class Log:
         return [found[number] for number in sorted(found)]
 
 
-_LOGS: WeakKeyDictionary[nn.Module, Log] = WeakKeyDictionary()
+_LOGS: WeakKeyDictionary[nn.Module, OperationLog] = WeakKeyDictionary()
 
 
 def build(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -119,23 +119,23 @@ def build(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
     """
     recorder = _Recorder(seed)
     try:
-        with recorder, recorder.truncated_normal(), _NothingIsMeta():
+        with recorder, recorder.truncated_normal(), _HiddenMetaMode():
             model = factory()
     except (_CannotDefer, RuntimeError, TypeError):  # last two: torch's, from reading values
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return factory()
     _LOGS[model] = recorder.log
-    _make_all_but_parameters(model, recorder.log)
+    _materialize_non_parameters(model, recorder.log)
     return model
 
 
-def log_of(model: nn.Module) -> Log | None:
+def log_of(model: nn.Module) -> OperationLog | None:
     """Return the log of a model made by `build`, otherwise None."""
     return _LOGS.get(model)
 
 
-def _make_all_but_parameters(model: nn.Module, log: Log) -> None:
+def _materialize_non_parameters(model: nn.Module, log: OperationLog) -> None:
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for place in (module._buffers, vars(module)):
@@ -150,7 +150,7 @@ class _CannotDefer(Exception):
     """The constructor needs values of deferred tensors."""
 
 
-class _NothingIsMeta(TorchFunctionMode):
+class _HiddenMetaMode(TorchFunctionMode):
     """Mode that hides the meta device. Initializers skip meta tensors, and must be recorded."""
 
     def __torch_function__(
@@ -168,7 +168,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.log = Log(seed)
+        self.log = OperationLog(seed)
         self.number = 0
         self.draw = 0
 
@@ -180,7 +180,7 @@ class _Recorder(TorchDispatchMode):
         def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             self._count(original)
             if not _is_deferred(tensor):
-                return _seeded(self.log.seed, self.draw, original, (tensor, *args), kwargs)
+                return _run_seeded(self.log.seed, self.draw, original, (tensor, *args), kwargs)
             self.log.add(Operation(self.number, self.draw, original, (tensor, *args), kwargs, []))
             return tensor
 
@@ -192,7 +192,7 @@ class _Recorder(TorchDispatchMode):
 
     def _count(self, func: Any) -> None:
         self.number += 1
-        self.draw += _draws(func)
+        self.draw += _is_random(func)
 
     def __torch_dispatch__(
         self,
@@ -209,7 +209,7 @@ class _Recorder(TorchDispatchMode):
             raise _CannotDefer("a tensor on the meta device whose values nobody wrote down")
         if not deferred:
             if not _makes_large(func, args):
-                return _seeded(self.log.seed, self.draw, func, args, kwargs)
+                return _run_seeded(self.log.seed, self.draw, func, args, kwargs)
             kwargs = {**kwargs, "device": torch.device("meta")}
         result = func(*args, **kwargs)
         outputs = [t if _is_deferred(t) else None for t in _tensors(result)]
@@ -225,14 +225,16 @@ def _makes_large(func: Any, args: tuple[Any, ...]) -> bool:
     return prod(int(size) for size in args[0]) > SMALL_NUMEL
 
 
-def _draws(func: Any) -> bool:
+def _is_random(func: Any) -> bool:
     """Return whether a call draws random numbers: tagged operations and plain functions."""
     return not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded in func.tags
 
 
-def _seeded(seed: int, draw: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_seeded(
+    seed: int, draw: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run `func`; random operations use a generator seeded by the draw number."""
-    if not _draws(func):
+    if not _is_random(func):
         return func(*args, **kwargs)
     digest = hashlib.sha256(f"{seed}:{draw}".encode()).digest()
     before = torch.default_generator.get_state()
@@ -255,7 +257,7 @@ def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _laid_out_like(made: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
+def _match_strides(made: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
     """Return `made` with the strides of `meta`, which views rely on. Strides depend on kernels."""
     if made.stride() == meta.stride() or made.numel() == 0:
         return made

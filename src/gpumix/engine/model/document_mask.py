@@ -20,15 +20,15 @@ from torch import nn
 POSITIONS, MASK = "position_ids", "attention_mask"
 
 
-def mask_of_documents(model: Any, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def make_document_mask(model: Any, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return an `attention_mask` [samples, 1, L, L] if positions mark documents and the model needs
     a mask; else an empty dict."""
-    if POSITIONS not in batch or MASK in batch or _wants_its_own(model.config):
+    if POSITIONS not in batch or MASK in batch or _is_mask_harmful(model.config):
         return {}
     both_ways = getattr(model.loss_function, "__name__", "") == "ForMaskedLMLoss"
     decoder: nn.Module = getattr(model, model.base_model_prefix, model)
     kind: Any = type(decoder)
-    if not both_ways and _finds_documents(kind):
+    if not both_ways and _is_masking_documents(kind):
         return {}
     document = (batch[POSITIONS] == 0).cumsum(-1)
     seen = document[:, None, :, None] == document[:, None, None, :]
@@ -41,7 +41,7 @@ def mask_of_documents(model: Any, batch: Mapping[str, Any]) -> dict[str, torch.T
     return {MASK: hidden.masked_fill(~seen, torch.finfo(dtype).min)}
 
 
-def _wants_its_own(config: Any) -> bool:
+def _is_mask_harmful(config: Any) -> bool:
     """Return whether a mask would do harm, because of attention windows or an encoder's mask."""
     kinds = getattr(config, "layer_types", None) or ()
     windows = getattr(config, "sliding_window", None) or any("sliding" in kind for kind in kinds)
@@ -49,26 +49,28 @@ def _wants_its_own(config: Any) -> bool:
 
 
 @cache
-def _finds_documents(kind: type[nn.Module]) -> bool:
+def _is_masking_documents(kind: type[nn.Module]) -> bool:
     """Return whether a model makes its mask from positions, by code of its decoder or of itself.
     True if no code can be read, and for attention by distance (ALiBi), which needs no mask."""
-    codes = [_forward_of(kind)]
+    codes = [_get_forward_source(kind)]
     modules = vars(inspect.getmodule(kind) or kind).values()
     decoders = [m for m in modules if inspect.isclass(m) and m.__name__.endswith("Decoder")]
-    codes += [_forward_of(decoder) for decoder in decoders]
+    codes += [_get_forward_source(decoder) for decoder in decoders]
     if not any(codes) or any("alibi" in code for code in codes):
         return True
-    return any(_hands_positions(node) for code in codes for node in ast.walk(ast.parse(code)))
+    return any(
+        _is_mask_from_positions(node) for code in codes for node in ast.walk(ast.parse(code))
+    )
 
 
-def _forward_of(kind: type[Any]) -> str:
+def _get_forward_source(kind: type[Any]) -> str:
     try:
         return textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
     except (OSError, TypeError):
         return ""
 
 
-def _hands_positions(node: ast.AST) -> bool:
+def _is_mask_from_positions(node: ast.AST) -> bool:
     """Match `create_..._mask(..., position_ids=...)` or a dictionary of its arguments."""
     if isinstance(node, ast.Call):
         return "mask" in ast.unparse(node.func) and any(k.arg == POSITIONS for k in node.keywords)

@@ -17,15 +17,15 @@ from gpumix.engine.comm.communicator import Communicator
 from gpumix.schema.errors import InputError
 
 
-def refuse_other_models(model: nn.Module, comm: Communicator) -> None:
+def check_equal_models(model: nn.Module, comm: Communicator) -> None:
     """Refuse models that differ between ranks. Collective.
 
     Raises:
         InputError: names, shapes or dtypes of parameters or buffers differ.
     """
-    named = [(name, tensor.shape, tensor.dtype) for name, tensor in _tensors(model)]
+    named = [(name, tensor.shape, tensor.dtype) for name, tensor in _iterate_tensors(model)]
     digest = hashlib.sha256(repr(named).encode()).hexdigest()
-    looks = _all_numbers([int(digest[:12], 16)], comm)
+    looks = _all_gather_numbers([int(digest[:12], 16)], comm)
     other = next((rank for rank, row in enumerate(looks) if row != looks[0]), None)
     if other is not None:
         raise InputError(
@@ -35,28 +35,28 @@ def refuse_other_models(model: nn.Module, comm: Communicator) -> None:
         )
 
 
-def make_alike(model: nn.Module, comm: Communicator) -> list[str]:
+def broadcast_weights(model: nn.Module, comm: Communicator) -> list[str]:
     """Broadcast rank 0's values of differing parameters and buffers, and return the names. Names
     and shapes must be equal on all ranks. Collective."""
     if comm.world == 1:
         return []
-    named = list(_tensors(model))
+    named = list(_iterate_tensors(model))
     if not named:  # made without weights
         return []
-    table = _all_numbers([_digest(tensor) for _, tensor in named], comm)
+    table = _all_gather_numbers([_digest(tensor) for _, tensor in named], comm)
     differing = [len(set(column)) > 1 for column in zip(*table)]
     found = [(name, tensor) for differs, (name, tensor) in zip(differing, named) if differs]
     for name, tensor in found:
-        _take(tensor, name, comm)
+        _broadcast_tensor(tensor, name, comm)
     return [name for name, _ in found]
 
 
-def _all_numbers(own: Sequence[int], comm: Communicator) -> list[list[int]]:
+def _all_gather_numbers(own: Sequence[int], comm: Communicator) -> list[list[int]]:
     told = torch.tensor(own, dtype=torch.int64, device=comm.device)
     return comm.exchanged(told, "comparison of models").tolist()  # type: ignore[no-any-return]
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _iterate_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers that have values; meta tensors are initialized equally later."""
     yield from ((name, p.detach()) for name, p in model.named_parameters() if not p.is_meta)
     yield from ((name, b) for name, b in model.named_buffers() if not b.is_meta)
@@ -73,7 +73,7 @@ def _digest(tensor: Tensor) -> int:
 
 
 @torch.no_grad()
-def _take(tensor: Tensor, name: str, comm: Communicator) -> None:
+def _broadcast_tensor(tensor: Tensor, name: str, comm: Communicator) -> None:
     there = tensor.to(comm.device, copy=True).contiguous()
     comm.broadcast(there, 0, f"broadcast of '{name}'")
     tensor.copy_(there)

@@ -11,27 +11,29 @@ import torch
 from torch import nn
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.schema.errors import InputError, in_a_line
+from gpumix.schema.errors import InputError, format_in_one_line
 
-EXTRA = "_extra_state"  # torch's key in a state dict
+EXTRA_STATE_KEY = "_extra_state"  # torch's key in a state dict
 
 
-def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+def find_extra_state_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return modules with extra state, by the state's name in a state dict."""
     return {
-        f"{path}.{EXTRA}" if path else EXTRA: module
+        f"{path}.{EXTRA_STATE_KEY}" if path else EXTRA_STATE_KEY: module
         for path, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
 
 
-def agree(model: nn.Module, comm: Communicator, source: Callable[[str], int]) -> None:
+def broadcast_extra_state(
+    model: nn.Module, comm: Communicator, source: Callable[[str], int]
+) -> None:
     """Broadcast each module's extra state from its `source` rank. Collective."""
     if comm.world == 1:
         return
-    for name, module in with_extra_state(model).items():
+    for name, module in find_extra_state_modules(model).items():
         rank = source(name)
-        own = _bytes(name, module)  # on all ranks, so that all refuse if a rank does
+        own = _serialize_state(name, module)  # on all ranks, so that all refuse if a rank does
         size = torch.tensor([len(own)], device=comm.device)
         comm.broadcast(size, rank, f"broadcast of the size of '{name}'")
         told = torch.empty(int(size), dtype=torch.uint8, device=comm.device)
@@ -39,41 +41,41 @@ def agree(model: nn.Module, comm: Communicator, source: Callable[[str], int]) ->
             told.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         comm.broadcast(told, rank, f"broadcast of '{name}'")
         if comm.rank != rank:
-            module.set_extra_state(_read(bytes(told.tolist())))
+            module.set_extra_state(_deserialize_state(bytes(told.tolist())))
 
 
-def packed(model: nn.Module) -> dict[str, str]:
+def pack_extra_state(model: nn.Module) -> dict[str, str]:
     """Return the states as text, by name.
 
     Raises:
         InputError: a state cannot be read back without running code.
     """
     return {
-        name: base64.b64encode(_bytes(name, module)).decode()
-        for name, module in with_extra_state(model).items()
+        name: base64.b64encode(_serialize_state(name, module)).decode()
+        for name, module in find_extra_state_modules(model).items()
     }
 
 
-def unpack(model: nn.Module, states: Mapping[str, str]) -> None:
+def load_extra_state(model: nn.Module, states: Mapping[str, str]) -> None:
     """Restore the states of modules."""
-    for name, module in with_extra_state(model).items():
-        module.set_extra_state(_read(base64.b64decode(states[name])))
+    for name, module in find_extra_state_modules(model).items():
+        module.set_extra_state(_deserialize_state(base64.b64decode(states[name])))
 
 
-def _bytes(name: str, module: nn.Module) -> bytes:
+def _serialize_state(name: str, module: nn.Module) -> bytes:
     written = io.BytesIO()
     try:
         torch.save(module.get_extra_state(), written)
-        _read(written.getvalue())
+        _deserialize_state(written.getvalue())
     except Exception as error:  # a module may keep anything
         raise InputError(
             f"{type(module).__name__} keeps a state that no checkpoint can hold",
             where=name,
-            why=in_a_line(error),
+            why=format_in_one_line(error),
             fix="return tensors, numbers, texts, lists and dictionaries from get_extra_state",
         ) from error
     return written.getvalue()
 
 
-def _read(text: bytes) -> Any:
+def _deserialize_state(text: bytes) -> Any:
     return torch.load(io.BytesIO(text), weights_only=True)

@@ -29,9 +29,9 @@ class ModelError(GpumixError):
 
 
 # Device types with an autocast switch and dtype.
-KINDS = ("cpu", *runtime.GPU_BACKENDS)
+DEVICE_TYPES = ("cpu", *runtime.GPU_BACKENDS)
 # Switches of the kernels of scaled_dot_product_attention, in the order of `ThreadState.attention`.
-ATTENTION = (
+SDPA_SWITCHES = (
     torch.backends.cuda.enable_flash_sdp,
     torch.backends.cuda.enable_mem_efficient_sdp,
     torch.backends.cuda.enable_math_sdp,
@@ -47,7 +47,7 @@ class ThreadState(NamedTuple):
     """
 
     gradients: bool
-    autocast: list[tuple[bool, torch.dtype]]  # for each of `KINDS`
+    autocast: list[tuple[bool, torch.dtype]]  # for each of `DEVICE_TYPES`
     default_dtype: torch.dtype
     attention: tuple[bool, bool, bool, bool]
     function_modes: int
@@ -57,7 +57,7 @@ class ThreadState(NamedTuple):
         """Capture the state of this thread."""
         return cls(
             torch.is_grad_enabled(),
-            [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in KINDS],
+            [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in DEVICE_TYPES],
             torch.get_default_dtype(),
             # The queries behind `torch.backends.cuda.flash_sdp_enabled` and so on, each of which
             # takes as long as all four of these.
@@ -70,27 +70,27 @@ class ThreadState(NamedTuple):
             torch._C._len_torch_function_stack(),
         )
 
-    def applied(self) -> _Applied:
+    def applied(self) -> _ThreadStateScope:
         """Apply this state in a context, and restore the previous state on exit."""
-        return _Applied(self)
+        return _ThreadStateScope(self)
 
     def replace(self, current: ThreadState) -> None:
         """Make this state the current thread's, which has state `current`."""
         if self == current:
             return
         torch.set_grad_enabled(self.gradients)
-        for kind, wanted, found in zip(KINDS, self.autocast, current.autocast):
+        for kind, wanted, found in zip(DEVICE_TYPES, self.autocast, current.autocast):
             if wanted != found:
                 torch.set_autocast_enabled(kind, wanted[0])
                 torch.set_autocast_dtype(kind, wanted[1])
         if current.default_dtype != self.default_dtype:
             torch.set_default_dtype(self.default_dtype)
-        for enable, enabled, is_enabled in zip(ATTENTION, self.attention, current.attention):
+        for enable, enabled, is_enabled in zip(SDPA_SWITCHES, self.attention, current.attention):
             if is_enabled != enabled:
                 enable(enabled)
 
 
-class _Applied:
+class _ThreadStateScope:
     """See `ThreadState.applied`."""
 
     def __init__(self, state: ThreadState) -> None:
@@ -119,7 +119,7 @@ class UnitCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Finished:
+class ForwardResult:
     """The return of the model's forward."""
 
     value: Any
@@ -129,10 +129,10 @@ class Coroutine:
     """A run of `function`, which calls a model whose units are `intercepted`."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
-        self._greenlet = greenlet(lambda _: Finished(function()))
+        self._greenlet = greenlet(lambda _: ForwardResult(function()))
         self._greenlet.gr_context = contextvars.copy_context()
 
-    def resume(self, value: Any = None) -> UnitCall | Finished:
+    def resume(self, value: Any = None) -> UnitCall | ForwardResult:
         """Resume until the next unit call or the end, with `value` as result of the last unit call.
         Exceptions of the model propagate."""
         outside = ThreadState.capture()
@@ -163,15 +163,15 @@ class Coroutine:
 Answer = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Calls:
-    """Handlers of unit calls outside of a coroutine: `answered` while active, or `outside`."""
+class UnitCallHandlers:
+    """Handlers of unit calls outside of a coroutine: `use_handler` while active, or `outside`."""
 
     def __init__(self) -> None:
         self._answer: Answer | None = None
         self.outside: Answer | None = None
 
     @contextlib.contextmanager
-    def answered(self, answer: Answer) -> Iterator[None]:
+    def use_handler(self, answer: Answer) -> Iterator[None]:
         """Use `answer` in the body to compute results of unit calls from name and arguments."""
         self._answer = answer
         try:
@@ -193,7 +193,7 @@ class Calls:
 class _Boundary:
     """The forward of a unit of a sharded model."""
 
-    def __init__(self, name: str, forward: Callable[..., Any], calls: Calls) -> None:
+    def __init__(self, name: str, forward: Callable[..., Any], calls: UnitCallHandlers) -> None:
         self._name, self._calls = name, calls
         self.__name__ = "forward"
         with contextlib.suppress(ValueError, TypeError):  # inspected for a batch's names
@@ -221,7 +221,7 @@ class _Boundary:
         )
 
 
-def intercept(name: str, module: nn.Module, calls: Calls) -> None:
+def intercept(name: str, module: nn.Module, calls: UnitCallHandlers) -> None:
     """Make calls of `module` stop the surrounding coroutine; calls outside of a coroutine go to
     `calls`."""
     module.forward = _Boundary(name, module.forward, calls)

@@ -14,14 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpumix.schema.cluster.kernels import Efficiency
-from gpumix.schema.errors import InputError, MachineError, first_line
+from gpumix.schema.cluster.kernels import KernelSettings
+from gpumix.schema.errors import InputError, MachineError, get_first_line
 
-_GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}  # in transformers
+_GATED_MLP_NAMES = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+ATTENTION_IMPLEMENTATIONS = {
+    "sdpa": "sdpa",
+    "flash": "flash_attention_2",
+    "eager": "eager",
+}  # in transformers
 
 
-def make_efficient(model: nn.Module, efficiency: Efficiency, device: torch.device) -> None:
+def apply_efficiency(model: nn.Module, efficiency: KernelSettings, device: torch.device) -> None:
     """Apply options to `model` on `device`, with unchanged parameters.
 
     Raises:
@@ -32,12 +36,12 @@ def make_efficient(model: nn.Module, efficiency: Efficiency, device: torch.devic
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
     if efficiency.attention != "own":
-        _set_attention(model, ATTENTION[efficiency.attention])
+        _set_attention(model, ATTENTION_IMPLEMENTATIONS[efficiency.attention])
     if efficiency.kernels == "liger":
         _use_liger(model)
 
 
-def channels_last(tensor: Tensor) -> Tensor:
+def to_channels_last(tensor: Tensor) -> Tensor:
     """Convert images [samples, channels, height, width] to the layout that tensor cores prefer."""
     if tensor.dim() != 4 or not tensor.is_floating_point():
         return tensor
@@ -55,7 +59,9 @@ def _set_attention(model: nn.Module, name: str) -> None:
     try:
         choose(name)
     except (ValueError, ImportError) as error:
-        raise InputError(f"the model has no attention '{name}'", why=first_line(error)) from error
+        raise InputError(
+            f"the model has no attention '{name}'", why=get_first_line(error)
+        ) from error
 
 
 def _use_liger(model: nn.Module) -> None:
@@ -84,7 +90,7 @@ def _is_gated(module: nn.Module) -> bool:
     """Return whether a module is exactly three linear layers around a product with SiLU. A dropout
     or a clamp would be lost, and agreement on one sample does not show it."""
     forward: Any = inspect.unwrap(type(module).forward)
-    if not _GATED.issuperset(forward.__code__.co_names):
+    if not _GATED_MLP_NAMES.issuperset(forward.__code__.co_names):
         return False
     layers = [getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down")]
     act = getattr(module, "act_fn", None)

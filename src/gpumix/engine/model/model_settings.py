@@ -20,7 +20,7 @@ CACHE, CHECKPOINTING = "use_cache", "gradient_checkpointing"
 LAYER_DROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "layer_drop")
 
 
-class Switches:
+class SwitchedSettings:
     """Settings that are on or off, or rates.
 
     Args:
@@ -37,7 +37,7 @@ class Switches:
         every = ((held, name, getattr(held, name)) for held, name in self._places)
         return [(h, n, value) for h, n, value in every if isinstance(value, bool | float) and value]
 
-    def off(self) -> None:
+    def switch_off(self) -> None:
         """Switch all settings off, until the end of the context, if entered."""
         on = self.on
         for held, name, value in on:
@@ -45,7 +45,7 @@ class Switches:
         self._before += on
 
     def __enter__(self) -> None:
-        self.off()
+        self.switch_off()
 
     def __exit__(self, *_: object) -> None:
         for held, name, value in self._before:
@@ -53,23 +53,23 @@ class Switches:
         self._before.clear()
 
 
-def in_units(model: nn.Module) -> Switches:
+def find_unit_conflicts(model: nn.Module) -> SwitchedSettings:
     """Return the settings that conflict with running in units. Units run twice a step (forward,
     recompute): nothing may remember the first run, and the model must not recompute by itself."""
     every = [(config, CACHE) for config in _configs(model)]
     every += [(module, CHECKPOINTING) for module in model.modules()]
-    return Switches((held, name) for held, name in every if hasattr(held, name))
+    return SwitchedSettings((held, name) for held, name in every if hasattr(held, name))
 
 
-def layer_drop(model: nn.Module) -> Switches:
+def find_layer_drop_rates(model: nn.Module) -> SwitchedSettings:
     """Return the rates of leaving out blocks in training, from settings of the usual names."""
     holders = [*model.modules(), *_configs(model)]
     settings = ((held, getattr(held, "__dict__", {})) for held in holders)
-    return Switches((held, n) for held, own in settings for n in LAYER_DROP if n in own)
+    return SwitchedSettings((held, n) for held, own in settings for n in LAYER_DROP if n in own)
 
 
 @contextmanager
-def norms_of_one_sample() -> Iterator[None]:
+def allow_single_sample_norm() -> Iterator[None]:
     """Let batch norm compute a single sample in training too, which torch refuses. While devices
     are measured, values do not matter."""
     library: Any = functional

@@ -20,7 +20,7 @@ Tensors = dict[str, torch.Tensor | None]
 
 
 @dataclass
-class _Owner:
+class _OwnedBuffers:
     """A module with its buffers before the call and copies of the values."""
 
     module: nn.Module
@@ -46,7 +46,7 @@ class BufferCopies:
 
     def __init__(self, owners: Iterable[nn.Module]) -> None:
         self._owners = [
-            _Owner(
+            _OwnedBuffers(
                 owner,
                 dict(owner._buffers),
                 {n: b._version for n, b in owner._buffers.items() if b is not None},
@@ -69,7 +69,7 @@ class BufferCopies:
             owner.module._buffers.update(owner.copies)
 
     @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
+    def use_copies(self) -> Iterator[None]:
         """Run the body on the buffers from before the call; restore the current buffers on exit."""
         current = [dict(owner.module._buffers) for owner in self._owners]
         for owner in self._owners:
@@ -93,12 +93,12 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def keepers(model: nn.Module) -> list[nn.Module]:
+def find_buffer_owners(model: nn.Module) -> list[nn.Module]:
     """Return the modules with persistent buffers."""
     return [m for m in model.modules() if m._buffers.keys() - m._non_persistent_buffers_set]
 
 
-def agree(model: nn.Module, comm: Communicator, source: Callable[[str], int]) -> None:
+def broadcast_buffers(model: nn.Module, comm: Communicator, source: Callable[[str], int]) -> None:
     """Broadcast each persistent buffer from its `source` rank, as DDP does. Collective."""
     unique = {id(buffer): (name, buffer) for name, buffer in persistent_buffers(model).items()}
     for name, buffer in unique.values():

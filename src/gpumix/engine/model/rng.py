@@ -44,7 +44,7 @@ class OtherGenerators:
             yield
             return
         self._looks, self._seeded = looks, None
-        with _others_untouched():
+        with _preserve_other_rng():
             try:
                 yield
             finally:
@@ -63,7 +63,7 @@ class OtherGenerators:
 
 
 @contextlib.contextmanager
-def _others_untouched() -> Iterator[None]:
+def _preserve_other_rng() -> Iterator[None]:
     """Restore the generators of Python and numpy on exit."""
     states = random.getstate(), np.random.get_state()
     try:
@@ -110,7 +110,7 @@ class Randomness:
         self._others.seed(seed)
 
 
-class Draws:
+class RankRandomness:
     """Draws of ranks with the same seed: different on each rank from here on, except in code that
     draws alike. Reproducible after the same seed.
 
@@ -143,7 +143,7 @@ class Draws:
 
 
 @contextlib.contextmanager
-def untouched(device: torch.device) -> Iterator[None]:
+def preserve_torch_rng(device: torch.device) -> Iterator[None]:
     """Restore the caller's torch generators on exit, as if nothing inside had been drawn."""
     gpu = runtime.is_gpu(device)
     kind = device.type if gpu else "cuda"  # without devices, any type will do
@@ -152,26 +152,26 @@ def untouched(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def program_untouched(device: torch.device | None = None) -> Iterator[None]:
-    """Restore all random state of the program on exit: `untouched`, and the generators of Python
-    and numpy.
+def preserve_all_rng(device: torch.device | None = None) -> Iterator[None]:
+    """Restore all random state of the program on exit: `preserve_torch_rng`, and the generators of
+    Python and numpy.
 
     Args:
         device: default: the current device, which a forked process must not query.
     """
     if device is None:
         device = runtime.current_device() if runtime.is_available() else torch.device("cpu")
-    with _others_untouched(), untouched(device):
+    with _preserve_other_rng(), preserve_torch_rng(device):
         yield
 
 
-def evaluating(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+def use_eval_mode(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Switch off dropout and all other training behavior inside."""
-    return in_training(model, False)
+    return use_training_mode(model, False)
 
 
 @contextlib.contextmanager
-def in_training(model: nn.Module, which: bool | Sequence[nn.Module]) -> Iterator[None]:
+def use_training_mode(model: nn.Module, which: bool | Sequence[nn.Module]) -> Iterator[None]:
     """Put all, some or no modules in training mode inside, and the rest in evaluation mode."""
     before = {module: module.training for module in model.modules()}
     model.train(which is True)

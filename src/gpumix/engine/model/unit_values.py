@@ -25,20 +25,20 @@ Structure = Union[
     tuple["Structure", ...],
     list["Structure"],
     dict[Any, "Structure"],
-    "OfObject",
+    "ObjectStructure",
     TreeSpec,
 ]
 
 
 @dataclass(frozen=True)
-class OfObject:
-    """Structure of an object with `is_open`: class, and structures of attributes."""
+class ObjectStructure:
+    """Structure of an object with `is_attribute_container`: class, and structures of attributes."""
 
     kind: type[Any]
     attributes: dict[str, Structure]
 
 
-def is_open(value: Any) -> bool:
+def is_attribute_container(value: Any) -> bool:
     """Return True for an object of values shared by blocks: a dict-like object, a cache, or a layer
     of a cache. For pytree the object is a leaf."""
     kind = type(value)
@@ -59,8 +59,8 @@ def flatten(value: Any, leaves: list[Any]) -> Structure:
         return [flatten(item, leaves) for item in value]
     if kind is dict:
         return {key: flatten(item, leaves) for key, item in value.items()}
-    if is_open(value):
-        return OfObject(kind, {name: flatten(v, leaves) for name, v in vars(value).items()})
+    if is_attribute_container(value):
+        return ObjectStructure(kind, {name: flatten(v, leaves) for name, v in vars(value).items()})
     found, structure = tree_flatten(value)
     leaves += found
     return structure
@@ -76,21 +76,23 @@ def unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
         return {key: unflatten(item, leaves) for key, item in structure.items()}
     if isinstance(structure, list):
         return [unflatten(item, leaves) for item in structure]
-    if isinstance(structure, OfObject):
+    if isinstance(structure, ObjectStructure):
         made = object.__new__(structure.kind)
         vars(made).update({n: unflatten(item, leaves) for n, item in structure.attributes.items()})
         return made
     return tree_unflatten(list(islice(leaves, structure.num_leaves)), structure)
 
 
-class Arguments(NamedTuple):
+class ArgumentsStructure(NamedTuple):
     """Structure of the arguments of a call."""
 
     args: tuple[Structure, ...]
     kwargs: dict[str, Structure]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Arguments]:
+    def of(
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], ArgumentsStructure]:
         """Return the leaves of a call's arguments, with the structure."""
         leaves: list[Any] = []
         of_args = tuple([flatten(value, leaves) for value in args])

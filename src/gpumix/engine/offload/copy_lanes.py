@@ -29,7 +29,7 @@ class LaneMark:
         self._device = device
         self._event = event
 
-    def hold_back(self) -> None:
+    def block_current_stream(self) -> None:
         """Make the current stream wait for the event; the host continues."""
         if self._event is not None:
             runtime.current_stream(self._device).wait_event(self._event)

@@ -12,19 +12,19 @@ import torch
 
 from gpumix.engine.offload.copy_lanes import CopyLane, LaneMark
 from gpumix.hardware import runtime
-from gpumix.hardware.host.pinned import pinned_memory
-from gpumix.hardware.memory_limit import host_memory
+from gpumix.hardware.host.pinned import allocate_pinned
+from gpumix.hardware.memory_limit import count_as_host_memory
 
 
-def empty_on_host(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def allocate_on_host(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate uninitialized host memory, pinned if `device` is a GPU."""
     if runtime.is_gpu(device):
-        return pinned_memory(numel * dtype.itemsize).view(dtype)
-    with host_memory():
+        return allocate_pinned(numel * dtype.itemsize).view(dtype)
+    with count_as_host_memory():
         return torch.empty(numel, dtype=dtype)
 
 
-class HostStore:
+class OffloadStore:
     """Offload store for tensors of `device`, with reused host memory.
 
     Args:
@@ -42,7 +42,7 @@ class HostStore:
     def keep(self, tensor: torch.Tensor) -> OffloadedTensor:
         """Start to copy `tensor` to the host; the tensor may be dropped at once."""
         free = self._free[tensor.numel(), tensor.dtype]
-        memory = free.pop() if free else empty_on_host(tensor.numel(), tensor.dtype, self.device)
+        memory = free.pop() if free else allocate_on_host(tensor.numel(), tensor.dtype, self.device)
         on_host = memory.view(tensor.shape)
         with self.lane.active() if self.lane.is_stream else self.clock:
             on_host.copy_(self.lane.uses(tensor), non_blocking=True)
@@ -55,7 +55,7 @@ class HostStore:
 class OffloadedTensor:
     """A tensor on the host, or on the way back to the device."""
 
-    def __init__(self, store: HostStore, on_host: torch.Tensor, memory: torch.Tensor) -> None:
+    def __init__(self, store: OffloadStore, on_host: torch.Tensor, memory: torch.Tensor) -> None:
         self._store = store
         self._on_host = on_host
         self._memory = memory
@@ -69,12 +69,12 @@ class OffloadedTensor:
                 self._coming = self._on_host.to(self._store.device, non_blocking=True, copy=True)
             self._came = self._store.lane.mark()
 
-    def on_device(self) -> torch.Tensor:
+    def reload(self) -> torch.Tensor:
         """Return the tensor for use on the current stream, and free the host memory for reuse."""
         with self._store.clock:
             self.fetch()
             assert self._coming is not None and self._came is not None
-            self._came.hold_back()
+            self._came.block_current_stream()
             if self._store.lane.is_stream:
                 self._coming.record_stream(runtime.current_stream(self._store.device))
         self._store.give_back(self._memory)

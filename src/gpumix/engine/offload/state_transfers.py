@@ -11,11 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from gpumix.engine.offload.copy_lanes import CopyLane, LaneMark
-from gpumix.engine.offload.host_offload import empty_on_host
-from gpumix.hardware.memory_limit import host_memory
+from gpumix.engine.offload.host_offload import allocate_on_host
+from gpumix.hardware.memory_limit import count_as_host_memory
 
 
-class Transfers:
+class StateTransfers:
     """Both lanes of a rank, and the thread that prepares copies to the device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -47,18 +47,18 @@ class HostMasters:
     """
 
     def __init__(
-        self, numel: int, dtypes: tuple[torch.dtype, torch.dtype], transfers: Transfers,
+        self, numel: int, dtypes: tuple[torch.dtype, torch.dtype], transfers: StateTransfers,
         device: torch.device,
     ) -> None:  # fmt: skip
         master, gathered = dtypes
         self._transfers = transfers
         self._rounded: torch.Tensor | None = None
         if master == gathered:
-            self.master = empty_on_host(numel, master, device)
+            self.master = allocate_on_host(numel, master, device)
         else:
-            with host_memory():
+            with count_as_host_memory():
                 self.master = torch.empty(numel, dtype=master)
-            self._rounded = empty_on_host(numel, gathered, device)
+            self._rounded = allocate_on_host(numel, gathered, device)
         self._rounding: Future[None] | None = None
         self._is_rounded = False
         self._sent: LaneMark | None = None

@@ -18,20 +18,20 @@ import torch
 from torch import nn
 
 from gpumix.engine.optimizers.base import (
+    FullParameterOptimizer,
     Group,
     Parameters,
-    WholeOptimizer,
-    flat,
-    grouped,
-    layout_of,
+    flatten_piece,
+    get_layout,
+    to_parameter_groups,
 )
 from gpumix.engine.optimizers.layout import OptimizerLayout
-from gpumix.engine.sharding.nd_boxes import boxes
+from gpumix.engine.sharding.nd_boxes import split_into_boxes
 
 State = dict[str, Any]
 
 
-class Adafactor(WholeOptimizer):
+class Adafactor(FullParameterOptimizer):
     """`torch.optim.Adafactor` for the pieces of an engine, with equal results.
 
     Args:
@@ -63,12 +63,12 @@ class Adafactor(WholeOptimizer):
         settings: dict[str, Any] = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d}
         settings["weight_decay"] = weight_decay
         torch.optim.Adafactor([nn.Parameter(torch.empty(0))], **settings)  # checks the settings
-        groups = grouped(params)
-        super().__init__(groups, settings, layout_of(groups, layout))
+        groups = to_parameter_groups(params)
+        super().__init__(groups, settings, get_layout(groups, layout))
 
     def _update(self) -> None:
         updates = [
-            _Update(
+            _ParameterUpdate(
                 p, group, self._state(p), self.layout.piece(p).shape, self.layout.piece(p).start
             )
             for group in self.param_groups
@@ -78,7 +78,7 @@ class Adafactor(WholeOptimizer):
         if updates:
             self._step(updates)
 
-    def _step(self, updates: list[_Update]) -> None:
+    def _step(self, updates: list[_ParameterUpdate]) -> None:
         comm, device = self.layout.comm, updates[0].local.device
         sums = torch.zeros(sum(u.sums_numel for u in updates), device=device)
         for update, own in zip(updates, sums.split([u.sums_numel for u in updates])):
@@ -88,7 +88,7 @@ class Adafactor(WholeOptimizer):
         for update, own, norm in zip(
             updates, sums.split([u.sums_numel for u in updates]), norms.split(1)
         ):
-            update.take_squares(own)
+            update.update_averages(own)
             update.add_norm(norm)
         comm.all_reduce(norms, "all-reduce of Adafactor's update norms")
         for update, norm in zip(updates, norms.split(1)):
@@ -98,13 +98,13 @@ class Adafactor(WholeOptimizer):
         state: State = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)  # on the host, where it is used
-            for name, shape in averages_of(self.layout.piece(p).shape).items():
+            for name, shape in get_average_shapes(self.layout.piece(p).shape).items():
                 zeros = torch.zeros_like(p) if shape is None else p.new_zeros(shape)
                 state[name] = zeros.detach()
         return state
 
 
-def averages_of(shape: torch.Size) -> dict[str, torch.Size | None]:
+def get_average_shapes(shape: torch.Size) -> dict[str, torch.Size | None]:
     """Return the averages of a gradient's squares, by name, with shapes; None where sharded like
     the parameter."""
     if len(shape) < 2:
@@ -125,14 +125,14 @@ class _Tile:
     columns: slice
 
 
-class _Update:
+class _ParameterUpdate:
     """Update of a parameter in a step; `shape` is that of the full parameter."""
 
     def __init__(
         self, p: nn.Parameter, group: Group, state: State, shape: torch.Size, start: int
     ) -> None:
         assert p.grad is not None
-        self.local, self._gradient = flat(p), flat(p.grad)
+        self.local, self._gradient = flatten_piece(p), flatten_piece(p.grad)
         self._group, self._state = group, state
         self._numel, self._start = prod(shape), start
         self._factored = len(shape) > 1
@@ -162,7 +162,7 @@ class _Update:
                 along_columns = torch.linalg.vector_norm(tile.gradient, dim=1).square_()
                 column_sums[tile.stack, tile.columns] += along_columns
 
-    def take_squares(self, sums: torch.Tensor) -> None:
+    def update_averages(self, sums: torch.Tensor) -> None:
         """Update the averages of squares from the sums of all ranks."""
         norm, row_sums, column_sums = self._cut(sums)
         self._square = norm
@@ -173,7 +173,7 @@ class _Update:
             row_var.lerp_(row_sums.view(row_var.shape) / max(1, columns), weight)
             col_var.lerp_(column_sums.view(col_var.shape) / max(1, rows), weight)
         else:
-            flat(self._state["variance"]).lerp_(self._gradient.square(), weight)
+            flatten_piece(self._state["variance"]).lerp_(self._gradient.square(), weight)
 
     def _cut(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         stack, rows, columns = self._shape
@@ -210,7 +210,7 @@ class _Update:
     def _variance(self, tile: _Tile) -> torch.Tensor:
         """Estimate a tile's second moment, in new memory."""
         if not self._factored:
-            return flat(self._state["variance"]).clone().view(tile.local.shape)
+            return flatten_piece(self._state["variance"]).clone().view(tile.local.shape)
         stack, rows, columns = self._shape
         row_var = self._state["row_var"].view(stack, rows, 1)[tile.stack]
         col_var = self._state["col_var"].view(stack, 1, columns)[tile.stack]
@@ -221,7 +221,7 @@ class _Update:
         """Yield this rank's interval as at most five boxes."""
         end = self._start + self.local.numel()
         done = 0
-        for offset, size in boxes(self._shape, self._start, end):
+        for offset, size in split_into_boxes(self._shape, self._start, end):
             part = slice(done, done + prod(size))
             places = (slice(o, o + n) for o, n in zip(offset, size))
             yield _Tile(self.local[part].view(size), self._gradient[part].view(size), *places)

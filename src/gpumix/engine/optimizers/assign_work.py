@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def assign(
+def assign_jobs(
     costs: Sequence[float],
     speeds: Sequence[float],
     *,

@@ -18,7 +18,7 @@ Group = dict[str, Any]
 Parameters = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[Group]
 
 
-class WholeOptimizer(Optimizer, ABC):
+class FullParameterOptimizer(Optimizer, ABC):
     """An optimizer of pieces with the result of its namesake on full parameters.
 
     Every rank must call `step`, even if it stores nothing. A parameter without gradient is skipped,
@@ -60,24 +60,24 @@ class WholeOptimizer(Optimizer, ABC):
             )
 
 
-def grouped(parameters: Parameters) -> list[Group]:
+def to_parameter_groups(parameters: Parameters) -> list[Group]:
     """Return `parameters` as groups with lists."""
     given: list[Any] = list(parameters)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    return [{**group, "params": _unnamed(group["params"])} for group in groups]
+    return [{**group, "params": _drop_names(group["params"])} for group in groups]
 
 
-def _unnamed(parameters: Any) -> list[nn.Parameter]:
+def _drop_names(parameters: Any) -> list[nn.Parameter]:
     if isinstance(parameters, torch.Tensor):
         return [parameters]  # type: ignore[list-item]
     return [p[1] if isinstance(p, tuple) else p for p in parameters]
 
 
-def layout_of(groups: list[Group], layout: OptimizerLayout | None) -> OptimizerLayout:
+def get_layout(groups: list[Group], layout: OptimizerLayout | None) -> OptimizerLayout:
     """Return `layout`, by default the layout of unsharded parameters."""
     return layout or OptimizerLayout.of_whole(p for group in groups for p in group["params"])
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
+def flatten_piece(tensor: torch.Tensor) -> torch.Tensor:
     """Return a 1-D view; pieces are 1-D anyway."""
     return tensor.detach().view(-1)

@@ -18,31 +18,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gpumix.engine.optimizers.base import WholeOptimizer
+from gpumix.engine.optimizers.base import FullParameterOptimizer
 from gpumix.schema.errors import InputError
 
 _MATRICES = "it looks at whole matrices, and this rank has an interval of their elements"
 _NORMS = "it goes by the norms of whole parameters, and this rank has a part of their elements"
 _ALL = "it goes by all parameters together, and this rank has a part of them"
-_OWN = "gpumix.{}(engine.parameters(), engine.layout(), ...)"
+_OWN_OPTIMIZER_FIX = "gpumix.{}(engine.parameters(), engine.layout(), ...)"
 _ELEMENTWISE = "use one that treats elements one by one, such as torch.optim.AdamW, or gpumix.Muon"
 _SHAPES, _CUT, _STEPS = ((4, 6), (5,)), 3, 3
 _PLAIN = (bool, int, float, str, type(None))  # of attributes that a copy may share
 # By class name, of torch and of common libraries.
-REFUSED: dict[str, tuple[str, str]] = {
-    "Adafactor": (_MATRICES, _OWN.format("Adafactor")),
-    "Muon": (_MATRICES, _OWN.format("Muon")),
-    "MuonWithAuxAdam": (_MATRICES, _OWN.format("Muon")),
-    "SingleDeviceMuon": (_MATRICES, _OWN.format("Muon")),
-    "SingleDeviceMuonWithAuxAdam": (_MATRICES, _OWN.format("Muon")),
+REFUSED_OPTIMIZERS: dict[str, tuple[str, str]] = {
+    "Adafactor": (_MATRICES, _OWN_OPTIMIZER_FIX.format("Adafactor")),
+    "Muon": (_MATRICES, _OWN_OPTIMIZER_FIX.format("Muon")),
+    "MuonWithAuxAdam": (_MATRICES, _OWN_OPTIMIZER_FIX.format("Muon")),
+    "SingleDeviceMuon": (_MATRICES, _OWN_OPTIMIZER_FIX.format("Muon")),
+    "SingleDeviceMuonWithAuxAdam": (_MATRICES, _OWN_OPTIMIZER_FIX.format("Muon")),
     "LBFGS": (_ALL, _ELEMENTWISE),
     **dict.fromkeys(
         ("Shampoo", "DistributedShampoo", "SOAP", "CAME", "SM3", "KFAC", "PSGD", "Kron", "GaLore"),
-        (_MATRICES, _OWN.format("Muon")),
+        (_MATRICES, _OWN_OPTIMIZER_FIX.format("Muon")),
     ),
     **dict.fromkeys(
         ("GaLoreAdamW", "GaLoreAdamW8bit", "GaLoreAdafactor", "APOLLOAdamW"),
-        (_MATRICES, _OWN.format("Muon")),
+        (_MATRICES, _OWN_OPTIMIZER_FIX.format("Muon")),
     ),
     **dict.fromkeys(
         ("Lamb", "LAMB", "FusedLAMB", "LARS", "Lars", "FusedLars", "NovoGrad", "FusedNovoGrad"),
@@ -55,34 +55,34 @@ REFUSED: dict[str, tuple[str, str]] = {
 }
 
 
-def holds_any(optimizer: Optimizer, ids: Collection[int]) -> bool:
+def has_any_parameter(optimizer: Optimizer, ids: Collection[int]) -> bool:
     """Return whether any parameter of the optimizer has an identity in `ids`."""
     return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 
-def check(optimizer: Optimizer, pieces: Iterable[nn.Parameter]) -> bool:
+def check_optimizer(optimizer: Optimizer, pieces: Iterable[nn.Parameter]) -> bool:
     """Refuse an optimizer of `pieces` with results unlike on full parameters; return whether it
     updates any of them.
 
     Raises:
         InputError: the optimizer cannot update pieces.
     """
-    if not holds_any(optimizer, {id(piece) for piece in pieces}):
+    if not has_any_parameter(optimizer, {id(piece) for piece in pieces}):
         return False
     name = type(optimizer).__name__
-    if isinstance(optimizer, WholeOptimizer):
+    if isinstance(optimizer, FullParameterOptimizer):
         if not optimizer.layout.of_engine:
             raise InputError(
                 f"{name} was made without the engine's layout",
                 why="it would take this rank's pieces for whole parameters",
-                fix=_OWN.format(name),
+                fix=_OWN_OPTIMIZER_FIX.format(name),
             )
     else:
-        check_kind(type(optimizer))
+        check_optimizer_class(type(optimizer))
     return True
 
 
-def check_kind(kind: type, fix: str = "") -> None:
+def check_optimizer_class(kind: type, fix: str = "") -> None:
     """Refuse a class of optimizers that cannot update pieces.
 
     Args:
@@ -91,11 +91,11 @@ def check_kind(kind: type, fix: str = "") -> None:
     Raises:
         InputError: the class cannot update pieces.
     """
-    if issubclass(kind, WholeOptimizer):
+    if issubclass(kind, FullParameterOptimizer):
         return
-    found = next((c.__name__ for c in kind.__mro__ if c.__name__ in REFUSED), None)
+    found = next((c.__name__ for c in kind.__mro__ if c.__name__ in REFUSED_OPTIMIZERS), None)
     if found is not None:
-        why, instead = REFUSED[found]
+        why, instead = REFUSED_OPTIMIZERS[found]
         raise InputError(
             f"{kind.__module__}.{kind.__name__} cannot update a sharded model",
             why=why,
@@ -111,7 +111,9 @@ def check_on_pieces(optimizer: Optimizer) -> None:
         InputError: pieces are updated otherwise.
     """
     kind = type(optimizer)
-    known = kind.__module__.startswith("torch.optim") or isinstance(optimizer, WholeOptimizer)
+    known = kind.__module__.startswith("torch.optim") or isinstance(
+        optimizer, FullParameterOptimizer
+    )
     own = vars(optimizer).keys() - vars(Optimizer([torch.zeros(1)], {})).keys()
     if known or not all(isinstance(vars(optimizer)[name], _PLAIN) for name in own):
         return
@@ -171,6 +173,6 @@ class FirstUpdateCheck:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         engine = self._engine()
         if engine is not None and optimizer not in self._checked:
-            if check(optimizer, engine.parameters()) and engine.comm.world > 1:
+            if check_optimizer(optimizer, engine.parameters()) and engine.comm.world > 1:
                 check_on_pieces(optimizer)
             self._checked.add(optimizer)

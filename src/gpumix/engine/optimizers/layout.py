@@ -14,6 +14,7 @@ from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard import Piece
 from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
 
 Interval = tuple[int, int]
 
@@ -47,7 +48,7 @@ class OptimizerLayout:
         self._intervals = dict(zip(self._pieces, self._told()))
         self.of_engine = True
         for key, piece in self._pieces.items():
-            _check_whole(piece, self._intervals[key])
+            _check_complete(piece, self._intervals[key])
 
     @classmethod
     def of_whole(cls, parameters: Iterable[nn.Parameter]) -> OptimizerLayout:
@@ -75,7 +76,7 @@ class OptimizerLayout:
         """Return each rank's (start, end) of a parameter."""
         return self._intervals[id(parameter)]
 
-    def hidden_matrix(self, parameter: nn.Parameter) -> bool:
+    def is_hidden_matrix(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is a matrix inside a unit, so neither embedding nor head."""
         piece = self.piece(parameter)
         return len(piece.shape) == 2 and piece.name not in self._root and prod(piece.shape) > 0
@@ -89,7 +90,7 @@ class OptimizerLayout:
         return [tuple((start, end) for start, end in of_piece) for of_piece in zip(*by_rank)]
 
 
-def _check_whole(piece: Piece, intervals: Sequence[Interval]) -> None:
+def _check_complete(piece: Piece, intervals: Sequence[Interval]) -> None:
     stored = sorted(interval for interval in intervals if interval[0] < interval[1])
     ends = [0, *(place for interval in stored for place in interval), prod(piece.shape)]
     if any(a != b for a, b in list(pairwise(ends))[::2]):
@@ -97,4 +98,18 @@ def _check_whole(piece: Piece, intervals: Sequence[Interval]) -> None:
             f"the ranks do not store the whole of parameter '{piece.name}', each element once",
             why=f"of its {prod(piece.shape)} elements they have {stored}",
             fix="give the communicator of those ranks that divide the state among them",
+        )
+
+
+def check_whole_matrices(plan: Plan) -> None:
+    """Check that each rank computes with whole matrices.
+
+    Raises:
+        InputError: the plan has several stages, or teams.
+    """
+    if len(plan.stages) > 1 or plan.in_teams:
+        raise InputError(
+            "Adafactor and Muon do not run with several stages or tensor parallelism yet",
+            why="their collectives are between all ranks, none of which has all matrices",
+            fix="use torch.optim.AdamW, or a plan of one stage without tensor parallelism",
         )

@@ -20,23 +20,23 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from gpumix.engine.optimizers.assign_work import assign
+from gpumix.engine.optimizers.assign_work import assign_jobs
 from gpumix.engine.optimizers.base import (
+    FullParameterOptimizer,
     Group,
     Parameters,
-    WholeOptimizer,
-    flat,
-    grouped,
-    layout_of,
+    flatten_piece,
+    get_layout,
+    to_parameter_groups,
 )
 from gpumix.engine.optimizers.layout import OptimizerLayout
-from gpumix.engine.optimizers.newton_schulz import JORDAN, Coefficients, orthogonalised
+from gpumix.engine.optimizers.newton_schulz import JORDAN_COEFFICIENTS, Coefficients, orthogonalize
 from gpumix.schema.errors import InputError
 
 AdjustLr = Literal["original", "match_rms_adamw"]
 
 
-class Muon(WholeOptimizer):
+class Muon(FullParameterOptimizer):
     """`torch.optim.Muon` for an engine's hidden matrices and `torch.optim.AdamW` for all else, with
     equal results.
 
@@ -64,7 +64,7 @@ class Muon(WholeOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: Coefficients = JORDAN,
+        ns_coefficients: Coefficients = JORDAN_COEFFICIENTS,
         ns_eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: AdjustLr | None = None,
@@ -84,10 +84,10 @@ class Muon(WholeOptimizer):
             [nn.Parameter(torch.empty(0))], betas=betas, eps=eps, **common
         )
         torch.optim.Muon([nn.Parameter(torch.empty(0, 0))], eps=ns_eps, **of_muon, **common)
-        groups = grouped(params)
-        layout = layout_of(groups, layout)
+        groups = to_parameter_groups(params)
+        layout = get_layout(groups, layout)
         defaults = {**self._adamw.defaults, "fused": True, **of_muon, "ns_eps": ns_eps}
-        super().__init__(_divided(groups, layout), defaults, layout)
+        super().__init__(_split_groups(groups, layout), defaults, layout)
 
     def _update(self) -> None:
         matrices = [
@@ -109,10 +109,10 @@ class Muon(WholeOptimizer):
             matrix.average(self.state[matrix.parameter])
         own = [m for m in matrices if m.holder == comm.rank]
         cut = [m for m in matrices if m.holder is None]
-        travel = _Travel(cut, self._owners(matrices, cut), self.layout)
+        travel = _MatrixExchange(cut, self._owners(matrices, cut), self.layout)
         arriving = travel.start()
         for matrix in own:  # while the other matrices' parts travel
-            matrix.update = matrix.orthogonal(matrix.update)
+            matrix.update = matrix.orthogonalize(matrix.update)
         travel.finish(arriving)
         for matrix in matrices:
             matrix.apply()
@@ -124,10 +124,10 @@ class Muon(WholeOptimizer):
             if matrix.holder is not None:
                 busy[matrix.holder] += matrix.cost
         held = [[float(end - start) for start, end in m.intervals] for m in cut]
-        return assign([m.cost for m in cut], self.layout.speeds, busy=busy, near=held)
+        return assign_jobs([m.cost for m in cut], self.layout.speeds, busy=busy, near=held)
 
 
-def _divided(groups: list[Group], layout: OptimizerLayout) -> list[Group]:
+def _split_groups(groups: list[Group], layout: OptimizerLayout) -> list[Group]:
     """Split groups into groups of hidden matrices only and groups of other parameters only."""
     divided: list[Group] = []
     for group in groups:
@@ -142,7 +142,7 @@ def _wants_muon(parameter: nn.Parameter, group: Group, layout: OptimizerLayout) 
     if parameter not in layout:
         return False  # refused by name when it is added
     if "use_muon" not in group:
-        return layout.hidden_matrix(parameter)
+        return layout.is_hidden_matrix(parameter)
     piece = layout.piece(parameter)
     if group["use_muon"] and len(piece.shape) != 2:
         raise InputError(
@@ -184,16 +184,16 @@ class _Matrix:
     def average(self, state: dict[str, Any]) -> None:
         """Update the momentum."""
         assert self.parameter.grad is not None
-        gradient, momentum = flat(self.parameter.grad), self._group["momentum"]
+        gradient, momentum = flatten_piece(self.parameter.grad), self._group["momentum"]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(self.parameter).detach()
-        buffer = flat(state["momentum_buffer"]).lerp_(gradient, 1 - momentum)
+        buffer = flatten_piece(state["momentum_buffer"]).lerp_(gradient, 1 - momentum)
         update = gradient.lerp(buffer, momentum) if self._group["nesterov"] else buffer
         self.update = update.bfloat16()
 
-    def orthogonal(self, whole: torch.Tensor) -> torch.Tensor:
+    def orthogonalize(self, whole: torch.Tensor) -> torch.Tensor:
         """Orthogonalize the full matrix, flat."""
-        made = orthogonalised(
+        made = orthogonalize(
             whole.view(self.shape),
             self._group["ns_coefficients"],
             steps=self._group["ns_steps"],
@@ -202,14 +202,14 @@ class _Matrix:
         return made.reshape(-1)
 
     def apply(self) -> None:
-        lr, local = self._group["lr"], flat(self.parameter)
+        lr, local = self._group["lr"], flatten_piece(self.parameter)
         local.mul_(1 - lr * self._group["weight_decay"])
         local.add_(self.update, alpha=-lr * _lr_ratio(self._group["adjust_lr_fn"], self.shape))
         del self.update
 
 
 @dataclass(frozen=True)
-class _Travel:
+class _MatrixExchange:
     """Exchange of sharded matrices with the orthogonalizing ranks.
 
     Between two ranks, data is in the order of the matrices.
@@ -252,7 +252,7 @@ class _Travel:
         places = self._places()
         for (a, b, matrix), part in zip(places, received.split([b - a for a, b, _ in places])):
             wholes[matrix][a:b] = part
-        return {matrix: matrix.orthogonal(whole) for matrix, whole in wholes.items()}
+        return {matrix: matrix.orthogonalize(whole) for matrix, whole in wholes.items()}
 
     def _places(self) -> list[tuple[int, int, _Matrix]]:
         """Return intervals of this rank's matrices by storing rank, the order of received data."""

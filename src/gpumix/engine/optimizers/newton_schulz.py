@@ -6,10 +6,10 @@ import torch
 
 Coefficients = tuple[float, float, float]
 # From https://kellerjordan.github.io/posts/muon/: steepest at zero, so that few steps are enough.
-JORDAN: Coefficients = (3.4445, -4.7750, 2.0315)
+JORDAN_COEFFICIENTS: Coefficients = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonalised(
+def orthogonalize(
     matrix: torch.Tensor, coefficients: Coefficients, *, steps: int, eps: float
 ) -> torch.Tensor:
     """Approximate U V^T of the matrix U S V^T by Newton-Schulz iterations in bf16. Uses the

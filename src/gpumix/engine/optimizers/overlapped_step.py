@@ -21,20 +21,20 @@ from torch.optim.optimizer import (
 )
 
 from gpumix.engine.offload.copy_lanes import CopyLane, LaneMark
-from gpumix.engine.optimizers.elementwise_check import holds_any
+from gpumix.engine.optimizers.elementwise_check import has_any_parameter
 from gpumix.engine.sharding.bucket import Bucket
-from gpumix.engine.update_guard import Guard
-from gpumix.hardware.memory_limit import host_memory
+from gpumix.engine.update_guard import UpdateGuard
+from gpumix.hardware.memory_limit import count_as_host_memory
 
-ELEMENTWISE = (Adam, AdamW, SGD)
+ELEMENTWISE_OPTIMIZERS = (Adam, AdamW, SGD)
 
 
-def updates_elements(optimizer: Optimizer) -> bool:
+def is_elementwise(optimizer: Optimizer) -> bool:
     """Return True if `optimizer` is known to update each element by itself."""
-    return type(optimizer) in ELEMENTWISE
+    return type(optimizer) in ELEMENTWISE_OPTIMIZERS
 
 
-class StepsOnHost:
+class HostStepHooks:
     """Hooks that count allocations by optimizer steps for parameters on the host as host memory,
     whoever calls the step.
 
@@ -53,18 +53,18 @@ class StepsOnHost:
             weakref.finalize(owner, handle.remove)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if holds_any(optimizer, self._on_host):
+        if has_any_parameter(optimizer, self._on_host):
             while self._inside:  # of a step that failed
                 self._inside.pop().close()
             self._inside.append(ExitStack())
-            self._inside[-1].enter_context(host_memory())
+            self._inside[-1].enter_context(count_as_host_memory())
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._inside and holds_any(optimizer, self._on_host):
+        if self._inside and has_any_parameter(optimizer, self._on_host):
             self._inside.pop().close()
 
 
-class Updates:
+class OverlappedUpdates:
     """Steps of `optimizer` for one bucket after another.
 
     Attributes:
@@ -78,7 +78,7 @@ class Updates:
         self, optimizer: Optimizer, buckets: Iterable[Bucket], *, arrivals: CopyLane | None
     ) -> None:
         self.optimizer = optimizer
-        self.guard: Guard | None = None
+        self.guard: UpdateGuard | None = None
         self._arrivals = arrivals
         self._thread = None if arrivals is None else ThreadPoolExecutor(1, "gpumix-update")
         self._under_way: list[Future[None]] = []

@@ -34,7 +34,7 @@ def parameter_groups(engine: Engine, *groups: dict[str, Any]) -> list[dict[str, 
         )
     named = list(engine.named_parameters())
     patterns = [group["match"] for group in groups]
-    numbers = matches(patterns, [name for name, _ in named], engine.trained_names())
+    numbers = match_names(patterns, [name for name, _ in named], engine.trained_names())
     made: list[dict[str, Any]] = [
         {**{key: value for key, value in group.items() if key != "match"}, "params": []}
         for group in (*groups, {"match": "*"})
@@ -45,7 +45,7 @@ def parameter_groups(engine: Engine, *groups: dict[str, Any]) -> list[dict[str, 
     return [group for group in made if group["params"]] or made[-1:]
 
 
-def matches(
+def match_names(
     patterns: Sequence[str], names: Sequence[str], every: Sequence[str] | None = None
 ) -> list[int]:
     """Return, for each name, the index of the first matching pattern, or the number of patterns.
@@ -57,23 +57,25 @@ def matches(
         InputError: a pattern is not the first match of any name.
     """
     every = names if every is None else every
-    matched = {_first(patterns, name) for name in every}
+    matched = {_find_first_match(patterns, name) for name in every}
     for number, pattern in enumerate(patterns):
         if number not in matched:
-            raise _idle(pattern, patterns, every)
-    return [_first(patterns, name) for name in names]
+            raise _make_unmatched_error(pattern, patterns, every)
+    return [_find_first_match(patterns, name) for name in names]
 
 
-def _first(patterns: Sequence[str], name: str) -> int:
+def _find_first_match(patterns: Sequence[str], name: str) -> int:
     hits = (number for number, pattern in enumerate(patterns) if fnmatchcase(name, pattern))
     return next(hits, len(patterns))
 
 
-def _idle(pattern: str, patterns: Sequence[str], names: Sequence[str]) -> InputError:
+def _make_unmatched_error(
+    pattern: str, patterns: Sequence[str], names: Sequence[str]
+) -> InputError:
     hits = [name for name in names if fnmatchcase(name, pattern)]
     what = f"no trained parameter is left for the group '{pattern}'"
     if hits:
-        before = patterns[_first(patterns, hits[0])]
+        before = patterns[_find_first_match(patterns, hits[0])]
         return InputError(
             what,
             why=f"'{before}' comes first and takes {hits[0]}",

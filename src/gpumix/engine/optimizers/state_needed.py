@@ -6,16 +6,18 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from gpumix.engine.optimizers.adafactor import Adafactor, averages_of
+from gpumix.engine.optimizers.adafactor import Adafactor, get_average_shapes
 from gpumix.engine.optimizers.base import Group
 from gpumix.engine.optimizers.muon import Muon
 
 
-def needed(optimizer: Optimizer, group: Group, p: nn.Parameter) -> dict[str, torch.Size | None]:
+def get_required_state(
+    optimizer: Optimizer, group: Group, p: nn.Parameter
+) -> dict[str, torch.Size | None]:
     """Return the names of the states of `p` in `group`, with shapes of states that are not sharded
     like it. Empty for unknown optimizers, and for optimizers that recreate missing state."""
     if isinstance(optimizer, Adafactor):
-        return {"step": None, **averages_of(optimizer.layout.piece(p).shape)}
+        return {"step": None, **get_average_shapes(optimizer.layout.piece(p).shape)}
     if isinstance(optimizer, Muon):
         is_adam = not group["use_muon"]
     else:

@@ -20,45 +20,45 @@ from gpumix.engine.batch.batch_split import (
     IGNORED_LABEL,
     LABELS,
     MASK,
-    padded_from,
-    samples_in,
-    with_words_for_padding,
+    count_samples,
+    fill_padding_with_tokens,
+    find_padding_starts,
 )
-from gpumix.engine.batch.ragged_batch import take
-from gpumix.engine.loss.reduction import GRAPH, ReducedLoss, Reduces, Rival, Rule
+from gpumix.engine.batch.ragged_batch import select_samples
+from gpumix.engine.loss.reduction import GRAPH, ObjectiveWithRule, ReducedLoss, Rival, Rule
 from gpumix.engine.model.forward_coroutine import ModelError
-from gpumix.engine.rehearsal.computations import Computations
-from gpumix.engine.rehearsal.module_attributes import attributes_kept, numbers_in
+from gpumix.engine.rehearsal.computations import TrialRunner
+from gpumix.engine.rehearsal.module_attributes import get_numeric_attributes, preserve_attributes
 from gpumix.engine.rehearsal.observations import (
     SMALLEST,
     TOLERANCE,
     TrialLoss,
-    alike,
     counts_of,
     gradient_error,
-    is_any,
+    has_unequal_denominators,
+    is_among,
     is_in_proportion,
-    is_of_unlike_means,
+    is_trial_close,
     tolerance_of,
     weights_of,
     worst_error,
 )
 from gpumix.engine.rehearsal.refusals import (
     NOT_OF_PARTS,
-    draws_in_evaluation,
-    keeps_between_calls,
-    keeps_for_later,
-    kept_state,
+    find_changed_buffers,
+    make_leaked_state_error,
+    make_random_eval_error,
+    make_repeat_error,
     refuse_any,
 )
 from gpumix.engine.rehearsal.samples import (
     MORE_SAMPLES,
-    RehearsalPlace,
-    choose,
-    exchanged,
-    own_samples,
+    RehearsalMicroBatch,
+    all_gather_values,
+    choose_micro_batch,
+    select_own_samples,
 )
-from gpumix.engine.traceless_steps import Trials
+from gpumix.engine.traceless_steps import TrialSteps
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.schema.errors import GpumixError
 from gpumix.schema.job.couples import HOW_TO_COUPLE, NO_RULE
@@ -69,7 +69,7 @@ DOUBTFUL, ROUNDINGS = 0.05, 10.0
 SAME = 1e-6  # relative, for losses computed with equal random numbers
 
 
-class Rehearsed(NamedTuple):
+class RehearsalResult(NamedTuple):
     """Result of a rehearsal.
 
     Attributes:
@@ -82,28 +82,28 @@ class Rehearsed(NamedTuple):
 
     told: str
     seen: Sequence[int] = ()
-    shows: bool = False
+    is_nonzero: bool = False
     adds_up: bool = False
     training: bool = False
 
     @property
     def known(self) -> Sequence[int]:
         """Kinds of losses known to add up."""
-        return self.seen if self.shows and self.adds_up else ()
+        return self.seen if self.is_nonzero and self.adds_up else ()
 
 
-NOTHING = Rehearsed("")
+NO_REHEARSAL = RehearsalResult("")
 
 
 def rehearse(
-    engine: Trials,
+    engine: TrialSteps,
     batch: Any,
     rows: Sequence[range],
-    objective: Reduces,
+    objective: ObjectiveWithRule,
     couples: str,
     *,
     trains: bool = True,
-) -> Rehearsed:
+) -> RehearsalResult:
     """Find the rule that a loss follows and whether padding may be cut off. Collective, before the
     first step or evaluation.
 
@@ -117,14 +117,14 @@ def rehearse(
     """
     found = _rehearsal(engine, batch, rows, objective)
     if found is None:
-        return NOTHING
-    with attributes_kept(engine.model):
+        return NO_REHEARSAL
+    with preserve_attributes(engine.model):
         return found.run(couples, trains=trains)
 
 
 def rehearse_again(
-    engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces
-) -> Rehearsed:
+    engine: TrialSteps, batch: Any, rows: Sequence[range], objective: ObjectiveWithRule
+) -> RehearsalResult:
     """Check that losses still add up by the known rule. Collective.
 
     Args:
@@ -133,15 +133,17 @@ def rehearse_again(
     Raises:
         ModelError: losses do not add up by the known rule.
     """
-    place = choose(engine, batch, rows, objective, uncut=True)
+    place = choose_micro_batch(engine, batch, rows, objective, uncut=True)
     assert place is not None, "some rank has samples"
-    own = own_samples(engine, batch, rows, place, objective, most=max(MORE_SAMPLES, place.size))
-    with attributes_kept(engine.model):
+    own = select_own_samples(
+        engine, batch, rows, place, objective, most=max(MORE_SAMPLES, place.size)
+    )
+    with preserve_attributes(engine.model):
         return _Rehearsal(engine, batch, own, place, objective, place.size).run_again()
 
 
 def rehearse_evaluation(
-    engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces
+    engine: TrialSteps, batch: Any, rows: Sequence[range], objective: ObjectiveWithRule
 ) -> None:
     """Check that evaluation losses add up by the rule found in training. Collective. A model that
     draws random numbers in evaluation is not checked.
@@ -151,28 +153,30 @@ def rehearse_evaluation(
     """
     found = _rehearsal(engine, batch, rows, objective)
     if found is not None:
-        with attributes_kept(engine.model):
+        with preserve_attributes(engine.model):
             found.run_evaluation()
 
 
-def counts_twice(engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces) -> bool:
+def is_denominator_doubled(
+    engine: TrialSteps, batch: Any, rows: Sequence[range], objective: ObjectiveWithRule
+) -> bool:
     """Return whether doubling the samples doubles the denominator of a loss. Collective.
 
     Args:
         batch, rows: a micro-batch, on at least one rank.
     """
-    place = choose(engine, batch, rows, objective, uncut=True)
+    place = choose_micro_batch(engine, batch, rows, objective, uncut=True)
     assert place is not None, "some rank has samples"
     own = None if place.number is None else batch
-    with attributes_kept(engine.model):
-        return _Rehearsal(engine, batch, own, place, objective).counts_twice()
+    with preserve_attributes(engine.model):
+        return _Rehearsal(engine, batch, own, place, objective).is_denominator_doubled()
 
 
 def in_parts(
-    engine: Trials,
+    engine: TrialSteps,
     batch: Any,
     rows: Sequence[range],
-    objective: Reduces,
+    objective: ObjectiveWithRule,
     run: Callable[[nn.Module, Any], Any],
     *,
     start: int = 0,
@@ -187,28 +191,30 @@ def in_parts(
         start: place of the first sample in the batch, which determines the random numbers drawn.
     """
     found = _rehearsal(engine, batch, rows, objective)
-    with attributes_kept(engine.model):
+    with preserve_attributes(engine.model):
         return [] if found is None else found.made(run, start)
 
 
 def _rehearsal(
-    engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces
+    engine: TrialSteps, batch: Any, rows: Sequence[range], objective: ObjectiveWithRule
 ) -> _Rehearsal | None:
     """Make a rehearsal of a few samples; None where the batch is not cut. Collective."""
-    place = choose(engine, batch, rows, objective)
+    place = choose_micro_batch(engine, batch, rows, objective)
     if place is None:
         return None
-    own = own_samples(engine, batch, rows, place, objective, most=MORE_SAMPLES)
+    own = select_own_samples(engine, batch, rows, place, objective, most=MORE_SAMPLES)
     return _Rehearsal(engine, batch, own, place, objective)
 
 
-def is_told_apart(engine: Trials, batch: Any, objective: Reduces) -> bool:
+def can_rule_out_rivals(engine: TrialSteps, batch: Any, objective: ObjectiveWithRule) -> bool:
     """Return whether samples of any rank distinguish the rule from its rivals. Collective."""
-    own = isinstance(objective, ReducedLoss) and objective.tells_rivals_apart(batch)
-    return any(told for (told,) in exchanged(engine, [float(own)]))
+    own = isinstance(objective, ReducedLoss) and objective.can_distinguish_rivals(batch)
+    return any(told for (told,) in all_gather_values(engine, [float(own)]))
 
 
-def padding_counts(engine: Trials, objective: Reduces, narrow: Any, wide: Any) -> bool:
+def padding_counts(
+    engine: TrialSteps, objective: ObjectiveWithRule, narrow: Any, wide: Any
+) -> bool:
     """Return whether padding changes a sample's loss or gradient. Collective.
 
     Args:
@@ -221,21 +227,21 @@ def padding_counts(engine: Trials, objective: Reduces, narrow: Any, wide: Any) -
     else:
         first = next(r for r, worker in enumerate(plan.workers) if worker.samples)
         number = 0 if first in plan.team_of(rank, 0) else None
-    place = RehearsalPlace(number, 1)
-    with attributes_kept(engine.model):
+    place = RehearsalMicroBatch(number, 1)
+    with preserve_attributes(engine.model):
         trials = [
             _Rehearsal(engine, one, None if number is None else one, place, objective).alone()
             for one in (narrow, wide)
         ]
-    return not alike(engine, *trials, same_samples=True)
+    return not is_trial_close(engine, *trials, same_samples=True)
 
 
-class _Rehearsal(Computations):
-    def run(self, couples: str, *, trains: bool) -> Rehearsed:
+class _Rehearsal(TrialRunner):
+    def run(self, couples: str, *, trains: bool) -> RehearsalResult:
         objective = self._objective
         trials, errors, training = self._compared(couples, trains=trains)
         if not errors:
-            return Rehearsed(f"unknown: the first loss is {trials[0].loss}")
+            return RehearsalResult(f"unknown: the first loss is {trials[0].loss}")
         rule = self._rule(trials, errors)
         adds_up = self._adds_up(trials, errors[rule], rule, training=training)
         adds_up = adds_up and self._repeats(trials[0], self._rules[rule], training=training)
@@ -243,16 +249,16 @@ class _Rehearsal(Computations):
             raise self._couples(trials, training=training)
         if couples != NO_RULE and not self._are_apart(trials[1:], training=training):
             draws = self._draws(trials[0], training=training)
-            raise (draws_in_evaluation if draws else keeps_for_later)(self._engine.model)
+            raise (make_random_eval_error if draws else make_leaked_state_error)(self._engine.model)
         objective.rule = self._found(rule, trials)
         objective.rivals = self._rivals(trials, errors, rule)
         if not adds_up:
             told = f"each micro-batch has a loss of its own, taken for {objective.rule.name}"
-            return Rehearsed(told)
+            return RehearsalResult(told)
         objective.trims = objective.may_trim and self._may_trim()
         return self._found_to_add_up(objective.rule, trials, training=training)
 
-    def run_again(self) -> Rehearsed:
+    def run_again(self) -> RehearsalResult:
         """See `rehearse_again`."""
         known = self._objective.rule
         assert known is not None, "it was rehearsed"
@@ -266,9 +272,9 @@ class _Rehearsal(Computations):
 
     def _found_to_add_up(
         self, rule: Rule, trials: Sequence[TrialLoss], *, training: bool
-    ) -> Rehearsed:
+    ) -> RehearsalResult:
         shows, seen = trials[0].loss != 0, self._kinds_seen()
-        return Rehearsed(rule.name, seen, shows=shows, adds_up=True, training=training)
+        return RehearsalResult(rule.name, seen, is_nonzero=shows, adds_up=True, training=training)
 
     def run_evaluation(self) -> None:
         """See `rehearse_evaluation`."""
@@ -285,21 +291,21 @@ class _Rehearsal(Computations):
 
     def _trained(self, couples: str) -> TrialLoss:
         """Compute all samples in training mode."""
-        before = numbers_in(self._engine.model)
+        before = get_numeric_attributes(self._engine.model)
         trained = self._trial(self._slices()[0], training=True)
-        counts = before != numbers_in(self._engine.model)
-        if any(own for (own,) in exchanged(self._engine, [float(counts)])):
+        counts = before != get_numeric_attributes(self._engine.model)
+        if any(own for (own,) in all_gather_values(self._engine, [float(counts)])):
             self._refuse_memory(trained)
         if couples != NO_RULE:
-            refuse_any(self._engine, kept_state(self._engine.model, trained.changed))
+            refuse_any(self._engine, find_changed_buffers(self._engine.model, trained.changed))
         self._training = trained.changed  # such as batch norm, which couples samples in training
         return trained
 
     def _refuse_memory(self, trained: TrialLoss) -> None:
         """Raise if a second training forward of all samples gives another loss. Collective."""
         again = self._trial(self._slices()[0], training=True, backward=False)
-        if not alike(self._engine, trained, again):
-            raise keeps_between_calls(self._engine.model)
+        if not is_trial_close(self._engine, trained, again):
+            raise make_repeat_error(self._engine.model)
 
     def _compared(self, couples: str, *, trains: bool) -> tuple[list[TrialLoss], list[float], bool]:
         """Compute all samples and the parts, and compare. Takes more samples if the loss of a few
@@ -310,7 +316,7 @@ class _Rehearsal(Computations):
                 whether training mode was used.
         """
         found = self._compared_to(self._trained(couples) if trains else None)
-        if found[0][0].loss == 0 and self._takes_more():
+        if found[0][0].loss == 0 and self._take_more_samples():
             found = self._compared_to(self._trained(couples) if trains else None)
         return found
 
@@ -320,7 +326,7 @@ class _Rehearsal(Computations):
         training = False
         if not math.isfinite(trials[0].loss):
             return trials, [], training
-        if trained is not None and not alike(self._engine, trained, trials[0]):
+        if trained is not None and not is_trial_close(self._engine, trained, trials[0]):
             training = not self._draws(trained, training=True)
             self._refuse_memory(trained)
             if training:  # not random numbers, but another computation in training
@@ -332,7 +338,7 @@ class _Rehearsal(Computations):
     ) -> bool:
         return (
             error <= 1
-            and not is_of_unlike_means(trials)
+            and not has_unequal_denominators(trials)
             and not self._exceeds_rounding(error, rule, trials[1], training=training)
         )
 
@@ -344,14 +350,16 @@ class _Rehearsal(Computations):
         of_loss, of_gradient = tolerance_of(self._engine)
         weights = [weights_of(whole, parts, n) for n in range(len(self._rules))]
         told = [number for own in weights for number in gradient_error(whole, parts, own)]
-        sums = torch.tensor(exchanged(self._engine, told), dtype=torch.float64).sum(0).tolist()
+        sums = (
+            torch.tensor(all_gather_values(self._engine, told), dtype=torch.float64).sum(0).tolist()
+        )
         worst = [0.0] * len(weights)
         if of_gradient == TOLERANCE["fp32"][1]:
             told = [
                 worst_error(whole, parts, own, of_gradient, SMALLEST * math.sqrt(sums[2 * n + 1]))
                 for n, own in enumerate(weights)
             ]
-            worst = [max(column) for column in zip(*exchanged(self._engine, told))]
+            worst = [max(column) for column in zip(*all_gather_values(self._engine, told))]
         errors = []
         for n, own in enumerate(weights):
             found = sum(w * part.loss for part, w in zip(parts, own) if w)
@@ -377,8 +385,8 @@ class _Rehearsal(Computations):
             return True
         times = max(2, 2 * self._place.size // self._samples)
         expected = TrialLoss(None, loss=whole.loss * (times if rule.kind == "sum" else 1))
-        found = self._several_times(self._samples, times, training=training)
-        return alike(self._engine, found, expected)
+        found = self._try_repeated(self._samples, times, training=training)
+        return is_trial_close(self._engine, found, expected)
 
     def _exceeds_rounding(
         self, error: float, rule: int, first: TrialLoss, *, training: bool
@@ -387,7 +395,7 @@ class _Rehearsal(Computations):
         with a small weight, has an error within the tolerance. Collective."""
         if error <= DOUBTFUL or tolerance_of(self._engine) != TOLERANCE["fp32"]:
             return False
-        twice = self._several_times(1, 2, training=training)
+        twice = self._try_repeated(1, 2, training=training)
         rounding = self._errors((twice, first, first))[rule]
         return error > ROUNDINGS * rounding
 
@@ -403,11 +411,11 @@ class _Rehearsal(Computations):
         except RuntimeError as error:
             if isinstance(error, GpumixError) or is_out_of_memory(error):
                 raise
-            raise keeps_for_later(self._engine.model) from error
+            raise make_leaked_state_error(self._engine.model) from error
         sums = [part.sums for part in parts if part.sums is not None]
         if len(sums) == len(parts):  # of the mean of two losses
             expected.sums = torch.stack(sums).mean(0)
-        return alike(self._engine, found, expected)
+        return is_trial_close(self._engine, found, expected)
 
     def _rule(self, trials: Sequence[TrialLoss], errors: Sequence[float]) -> int:
         """Return the index of the rule. Among fitting rules, prefer the rule whose denominator the
@@ -426,7 +434,7 @@ class _Rehearsal(Computations):
             return graph
         for n in holds if read else ():
             if self._rules[n] is not GRAPH and all(
-                is_any(t.counts[n], t.denominators) for t in read
+                is_among(t.counts[n], t.denominators) for t in read
             ):
                 return n
         return holds[0]
@@ -450,7 +458,7 @@ class _Rehearsal(Computations):
         read = [t for t in trials if t.denominators]
         found = []
         for n, other in enumerate(self._rules):
-            is_read = all(is_any(t.counts[n], t.denominators) for t in read)
+            is_read = all(is_among(t.counts[n], t.denominators) for t in read)
             ignores = trials[0].ignored is not None and other.kind == "samples"
             if n == rule or other.kind not in ("labels", "samples") or ignores or errors[n] > 1:
                 continue
@@ -462,15 +470,15 @@ class _Rehearsal(Computations):
 
     def _may_trim(self) -> bool:
         """Return whether padding columns can be cut off without changing results. Collective."""
-        there = self._samples if self._own is None else samples_in(self._own)
+        there = self._samples if self._own is None else count_samples(self._own)
         last = min(self._samples, there) - 1
         padded = None if self._own is None else _padded(self._own, last)
         known = padded is not None or self._own is None
-        if not all(ok for (ok,) in exchanged(self._engine, [float(known)])):
+        if not all(ok for (ok,) in all_gather_values(self._engine, [float(known)])):
             return False
         rows = slice(last, last + 1)
         trials = [self._trial(rows, own=padded, trims=trims) for trims in (True, False)]
-        return alike(self._engine, *trials, same_samples=True)
+        return is_trial_close(self._engine, *trials, same_samples=True)
 
     def _draws(self, whole: TrialLoss, *, training: bool) -> bool:
         """Return whether other random numbers change the loss of all samples. Collective."""
@@ -481,7 +489,7 @@ class _Rehearsal(Computations):
         """Return the error for losses that do not add up. Collective."""
         whole, first, others = trials
         if self._draws(whole, training=training):
-            return draws_in_evaluation(self._engine.model)
+            return make_random_eval_error(self._engine.model)
         names = ", ".join(rule.name for rule in self._rules if rule is not GRAPH)
         return ModelError(
             NOT_OF_PARTS,
@@ -498,7 +506,7 @@ class _Rehearsal(Computations):
     ) -> ModelError:
         """Return the error for losses that no longer add up by the known rule. Collective."""
         found = self._rule(trials, errors)
-        if errors[found] > 1 or is_of_unlike_means(trials):
+        if errors[found] > 1 or has_unequal_denominators(trials):
             return self._couples(trials, training=training)
         return ModelError(
             "the loss adds up in another way than when training began",
@@ -513,11 +521,11 @@ def _padded(batch: Any, row: int) -> Any:
     if not isinstance(batch, dict) or LABELS not in batch or MASK not in batch:
         return None
     width = batch[MASK].shape[-1]
-    [own] = padded_from(_only(batch, row), [range(1)])
+    [own] = find_padding_starts(_only(batch, row), [range(1)])
     if own is None or width < 4:
         return None
     if own < width:
-        return with_words_for_padding(batch)
+        return fill_padding_with_tokens(batch)
     kept = width - width // 3
     padded = {name: value.clone() for name, value in batch.items()}
     padded[MASK][row, kept:] = 0
@@ -527,4 +535,4 @@ def _padded(batch: Any, row: int) -> Any:
 
 
 def _only(batch: Any, row: int) -> Any:
-    return take(batch, slice(row, row + 1))
+    return select_samples(batch, slice(row, row + 1))

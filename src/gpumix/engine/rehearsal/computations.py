@@ -10,31 +10,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpumix.engine.batch.batch_split import copied, samples_in
-from gpumix.engine.batch.ragged_batch import take
+from gpumix.engine.batch.batch_split import copied, count_samples
+from gpumix.engine.batch.ragged_batch import select_samples
 from gpumix.engine.loss.loss_graph import kind_of
-from gpumix.engine.loss.reduction import LossProbe, Reduces
+from gpumix.engine.loss.reduction import LossProbe, ObjectiveWithRule
 from gpumix.engine.model.module_buffers import BufferCopies
-from gpumix.engine.model.rng import evaluating, in_training
-from gpumix.engine.rehearsal.observations import TrialLoss, sums_of
+from gpumix.engine.model.rng import use_eval_mode, use_training_mode
+from gpumix.engine.rehearsal.observations import TrialLoss, sum_gradients
 from gpumix.engine.rehearsal.refusals import (
-    DIFFERENTIATES,
+    UNUSED_GRAPH_MESSAGE,
     changed_weight,
-    differentiates,
-    keeps_for_later,
-    not_alone,
+    make_few_samples_error,
+    make_gradient_loss_error,
+    make_leaked_state_error,
     refuse_any,
     versions,
 )
-from gpumix.engine.rehearsal.samples import MORE_SAMPLES, SAMPLES, RehearsalPlace, exchanged
-from gpumix.engine.traceless_steps import Trials
+from gpumix.engine.rehearsal.samples import (
+    MORE_SAMPLES,
+    SAMPLES,
+    RehearsalMicroBatch,
+    all_gather_values,
+)
+from gpumix.engine.traceless_steps import TrialSteps
 from gpumix.hardware.memory_limit import is_out_of_memory
 
 MOST_RULES = 12
 MOST_KINDS = 8  # of losses in one rehearsal
 
 
-class Computations:
+class TrialRunner:
     """Trials with a few samples of a batch.
 
     Args:
@@ -47,15 +52,15 @@ class Computations:
 
     def __init__(
         self,
-        engine: Trials,
+        engine: TrialSteps,
         batch: Any,
         own: Any,
-        place: RehearsalPlace,
-        objective: Reduces,
+        place: RehearsalMicroBatch,
+        objective: ObjectiveWithRule,
         most: int = SAMPLES,
     ) -> None:
         self._engine = engine
-        self._nothing = take(batch, slice(0))
+        self._nothing = select_samples(batch, slice(0))
         self._own = own
         self._place = place
         self._objective = objective
@@ -63,7 +68,7 @@ class Computations:
         self._samples = min(most, place.size)
         if place.size == 1:
             self._samples = 2
-            self._takes_more(SAMPLES)
+            self._take_more_samples(SAMPLES)
         self._training: list[nn.Module] = []
         self._kinds: set[int] = set()  # kinds of losses seen
         self._ran = False  # the model has computed several samples at once
@@ -77,9 +82,9 @@ class Computations:
             return torch.zeros(()), torch.zeros(())
 
         for some in self._slices():
-            own = self._nothing if self._own is None else take(self._own, some)
-            rows = self._rows(range(start, start + samples_in(own)))
-            with evaluating(self._engine.model):
+            own = self._nothing if self._own is None else select_samples(self._own, some)
+            rows = self._rows(range(start, start + count_samples(own)))
+            with use_eval_mode(self._engine.model):
                 self._engine.tried(
                     own, rows, objective, trims=False, backward=False, seen=lambda pieces: None
                 )
@@ -89,30 +94,32 @@ class Computations:
         """Return slices of the samples: all, and two unequal parts."""
         return slice(0, self._samples), slice(0, 1), slice(1, self._samples)
 
-    def _takes_more(self, most: int = MORE_SAMPLES) -> bool:
+    def _take_more_samples(self, most: int = MORE_SAMPLES) -> bool:
         """Compute more samples at once from here on, if there are more. Collective."""
-        own = 0 if self._own is None else samples_in(self._own)
-        there = max(int(number) for (number,) in exchanged(self._engine, [float(own)]))
+        own = 0 if self._own is None else count_samples(self._own)
+        there = max(int(number) for (number,) in all_gather_values(self._engine, [float(own)]))
         before, self._samples = self._samples, max(self._samples, min(there, most))
         return self._samples > before
 
-    def counts_twice(self) -> bool:
+    def is_denominator_doubled(self) -> bool:
         """Return True if doubling the samples of a micro-batch doubles the loss's denominators.
         Collective."""
         once = self._trial(slice(0, self._place.size))
-        again = self._several_times(self._place.size, 2)
+        again = self._try_repeated(self._place.size, 2)
         pairs = zip(once.denominators, again.denominators)
         return all(math.isclose(two, 2 * one, rel_tol=1e-4) for one, two in pairs)
 
-    def _several_times(self, samples: int, times: int, *, training: bool = False) -> TrialLoss:
+    def _try_repeated(self, samples: int, times: int, *, training: bool = False) -> TrialLoss:
         """Try the first samples, each repeated `times` times, at once."""
-        own = None if self._own is None else take(self._own, [*range(samples)] * times)
+        own = None if self._own is None else select_samples(self._own, [*range(samples)] * times)
         return self._trial(slice(0, times * samples), own=own, training=training)
 
     def _kinds_seen(self) -> list[int]:
         """Return the kinds of all losses seen on any rank. Collective."""
         told = sorted(self._kinds)[:MOST_KINDS]
-        table = exchanged(self._engine, [*map(float, told), *[0.0] * (MOST_KINDS - len(told))])
+        table = all_gather_values(
+            self._engine, [*map(float, told), *[0.0] * (MOST_KINDS - len(told))]
+        )
         return sorted({int(kind) for row in table for kind in row if kind})
 
     def alone(self) -> TrialLoss:
@@ -142,7 +149,7 @@ class Computations:
         own = self._own if own is None else own
         some = self._nothing
         if own is not None:
-            some = copied(take(own, rows))
+            some = copied(select_samples(own, rows))
         probes: list[LossProbe] = []
 
         # A step computes micro-batches of the same size, and as many; more may not fit in memory.
@@ -150,7 +157,7 @@ class Computations:
         backward &= fits and engine.trains and (not apart or self._place.batches > 1)
 
         def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-            self._objective.whole = number = samples_in(batch)
+            self._objective.whole = number = count_samples(batch)
             try:
                 with torch.enable_grad():  # the head's graph shows the loss's denominator
                     found = self._objective.probe(model, batch)
@@ -158,33 +165,33 @@ class Computations:
                     self._kinds.add(kind_of(found.loss))
                 probes.append(found if backward else replace(found, loss=found.loss.detach()))
             except (IndexError, RuntimeError, ValueError) as error:
-                if DIFFERENTIATES in str(error):
-                    raise differentiates(model) from error
+                if UNUSED_GRAPH_MESSAGE in str(error):
+                    raise make_gradient_loss_error(model) from error
                 if not self._ran or is_out_of_memory(error):
                     raise
                 if apart:
-                    raise keeps_for_later(model) from error
-                raise not_alone(model, number, error) from error
+                    raise make_leaked_state_error(model) from error
+                raise make_few_samples_error(model, number, error) from error
             return probes[-1].loss.float(), torch.ones((), device=probes[-1].loss.device)
 
         copies = BufferCopies(engine.keepers)
         before = versions(engine)
         try:
-            with in_training(engine.model, training or self._training):
+            with use_training_mode(engine.model, training or self._training):
                 sums = engine.tried(
                     some,
-                    self._rows(range(start, start + samples_in(some)), apart=apart),
+                    self._rows(range(start, start + count_samples(some)), apart=apart),
                     objective,
                     trims=trims,
                     backward=backward,
-                    seen=sums_of if backward else lambda parameters: None,
+                    seen=sum_gradients if backward else lambda parameters: None,
                 )
         except (IndexError, ValueError) as error:  # of a block, such as batch norm
             if not self._ran:
                 raise
-            raise not_alone(engine.model, samples_in(some), error) from error
+            raise make_few_samples_error(engine.model, count_samples(some), error) from error
         trial = TrialLoss(sums)
-        self._ran = self._ran or samples_in(some) > 1  # only the last stage sees a loss
+        self._ran = self._ran or count_samples(some) > 1  # only the last stage sees a loss
         trial.changed = copies.keep_changed()
         copies.restore()
         refuse_any(engine, changed_weight(before, versions(engine)))
@@ -213,7 +220,7 @@ class Computations:
             found += [math.nan] * (3 + 2 * MOST_RULES - len(found))
             found += [float(one) for one in probe.values][:MOST_RULES]
             told = found + [math.nan] * (len(told) - len(found))
-        row = next(row for row in exchanged(self._engine, told) if row[0])
+        row = next(row for row in all_gather_values(self._engine, told) if row[0])
         trial.ignored = None if math.isnan(row[1]) else int(row[1])
         trial.loss, trial.counts = row[2], row[3 : 3 + MOST_RULES]
         ends = 3 + MOST_RULES, 3 + 2 * MOST_RULES

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from gpumix.engine.comm.async_read import AsyncRead
-from gpumix.engine.comm.step_exchange import Exchanged, Makeup
+from gpumix.engine.comm.step_exchange import LossComposition, StepTable
 from gpumix.engine.loss.loss_graph import kind_and_weight_of
 
 MOST_DOUBTS = 16  # kinds of losses rehearsed after the first rehearsal
 # Steps after which a rehearsal runs in any case, with a full micro-batch: coupling may need many
 # samples, and a term may grow from 0.
-AGAIN = tuple(16**power for power in range(1, 7))
+REHEARSAL_STEPS = tuple(16**power for power in range(1, 7))
 TOLERANCE = 1e-4  # relative, of the factors of terms
 
 
@@ -45,7 +45,7 @@ class Doubt:
     kinds: Sequence[int]
     unlike: tuple[float, float] | None
     by_one: bool
-    of_one: Sequence[Any]
+    batches_divided_by_one: Sequence[Any]
 
     def __bool__(self) -> bool:
         return bool(self.kinds) or self.unlike is not None or self.by_one
@@ -99,14 +99,14 @@ class LossWatch:
             if self._by_values and self._left:
                 self._ones.append((counted == 1, batch))
 
-    def take(self) -> Makeup:
+    def take(self) -> LossComposition:
         """Return this rank's findings of the ending step, and reset."""
         [kind] = self._kinds if len(self._kinds) == 1 else (0,)
         new, _ = self._doubted
         self._last_ones = self._ones
         by_one = torch.stack([is_one for is_one, _ in self._ones]).any() if self._ones else 0.0
         low, high = self._ends or (math.nan, math.nan)
-        told = Makeup(float(kind), float(new), low, high, by_one)
+        told = LossComposition(float(kind), float(new), low, high, by_one)
         self._begin()
         return told
 
@@ -119,11 +119,11 @@ class LossWatch:
         while len(self._told) > (0 if all_of_them else self._late):
             step, reading, ones = self._told.popleft()
             [table] = reading.tensors()
-            makeups = Exchanged(table).makeups
+            makeups = StepTable(table).loss_compositions
             kinds = self._new(one.new for one in makeups)
             by_one = any(one.by_one for one in makeups) and bool(self._left)
             of_one = [batch for is_one, batch in ones if is_one] if by_one else []
-            if doubt := Doubt(step, kinds, _unlike(makeups), by_one, of_one):
+            if doubt := Doubt(step, kinds, _find_unequal_weights(makeups), by_one, of_one):
                 self.doubts.append(doubt)
 
     def kept(self, kind: int) -> Any:
@@ -131,7 +131,7 @@ class LossWatch:
         doubted, batch = self._doubted
         return batch if doubted == kind else None
 
-    def learn(self, kinds: Sequence[int], settled: int = 0) -> None:
+    def accept_kinds(self, kinds: Sequence[int], settled: int = 0) -> None:
         """Mark kinds of losses as adding up; equal on all ranks.
 
         Args:
@@ -149,7 +149,7 @@ class LossWatch:
         return sorted(set(map(int, kinds)) - {0} - self._known)
 
 
-def _unlike(makeups: Sequence[Makeup]) -> tuple[float, float] | None:
+def _find_unequal_weights(makeups: Sequence[LossComposition]) -> tuple[float, float] | None:
     """Return the least and greatest weight of ranks with a single kind, if unequal."""
     by_kind: dict[float, list[float]] = {}
     for one in makeups:

@@ -14,39 +14,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LONG = 1000  # elements; longer containers keep only the length, longer tensors nothing
-OF_TORCH = frozenset(vars(nn.Module()))
+MAX_COPIED_ELEMENTS = (
+    1000  # elements; longer containers keep only the length, longer tensors nothing
+)
+TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 _LISTS = (list, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _CONTAINERS = (*_LISTS, *_MAPPINGS, set)
-_KEPT = (bool, int, float, Tensor, *_CONTAINERS)
+_RESTORED_TYPES = (bool, int, float, Tensor, *_CONTAINERS)
 
 
-def numbers_in(model: nn.Module) -> dict[tuple[str, str], float]:
+def get_numeric_attributes(model: nn.Module) -> dict[tuple[str, str], float]:
     """Return numeric attributes of modules, such as counters, by module name and attribute name."""
     return {
         (path, name): value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if type(value) in (bool, int, float) and name not in OF_TORCH
+        if type(value) in (bool, int, float) and name not in TORCH_ATTRIBUTES
     }
 
 
 @contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
+def preserve_attributes(model: nn.Module) -> Iterator[None]:
     """Restore numbers, containers and tensors in module attributes on exit. New attributes that
     hide a number of the class are deleted."""
-    before = numbers_in(model)
+    before = get_numeric_attributes(model)
     undo: list[Callable[[], object]] = []
     seen: set[int] = set()
     for module in model.modules():
         for name, value in vars(module).items():
-            if name not in OF_TORCH and type(value) in _KEPT:
-                undo += [partial(setattr, module, name, value), *_contents(value, seen)]
+            if name not in TORCH_ATTRIBUTES and type(value) in _RESTORED_TYPES:
+                undo += [partial(setattr, module, name, value), *_iterate_restorers(value, seen)]
     try:
         yield
     finally:
-        for path, name in numbers_in(model).keys() - before.keys():
+        for path, name in get_numeric_attributes(model).keys() - before.keys():
             module = model.get_submodule(path)
             if hasattr(type(module), name):
                 delattr(module, name)
@@ -54,7 +56,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
             put_back()
 
 
-def _contents(value: Any, seen: set[int]) -> Iterator[Callable[[], object]]:
+def _iterate_restorers(value: Any, seen: set[int]) -> Iterator[Callable[[], object]]:
     """Yield functions that restore the contents of a value.
 
     Args:
@@ -65,12 +67,16 @@ def _contents(value: Any, seen: set[int]) -> Iterator[Callable[[], object]]:
     seen.add(id(value))
     if type(value) is Tensor:
         # Inference tensors cannot be written to outside of inference mode.
-        if value.numel() <= LONG and value.device.type != "meta" and not value.is_inference():
+        if (
+            value.numel() <= MAX_COPIED_ELEMENTS
+            and value.device.type != "meta"
+            and not value.is_inference()
+        ):
             yield partial(_restore, value, value.detach().clone(), value._version)
-    elif type(value) in _CONTAINERS and len(value) <= LONG:
+    elif type(value) in _CONTAINERS and len(value) <= MAX_COPIED_ELEMENTS:
         yield partial(_refill, value, value.copy())
         for inner in list(value.values()) if type(value) in _MAPPINGS else list(value):
-            yield from _contents(inner, seen)
+            yield from _iterate_restorers(inner, seen)
     elif type(value) in (*_LISTS, *_MAPPINGS):
         yield partial(_shorten, value, len(value))
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from gpumix.engine.rehearsal.samples import exchanged
-from gpumix.engine.traceless_steps import Trials
+from gpumix.engine.rehearsal.samples import all_gather_values
+from gpumix.engine.traceless_steps import TrialSteps
 
 PARTS, COLUMNS = 16, 61  # number of sums compared of a gradient
-AT_ONCE = 4096  # least number of elements in a part
+MIN_PART_ELEMENTS = 4096  # least number of elements in a part
 # Relative deviation of losses, and of gradients, explained by rounding, by compute dtype.
 TOLERANCE = {"fp32": (1e-4, 1e-3), "fp16": (1e-2, 5e-2), "bf16": (2e-2, 1e-1)}
-OF_PADDING = (3e-6, 3e-5)  # in fp32, for samples that differ in padding alone
+PADDING_TOLERANCE = (3e-6, 3e-5)  # in fp32, for samples that differ in padding alone
 # Further deviation of a parameter's gradient, in fp32, relative to the size of all gradients.
 SMALLEST = 2e-5
 
@@ -42,14 +42,16 @@ class TrialLoss:
     changed: list[nn.Module] = field(default_factory=list)
 
 
-def tolerance_of(engine: Trials) -> tuple[float, float]:
+def tolerance_of(engine: TrialSteps) -> tuple[float, float]:
     """Return the tolerances of losses and gradients, for the coarsest arithmetic in the plan."""
     workers = engine.plan.workers
     of_tf32 = "fp16" if any(worker.efficiency.tf32 for worker in workers) else "fp32"
     return max(TOLERANCE[dtype] for dtype in (of_tf32, *(w.compute_dtype for w in workers)))
 
 
-def alike(engine: Trials, one: TrialLoss, other: TrialLoss, *, same_samples: bool = False) -> bool:
+def is_trial_close(
+    engine: TrialSteps, one: TrialLoss, other: TrialLoss, *, same_samples: bool = False
+) -> bool:
     """Return True if two trials agree in loss and gradient. Collective.
 
     Args:
@@ -58,11 +60,11 @@ def alike(engine: Trials, one: TrialLoss, other: TrialLoss, *, same_samples: boo
     """
     of_loss, of_gradient = tolerance_of(engine)
     if same_samples and (of_loss, of_gradient) == TOLERANCE["fp32"]:
-        of_loss, of_gradient = OF_PADDING
+        of_loss, of_gradient = PADDING_TOLERANCE
     told = [0.0, 0.0]
     if one.sums is not None and other.sums is not None:
         told = [_square(one.sums - other.sums), _square(other.sums)]
-    wrong, size = (sum(column) for column in zip(*exchanged(engine, told)))
+    wrong, size = (sum(column) for column in zip(*all_gather_values(engine, told)))
     near = abs(one.loss - other.loss) <= of_loss * max(abs(other.loss), 1e-30)
     return near and math.sqrt(wrong / max(size, 1e-60)) <= of_gradient
 
@@ -90,7 +92,7 @@ def gradient_error(
     part; zeros without gradients."""
     if whole.sums is None:
         return 0.0, 0.0
-    added = _added(parts, weights)
+    added = _weight_sums(parts, weights)
     difference = whole.sums - sum(added)
     return _square(difference), max(_square(one) for one in (whole.sums, *added))
 
@@ -107,13 +109,13 @@ def worst_error(
     parameters, such as balancing of experts, does not show in the gradient of all."""
     if whole.sums is None or not len(whole.sums):
         return 0.0
-    added = _added(parts, weights)
+    added = _weight_sums(parts, weights)
     wrong = (whole.sums - sum(added)).norm(dim=1)
     size = torch.stack([one.norm(dim=1) for one in (whole.sums, *added)]).amax(0)
     return float((wrong / (of_own * size + max(smallest, 1e-30))).max())
 
 
-def _added(parts: Sequence[TrialLoss], weights: Sequence[float]) -> list[Tensor]:
+def _weight_sums(parts: Sequence[TrialLoss], weights: Sequence[float]) -> list[Tensor]:
     return [p.sums * w for p, w in zip(parts, weights) if w and p.sums is not None]
 
 
@@ -121,7 +123,7 @@ def _square(sums: Tensor) -> float:
     return float(sums.square().sum())
 
 
-def sums_of(parameters: Iterable[nn.Parameter]) -> Tensor:
+def sum_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return sums of parts and of columns of gradients, float64 on the host, [parameters, sums].
     Sums add up as gradients do. A missing gradient adds zeros: other samples may use the parameter.
     Rows of a device are copied at once, because a copy waits for the device."""
@@ -140,7 +142,7 @@ def sums_of(parameters: Iterable[nn.Parameter]) -> Tensor:
 def _add_sums(gradient: Tensor, row: Tensor) -> None:
     """Add the sums of a gradient to `row`, part by part: summing in another dtype copies the
     summands."""
-    length = max(AT_ONCE, math.ceil(gradient.numel() / PARTS))
+    length = max(MIN_PART_ELEMENTS, math.ceil(gradient.numel() / PARTS))
     for number, part in enumerate(gradient.split(math.ceil(length / COLUMNS) * COLUMNS)):
         wide = part.double()
         row[number] = wide.sum()
@@ -149,7 +151,7 @@ def _add_sums(gradient: Tensor, row: Tensor) -> None:
         row[PARTS : PARTS + len(wide) - whole] += wide[whole:]
 
 
-def is_of_unlike_means(trials: Sequence[TrialLoss]) -> bool:
+def has_unequal_denominators(trials: Sequence[TrialLoss]) -> bool:
     """Return True if a loss is a sum of terms with denominators that are not in proportion. For
     some samples a term may be missing. Terms with equal denominators may be more for some samples
     than for others."""
@@ -171,7 +173,7 @@ def _are_alike(rows: Sequence[Sequence[float]]) -> bool:
     )
 
 
-def is_any(count: float, denominators: Sequence[float]) -> bool:
+def is_among(count: float, denominators: Sequence[float]) -> bool:
     return any(math.isclose(count, one, rel_tol=1e-6) for one in denominators)
 
 

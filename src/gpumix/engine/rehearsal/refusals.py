@@ -9,13 +9,13 @@ from torch import nn
 
 from gpumix.engine.loss.reduction import Rule
 from gpumix.engine.model.forward_coroutine import ModelError
-from gpumix.engine.rehearsal.samples import exchanged
-from gpumix.engine.traceless_steps import Trials
-from gpumix.schema.errors import first_line
+from gpumix.engine.rehearsal.samples import all_gather_values
+from gpumix.engine.traceless_steps import TrialSteps
+from gpumix.schema.errors import get_first_line
 from gpumix.schema.job.couples import HOW_TO_COUPLE, NO_RULE
 
 # Message of `torch.autograd.grad` if a block lies between the loss and the tensor in question.
-DIFFERENTIATES = "appears to not have been used in the graph"
+UNUSED_GRAPH_MESSAGE = "appears to not have been used in the graph"
 NOT_OF_PARTS = "the loss of a batch is not made of the losses of its parts"
 BY_A_COUNT = (
     "return (summed loss, count) from a loss function of your own, or train by a plan that does "
@@ -23,7 +23,7 @@ BY_A_COUNT = (
 )
 
 
-def versions(engine: Trials) -> dict[str, int]:
+def versions(engine: TrialSteps) -> dict[str, int]:
     """Count the in-place changes of each parameter in the model's modules, by name."""
     return {
         name: one._version
@@ -45,7 +45,7 @@ def changed_weight(before: dict[str, int], after: dict[str, int]) -> ModelError 
     )
 
 
-def kept_state(model: nn.Module, changed: Sequence[nn.Module]) -> ModelError | None:
+def find_changed_buffers(model: nn.Module, changed: Sequence[nn.Module]) -> ModelError | None:
     """Return the error of modules whose buffers were changed by a forward in training, if any."""
     if not changed:
         return None
@@ -61,10 +61,10 @@ def kept_state(model: nn.Module, changed: Sequence[nn.Module]) -> ModelError | N
     )
 
 
-def not_alone(model: nn.Module, number: int, error: Exception) -> ModelError:
+def make_few_samples_error(model: nn.Module, number: int, error: Exception) -> ModelError:
     alone = "one sample" if number == 1 else f"{number} samples"
     return ModelError(
-        f"{type(model).__name__} computes more, but not {alone} alone: {first_line(error)}",
+        f"{type(model).__name__} computes more, but not {alone} alone: {get_first_line(error)}",
         why="a batch is cut into micro-batches; what needs several samples, as norms of pictures "
         "that have come to a single pixel, cannot be cut",
         fix="give it larger pictures, take a module that computes one sample, or train by a plan "
@@ -72,7 +72,7 @@ def not_alone(model: nn.Module, number: int, error: Exception) -> ModelError:
     )
 
 
-def differentiates(model: nn.Module) -> ModelError:
+def make_gradient_loss_error(model: nn.Module) -> ModelError:
     return ModelError(
         f"the loss of {type(model).__name__} is made of gradients by its inputs or parameters",
         why="blocks are computed apart, each with a graph of its own, so a loss cannot be "
@@ -81,7 +81,7 @@ def differentiates(model: nn.Module) -> ModelError:
     )
 
 
-def keeps_for_later(model: nn.Module) -> ModelError:
+def make_leaked_state_error(model: nn.Module) -> ModelError:
     return ModelError(
         f"in {type(model).__name__}, what one micro-batch comes to depends on another one",
         why="a block is computed for all micro-batches before the next one, so what forward or a "
@@ -90,7 +90,7 @@ def keeps_for_later(model: nn.Module) -> ModelError:
     )
 
 
-def keeps_between_calls(model: nn.Module) -> ModelError:
+def make_repeat_error(model: nn.Module) -> ModelError:
     return ModelError(
         f"{type(model).__name__} comes to something else when it computes the same samples again",
         why="a batch is computed in several calls, so what forward or the loss counts, keeps in an "
@@ -100,7 +100,7 @@ def keeps_between_calls(model: nn.Module) -> ModelError:
     )
 
 
-def draws_in_evaluation(model: nn.Module) -> ModelError:
+def make_random_eval_error(model: nn.Module) -> ModelError:
     return ModelError(
         f"{type(model).__name__} draws random numbers in evaluation too",
         why="so nobody can see whether the loss of a batch is made of the losses of its parts",
@@ -108,7 +108,7 @@ def draws_in_evaluation(model: nn.Module) -> ModelError:
     )
 
 
-def was_made_otherwise() -> ModelError:
+def make_changed_kind_error() -> ModelError:
     return ModelError(
         "the loss of a micro-batch was made in another way than in the first rehearsal, and than "
         "in one of the same samples now",
@@ -119,7 +119,7 @@ def was_made_otherwise() -> ModelError:
     )
 
 
-def unlike_weights(rule: Rule | None, low: float, high: float) -> ModelError:
+def make_unequal_weights_error(rule: Rule | None, low: float, high: float) -> ModelError:
     """Return the error of two micro-batches whose losses are multiplied by unlike numbers."""
     return ModelError(
         NOT_OF_PARTS,
@@ -130,7 +130,7 @@ def unlike_weights(rule: Rule | None, low: float, high: float) -> ModelError:
     )
 
 
-def counts_one_at_least() -> ModelError:
+def make_clamped_count_error() -> ModelError:
     return ModelError(
         NOT_OF_PARTS,
         why="the loss of a micro-batch was divided by 1, and so is that of the same samples twice: "
@@ -139,14 +139,14 @@ def counts_one_at_least() -> ModelError:
     )
 
 
-def refuse_any(engine: Trials, found: ModelError | None) -> None:
+def refuse_any(engine: TrialSteps, found: ModelError | None) -> None:
     """Raise an error against the model on all ranks, if found on any. Collective."""
     words = [] if found is None else [found.what, found.why, found.fix]
     text = json.dumps(words).encode() if words else b""
-    lengths = [int(length) for (length,) in exchanged(engine, [float(len(text))])]
+    lengths = [int(length) for (length,) in all_gather_values(engine, [float(len(text))])]
     if not any(lengths):
         return
-    table = exchanged(engine, [float(byte) for byte in text.ljust(max(lengths))])
+    table = all_gather_values(engine, [float(byte) for byte in text.ljust(max(lengths))])
     if found is not None:
         raise found
     first = next(rank for rank, length in enumerate(lengths) if length)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpumix.engine.batch.batch_split import IGNORED_LABEL, samples_in
-from gpumix.engine.batch.ragged_batch import take
-from gpumix.engine.loss.reduction import Reduces
-from gpumix.engine.traceless_steps import Trials
+from gpumix.engine.batch.batch_split import IGNORED_LABEL, count_samples
+from gpumix.engine.batch.ragged_batch import select_samples
+from gpumix.engine.loss.reduction import ObjectiveWithRule
+from gpumix.engine.traceless_steps import TrialSteps
 from gpumix.schema.plan.plan import Plan
 
 SAMPLES = 3  # computed at once, if a micro-batch has as many
@@ -21,7 +21,7 @@ MORE_SAMPLES = 8  # without gradients, if the loss of fewer samples is zero
 
 
 @dataclass(frozen=True)
-class RehearsalPlace:
+class RehearsalMicroBatch:
     """Micro-batch where the rehearsal runs, on all ranks computing it.
 
     Attributes:
@@ -37,43 +37,43 @@ class RehearsalPlace:
     most_batches: int = 1
 
 
-def choose(
-    engine: Trials,
+def choose_micro_batch(
+    engine: TrialSteps,
     batch: Any,
     rows: Sequence[range],
-    objective: Reduces,
+    objective: ObjectiveWithRule,
     *,
     uncut: bool = False,
-) -> RehearsalPlace | None:
+) -> RehearsalMicroBatch | None:
     """Choose the micro-batch with samples that tell rules apart, most samples, and most labels.
     Return None if the batch is not cut, unless `uncut` is set. Collective."""
     plan, rank = engine.plan, engine.comm.rank
     first = plan.team_of(rank, plan.stages_of(rank)[0])[0]
     numbers = list(engine.places[0].batches) if engine.places else [first]
     known = [
-        (int(_tells_apart(part, objective)), size, _labels_in(part, objective), -number)
+        (int(_can_distinguish_rules(part, objective)), size, _labels_in(part, objective), -number)
         for size, part, number in zip(
             _sizes(engine, rows), _candidates(engine, batch, rows), numbers
         )
     ]
     largest = max(known, default=(0, 0, 0, 0))
     cut = engine.tells_losses * sum(bool(of) for of in rows)
-    table = exchanged(engine, [*map(float, largest), float(cut)])
+    table = all_gather_values(engine, [*map(float, largest), float(cut)])
     if not uncut and sum(row[-1] for row in table) <= 1:
         return None
     found = max(tuple(map(int, row[:-1])) for row in table)
     own = next((n for n, one in enumerate(known) if one == found), None)
     batches = [int(row[-1]) for row in table]
     there = (n for n, row in zip(batches, table) if tuple(map(int, row[:-1])) == found)
-    return RehearsalPlace(own, found[1], min(filter(None, there), default=1), max(batches))
+    return RehearsalMicroBatch(own, found[1], min(filter(None, there), default=1), max(batches))
 
 
-def own_samples(
-    engine: Trials,
+def select_own_samples(
+    engine: TrialSteps,
     batch: Any,
     rows: Sequence[range],
-    place: RehearsalPlace,
-    objective: Reduces,
+    place: RehearsalMicroBatch,
+    objective: ObjectiveWithRule,
     *,
     most: int = SAMPLES,
 ) -> Any:
@@ -81,26 +81,26 @@ def own_samples(
     if place.number is None:
         return None
     parts = _candidates(engine, batch, rows)
-    return _unlike(parts[place.number if engine.places else 0], objective, most)
+    return _select_unlike_samples(parts[place.number if engine.places else 0], objective, most)
 
 
-def _candidates(engine: Trials, batch: Any, rows: Sequence[range]) -> list[Any]:
+def _candidates(engine: TrialSteps, batch: Any, rows: Sequence[range]) -> list[Any]:
     """Return the samples to choose from: all of a rank. With several stages, whose ranks choose
     alike, each micro-batch has all samples on the same way through the stages."""
     if not any(map(len, rows)):
         return []
     if not engine.places:
         return [batch]
-    ways = _ways_through(engine.plan)
+    ways = _map_rank_paths(engine.plan)
     numbers = engine.places[0].batches
     own: dict[tuple[int, ...], list[int]] = {}
     for number, of, end in zip(numbers, rows, accumulate(map(len, rows))):
         own.setdefault(ways[number], []).extend(range(end - len(of), end))
-    parts = {way: take(batch, places) for way, places in own.items()}
+    parts = {way: select_samples(batch, places) for way, places in own.items()}
     return [parts[ways[number]] for number, _ in zip(numbers, rows)]
 
 
-def _ways_through(plan: Plan) -> dict[int, tuple[int, ...]]:
+def _map_rank_paths(plan: Plan) -> dict[int, tuple[int, ...]]:
     """Map each micro-batch's number to the first rank computing it in each stage."""
     found: dict[int, list[int]] = {}
     for stage in range(len(plan.stages)):
@@ -110,39 +110,41 @@ def _ways_through(plan: Plan) -> dict[int, tuple[int, ...]]:
     return {number: tuple(ranks) for number, ranks in found.items()}
 
 
-def _sizes(engine: Trials, rows: Sequence[range]) -> list[int]:
+def _sizes(engine: TrialSteps, rows: Sequence[range]) -> list[int]:
     """Return the number of samples computed at once, for each candidate."""
     sizes = list(map(len, rows))
     return sizes if engine.places else [max(sizes, default=0)]
 
 
-def _labels_in(batch: Any, objective: Reduces) -> int:
+def _labels_in(batch: Any, objective: ObjectiveWithRule) -> int:
     own = next(iter(objective.labels_of(batch).values()), None)
     return 0 if own is None else int((own != IGNORED_LABEL).sum())
 
 
-def _unlike(batch: Any, objective: Reduces, most: int) -> Any:
+def _select_unlike_samples(batch: Any, objective: ObjectiveWithRule, most: int) -> Any:
     """Select a few samples: with few labels, with unlike counts by rules, and with many labels. A
     single sample with labels is taken twice."""
     counted = objective.counts_by_row(batch)
-    order = _with_labels(counted, samples_in(batch))
+    order = _find_labeled_samples(counted, count_samples(batch))
     if counted is not None:
         order.sort(key=counted[0].tolist().__getitem__)
     order = [order[0], order[-1], *order[1:-1]]  # a single sample: twice
     row, difference = _least_proportional(counted, order)
     if difference:
         order = [order[0], row, *(other for other in order[1:] if other != row)]
-    return take(batch, order[:most])
+    return select_samples(batch, order[:most])
 
 
-def _tells_apart(batch: Any, objective: Reduces) -> bool:
+def _can_distinguish_rules(batch: Any, objective: ObjectiveWithRule) -> bool:
     """Return True if some sample would tell rules apart."""
     counted = objective.counts_by_row(batch)
-    _, difference = _least_proportional(counted, _with_labels(counted, samples_in(batch)))
+    _, difference = _least_proportional(
+        counted, _find_labeled_samples(counted, count_samples(batch))
+    )
     return difference > 0
 
 
-def _with_labels(counted: Tensor | None, samples: int) -> list[int]:
+def _find_labeled_samples(counted: Tensor | None, samples: int) -> list[int]:
     """Return the samples with counts by all rules, [rules, samples], else by some, else all. The
     loss of a sample without labels is zero by any rule."""
     if counted is not None:
@@ -165,7 +167,7 @@ def _least_proportional(counted: Tensor | None, rows: Sequence[int]) -> tuple[in
     return (rows[place], far) if far > 1e-9 else (rows[0], 0.0)
 
 
-def exchanged(engine: Trials, told: Sequence[float]) -> list[list[float]]:
+def all_gather_values(engine: TrialSteps, told: Sequence[float]) -> list[list[float]]:
     """Return the values given by all ranks. Collective."""
     row = torch.tensor(told, dtype=torch.float64, device=engine.device)
     table = engine.comm.exchanged(row, "rehearsal of the first step")

@@ -11,29 +11,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpumix.engine.batch.batch_split import copied, samples_in
-from gpumix.engine.batch.ragged_batch import take
-from gpumix.engine.comm.step_exchange import Makeup
-from gpumix.engine.loss.reduction import Reduces
+from gpumix.engine.batch.batch_split import copied, count_samples
+from gpumix.engine.batch.ragged_batch import select_samples
+from gpumix.engine.comm.step_exchange import LossComposition
+from gpumix.engine.loss.reduction import ObjectiveWithRule
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.model.rng import OtherGenerators
 from gpumix.engine.rehearsal import additivity
-from gpumix.engine.rehearsal.loss_watch import AGAIN, LossWatch
-from gpumix.engine.rehearsal.refusals import counts_one_at_least, unlike_weights, was_made_otherwise
-from gpumix.engine.rehearsal.samples import exchanged
-from gpumix.engine.traceless_steps import Trials
-from gpumix.engine.unit.activation_checkpoint import comparing
+from gpumix.engine.rehearsal.loss_watch import REHEARSAL_STEPS, LossWatch
+from gpumix.engine.rehearsal.refusals import (
+    make_changed_kind_error,
+    make_clamped_count_error,
+    make_unequal_weights_error,
+)
+from gpumix.engine.rehearsal.samples import all_gather_values
+from gpumix.engine.traceless_steps import TrialSteps
+from gpumix.engine.unit.activation_checkpoint import compare_reruns
 from gpumix.hardware.runtime import is_gpu
 from gpumix.schema.job.couples import NO_RULE
-from gpumix.schema.plan.batch_shares import rows_of, share_of
-from gpumix.schema.plan.splitting import cut_rows
+from gpumix.schema.plan.batch_shares import get_batch_share, get_micro_batch_rows
+from gpumix.schema.plan.splitting import split_rows
 from gpumix.schema.plan.stage import Worker
 
-LOOKS = (0, *AGAIN)  # numbers of steps done before steps that are checked closely
-REHEARSALS = 3  # at most, until a batch's samples are told apart
+COMPARED_STEPS = (
+    0,
+    *REHEARSAL_STEPS,
+)  # numbers of steps done before steps that are checked closely
+MAX_REHEARSALS = 3  # at most, until a batch's samples are told apart
 
 
-class Settling(Trials):
+class RehearsingEngine(TrialSteps):
     """Engine base class that settles how losses of micro-batches add up.
 
     Attributes:
@@ -41,7 +48,7 @@ class Settling(Trials):
     """
 
     reduction: str
-    _reduces: Reduces
+    _reduces: ObjectiveWithRule
     _couples: str
     _worker: Worker
     _leaves_out: bool
@@ -84,15 +91,15 @@ class Settling(Trials):
     def _find_rule(self, batch: Any, samples: int | None, *, in_step: bool) -> None:
         """Find the rule that the losses of a batch follow, if the batch tells rules apart."""
         reduces = self._reduces
-        if reduces.rivals and not additivity.is_told_apart(self, batch, reduces):
+        if reduces.rivals and not additivity.can_rule_out_rivals(self, batch, reduces):
             return
         rows = self._rows_of(batch, samples, in_step=in_step)
-        for _ in range(REHEARSALS):
+        for _ in range(MAX_REHEARSALS):
             found = additivity.rehearse(
                 self, batch, rows, reduces, self._couples, trains=in_step or not self.plan.is_uncut
             )
             self.reduction = found.told or self.reduction
-            if not (reduces.rivals and additivity.is_told_apart(self, batch, reduces)):
+            if not (reduces.rivals and additivity.can_rule_out_rivals(self, batch, reduces)):
                 break
         else:
             self._refuse_rivals()
@@ -101,9 +108,11 @@ class Settling(Trials):
         self._in_training_alone = found.training and not self.accepts_coupling
         if found.adds_up and self._watch is None and not self.accepts_coupling:
             self._watch_losses(found.known)
-            self._no_samples = copied(take(batch, slice(0)))
+            self._no_samples = copied(select_samples(batch, slice(0)))
 
-    def rehearse(self, objective: Reduces, batch: Any, samples: int | None = None) -> None:
+    def rehearse(
+        self, objective: ObjectiveWithRule, batch: Any, samples: int | None = None
+    ) -> None:
         """Check that another objective's losses of a batch add up, now and again the next time.
         Collective.
 
@@ -125,7 +134,7 @@ class Settling(Trials):
         """Watch losses from now on; losses of `kinds` are known to add up. Collective."""
         rule = self._reduces.rule
         # On a CPU, the values exchanged in a step are available at once.
-        late = any(told for (told,) in exchanged(self, [float(is_gpu(self.device))]))
+        late = any(told for (told,) in all_gather_values(self, [float(is_gpu(self.device))]))
         by_values = rule is not None and rule.kind == "graph" and not rule.labels
         self._watch = LossWatch(self.device, kinds, late=int(late), by_values=by_values)
         self._rehearsed_at = self.steps
@@ -146,22 +155,22 @@ class Settling(Trials):
         Raises:
             ModelError: a unit computes something else.
         """
-        with self._drawn():
-            if self.steps not in LOOKS:
+        with self._allow_random_draws():
+            if self.steps not in COMPARED_STEPS:
                 yield
                 return
-            with comparing() as comparison:
+            with compare_reruns() as comparison:
                 yield
         if error := comparison.error():
             raise error
 
-    def _drawn(self) -> AbstractContextManager[None]:
+    def _allow_random_draws(self) -> AbstractContextManager[None]:
         """Let the model draw random numbers by any generator inside."""
-        return self._others.of_step(looks=self.steps in LOOKS)
+        return self._others.of_step(looks=self.steps in COMPARED_STEPS)
 
-    def _makeup(self) -> Makeup:
+    def _makeup(self) -> LossComposition:
         """Return this rank's report about the losses of a step."""
-        return Makeup() if self._watch is None else self._watch.take()
+        return LossComposition() if self._watch is None else self._watch.take()
 
     def _note(self, table: Tensor) -> None:
         """Note the exchanged reports of all ranks, after giving a step to the device."""
@@ -173,7 +182,7 @@ class Settling(Trials):
         if self._watch is None or not self._reduces.is_watched:
             return False
         self._watch.read()
-        again = next((step for step in AGAIN if step > self._rehearsed_at), math.inf)
+        again = next((step for step in REHEARSAL_STEPS if step > self._rehearsed_at), math.inf)
         return bool(self._watch.doubts) or self.steps >= again
 
     def look_back(self) -> None:
@@ -208,18 +217,18 @@ class Settling(Trials):
                 rows = self._rows_of_step(samples)
                 kinds = additivity.rehearse_again(self, batch, rows, self._reduces).known
             elif settled:
-                kinds = self._rehearsed_kind(settled, batch, samples)
+                kinds = self._rehearse_kind(settled, batch, samples)
             if doubt is not None and doubt.unlike is not None:
-                raise unlike_weights(self._reduces.rule, *doubt.unlike)
+                raise make_unequal_weights_error(self._reduces.rule, *doubt.unlike)
             if doubt is not None and doubt.by_one and not self.places:
-                self._count_again(doubt.of_one)
+                self._count_again(doubt.batches_divided_by_one)
         except ModelError as error:
             error.where = f"{type(self.model).__name__}, step {step}"
             raise
         self._rehearsed_at = self.steps
-        watch.learn(kinds, settled)
+        watch.accept_kinds(kinds, settled)
 
-    def _rehearsed_kind(self, kind: int, batch: Any, samples: int | None) -> Sequence[int]:
+    def _rehearse_kind(self, kind: int, batch: Any, samples: int | None) -> Sequence[int]:
         """Rehearse with a micro-batch whose kind of loss is new to rehearsals. With several stages,
         not all of whose ranks keep it, rehearse a batch, if given. Collective."""
         assert self._watch is not None, "it has seen it"
@@ -231,8 +240,8 @@ class Settling(Trials):
         found = additivity.rehearse_again(self, batch, rows, self._reduces)
         # No rehearsal leaves out blocks, so none sees a head without any block before it.
         if kind not in found.seen and not (self.places or self._leaves_out):
-            raise was_made_otherwise()
-        return [*found.known, kind] if found.shows else ()
+            raise make_changed_kind_error()
+        return [*found.known, kind] if found.is_nonzero else ()
 
     def _count_again(self, own: Sequence[Any]) -> None:
         """Check that micro-batches with losses divided by 1 have something to count.
@@ -241,16 +250,16 @@ class Settling(Trials):
         Raises:
             ModelError: a micro-batch has nothing to count.
         """
-        numbers = [int(number) for (number,) in exchanged(self, [float(len(own))])]
+        numbers = [int(number) for (number,) in all_gather_values(self, [float(len(own))])]
         for rank, number in enumerate(numbers):
             for place in range(number):
                 batch, rows = self._kept(own[place] if rank == self.comm.rank else None)
-                if not additivity.counts_twice(self, batch, rows, self._reduces):
-                    raise counts_one_at_least()
+                if not additivity.is_denominator_doubled(self, batch, rows, self._reduces):
+                    raise make_clamped_count_error()
 
     def _kept(self, batch: Any) -> tuple[Any, tuple[range, ...]]:
         """Return a kept micro-batch and its rows; an empty micro-batch for None."""
-        return (self._no_samples, ()) if batch is None else (batch, (range(samples_in(batch)),))
+        return (self._no_samples, ()) if batch is None else (batch, (range(count_samples(batch)),))
 
     def in_parts(
         self,
@@ -284,10 +293,14 @@ class Settling(Trials):
         return self._rows_of_step(samples) if in_step else self._rows_given(batch, samples)
 
     def _rows_of_step(self, samples: int | None) -> tuple[range, ...]:
-        return self._rows if samples is None else rows_of(self.plan, self.comm.rank, samples)
+        return (
+            self._rows
+            if samples is None
+            else get_micro_batch_rows(self.plan, self.comm.rank, samples)
+        )
 
     def _rows_given(self, batch: Any, samples: int | None) -> tuple[range, ...]:
         """Return the places of this rank's samples outside of training, of any number."""
         if self.places:
-            return share_of(self.plan, self.comm.rank).rows(samples)
-        return cut_rows(range(samples_in(batch)), self._worker.micro_batch)
+            return get_batch_share(self.plan, self.comm.rank).rows(samples)
+        return split_rows(range(count_samples(batch)), self._worker.micro_batch)

@@ -21,7 +21,7 @@ from gpumix.schema.profile.profile import ROOT
 
 
 @dataclass(frozen=True)
-class Turns:
+class MicroBatchOrder:
     """The micro-batches of a rank and their order in unit calls. Consecutive calls alternate
     between forward and reverse order, so that a call begins with data that the previous call left
     in caches.
@@ -72,14 +72,16 @@ class GradientProgress:
         return id(bucket) in self._reduced
 
 
-def forward(parts: ShardedUnits, turns: Turns, *, keep: bool, leaves_out: bool = False) -> None:
+def forward(
+    parts: ShardedUnits, turns: MicroBatchOrder, *, keep: bool, leaves_out: bool = False
+) -> None:
     """Run all micro-batches through all units; each stops before the head.
 
     Args:
         leaves_out: whether the model may skip its last units, and so reach the head early.
     """
     record = parts.record
-    first = (parts.before, *parts.throughout, *((parts.after,) if leaves_out else ()))
+    first = (parts.before, *parts.always_used_buckets, *((parts.after,) if leaves_out else ()))
     for bucket in (*first, parts.bucket(0)):
         bucket.start_gather()
     for bucket in first:
@@ -102,8 +104,8 @@ def forward(parts: ShardedUnits, turns: Turns, *, keep: bool, leaves_out: bool =
             unit.bucket.release()
 
 
-def head(
-    parts: ShardedUnits, turns: Turns, scale: torch.Tensor | None, begun: GradientProgress
+def run_head(
+    parts: ShardedUnits, turns: MicroBatchOrder, scale: torch.Tensor | None, begun: GradientProgress
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Run head and loss by micro-batch. Only one micro-batch's logits are alive at a time.
 
@@ -117,7 +119,7 @@ def head(
     parts.after.gathered()
     parts.record.computes("head", ROOT)
     if scale is not None:
-        begun.begin(*parts.throughout, parts.before, parts.after)
+        begun.begin(*parts.always_used_buckets, parts.before, parts.after)
     results = []
     with parts.head.step(scale) if parts.head else nullcontext():
         for batch in turns.of(parts.last_call + 1):
@@ -133,7 +135,7 @@ def head(
 
 def backward(
     parts: ShardedUnits,
-    turns: Turns,
+    turns: MicroBatchOrder,
     reductions: BucketReductions | None,
     begun: GradientProgress,
     *,
@@ -145,12 +147,12 @@ def backward(
     Args:
         reductions: None if more backward passes follow in this step; gradients then accumulate.
         begun: progress of gradients.
-        splits: whether the gradients of units' parameters are left to `weights`.
+        splits: whether the gradients of units' parameters are left to `run_weight_backward`.
     """
-    begun.begin(*parts.throughout, parts.before, parts.after)
+    begun.begin(*parts.always_used_buckets, parts.before, parts.after)
     if reductions is not None:
         begun.reduce(parts.after, reductions)
-    for number in _back_through(parts, None if splits else reductions, begun, adds=not splits):
+    for number in _iterate_backward(parts, None if splits else reductions, begun, adds=not splits):
         turn = turns.of(number)
         for place, batch in enumerate(turn):
             if place + 1 < len(turn):
@@ -160,18 +162,21 @@ def backward(
             batch.backward(number, splits=splits)
 
 
-def weights(
-    parts: ShardedUnits, turns: Turns, reductions: BucketReductions | None, begun: GradientProgress
+def run_weight_backward(
+    parts: ShardedUnits,
+    turns: MicroBatchOrder,
+    reductions: BucketReductions | None,
+    begun: GradientProgress,
 ) -> None:
     """Compute all gradients left by `backward`; reduces like `backward`."""
     if reductions is not None and not begun.reduced(parts.after):
         begun.reduce(parts.after, reductions)
-    for number in _back_through(parts, reductions, begun):
+    for number in _iterate_backward(parts, reductions, begun):
         for batch in turns.of(number):
             batch.backward_weights(number)
 
 
-def _back_through(
+def _iterate_backward(
     parts: ShardedUnits,
     reductions: BucketReductions | None,
     begun: GradientProgress,
@@ -201,7 +206,7 @@ def _back_through(
             begun.reduce(bucket, reductions)
 
 
-def finish(
+def finish_reductions(
     stages: Sequence[ShardedUnits],
     reductions: BucketReductions,
     begun: GradientProgress,

@@ -10,18 +10,21 @@ from typing import Any, Protocol
 import torch
 
 from gpumix.engine.batch.batch_split import Loss
-from gpumix.engine.model.forward_coroutine import Coroutine, Finished, ModelError, UnitCall
+from gpumix.engine.model.forward_coroutine import Coroutine, ForwardResult, ModelError, UnitCall
 from gpumix.engine.model.rng import Randomness
-from gpumix.engine.offload.host_offload import HostStore
-from gpumix.engine.schedule.remote_stage_values import WITHOUT_VALUES, refuse_without_values
-from gpumix.engine.unit.inter_unit_backward import Glue
+from gpumix.engine.offload.host_offload import OffloadStore
+from gpumix.engine.schedule.remote_stage_values import (
+    VALUE_DEPENDENCE_ERRORS,
+    refuse_without_values,
+)
+from gpumix.engine.unit.inter_unit_backward import InterUnitGraph
 from gpumix.engine.unit.sharded_units import ShardedUnit
 from gpumix.engine.unit.split_backward import SplitBackward
-from gpumix.engine.unit.unit_call import Cut, taken
+from gpumix.engine.unit.unit_call import UnitBoundary, divide_call_inputs
 from gpumix.schema.plan.stage import Worker
 
 
-class Entry(Protocol):
+class StageInputSource(Protocol):
     """Source of earlier stages' outputs for a micro-batch."""
 
     def returned(self, call: UnitCall) -> Any:
@@ -51,9 +54,9 @@ class MicroBatch:
         randomness: Randomness,
         compute_dtype: torch.dtype,
         keeps: Callable[[int], bool],
-        host: HostStore | None = None,
+        host: OffloadStore | None = None,
         earlier: Sequence[str] = (),
-        entry: Entry | None = None,
+        entry: StageInputSource | None = None,
         sends: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self._coroutine = Coroutine(compute_loss)
@@ -67,9 +70,9 @@ class MicroBatch:
         self._dtype = compute_dtype
         self._keeps = keeps
         self._host = host
-        self._glue = Glue()
-        self._cuts: list[Cut | None] = []
-        self._at: UnitCall | Finished | None = None
+        self._glue = InterUnitGraph()
+        self._cuts: list[UnitBoundary | None] = []
+        self._at: UnitCall | ForwardResult | None = None
         self._outputs: Any = None
         self._is_left_out = False  # whether the model skips the current call
 
@@ -78,7 +81,7 @@ class MicroBatch:
         self._resume(0)
         for number, name in enumerate(self._earlier):
             assert self._entry is not None
-            self._resume(2 * number + 2, self._entry.returned(self._called(number, name)))
+            self._resume(2 * number + 2, self._entry.returned(self._require_call(number, name)))
 
     def forward(self, number: int, unit: ShardedUnit, *, keep: bool) -> None:
         """Run unit call `number`; `keep`: for backward."""
@@ -87,9 +90,9 @@ class MicroBatch:
             if keep:
                 self._cuts.append(None)
             return
-        call = self._called(len(self._earlier) + number, unit.name)
-        cut = Cut(
-            taken(call, unit),
+        call = self._require_call(len(self._earlier) + number, unit.name)
+        cut = UnitBoundary(
+            divide_call_inputs(call, unit),
             unit,
             compute_dtype=self._dtype,
             seed=partial(self._randomness.start, 2 * (len(self._earlier) + number) + 1),
@@ -111,15 +114,15 @@ class MicroBatch:
         if self._entry is not None:  # stages wait for each other's outputs
             return False
         if isinstance(self._at, UnitCall):
-            return goes_past(self._calls, number, self._at.unit)
-        return isinstance(self._at, Finished)
+            return is_skipping_units(self._calls, number, self._at.unit)
+        return isinstance(self._at, ForwardResult)
 
-    def _called(self, number: int, name: str) -> UnitCall:
+    def _require_call(self, number: int, name: str) -> UnitCall:
         """Return the current call, which must be call `number` of all, to unit `name`."""
         call = self._at
         if not isinstance(call, UnitCall) or call.unit != name:
             called = call.unit if isinstance(call, UnitCall) else ""
-            raise out_of_order([*self._earlier, *self._calls], number, called)
+            raise make_call_order_error([*self._earlier, *self._calls], number, called)
         return call
 
     def resume(self, number: int) -> None:
@@ -132,10 +135,10 @@ class MicroBatch:
 
     def finish(self) -> Loss:
         """Return (summed loss, count) of the finished micro-batch."""
-        if not isinstance(self._at, Finished):
+        if not isinstance(self._at, ForwardResult):
             assert self._at is not None
             calls = [*self._earlier, *self._calls]
-            raise out_of_order(calls, len(calls), self._at.unit)
+            raise make_call_order_error(calls, len(calls), self._at.unit)
         loss, count = self._at.value
         refuse_without_values(loss, "loss")
         self._at = None
@@ -148,7 +151,7 @@ class MicroBatch:
 
     def expect_gradients(self) -> None:
         """Prepare for `add_gradient` instead of a loss, in stages without a loss."""
-        self._glue.all_used()
+        self._glue.find_shared_graphs()
         self._outputs = None
         self._coroutine.close()
 
@@ -186,7 +189,7 @@ class MicroBatch:
         self._randomness.start(stretch)
         try:
             self._at = self._coroutine.resume(value)
-        except WITHOUT_VALUES as error:
+        except VALUE_DEPENDENCE_ERRORS as error:
             last = [*self._earlier, *self._calls][: stretch // 2][-1:]
             raise ModelError(
                 "the model's own code looks at values that another stage has",
@@ -196,7 +199,9 @@ class MicroBatch:
             ) from error
 
 
-def kept_by(worker: Worker, calls: int, place: int, batches: int) -> Callable[[int], bool]:
+def select_kept_graphs(
+    worker: Worker, calls: int, place: int, batches: int
+) -> Callable[[int], bool]:
     """Return a function of a call: whether the micro-batch at `place` of `batches` keeps its graph.
     Kept are the last pairs of call and micro-batch in forward order, as many as planned."""
     if not worker.mode.recompute:
@@ -215,12 +220,12 @@ def refuse_detached(loss: torch.Tensor) -> None:
         )
 
 
-def goes_past(calls: Sequence[str], number: int, called: str) -> bool:
+def is_skipping_units(calls: Sequence[str], number: int, called: str) -> bool:
     """Return whether the model, calling `called` instead of call `number`, only skips units."""
     return called != calls[number] and called in calls[number + 1 :]
 
 
-def out_of_order(calls: Sequence[str], number: int, called: str) -> ModelError:
+def make_call_order_error(calls: Sequence[str], number: int, called: str) -> ModelError:
     """Return the error of a model that calls `called` ("" for none) as call `number`, from 0,
     unlike the plan."""
     wanted = "the loss was to come"
@@ -239,7 +244,7 @@ def out_of_order(calls: Sequence[str], number: int, called: str) -> ModelError:
 
 
 @contextmanager
-def closing(batches: Sequence[MicroBatch]) -> Iterator[None]:
+def close_micro_batches(batches: Sequence[MicroBatch]) -> Iterator[None]:
     """Close all micro-batches on exit, also after errors."""
     try:
         yield

@@ -19,22 +19,22 @@ import torch
 from gpumix.cost.schedule import Action
 from gpumix.engine.model.forward_coroutine import ModelError, UnitCall
 from gpumix.engine.schedule import layered
-from gpumix.engine.schedule.layered import GradientProgress, Turns
+from gpumix.engine.schedule.layered import GradientProgress, MicroBatchOrder
 from gpumix.engine.schedule.micro_batch import Loss, MicroBatch
-from gpumix.engine.schedule.point_to_point import Message, Wires
-from gpumix.engine.schedule.remote_stage_values import Elsewhere, Returned, TensorMeta, hand_over
+from gpumix.engine.schedule.point_to_point import Message, PointToPointChannels
+from gpumix.engine.schedule.remote_stage_values import RemoteStages, Returned, TensorMeta, hand_over
 from gpumix.engine.sharding.bucket import Bucket, BucketReductions
-from gpumix.engine.unit.inter_unit_backward import hand, without_memory
+from gpumix.engine.unit.inter_unit_backward import connect_to_leaf, expand_zeros_like
 from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.schema.plan.plan import Plan
-from gpumix.schema.plan.stage import Taken, Worker
+from gpumix.schema.plan.stage import StageInput, Worker
 
-Looks = object
+ShapeKey = object
 """Key of a micro-batch's tensor shapes."""
 
 
 @dataclass
-class StagePlace:
+class PipelineStage:
     """Pipeline stage of a rank.
 
     Attributes:
@@ -48,9 +48,9 @@ class StagePlace:
     rank: int
     parts: ShardedUnits
     shared: Sequence[Bucket]
-    wires: Wires
-    elsewhere: Elsewhere
-    _known: dict[tuple[Looks, Taken], TensorMeta] = field(default_factory=dict)
+    wires: PointToPointChannels
+    elsewhere: RemoteStages
+    _known: dict[tuple[ShapeKey, StageInput], TensorMeta] = field(default_factory=dict)
 
     @cached_property
     def worker(self) -> Worker:
@@ -68,7 +68,7 @@ class StagePlace:
         return self.stage == len(self.plan.stages) - 1
 
     @property
-    def takes(self) -> Sequence[Taken]:
+    def takes(self) -> Sequence[StageInput]:
         return self.plan.stages[self.stage].takes
 
     @property
@@ -98,7 +98,7 @@ class StagePlace:
         return [one.wave for one in stage.micro_batches(self.plan.waves)]
 
     @cached_property
-    def gives(self) -> list[tuple[int, Taken]]:
+    def outgoing_outputs(self) -> list[tuple[int, StageInput]]:
         """Pairs of a later stage and an output taken from this stage."""
         first = self.first_call
         own = range(first, first + len(self.plan.stages[self.stage].units))
@@ -113,19 +113,19 @@ class StagePlace:
     def sends(self) -> dict[int, tuple[int, ...]]:
         """Places of the outputs taken by later stages, by own call."""
         wanted: dict[int, dict[int, None]] = {}
-        for _, taken in self.gives:
+        for _, taken in self.outgoing_outputs:
             wanted.setdefault(taken.call - self.first_call, {})[taken.output] = None
         return {call: tuple(outputs) for call, outputs in wanted.items()}
 
-    def look_of(self, taken: Taken, looks: Looks) -> TensorMeta | None:
+    def find_tensor_meta(self, taken: StageInput, looks: ShapeKey) -> TensorMeta | None:
         """Return the look of an output for samples of shapes `looks`; None if not seen yet."""
         return self._known.get((looks, taken))
 
-    def seen(self, taken: Taken, looks: Looks, look: TensorMeta) -> None:
+    def seen(self, taken: StageInput, looks: ShapeKey, look: TensorMeta) -> None:
         self._known[looks, taken] = look
 
 
-class Entrance:
+class StageInputs:
     """Arrival of a micro-batch at its stage, with outputs of earlier stages.
 
     With gradients on, `leaves` collect the gradients of received tensors.
@@ -135,17 +135,17 @@ class Entrance:
         looks: key of the samples' shapes.
     """
 
-    def __init__(self, place: StagePlace, batch: int, looks: Looks) -> None:
+    def __init__(self, place: PipelineStage, batch: int, looks: ShapeKey) -> None:
         self._place = place
         self._batch = batch
         self._looks = looks
         self._call = 0
-        self.leaves: dict[Taken, torch.Tensor] = {}
+        self.leaves: dict[StageInput, torch.Tensor] = {}
 
     def expect(self) -> bool:
         """Post receives up to the first unknown look; return True if all are posted."""
         for taken in self._place.takes:
-            look = self._place.look_of(taken, self._looks)
+            look = self._place.find_tensor_meta(taken, self._looks)
             if look is None:
                 return False
             self._place.wires.expect(self._message(taken), look)
@@ -164,18 +164,18 @@ class Entrance:
         self._call += 1
         return hand_over(call, returned, leaves)
 
-    def _received(self, taken: Taken, returned: Returned, gradients: bool) -> torch.Tensor:
+    def _received(self, taken: StageInput, returned: Returned, gradients: bool) -> torch.Tensor:
         look = returned.look(taken.output)
         self._place.seen(taken, self._looks, look)
         value = self._place.wires.receive(self._message(taken), look)
         if not (gradients and value.is_floating_point()):
             return value
-        leaf = without_memory(value).requires_grad_()
+        leaf = expand_zeros_like(value).requires_grad_()
         if taken.differentiable:
             self.leaves[taken] = leaf
         else:
             leaf.register_hook(partial(_refuse_gradient, taken))
-        return hand(leaf, value)
+        return connect_to_leaf(leaf, value)
 
     def send_gradients(self) -> None:
         """Send the gradients of received tensors to earlier stages."""
@@ -187,27 +187,27 @@ class Entrance:
                     self._zeros(taken) if leaf is None or leaf.grad is None else leaf.grad,
                 )
 
-    def _zeros(self, taken: Taken) -> torch.Tensor:
+    def _zeros(self, taken: StageInput) -> torch.Tensor:
         """Return zeros: the sending stage waits for a gradient."""
-        look = self._place.look_of(taken, self._looks)
+        look = self._place.find_tensor_meta(taken, self._looks)
         assert look is not None, "it was received"
         return self._place.elsewhere.zeros(look)
 
-    def _message(self, taken: Taken) -> Message:
+    def _message(self, taken: StageInput) -> Message:
         return Message("forward", self._place.stage, self._batch, taken)
 
 
 @dataclass
-class Running:
+class InFlightMicroBatch:
     """Micro-batch between forward and backward, with looks of outputs `sent` to later stages."""
 
     number: int
     batch: MicroBatch
-    entrance: Entrance
-    sent: dict[tuple[int, Taken], TensorMeta] = field(default_factory=dict)
+    entrance: StageInputs
+    sent: dict[tuple[int, StageInput], TensorMeta] = field(default_factory=dict)
 
 
-Make = Callable[[StagePlace, int], Running]
+Make = Callable[[PipelineStage, int], InFlightMicroBatch]
 """Begins the micro-batch of a given number in a stage."""
 
 
@@ -217,13 +217,13 @@ class PipelineStep:
     Args:
         places: the rank's stages.
         scale: factor of each loss before its backward; None: no backward.
-        in_order: see `Turns`.
+        in_order: see `MicroBatchOrder`.
         empty: numbers of micro-batches without samples, skipped.
     """
 
     def __init__(
         self,
-        places: Sequence[StagePlace],
+        places: Sequence[PipelineStage],
         actions: Sequence[Action],
         make: Make,
         scale: torch.Tensor | None,
@@ -238,7 +238,7 @@ class PipelineStep:
         self._actions = actions
         self._make = make
         self._scale = scale
-        self._running: dict[tuple[int, int], Running] = {}
+        self._running: dict[tuple[int, int], InFlightMicroBatch] = {}
         self._results: list[Loss] = []
         self._begun = GradientProgress()
         division = places[0].parts.division
@@ -248,8 +248,8 @@ class PipelineStep:
         self._in_waves = not division.whole_gradients
         self._reductions = BucketReductions(None, at_once=division.replicated)
 
-    def _turns(self, running: Sequence[Running]) -> Turns:
-        return Turns([one.batch for one in running], in_order=self._in_order)
+    def _turns(self, running: Sequence[InFlightMicroBatch]) -> MicroBatchOrder:
+        return MicroBatchOrder([one.batch for one in running], in_order=self._in_order)
 
     def run(self) -> list[Loss]:
         """Run all actions; the caller settles the gradients afterwards.
@@ -264,10 +264,10 @@ class PipelineStep:
                 bucket.start_gather()
             for place in self._places.values():
                 parts, kept = place.parts, place.parts.division.whole_parameters
-                for bucket in parts.buckets if kept else parts.throughout:
+                for bucket in parts.buckets if kept else parts.always_used_buckets:
                     bucket.start_gather()
             for place in self._idle:
-                layered.forward(place.parts, Turns([]), keep=False)
+                layered.forward(place.parts, MicroBatchOrder([]), keep=False)
             for number, action in enumerate(self._actions):
                 # Messages arrive in order: none can be expected behind an unknown look.
                 all(self._expect(coming) for coming in self._actions[number : number + 2])
@@ -275,9 +275,11 @@ class PipelineStep:
             if self._scale is not None:
                 for place in self._idle:
                     reductions = self._reductions if self._beside else None
-                    layered.backward(place.parts, Turns([]), reductions, self._begun)
+                    layered.backward(place.parts, MicroBatchOrder([]), reductions, self._begun)
                 stages = [place.parts for place in reversed(self._places.values())]
-                layered.finish(stages, self._reductions, self._begun, shared=self._shared)
+                layered.finish_reductions(
+                    stages, self._reductions, self._begun, shared=self._shared
+                )
             wires.finish()
         except BaseException:
             wires.abandon()
@@ -288,7 +290,7 @@ class PipelineStep:
         return self._results
 
     @cached_property
-    def _idle(self) -> list[StagePlace]:
+    def _idle(self) -> list[PipelineStage]:
         """Stages where this rank stores shards but computes nothing."""
         busy = {action.stage for action in self._actions}
         return [place for number, place in self._places.items() if number not in busy]
@@ -306,7 +308,9 @@ class PipelineStep:
         elif place.puts_off:
             self._weights(place, action, last=number == len(self._actions) - 1)
 
-    def _running_of(self, place: StagePlace, action: Action) -> list[Running]:
+    def _begin_micro_batches(
+        self, place: PipelineStage, action: Action
+    ) -> list[InFlightMicroBatch]:
         """Return the micro-batches of an action, begun if necessary."""
         found = []
         for number in place.members(action):
@@ -320,34 +324,38 @@ class PipelineStep:
     def _expect(self, action: Action) -> bool:
         place = self._places[action.stage]
         if action.kind == "forward":
-            return all(running.entrance.expect() for running in self._running_of(place, action))
+            return all(
+                running.entrance.expect() for running in self._begin_micro_batches(place, action)
+            )
         if action.kind == "backward":
-            for running in self._running_of(place, action):
+            for running in self._begin_micro_batches(place, action):
                 for message, look in self._gradients(running):
                     place.wires.expect(message, look)
         return True
 
-    def _forward(self, place: StagePlace, action: Action) -> None:
-        running = self._running_of(place, action)
+    def _forward(self, place: PipelineStage, action: Action) -> None:
+        running = self._begin_micro_batches(place, action)
         for bucket in self._shared:  # the model uses shared parameters in every stage
             bucket.arrived()
         layered.forward(place.parts, self._turns(running), keep=self._scale is not None)
         for one in running:
-            for to, taken in place.gives:
+            for to, taken in place.outgoing_outputs:
                 value = one.batch.sent[taken.call - place.first_call, taken.output]
                 one.sent[to, taken] = TensorMeta.of(value)
                 place.wires.send(Message("forward", to, one.number, taken), value)
             one.batch.sent.clear()
         if self._scale is None:
             if place.last:
-                self._results += layered.head(place.parts, self._turns(running), None, self._begun)
+                self._results += layered.run_head(
+                    place.parts, self._turns(running), None, self._begun
+                )
             self._close(place, running)
 
-    def _backward(self, place: StagePlace, action: Action, *, last: bool) -> None:
-        running = self._running_of(place, action)
+    def _backward(self, place: PipelineStage, action: Action, *, last: bool) -> None:
+        running = self._begin_micro_batches(place, action)
         if place.last:
             turns = self._turns(running)
-            self._results += layered.head(place.parts, turns, self._scale, self._begun)
+            self._results += layered.run_head(place.parts, turns, self._scale, self._begun)
         else:
             for one in running:
                 one.batch.expect_gradients()
@@ -364,9 +372,11 @@ class PipelineStep:
         if self._in_waves:
             self._reductions.finish()
 
-    def _weights(self, place: StagePlace, action: Action, *, last: bool) -> None:
-        running = self._running_of(place, action)
-        layered.weights(place.parts, self._turns(running), self._reduced_in(last), self._begun)
+    def _weights(self, place: PipelineStage, action: Action, *, last: bool) -> None:
+        running = self._begin_micro_batches(place, action)
+        layered.run_weight_backward(
+            place.parts, self._turns(running), self._reduced_in(last), self._begun
+        )
         self._close(place, running)
         if self._in_waves:
             self._reductions.finish()
@@ -375,18 +385,18 @@ class PipelineStep:
         """Return the reductions to start in an action, `last` or not; None: reduce later."""
         return self._reductions if self._in_waves or (last and self._beside) else None
 
-    def _close(self, place: StagePlace, running: Sequence[Running]) -> None:
+    def _close(self, place: PipelineStage, running: Sequence[InFlightMicroBatch]) -> None:
         for one in running:
             self._running.pop((place.stage, one.number)).batch.close()
 
-    def _gradients(self, running: Running) -> Iterator[tuple[Message, TensorMeta]]:
+    def _gradients(self, running: InFlightMicroBatch) -> Iterator[tuple[Message, TensorMeta]]:
         """Yield the messages of gradients from later stages, in the order of outputs sent."""
         for (to, taken), look in running.sent.items():
             if taken.differentiable:
                 yield Message("backward", to, running.number, taken), look
 
 
-def _refuse_gradient(taken: Taken, _: torch.Tensor) -> None:
+def _refuse_gradient(taken: StageInput, _: torch.Tensor) -> None:
     raise ModelError(
         f"output {taken.output} of unit call {taken.call} gets a gradient in a later stage",
         why="it got none when the model was profiled, so the plan sends none back",

@@ -17,7 +17,7 @@ from gpumix.cost.schedule import Action
 from gpumix.engine.comm.communicator import Communicator, Pending
 from gpumix.engine.schedule.remote_stage_values import TensorMeta, refuse_without_values
 from gpumix.schema.plan.plan import Plan
-from gpumix.schema.plan.stage import Taken, between_teams
+from gpumix.schema.plan.stage import StageInput, pair_replicas
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -30,7 +30,7 @@ class Message:
     direction: Direction
     to: int
     batch: int
-    taken: Taken
+    taken: StageInput
 
     def __str__(self) -> str:
         """Return the name used in error messages."""
@@ -44,18 +44,18 @@ class Message:
 
 
 @dataclass(frozen=True)
-class _Line:
+class _Channel:
     """Line from one rank to another in one direction, for outputs of stage `of` taken by `to`.
     On a line of several stage pairs, messages would have no order known to both ends."""
 
     direction: Direction
     of: int
     to: int
-    giver: int
-    taker: int
+    sender: int
+    receiver: int
 
 
-class Wires:
+class PointToPointChannels:
     """Lines of one rank. Construction is collective: all ranks make all lines.
 
     Args:
@@ -66,8 +66,8 @@ class Wires:
         self._comm = comm
         self._dtype = dtype
         self._stage_of_call = [n for n, stage in enumerate(plan.stages) for _ in stage.units]
-        self._lines: dict[_Line, Communicator] = {}
-        self._made: set[_Line] = set()  # lines of all ranks
+        self._lines: dict[_Channel, Communicator] = {}
+        self._made: set[_Channel] = set()  # lines of all ranks
         self._here: dict[Message, torch.Tensor] = {}  # between two stages of this rank
         self._coming: dict[Message, tuple[torch.Tensor, Pending]] = {}
         self._going: deque[Pending] = deque()
@@ -82,22 +82,22 @@ class Wires:
             for batch, one in enumerate(stage.micro_batches(plan.waves))
         }
         for line in sorted(self._needed(plan) - self._made, key=str):
-            made = self._comm.among((line.giver, line.taker))
+            made = self._comm.among((line.sender, line.receiver))
             if made is not None:
                 self._lines[line] = made
             self._made.add(line)
 
-    def _needed(self, plan: Plan) -> set[_Line]:
+    def _needed(self, plan: Plan) -> set[_Channel]:
         found = set()
         for to, batch in self._team_of:
             for taken in plan.stages[to].takes:
                 for direction in DIRECTIONS:
-                    for line in self._all_lines(Message(direction, to, batch, taken)):
-                        if line.giver != line.taker:
+                    for line in self._find_channels(Message(direction, to, batch, taken)):
+                        if line.sender != line.receiver:
                             found.add(line)
         return found
 
-    def _all_lines(self, message: Message) -> list[_Line]:
+    def _find_channels(self, message: Message) -> list[_Channel]:
         """Return the lines of a message, to all members of a tensor-parallel group."""
         of = self._stage_of_call[message.taken.call]
         givers = self._team_of[of, message.batch]
@@ -105,14 +105,14 @@ class Wires:
         if message.direction == "backward":
             givers, takers = takers, givers
         return [
-            _Line(message.direction, of, message.to, giver, taker)
-            for giver, taker in between_teams(givers, takers)
+            _Channel(message.direction, of, message.to, giver, taker)
+            for giver, taker in pair_replicas(givers, takers)
         ]
 
-    def _line(self, message: Message) -> _Line:
+    def _line(self, message: Message) -> _Channel:
         """Return the line on which this rank receives a message."""
-        lines = self._all_lines(message)
-        return next(line for line in lines if line.taker == self._comm.rank)
+        lines = self._find_channels(message)
+        return next(line for line in lines if line.receiver == self._comm.rank)
 
     def send(self, message: Message, value: torch.Tensor) -> None:
         """Begin to send; `value` must not change afterwards.
@@ -121,15 +121,15 @@ class Wires:
             ModelError: `value` is a tensor without values.
         """
         refuse_without_values(value, str(message))
-        lines = [line for line in self._all_lines(message) if line.giver == self._comm.rank]
+        lines = [line for line in self._find_channels(message) if line.sender == self._comm.rank]
         sent = value.to(self._dtype) if value.is_floating_point() else value
         for line in lines:
-            if line.giver == line.taker:
+            if line.sender == line.receiver:
                 self._here[message] = value
                 continue
-            self._reap()
+            self._release_completed_sends()
             name = str(message)
-            label = f"{name} (to rank {line.taker})"
+            label = f"{name} (to rank {line.receiver})"
             going = self._lines[line].pass_on(sent.contiguous(), self._own(line), label)
             self._comm.record.passed_on("send", self._pass_of(message), name, going)
             self._going.append(going)
@@ -137,12 +137,12 @@ class Wires:
     def expect(self, message: Message, look: TensorMeta) -> None:
         """Begin to receive a tensor of the given look."""
         line = self._line(message)
-        if line.giver == line.taker or message in self._coming:
+        if line.sender == line.receiver or message in self._coming:
             return
         dtype = self._dtype if look.dtype.is_floating_point else look.dtype
         room = torch.empty(look.shape, dtype=dtype, device=self._comm.device)
         lines, name = self._lines[line], str(message)
-        coming = lines.pass_on(room, 1 - lines.rank, f"{name} (from rank {line.giver})")
+        coming = lines.pass_on(room, 1 - lines.rank, f"{name} (from rank {line.sender})")
         self._comm.record.passed_on("receive", self._pass_of(message), name, coming)
         self._coming[message] = (room, coming)
 
@@ -176,10 +176,10 @@ class Wires:
         stage = self._stage_of_call[message.taken.call] if forward else message.to
         return Action(message.direction, stage, message.batch)
 
-    def _own(self, line: _Line) -> int:
+    def _own(self, line: _Channel) -> int:
         return self._lines[line].rank
 
-    def _reap(self) -> None:
+    def _release_completed_sends(self) -> None:
         """Release completed sends."""
         while self._going and all(work.is_completed() for work in self._going[0].works):
             self._going.popleft().wait()

@@ -23,23 +23,23 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from gpumix.engine.model.captured_outputs import Captured
+from gpumix.engine.model.captured_outputs import OutputCapture
 from gpumix.engine.model.containers import Containers
 from gpumix.engine.model.forward_coroutine import ModelError, UnitCall
-from gpumix.engine.model.unit_values import Arguments, Structure, flatten, unflatten
-from gpumix.engine.sharding.unit_discovery import Anatomy, Slot
-from gpumix.engine.unit.unit_call import cast
-from gpumix.schema.errors import first_line
+from gpumix.engine.model.unit_values import ArgumentsStructure, Structure, flatten, unflatten
+from gpumix.engine.sharding.unit_discovery import ModelUnits, ParameterSlot
+from gpumix.engine.unit.unit_call import cast_floating
+from gpumix.schema.errors import get_first_line
 
-WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+VALUE_DEPENDENCE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 """Errors of code that depends on values of fake tensors."""
 
-FILLS = ("zeros_like", "ones_like", "full_like", "empty_like",
+FILL_OPS = ("zeros_like", "ones_like", "full_like", "empty_like",
          "new_zeros", "new_ones", "new_full", "new_empty")  # fmt: skip
 """Operations that use a tensor's shape, dtype or device, but not its values."""
 
 
-class Untold(ModelError):
+class UnknownOutputError(ModelError):
     """The results of another stage's unit are unknown without values."""
 
 
@@ -73,10 +73,10 @@ class Returned:
         return found
 
 
-class _NoValues(FakeTensorMode):
+class _StageFakeTensorMode(FakeTensorMode):
     """Mode of tensors without values; tensors filled in the likeness of a fake tensor are real."""
 
-    _fills = frozenset(getattr(torch.ops.aten, name).default for name in FILLS)
+    _fills = frozenset(getattr(torch.ops.aten, name).default for name in FILL_OPS)
 
     def __torch_dispatch__(
         self,
@@ -91,7 +91,7 @@ class _NoValues(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
-class Elsewhere:
+class RemoteStages:
     """Units and parameters of other pipeline stages.
 
     Args:
@@ -102,13 +102,13 @@ class Elsewhere:
 
     def __init__(
         self,
-        anatomy: Anatomy,
+        anatomy: ModelUnits,
         device: torch.device,
         dtype: torch.dtype,
         undivided: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._undivided = undivided
-        self._mode = _NoValues(allow_non_fake_inputs=True)
+        self._mode = _StageFakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
         self._dtype = dtype
         # Not the slots: their references to the model's parameters must be released with them.
@@ -119,12 +119,12 @@ class Elsewhere:
         }
         self._returned: dict[object, Returned] = {}
 
-    def install(self, slots: Sequence[Slot]) -> None:
+    def install(self, slots: Sequence[ParameterSlot]) -> None:
         """Replace parameters of slots permanently by parameters without values."""
         for slot in slots:
             self._put(self._look(slot), slot.places, self.tensor)
 
-    def _look(self, slot: Slot) -> TensorMeta:
+    def _look(self, slot: ParameterSlot) -> TensorMeta:
         """Return the look of a parameter in computations here."""
         old = slot.parameter
         return TensorMeta(old.shape, self._dtype if old.is_floating_point() else old.dtype)
@@ -163,7 +163,7 @@ class Elsewhere:
         Raises:
             Untold: the results depend on values.
         """
-        inputs, structure = Arguments.of(call.args, call.kwargs)
+        inputs, structure = ArgumentsStructure.of(call.args, call.kwargs)
         # By unit, not by kind: a block's results may depend on its number.
         key = (call.unit, str(structure), tuple(map(_look_of, inputs)))
         if key not in self._returned:
@@ -174,7 +174,9 @@ class Elsewhere:
     def _tried(self, call: UnitCall) -> Returned:
         try:
             with self._installed(call.unit, self.tensor), _unlogged():
-                returned = plain_run(call, self._forwards[call.unit], self._without_values)
+                returned = run_without_gradients(
+                    call, self._forwards[call.unit], self._without_values
+                )
         except Exception:  # it depends on values, or a kernel requires values
             returned = self._computed(call)
             _refuse_numbers(call.unit, returned)
@@ -185,22 +187,24 @@ class Elsewhere:
         """Compute results with zeros for parameters and for inputs without values."""
         try:
             with self._installed(call.unit, self.zeros):
-                return plain_run(call, self._forwards[call.unit], self._with_values)
+                return run_without_gradients(call, self._forwards[call.unit], self._with_values)
         except Exception as error:
-            raise _untold(call.unit, f"run on zeros it fails: {first_line(error)}") from error
+            raise _make_unknown_output_error(
+                call.unit, f"run on zeros it fails: {get_first_line(error)}"
+            ) from error
 
     def zeros(self, look: TensorMeta) -> torch.Tensor:
         """Make a tensor of zeros."""
         return torch.zeros(look.shape, dtype=look.dtype, device=self._device)
 
     def _without_values(self, value: Any) -> Any:
-        value = cast(value, self._dtype)
+        value = cast_floating(value, self._dtype)
         if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
             return self._mode.from_tensor(value)
         return value
 
     def _with_values(self, value: Any) -> Any:
-        value = cast(value, self._dtype)
+        value = cast_floating(value, self._dtype)
         return self.zeros(TensorMeta.of(value)) if isinstance(value, FakeTensor) else value
 
 
@@ -218,11 +222,13 @@ def _unlogged() -> Iterator[None]:
 def _refuse_numbers(unit: str, returned: Returned) -> None:
     """Raise an Untold if results of a unit contain numbers, which may come from zeros."""
     if any(isinstance(leaf, int | float | complex) for leaf in returned.leaves):
-        raise _untold(unit, "it goes by values, and a number is among what it returns")
+        raise _make_unknown_output_error(
+            unit, "it goes by values, and a number is among what it returns"
+        )
 
 
-def _untold(unit: str, why: str) -> Untold:
-    return Untold(
+def _make_unknown_output_error(unit: str, why: str) -> UnknownOutputError:
+    return UnknownOutputError(
         f"what unit '{unit}' returns cannot be told by another stage",
         why=why,
         fix="make a plan of one stage for this model",
@@ -243,12 +249,12 @@ def refuse_without_values(value: torch.Tensor, what: str) -> None:
         )
 
 
-def plain_run(
+def run_without_gradients(
     call: UnitCall, forward: Callable[..., Any], prepared: Callable[[Any], Any]
 ) -> Returned:
     """Run a unit's `forward` without gradients, on inputs converted by `prepared`."""
     captured = _captured(call)
-    inputs, arguments = Arguments.of(call.args, call.kwargs)
+    inputs, arguments = ArgumentsStructure.of(call.args, call.kwargs)
     args, kwargs = arguments.filled([prepared(value) for value in inputs])
     copies = Containers(call.unit, args, kwargs)
     leaves: list[Any] = []
@@ -260,17 +266,17 @@ def plain_run(
 def hand_over(call: UnitCall, returned: Returned, leaves: Sequence[Any]) -> Any:
     """Return a call's results to the model, with `leaves` in place of the looks."""
     result, collected = unflatten(returned.structure, iter(leaves))
-    _captured(call).hand_over(collected)
+    _captured(call).give_to_model(collected)
     return result
 
 
-def _captured(call: UnitCall) -> Captured:
-    return Captured(call.context, Containers(call.unit, call.args, call.kwargs))
+def _captured(call: UnitCall) -> OutputCapture:
+    return OutputCapture(call.context, Containers(call.unit, call.args, call.kwargs))
 
 
-def given_looks(call: UnitCall) -> object:
+def make_input_shape_key(call: UnitCall) -> object:
     """Return a key of a call's tensors: number, shapes and dtypes."""
-    inputs, structure = Arguments.of(call.args, call.kwargs)
+    inputs, structure = ArgumentsStructure.of(call.args, call.kwargs)
     return str(structure), tuple(TensorMeta.of(t) for t in inputs if isinstance(t, torch.Tensor))
 
 

@@ -21,25 +21,30 @@ from torch.utils._pytree import tree_leaves
 
 from gpumix.engine.comm import collective_progress
 from gpumix.engine.comm.step_recorder import SILENT, SilentRecorder
-from gpumix.engine.model.captured_outputs import Captured
-from gpumix.engine.model.containers import Containers, fill
-from gpumix.engine.model.forward_coroutine import Calls, ThreadState
+from gpumix.engine.model.captured_outputs import OutputCapture
+from gpumix.engine.model.containers import Containers, copy_changes
+from gpumix.engine.model.forward_coroutine import ThreadState, UnitCallHandlers
 from gpumix.engine.model.module_buffers import BufferCopies
 from gpumix.engine.model.rng import Randomness
-from gpumix.engine.model.unit_values import Arguments, unflatten
-from gpumix.engine.schedule.micro_batch import Loss, goes_past, out_of_order, refuse_detached
+from gpumix.engine.model.unit_values import ArgumentsStructure, unflatten
+from gpumix.engine.schedule.micro_batch import (
+    Loss,
+    is_skipping_units,
+    make_call_order_error,
+    refuse_detached,
+)
 from gpumix.engine.sharding.bucket import Bucket, BucketReductions
-from gpumix.engine.unit.activation_checkpoint import Recomputed
+from gpumix.engine.unit.activation_checkpoint import CheckpointedRun
 from gpumix.engine.unit.saved_inputs import UnitInputs
 from gpumix.engine.unit.sharded_units import ShardedUnit, ShardedUnits
 from gpumix.engine.unit.unit_call import (
     UnitRun,
-    cast,
-    model_containers,
+    cast_floating,
+    find_model_containers,
+    get_versions,
     refuse_inputs,
     refuse_outputs,
     refuse_writes,
-    versions,
 )
 from gpumix.schema.profile.profile import ROOT
 
@@ -61,7 +66,7 @@ class InlineBatch:
 
 def run(
     parts: ShardedUnits,
-    calls: Calls,
+    calls: UnitCallHandlers,
     batches: Sequence[InlineBatch],
     scale: torch.Tensor,
     exchange: Callable[[list[Loss]], BucketReductions],
@@ -78,27 +83,27 @@ def run(
         leaves_out: True if the model may leave out its last units: the parameters behind these are
             gathered first.
     """
-    gathering = _Gathering(parts)
+    gathering = _StepGathers(parts)
     if leaves_out:
         parts.after.gathered()
     results: list[Loss] = []
-    reducing: _Reducing | None = None
+    reducing: _StepReductions | None = None
     if not batches:
         gathering.finish()
-        reducing = _Reducing(parts, exchange(results))
+        reducing = _StepReductions(parts, exchange(results))
     for left, batch in zip(reversed(range(len(batches))), reversed(batches)):
-        answers = _Answers(parts, batch, gathering)
+        answers = _UnitCallRunner(parts, batch, gathering)
         with parts.head.step(scale) if parts.head else nullcontext():
-            with calls.answered(answers.answer):
+            with calls.use_handler(answers.answer):
                 batch.randomness.start(0)
                 loss, count = batch.compute_loss()
-            answers.leave_out_rest()
+            answers.skip_remaining_calls()
             refuse_detached(loss)
             results.append((loss.detach(), count))
             if left == 0:
-                reducing = _Reducing(parts, exchange(results))
+                reducing = _StepReductions(parts, exchange(results))
                 reducing.watch()
-            collective_progress.computes("backward")
+            collective_progress.set_compute_phase("backward")
             torch.autograd.backward(loss * scale)
             del loss
     assert reducing is not None
@@ -106,20 +111,20 @@ def run(
     parts.record.overhead()
 
 
-class _Gathering:
+class _StepGathers:
     """Gathers of a step, each overlapping with the computation of the unit before; done once."""
 
     def __init__(self, parts: ShardedUnits) -> None:
         self._parts = parts
-        for bucket in (parts.before, *parts.throughout, parts.bucket(0)):
+        for bucket in (parts.before, *parts.always_used_buckets, parts.bucket(0)):
             bucket.start_gather()
-        for bucket in (parts.before, *parts.throughout):
+        for bucket in (parts.before, *parts.always_used_buckets):
             bucket.gathered()
         parts.record.computes("forward", ROOT)
         for bucket in parts.buckets:
             bucket.begin_gradient()
 
-    def reach(self, number: int) -> None:
+    def prepare_call(self, number: int) -> None:
         """Prepare call `number`; the number of calls stands for the head."""
         parts = self._parts
         if number > parts.last_call:
@@ -131,16 +136,16 @@ class _Gathering:
     def finish(self) -> None:
         """Gather all buckets on a rank without samples."""
         for number in range(self._parts.last_call + 2):
-            self.reach(number)
+            self.prepare_call(number)
 
 
-class _Reducing:
+class _StepReductions:
     """Reductions of a step, each begun in turn once the gradient of the bucket is complete."""
 
     def __init__(self, parts: ShardedUnits, reductions: BucketReductions) -> None:
         after = parts.reduced_after
         units = [after[number] for number in sorted(after, reverse=True)]
-        self._waiting = [parts.after, *units, *parts.throughout, parts.before]
+        self._waiting = [parts.after, *units, *parts.always_used_buckets, parts.before]
         self._reductions = reductions
         self._head = parts.head
         self._missing: dict[int, int] = {}
@@ -174,17 +179,17 @@ class _Reducing:
         self._reductions.finish()
 
 
-def _tell_of_backward(record: SilentRecorder, name: str, outputs: Any) -> None:
+def _record_backward(record: SilentRecorder, name: str, outputs: Any) -> None:
     """Record the time when the gradient of a unit's output arrives."""
     for output in tree_leaves(outputs):
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(lambda _: record.computes("backward", name))
 
 
-class _Answers:
+class _UnitCallRunner:
     """Execution of the unit calls of one micro-batch, in place."""
 
-    def __init__(self, parts: ShardedUnits, batch: InlineBatch, gathering: _Gathering) -> None:
+    def __init__(self, parts: ShardedUnits, batch: InlineBatch, gathering: _StepGathers) -> None:
         self._parts = parts
         self._batch = batch
         self._gathering = gathering
@@ -192,13 +197,15 @@ class _Answers:
 
     def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts = self._parts
-        while self._number <= parts.last_call and goes_past(parts.calls, self._number, name):
-            self._leave_out()
+        while self._number <= parts.last_call and is_skipping_units(
+            parts.calls, self._number, name
+        ):
+            self._skip_call()
         number = self._number
         if number > parts.last_call or parts.calls[number] != name:
-            raise out_of_order(parts.calls, number, name)
+            raise make_call_order_error(parts.calls, number, name)
         self._number += 1
-        self._gathering.reach(number)
+        self._gathering.prepare_call(number)
         unit = parts.call(number)
         parts.record.computes("forward", name)
         args, kwargs = unit.taken(args, kwargs)
@@ -209,21 +216,21 @@ class _Answers:
             outputs = self._recomputed(unit, seed, args, kwargs)
         self._batch.randomness.start(2 * number + 2)
         if parts.record is not SILENT:
-            _tell_of_backward(parts.record, name, outputs)
+            _record_backward(parts.record, name, outputs)
         if number == parts.last_call:
-            self._gathering.reach(number + 1)
+            self._gathering.prepare_call(number + 1)
             parts.record.computes("head", ROOT)
         return outputs
 
-    def _leave_out(self) -> None:
+    def _skip_call(self) -> None:
         """Skip a call left out by the model, but gather its parameters with all ranks."""
-        self._gathering.reach(self._number)
+        self._gathering.prepare_call(self._number)
         self._number += 1
 
-    def leave_out_rest(self) -> None:
+    def skip_remaining_calls(self) -> None:
         """Skip all remaining calls, at the model's end."""
         while self._number <= self._parts.last_call:
-            self._leave_out()
+            self._skip_call()
 
     def _kept(
         self,
@@ -232,15 +239,17 @@ class _Answers:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        inputs, arguments = Arguments.of(args, kwargs)
+        inputs, arguments = ArgumentsStructure.of(args, kwargs)
         refuse_inputs(unit.name, inputs)
-        before = versions(inputs)
-        own = model_containers(unit, args, kwargs)
-        args, kwargs = arguments.filled([cast(t, self._batch.compute_dtype) for t in inputs])
+        before = get_versions(inputs)
+        own = find_model_containers(unit, args, kwargs)
+        args, kwargs = arguments.filled(
+            [cast_floating(t, self._batch.compute_dtype) for t in inputs]
+        )
         seed()
         copies = Containers(unit.name, args, kwargs)
         outputs = unit.forward(*args, **kwargs)
-        fill(own, copies)
+        copy_changes(own, copies)
         refuse_writes(inputs, before, f"unit '{unit.name}' writes into its own input")
         refuse_outputs(unit, tree_leaves(outputs))
         return outputs
@@ -252,11 +261,11 @@ class _Answers:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        inputs, arguments = Arguments.of(args, kwargs)
+        inputs, arguments = ArgumentsStructure.of(args, kwargs)
         refuse_inputs(unit.name, inputs)
-        before = versions(inputs)
-        own = model_containers(unit, args, kwargs)
-        captured = Captured(contextvars.copy_context(), own)
+        before = get_versions(inputs)
+        own = find_model_containers(unit, args, kwargs)
+        captured = OutputCapture(contextvars.copy_context(), own)
         state, dtype = ThreadState.capture(), self._batch.compute_dtype
         once = UnitRun(unit.name, unit.forward, state, captured, dtype, seed, arguments)
         sources = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]
@@ -270,12 +279,12 @@ class _Answers:
             refuse_writes(sources, before, what)
             return once.again(given, buffers)
 
-        recomputed = Recomputed(unit.name, again)
+        recomputed = CheckpointedRun(unit.name, again)
         outputs, structure = recomputed.forward(partial(once, inputs))
         recomputed.expect_backward()
         buffers.keep_changed()
         refuse_writes(inputs, before, f"unit '{unit.name}' writes into its own input")
         refuse_outputs(unit, outputs)
         result, collected = unflatten(structure, iter(outputs))
-        captured.hand_over(collected)
+        captured.give_to_model(collected)
         return result

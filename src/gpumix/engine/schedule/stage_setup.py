@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.schedule.remote_stage_values import Elsewhere
+from gpumix.engine.schedule.remote_stage_values import RemoteStages
 from gpumix.engine.sharding.shard_layout import Division
-from gpumix.engine.sharding.unit_discovery import Anatomy, Unit
-from gpumix.engine.tensor_parallel.parallelize import Changes, ModelPart, all_of
+from gpumix.engine.sharding.unit_discovery import ModelUnits, Unit
+from gpumix.engine.tensor_parallel.parallelize import ModelPart, ModuleChanges, select_whole_model
 from gpumix.engine.unit.sharded_units import Storage
 from gpumix.schema.plan.plan import Plan
-from gpumix.schema.plan.stage import Stage, of_several
+from gpumix.schema.plan.stage import Stage, group_shared_names
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Divisions:
     shared: tuple[SharedRoots, ...]
 
 
-def divisions(plan: Plan, comm: Communicator, teams: Mapping[int, Communicator]) -> Divisions:
+def make_divisions(plan: Plan, comm: Communicator, teams: Mapping[int, Communicator]) -> Divisions:
     """Return the divisions of a plan's stages. Collective: makes process groups.
 
     Args:
@@ -45,13 +45,13 @@ def divisions(plan: Plan, comm: Communicator, teams: Mapping[int, Communicator])
     }
     shared = [
         SharedRoots(tuple(names), division)
-        for stages, names in of_several([stage.root or () for stage in plan.stages]).items()
+        for stages, names in group_shared_names([stage.root or () for stage in plan.stages]).items()
         if (division := Division.of_stages(plan, comm, stages)) is not None
     ]
     return Divisions(alone, tuple(shared))
 
 
-def teams_of(plan: Plan, comm: Communicator) -> dict[int, Communicator]:
+def make_tensor_parallel_groups(plan: Plan, comm: Communicator) -> dict[int, Communicator]:
     """Return this rank's tensor-parallel group, by stage with divided units. Collective: makes
     process groups."""
     found = {}
@@ -63,37 +63,39 @@ def teams_of(plan: Plan, comm: Communicator) -> dict[int, Communicator]:
     return found
 
 
-def part_of(anatomy: Anatomy, stage: Stage, divisions: Divisions) -> Anatomy:
+def select_stage_part(anatomy: ModelUnits, stage: Stage, divisions: Divisions) -> ModelUnits:
     """Return the units of a stage, and the root parameters that belong to the stage alone."""
     shared = {name for one in divisions.shared for name in one.names}
     used = set(stage.root or ()) - shared
     root = anatomy.root
     slots = tuple(slot for slot in root.slots if slot.name in used)
     units = tuple(unit for unit in anatomy.units if unit.name in stage.units)
-    return Anatomy(units, Unit(root.name, root.module, root.kind, slots))
+    return ModelUnits(units, Unit(root.name, root.module, root.kind, slots))
 
 
-def own_parts(anatomy: Anatomy, plan: Plan, rank: int) -> ModelPart:
+def select_rank_part(anatomy: ModelUnits, plan: Plan, rank: int) -> ModelPart:
     """Return the units and the unshared root parameters of a rank's stages."""
     if len(plan.stages) == 1:
-        return all_of(anatomy)
+        return select_whole_model(anatomy)
     own = [plan.stages[number] for number in plan.stages_of(rank)]
-    together = of_several([stage.root or () for stage in plan.stages]).values()
+    together = group_shared_names([stage.root or () for stage in plan.stages]).values()
     shared = {name for names in together for name in names}
     used = {name for stage in own for name in stage.root or ()}
     units = frozenset(name for stage in own for name in stage.units)
     return ModelPart(units, frozenset(used - shared))
 
 
-def stand_ins(
-    anatomy: Anatomy, changes: Changes, plan: Plan, rank: int, storage: Storage
-) -> Elsewhere:
+def install_placeholders(
+    anatomy: ModelUnits, changes: ModuleChanges, plan: Plan, rank: int, storage: Storage
+) -> RemoteStages:
     """Install stand-ins for units and root parameters that a rank's stages lack."""
     own = [plan.stages[number] for number in plan.stages_of(rank)]
     units = {name for stage in own for name in stage.units}
     used = {name for stage in own for name in stage.root or ()}
-    with changes.undone():
-        elsewhere = Elsewhere(anatomy, storage.device, storage.dtypes.compute, changes.undone)
+    with changes.undo_temporarily():
+        elsewhere = RemoteStages(
+            anatomy, storage.device, storage.dtypes.compute, changes.undo_temporarily
+        )
     elsewhere.install([s for unit in anatomy.units if unit.name not in units for s in unit.slots])
     elsewhere.install([slot for slot in anatomy.root.slots if slot.name not in used])
     return elsewhere

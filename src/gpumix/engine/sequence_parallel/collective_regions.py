@@ -16,27 +16,27 @@ import torch
 from torch.nn import functional
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.schema.plan.splitting import Intervals
+from gpumix.schema.plan.splitting import ShardIntervals
 
 
-def enter(value: torch.Tensor, team: Communicator) -> torch.Tensor:
+def copy_to_region(value: torch.Tensor, team: Communicator) -> torch.Tensor:
     """Enter a region with `value`; backward sums the ranks' partial gradients."""
     if not (torch.is_grad_enabled() and value.requires_grad):
         return value
     return _Enter.apply(value, team)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def leave(value: torch.Tensor, team: Communicator) -> torch.Tensor:
+def reduce_from_region(value: torch.Tensor, team: Communicator) -> torch.Tensor:
     """Leave a region with the sum of all ranks' values, in the memory of `value`."""
     return _Leave.apply(value, team)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def part_of(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
+def scatter_to_region(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
     """Return this rank's part of a replicated value, along `dim`."""
     return _Part.apply(value, dim, team)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def side_by_side(
+def gather_from_region(
     value: torch.Tensor, dim: int, team: Communicator, length: int | None = None
 ) -> torch.Tensor:
     """Concatenate all ranks' values along `dim`. All ranks use the result alike, so each has the
@@ -48,7 +48,7 @@ def side_by_side(
     return _SideBySide.apply(value, dim, team, length)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def enter_together(
+def reduce_scatter_gradient(
     part: torch.Tensor, whole: torch.Tensor, dim: int, team: Communicator
 ) -> torch.Tensor:
     """Enter a region with `whole`, the concatenation of all ranks' parts along `dim`. Each rank has
@@ -58,7 +58,7 @@ def enter_together(
     return _EnterTogether.apply(part, whole.detach(), dim, team)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def leave_apart(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
+def reduce_scatter_from_region(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
     """Leave a region with this rank's part, along `dim`, of the sum of all ranks' values."""
     return _LeaveApart.apply(value, dim, team)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -80,7 +80,7 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         # The gradient may have other holders: do not change it.
         summed = gradient.clone(memory_format=torch.contiguous_format)
-        return _summed(summed, ctx.team, "sum of gradients in a team"), None
+        return _all_reduce(summed, ctx.team, "sum of gradients in a team"), None
 
 
 class _Leave(torch.autograd.Function):
@@ -90,7 +90,7 @@ class _Leave(torch.autograd.Function):
             ctx.mark_dirty(value)
         else:
             value = value.contiguous()
-        return _summed(value, team, "sum of outputs in a team")
+        return _all_reduce(value, team, "sum of outputs in a team")
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -105,7 +105,7 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all(gradient, ctx.dim, ctx.team, ctx.length), None, None
+        return _all_gather(gradient, ctx.dim, ctx.team, ctx.length), None, None
 
 
 class _SideBySide(torch.autograd.Function):
@@ -114,7 +114,9 @@ class _SideBySide(torch.autograd.Function):
         ctx: Any, value: torch.Tensor, dim: int, team: Communicator, length: int | None
     ) -> torch.Tensor:
         ctx.dim, ctx.team = dim, team
-        return _all(value, dim, team, value.shape[dim] * team.world if length is None else length)
+        return _all_gather(
+            value, dim, team, value.shape[dim] * team.world if length is None else length
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -132,29 +134,29 @@ class _EnterTogether(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         label = "sum of gradients in a team, each rank its part"
-        return _scattered(gradient, ctx.dim, ctx.team, label), None, None, None
+        return _reduce_scatter(gradient, ctx.dim, ctx.team, label), None, None, None
 
 
 class _LeaveApart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
         ctx.dim, ctx.team, ctx.length = dim, team, value.shape[dim]
-        return _scattered(value, dim, team, "sum of outputs in a team, each rank its part")
+        return _reduce_scatter(value, dim, team, "sum of outputs in a team, each rank its part")
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all(gradient, ctx.dim, ctx.team, ctx.length), None, None
+        return _all_gather(gradient, ctx.dim, ctx.team, ctx.length), None, None
 
 
-def _summed(value: torch.Tensor, team: Communicator, label: str) -> torch.Tensor:
+def _all_reduce(value: torch.Tensor, team: Communicator, label: str) -> torch.Tensor:
     """Sum over the group, in place."""
     team.record.meets("team")
-    value = _summed_now(value, team, label)
+    value = _run_all_reduce(value, team, label)
     team.record.goes_on()
     return value
 
 
-def _summed_now(value: torch.Tensor, team: Communicator, label: str) -> torch.Tensor:
+def _run_all_reduce(value: torch.Tensor, team: Communicator, label: str) -> torch.Tensor:
     if not team.on_gloo:
         return team.all_reduce(value, label)
         # A gloo thread may hold its buffer beyond the call: use pooled memory.
@@ -165,15 +167,15 @@ def _summed_now(value: torch.Tensor, team: Communicator, label: str) -> torch.Te
     return value
 
 
-def _all(value: torch.Tensor, dim: int, team: Communicator, length: int) -> torch.Tensor:
+def _all_gather(value: torch.Tensor, dim: int, team: Communicator, length: int) -> torch.Tensor:
     """Concatenate all ranks' values, `length` in total along `dim`."""
     team.record.meets("team")
-    whole = _all_now(value, dim, team, length)
+    whole = _run_all_gather(value, dim, team, length)
     team.record.goes_on()
     return whole
 
 
-def _all_now(value: torch.Tensor, dim: int, team: Communicator, length: int) -> torch.Tensor:
+def _run_all_gather(value: torch.Tensor, dim: int, team: Communicator, length: int) -> torch.Tensor:
     label = "gather of parts in a team"
     shapes = _shapes(value.shape, dim, team.world, length)
     room = shapes[0].numel()  # of the longest part, the first
@@ -192,15 +194,17 @@ def _all_now(value: torch.Tensor, dim: int, team: Communicator, length: int) -> 
     return whole
 
 
-def _scattered(value: torch.Tensor, dim: int, team: Communicator, label: str) -> torch.Tensor:
+def _reduce_scatter(value: torch.Tensor, dim: int, team: Communicator, label: str) -> torch.Tensor:
     """Return this rank's part of the sum of all ranks' values."""
     team.record.meets("team")
-    part = _scattered_now(value, dim, team, label)
+    part = _run_reduce_scatter(value, dim, team, label)
     team.record.goes_on()
     return part
 
 
-def _scattered_now(value: torch.Tensor, dim: int, team: Communicator, label: str) -> torch.Tensor:
+def _run_reduce_scatter(
+    value: torch.Tensor, dim: int, team: Communicator, label: str
+) -> torch.Tensor:
     parts = value.tensor_split(team.world, dim)
     room, found = (
         parts[0].numel(),
@@ -214,7 +218,7 @@ def _scattered_now(value: torch.Tensor, dim: int, team: Communicator, label: str
     def deliver(summands: torch.Tensor) -> None:
         torch.sum(summands[:, : found.numel()], 0, out=found.view(-1))
 
-    intervals = Intervals(tuple(number * room for number in range(team.world + 1)))
+    intervals = ShardIntervals(tuple(number * room for number in range(team.world + 1)))
     team.reduce(rows.view(-1), intervals, label, deliver).wait()
     if borrowed is not None:
         borrowed.give_back()

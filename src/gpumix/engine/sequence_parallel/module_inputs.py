@@ -10,13 +10,13 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.sequence_parallel.collective_regions import enter, leave
-from gpumix.engine.sequence_parallel.positions import Positions
+from gpumix.engine.sequence_parallel.collective_regions import copy_to_region, reduce_from_region
+from gpumix.engine.sequence_parallel.positions import PositionSharding
 
 Forward = Callable[..., Any]
 
 
-class Entrances:
+class RegionBoundary:
     """Inputs of the tensor-parallel modules of one parent, where a region begins. A tensor taken by
     several modules enters once, and its gradient is summed once.
 
@@ -31,7 +31,7 @@ class Entrances:
         team: Communicator,
         *,
         shared: bool,
-        positions: Positions | None = None,
+        positions: PositionSharding | None = None,
         early: bool = False,
     ) -> None:
         self._team = team
@@ -56,7 +56,7 @@ class Entrances:
 
     def enter(self, value: torch.Tensor) -> torch.Tensor:
         if not self.shared:
-            return enter(value, self._team)
+            return copy_to_region(value, self._team)
         for known, entered in self._known:
             if known is value:
                 return entered
@@ -67,19 +67,23 @@ class Entrances:
         found = None
         if self._positions is not None and not self._early:
             found = self._positions.enter(value)
-        return enter(value, self._team) if found is None else found[1]
+        return copy_to_region(value, self._team) if found is None else found[1]
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
         """Reduce the output of a region, of which each rank has a summand."""
-        return leave(value, self._team) if self._positions is None else self._positions.leave(value)
+        return (
+            reduce_from_region(value, self._team)
+            if self._positions is None
+            else self._positions.leave(value)
+        )
 
     def forget(self) -> None:
         self._known.clear()
         if self._positions is not None and self._early:
-            self._positions.left_early()
+            self._positions.resume_separate_draws()
 
 
-def entering(inner: Forward, entrances: Entrances) -> Forward:
+def wrap_parent_forward(inner: Forward, entrances: RegionBoundary) -> Forward:
     """Return the forward of a parent with arguments from `entrances`."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -24,21 +24,26 @@ from torch.utils._pytree import (
 )
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.cross_entropy.lazy_logits import ANSWERED
+from gpumix.engine.cross_entropy.lazy_logits import METADATA_FUNCTIONS
 from gpumix.engine.model.forward_coroutine import ModelError
-from gpumix.engine.model.rng import Draws, untouched
+from gpumix.engine.model.rng import RankRandomness, preserve_torch_rng
 from gpumix.engine.sequence_parallel.collective_regions import (
-    enter_together,
-    leave,
-    leave_apart,
-    part_of,
-    side_by_side,
+    gather_from_region,
+    reduce_from_region,
+    reduce_scatter_from_region,
+    reduce_scatter_gradient,
+    scatter_to_region,
 )
-from gpumix.engine.sequence_parallel.probe import DIM, Call, ProbedUnit, rehearse
-from gpumix.schema.errors import first_line
+from gpumix.engine.sequence_parallel.probe import (
+    POSITION_DIM,
+    Call,
+    ProbedUnit,
+    check_position_split,
+)
+from gpumix.schema.errors import get_first_line
 
 Forward = Callable[..., Any]
-WITHOUT = "make a plan without: `techniques: {sequence: false}`"
+DISABLE_SEQUENCE_FIX = "make a plan without: `techniques: {sequence: false}`"
 
 
 class DividedHidden(torch.Tensor):
@@ -53,17 +58,17 @@ class DividedHidden(torch.Tensor):
     """
 
     part: torch.Tensor
-    positions: Positions
+    positions: PositionSharding
     length: int
     _whole: dict[bool, tuple[torch.Tensor, int]]
 
     @staticmethod
     def __new__(
-        cls: type[DividedHidden], part: torch.Tensor, positions: Positions, length: int
+        cls: type[DividedHidden], part: torch.Tensor, positions: PositionSharding, length: int
     ) -> DividedHidden:
         self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
-            (*part.shape[:DIM], length, *part.shape[DIM + 1 :]),
+            (*part.shape[:POSITION_DIM], length, *part.shape[POSITION_DIM + 1 :]),
             dtype=part.dtype,
             device=part.device,
             requires_grad=part.requires_grad,
@@ -92,7 +97,7 @@ class DividedHidden(torch.Tensor):
 
     def gathered(self) -> torch.Tensor:
         """Gather all positions, without the cache."""
-        return side_by_side(self.part, DIM, self.positions.team, self.length)
+        return gather_from_region(self.part, POSITION_DIM, self.positions.team, self.length)
 
     @classmethod
     def __torch_function__(
@@ -103,10 +108,10 @@ class DividedHidden(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in ANSWERED:
+        if func in METADATA_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        args, kwargs = _mapped(_whole, (args, dict(kwargs)))
+        args, kwargs = _map_leaves(_whole, (args, dict(kwargs)))
         return func(*args, **kwargs)
 
     @classmethod
@@ -115,7 +120,7 @@ class DividedHidden(torch.Tensor):
     ) -> Any:
         raise ModelError(
             f"{func} is applied below autograd to hidden states of which each rank has a part",
-            fix=WITHOUT,
+            fix=DISABLE_SEQUENCE_FIX,
         )
 
 
@@ -126,26 +131,26 @@ register_pytree_node(
 )
 
 
-def _rebuilt(part: Any, positions: Positions, length: int) -> Any:
+def _rebuilt(part: Any, positions: PositionSharding, length: int) -> Any:
     """Wrap the result of mapping a part, if still a tensor."""
     return DividedHidden(part, positions, length) if isinstance(part, torch.Tensor) else part
 
 
-class _Divided:
+class _DividedCall:
     """Call of a unit with this rank's part of the positions."""
 
     def __init__(self, team: Communicator, length: int, own: int) -> None:
         self.team, self.length, self.own = team, length, own
 
     def enter(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        whole = side_by_side(part, DIM, self.team, self.length)
-        return whole, enter_together(part, whole, DIM, self.team)
+        whole = gather_from_region(part, POSITION_DIM, self.team, self.length)
+        return whole, reduce_scatter_gradient(part, whole, POSITION_DIM, self.team)
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
-        return leave_apart(value, DIM, self.team)
+        return reduce_scatter_from_region(value, POSITION_DIM, self.team)
 
 
-class Positions:
+class PositionSharding:
     """Positions of hidden states, divided over a tensor-parallel group.
 
     Attributes:
@@ -158,7 +163,7 @@ class Positions:
         self.entered = 0
         self.left = 0
         self._call: Call | None = None
-        self._draws: Draws | None = None
+        self._draws: RankRandomness | None = None
         self._whole: list[Any] = []  # inputs of the running unit except hidden states
         self._seen: set[tuple[str, object]] = set()
 
@@ -172,7 +177,7 @@ class Positions:
             raise ModelError(
                 f"unit '{unit}' is given no hidden states whose positions could be divided",
                 why="it is to be a tensor of [samples, positions, width]",
-                fix=WITHOUT,
+                fix=DISABLE_SEQUENCE_FIX,
             )
         for number, leaf in enumerate(leaves):
             written = leaf.written() if is_divided(leaf) else None
@@ -181,13 +186,15 @@ class Positions:
                 leaves[number] = _whole(leaf)
             elif not is_divided(leaf):
                 self.entered += leaf.requires_grad
-                leaves[number] = DividedHidden(part_of(leaf, DIM, self.team), self, leaf.shape[DIM])
+                leaves[number] = DividedHidden(
+                    scatter_to_region(leaf, POSITION_DIM, self.team), self, leaf.shape[POSITION_DIM]
+                )
         given: tuple[Any, Any] = tree_unflatten(leaves, structure)
         return given
 
     # -- inside of units ---------------------------------------------------------------------------
 
-    def forward_of(
+    def make_forward(
         self, module: nn.Module, label: str, kind: str, inner: Forward, parts: Sequence[str]
     ) -> Forward:
         """Return the forward of a unit that takes `divided` hidden states and returns the like.
@@ -205,13 +212,13 @@ class Positions:
             if self._is_new(kind, hidden, leaves):
                 unit = there()
                 assert unit is not None, "it is being called"
-                with untouched(hidden.device):
+                with preserve_torch_rng(hidden.device):
                     self._rehearse(label, unit, inner, parts, (args, kwargs))
             # Each rank has positions and heads of its own, and draws for them.
-            self._draws = Draws(self.team.rank, hidden.device)
-            call = _Divided(self.team, hidden.length, hidden.part.shape[DIM])
-            outputs = self._run(call, inner, _mapped(_part, (args, kwargs)))
-            return _mapped(lambda t: self._like(hidden, t), outputs)
+            self._draws = RankRandomness(self.team.rank, hidden.device)
+            call = _DividedCall(self.team, hidden.length, hidden.part.shape[POSITION_DIM])
+            outputs = self._run(call, inner, _map_leaves(_part, (args, kwargs)))
+            return _map_leaves(lambda t: self._like(hidden, t), outputs)
 
         return forward
 
@@ -242,7 +249,7 @@ class Positions:
             early: True before code common to all ranks.
         """
         call = self._call
-        if call is None or not _is_hidden(value) or value.shape[DIM] != call.own:
+        if call is None or not _is_hidden(value) or value.shape[POSITION_DIM] != call.own:
             return None
         if any(value is other for other in self._whole):
             return None  # as many positions as a part by chance
@@ -253,12 +260,12 @@ class Positions:
     def leave(self, value: torch.Tensor) -> torch.Tensor:
         """Leave a region: return this rank's part of the sum of all ranks' results."""
         call = self._call
-        if call is None or not _is_hidden(value) or value.shape[DIM] != call.length:
-            return leave(value, self.team)
-        self.left_early()
+        if call is None or not _is_hidden(value) or value.shape[POSITION_DIM] != call.length:
+            return reduce_from_region(value, self.team)
+        self.resume_separate_draws()
         return call.leave(value)
 
-    def left_early(self) -> None:
+    def resume_separate_draws(self) -> None:
         """Let ranks draw apart again, after code common to all ranks."""
         if self._draws is not None:
             self._draws.draw_apart()
@@ -284,7 +291,7 @@ class Positions:
         """Raise a ModelError if parts of the positions give other results than among all."""
         place, hidden = next((n, t) for n, t in enumerate(_leaves(given)) if is_divided(t))
         with torch.no_grad():
-            args, kwargs = _mapped(lambda t: t.gathered() if is_divided(t) else t, given)
+            args, kwargs = _map_leaves(lambda t: t.gathered() if is_divided(t) else t, given)
         subject = ProbedUnit(
             lambda call, args, kwargs: self._run(call, inner, (args, kwargs)),
             unit,
@@ -296,17 +303,17 @@ class Positions:
         )
         problem = ""
         try:
-            rehearse(subject, self.team)
+            check_position_split(subject, self.team)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # any error of a model's code for such shapes
-            problem = first_line(error)
+            problem = get_first_line(error)
         refused = torch.tensor([float(bool(problem))], device=hidden.device)
         if self.team.all_reduce(refused, "comparison of divided sequences").item():
             raise ModelError(
                 f"the positions of unit '{label}' cannot be divided over the ranks of a team",
                 why=problem or "another rank of the team says why",
-                fix=WITHOUT,
+                fix=DISABLE_SEQUENCE_FIX,
             )
 
 
@@ -331,5 +338,5 @@ def _leaves(value: Any) -> list[Any]:
     return tree_leaves(value, is_leaf=is_divided)
 
 
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return tree_map(function, value, is_leaf=is_divided)

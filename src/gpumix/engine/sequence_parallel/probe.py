@@ -21,15 +21,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.model.captured_outputs import Captured
-from gpumix.engine.sequence_parallel.collective_regions import enter, leave
+from gpumix.engine.model.captured_outputs import OutputCapture
+from gpumix.engine.sequence_parallel.collective_regions import copy_to_region, reduce_from_region
 
 Unit = Callable[[Any, Any, Any], Any]
 """Runs a unit: given a `Call`, and positional and named arguments, returns the unit's result."""
 
-DIM = 1  # of positions, in hidden states of [samples, positions, width]
+POSITION_DIM = 1  # of positions, in hidden states of [samples, positions, width]
 # Multiples of a dtype's resolution: for values, and for gradients, which are sums over positions.
-ROUNDING, ROUNDING_OF_SUMS = 8, 32
+VALUE_TOLERANCE_EPS, GRADIENT_TOLERANCE_EPS = 8, 32
 
 
 class Call(Protocol):
@@ -50,7 +50,7 @@ class Call(Protocol):
         """Return this rank's part of the sum of all ranks' results of a region."""
 
 
-class Differs(Exception):
+class PartMismatchError(Exception):
     """A part of the positions gives other results alone than among all positions."""
 
 
@@ -74,10 +74,10 @@ class ProbedUnit:
     args: Any
     kwargs: Any
     hidden: int
-    wants: bool
+    hidden_requires_grad: bool
 
 
-def rehearse(subject: ProbedUnit, team: Communicator) -> None:
+def check_position_split(subject: ProbedUnit, team: Communicator) -> None:
     """Check that a unit can run on parts of the positions.
 
     Raises:
@@ -85,7 +85,7 @@ def rehearse(subject: ProbedUnit, team: Communicator) -> None:
         Exception: any error of the unit's code for unexpected shapes.
     """
     with _rehearsing(subject.module):
-        captured = Captured(contextvars.copy_context())
+        captured = OutputCapture(contextvars.copy_context())
         expected = _Run(subject, team)
         captured.run(expected.with_all_positions)
         if not expected.wanted:
@@ -100,7 +100,7 @@ def rehearse(subject: ProbedUnit, team: Communicator) -> None:
         for name in subject.parts:
             if (gradient := expected.of_parameters.get(name)) is not None:
                 found_sum = sums.get(name, torch.zeros_like(gradient))
-                _compare(found_sum, gradient, f"the gradient of '{name}'", ROUNDING_OF_SUMS)
+                _compare(found_sum, gradient, f"the gradient of '{name}'", GRADIENT_TOLERANCE_EPS)
 
 
 class _Run:
@@ -115,7 +115,7 @@ class _Run:
         self._subject, self._team = subject, team
         leaves, self._structure = tree_flatten((subject.args, subject.kwargs))
         self._given: list[Any] = [_leaf(value) for value in leaves]
-        if subject.wants:
+        if subject.hidden_requires_grad:
             self.hidden.requires_grad_()
         self.outputs: list[Any] = []
         self.of_inputs: list[torch.Tensor | None] = []
@@ -140,7 +140,7 @@ class _Run:
         self._given[place] = _leaf(call.part(self._given[place].detach()), self._given[place])
         self._run(call)
         if len(self.outputs) != len(expected.outputs):
-            raise Differs("it returns something else")
+            raise PartMismatchError("it returns something else")
         ends = []
         whole = expected.hidden.shape
         for one, other, end in zip(self.outputs, expected.outputs, expected.ends):
@@ -164,7 +164,7 @@ class _Run:
 
     @property
     def _length(self) -> int:
-        return self.hidden.shape[DIM]
+        return self.hidden.shape[POSITION_DIM]
 
     def _run(self, call: Call) -> None:
         args, kwargs = tree_unflatten(self._given, self._structure)
@@ -192,24 +192,24 @@ class _Recording:
     def __init__(self, team: Communicator, length: int) -> None:
         self.length = self.own = length
         self._team = team
-        self.notes: list[_Note] = []
+        self.notes: list[_BoundaryRecord] = []
 
     def enter(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         note = self._note(part)
-        entered = enter(note.follow(part), self._team)
+        entered = copy_to_region(note.follow(part), self._team)
         return part.view_as(part), entered
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
-        total = leave(value, self._team)
+        total = reduce_from_region(value, self._team)
         note = self._note(total)
         return note.follow(total.clone())  # the unit may write into the result
 
-    def _note(self, value: torch.Tensor) -> _Note:
-        self.notes.append(_Note(value.detach().clone()))
+    def _note(self, value: torch.Tensor) -> _BoundaryRecord:
+        self.notes.append(_BoundaryRecord(value.detach().clone()))
         return self.notes[-1]
 
 
-class _Note:
+class _BoundaryRecord:
     """Recorded input or output of a region, with all positions.
 
     Attributes:
@@ -239,11 +239,11 @@ class _Replay:
         self._members, self._member = members, member
         self.own = len(torch.arange(self.length).tensor_split(members)[member])
         self._notes = iter(recording.notes)
-        self._arrived: list[tuple[_Note, list[torch.Tensor]]] = []
+        self._arrived: list[tuple[_BoundaryRecord, list[torch.Tensor]]] = []
 
     def part(self, value: torch.Tensor) -> torch.Tensor:
         """Return the member's part."""
-        return value.tensor_split(self._members, DIM)[self._member]
+        return value.tensor_split(self._members, POSITION_DIM)[self._member]
 
     def enter(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         note = self._next()
@@ -251,14 +251,14 @@ class _Replay:
         if not (torch.is_grad_enabled() and part.requires_grad):
             return note.value, note.value
         gradient = torch.zeros_like(note.value) if note.gradient is None else note.gradient
-        whole = _Given.apply(part, note.value, None, self.part)  # type: ignore[no-untyped-call]
-        entered = _Given.apply(part, note.value, gradient, self.part)  # type: ignore[no-untyped-call]
+        whole = _ReplayedInput.apply(part, note.value, None, self.part)  # type: ignore[no-untyped-call]
+        entered = _ReplayedInput.apply(part, note.value, gradient, self.part)  # type: ignore[no-untyped-call]
         return whole, entered
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
         note = self._next()
         if value.shape != note.value.shape:
-            raise Differs(
+            raise PartMismatchError(
                 f"a divided module comes to {list(value.shape)}, not {list(note.value.shape)}"
             )
         part = self.part(note.value).clone()
@@ -266,7 +266,7 @@ class _Replay:
             return part
         arrived: list[torch.Tensor] = []
         self._arrived.append((note, arrived))
-        found: torch.Tensor = _Taken.apply(value, part, note.gradient, arrived)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _ReplayedOutput.apply(value, part, note.gradient, arrived)  # type: ignore[no-untyped-call]
         return found
 
     def compare_gradients(self) -> None:
@@ -276,14 +276,14 @@ class _Replay:
             found = arrived[0] if arrived else None
             _compare_gradients(found, expected, "what a divided module comes to")
 
-    def _next(self) -> _Note:
+    def _next(self) -> _BoundaryRecord:
         note = next(self._notes, None)
         if note is None:
-            raise Differs("it uses more divided modules than with all positions")
+            raise PartMismatchError("it uses more divided modules than with all positions")
         return note
 
 
-class _Given(torch.autograd.Function):
+class _ReplayedInput(torch.autograd.Function):
     """Recorded full value in place of `part`. Backward passes on the part's slice of `gradient`, if
     known, else of the arriving gradient."""
 
@@ -304,7 +304,7 @@ class _Given(torch.autograd.Function):
         return ctx.part_of(gradient).clone(), None, None, None
 
 
-class _Taken(torch.autograd.Function):
+class _ReplayedOutput(torch.autograd.Function):
     """Recorded `part` in place of a region's result. Backward passes on the recorded `gradient`."""
 
     @staticmethod
@@ -373,14 +373,14 @@ def _compare_gradients(found: torch.Tensor | None, expected: torch.Tensor | None
         found = torch.zeros_like(expected)
     if expected is None:
         expected = torch.zeros_like(found)
-    _compare(found, expected, f"the gradient of {of}", ROUNDING_OF_SUMS)
+    _compare(found, expected, f"the gradient of {of}", GRADIENT_TOLERANCE_EPS)
 
 
 def _compare(
-    found: torch.Tensor, expected: torch.Tensor, what: str, rounding: int = ROUNDING
+    found: torch.Tensor, expected: torch.Tensor, what: str, rounding: int = VALUE_TOLERANCE_EPS
 ) -> None:
     if found.shape != expected.shape:
-        raise Differs(
+        raise PartMismatchError(
             f"{what} is of shape {list(found.shape)} for a part of the positions, not "
             f"{list(expected.shape)}"
         )
@@ -389,4 +389,4 @@ def _compare(
     if expected.is_floating_point():
         allowed = rounding * torch.finfo(expected.dtype).eps
     if difference > allowed * expected.double().norm():
-        raise Differs(f"{what} is not that of each position by itself")
+        raise PartMismatchError(f"{what} is not that of each position by itself")

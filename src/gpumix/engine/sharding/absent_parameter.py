@@ -13,28 +13,28 @@ from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.sharding.shard import Piece
 from gpumix.schema.errors import InputError
 
-HARMLESS_PROPERTIES = ("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout",
+PERMITTED_PROPERTIES = ("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout",
                        "is_cuda", "is_cpu", "is_meta", "is_quantized", "is_sparse")  # fmt: skip
-HARMLESS_METHODS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point",
+PERMITTED_METHODS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point",
                     "is_complex", "stride", "requires_grad_", "__hash__")  # fmt: skip
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _OWN_GRAD: Any = torch.Tensor.grad
 # Permitted operations on a parameter without values.
-HARMLESS = frozenset(
-    [getattr(torch.Tensor, name).__get__ for name in HARMLESS_PROPERTIES]
-    + [getattr(torch.Tensor, name) for name in HARMLESS_METHODS]
+PERMITTED_FUNCTIONS = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in PERMITTED_PROPERTIES]
+    + [getattr(torch.Tensor, name) for name in PERMITTED_METHODS]
     + [_REQUIRES_GRAD.__set__]
 )
 
 
-class Away(nn.Parameter):
+class AbsentParameter(nn.Parameter):
     """A parameter with a shape but no values; any other use raises an error with the name."""
 
     parameter_name: str
 
     @staticmethod
-    def of(parameter: nn.Parameter, name: str) -> Away:
-        away = torch.Tensor._make_subclass(Away, parameter.data, parameter.requires_grad)
+    def of(parameter: nn.Parameter, name: str) -> AbsentParameter:
+        away = torch.Tensor._make_subclass(AbsentParameter, parameter.data, parameter.requires_grad)
         away.parameter_name = name
         return away
 
@@ -46,10 +46,12 @@ class Away(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in HARMLESS:
+        if func in PERMITTED_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        named = [a.parameter_name for a in tree_leaves((args, kwargs)) if isinstance(a, Away)]
+        named = [
+            a.parameter_name for a in tree_leaves((args, kwargs)) if isinstance(a, AbsentParameter)
+        ]
         if func == _OWN_GRAD.__get__:
             raise ModelError(
                 f"the gradient of parameter '{named[0]}' is read, and this rank has a piece of it",
@@ -67,7 +69,7 @@ class Away(nn.Parameter):
         )
 
 
-class AtRest(nn.Parameter):
+class MasterParameter(nn.Parameter):
     """A parameter between two steps on a rank with all of its values, which the optimizer updates.
     `grad` is the gradient that the optimizer will use."""
 
@@ -76,8 +78,8 @@ class AtRest(nn.Parameter):
     _place: int = 0
 
     @staticmethod
-    def of(values: torch.Tensor, piece: Piece) -> AtRest:
-        rest = torch.Tensor._make_subclass(AtRest, values, piece.local.requires_grad)
+    def of(values: torch.Tensor, piece: Piece) -> MasterParameter:
+        rest = torch.Tensor._make_subclass(MasterParameter, values, piece.local.requires_grad)
         rest._piece, rest._place = piece, values.data_ptr()
         return rest
 
@@ -128,7 +130,7 @@ class AtRest(nn.Parameter):
             )
 
 
-def refuse_thawed(parameter: Away | AtRest, trained: bool) -> None:
+def check_requires_grad(parameter: AbsentParameter | MasterParameter, trained: bool) -> None:
     """Refuse a parameter frozen or thawed by the user since the model was sharded.
 
     Raises:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from gpumix.engine.comm.communicator import Pending
 from gpumix.engine.sharding.flat_group import FlatGroup, storage_of
-from gpumix.engine.sharding.gather_buffer import Arrivals
+from gpumix.engine.sharding.gather_buffer import GatherBuffer
 from gpumix.engine.sharding.gradient_fingerprint import See
 from gpumix.engine.sharding.shard import Piece, Scale
 from gpumix.engine.sharding.shard_layout import Division
@@ -32,7 +32,7 @@ class Bucket:
         name: str,
         groups: Sequence[FlatGroup],
         division: Division,
-        arrivals: Arrivals | None = None,
+        arrivals: GatherBuffer | None = None,
     ) -> None:
         self.name = name
         self.groups = list(groups)
@@ -102,7 +102,7 @@ class Bucket:
     def release(self) -> None:
         """Release the parameters until the next gather; resident parameters stay."""
         if not self._resident:
-            self._put_away()
+            self._remove_parameters()
 
     def values_changed(self) -> None:
         """Mark the gathered values as outdated, because trained and frozen values changed."""
@@ -115,13 +115,13 @@ class Bucket:
 
     def leave(self) -> None:
         """Release the parameters until the next step, before which masters may change."""
-        self._put_away()
+        self._remove_parameters()
         for group in self.groups:
             group.rest()
         for group in self.trainable:
             group.may_change()
 
-    def _put_away(self) -> None:
+    def _remove_parameters(self) -> None:
         if self._gathering is None:
             return
         for group in self.groups:
@@ -140,7 +140,7 @@ class Bucket:
             group.end_gradient()
         if self.see is not None and self.trainable:
             self.see(self.name, [group.gradient for group in self.trainable])
-        self._reduction = _together([group.reduce(scale) for group in self.trainable])
+        self._reduction = _zip_collectives([group.reduce(scale) for group in self.trainable])
         self._reducing = next(self._reduction, [])
         self._comm.record.issued("reduce", self.name, self._reducing)
 
@@ -172,7 +172,7 @@ class Bucket:
         self.leave()
 
 
-def _together(reductions: Sequence[Iterator[list[Pending]]]) -> Iterator[list[Pending]]:
+def _zip_collectives(reductions: Sequence[Iterator[list[Pending]]]) -> Iterator[list[Pending]]:
     """Yield the n-th collectives of all reductions together."""
     while started := [pending for one in reductions for pending in next(one, [])]:
         yield started

@@ -23,13 +23,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from gpumix.engine.comm.communicator import Borrowed, Pending
+from gpumix.engine.comm.communicator import Pending, PooledTensor
 from gpumix.engine.model.forward_coroutine import ModelError
-from gpumix.engine.sharding.absent_parameter import AtRest, Away, refuse_thawed
+from gpumix.engine.sharding.absent_parameter import (
+    AbsentParameter,
+    MasterParameter,
+    check_requires_grad,
+)
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard import Piece, Scale, Shard, ShardMember, Source
 from gpumix.engine.sharding.shard_layout import Division, Kind
-from gpumix.engine.sharding.unit_discovery import Slot
+from gpumix.engine.sharding.unit_discovery import ParameterSlot
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,9 @@ class FlatGroupSpec:
         divisions: division of each part of the parameters on this rank; usually one.
     """
 
-    def __init__(self, slots: list[Slot], dtypes: Dtypes, divisions: tuple[Division, ...]) -> None:
+    def __init__(
+        self, slots: list[ParameterSlot], dtypes: Dtypes, divisions: tuple[Division, ...]
+    ) -> None:
         first = slots[0].parameter
         self.slots = sorted(slots, key=lambda slot: slot.summed)
         self.divisions = divisions
@@ -69,16 +75,20 @@ class FlatGroupSpec:
         self.master_dtype = torch.float32 if self.trainable else self.gathered_dtype
 
     @classmethod
-    def among(cls, slots: list[Slot], dtypes: Dtypes, division: Division) -> list[FlatGroupSpec]:
+    def among(
+        cls, slots: list[ParameterSlot], dtypes: Dtypes, division: Division
+    ) -> list[FlatGroupSpec]:
         """Group parameters by buffer; trained groups first."""
-        alike: dict[tuple[bool, torch.dtype | None, Kind], list[Slot]] = {}
+        alike: dict[tuple[bool, torch.dtype | None, Kind], list[ParameterSlot]] = {}
         # Odd sizes last: kernels want all other parameters to begin at round addresses.
         for slot in sorted(slots, key=lambda s: s.parameter.numel() % ROUND_NUMEL != 0):
             p = slot.parameter
             kind = (p.requires_grad, None if p.is_floating_point() else p.dtype)
             alike.setdefault((*kind, division.kind_of(slot)), []).append(slot)
         ordered = sorted(alike.items(), key=lambda item: str(item[0]), reverse=True)
-        return [cls(of_kind, dtypes, division.by_kind(kind[-1])) for kind, of_kind in ordered]
+        return [
+            cls(of_kind, dtypes, division.select_divisions(kind[-1])) for kind, of_kind in ordered
+        ]
 
     def members(self, number: int) -> list[ShardMember]:
         """Return the members of the vector of a division."""
@@ -110,7 +120,7 @@ class FlatGroupSpec:
 
 
 @dataclass
-class Receiving:
+class GradientAccumulation:
     """Flag for gradients of a group's parameters being summed: from the begin of the group's
     backward to the begin of its reduction. Gradients at another time come from another part of the
     model, and would be lost."""
@@ -118,7 +128,7 @@ class Receiving:
     label: str
     now: bool = False
 
-    def refuse_other(self) -> None:
+    def check_active(self) -> None:
         """Refuse a gradient while gradients are not summed.
 
         Raises:
@@ -135,7 +145,7 @@ class Receiving:
 
 
 @dataclass
-class OwnGradient:
+class ParameterGradient:
     """Place where a parameter's gradient is summed, and the hook copying the first gradient there.
 
     Until the first gradient, the parameter's `grad` is None, and the content of `place` is
@@ -209,9 +219,9 @@ class FlatGroup:
             and (self._division.replicated or self._division.comm.world == 1)
         )
         self._install(alike)
-        self._parts = _Parts(self.views, alike) if in_parts else None
-        self._gradients: list[OwnGradient] = []
-        self._receiving = Receiving(label)
+        self._parts = _LocalParts(self.views, alike) if in_parts else None
+        self._gradients: list[ParameterGradient] = []
+        self._receiving = GradientAccumulation(label)
         self.unused: set[str] | None = None  # since the step began; None: no backward has ended
         if self.trainable:
             self._point_gradients(alike)
@@ -228,8 +238,10 @@ class FlatGroup:
     def _install(self, alike: FlatGroupSpec) -> None:
         """Replace the modules' parameters by views of the buffer."""
         self.views: list[nn.Parameter] = []
-        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Away]] = []
-        self._at_rest: list[tuple[dict[str, nn.Parameter | None], str, AtRest]] = []
+        self._places: list[
+            tuple[dict[str, nn.Parameter | None], str, nn.Parameter, AbsentParameter]
+        ] = []
+        self._at_rest: list[tuple[dict[str, nn.Parameter | None], str, MasterParameter]] = []
         masters: Sequence[torch.Tensor | None] = [None] * len(alike.slots)
         if self.is_whole:
             masters = self.shards[0].master.split(alike.numels)
@@ -241,11 +253,11 @@ class FlatGroup:
             shaped = nn.Parameter(
                 view.view(slot.window.local_shape).data, slot.parameter.requires_grad
             )
-            away = Away.of(shaped, slot.name)
+            away = AbsentParameter.of(shaped, slot.name)
             for module, attribute in slot.places:
                 self._places.append((module._parameters, attribute, shaped, away))
             if master is not None:
-                rest = AtRest.of(
+                rest = MasterParameter.of(
                     master.view(slot.window.local_shape), self.shards[0].pieces[number]
                 )
                 self._at_rest += [(m._parameters, attribute, rest) for m, attribute in slot.places]
@@ -266,8 +278,10 @@ class FlatGroup:
         for slot, view, gradient in zip(alike.slots, self.views, places):
             place = gradient.view(view.shape)
             view.grad = place
-            put = view.register_post_accumulate_grad_hook(partial(_put, place, self._receiving))
-            self._gradients.append(OwnGradient(slot.name, view, place, put))
+            put = view.register_post_accumulate_grad_hook(
+                partial(_copy_first_gradient, place, self._receiving)
+            )
+            self._gradients.append(ParameterGradient(slot.name, view, place, put))
 
     def names_by_parameter(self) -> Iterator[tuple[nn.Parameter, str]]:
         """Yield the parameters that modules may contain, with the names of the pieces."""
@@ -333,13 +347,13 @@ class FlatGroup:
         """
         self.unused = None
         for _, _, rest in self._at_rest:
-            refuse_thawed(rest, self.trainable)
+            check_requires_grad(rest, self.trainable)
             rest.refuse_changes()
         if self._at_rest:
             self.remove()
             return
         for _, _, _, away in self._places:
-            refuse_thawed(away, self.trainable)
+            check_requires_grad(away, self.trainable)
 
     def gather_masters(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Yield every full parameter, as a view of temporary memory. Collective."""
@@ -384,7 +398,7 @@ class FlatGroup:
             return [gradient.name for gradient in self._gradients]
         return self.unused
 
-    def gradients_of(self, module: nn.Module) -> list[OwnGradient]:
+    def gradients_of(self, module: nn.Module) -> list[ParameterGradient]:
         """Return the gradients of a module's own parameters, for code adding to gradients."""
         own = {id(v) for held, _, v, _ in self._places if held is module._parameters}
         return [gradient for gradient in self._gradients if id(gradient.view) in own]
@@ -402,17 +416,19 @@ class FlatGroup:
         if division.repeats > 1:
             self.gradient.div_(division.repeats)
         if self._parts is None:
-            yield from together([self.shards[0].reduce(self.gradient, scale)])
+            yield from zip_collectives([self.shards[0].reduce(self.gradient, scale)])
             return
         # All parts at once: ranks with a single part continue with the next collective.
         rooms = self._rooms()
         for number, room in enumerate(rooms):
             self._parts.copy_gradient(number, room.tensor[0])
-        yield from together([s.reduce(r.tensor[0], scale) for s, r in zip(self.shards, rooms)])
+        yield from zip_collectives(
+            [s.reduce(r.tensor[0], scale) for s, r in zip(self.shards, rooms)]
+        )
         for room in rooms:
             room.give_back()
 
-    def _rooms(self) -> list[Borrowed]:
+    def _rooms(self) -> list[PooledTensor]:
         """Borrow memory for the gradients of each part."""
         comm = self._division.comm
         return [comm.borrow("parts", self.gradient, 1, shard.numel) for shard in self.shards]
@@ -446,13 +462,13 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def together(reductions: Sequence[Iterator[Pending]]) -> Iterator[list[Pending]]:
+def zip_collectives(reductions: Sequence[Iterator[Pending]]) -> Iterator[list[Pending]]:
     """Yield the n-th collectives of all reductions at once."""
     while started := [pending for one in reductions if (pending := next(one, None)) is not None]:
         yield started
 
 
-def expect_largest(trained: Sequence[FlatGroup]) -> None:
+def reserve_reduction_memory(trained: Sequence[FlatGroup]) -> None:
     """Reserve the memory for reducing `trained` groups. Of groups divided by the same ranks, the
     largest reserves for all."""
     largest: dict[int, FlatGroup] = {}
@@ -464,7 +480,7 @@ def expect_largest(trained: Sequence[FlatGroup]) -> None:
         group.expect_reduce()
 
 
-class _Parts:
+class _LocalParts:
     """Parts of parameters divided by other ranks, on a rank with several parts.
 
     Args:
@@ -511,9 +527,11 @@ def _put_together(window: ParameterSlice, parts: Sequence[torch.Tensor]) -> torc
     return found
 
 
-def _put(place: torch.Tensor, receiving: Receiving, view: torch.Tensor) -> None:
+def _copy_first_gradient(
+    place: torch.Tensor, receiving: GradientAccumulation, view: torch.Tensor
+) -> None:
     """Copy the first gradient of `view` to the place where later gradients are added."""
-    receiving.refuse_other()
+    receiving.check_active()
     if view.grad is not place:
         assert view.grad is not None, "it has just been accumulated"
         place.copy_(view.grad)

@@ -21,7 +21,7 @@ class ArrivingBucket(Protocol):
         """Wait for the parameters, and cast them into the bucket's own memory."""
 
 
-class Arrivals:
+class GatherBuffer:
     """Memory for the largest bucket's parameters in the communication dtype. Buckets arrive here
     one after another, and each is cast into its own memory.
 

@@ -20,7 +20,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.files import NotAFileError, check_is_file, why_unreadable
 
 
-def source_of(model: nn.Module, weights: Path | None = None) -> Source:
+def make_source(model: nn.Module, weights: Path | None = None) -> Source:
     """Return the source of initial values of `model`'s parameters.
 
     Args:
@@ -30,20 +30,24 @@ def source_of(model: nn.Module, weights: Path | None = None) -> Source:
         InputError: the files cannot be read, lack a parameter or have it in another shape; or, when
             a value is requested, the model has no value and no initializer.
     """
-    return _own_values(model) if weights is None else _from_files(_Files(weights), model)
+    return (
+        _make_model_source(model)
+        if weights is None
+        else _make_file_source(_SafetensorsFiles(weights), model)
+    )
 
 
-def unused(model: nn.Module, weights: Path) -> list[str]:
+def find_unused_tensors(model: nn.Module, weights: Path) -> list[str]:
     """Return the names of tensors in `weights` that are no parameters or buffers of `model`."""
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    return sorted(_Files(weights).holding.keys() - known)
+    return sorted(_SafetensorsFiles(weights).holding.keys() - known)
 
 
 def load_buffers(model: nn.Module, weights: Path) -> None:
     """Load `model`'s persistent buffers (running statistics, say) from `weights`; buffers not in
     there stay as is."""
-    files = _Files(weights)
+    files = _SafetensorsFiles(weights)
     loaded: dict[torch.Tensor, torch.Tensor] = {}  # files hold shared buffers under one name
     owned: list[tuple[nn.Module, str, torch.Tensor]] = []
     for prefix, module in model.named_modules():
@@ -53,13 +57,13 @@ def load_buffers(model: nn.Module, weights: Path) -> None:
                 continue
             owned.append((module, key, buffer))
             if buffer not in loaded and name in files.holding:
-                with files.opened(name) as tensor:
+                with files.open_tensor(name) as tensor:
                     loaded[buffer] = tensor[...].to(buffer.dtype)
     for module, key, buffer in owned:
         module._buffers[key] = loaded.get(buffer, buffer)
 
 
-def _own_values(model: nn.Module) -> Source:
+def _make_model_source(model: nn.Module) -> Source:
     log = log_of(model)
 
     def source(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
@@ -76,7 +80,7 @@ def _own_values(model: nn.Module) -> Source:
     return source
 
 
-def _from_files(files: _Files, model: nn.Module) -> Source:
+def _make_file_source(files: _SafetensorsFiles, model: nn.Module) -> Source:
     # A file holds tied parameters once, under any of their names.
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -95,13 +99,13 @@ def _from_files(files: _Files, model: nn.Module) -> Source:
     )
 
     def source(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
-        with files.opened(found[id(parameter)]) as tensor:
-            return _interval(tensor, parameter.shape, start, end)
+        with files.open_tensor(found[id(parameter)]) as tensor:
+            return _read_interval(tensor, parameter.shape, start, end)
 
     return source
 
 
-class _Files:
+class _SafetensorsFiles:
     """Safetensors file, or all files of a folder; `holding` has the file of each tensor, `shapes`
     the shape."""
 
@@ -117,20 +121,20 @@ class _Files:
         self.holding: dict[str, Path] = {}
         self.shapes: dict[str, list[int]] = {}
         for file in files:
-            with _opened(file) as opened:
+            with _open_safetensors(file) as opened:
                 for name in opened.keys():  # noqa: SIM118 - no mapping
                     self.holding[name] = file
                     self.shapes[name] = opened.get_slice(name).get_shape()
 
     @contextlib.contextmanager
-    def opened(self, name: str) -> Iterator[Any]:
+    def open_tensor(self, name: str) -> Iterator[Any]:
         """Open tensor `name`, without reading it."""
-        with _opened(self.holding[name]) as opened:
+        with _open_safetensors(self.holding[name]) as opened:
             yield opened.get_slice(name)
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _open_safetensors(file: Path) -> Iterator[Any]:
     try:
         check_is_file(file)  # opening anything else may block with Python's lock held
         with safe_open(file, framework="pt") as opened:
@@ -144,7 +148,7 @@ def _opened(file: Path) -> Iterator[Any]:
         ) from error
 
 
-def _interval(tensor: Any, shape: torch.Size, start: int, end: int) -> torch.Tensor:
+def _read_interval(tensor: Any, shape: torch.Size, start: int, end: int) -> torch.Tensor:
     """Return elements [start, end) of a tensor on disk, flattened; reads only the rows needed."""
     if not shape:
         return tensor[...].reshape(-1)[start:end]

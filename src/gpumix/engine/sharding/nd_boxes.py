@@ -13,7 +13,7 @@ from math import prod
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
+def split_into_boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
     """Return the boxes (offset, size) that cover elements [start, end) of a tensor, in order.
 
     At most 2 * dimensions - 1 boxes; a tensor without dimensions has the one box ((), ()).
@@ -23,10 +23,10 @@ def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
     """
     if not 0 <= start <= end <= prod(shape):
         raise ValueError(f"[{start}, {end}) is not inside a tensor of shape {tuple(shape)}")
-    return _cover(tuple(shape), start, end) if start < end else []
+    return _cover_interval(tuple(shape), start, end) if start < end else []
 
 
-def _cover(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
+def _cover_interval(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
     """Return the boxes of a non-empty interval: end of a row, full rows, start of a row."""
     if not shape:
         return [((), ())]
@@ -34,17 +34,17 @@ def _cover(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
     first, head = divmod(start, row)
     last, tail = divmod(end, row)
     if first == last:
-        return _in_row(first, _cover(inner, head, tail))
+        return _prepend_row(first, _cover_interval(inner, head, tail))
     found: list[Box] = []
     if head:
-        found += _in_row(first, _cover(inner, head, row))
+        found += _prepend_row(first, _cover_interval(inner, head, row))
         first += 1
     if first < last:
         found.append(((first, *(0,) * len(inner)), (last - first, *inner)))
     if tail:
-        found += _in_row(last, _cover(inner, 0, tail))
+        found += _prepend_row(last, _cover_interval(inner, 0, tail))
     return found
 
 
-def _in_row(row: int, found: list[Box]) -> list[Box]:
+def _prepend_row(row: int, found: list[Box]) -> list[Box]:
     return [((row, *offset), (1, *size)) for offset, size in found]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
-from gpumix.engine.sharding.unit_discovery import Anatomy
+from gpumix.engine.sharding.unit_discovery import ModelUnits
 from gpumix.schema.plan.plan import Plan
 
 
@@ -27,7 +27,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Inventory:
+class ParameterIndex:
     """Parameters and units of an unsharded model.
 
     Attributes:
@@ -43,7 +43,7 @@ class Inventory:
     _plan: Plan
 
     @classmethod
-    def of(cls, model: nn.Module, anatomy: Anatomy, plan: Plan) -> Inventory:
+    def of(cls, model: nn.Module, anatomy: ModelUnits, plan: Plan) -> ParameterIndex:
         """Make the inventory, before parameters are replaced by views of buffers."""
         own = {id(s.parameter): s.name for unit in anatomy.all for s in unit.slots}
         stages = {name: n for n, stage in enumerate(plan.stages) for name in stage.units}
@@ -65,7 +65,7 @@ class Inventory:
         return cls(names, parameters, units, stages, plan)
 
     @property
-    def of_one_stage(self) -> bool:
+    def is_single_stage(self) -> bool:
         """True if every rank has a part of every parameter."""
         return len(self._plan.stages) == 1
 
@@ -74,7 +74,7 @@ class Inventory:
         """True if any parameter is trained, on any rank."""
         return any(stored.trained for stored in self.parameters.values())
 
-    def keeper(self, module: str) -> int:
+    def find_training_rank(self, module: str) -> int:
         """Return the first training rank of the stage that computes a module; of the first stage
         for modules outside of units."""
         stage = next((s for u, s in self._stages.items() if f"{module}.".startswith(f"{u}.")), 0)

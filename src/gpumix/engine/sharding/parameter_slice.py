@@ -14,9 +14,9 @@ from math import prod
 
 import torch
 
-from gpumix.engine.sharding.nd_boxes import Box, boxes
+from gpumix.engine.sharding.nd_boxes import Box, split_into_boxes
 
-Run = tuple[int, int]
+IndexRange = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ParameterSlice:
         return self.parts == 1
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[IndexRange, ...]:
         """Ranges of indices along `dim` in the window, as (begin, end)."""
         of_one = self.shape[self.dim] // self.packed
         size = of_one // self.parts
@@ -90,7 +90,7 @@ class ParameterSlice:
     def boxes(self, start: int, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield the boxes of the full tensor that elements [start, start + len(flat)) of the window
         fill, each with a view of `flat`."""
-        found = boxes(self.local_shape, start, start + flat.numel())
+        found = split_into_boxes(self.local_shape, start, start + flat.numel())
         stretches = flat.split([prod(size) for _, size in found]) if found else ()
         for (offset, size), stretch in zip(found, stretches):
             yield from self._unfolded(offset, stretch.view(size))

@@ -15,7 +15,7 @@ from torch import nn
 
 from gpumix.engine.comm.communicator import Pending
 from gpumix.engine.offload.copy_lanes import CopyLane
-from gpumix.engine.offload.host_offload import empty_on_host
+from gpumix.engine.offload.host_offload import allocate_on_host
 from gpumix.engine.offload.state_transfers import HostMasters
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard_layout import Division
@@ -141,7 +141,7 @@ class Shard:
             start, end, offset = self._part(begin, numel)
             view = self.master[offset : offset + end - start]
             if end > start:
-                view.copy_(_values(source, member, start, end))
+                view.copy_(_read_initial_values(source, member, start, end))
             local = nn.Parameter(view.detach(), requires_grad=self.trainable)
             copy, copies = division.copy
             if member.window.whole:
@@ -162,7 +162,7 @@ class Shard:
         if self._sums_in is not None:
             self.gradient = self._sums_in[self.start : self.end]
         elif self._on_host:
-            own = empty_on_host(self.end - self.start, torch.float32, self._device)
+            own = allocate_on_host(self.end - self.start, torch.float32, self._device)
             self.gradient = own.zero_()
         else:
             own = torch.empty(self.end - self.start, dtype=torch.float32, device=self._device)
@@ -198,7 +198,7 @@ class Shard:
             return self._gather(into, self.master)
         pending = []
         mark = self._host.send(lambda values: pending.append(self._gather(into, values)))
-        return pending[0].then(mark.hold_back)
+        return pending[0].then(mark.block_current_stream)
 
     def _gather(self, into: torch.Tensor, values: torch.Tensor) -> Pending:
         """Start to gather `values` as this rank's interval, behind the current stream."""
@@ -281,7 +281,7 @@ class Shard:
     def _deliver(self, rows: torch.Tensor, scale: Scale | None) -> None:
         """Take the sum of `rows`, [n, own interval], as this rank's part, before scaling."""
         if self._on_host:
-            self._land(rows, scale)
+            self._deliver_to_host(rows, scale)
             return
         if scale is None:
             self._add(rows)
@@ -295,10 +295,10 @@ class Shard:
                 self._carried = None
         else:
             self._zero(fresh)
-            own.addcmul_(_summed(rows), scale())
-        self._hand_out()
+            own.addcmul_(_sum_into_first(rows), scale())
+        self._assign_gradients()
 
-    def _land(self, rows: torch.Tensor, scale: Scale | None) -> None:
+    def _deliver_to_host(self, rows: torch.Tensor, scale: Scale | None) -> None:
         """Deliver on the host: the sum is copied there, and behind the copy, `rows` are free for
         the computing stream."""
         if scale is None:
@@ -306,7 +306,7 @@ class Shard:
         fresh = self._fresh()
         is_first = all(fresh) if scale is not None else not self._summed
         with self._lane.active():
-            part = _summed(rows)
+            part = _sum_into_first(rows)
             if scale is not None:
                 part.mul_(self._lane.uses(scale()))
             if is_first:
@@ -316,16 +316,16 @@ class Shard:
                     self._zero(fresh)
                 self.gradient.add_(part.to(self.gradient.device))  # the host waits
         if not self._division.replicated:  # else rows are the gradient, used once in a step
-            self._lane.mark().hold_back()
+            self._lane.mark().block_current_stream()
         if scale is None:
             self._summed = True
         else:
-            self._hand_out()
+            self._assign_gradients()
 
     def _add(self, rows: torch.Tensor) -> None:
         self._remember()
         if self._summed:
-            self.gradient.add_(_summed(rows))
+            self.gradient.add_(_sum_into_first(rows))
         else:
             _sum(rows, self.gradient)
         self._summed = True
@@ -345,7 +345,7 @@ class Shard:
             _multiply(self.gradient, scale().to(self.gradient.device))
             if self._carried is not None:
                 self.gradient.add_(self._carried)
-            self._hand_out()
+            self._assign_gradients()
         self.forget_sums()
 
     def forget_sums(self) -> None:
@@ -359,7 +359,7 @@ class Shard:
             if is_new and piece.name in names:
                 piece.local.grad = None
 
-    def _hand_out(self) -> None:
+    def _assign_gradients(self) -> None:
         self._new = self._fresh()
         for piece, gradient in zip(self.pieces, self._piece_gradients):
             piece.local.grad = gradient
@@ -374,7 +374,7 @@ class Shard:
                 gradient.zero_()
 
 
-def _values(source: Source, member: ShardMember, start: int, end: int) -> torch.Tensor:
+def _read_initial_values(source: Source, member: ShardMember, start: int, end: int) -> torch.Tensor:
     """Return initial values of elements [start, end) of a parameter's window."""
     parameter = member.parameter
     if member.window.whole:
@@ -389,7 +389,7 @@ def _multiply(value: torch.Tensor, scale: torch.Tensor) -> None:
         value.mul_(scale)
 
 
-def _summed(rows: torch.Tensor) -> torch.Tensor:
+def _sum_into_first(rows: torch.Tensor) -> torch.Tensor:
     """Sum the rows, into the first row."""
     for row in rows[1:]:
         rows[0].add_(row)

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from gpumix.engine.comm.communicator import Borrowed, Communicator, Pending
+from gpumix.engine.comm.communicator import Communicator, Pending, PooledTensor
 from gpumix.schema.plan.plan import Plan, ZeroStage
-from gpumix.schema.plan.splitting import Intervals, cut
+from gpumix.schema.plan.splitting import ShardIntervals, compute_shard_offsets
 from gpumix.schema.plan.stage import Worker
 
 if TYPE_CHECKING:
-    from gpumix.engine.sharding.unit_discovery import Slot
+    from gpumix.engine.sharding.unit_discovery import ParameterSlot
 
 Kind = Literal["divided", "whole", "summed"]
 
@@ -60,13 +60,13 @@ class Division:
     others: tuple[Division, ...] = ()
     undivided: Division | None = None
 
-    def kind_of(self, slot: Slot) -> Kind:
+    def kind_of(self, slot: ParameterSlot) -> Kind:
         """Return the kind of a parameter; parameters of a kind are divided together."""
         if self.undivided is None or slot.divided:
             return "divided"
         return "summed" if slot.summed else "whole"
 
-    def by_kind(self, kind: Kind) -> tuple[Division, ...]:
+    def select_divisions(self, kind: Kind) -> tuple[Division, ...]:
         """Return the divisions of parameters of a kind, for each part on this rank."""
         if self.undivided is None or kind == "divided":
             return (self, *self.others)
@@ -94,15 +94,15 @@ class Division:
             return self.comm.rank, self.comm.world
         return 0 if self.first else 1, 1
 
-    def intervals(self, numel: int) -> Intervals:
+    def intervals(self, numel: int) -> ShardIntervals:
         """Return each rank's interval of a flat buffer of `numel` elements. Buffers of equal length
         share one value, because it has a number for each rank."""
         if numel not in self._intervals:
-            self._intervals[numel] = Intervals(cut(numel, self.shares))
+            self._intervals[numel] = ShardIntervals(compute_shard_offsets(numel, self.shares))
         return self._intervals[numel]
 
     @cached_property
-    def _intervals(self) -> dict[int, Intervals]:
+    def _intervals(self) -> dict[int, ShardIntervals]:
         return {}
 
     def interval(self, numel: int) -> tuple[int, int]:
@@ -111,7 +111,7 @@ class Division:
             return 0, numel
         return self.intervals(numel).of(self.comm.rank)
 
-    def by(self, plan: Plan) -> Division:
+    def with_shares_of(self, plan: Plan) -> Division:
         """Return the division with the shares of a plan that differs in shares only."""
         return replace(self, shares=plan.stages[0].shares)
 
@@ -180,7 +180,7 @@ class Division:
         own = next(number for number, ranks in enumerate(hosts) if comm.rank in ranks)
         shares = [tuple(workers[rank].state_share for rank in ranks) for ranks in hosts]
         inside = comm.subgroup(hosts)
-        copies = _copies(hosts, own, shares, comm)
+        copies = _make_host_sums(hosts, own, shares, comm)
         ranks = tuple(hosts[own])
         return cls(plan.zero_stage, shares[own], inside, ranks, copies, own == 0, on_host)
 
@@ -207,7 +207,7 @@ class HostSums(ABC):
 
 
 @dataclass(frozen=True)
-class _Likes(HostSums):
+class _EqualHostSums(HostSums):
     """Copies cut equally on all hosts: ranks with equal intervals all-reduce."""
 
     likes: Communicator
@@ -220,7 +220,7 @@ class _Likes(HostSums):
 
 
 @dataclass(frozen=True)
-class _Overlaps(HostSums):
+class _OverlappingHostSums(HostSums):
     """Copies cut unequally: ranks exchange overlaps, and each rank sums in the order of hosts."""
 
     hosts: list[list[int]]
@@ -229,7 +229,7 @@ class _Overlaps(HostSums):
     comm: Communicator
 
     def start_sum(self, part: torch.Tensor, numel: int, label: str) -> Pending:
-        common = self._common(numel)
+        common = self._find_overlaps(numel)
         sizes = [0] * self.comm.world
         for rank, _, low, high in common:
             sizes[rank] = high - low
@@ -253,19 +253,19 @@ class _Overlaps(HostSums):
         return pending.then(finish)
 
     def expect_sum(self, part: torch.Tensor, numel: int) -> None:
-        common = sum(high - low for _, _, low, high in self._common(numel))
+        common = sum(high - low for _, _, low, high in self._find_overlaps(numel))
         for room in self._borrow(part, common):
             room.give_back()
 
-    def _borrow(self, part: torch.Tensor, common: int) -> list[Borrowed]:
+    def _borrow(self, part: torch.Tensor, common: int) -> list[PooledTensor]:
         """Borrow memory for sent data, received data and the sum."""
         lengths = {"sent to hosts": common, "from hosts": common, "sum": part.numel()}
         return [self.comm.borrow(purpose, part, 1, n) for purpose, n in lengths.items()]
 
-    def _common(self, numel: int) -> list[tuple[int, int, int, int]]:
+    def _find_overlaps(self, numel: int) -> list[tuple[int, int, int, int]]:
         """Return overlaps with ranks of other hosts, in the order of ranks: rank, host, begin and
         end relative to this rank's interval."""
-        cuts = [cut(numel, shares) for shares in self.shares]
+        cuts = [compute_shard_offsets(numel, shares) for shares in self.shares]
         place = self.hosts[self.own].index(self.comm.rank)
         begin, end = cuts[self.own][place : place + 2]
         return sorted(
@@ -276,11 +276,11 @@ class _Overlaps(HostSums):
         )
 
 
-def _copies(
+def _make_host_sums(
     hosts: list[list[int]], own: int, shares: list[tuple[float, ...]], comm: Communicator
 ) -> HostSums | None:
     if len(hosts) == 1:
         return None
     if all(of_host == shares[0] for of_host in shares):
-        return _Likes(comm.subgroup([list(ranks) for ranks in zip(*hosts)]))
-    return _Overlaps(hosts, shares, own, comm)
+        return _EqualHostSums(comm.subgroup([list(ranks) for ranks in zip(*hosts)]))
+    return _OverlappingHostSums(hosts, shares, own, comm)

@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.model.extra_state import with_extra_state
+from gpumix.engine.model.extra_state import find_extra_state_modules
 from gpumix.engine.model.module_buffers import persistent_buffers
 from gpumix.engine.sharding.flat_group import FlatGroup
-from gpumix.engine.sharding.parameter_index import Inventory
+from gpumix.engine.sharding.parameter_index import ParameterIndex
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard import Piece
 from gpumix.schema.errors import InputError
@@ -40,7 +40,7 @@ class TensorPart:
     local: torch.Tensor
 
 
-Cut = tuple[TensorPart, ...]
+TensorParts = tuple[TensorPart, ...]
 """A tensor on this rank: a part of each window here, usually one."""
 
 
@@ -52,17 +52,17 @@ class WholeTensor:
 
 
 # Parameter name -> name of a state -> its value.
-OptimizerState = dict[str, dict[str, Cut | WholeTensor | Scalar]]
+OptimizerState = dict[str, dict[str, TensorParts | WholeTensor | Scalar]]
 
 
 # -- the model -------------------------------------------------------------------------------------
 
 
-def full_state(
+def gather_full_state(
     model: nn.Module,
     groups: Iterable[FlatGroup],
     comm: Communicator,
-    inventory: Inventory,
+    inventory: ParameterIndex,
     *,
     rank0_only: bool,
 ) -> dict[str, torch.Tensor]:
@@ -79,19 +79,21 @@ def full_state(
             first = inventory.parameters[piece.name].rank == comm.rank
             if keep or first:
                 values[piece.name] = value.to("cpu", copy=True)
-    if not inventory.of_one_stage:
-        _tell_others(values, comm, inventory)
+    if not inventory.is_single_stage:
+        _broadcast_parameters(values, comm, inventory)
     if not keep:
         return {}
     state = {name: values[own] for name, own in inventory.names.items()}
     for name, buffer in persistent_buffers(model).items():
         state[name] = buffer.detach().to("cpu", copy=True)
-    for name, module in with_extra_state(model).items():
+    for name, module in find_extra_state_modules(model).items():
         state[name] = module.get_extra_state()
     return state
 
 
-def _tell_others(values: dict[str, torch.Tensor], comm: Communicator, inventory: Inventory) -> None:
+def _broadcast_parameters(
+    values: dict[str, torch.Tensor], comm: Communicator, inventory: ParameterIndex
+) -> None:
     """Broadcast parameters between stages, a parameter at a time."""
     for name, stored in inventory.parameters.items():
         value = values.get(name)
@@ -106,7 +108,7 @@ def _tell_others(values: dict[str, torch.Tensor], comm: Communicator, inventory:
 def load_full_state(
     model: nn.Module,
     groups: Iterable[FlatGroup],
-    inventory: Inventory,
+    inventory: ParameterIndex,
     state: Mapping[str, torch.Tensor],
     *,
     strict: bool,
@@ -117,7 +119,7 @@ def load_full_state(
     Raises:
         InputError: names are missing or unexpected, or shapes differ; nothing was changed.
     """
-    names, extra = inventory.names, with_extra_state(model)
+    names, extra = inventory.names, find_extra_state_modules(model)
     beside = {name: value for name, value in state.items() if name in extra}
     state = {name: value for name, value in state.items() if name not in extra}
     given = {own: state[name] for name, own in names.items() if name in state}
@@ -170,7 +172,7 @@ def some_of(names: Sequence[str]) -> str:
 # -- the optimizer ---------------------------------------------------------------------------------
 
 
-def optimizer_state(pieces: Iterable[Piece], optimizer: Optimizer) -> OptimizerState:
+def collect_optimizer_state(pieces: Iterable[Piece], optimizer: Optimizer) -> OptimizerState:
     """Return the optimizer's state of this rank's pieces, by parameter name, without copies.
 
     Tensors of a piece's shape become parts; 0-dimensional tensors and numbers stay as is. States
@@ -181,7 +183,7 @@ def optimizer_state(pieces: Iterable[Piece], optimizer: Optimizer) -> OptimizerS
         InputError: the optimizer is for other parameters, or has state that belongs to no element.
     """
     pieces = list(pieces)
-    _check_ours(pieces, optimizer)
+    _check_optimizer_parameters(pieces, optimizer)
     wholes: Collection[str] = getattr(optimizer, "whole_states", ())
     found: OptimizerState = {}
     for piece in pieces:
@@ -191,19 +193,23 @@ def optimizer_state(pieces: Iterable[Piece], optimizer: Optimizer) -> OptimizerS
         for name, value in optimizer.state[piece.local].items():
             if value is None:
                 continue
-            new = WholeTensor(value.detach()) if name in wholes else _value(piece, name, value)
-            states[name] = beside(states.get(name), new)
+            new = (
+                WholeTensor(value.detach())
+                if name in wholes
+                else _make_state_value(piece, name, value)
+            )
+            states[name] = append_part(states.get(name), new)
     return found
 
 
-def beside(before: Cut | T | None, more: Cut | T) -> Cut | T:
+def append_part(before: TensorParts | T | None, more: TensorParts | T) -> TensorParts | T:
     """Append a part to a cut tensor; return any other `more` as is."""
     if isinstance(before, tuple) and isinstance(more, tuple):
         return (*before, *more)
     return more
 
 
-def _check_ours(pieces: Iterable[Piece], optimizer: Optimizer) -> None:
+def _check_optimizer_parameters(pieces: Iterable[Piece], optimizer: Optimizer) -> None:
     ours = {id(piece.local) for piece in pieces}
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [p for p in updated if id(p) not in ours and p.numel()]
@@ -215,7 +221,7 @@ def _check_ours(pieces: Iterable[Piece], optimizer: Optimizer) -> None:
         )
 
 
-def _value(piece: Piece, name: str, value: object) -> Cut | Scalar:
+def _make_state_value(piece: Piece, name: str, value: object) -> TensorParts | Scalar:
     if isinstance(value, torch.Tensor):
         if value.shape == piece.local.shape:
             return (TensorPart(piece.window, piece.start, piece.end, value.detach()),)
@@ -242,7 +248,7 @@ def load_optimizer_state(
         InputError: the optimizer is for other parameters, or the state is cut by another plan.
     """
     pieces = list(pieces)
-    _check_ours(pieces, optimizer)
+    _check_optimizer_parameters(pieces, optimizer)
     by_local = {id(piece.local): piece for piece in pieces}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     updated = [(n, by_local[id(p)]) for n, p in enumerate(parameters) if id(p) in by_local]
@@ -255,14 +261,18 @@ def load_optimizer_state(
         )
     packed = optimizer.state_dict()
     packed["state"] = {
-        number: {key: _local(piece, key, value) for key, value in state[piece.name].items()}
+        number: {
+            key: _select_local_state(piece, key, value) for key, value in state[piece.name].items()
+        }
         for number, piece in updated
         if piece.name in state
     }
     optimizer.load_state_dict(packed)
 
 
-def _local(piece: Piece, key: str, value: Cut | WholeTensor | Scalar) -> Scalar:
+def _select_local_state(
+    piece: Piece, key: str, value: TensorParts | WholeTensor | Scalar
+) -> Scalar:
     if isinstance(value, WholeTensor):
         return value.tensor
     if not isinstance(value, tuple):

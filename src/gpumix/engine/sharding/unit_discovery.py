@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumix.engine.sequence_parallel.positions import Positions
+from gpumix.engine.sequence_parallel.positions import PositionSharding
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.schema.errors import InputError
 from gpumix.schema.profile.profile import ROOT
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSlot:
     """Parameter with all places (module, attribute) of use; tied parameters have several.
 
     Attributes:
@@ -57,22 +57,22 @@ class Unit:
     name: str
     module: nn.Module
     kind: str
-    slots: tuple[Slot, ...]
-    positions: Positions | None = None
+    slots: tuple[ParameterSlot, ...]
+    positions: PositionSharding | None = None
 
     @property
     def trainable(self) -> int:
         """Number of elements with a gradient on this rank."""
         return sum(s.window.numel for s in self.slots if s.parameter.requires_grad)
 
-    def uses(self, slots: Iterable[Slot]) -> list[str]:
+    def uses(self, slots: Iterable[ParameterSlot]) -> list[str]:
         """Return the names of parameters inside the unit, owned or not."""
         inside = set(self.module.modules())
         return [slot.name for slot in slots if any(owner in inside for owner, _ in slot.places)]
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelUnits:
     """Model taken apart: units in the order of registration, and the root unit."""
 
     units: tuple[Unit, ...]
@@ -87,10 +87,10 @@ class Anatomy:
         """Return the unit called `name`; raise KeyError without any."""
         return {u.name: u for u in self.units}[name]
 
-    def of_kinds(self, kinds: Mapping[str, str]) -> Anatomy:
+    def of_kinds(self, kinds: Mapping[str, str]) -> ModelUnits:
         """Return a copy with new kinds, by names of units; the rest keep theirs."""
         units = (replace(unit, kind=kinds.get(unit.name, unit.kind)) for unit in self.units)
-        return Anatomy(tuple(units), self.root)
+        return ModelUnits(tuple(units), self.root)
 
     def fingerprint(self) -> str:
         """Return twelve hex digits for all names, kinds, shapes, dtypes and `requires_grad`."""
@@ -105,29 +105,29 @@ class Anatomy:
         return digest.hexdigest()[:12]
 
 
-def trains(model: nn.Module) -> bool:
+def has_trainable_parameters(model: nn.Module) -> bool:
     """Return True if any parameter requires a gradient."""
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
-def check_trains(model: nn.Module) -> None:
+def check_trainable(model: nn.Module) -> None:
     """Refuse a model with nothing to train.
 
     Raises:
         InputError: no parameter of the model requires a gradient.
     """
-    if not trains(model):
-        raise nothing_to_train()
+    if not has_trainable_parameters(model):
+        raise make_untrainable_error()
 
 
-def nothing_to_train() -> InputError:
+def make_untrainable_error() -> InputError:
     return InputError(
         "there is nothing to train: no parameter of the model requires a gradient",
         fix="set requires_grad of those parameters that are to be trained",
     )
 
 
-def dissect(model: nn.Module, wanted: Sequence[str] = ()) -> Anatomy:
+def split_into_units(model: nn.Module, wanted: Sequence[str] = ()) -> ModelUnits:
     """Take `model` apart into units.
 
     Args:
@@ -138,7 +138,7 @@ def dissect(model: nn.Module, wanted: Sequence[str] = ()) -> Anatomy:
         InputError: a wanted unit does not exist, or a parameter cannot be sharded.
     """
     _refuse_unfit(model)
-    found = _outermost(_wanted(model, wanted) if wanted else _found(model))
+    found = _outermost(_select_units(model, wanted) if wanted else _detect_units(model))
     found = [(name, module) for name, module in found if any(True for _ in module.parameters())]
     found = found or [("", model)]
     slots = _slots(model)
@@ -149,7 +149,7 @@ def dissect(model: nn.Module, wanted: Sequence[str] = ()) -> Anatomy:
         own = tuple(s for s in slots if owner[s.name] == name)
         units.append(Unit(name, module, _kind(module, own, kinds), own))
     root = Unit(ROOT, model, ROOT, tuple(s for s in slots if owner[s.name] == ROOT))
-    return Anatomy(tuple(units), root)
+    return ModelUnits(tuple(units), root)
 
 
 def _refuse_unfit(model: nn.Module) -> None:
@@ -175,7 +175,7 @@ def _refuse_unfit(model: nn.Module) -> None:
             )
 
 
-def _wanted(model: nn.Module, wanted: Sequence[str]) -> list[tuple[str, nn.Module]]:
+def _select_units(model: nn.Module, wanted: Sequence[str]) -> list[tuple[str, nn.Module]]:
     found = []
     for want in wanted:
         match = [
@@ -195,15 +195,15 @@ def _wanted(model: nn.Module, wanted: Sequence[str]) -> list[tuple[str, nn.Modul
     return sorted(dict(found).items(), key=lambda item: order[item[0]])
 
 
-def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _detect_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
     classes = _named_classes(model)
     named = [(n, m) for n, m in model.named_modules() if n and type(m).__name__ in classes]
-    table = _own_table(model)
+    table = _find_token_embedding(model)
     named = [(n, m) for n, m in named if table is m or table not in m.modules()]
     return named or list(_repeated(model)) or list(_children(model))
 
 
-def _own_table(model: nn.Module) -> nn.Module | None:
+def _find_token_embedding(model: nn.Module) -> nn.Module | None:
     """Return the token embedding table of a `transformers` model with text as one of several parts;
     else None. The model's own code looks up tokens, to insert results for pictures in between."""
     config: Any = getattr(model, "config", None)
@@ -257,19 +257,21 @@ def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]
     return [(name, module) for name, module in found if not inside_another(name)]
 
 
-def _slots(model: nn.Module) -> list[Slot]:
+def _slots(model: nn.Module) -> list[ParameterSlot]:
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, attribute))
     return [
-        Slot(name, parameter, tuple(places[id(parameter)]), ParameterSlice(parameter.shape))
+        ParameterSlot(
+            name, parameter, tuple(places[id(parameter)]), ParameterSlice(parameter.shape)
+        )
         for name, parameter in model.named_parameters()
     ]
 
 
-def _owners(found: list[tuple[str, nn.Module]], slots: list[Slot]) -> dict[str, str]:
+def _owners(found: list[tuple[str, nn.Module]], slots: list[ParameterSlot]) -> dict[str, str]:
     """Return the name of the owning unit of each parameter."""
     inside: dict[int, str] = {}
     for name, unit in found:
@@ -283,7 +285,7 @@ def _owners(found: list[tuple[str, nn.Module]], slots: list[Slot]) -> dict[str, 
     return owner
 
 
-def _kind(module: nn.Module, own: Sequence[Slot], kinds: dict[str, str]) -> str:
+def _kind(module: nn.Module, own: Sequence[ParameterSlot], kinds: dict[str, str]) -> str:
     """Return a name shared by units with the same structure and ownership; `kinds` maps structures
     to names so far."""
     structure = _structure(module, {id(slot.parameter) for slot in own})
@@ -318,7 +320,7 @@ def _is_setting(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def frozen_bytes(slots: Sequence[Slot], compute_dtype: torch.dtype) -> int:
+def frozen_bytes(slots: Sequence[ParameterSlot], compute_dtype: torch.dtype) -> int:
     """Count the bytes of frozen parameters, stored as gathered: floats in the compute dtype."""
     frozen = [(s.window.numel, s.parameter) for s in slots if not s.parameter.requires_grad]
     return sum(

@@ -13,7 +13,7 @@ import torch
 
 from gpumix.engine.comm.communicator import Communicator, Pending
 from gpumix.engine.sharding.bucket import Bucket
-from gpumix.engine.sharding.parameter_index import Inventory
+from gpumix.engine.sharding.parameter_index import ParameterIndex
 
 
 class UnusedParameters:
@@ -23,7 +23,9 @@ class UnusedParameters:
     flags: in most models none does, and updates proceed meanwhile.
     """
 
-    def __init__(self, comm: Communicator, buckets: Sequence[Bucket], inventory: Inventory) -> None:
+    def __init__(
+        self, comm: Communicator, buckets: Sequence[Bucket], inventory: ParameterIndex
+    ) -> None:
         self._comm = comm
         self._groups = [group for bucket in buckets for group in bucket.trainable]
         trained = (name for name, one in inventory.parameters.items() if one.trained)
@@ -38,7 +40,7 @@ class UnusedParameters:
         to add to. All gradients of the step must be complete. Collective."""
         absent = [name for group in self._groups for name in group.unused_names()]
         if self._comm.world > 1:
-            absent = self._used_by_none(absent)
+            absent = self._find_globally_unused(absent)
         if not absent:
             return
         names = frozenset(absent)
@@ -57,7 +59,7 @@ class UnusedParameters:
         told.wait()
         self._comm.record.goes_on()
 
-    def _used_by_none(self, absent: Iterable[str]) -> list[str]:
+    def _find_globally_unused(self, absent: Iterable[str]) -> list[str]:
         """Return the parameters of `absent`, without a gradient here, unused on all other ranks."""
         absent = list(absent)
         flags = self._all_used.clone()

@@ -21,35 +21,41 @@ from typing import Any
 from torch import nn
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.sequence_parallel.module_inputs import Entrances, entering
-from gpumix.engine.sequence_parallel.positions import Positions
+from gpumix.engine.sequence_parallel.module_inputs import RegionBoundary, wrap_parent_forward
+from gpumix.engine.sequence_parallel.positions import PositionSharding
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
-from gpumix.engine.sharding.unit_discovery import Anatomy, Slot, Unit
-from gpumix.engine.tensor_parallel.plans import style_of
-from gpumix.engine.tensor_parallel.styles import STYLES, PartIndex, Rowwise, Style, plain_forward
+from gpumix.engine.sharding.unit_discovery import ModelUnits, ParameterSlot, Unit
+from gpumix.engine.tensor_parallel.plans import find_style
+from gpumix.engine.tensor_parallel.styles import (
+    STYLES,
+    PartIndex,
+    Rowwise,
+    Style,
+    get_unbound_forward,
+)
 from gpumix.schema.errors import InputError
 from gpumix.schema.profile.profile import ROOT
 
 
 @dataclass
-class Changes:
+class ModuleChanges:
     """Changes made to a model's modules for tensor parallelism."""
 
     _changes: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
 
     def make(self, module: nn.Module, attribute: str, value: Any) -> None:
-        """Set an attribute, except inside of `undone`."""
+        """Set an attribute, except inside of `undo_temporarily`."""
         self._changes.append((module, attribute, vars(module).get(attribute)))
         setattr(module, attribute, value)
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
+    def undo_temporarily(self) -> Iterator[None]:
         """Restore the behavior of modules on a single rank inside."""
         now = [
             (module, attribute, getattr(module, attribute))
             for module, attribute, _ in self._changes
         ]
-        self._take_back()
+        self._restore_attributes()
         try:
             yield
         finally:
@@ -58,10 +64,10 @@ class Changes:
 
     def undo(self) -> None:
         """Undo all changes permanently."""
-        self._take_back()
+        self._restore_attributes()
         self._changes.clear()
 
-    def _take_back(self) -> None:
+    def _restore_attributes(self) -> None:
         for module, attribute, before in reversed(self._changes):
             if before is None:
                 delattr(module, attribute)
@@ -77,14 +83,14 @@ class ModelPart:
     root: frozenset[str]
 
 
-def all_of(anatomy: Anatomy) -> ModelPart:
+def select_whole_model(anatomy: ModelUnits) -> ModelPart:
     """Return a part with all of a model."""
     root = frozenset(slot.name for slot in anatomy.root.slots)
     return ModelPart(frozenset(unit.name for unit in anatomy.units), root)
 
 
-def divide(
-    anatomy: Anatomy,
+def parallelize_model(
+    anatomy: ModelUnits,
     team: Communicator,
     plan: Mapping[str, str],
     *,
@@ -92,7 +98,7 @@ def divide(
     whole: Collection[nn.Module] = (),
     sequence: Collection[str] = (),
     degree: int | None = None,
-) -> tuple[Anatomy, Changes]:
+) -> tuple[ModelUnits, ModuleChanges]:
     """Divide parts of a model over the ranks of a tensor-parallel group, according to a plan.
 
     Args:
@@ -117,7 +123,7 @@ def divide(
     names = {id(module): name for name, module in model.named_modules()}
     inside = {id(module): unit.name for unit in anatomy.units for module in unit.module.modules()}
     own = _own_modules(anatomy, part, inside, whole)
-    styles = {id(m): (m, s) for n, m in own if (s := _style(n, style_of(n, plan))) is not None}
+    styles = {id(m): (m, s) for n, m in own if (s := _style(n, find_style(n, plan))) is not None}
     slots = [slot for unit in anatomy.all for slot in unit.slots]
     each = degree // team.world
     windows = _windows(styles, slots, PartIndex(team.rank * each, degree), names, inside)
@@ -126,27 +132,27 @@ def divide(
     divided = any(
         number in inside and s.windows(m, PartIndex(0, degree)) for number, (m, s) in styles.items()
     )
-    if not divided and not any(style_of(name, plan) for name in others):
+    if not divided and not any(find_style(name, plan) for name in others):
         raise InputError(
             f"the tensor plan divides nothing of the units of a {type(model).__name__}",
             why=f"its patterns are {', '.join(plan) or 'none'}",
             fix="give patterns of the names of linear layers inside of the units",
         )
-    changes = Changes()
+    changes = ModuleChanges()
     found = _with_windows(anatomy, windows, styles, team)
-    apart = _Apart.of(team, found, sequence, styles, names) if sequence else None
+    apart = _SequenceParallelUnits.of(team, found, sequence, styles, names) if sequence else None
     if team.world == 1:
-        return (found if apart is None else apart.marked(found)), changes
+        return (found if apart is None else apart.mark_partial_gradients(found)), changes
     for name, module in own if "divided" in plan.values() else ():
         for key in [key for key, value in vars(module).items() if type(value) is int]:
-            if style_of(f"{name}.{key}", plan) == "divided":
-                changes.make(module, key, _divided(module, key, team, name))
-    entrances: dict[str, Entrances] = {}
+            if find_style(f"{name}.{key}", plan) == "divided":
+                changes.make(module, key, _divide_attribute(module, key, team, name))
+    entrances: dict[str, RegionBoundary] = {}
     for number, (module, style) in styles.items():
         parent = names[number].rpartition(".")[0]
         if parent not in entrances:
             divided = apart is not None and inside.get(number) in apart.units
-            entrances[parent] = Entrances(
+            entrances[parent] = RegionBoundary(
                 team,
                 shared=number in inside,
                 positions=apart.positions if apart is not None and divided else None,
@@ -158,12 +164,14 @@ def divide(
     for parent, of_parent in entrances.items():
         if of_parent.shared:
             module = model.get_submodule(parent)
-            changes.make(module, "forward", entering(plain_forward(module), of_parent))
+            changes.make(
+                module, "forward", wrap_parent_forward(get_unbound_forward(module), of_parent)
+            )
     return (found if apart is None else apart.made(found, changes)), changes
 
 
 @dataclass(frozen=True)
-class _Apart:
+class _SequenceParallelUnits:
     """Units with positions divided between their divided modules.
 
     Attributes:
@@ -171,7 +179,7 @@ class _Apart:
             runs with all positions.
     """
 
-    positions: Positions
+    positions: PositionSharding
     units: frozenset[str]
     early: frozenset[str]
 
@@ -179,11 +187,11 @@ class _Apart:
     def of(
         cls,
         team: Communicator,
-        anatomy: Anatomy,
+        anatomy: ModelUnits,
         units: Collection[str],
         styles: Mapping[int, tuple[nn.Module, Style]],
         names: Mapping[int, str],
-    ) -> _Apart:
+    ) -> _SequenceParallelUnits:
         """Select the units with divided modules, and check their parameters.
 
         Raises:
@@ -194,7 +202,7 @@ class _Apart:
         early = frozenset(parents - {unit.name for unit in anatomy.units})
         # A unit without divided modules is computed whole by all ranks of the group.
         divided = {name for name in units if any(_is_in(parent, name) for parent in parents)}
-        found = cls(Positions(team), frozenset(divided), early)
+        found = cls(PositionSharding(team), frozenset(divided), early)
         for unit in anatomy.all:
             for slot in unit.slots:
                 found._refuse_unclear(unit, slot, styles, names)
@@ -203,7 +211,7 @@ class _Apart:
     def _refuse_unclear(
         self,
         unit: Unit,
-        slot: Slot,
+        slot: ParameterSlot,
         styles: Mapping[int, tuple[nn.Module, Style]],
         names: Mapping[int, str],
     ) -> None:
@@ -226,7 +234,7 @@ class _Apart:
                 fix="make a plan without: `techniques: {sequence: false}`",
             )
 
-    def marked(self, anatomy: Anatomy) -> Anatomy:
+    def mark_partial_gradients(self, anatomy: ModelUnits) -> ModelUnits:
         """Return the anatomy with partial gradients noted: the units compute a part of the
         positions, so each rank has a partial gradient of undivided parameters."""
 
@@ -239,10 +247,11 @@ class _Apart:
             )
             return replace(unit, slots=slots)
 
-        return Anatomy(tuple(map(changed, anatomy.units)), anatomy.root)
+        return ModelUnits(tuple(map(changed, anatomy.units)), anatomy.root)
 
-    def made(self, anatomy: Anatomy, changes: Changes) -> Anatomy:
-        """Make units compute parts of the positions; return the `marked` anatomy."""
+    def made(self, anatomy: ModelUnits, changes: ModuleChanges) -> ModelUnits:
+        """Make units compute parts of the positions; return the `mark_partial_gradients`
+        anatomy."""
 
         def changed(before: Unit, unit: Unit) -> Unit:
             if unit.name not in self.units:
@@ -253,17 +262,17 @@ class _Apart:
                 for slot, now in zip(before.slots, unit.slots)
                 if now.summed and not slot.summed
             ]
-            inner = plain_forward(unit.module)
-            forward = self.positions.forward_of(unit.module, unit.name, unit.kind, inner, parts)
+            inner = get_unbound_forward(unit.module)
+            forward = self.positions.make_forward(unit.module, unit.name, unit.kind, inner, parts)
             changes.make(unit.module, "forward", forward)
             return replace(unit, positions=self.positions)
 
-        marked = self.marked(anatomy)
-        return Anatomy(tuple(map(changed, anatomy.units, marked.units)), marked.root)
+        marked = self.mark_partial_gradients(anatomy)
+        return ModelUnits(tuple(map(changed, anatomy.units, marked.units)), marked.root)
 
 
 def _own_modules(
-    anatomy: Anatomy, part: ModelPart, inside: Mapping[int, str], whole: Collection[nn.Module]
+    anatomy: ModelUnits, part: ModelPart, inside: Mapping[int, str], whole: Collection[nn.Module]
 ) -> list[tuple[str, nn.Module]]:
     """Return the modules in a part: in its units, or of the root with parameters in the part."""
     left = {id(module) for module in whole}
@@ -308,7 +317,7 @@ def _style(name: str, wanted: str | None) -> Style | None:
 
 def _windows(
     styles: dict[int, tuple[nn.Module, Style]],
-    slots: list[Slot],
+    slots: list[ParameterSlot],
     seat: PartIndex,
     names: Mapping[int, str],
     inside: Mapping[int, str],
@@ -345,11 +354,11 @@ def _windows(
 
 
 def _with_windows(
-    anatomy: Anatomy,
+    anatomy: ModelUnits,
     windows: Mapping[str, ParameterSlice],
     styles: Mapping[int, tuple[nn.Module, Style]],
     team: Communicator,
-) -> Anatomy:
+) -> ModelUnits:
     """Return the anatomy with windows, and with the styles' partial gradients noted.
 
     Args:
@@ -357,7 +366,7 @@ def _with_windows(
     """
     parts = {(k, name) for k, (module, style) in styles.items() for name in style.summed(module)}
 
-    def in_window(slot: Slot) -> Slot:
+    def in_window(slot: ParameterSlot) -> ParameterSlot:
         first = windows.get(slot.name)
         if first is None:
             return slot
@@ -378,7 +387,7 @@ def _with_windows(
         )
         return replace(unit, slots=slots)
 
-    return Anatomy(tuple(map(changed, anatomy.units)), changed(anatomy.root))
+    return ModelUnits(tuple(map(changed, anatomy.units)), changed(anatomy.root))
 
 
 def _is_in(name: str, outer: str) -> bool:
@@ -386,7 +395,7 @@ def _is_in(name: str, outer: str) -> bool:
     return name == outer or name.startswith(f"{outer}.")
 
 
-def _divided(module: nn.Module, key: str, team: Communicator, name: str) -> int:
+def _divide_attribute(module: nn.Module, key: str, team: Communicator, name: str) -> int:
     value = int(vars(module)[key])
     if value % team.world:
         raise InputError(

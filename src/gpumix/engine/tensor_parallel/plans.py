@@ -51,7 +51,7 @@ _T5 = {
     "**.DenseReluDense.wi_1": "colwise",
     "**.DenseReluDense.wo": "rowwise",
 }
-PLANS: dict[str, dict[str, str]] = {
+PLANS_BY_MODEL_TYPE: dict[str, dict[str, str]] = {
     "bert": _BERT,
     "roberta": _BERT,
     "electra": _BERT,
@@ -62,7 +62,7 @@ PLANS: dict[str, dict[str, str]] = {
 """Plans by `model_type`, for models without a plan of their own."""
 
 
-def tensor_plan(model: nn.Module, given: Mapping[str, Any] | None = None) -> dict[str, str]:
+def resolve_tensor_plan(model: nn.Module, given: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Return the styles of a model, by pattern.
 
     Args:
@@ -74,7 +74,7 @@ def tensor_plan(model: nn.Module, given: Mapping[str, Any] | None = None) -> dic
             of torch's has an option that is not followed.
     """
     if given:
-        found = {pattern: _named(pattern, style) for pattern, style in given.items()}
+        found = {pattern: _normalize_style(pattern, style) for pattern, style in given.items()}
         _refuse_unused(model, found)
         return found
     # `transformers`: with prefixes, and with additions by the classes of heads.
@@ -82,28 +82,28 @@ def tensor_plan(model: nn.Module, given: Mapping[str, Any] | None = None) -> dic
     if own:
         return dict(own)
     kind = str(getattr(getattr(model, "config", None), "model_type", ""))
-    if kind not in PLANS:
+    if kind not in PLANS_BY_MODEL_TYPE:
         raise InputError(
             f"nothing says how a {type(model).__name__} is divided over the ranks of a team",
             fix="give a plan, such as `tensor_plan: {'blocks.*.up': colwise, 'blocks.*.down': "
             "rowwise}`, or use no tensor parallelism",
         )
-    return dict(PLANS[kind])
+    return dict(PLANS_BY_MODEL_TYPE[kind])
 
 
-def style_of(name: str, plan: Mapping[str, str]) -> str | None:
+def find_style(name: str, plan: Mapping[str, str]) -> str | None:
     """Return the style of the first pattern that fits a name."""
-    return next((style for pattern, style in plan.items() if _fits(pattern, name)), None)
+    return next((style for pattern, style in plan.items() if _is_match(pattern, name)), None)
 
 
-def _named(pattern: str, style: Any) -> str:
+def _normalize_style(pattern: str, style: Any) -> str:
     if isinstance(style, str):
         return style
     from gpumix.engine.tensor_parallel.torch_styles import (
-        name_of,  # takes half a second, and is rarely needed
+        translate_style,  # takes half a second, and is rarely needed
     )
 
-    return name_of(pattern, style)
+    return translate_style(pattern, style)
 
 
 def _refuse_unused(model: nn.Module, plan: Mapping[str, str]) -> None:
@@ -114,7 +114,7 @@ def _refuse_unused(model: nn.Module, plan: Mapping[str, str]) -> None:
         names = [name for name, _ in modules]
         if style == "divided":
             names += [f"{name}.{key}" for name, module in modules for key in vars(module)]
-        if not any(_fits(pattern, name) for name in names):
+        if not any(_is_match(pattern, name) for name in names):
             layers = [name for name, module in modules if isinstance(module, nn.Linear)]
             raise InputError(
                 f"pattern '{pattern}' of the tensor plan fits no module of the model",
@@ -125,7 +125,7 @@ def _refuse_unused(model: nn.Module, plan: Mapping[str, str]) -> None:
             )
 
 
-def _fits(pattern: str, name: str) -> bool:
+def _is_match(pattern: str, name: str) -> bool:
     parts = re.split(r"(\*\*\.|\*)", pattern)
     stands_for = {"**.": r"(?:.*\.)?", "*": r"[^.]+"}
     return re.fullmatch("".join(stands_for.get(p, re.escape(p)) for p in parts), name) is not None

@@ -13,8 +13,12 @@ from torch import nn
 from torch.nn import functional
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.sequence_parallel.collective_regions import leave, part_of, side_by_side
-from gpumix.engine.sequence_parallel.module_inputs import Entrances
+from gpumix.engine.sequence_parallel.collective_regions import (
+    gather_from_region,
+    reduce_from_region,
+    scatter_to_region,
+)
+from gpumix.engine.sequence_parallel.module_inputs import RegionBoundary
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 
 Forward = Callable[..., Any]
@@ -44,9 +48,9 @@ class Style:
         """
         return {}
 
-    def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
+    def forward(self, module: nn.Module, entrances: RegionBoundary, team: Communicator) -> Forward:
         """Return the forward of the divided module, without a reference to the module."""
-        return plain_forward(module)
+        return get_unbound_forward(module)
 
     def attributes(self, module: nn.Module, team: Communicator) -> dict[str, Any]:
         """Return further attributes of the module, changed for this rank's part."""
@@ -66,23 +70,23 @@ class Colwise(Style):
         packed: number of tensors packed in the outputs.
     """
 
-    gathers: bool = False
+    gathers_output: bool = False
     packed: int = 1
     begins: ClassVar[bool] = True
 
     def windows(self, module: nn.Module, seat: PartIndex) -> dict[str, ParameterSlice]:
-        found = {"weight": _window(module, "weight", _outputs(module), seat, self.packed)}
+        found = {"weight": _window(module, "weight", _get_output_dim(module), seat, self.packed)}
         if module._parameters.get("bias") is not None:
             found["bias"] = _window(module, "bias", 0, seat, self.packed)
         return found
 
-    def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
+    def forward(self, module: nn.Module, entrances: RegionBoundary, team: Communicator) -> Forward:
         parameters, transposed = module._parameters, _transposed(module)
 
         def forward(value: torch.Tensor) -> torch.Tensor:
             bias = parameters.get("bias")
             found = _product(entrances.enter(value), parameters["weight"], bias, transposed)
-            return side_by_side(found, -1, team) if self.gathers else found
+            return gather_from_region(found, -1, team) if self.gathers_output else found
 
         return forward
 
@@ -91,9 +95,9 @@ class Rowwise(Style):
     """Linear layer divided by inputs; each rank has a part of the inputs."""
 
     def windows(self, module: nn.Module, seat: PartIndex) -> dict[str, ParameterSlice]:
-        return {"weight": _window(module, "weight", 1 - _outputs(module), seat)}
+        return {"weight": _window(module, "weight", 1 - _get_output_dim(module), seat)}
 
-    def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
+    def forward(self, module: nn.Module, entrances: RegionBoundary, team: Communicator) -> Forward:
         parameters, transposed = module._parameters, _transposed(module)
 
         def forward(value: torch.Tensor) -> torch.Tensor:
@@ -116,17 +120,17 @@ class EmbeddingRowwise(Style):
 
     def attributes(self, module: nn.Module, team: Communicator) -> dict[str, Any]:
         padding = getattr(module, "padding_idx", None)
-        first, rows = _rows(module, team)
+        first, rows = _get_local_rows(module, team)
         own = padding is not None and first <= padding < first + rows
         return {} if padding is None else {"padding_idx": padding - first if own else None}
 
-    def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
-        inner, (first, rows) = plain_forward(module), _rows(module, team)
+    def forward(self, module: nn.Module, entrances: RegionBoundary, team: Communicator) -> Forward:
+        inner, (first, rows) = get_unbound_forward(module), _get_local_rows(module, team)
 
         def forward(numbers: torch.Tensor) -> torch.Tensor:
             there = (numbers >= first) & (numbers < first + rows)
             found = inner(torch.where(there, numbers - first, 0))
-            return leave(found.masked_fill(~there.unsqueeze(-1), 0.0), team)
+            return reduce_from_region(found.masked_fill(~there.unsqueeze(-1), 0.0), team)
 
         return forward
 
@@ -139,7 +143,7 @@ class EmbeddingColwise(Style):
         return {"weight": _window(module, "weight", 1, seat)}
 
 
-class Repeated(Style):
+class ReplicatedInRegion(Style):
     """Undivided module inside of a region: each rank's computation is a part of the whole."""
 
     def summed(self, module: nn.Module) -> tuple[str, ...]:
@@ -149,30 +153,30 @@ class Repeated(Style):
 class PositionBias(Style):
     """Attention of T5, taking and returning a bias of all heads, [1, heads, queries, keys]."""
 
-    def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
-        inner = plain_forward(module)
+    def forward(self, module: nn.Module, entrances: RegionBoundary, team: Communicator) -> Forward:
+        inner = get_unbound_forward(module)
 
         def forward(*args: Any, position_bias: Any = None, **kwargs: Any) -> Any:
             if position_bias is not None:
-                own = part_of(position_bias, 1, team)
+                own = scatter_to_region(position_bias, 1, team)
                 output, _, *rest = inner(*args, position_bias=own, **kwargs)
                 return output, position_bias, *rest
             output, own, *rest = inner(*args, **kwargs)
-            return output, side_by_side(own, 1, team), *rest
+            return output, gather_from_region(own, 1, team), *rest
 
         return forward
 
 
 STYLES: dict[str, Style | None] = {
     "colwise": Colwise(),
-    "colwise_rep": Colwise(gathers=True),
-    "colwise_gather_output": Colwise(gathers=True),
+    "colwise_rep": Colwise(gathers_output=True),
+    "colwise_gather_output": Colwise(gathers_output=True),
     "packed_colwise_2": Colwise(packed=2),
     "packed_colwise_3": Colwise(packed=3),
     "rowwise": Rowwise(),
     "embedding_rowwise": EmbeddingRowwise(),
     "embedding_colwise": EmbeddingColwise(),
-    "replicated_with_grad_allreduce": Repeated(),
+    "replicated_with_grad_allreduce": ReplicatedInRegion(),
     "position_bias": PositionBias(),
     "replicate": None,
 }
@@ -180,7 +184,7 @@ STYLES: dict[str, Style | None] = {
 module, such as the number of heads."""
 
 
-def plain_forward(module: nn.Module) -> Forward:
+def get_unbound_forward(module: nn.Module) -> Forward:
     """Return the current forward of a module, as a function without a reference to the module."""
     replaced: Forward | None = vars(module).get("forward")
     if replaced is not None:
@@ -206,7 +210,7 @@ def _transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def _outputs(module: nn.Module) -> int:
+def _get_output_dim(module: nn.Module) -> int:
     """Return the dimension of the weight for the layer's outputs."""
     if not _transposed(module):
         _require_plain(module, nn.Linear)
@@ -223,7 +227,7 @@ def _product(
     return functional.linear(value, weight.T if transposed else weight, bias)
 
 
-def _rows(table: nn.Module, team: Communicator) -> tuple[int, int]:
+def _get_local_rows(table: nn.Module, team: Communicator) -> tuple[int, int]:
     """Return the first row and the number of rows of a table on this rank."""
     assert isinstance(table, nn.Embedding)
     count = table.num_embeddings // team.world

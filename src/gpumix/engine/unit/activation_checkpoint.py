@@ -22,8 +22,8 @@ from gpumix.engine.comm import collective_progress
 from gpumix.engine.model.forward_coroutine import ModelError
 
 T = TypeVar("T")
-EACH = 4  # values compared along each dimension
-UNLIKE = 2e-2  # relative: more is no rounding of the same computation, not even in bf16
+SAMPLES_PER_DIM = 4  # values compared along each dimension
+RELATIVE_TOLERANCE = 2e-2  # relative: more is no rounding of the same computation, not even in bf16
 
 
 class RerunComparison:
@@ -47,7 +47,7 @@ class RerunComparison:
             return
         with torch.no_grad():
             for one, other in zip(first, again):
-                far = (one - other).abs() > UNLIKE * one.abs().amax()
+                far = (one - other).abs() > RELATIVE_TOLERANCE * one.abs().amax()
                 self._unlike.append((label, far.any()))
 
     def error(self) -> ModelError | None:
@@ -62,27 +62,27 @@ class RerunComparison:
             if unlike
         ]
         why = "what it returns has other values then"
-        return _computes_otherwise(found[0], why) if found else None
+        return _make_rerun_error(found[0], why) if found else None
 
 
-_now: RerunComparison | None = None  # of the current step, in all threads
+_active_comparison: RerunComparison | None = None  # of the current step, in all threads
 
 
 @contextmanager
-def comparing() -> Iterator[RerunComparison]:
+def compare_reruns() -> Iterator[RerunComparison]:
     """Compare recomputed outputs with the original outputs inside."""
-    global _now
-    _now = made = RerunComparison()
+    global _active_comparison
+    _active_comparison = made = RerunComparison()
     try:
         yield made
     finally:
-        _now = None
+        _active_comparison = None
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:
     """Return a few of a tensor's values, float64, spread over all dimensions."""
     with torch.no_grad():
-        steps = tuple(slice(None, None, -(-size // EACH)) for size in tensor.shape)
+        steps = tuple(slice(None, None, -(-size // SAMPLES_PER_DIM)) for size in tensor.shape)
         few = tensor.detach()[steps]
         few = torch.view_as_real(few) if few.is_complex() else few
         return torch.nan_to_num(few.double())
@@ -100,7 +100,7 @@ class _Phase(Enum):
     BACKWARD = auto()  # saved tensors are recomputed on request
 
 
-class Recomputed(Generic[T]):
+class CheckpointedRun(Generic[T]):
     """Run of a unit whose saved tensors are dropped, and recomputed in backward.
 
     Args:
@@ -114,7 +114,7 @@ class Recomputed(Generic[T]):
         self._phase = _Phase.FORWARD
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._found: dict[int, tuple[torch.Tensor, int]] = {}  # with its version when saved
-        self._comparison = _now
+        self._comparison = _active_comparison
         self._samples: list[torch.Tensor] = []  # of the output, for comparison
         self._reruns = 0
         self._lock = threading.Lock()  # a backward over CPU and GPU runs in two threads
@@ -175,7 +175,7 @@ class Recomputed(Generic[T]):
 
     def _rerun(self) -> None:
         if self._phase is _Phase.BACKWARD:
-            collective_progress.computes("backward", self._label)
+            collective_progress.set_compute_phase("backward", self._label)
         self._reruns += 1
         count = 0
 
@@ -183,12 +183,12 @@ class Recomputed(Generic[T]):
             nonlocal count
             if count < len(self._saved):
                 if self._saved[count] != (tensor.shape, tensor.dtype):
-                    raise self._differs(count, tensor)
+                    raise self._make_mismatch_error(count, tensor)
                 # Detached: a graph holding its own output would never be freed.
                 self._found[count] = (tensor.detach(), tensor._version)
                 count += 1
             if count == len(self._saved) and self._comparison is None:
-                raise _Enough
+                raise _StopRecomputation
             return count - 1
 
         try:
@@ -197,7 +197,7 @@ class Recomputed(Generic[T]):
                 saved_tensors_hooks(keep, lambda number: self._found[number][0]),
             ):
                 returned = self._again()
-        except _Enough:
+        except _StopRecomputation:
             return
         except Exception:
             if count < len(self._saved):
@@ -206,17 +206,17 @@ class Recomputed(Generic[T]):
         if self._comparison is not None:
             self._comparison.compare(self._label, self._samples, samples(returned))
         if count < len(self._saved):
-            raise self._differs(count, None)
+            raise self._make_mismatch_error(count, None)
 
-    def _differs(self, number: int, tensor: torch.Tensor | None) -> ModelError:
+    def _make_mismatch_error(self, number: int, tensor: torch.Tensor | None) -> ModelError:
         shape, dtype = self._saved[number]
         now = "nothing" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
-        return _computes_otherwise(
+        return _make_rerun_error(
             self._label, f"it saved {list(shape)} of {dtype} for its backward, and then {now}"
         )
 
 
-def _computes_otherwise(label: str, why: str) -> ModelError:
+def _make_rerun_error(label: str, why: str) -> ModelError:
     return ModelError(
         f"unit '{label}' computes something else when it is run again in backward",
         why=why,
@@ -240,5 +240,5 @@ class KeptRun(Generic[T]):
         return nullcontext()
 
 
-class _Enough(BaseException):
+class _StopRecomputation(BaseException):
     """All saved tensors are recomputed. Not an `Exception`: model code may catch those."""

@@ -17,15 +17,15 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 
 
-def hand(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def connect_to_leaf(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return `values` as an ordinary tensor for the model, which may write into it; its gradient
     goes to `leaf`."""
     if values.requires_grad:
         values = values.detach()
     if torch.is_grad_enabled():
-        return _Handed.apply(leaf, values)
+        return _ConnectToLeaf.apply(leaf, values)
     with torch.enable_grad():
-        return _Handed.apply(leaf, values)
+        return _ConnectToLeaf.apply(leaf, values)
 
 
 def run_backward(
@@ -47,7 +47,7 @@ def run_backward(
     )
 
 
-class _Handed(torch.autograd.Function):
+class _ConnectToLeaf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         ctx.leaf = leaf
@@ -83,9 +83,9 @@ class GradientTarget(NamedTuple):
         return cls(leaf, edge, handed, tensor.shape, tensor.dtype, tensor.device)
 
 
-def leaves_behind(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+def find_reachable_leaves(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Return the leaves reached by gradients of tensors through the model's own code, by id. Only
-    leaves passed to `hand` count."""
+    leaves passed to `connect_to_leaf` count."""
     found: dict[int, torch.Tensor] = {}
     ahead = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen: set[Any] = set()
@@ -101,7 +101,7 @@ def leaves_behind(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
     return found
 
 
-def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+def expand_zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return zeros of the tensor's shape with the memory of a scalar."""
     return tensor.new_zeros(()).expand(tensor.shape)
 
@@ -113,7 +113,7 @@ class _Root:
     gradient: torch.Tensor | None = None
 
 
-class Glue:
+class InterUnitGraph:
     """The roots of a micro-batch. Backward runs in the order: the end, last unit call, ..., first.
     The end is the loss, or the absence of further calls."""
 
@@ -134,10 +134,10 @@ class Glue:
 
     def backward_loss(self, loss: torch.Tensor) -> None:
         """Run backward from the loss through the head to the last units' outputs."""
-        seen = self.all_used()
+        seen = self.find_shared_graphs()
         torch.autograd.backward(loss, retain_graph=not seen.isdisjoint(_nodes([loss.grad_fn])))
 
-    def all_used(self) -> set[Node]:
+    def find_shared_graphs(self) -> set[Node]:
         """Find graphs that share a part, after the last call; return all used nodes."""
         seen: set[Node] = set()
         for call in sorted({root.first_call for root in self._roots.values()}):
@@ -195,11 +195,11 @@ def _leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor
     if tensor._backward_hooks or tensor.retains_grad:
         return None
-    return node.next_functions[0][0].variable if _hands(node) else None  # type: ignore[union-attr]
+    return node.next_functions[0][0].variable if _is_leaf_connection(node) else None  # type: ignore[union-attr]
 
 
-def _hands(node: Node) -> bool:
-    return getattr(node, "_forward_cls", None) is _Handed
+def _is_leaf_connection(node: Node) -> bool:
+    return getattr(node, "_forward_cls", None) is _ConnectToLeaf
 
 
 def _nodes(starts: Iterable[Node | None]) -> set[Node]:
@@ -209,7 +209,7 @@ def _nodes(starts: Iterable[Node | None]) -> set[Node]:
     found: set[Node] = set()
     while wanted:
         node = wanted.pop()
-        if node is None or node in found or hasattr(node, "variable") or _hands(node):
+        if node is None or node in found or hasattr(node, "variable") or _is_leaf_connection(node):
             continue
         found.add(node)
         wanted += [following for following, _ in node.next_functions]

@@ -14,14 +14,17 @@ from typing import Any
 from torch.utils import checkpoint as library
 
 # Internals that `checkpoint` calls around the function, for either kind.
-_AROUND, _REENTRANT = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
+_NON_REENTRANT_NAME, _REENTRANT_NAME = (
+    "_checkpoint_without_reentrant_generator",
+    "CheckpointFunction",
+)
 
 
-def _nothing_around(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+def _yield_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
     yield
 
 
-class _Computes:
+class _DirectCall:
     """Replaces the autograd function that recomputes."""
 
     @staticmethod
@@ -30,11 +33,11 @@ class _Computes:
 
 
 @contextmanager
-def taken_over() -> Iterator[None]:
+def bypass_torch_checkpoint() -> Iterator[None]:
     """Make `torch.utils.checkpoint.checkpoint` call its function directly, in the body."""
-    before = vars(library)[_AROUND], vars(library)[_REENTRANT]
-    vars(library).update({_AROUND: _nothing_around, _REENTRANT: _Computes})
+    before = vars(library)[_NON_REENTRANT_NAME], vars(library)[_REENTRANT_NAME]
+    vars(library).update({_NON_REENTRANT_NAME: _yield_once, _REENTRANT_NAME: _DirectCall})
     try:
         yield
     finally:
-        vars(library).update({_AROUND: before[0], _REENTRANT: before[1]})
+        vars(library).update({_NON_REENTRANT_NAME: before[0], _REENTRANT_NAME: before[1]})

@@ -25,7 +25,7 @@ from gpumix.schema.errors import MachineError
 
 Forward = Callable[..., Any]
 Backend = str | Callable[..., Any]
-OURS = "inductor"
+DEFAULT_BACKEND = "inductor"
 
 
 def compile_units(
@@ -33,7 +33,7 @@ def compile_units(
     *,
     sizes: Collection[int],
     device: torch.device,
-    backend: Backend = OURS,
+    backend: Backend = DEFAULT_BACKEND,
 ) -> None:
     """Replace the forward of `units` by compiled code, compiled at the first run of each kind.
 
@@ -44,11 +44,11 @@ def compile_units(
     Raises:
         MachineError: no compiler on this machine makes code for `device`.
     """
-    if backend == OURS:
+    if backend == DEFAULT_BACKEND:
         _check_compilers(device)
         keep_compiled_code()
-    _leave_alone_what_backward_needs()
-    shared: dict[tuple[str, Forward], _Kind] = {}
+    _configure_torch_compile()
+    shared: dict[tuple[str, Forward], _CompiledKind] = {}
     for unit in units:
         plain = unit.forward
         if hasattr(plain, "_torchdynamo_orig_callable"):
@@ -59,11 +59,11 @@ def compile_units(
             function = _without_module(plain)
         kind = shared.get((unit.kind, function))
         if kind is None:
-            kind = shared[unit.kind, function] = _Kind(unit.kind, function, sizes, backend)
+            kind = shared[unit.kind, function] = _CompiledKind(unit.kind, function, sizes, backend)
         unit.forward = CompiledForward(kind, unit.module, plain)
 
 
-def plain_forward(unit: ShardedUnit) -> Forward:
+def get_uncompiled_forward(unit: ShardedUnit) -> Forward:
     """Return the unit's forward without compiled code."""
     return unit.forward.plain if isinstance(unit.forward, CompiledForward) else unit.forward
 
@@ -71,7 +71,7 @@ def plain_forward(unit: ShardedUnit) -> Forward:
 class CompiledForward:
     """Compiled forward of a unit; `plain` is the uncompiled forward."""
 
-    def __init__(self, kind: _Kind, module: nn.Module, plain: Forward) -> None:
+    def __init__(self, kind: _CompiledKind, module: nn.Module, plain: Forward) -> None:
         self.plain = plain
         self._kind = kind
         self._module = module
@@ -100,7 +100,7 @@ class CompiledForward:
                 parameter.grad = gradient
 
 
-class _Kind:
+class _CompiledKind:
     """Compiled function of all units of a kind.
 
     A rank with micro-batches of one size gets code for that size. Otherwise the number of samples
@@ -117,13 +117,15 @@ class _Kind:
         self, name: str, function: Forward, sizes: Collection[int], backend: Backend
     ) -> None:
         self._function = function
-        self._compiled = torch.compile(_named(name), backend=backend)
-        self._whole = torch.compile(_named(name), backend=backend, fullgraph=True)
-        self._of_others = torch.compile(_named(f"{name} of other shapes"), backend=backend)
+        self._compiled = torch.compile(_make_named_runner(name), backend=backend)
+        self._whole = torch.compile(_make_named_runner(name), backend=backend, fullgraph=True)
+        self._of_others = torch.compile(
+            _make_named_runner(f"{name} of other shapes"), backend=backend
+        )
         self._first: dict[Any, list[torch.Size]] = {}  # shapes, by form
         self._sizes = frozenset(sizes) - {1} if len(set(sizes)) > 1 else frozenset()
         self._planned = frozenset(sizes)
-        self._one_too = bool(self._sizes) and 1 in sizes and _knows_shape_ids()
+        self._one_too = bool(self._sizes) and 1 in sizes and _has_shape_id_support()
         self._need_to_know: set[Any] = set()  # calls of this form
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,7 +138,7 @@ class _Kind:
         counted = [t for t in tensors if len(t) == size]
         # Among equal numbers, a single call does not show which is the number of samples.
         plain = not any(size in t.shape[1:] for t in counted)
-        form = _form(module, leaves)
+        form = _make_call_key(module, leaves)
         first = self._first.setdefault(form, [t.shape for t in tensors])
         changed = [
             (tensor, place)
@@ -153,7 +155,7 @@ class _Kind:
             except (dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode):
                 # Raised while the full unit was traced: nothing has been computed.
                 self._need_to_know.add(form)
-                args, kwargs = tree_map(_unmarked, (args, kwargs))
+                args, kwargs = tree_map(_drop_dynamic_marks, (args, kwargs))
                 return self.run(module, args, kwargs)
         for tensor, place in [*((tensor, 0) for tensor in counted), *changed]:
             dynamo.maybe_mark_dynamic(tensor, place)
@@ -167,7 +169,7 @@ class _Kind:
         return found.pop() if len(found) == 1 else 0
 
 
-def _named(name: str) -> Forward:
+def _make_named_runner(name: str) -> Forward:
     """Return a function with separate code. torch finds compiled code, and limits recompilations,
     by code object."""
 
@@ -184,18 +186,18 @@ def _without_module(forward: Forward) -> Forward:
     return lambda _, *args, **kwargs: forward(*args, **kwargs)
 
 
-def _form(module: nn.Module, leaves: Sequence[Any]) -> Any:
+def _make_call_key(module: nn.Module, leaves: Sequence[Any]) -> Any:
     """Return all properties of a call that code depends on, except sizes."""
     kinds = tuple(t.dim() if isinstance(t, torch.Tensor) else type(t) for t in leaves)
     return torch.is_grad_enabled(), module.training, kinds
 
 
-def _unmarked(value: Any) -> Any:
+def _drop_dynamic_marks(value: Any) -> Any:
     return value.view_as(value) if isinstance(value, torch.Tensor) else value
 
 
 @functools.cache
-def _leave_alone_what_backward_needs() -> None:
+def _configure_torch_compile() -> None:
     """Configure torch for the recompute and for split backward. Saved tensors of a unit with graph
     breaks pass through the recompute's hooks while torch looks for code to compile. A split
     backward runs a graph twice, so code must not write into saved tensors."""
@@ -207,7 +209,7 @@ def _leave_alone_what_backward_needs() -> None:
 
 
 @functools.cache
-def _knows_shape_ids() -> bool:
+def _has_shape_id_support() -> bool:
     """Return whether torch supports `shape_id`, which marks unbacked sizes as equal."""
     from torch._dynamo.decorators import mark_unbacked
 

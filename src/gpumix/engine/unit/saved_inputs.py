@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gpumix.engine.offload.host_offload import HostStore, OffloadedTensor
+from gpumix.engine.offload.host_offload import OffloadedTensor, OffloadStore
 
 
 class UnitInputs:
@@ -22,7 +22,7 @@ class UnitInputs:
         self._wanted = wanted
         self._away: dict[int, OffloadedTensor] = {}
 
-    def send(self, host: HostStore) -> None:
+    def send(self, host: OffloadStore) -> None:
         """Move the activations to the host."""
         for place, wanted in enumerate(self._wanted):
             if wanted:
@@ -34,10 +34,10 @@ class UnitInputs:
         for kept in self._away.values():
             kept.fetch()
 
-    def fresh(self) -> list[Any]:
+    def make_leaves(self) -> list[Any]:
         """Return the inputs as leaves, ready for differentiation."""
         for place, kept in self._away.items():
-            self._inputs[place] = kept.on_device()
+            self._inputs[place] = kept.reload()
         self._away = {}
         return [
             t.detach().requires_grad_() if wanted else t

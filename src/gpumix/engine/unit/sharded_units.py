@@ -17,25 +17,30 @@ import torch
 
 from gpumix.cost.layout.buffer_slots import (
     ALWAYS,
-    BucketUses,
+    BucketLifetimes,
     Buffer,
-    aligned,
-    bucket_uses,
-    end_uses,
+    align_size,
+    compute_bucket_lifetimes,
+    compute_root_end_lifetimes,
     share_slots,
 )
 from gpumix.engine.comm.step_recorder import SilentRecorder
-from gpumix.engine.loss.chunked_head import HeadInChunks
+from gpumix.engine.loss.chunked_head import ChunkedHead
 from gpumix.engine.sharding.bucket import Bucket
-from gpumix.engine.sharding.flat_group import Dtypes, FlatGroup, FlatGroupSpec, expect_largest
-from gpumix.engine.sharding.gather_buffer import Arrivals
+from gpumix.engine.sharding.flat_group import (
+    Dtypes,
+    FlatGroup,
+    FlatGroupSpec,
+    reserve_reduction_memory,
+)
+from gpumix.engine.sharding.gather_buffer import GatherBuffer
 from gpumix.engine.sharding.shard import Source
 from gpumix.engine.sharding.shard_layout import Division
-from gpumix.engine.sharding.unit_discovery import Anatomy, Slot, Unit
+from gpumix.engine.sharding.unit_discovery import ModelUnits, ParameterSlot, Unit
 from gpumix.schema.plan.stage import Stage
 from gpumix.schema.profile.profile import ROOT
 
-IN_USE = BucketUses(gathered=ALWAYS, gradient=ALWAYS)  # throughout
+ALWAYS_IN_USE = BucketLifetimes(gathered=ALWAYS, gradient=ALWAYS)  # throughout
 
 
 class ShardedUnit:
@@ -77,16 +82,16 @@ class ShardedUnits:
     after: Bucket
     of_units: tuple[Bucket, ...]
     shared: tuple[Bucket, ...] = ()
-    head: HeadInChunks | None = None  # None: full logits
+    head: ChunkedHead | None = None  # None: full logits
 
     @property
-    def throughout(self) -> tuple[Bucket, ...]:
+    def always_used_buckets(self) -> tuple[Bucket, ...]:
         return (self.root, *self.shared)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """All buckets: the root's, and the units'."""
-        return (*self.throughout, self.before, self.after, *self.of_units)
+        return (*self.always_used_buckets, self.before, self.after, *self.of_units)
 
     @property
     def record(self) -> SilentRecorder:
@@ -148,11 +153,11 @@ class Storage:
     device: torch.device
     dtypes: Dtypes
     source: Source
-    head: HeadInChunks | None = None
+    head: ChunkedHead | None = None
 
 
 def shard(
-    anatomy: Anatomy,
+    anatomy: ModelUnits,
     stage: Stage,
     division: Division,
     storage: Storage,
@@ -176,10 +181,13 @@ def shard(
     before = [others.pop(name) for name in stage.before]
     after = [others.pop(name) for name in stage.after]
 
-    def request(name: str, slots: list[Slot], *uses: BucketUses) -> _Request:
+    def request(name: str, slots: list[ParameterSlot], *uses: BucketLifetimes) -> _Request:
         return _Request(name, FlatGroupSpec.among(slots, storage.dtypes, division), *uses)
 
-    of_units, ends = bucket_uses(sequence, len(rows)), end_uses(sequence)
+    of_units, ends = (
+        compute_bucket_lifetimes(sequence, len(rows)),
+        compute_root_end_lifetimes(sequence),
+    )
     requests = [
         request(row[0], [slot for name in row for slot in own[name]], uses)
         for row, uses in zip(rows, of_units)
@@ -189,7 +197,7 @@ def shard(
         request(f"{ROOT} after", after, ends[1]),
         request(ROOT, list(others.values())),
     ]
-    *buckets, first, last, root = _place(requests, division, storage)
+    *buckets, first, last, root = _allocate_buckets(requests, division, storage)
     _expect_reductions((*buckets, first, last, root), storage.head)
     units = {u.name: ShardedUnit(u, buckets[number[u.name]]) for u in anatomy.units}
     return ShardedUnits(
@@ -205,26 +213,28 @@ def shard(
     )
 
 
-def share(slots: Sequence[Slot], division: Division, storage: Storage) -> Bucket:
+def make_shared_bucket(
+    slots: Sequence[ParameterSlot], division: Division, storage: Storage
+) -> Bucket:
     """Make the bucket of root parameters shared by several stages; see `shard`."""
     request = _Request(ROOT, FlatGroupSpec.among(list(slots), storage.dtypes, division))
-    (bucket,) = _place([request], division, storage)
+    (bucket,) = _allocate_buckets([request], division, storage)
     _expect_reductions([bucket], storage.head)
     return bucket
 
 
-def _expect_reductions(buckets: Iterable[Bucket], head: HeadInChunks | None) -> None:
+def _expect_reductions(buckets: Iterable[Bucket], head: ChunkedHead | None) -> None:
     """Allocate reduction memory, shared by buckets in turn."""
     trained = [group for bucket in buckets for group in bucket.trainable]
-    expect_largest(trained)
+    reserve_reduction_memory(trained)
     if head is not None:
         head.add_to_gradients_of(trained)
 
 
-def alone(unit: Unit, division: Division, storage: Storage) -> ShardedUnit:
+def make_standalone_unit(unit: Unit, division: Division, storage: Storage) -> ShardedUnit:
     """Make a unit in separate memory; see `shard`."""
     request = _Request(unit.name, FlatGroupSpec.among(list(unit.slots), storage.dtypes, division))
-    return ShardedUnit(unit, *_place([request], division, storage))
+    return ShardedUnit(unit, *_allocate_buckets([request], division, storage))
 
 
 @dataclass(frozen=True)
@@ -233,28 +243,28 @@ class _Request:
 
     name: str
     alike: list[FlatGroupSpec]
-    uses: BucketUses = IN_USE
+    uses: BucketLifetimes = ALWAYS_IN_USE
 
     def full(self, *, shared: bool) -> Buffer:
         sizes = [alike.full_bytes for alike in self.alike]
-        return Buffer(sum(map(aligned, sizes)), self.uses.gathered if shared else ALWAYS)
+        return Buffer(sum(map(align_size, sizes)), self.uses.gathered if shared else ALWAYS)
 
     def gradient(self, division: Division) -> Buffer:
         shared = not division.whole_gradients
         sizes = [alike.gradient_bytes for alike in self.alike]
-        return Buffer(sum(map(aligned, sizes)), self.uses.gradient if shared else ALWAYS)
+        return Buffer(sum(map(align_size, sizes)), self.uses.gradient if shared else ALWAYS)
 
     @property
     def arriving(self) -> list[int]:
         """Bytes of each group."""
-        return [aligned(alike.arriving_bytes) for alike in self.alike]
+        return [align_size(alike.arriving_bytes) for alike in self.alike]
 
     def bucket(
         self,
         division: Division,
         full: torch.Tensor,
         gradient: torch.Tensor,
-        arrivals: Arrivals | None,
+        arrivals: GatherBuffer | None,
         source: Source,
     ) -> Bucket:
         """Make the bucket in the given memory, in bytes."""
@@ -271,8 +281,8 @@ class _Request:
                     source=source,
                 )
             )
-            full = full[aligned(alike.full_bytes) :]
-            gradient = gradient[aligned(alike.gradient_bytes) :]
+            full = full[align_size(alike.full_bytes) :]
+            gradient = gradient[align_size(alike.gradient_bytes) :]
         return Bucket(self.name, groups, division, arrivals)
 
 
@@ -282,17 +292,19 @@ def _arriving(alike: FlatGroupSpec, memory: torch.Tensor | None) -> torch.Tensor
     return memory[: alike.arriving_bytes].view(alike.gathered_dtype)
 
 
-def _place(requests: Sequence[_Request], division: Division, storage: Storage) -> Iterator[Bucket]:
+def _allocate_buckets(
+    requests: Sequence[_Request], division: Division, storage: Storage
+) -> Iterator[Bucket]:
     device = storage.device
-    full = _Memory([r.full(shared=not division.whole_parameters) for r in requests], device)
-    gradients = _Memory([r.gradient(division) for r in requests], device)
+    full = _SlotMemory([r.full(shared=not division.whole_parameters) for r in requests], device)
+    gradients = _SlotMemory([r.gradient(division) for r in requests], device)
     sizes = [request.arriving for request in requests]
-    arrivals = Arrivals(sizes, device) if any(map(sum, sizes)) else None
+    arrivals = GatherBuffer(sizes, device) if any(map(sum, sizes)) else None
     for number, one in enumerate(requests):
         yield one.bucket(division, full.of(number), gradients.of(number), arrivals, storage.source)
 
 
-class _Memory:
+class _SlotMemory:
     """Slots for buffers. Memory of a slot is allocated on first use."""
 
     def __init__(self, buffers: Sequence[Buffer], device: torch.device) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from gpumix.schema.errors import MachineError, first_line
+from gpumix.schema.errors import MachineError, get_first_line
 
 Gradients = tuple[torch.Tensor | None, ...]
 
 
-def why_not() -> str:
+def explain_unsupported() -> str:
     """Return why this torch splits no backward; empty if splitting works."""
     try:
         from torch.distributed.pipelining._backward import (  # noqa: F401
@@ -29,17 +29,17 @@ def why_not() -> str:
             get_param_groups,
         )
     except ImportError as error:
-        return first_line(error)
+        return get_first_line(error)
     return ""
 
 
-def refuse_unable() -> None:
+def check_supported() -> None:
     """Refuse a torch that splits no backward.
 
     Raises:
         MachineError: this torch splits no backward.
     """
-    if why := why_not():
+    if why := explain_unsupported():
         raise MachineError(
             "backward passes cannot be split here, as schedule 'zero-bubble' does",
             where=f"torch {torch.__version__}",
@@ -67,14 +67,16 @@ class SplitBackward:
 
         nodes = [edge.node for edge in edges]
         reverse = construct_reverse_graph(nodes)
-        begins = [_node(i) for i in inputs]
+        begins = [_get_node(i) for i in inputs]
         leaves: dict[Node, torch.Tensor] = {
             node: node.variable  # type: ignore[attr-defined]
             for node in reverse
             if node not in begins and node.name() == "torch::autograd::AccumulateGrad"
         }
         self._groups = [
-            _Group(list(found["intermediates"]), [leaves[node] for node in found["params"]])
+            _ParameterGroup(
+                list(found["intermediates"]), [leaves[node] for node in found["params"]]
+            )
             for found in get_param_groups(begins, list(leaves), reverse)
         ]
         handles = [handle for group in self._groups for handle in group.watch()]
@@ -88,7 +90,7 @@ class SplitBackward:
         apart = {id(p) for group in self._groups for p in group.parameters}
         self._edges, self._gradients = edges, gradients
         # Where no input comes before, the first part recorded nothing.
-        leading = _users(begins, reverse)
+        leading = _find_dependents(begins, reverse)
         self._aside = [
             (edge, gradient) for edge, gradient in zip(edges, gradients) if edge.node not in leading
         ]
@@ -108,7 +110,7 @@ class SplitBackward:
             group.backward()
 
 
-class _Group:
+class _ParameterGroup:
     """Parameters, with the nodes where paths to parameters leave paths to inputs; `_came` has the
     gradients recorded at each node."""
 
@@ -145,7 +147,7 @@ class _Group:
         self._nodes, self._came = [], []
 
 
-def _users(nodes: list[Node], reverse: Mapping[Node, list[Node]]) -> set[Node]:
+def _find_dependents(nodes: list[Node], reverse: Mapping[Node, list[Node]]) -> set[Node]:
     """Return the nodes, and all nodes whose backward leads to any of the nodes."""
     found, wanted = set(nodes), list(nodes)
     while wanted:
@@ -156,7 +158,7 @@ def _users(nodes: list[Node], reverse: Mapping[Node, list[Node]]) -> set[Node]:
     return found
 
 
-def _node(tensor: torch.Tensor) -> Node:
+def _get_node(tensor: torch.Tensor) -> Node:
     from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc
 
     node = _get_grad_fn_or_grad_acc(tensor)

@@ -17,21 +17,27 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from gpumix.engine.model.captured_outputs import Captured, Collected
+from gpumix.engine.model.captured_outputs import Collected, OutputCapture
 from gpumix.engine.model.containers import Containers
 from gpumix.engine.model.forward_coroutine import ModelError, ThreadState, UnitCall
 from gpumix.engine.model.module_buffers import BufferCopies
-from gpumix.engine.model.unit_values import PLAIN_TYPES, Arguments, Structure, flatten, unflatten
-from gpumix.engine.offload.host_offload import HostStore
+from gpumix.engine.model.unit_values import (
+    PLAIN_TYPES,
+    ArgumentsStructure,
+    Structure,
+    flatten,
+    unflatten,
+)
+from gpumix.engine.offload.host_offload import OffloadStore
 from gpumix.engine.sequence_parallel.collective_regions import own_part
-from gpumix.engine.sequence_parallel.positions import DIM, is_divided
+from gpumix.engine.sequence_parallel.positions import POSITION_DIM, is_divided
 from gpumix.engine.sharding.flat_group import storage_of
-from gpumix.engine.unit.activation_checkpoint import KeptRun, Recomputed
+from gpumix.engine.unit.activation_checkpoint import CheckpointedRun, KeptRun
 from gpumix.engine.unit.inter_unit_backward import (
     GradientTarget,
-    hand,
+    connect_to_leaf,
+    expand_zeros_like,
     run_backward,
-    without_memory,
 )
 from gpumix.engine.unit.saved_inputs import UnitInputs
 from gpumix.engine.unit.sharded_units import ShardedUnit
@@ -41,7 +47,7 @@ Forward = Callable[..., Any]
 Outputs = tuple[list[Any], Structure]
 
 
-class Cut:
+class UnitBoundary:
     """A unit call of a micro-batch, from forward to backward.
 
     Args:
@@ -62,7 +68,7 @@ class Cut:
         compute_dtype: torch.dtype,
         seed: Callable[[], None],
         recompute: bool = True,
-        host: HostStore | None = None,
+        host: OffloadStore | None = None,
         sends: Sequence[int] = (),
     ) -> None:
         self.unit = unit
@@ -72,8 +78,10 @@ class Cut:
         self.weights: SplitBackward | None = None
         self._recompute = recompute
         self._host = host
-        self._inputs, structure = Arguments.of(call.args, call.kwargs)
-        self._captured = Captured(call.context, model_containers(unit, call.args, call.kwargs))
+        self._inputs, structure = ArgumentsStructure.of(call.args, call.kwargs)
+        self._captured = OutputCapture(
+            call.context, find_model_containers(unit, call.args, call.kwargs)
+        )
         self._gradients = call.state.gradients
         self._run = UnitRun(
             unit.name,
@@ -84,7 +92,7 @@ class Cut:
             seed,
             structure,
         )
-        self._versions = versions(self._inputs)
+        self._versions = get_versions(self._inputs)
         refuse_inputs(unit.name, self._inputs)
         # The inputs that want a gradient: outputs of earlier units, or made from them.
         self._wanted = [call.state.gradients and _wants_gradient(t) for t in self._inputs]
@@ -96,7 +104,7 @@ class Cut:
         self._edges: list[GradientEdge | None] = []
         self._leaves: list[torch.Tensor | None] = []
         self._given: UnitInputs | None = None
-        self._ran: Recomputed[Outputs] | KeptRun[Outputs] | None = None
+        self._ran: CheckpointedRun[Outputs] | KeptRun[Outputs] | None = None
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -118,7 +126,7 @@ class Cut:
         if not self.differentiable:
             outputs, structure = self._run(inputs)
             refuse_outputs(self.unit, outputs)
-            self.sent = self._chosen(outputs, structure)
+            self.sent = self._copy_sent_outputs(outputs, structure)
             return self._hand_over(outputs, structure)
         handed = list(inputs)
         for place, link in zip((n for n, w in enumerate(self._wanted) if w), self.links):
@@ -126,8 +134,8 @@ class Cut:
             if source is not None:  # the input's graph ends there, no further cut is needed
                 handed[place] = self._inputs[place]
             else:
-                source = _leaf_like(inputs[place])
-                handed[place] = hand(source, inputs[place])
+                source = _make_leaf(inputs[place])
+                handed[place] = connect_to_leaf(source, inputs[place])
             self._sources.append(source)
         buffers = BufferCopies(self.unit.with_buffers)
         run = partial(self._run, handed)
@@ -135,23 +143,23 @@ class Cut:
         if self._recompute:
             self._given = UnitInputs(inputs, self._wanted)
             again = partial(self._run.again, self._given, buffers)
-            self._ran = Recomputed(self.unit.name, again)
+            self._ran = CheckpointedRun(self.unit.name, again)
         else:
             self._ran = KeptRun()
         outputs, structure = self._ran.forward(run)
         del run
         buffers.keep_changed()
         refuse_outputs(self.unit, outputs)
-        self.sent = self._chosen(outputs, structure)
+        self.sent = self._copy_sent_outputs(outputs, structure)
         for place, output in enumerate(outputs):
             if not _wants_gradient(output):
                 self._edges.append(None)
                 self._leaves.append(None)
                 continue
-            leaf = _leaf_like(output)
+            leaf = _make_leaf(output)
             self._edges.append(get_gradient_edge(output))
             self._leaves.append(leaf)
-            outputs[place] = hand(leaf, output)
+            outputs[place] = connect_to_leaf(leaf, output)
         del output
         result = self._hand_over(outputs, structure)
         if self._given is None:
@@ -166,7 +174,7 @@ class Cut:
         leaf = self._leaves[place]
         if place in self._sent_by_all:
             assert self.unit.positions is not None, "a team's part of it was sent"
-            gradient = own_part(gradient, DIM, self.unit.positions.team)
+            gradient = own_part(gradient, POSITION_DIM, self.unit.positions.team)
         if leaf is not None:  # else nothing trained precedes it
             leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
@@ -209,7 +217,7 @@ class Cut:
             for link, source in zip(self.links, sources)
         ]
 
-    def _chosen(self, outputs: list[Any], structure: Structure) -> list[torch.Tensor]:
+    def _copy_sent_outputs(self, outputs: list[Any], structure: Structure) -> list[torch.Tensor]:
         """Return unsharded copies of outputs for later stages. The model may write into its own."""
         if not self._sends:
             return []
@@ -227,7 +235,7 @@ class Cut:
         """Return the unit's result to the model and hand over collected values."""
         self._refuse_writes(f"unit '{self.unit.name}' writes into its own input")
         result, collected = unflatten(structure, iter(outputs))
-        self._captured.hand_over(collected)
+        self._captured.give_to_model(collected)
         return result
 
     def _refuse_writes(self, what: str) -> None:
@@ -245,15 +253,15 @@ class UnitRun:
     label: str
     forward: Forward
     state: ThreadState
-    captured: Captured
+    captured: OutputCapture
     dtype: torch.dtype
     seed: Callable[[], None]
-    structure: Arguments
+    structure: ArgumentsStructure
 
     def __call__(self, inputs: Sequence[Any]) -> Outputs:
         """Run the unit; return all results, collected values included, and their structure."""
         self.seed()
-        given = [cast(value, self.dtype) for value in inputs]
+        given = [cast_floating(value, self.dtype) for value in inputs]
         with self.state.applied():
             args, kwargs = self.structure.filled(given)
             copies = Containers(self.label, args, kwargs)
@@ -265,11 +273,11 @@ class UnitRun:
     def again(self, given: UnitInputs, buffers: BufferCopies) -> Outputs:
         """Recompute the unit with the original buffers and fresh inputs. Inputs must be fresh,
         since a hook that the unit sets on an input must not exist twice."""
-        with buffers.in_place():
-            return self(given.fresh())
+        with buffers.use_copies():
+            return self(given.make_leaves())
 
 
-def model_containers(
+def find_model_containers(
     unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Containers | None:
     """Return the lists and dicts given to a unit, which may put values into them. None where the
@@ -277,7 +285,7 @@ def model_containers(
     return Containers(unit.name, args, kwargs) if unit.positions is None else None
 
 
-def taken(call: UnitCall, unit: ShardedUnit) -> UnitCall:
+def divide_call_inputs(call: UnitCall, unit: ShardedUnit) -> UnitCall:
     """Return the call with the inputs reduced to this unit's positions."""
     if unit.positions is None:
         return call
@@ -286,14 +294,14 @@ def taken(call: UnitCall, unit: ShardedUnit) -> UnitCall:
     return call._replace(args=args, kwargs=kwargs)
 
 
-def cast(value: Any, dtype: torch.dtype) -> Any:
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Cast floating tensors to `dtype` and return any other value unchanged."""
     if not isinstance(value, torch.Tensor) or value.dtype == dtype:
         return value
     return value.to(dtype) if value.is_floating_point() else value
 
 
-def versions(values: Sequence[Any]) -> list[int]:
+def get_versions(values: Sequence[Any]) -> list[int]:
     """Return the version counter of each tensor among `values`. Inference tensors have no counter
     and allow no backward; they count as 0."""
     tensors = (t for t in values if isinstance(t, torch.Tensor))
@@ -302,7 +310,7 @@ def versions(values: Sequence[Any]) -> list[int]:
 
 def refuse_writes(inputs: Sequence[Any], before: list[int], what: str) -> None:
     """Raise a ModelError with message `what` if inputs were written into since `before`."""
-    if versions(inputs) != before:
+    if get_versions(inputs) != before:
         raise ModelError(
             what,
             why="the input is needed unchanged to run the unit again in backward",
@@ -312,7 +320,7 @@ def refuse_writes(inputs: Sequence[Any], before: list[int], what: str) -> None:
 
 def refuse_inputs(unit: str, inputs: Sequence[Any]) -> None:
     """Raise a ModelError if an input of a unit cannot cross its boundary."""
-    for value in _opaque(inputs):
+    for value in _find_opaque_values(inputs):
         if type(value).__name__.endswith("Cache"):
             raise ModelError(
                 f"unit '{unit}' is given a {type(value).__name__}",
@@ -350,8 +358,8 @@ def _refuse_hidden(
 ) -> None:
     """Refuse tensors inside objects that are no pytree. Such tensors cross the boundary unseen and
     would get no gradients."""
-    for value in _opaque(values):
-        if any(isinstance(t, torch.Tensor) and matters(t) for t in _inside(value)):
+    for value in _find_opaque_values(values):
+        if any(isinstance(t, torch.Tensor) and matters(t) for t in _list_contents(value)):
             kind = type(value).__name__
             raise ModelError(
                 f"unit '{unit}' {verb} tensors inside of a {kind}",
@@ -361,12 +369,12 @@ def _refuse_hidden(
             )
 
 
-def _opaque(values: Sequence[Any]) -> list[Any]:
+def _find_opaque_values(values: Sequence[Any]) -> list[Any]:
     """Return the values of types that may contain further values."""
     return [value for value in values if type(value) not in PLAIN_TYPES]
 
 
-def _inside(value: Any) -> list[Any]:
+def _list_contents(value: Any) -> list[Any]:
     """Return the visible contents of an object that is no pytree."""
     if isinstance(value, torch.Tensor | torch.nn.Module | type):
         return []
@@ -379,9 +387,9 @@ def _inside(value: Any) -> list[Any]:
     return tree_leaves(held)
 
 
-def _leaf_like(output: torch.Tensor) -> torch.Tensor:
+def _make_leaf(output: torch.Tensor) -> torch.Tensor:
     """Return a leaf without memory in place of `output`; only the gradient is used."""
-    return without_memory(output).requires_grad_()
+    return expand_zeros_like(output).requires_grad_()
 
 
 def _wants_gradient(value: Any) -> bool:

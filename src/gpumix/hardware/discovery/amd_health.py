@@ -17,7 +17,7 @@ _MIB = 2**20  # unit of `amdsmi_get_gpu_vram_usage`
 
 
 @contextmanager
-def amd_driver() -> Iterator[ModuleType | None]:
+def open_amdsmi() -> Iterator[ModuleType | None]:
     """Initialize `amdsmi`; yield None if it is not installed or the driver does not answer."""
     try:
         import amdsmi
@@ -36,19 +36,19 @@ def amd_driver() -> Iterator[ModuleType | None]:
             amdsmi.amdsmi_shut_down()
 
 
-def amd_handle_of(smi: ModuleType | Any, device_id: str, ordinal: int) -> Any:
+def find_amd_handle(smi: ModuleType | Any, device_id: str, ordinal: int) -> Any:
     """Return the GPU with torch's UUID, otherwise the GPU with HIP's number, otherwise None."""
     wanted = _hip_uuid(device_id)
     numbered = {}
-    for handle in _told(smi, smi.amdsmi_get_processor_handles) or ():
-        told = _told(smi, smi.amdsmi_get_gpu_enumeration_info, handle) or {}
+    for handle in _query(smi, smi.amdsmi_get_processor_handles) or ():
+        told = _query(smi, smi.amdsmi_get_gpu_enumeration_info, handle) or {}
         if wanted and str(told.get("hip_uuid", "")).lower() == wanted:
             return handle
         numbered[told.get("hip_id")] = handle
     return numbered.get(ordinal)
 
 
-def amd_health(smi: ModuleType | Any, handle: Any, index: int) -> GpuHealth:
+def read_amd_health(smi: ModuleType | Any, handle: Any, index: int) -> GpuHealth:
     """Return the driver's report on a GPU not used by this process.
 
     Args:
@@ -56,7 +56,7 @@ def amd_health(smi: ModuleType | Any, handle: Any, index: int) -> GpuHealth:
     """
 
     def ask(function: Callable[..., T], *args: Any) -> T | None:
-        return _told(smi, function, handle, *args)
+        return _query(smi, function, handle, *args)
 
     memory = smi.amdsmi_get_gpu_vram_usage(handle)
     errors = ask(smi.amdsmi_get_gpu_total_ecc_count)
@@ -97,7 +97,7 @@ def _number(value: object) -> int | None:
     return int(value) if isinstance(value, int | float) else None
 
 
-def _told(smi: ModuleType | Any, function: Callable[..., T], *args: Any) -> T | None:
+def _query(smi: ModuleType | Any, function: Callable[..., T], *args: Any) -> T | None:
     try:
         return function(*args)
     except smi.AmdSmiException:  # most often unsupported by this GPU

@@ -56,13 +56,13 @@ class Gpu:
         )
 
 
-def product_slug(product: str) -> str:
+def make_class_name(product: str) -> str:
     """Return a class name for a product: 'NVIDIA GeForce RTX 3090' is 'rtx-3090'."""
     words = re.findall(r"[a-z0-9.]+", product.lower())
     return "-".join(w for w in words if w not in _BRAND_WORDS) or "gpu"
 
 
-def visible_gpus(gpus: tuple[Gpu, ...], *, host: str) -> tuple[Gpu, ...]:
+def select_visible_gpus(gpus: tuple[Gpu, ...], *, host: str) -> tuple[Gpu, ...]:
     """Return the GPUs visible to CUDA, in its order; all in bus order if `CUDA_VISIBLE_DEVICES` is
     unset.
 
@@ -71,19 +71,21 @@ def visible_gpus(gpus: tuple[Gpu, ...], *, host: str) -> tuple[Gpu, ...]:
             because the products differ, or a visible GPU is in MIG mode.
     """
     entries = visible_cuda_devices()
-    chosen = gpus if entries is None else _chosen(gpus, entries, host=host)
+    chosen = gpus if entries is None else _select_visible(gpus, entries, host=host)
     for gpu in chosen:
         if gpu.mig:
             raise _mig_error(f"{host}, GPU {gpu.index}")
     return chosen
 
 
-def _chosen(gpus: tuple[Gpu, ...], entries: tuple[str, ...], *, host: str) -> tuple[Gpu, ...]:
+def _select_visible(
+    gpus: tuple[Gpu, ...], entries: tuple[str, ...], *, host: str
+) -> tuple[Gpu, ...]:
     if not gpus:  # no driver: nothing to show, whatever the variable says
         return ()
     if "-1" in entries:  # the customary end of the list
         entries = entries[: entries.index("-1")]
-    chosen = tuple(_named(gpus, entry, host=host) for entry in entries)
+    chosen = tuple(_find_named(gpus, entry, host=host) for entry in entries)
     if len(set(chosen)) < len(chosen):
         raise _visible_error(f"CUDA_VISIBLE_DEVICES={','.join(entries)} names a GPU twice", host)
     by_number = any(entry.isdigit() for entry in entries)
@@ -93,7 +95,7 @@ def _chosen(gpus: tuple[Gpu, ...], entries: tuple[str, ...], *, host: str) -> tu
     return chosen
 
 
-def _named(gpus: tuple[Gpu, ...], entry: str, *, host: str) -> Gpu:
+def _find_named(gpus: tuple[Gpu, ...], entry: str, *, host: str) -> Gpu:
     """Return the GPU named by an entry: a number, or the unique start of a UUID."""
     if entry.startswith("MIG"):
         raise _mig_error(f"{host}, CUDA_VISIBLE_DEVICES")

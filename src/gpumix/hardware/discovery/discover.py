@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from gpumix.hardware.discovery.cuda_visible_devices import Gpu, product_slug, visible_gpus
-from gpumix.hardware.discovery.gpu_health import newest_cuda
-from gpumix.hardware.discovery.pci_gpus import cards_on_bus
-from gpumix.hardware.discovery.torch_build import torch_build
-from gpumix.hardware.discovery.torch_gpus import gpus_by_torch, shows_gpus
+from gpumix.hardware.discovery.cuda_visible_devices import Gpu, make_class_name, select_visible_gpus
+from gpumix.hardware.discovery.gpu_health import read_newest_cuda
+from gpumix.hardware.discovery.pci_gpus import list_pci_gpus
+from gpumix.hardware.discovery.torch_build import read_torch_build
+from gpumix.hardware.discovery.torch_gpus import find_torch_gpus, has_gpu_signs
 from gpumix.hardware.discovery.unusable_gpus import refuse_build, refuse_cards
-from gpumix.hardware.host.cgroups import let_have_bytes
+from gpumix.hardware.host.cgroups import limit_host_bytes
 from gpumix.hardware.host.environment import hiding_variable
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.errors import MachineError
@@ -32,12 +32,12 @@ CPU_MEMORY_SHARE = 0.8  # of all memory; the rest is for the system and the page
 _MEMINFO = Path("/proc/meminfo")
 
 
-def discover() -> Cluster:
+def discover_cluster() -> Cluster:
     """Return the devices of this host visible to a program started now.
 
     GPUs of one product, memory and driver form a class named after the product. Without visible
     GPUs the cluster is a CPU of class 'cpu' with 80 % of the memory of the host or container;
-    `why_cpu` gives the reason.
+    `explain_cpu` gives the reason.
 
     Raises:
         MachineError: the driver reports an error, `CUDA_VISIBLE_DEVICES` is ambiguous, a GPU is
@@ -48,40 +48,40 @@ def discover() -> Cluster:
     return _gpu_cluster(gpus, host=host) if gpus else _cpu_cluster(host)
 
 
-def why_cpu() -> str:
+def explain_cpu() -> str:
     """Return the reason for finding no GPU: the variable hiding GPUs, or no GPU in the host."""
     hiding = hiding_variable()
     return f"{hiding} hides the GPUs of this host" if hiding else "this host has no GPU"
 
 
-def runs_on_cpu() -> str:
+def describe_cpu_run() -> str:
     """Return the first output line of a run without any GPU found."""
-    return f"{why_cpu()}: this run computes on the CPU"
+    return f"{explain_cpu()}: this run computes on the CPU"
 
 
 def _usable_gpus(host: str) -> tuple[Gpu, ...]:
     """Return the GPUs usable by torch here; empty if hidden, or without GPUs."""
-    build = torch_build()
+    build = read_torch_build()
     torch_says = ""
     if build is not None and build.toolkit in ("ROCm", "XPU"):
-        gpus, torch_says = gpus_by_torch(host, build.toolkit)
+        gpus, torch_says = find_torch_gpus(host, build.toolkit)
         if gpus:
             return gpus
-    nvidia = visible_gpus(_gpus(host), host=host)
+    nvidia = select_visible_gpus(_list_nvidia_gpus(host), host=host)
     if nvidia:
         refuse_build(build, driver=nvidia[0].driver, driver_cuda=nvidia[0].driver_cuda, host=host)
         return nvidia
-    cards = () if hiding_variable() else cards_on_bus()
-    signs = any(card.maker == "NVIDIA" for card in cards) or shows_gpus()
+    cards = () if hiding_variable() else list_pci_gpus()
+    signs = any(card.maker == "NVIDIA" for card in cards) or has_gpu_signs()
     if build is not None and build.toolkit == "CUDA" and signs:  # a host without NVML
-        gpus, torch_says = gpus_by_torch(host, build.toolkit)
+        gpus, torch_says = find_torch_gpus(host, build.toolkit)
         if gpus:
             return gpus
     refuse_cards(cards, build, host=host, torch_says=torch_says)
     return ()
 
 
-def _gpus(host: str) -> tuple[Gpu, ...]:
+def _list_nvidia_gpus(host: str) -> tuple[Gpu, ...]:
     """Return all GPUs of this host in NVML order (PCI bus); empty without an NVIDIA driver."""
     import pynvml
 
@@ -97,23 +97,25 @@ def _gpus(host: str) -> tuple[Gpu, ...]:
             fix="run `nvidia-smi`; after a driver update reload the module or restart the host",
         ) from error
     try:
-        with _explained(pynvml, where=host):
-            driver = _text(pynvml.nvmlSystemGetDriverVersion()), newest_cuda(pynvml)
+        with _translate_nvml_errors(pynvml, where=host):
+            driver = _decode(pynvml.nvmlSystemGetDriverVersion()), read_newest_cuda(pynvml)
             count = pynvml.nvmlDeviceGetCount()
-            return tuple(_gpu(pynvml, index, driver=driver, host=host) for index in range(count))
+            return tuple(
+                _read_nvidia_gpu(pynvml, index, driver=driver, host=host) for index in range(count)
+            )
     finally:
         pynvml.nvmlShutdown()
 
 
-def _gpu(nvml: ModuleType, index: int, *, driver: tuple[str, str], host: str) -> Gpu:
-    with _explained(nvml, where=f"{host}, GPU {index}"):
+def _read_nvidia_gpu(nvml: ModuleType, index: int, *, driver: tuple[str, str], host: str) -> Gpu:
+    with _translate_nvml_errors(nvml, where=f"{host}, GPU {index}"):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         mig = _is_mig(nvml, handle)  # MIG GPUs do not always report memory
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
         return Gpu(
             index=index,
-            uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-            product=_text(nvml.nvmlDeviceGetName(handle)),
+            uuid=_decode(nvml.nvmlDeviceGetUUID(handle)),
+            product=_decode(nvml.nvmlDeviceGetName(handle)),
             memory_bytes=0 if mig else int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
             driver=driver[0],
             driver_cuda=driver[1],
@@ -123,7 +125,7 @@ def _gpu(nvml: ModuleType, index: int, *, driver: tuple[str, str], host: str) ->
 
 
 @contextmanager
-def _explained(nvml: ModuleType, *, where: str) -> Iterator[None]:
+def _translate_nvml_errors(nvml: ModuleType, *, where: str) -> Iterator[None]:
     try:
         yield
     except nvml.NVMLError as error:
@@ -143,7 +145,7 @@ def _is_mig(nvml: ModuleType, handle: object) -> bool:
     return bool(current == nvml.NVML_DEVICE_MIG_ENABLE)
 
 
-def _text(value: str | bytes) -> str:
+def _decode(value: str | bytes) -> str:
     """Decode text: older NVML bindings return bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
@@ -163,18 +165,18 @@ def _gpu_cluster(gpus: tuple[Gpu, ...], *, host: str) -> Cluster:
 
 def _class_names(kinds: list[tuple[str, int]]) -> list[str]:
     """Return a name for each (product, memory): the product, with memory added for duplicates."""
-    names = [product_slug(product) for product, _ in kinds]
+    names = [make_class_name(product) for product, _ in kinds]
     for spell in (lambda memory: f"{memory / 2**30:.0f}gib", lambda memory: f"{memory}b"):
         clashes = {name for name, count in Counter(names).items() if count > 1}
         names = [
-            f"{product_slug(product)}-{spell(memory)}" if name in clashes else name
+            f"{make_class_name(product)}-{spell(memory)}" if name in clashes else name
             for name, (product, memory) in zip(names, kinds)
         ]
     return names
 
 
 def _cpu_cluster(host: str) -> Cluster:
-    total = _memory(host)
+    total = _read_memory_bytes(host)
     share = f"{CPU_MEMORY_SHARE:.0%}"
     cpu = DeviceClass(
         name="cpu",
@@ -186,11 +188,11 @@ def _cpu_cluster(host: str) -> Cluster:
     return Cluster(classes=(cpu,), devices=(device,))
 
 
-def _memory(host: str) -> int:
+def _read_memory_bytes(host: str) -> int:
     lines = read_log(_MEMINFO).splitlines() if _MEMINFO.exists() else []
     for line in lines:
         if line.startswith("MemTotal:"):
-            return let_have_bytes(int(line.split()[1]) * 1024)
+            return limit_host_bytes(int(line.split()[1]) * 1024)
     raise MachineError(
         "there is no GPU, and how much memory the CPU may use is unknown",
         where=host,

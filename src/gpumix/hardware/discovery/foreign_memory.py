@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpumix.hardware.discovery.amd_health import amd_driver, amd_handle_of, amd_health
-from gpumix.hardware.discovery.gpu_health import GpuHealth, driver, handle_of, health
+from gpumix.hardware.discovery.amd_health import find_amd_handle, open_amdsmi, read_amd_health
+from gpumix.hardware.discovery.gpu_health import GpuHealth, find_handle, open_nvml, read_health
 from gpumix.hardware.host.environment import visible_cuda_devices
 from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.errors import MachineError
@@ -20,12 +20,12 @@ from gpumix.schema.files import read_log
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.units import show_bytes
 
-LEAST_BYTES = 2**30  # more than a desktop or a driver uses
-LEAST_PART = 0.5  # of the memory planned for a class; a GPU with less is not worth a rank
+MIN_FOREIGN_BYTES = 2**30  # more than a desktop or a driver uses
+MIN_FREE_SHARE = 0.5  # of the memory planned for a class; a GPU with less is not worth a rank
 
 
 @dataclass(frozen=True)
-class Occupied:
+class OccupiedGpu:
     """A GPU with much memory used by other processes.
 
     Attributes:
@@ -50,7 +50,7 @@ class Occupied:
         )
 
 
-def occupied(cluster: Cluster) -> tuple[Occupied, ...]:
+def find_occupied_gpus(cluster: Cluster) -> tuple[OccupiedGpu, ...]:
     """Return the cluster's GPUs on this host with at least a GiB in foreign use.
 
     Raises:
@@ -62,14 +62,14 @@ def occupied(cluster: Cluster) -> tuple[Occupied, ...]:
         device: kind.maker for device, kind in kinds.items() if device.host in here and kind.is_gpu
     }
     found = tuple(
-        Occupied(
+        OccupiedGpu(
             device,
             told.memory_bytes,
             told.used_bytes,
-            tuple(_named(pid, held) for pid, held in told.others),
+            tuple(_format_process(pid, held) for pid, held in told.others),
         )
-        for device, told in health_of(makers)
-        if told.used_bytes >= LEAST_BYTES
+        for device, told in read_gpu_health(makers)
+        if told.used_bytes >= MIN_FOREIGN_BYTES
     )
     full = next((one for one in found if _is_full(one, kinds[one.device].memory_bytes)), None)
     if full is not None:
@@ -83,7 +83,7 @@ def occupied(cluster: Cluster) -> tuple[Occupied, ...]:
     return found
 
 
-def leave_taken(profile: Profile, taken: Sequence[Occupied]) -> Profile:
+def reserve_foreign_memory(profile: Profile, taken: Sequence[OccupiedGpu]) -> Profile:
     """Return the profile with `framework_bytes` raised to the memory in foreign use. A profile
     measured during this use already includes the bytes."""
     missing: dict[str, int] = {}
@@ -100,7 +100,7 @@ def leave_taken(profile: Profile, taken: Sequence[Occupied]) -> Profile:
     return profile.model_copy(update={"classes": classes}) if taken else profile
 
 
-def health_of(makers: Mapping[Device, str]) -> Iterator[tuple[Device, GpuHealth]]:
+def read_gpu_health(makers: Mapping[Device, str]) -> Iterator[tuple[Device, GpuHealth]]:
     """Yield the health of this host's GPUs, as far as reported by drivers.
 
     Args:
@@ -108,28 +108,28 @@ def health_of(makers: Mapping[Device, str]) -> Iterator[tuple[Device, GpuHealth]
     """
     nvidia = [device for device, maker in makers.items() if maker == "NVIDIA"]
     if nvidia:
-        with driver() as nvml:
+        with open_nvml() as nvml:
             for device in nvidia if nvml is not None else ():
                 if not device.id.startswith("GPU-") and visible_cuda_devices() is not None:
                     continue  # the ordinal is not NVML's index
                 try:
-                    yield device, health(nvml, handle_of(nvml, device.id, device.ordinal))
+                    yield device, read_health(nvml, find_handle(nvml, device.id, device.ordinal))
                 except nvml.NVMLError:  # type: ignore[union-attr]  # whoever opens it is told
                     continue
     amd = [device for device, maker in makers.items() if maker == "AMD"]
     if amd:
-        with amd_driver() as smi:
+        with open_amdsmi() as smi:
             for device in amd if smi is not None else ():
-                handle = amd_handle_of(smi, device.id, device.ordinal)
+                handle = find_amd_handle(smi, device.id, device.ordinal)
                 if handle is not None:
-                    yield device, amd_health(smi, handle, device.ordinal)
+                    yield device, read_amd_health(smi, handle, device.ordinal)
 
 
-def _is_full(one: Occupied, wanted_bytes: int) -> bool:
-    return one.left_bytes < LEAST_PART * min(wanted_bytes, one.memory_bytes)
+def _is_full(one: OccupiedGpu, wanted_bytes: int) -> bool:
+    return one.left_bytes < MIN_FREE_SHARE * min(wanted_bytes, one.memory_bytes)
 
 
-def _named(pid: int, held_bytes: int) -> str:
+def _format_process(pid: int, held_bytes: int) -> str:
     """Format a process as "4711 (python, 9.2 GiB)"; another container's names are unknown."""
     try:
         name = read_log(Path(f"/proc/{pid}/comm")).strip()

@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-from gpumix.hardware.discovery.gpu_health import driver, handle_of
-from gpumix.schema.cluster.clocks import Clocks
+from gpumix.hardware.discovery.gpu_health import find_handle, open_nvml
+from gpumix.schema.cluster.clocks import GpuClocks
 
-SM, CHIP = 1, 0  # NVML's constants for the SM clock and the chip's temperature sensor
+SM, CHIP_SENSOR = 1, 0  # NVML's constants for the SM clock and the chip's temperature sensor
 
 
 class ClockReader:
@@ -22,15 +22,15 @@ class ClockReader:
 
     def __init__(self, uuid: str, ordinal: int) -> None:
         self._stack = ExitStack()
-        self._nvml: ModuleType | Any = self._stack.enter_context(driver())
+        self._nvml: ModuleType | Any = self._stack.enter_context(open_nvml())
         self._handle: Any = None
         if self._nvml is not None:
             try:
-                self._handle = handle_of(self._nvml, uuid, ordinal)
+                self._handle = find_handle(self._nvml, uuid, ordinal)
             except self._nvml.NVMLError:
                 self._nvml = None
 
-    def look(self) -> Clocks | None:
+    def look(self) -> GpuClocks | None:
         """Return the current clocks, or None if the driver does not report them."""
         nvml, handle = self._nvml, self._handle
         if nvml is None:
@@ -39,7 +39,7 @@ class ClockReader:
             mhz = nvml.nvmlDeviceGetClockInfo(handle, SM)
         except nvml.NVMLError:
             return None
-        return Clocks(sm_mhz=mhz, **self._others()) if mhz > 0 else None
+        return GpuClocks(sm_mhz=mhz, **self._others()) if mhz > 0 else None
 
     def close(self) -> None:
         """Release the driver."""
@@ -50,7 +50,7 @@ class ClockReader:
         nvml, found = self._nvml, {}
         for name, ask in (
             ("power_watts", lambda: nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3),
-            ("temperature_c", lambda: nvml.nvmlDeviceGetTemperature(self._handle, CHIP)),
+            ("temperature_c", lambda: nvml.nvmlDeviceGetTemperature(self._handle, CHIP_SENSOR)),
         ):
             try:
                 found[name] = float(ask())

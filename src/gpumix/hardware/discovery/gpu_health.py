@@ -18,7 +18,7 @@ from gpumix.schema.value import Value
 T = TypeVar("T")
 
 # Bits of NVML's clocks event reasons, except idling and clocks set by a user.
-REASONS = {
+THROTTLE_REASONS = {
     0x04: "it reaches its power limit",
     0x08: "its hardware slows it down",
     0x20: "it is too warm",
@@ -71,7 +71,7 @@ class GpuHealth(Value):
 
 
 @contextmanager
-def driver() -> Iterator[ModuleType | None]:
+def open_nvml() -> Iterator[ModuleType | None]:
     """Initialize NVML; yield None without a driver, or if it does not answer."""
     import pynvml
 
@@ -88,31 +88,33 @@ def driver() -> Iterator[ModuleType | None]:
 
 def driver_versions() -> tuple[str, str]:
     """Return the versions of the driver and of its newest CUDA ("12.4"); empty without a driver."""
-    with driver() as nvml:
+    with open_nvml() as nvml:
         if nvml is None:
             return "", ""
-        version = _told(nvml, nvml.nvmlSystemGetDriverVersion) or ""
-        return version.decode() if isinstance(version, bytes) else str(version), newest_cuda(nvml)
+        version = _query(nvml, nvml.nvmlSystemGetDriverVersion) or ""
+        return version.decode() if isinstance(version, bytes) else str(version), read_newest_cuda(
+            nvml
+        )
 
 
-def newest_cuda(nvml: ModuleType | Any) -> str:
+def read_newest_cuda(nvml: ModuleType | Any) -> str:
     """Return the newest CUDA version supported by the driver, such as "12.4"; empty if unknown."""
-    cuda = _told(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2) or 0
+    cuda = _query(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2) or 0
     return f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""
 
 
-def handle_of(nvml: ModuleType | Any, uuid: str, index: int) -> Any:
+def find_handle(nvml: ModuleType | Any, uuid: str, index: int) -> Any:
     """Return the GPU with the UUID; if `uuid` is not one, the GPU at `index`."""
     if uuid.startswith("GPU-"):
         return nvml.nvmlDeviceGetHandleByUUID(uuid)
     return nvml.nvmlDeviceGetHandleByIndex(index)
 
 
-def health(nvml: ModuleType | Any, handle: Any) -> GpuHealth:
+def read_health(nvml: ModuleType | Any, handle: Any) -> GpuHealth:
     """Return the driver's report on a GPU not used by this process."""
 
     def ask(function: Callable[..., T], *args: Any) -> T | None:
-        return _told(nvml, function, handle, *args)
+        return _query(nvml, function, handle, *args)
 
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     rows = ask(nvml.nvmlDeviceGetRemappedRows)
@@ -125,7 +127,7 @@ def health(nvml: ModuleType | Any, handle: Any) -> GpuHealth:
         index=int(nvml.nvmlDeviceGetIndex(handle)),
         memory_bytes=int(memory.total),
         used_bytes=int(memory.used),
-        most_link=_told(nvml, most_link, nvml, handle),
+        most_link=_query(nvml, read_max_link, nvml, handle),
         uncorrected=ask(nvml.nvmlDeviceGetTotalEccErrors, _UNCORRECTED, _SINCE_START),
         pages_pending=any(told) if told else None,
         remap_failed=bool(rows[3]) if rows else None,
@@ -140,7 +142,7 @@ def health(nvml: ModuleType | Any, handle: Any) -> GpuHealth:
     )
 
 
-def look(nvml: ModuleType | Any, handle: object, least_use: float) -> GpuReading:
+def read_gpu(nvml: ModuleType | Any, handle: object, least_use: float) -> GpuReading:
     """Read a GPU, which counts as used above a utilization of `least_use`."""
     return GpuReading(
         used=nvml.nvmlDeviceGetUtilizationRates(handle).gpu > 100 * least_use,
@@ -152,7 +154,7 @@ def look(nvml: ModuleType | Any, handle: object, least_use: float) -> GpuReading
     )
 
 
-def most_link(nvml: ModuleType | Any, handle: object) -> tuple[int, int]:
+def read_max_link(nvml: ModuleType | Any, handle: object) -> tuple[int, int]:
     """Return the largest PCIe generation and width possible for GPU and slot."""
     return (
         int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
@@ -160,7 +162,7 @@ def most_link(nvml: ModuleType | Any, handle: object) -> tuple[int, int]:
     )
 
 
-def _told(nvml: ModuleType | Any, function: Callable[..., T], *args: Any) -> T | None:
+def _query(nvml: ModuleType | Any, function: Callable[..., T], *args: Any) -> T | None:
     try:
         return function(*args)
     except nvml.NVMLError:  # most often unsupported by this GPU

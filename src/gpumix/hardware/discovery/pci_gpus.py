@@ -18,8 +18,8 @@ Maker = Literal["NVIDIA", "AMD", "Intel"]
 
 _BUS = Path("/sys/bus/pci/devices")
 _MAKERS: dict[str, Maker] = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
-_SHOWS_PICTURES = "0x0300"  # PCI class of GPUs that can drive a screen
-_COMPUTES = {"0x0302", "0x0380", "0x1200"}  # 3D, other display, processing accelerator
+_DISPLAY_CLASS = "0x0300"  # PCI class of GPUs that can drive a screen
+_COMPUTE_CLASSES = {"0x0302", "0x0380", "0x1200"}  # 3D, other display, processing accelerator
 _LEAST_OWN_BYTES = 4 * 2**30  # AMD GPUs inside CPUs have less
 
 
@@ -31,24 +31,24 @@ class PciGpu:
     address: str
 
 
-def cards_on_bus() -> tuple[PciGpu, ...]:
+def list_pci_gpus() -> tuple[PciGpu, ...]:
     """Return the GPUs by address; empty without GPUs, and on systems without `/sys`."""
     folders = sorted(_BUS.iterdir()) if _BUS.is_dir() else []
-    found = (_card(folder) for folder in folders)
+    found = (_read_pci_gpu(folder) for folder in folders)
     return tuple(card for card in found if card is not None)
 
 
-def count(cards: tuple[PciGpu, ...]) -> str:
+def describe_gpus(cards: tuple[PciGpu, ...]) -> str:
     """Count GPUs in words, such as "2 NVIDIA GPUs and 1 AMD GPU"."""
     numbers = Counter(card.maker for card in cards)
     told = [f"{n} {maker} GPU{'s' if n > 1 else ''}" for maker, n in numbers.items()]
     return " and ".join(told)
 
 
-def _card(folder: Path) -> PciGpu | None:
-    maker = _MAKERS.get(_text(folder / "vendor"))
-    kind = _text(folder / "class")[:6]
-    if maker is None or (kind != _SHOWS_PICTURES and kind not in _COMPUTES):
+def _read_pci_gpu(folder: Path) -> PciGpu | None:
+    maker = _MAKERS.get(_read_text(folder / "vendor"))
+    kind = _read_text(folder / "class")[:6]
+    if maker is None or (kind != _DISPLAY_CLASS and kind not in _COMPUTE_CLASSES):
         return None
     driver = folder / "driver"
     if driver.exists() and driver.resolve().name == "vfio-pci":
@@ -56,13 +56,13 @@ def _card(folder: Path) -> PciGpu | None:
     inside_cpu = {
         "NVIDIA": False,
         "Intel": folder.name.split(":")[1:2] == ["00"],
-        "AMD": kind == _SHOWS_PICTURES
-        and int(_text(folder / "mem_info_vram_total") or 0) < _LEAST_OWN_BYTES,
+        "AMD": kind == _DISPLAY_CLASS
+        and int(_read_text(folder / "mem_info_vram_total") or 0) < _LEAST_OWN_BYTES,
     }[maker]
     return None if inside_cpu else PciGpu(maker, folder.name)
 
 
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return read_log(file).strip()
     except OSError:

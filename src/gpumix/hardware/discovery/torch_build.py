@@ -15,9 +15,11 @@ from typing import Literal
 from gpumix.schema.files import read_log
 
 Toolkit = Literal["CUDA", "ROCm", "XPU", ""]
-PAGE = "https://pytorch.org/get-started/locally"
+INSTALL_PAGE = "https://pytorch.org/get-started/locally"
 _ARCH = re.compile(r"^(sm|compute)_(\d+)(\d)([a-z]?)$")
-_INDEX = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/"
+_INSTALL_COMMAND = (
+    "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/"
+)
 _NAMES: tuple[tuple[str, Toolkit], ...] = (("hip", "ROCm"), ("xpu", "XPU"), ("cuda", "CUDA"))
 
 
@@ -44,7 +46,7 @@ class TorchBuild:
         return f"torch {self.version}, built for {built}"
 
 
-def torch_build() -> TorchBuild | None:
+def read_torch_build() -> TorchBuild | None:
     """Return the build in this environment; None without torch or a readable version file."""
     loaded = sys.modules.get("torch.version")
     if loaded is not None:
@@ -53,10 +55,10 @@ def torch_build() -> TorchBuild | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     file = Path(spec.submodule_search_locations[0], "version.py")
-    return build_of(read_log(file)) if file.exists() else None
+    return parse_torch_build(read_log(file)) if file.exists() else None
 
 
-def build_of(source: str) -> TorchBuild | None:
+def parse_torch_build(source: str) -> TorchBuild | None:
     """Return the build described by the text of `torch/version.py`."""
     values: dict[str, str] = {}
     for node in ast.parse(source).body:
@@ -78,31 +80,33 @@ def _build(values: Mapping[str, str]) -> TorchBuild | None:
     return TorchBuild(values["__version__"])
 
 
-def cuda_wheel(driver_cuda: str) -> str:
+def suggest_cuda_wheel(driver_cuda: str) -> str:
     """Return the command to install a torch for a driver supporting CUDA up to `driver_cuda`
     ("12.4"). All drivers of a major version run its wheels; empty for drivers of CUDA 11 and older,
     which run none."""
     major = driver_cuda.partition(".")[0]
     if major.isdigit() and int(major) < OLDEST_CUDA:
         return ""
-    return _INDEX + ("cu126" if major == "12" else "cu130")
+    return _INSTALL_COMMAND + ("cu126" if major == "12" else "cu130")
 
 
-def wheel_for(toolkit: Toolkit) -> str:
+def suggest_toolkit_wheel(toolkit: Toolkit) -> str:
     """Return the command to install a torch for the GPUs of a toolkit."""
     index = {"CUDA": "cu130", "XPU": "xpu"}.get(toolkit, "rocmX.Y")
-    return _INDEX + index + (f" (X.Y as {PAGE} has it)" if toolkit == "ROCm" else "")
+    return (
+        _INSTALL_COMMAND + index + (f" (X.Y as {INSTALL_PAGE} has it)" if toolkit == "ROCm" else "")
+    )
 
 
-def wheel_of(maker: str, capability: tuple[int, int] = (0, 0)) -> str:
+def suggest_wheel(maker: str, capability: tuple[int, int] = (0, 0)) -> str:
     """Return the command to install a torch for the GPUs of a maker, such as "AMD". For NVIDIA, the
     wheel has kernels for the compute capability: CUDA 13 dropped Pascal and Volta."""
     if maker == "NVIDIA" and (0, 0) < capability < (7, 5):
-        return _INDEX + "cu126"
-    return wheel_for(TOOLKITS[maker])
+        return _INSTALL_COMMAND + "cu126"
+    return suggest_toolkit_wheel(TOOLKITS[maker])
 
 
-def runs_on(arches: tuple[str, ...], capability: str) -> str:
+def get_kernel_support(arches: tuple[str, ...], capability: str) -> str:
     """Return "own" if kernels exist, "made" if PTX can be compiled, "none" otherwise.
 
     Kernels run on equal major versions from their minor version on, PTX on all newer ones. With a

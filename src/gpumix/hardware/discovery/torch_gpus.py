@@ -19,28 +19,28 @@ from gpumix.hardware.host.environment import DeviceChoice, device_choices
 from gpumix.schema.errors import MachineError
 
 _PATIENCE_S = 180.0
-_NODES = (Path("/dev/nvidiactl"), Path("/dev/nvhost-gpu"), Path("/dev/dxg"))
+_DEVICE_NODES = (Path("/dev/nvidiactl"), Path("/dev/nvhost-gpu"), Path("/dev/dxg"))
 
 
-def gpus_by_torch(host: str, toolkit: str) -> tuple[tuple[Gpu, ...], str]:
+def find_torch_gpus(host: str, toolkit: str) -> tuple[tuple[Gpu, ...], str]:
     """Return the GPUs in torch's order, and torch's reason for showing none.
 
     Raises:
         MachineError: torch fails, or a variable names GPUs that do not exist.
     """
-    told = told_by_torch(host) if _uses_gpus() else _ask(host)
+    told = query_torch(host) if _has_gpu_context() else _query_in_subprocess(host)
     gpus = tuple(Gpu(**one) for one in told["gpus"])
     _refuse_dropped(device_choices(toolkit), len(gpus), host)
     return gpus, str(told["why"])
 
 
-def told_by_torch(host: str) -> dict[str, Any]:
+def query_torch(host: str) -> dict[str, Any]:
     """Return torch's GPUs in this process: `gpus` as fields of `Gpu`, `why` as reason for none."""
     from gpumix.hardware import runtime
 
     count = runtime.device_count()
-    gpus = [_gpu(runtime.properties(index), index, host) for index in range(count)]
-    return {"gpus": [asdict(one) for one in gpus], "why": "" if gpus else runtime.why_none()}
+    gpus = [_gpu(runtime.get_gpu_properties(index), index, host) for index in range(count)]
+    return {"gpus": [asdict(one) for one in gpus], "why": "" if gpus else runtime.explain_no_gpu()}
 
 
 def _gpu(found: Any, index: int, host: str) -> Gpu:
@@ -56,10 +56,10 @@ def _gpu(found: Any, index: int, host: str) -> Gpu:
     )
 
 
-def shows_gpus() -> bool:
+def has_gpu_signs() -> bool:
     """Return True on signs of GPUs visible to torch, without starting a process: the driver's
     device node without NVML and PCI cards (Jetson, WSL), or GPUs of an already imported torch."""
-    if any(node.exists() for node in _NODES):
+    if any(node.exists() for node in _DEVICE_NODES):
         return True
     if "torch" not in sys.modules:
         return False
@@ -68,7 +68,7 @@ def shows_gpus() -> bool:
     return runtime.is_available()
 
 
-def _uses_gpus() -> bool:
+def _has_gpu_context() -> bool:
     """Return True if this process already has a GPU context."""
     if "torch" not in sys.modules:
         return False
@@ -85,7 +85,7 @@ def _is_uuid(text: str) -> bool:
         return False
 
 
-def _ask(host: str) -> dict[str, Any]:
+def _query_in_subprocess(host: str) -> dict[str, Any]:
     command = [sys.executable, "-P", "-m", __name__, host]
     try:
         done = subprocess.run(
@@ -132,4 +132,4 @@ def _refuse_dropped(choices: tuple[DeviceChoice, ...], seen: int, host: str) -> 
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(told_by_torch(sys.argv[1])) + "\n")
+    sys.stdout.write(json.dumps(query_torch(sys.argv[1])) + "\n")

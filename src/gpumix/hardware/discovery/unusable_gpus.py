@@ -6,12 +6,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from gpumix.hardware.discovery.pci_gpus import PciGpu, count
-from gpumix.hardware.discovery.torch_build import TOOLKITS, TorchBuild, cuda_wheel, wheel_for
+from gpumix.hardware.discovery.pci_gpus import PciGpu, describe_gpus
+from gpumix.hardware.discovery.torch_build import (
+    TOOLKITS,
+    TorchBuild,
+    suggest_cuda_wheel,
+    suggest_toolkit_wheel,
+)
 from gpumix.schema.errors import MachineError
 
 NEWER_DRIVER = "install a newer driver"
-ON_THE_CPU = "to train on the CPU all the same: export CUDA_VISIBLE_DEVICES="
+TRAIN_ON_CPU_FIX = "to train on the CPU all the same: export CUDA_VISIBLE_DEVICES="
 _NVIDIA_MODULE = Path("/proc/driver/nvidia/version")
 _KFD = Path("/dev/kfd")  # access to AMD GPUs
 _DRI = Path("/dev/dri")  # access to Intel GPUs
@@ -33,16 +38,16 @@ def refuse_build(build: TorchBuild | None, *, driver: str, driver_cuda: str, hos
         raise MachineError(
             f"torch cannot use the NVIDIA GPUs of this host: it has no CUDA built in ({build})",
             where=host,
-            fix=f"{cuda_wheel(driver_cuda) or NEWER_DRIVER}; {ON_THE_CPU}",
+            fix=f"{suggest_cuda_wheel(driver_cuda) or NEWER_DRIVER}; {TRAIN_ON_CPU_FIX}",
         )
-    wheel = cuda_wheel(driver_cuda)
+    wheel = suggest_cuda_wheel(driver_cuda)
     older_torch = f", or a torch for it: {wheel}" if wheel else ""
     if driver_cuda and _major(driver_cuda) < _major(build.toolkit_version):
         raise MachineError(
             f"the NVIDIA driver is too old for this torch: driver {driver} is for CUDA "
             f"{driver_cuda} and older, {build}",
             where=host,
-            fix=f"{NEWER_DRIVER}{older_torch}; {ON_THE_CPU}",
+            fix=f"{NEWER_DRIVER}{older_torch}; {TRAIN_ON_CPU_FIX}",
         )
 
 
@@ -63,23 +68,23 @@ def refuse_cards(
     maker = next((c.maker for c in cards if build and TOOLKITS[c.maker] == build.toolkit), "")
     fitting = bool(maker)
     maker = maker or cards[0].maker
-    trouble, fix = _driver_trouble(maker)
+    trouble, fix = _diagnose_driver(maker)
     if not fitting:
         trouble = "" if build is None else str(build)
         fix = (
-            wheel_for(TOOLKITS[maker])
-            if not _driver_trouble(maker)[0]
-            else (f"{fix}, then {wheel_for(TOOLKITS[maker])}")
+            suggest_toolkit_wheel(TOOLKITS[maker])
+            if not _diagnose_driver(maker)[0]
+            else (f"{fix}, then {suggest_toolkit_wheel(TOOLKITS[maker])}")
         )
     raise MachineError(
-        f"this host has {count(cards)} that torch cannot use",
+        f"this host has {describe_gpus(cards)} that torch cannot use",
         where=f"{host}, PCI {', '.join(card.address for card in cards[:4])}",
         why="; ".join(filter(None, (trouble, torch_says))),
-        fix="; ".join(filter(None, (fix, ON_THE_CPU))),
+        fix="; ".join(filter(None, (fix, TRAIN_ON_CPU_FIX))),
     )
 
 
-def _driver_trouble(maker: str) -> tuple[str, str]:
+def _diagnose_driver(maker: str) -> tuple[str, str]:
     """Return the visible problem of a maker's driver, and the fix; empty strings if there is
     none."""
     if maker == "NVIDIA":
@@ -99,7 +104,7 @@ def _driver_trouble(maker: str) -> tuple[str, str]:
                 if maker == "AMD"
                 else "load the driver (modprobe xe)",
             )
-            if not _in_container()
+            if not _is_in_container()
             else (
                 f"there is no {node} in this container",
                 "docker run --device /dev/kfd --device /dev/dri"
@@ -112,7 +117,7 @@ def _driver_trouble(maker: str) -> tuple[str, str]:
     return "", ""
 
 
-def _in_container() -> bool:
+def _is_in_container() -> bool:
     return Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
 
 

@@ -18,16 +18,16 @@ Formula = Callable[..., int]
 aten = torch.ops.aten
 
 
-def formula_of(operation: Any) -> Formula | None:
+def find_formula(operation: Any) -> Formula | None:
     """Return the formula of an operation seen by a dispatch mode, or None if there is none.
 
     Overloads (`mm.default`, `mm.out`) share a formula; higher-order operations have no overloads.
     """
     packet = getattr(operation, "overloadpacket", operation)
-    return _OURS.get(packet) or flop_counter.flop_registry.get(packet)
+    return _EXTRA_FORMULAS.get(packet) or flop_counter.flop_registry.get(packet)
 
 
-def scores_again(operation: Any, args: Sequence[Any]) -> int:
+def count_recomputed_flops(operation: Any, args: Sequence[Any]) -> int:
     """Return the FLOPs of an operation that are not part of the gradient's mathematics. Fused
     attention saves no scores, so its backward recomputes queries times keys."""
     name = str(getattr(operation, "overloadpacket", operation))
@@ -38,16 +38,16 @@ def scores_again(operation: Any, args: Sequence[Any]) -> int:
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> int:
-    return flop_counter.sdpa_flop_count(q.shape, *_with_heads_of(q, k, v))
+    return flop_counter.sdpa_flop_count(q.shape, *_expand_heads(q, k, v))
 
 
 def _attention_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
 ) -> int:
-    return flop_counter.sdpa_backward_flop_count(grad.shape, q.shape, *_with_heads_of(q, k, v))
+    return flop_counter.sdpa_backward_flop_count(grad.shape, q.shape, *_expand_heads(q, k, v))
 
 
-def _with_heads_of(q: torch.Tensor, *grouped: torch.Tensor) -> list[tuple[int, ...]]:
+def _expand_heads(q: torch.Tensor, *grouped: torch.Tensor) -> list[tuple[int, ...]]:
     """Return the computed shapes: several query heads share a head of keys and values."""
     return [(*q.shape[:-2], *tensor.shape[-2:]) for tensor in grouped]
 
@@ -59,7 +59,7 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-_OURS: dict[Any, Formula] = {
+_EXTRA_FORMULAS: dict[Any, Formula] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     aten._grouped_mm: _grouped_mm,

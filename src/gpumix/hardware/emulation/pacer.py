@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpumix.hardware.emulation.flops import formula_of
+from gpumix.hardware.emulation.flops import find_formula
 from gpumix.hardware.emulation.timeline import CREDIT_S, Timeline
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -56,7 +56,7 @@ class Pacer:
 
     def __enter__(self) -> Pacer:
         with ExitStack() as stack:
-            for owner in _waiting_classes():
+            for owner in _list_wait_classes():
                 stack.callback(setattr, owner, "wait", owner.wait)
                 owner.wait = self._paced_wait(owner.wait)
             stack.enter_context(_PacingMode(self.timeline))
@@ -115,7 +115,7 @@ class Pacer:
         return wait
 
 
-def _waiting_classes() -> list[Any]:
+def _list_wait_classes() -> list[Any]:
     """Return the classes waiting for communication, used by synchronous collectives and FSDP2
     too."""
     classes: list[Any] = [torch.futures.Future]
@@ -124,7 +124,7 @@ def _waiting_classes() -> list[Any]:
     return classes
 
 
-def _unwrap_first(types: Any) -> bool:
+def _has_wrapper_type(types: Any) -> bool:
     """Return True if `types` contains DTensor or similar, dispatched before this mode."""
     plain = torch._C._disabled_torch_dispatch_impl
     return any(kind.__torch_dispatch__ is not plain for kind in types)
@@ -153,7 +153,7 @@ class _PacingMode(TorchDispatchMode):
             # DTensor infers shapes on fake tensors, which is not device work.
             if any(issubclass(kind, FakeTensor) for kind in types):
                 return func(*args, **(kwargs or {}))
-            if _unwrap_first(types):
+            if _has_wrapper_type(types):
                 return NotImplemented
         try:
             handler = self._handlers[func]
@@ -164,16 +164,16 @@ class _PacingMode(TorchDispatchMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _handler_of(self, func: Any) -> Handler | None:
-        formula = formula_of(func)
+        formula = find_formula(func)
         if formula is not None:
-            return self._compute_by(formula)
+            return self._make_compute_handler(formula)
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return self._wait
         if isinstance(func, torch._ops.OpOverload) and func._can_decompose():
             return self._decompose  # inference mode shows `linear`, not its `addmm`
         return None
 
-    def _compute_by(self, formula: Callable[..., int]) -> Handler:
+    def _make_compute_handler(self, formula: Callable[..., int]) -> Handler:
         def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if os.getpid() != self._process:  # a forked data loader worker is not the device
                 return func(*args, **kwargs)

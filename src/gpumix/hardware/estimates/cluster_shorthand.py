@@ -16,15 +16,15 @@ from gpumix.hardware.estimates.gpu_catalogue import (
     CoherentLink,
     DeviceLinkKind,
     PcieLink,
-    find,
+    find_card,
 )
-from gpumix.hardware.estimates.roofline import flops_per_s
+from gpumix.hardware.estimates.roofline import get_peak_flops_per_s
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
-from gpumix.schema.cluster.network import Link, LinkOf, Network, link
+from gpumix.schema.cluster.network import ClassPairLink, Link, Network, parse_link
 from gpumix.schema.errors import InputError
-from gpumix.schema.plan.dtypes import Precision, compute_dtypes
+from gpumix.schema.plan.dtypes import Precision, choose_compute_dtypes
 from gpumix.schema.plan.stage import ComputeDtype
-from gpumix.schema.reading.error_location import placed
+from gpumix.schema.reading.error_location import locate_errors
 
 _HOSTS = re.compile(r"^(\d+)\s+hosts?\s+of\s+(.+)$")
 _CARDS = re.compile(r"^(?:(\d{1,12})\s*[xX×*]\s*)?([A-Za-z0-9].*)$")
@@ -36,24 +36,24 @@ FABRIC_PART, PCIE_PART, LATENCY_S = 0.8, 0.75, 8e-6
 
 
 @dataclass(frozen=True)
-class Cards:
+class CardCount:
     """A number of cards of one type."""
 
     count: int
     card: Card
 
 
-def cards(text: str) -> Cards:
+def parse_cards(text: str) -> CardCount:
     """Parse a number of cards such as "4x rtx3090" or "p40".
 
     Raises:
         InputError: the format is wrong, or the catalogue does not know the card.
     """
-    count, name = counted(text)
-    return Cards(count or 1, find(name))
+    count, name = split_count(text)
+    return CardCount(count or 1, find_card(name))
 
 
-def counted(text: str) -> tuple[int | None, str]:
+def split_count(text: str) -> tuple[int | None, str]:
     """Split "4x rtx3090" into the number, None if missing, and the rest.
 
     Raises:
@@ -67,7 +67,7 @@ def counted(text: str) -> tuple[int | None, str]:
     return (int(found[1]) if found[1] else None), found[2]
 
 
-def cluster(
+def parse_cluster(
     text: str,
     precision: Precision = "auto",
     network: str | None = None,
@@ -85,8 +85,8 @@ def cluster(
         InputError: the text is wrong, a card is unknown or does not support the dtype, hosts lack a
             link, or a single host has one.
     """
-    with placed("--cluster"):
-        hosts = list(_hosts(text))
+    with locate_errors("--cluster"):
+        hosts = list(_parse_hosts(text))
     if not hosts:
         raise InputError(f"there are no hosts in '{text.strip()}'")
     if len(hosts) == 1 and network is not None:
@@ -107,11 +107,11 @@ def cluster(
     check_vendors(known.values())
     check_count(sum(c.count for host in hosts for c in host))
     there = Cluster(
-        classes=tuple(device_class(card) for _, card in sorted(known.items())),
+        classes=tuple(make_device_class(card) for _, card in sorted(known.items())),
         devices=tuple(_devices(hosts)),
         network=network_of(list(known.values()), between),
     )
-    dtypes = compute_dtypes(precision, there)
+    dtypes = choose_compute_dtypes(precision, there)
     classes = tuple(with_peak(c, known[c.name], dtypes[c.name]) for c in there.classes)
     return there.model_copy(update={"classes": classes})
 
@@ -137,7 +137,7 @@ def check_vendors(known: Iterable[Card]) -> None:
         )
 
 
-def device_class(card: Card) -> DeviceClass:
+def make_device_class(card: Card) -> DeviceClass:
     """Return the device class of a catalogue card, without a peak, which depends on the dtype."""
     return DeviceClass(
         name=card.name,
@@ -151,7 +151,7 @@ def device_class(card: Card) -> DeviceClass:
 
 def with_peak(device_class: DeviceClass, card: Card, dtype: ComputeDtype) -> DeviceClass:
     """Add the datasheet rate in the compute dtype to a device class."""
-    return device_class.model_copy(update={"peak_flops_per_s": flops_per_s(card, dtype)})
+    return device_class.model_copy(update={"peak_flops_per_s": get_peak_flops_per_s(card, dtype)})
 
 
 def network_of(known: list[Card], between: Link | None) -> Network:
@@ -160,42 +160,44 @@ def network_of(known: list[Card], between: Link | None) -> Network:
     return Network(between=between, exceptions=links_inside({card.name: card for card in known}))
 
 
-def links_inside(known: Mapping[str, Card]) -> tuple[LinkOf, ...]:
+def links_inside(known: Mapping[str, Card]) -> tuple[ClassPairLink, ...]:
     """Return the links inside hosts between cards, by class name."""
     pairs = combinations_with_replacement(known, 2)
     return tuple(
-        LinkOf(where="inside", classes=pair, link=_inside(*(known[name] for name in pair)))
+        ClassPairLink(
+            where="inside", classes=pair, link=_link_inside(*(known[name] for name in pair))
+        )
         for pair in pairs
     )
 
 
-def _inside(one: Card, other: Card) -> Link:
+def _link_inside(one: Card, other: Card) -> Link:
     if one.name == other.name and one.device_link and one.device_link.kind in _FABRICS:
         kind = one.device_link.kind.value
         return Link.stated(one.device_link.bandwidth * FABRIC_PART, LATENCY_S, kind)
-    slots = [_slot(card) for card in (one, other)]
+    slots = [_get_pcie_slot(card) for card in (one, other)]
     slowest = min(slots, key=lambda slot: slot.bandwidth)
     name = f"PCIe {slowest.generation}.0 x{slowest.lanes}"
     return Link.stated(slowest.bandwidth * PCIE_PART, LATENCY_S, name)
 
 
-def _slot(card: Card) -> PcieLink:
+def _get_pcie_slot(card: Card) -> PcieLink:
     """Return the PCIe slot of a card; a card on a CPU module reaches other cards like PCIe 5.0."""
     if isinstance(card.host_link, CoherentLink):
         return PcieLink(kind="pcie", generation=5, lanes=16)
     return card.host_link
 
 
-def _hosts(text: str) -> Iterator[tuple[Cards, ...]]:
+def _parse_hosts(text: str) -> Iterator[tuple[CardCount, ...]]:
     for part in text.split(";"):
         repeated = _HOSTS.match(part.strip())
         times, inside = (int(repeated[1]), repeated[2]) if repeated else (1, part)
-        host = tuple(cards(some) for some in inside.split(","))
+        host = tuple(parse_cards(some) for some in inside.split(","))
         check_count(times)
         yield from (host,) * times
 
 
-def _devices(hosts: list[tuple[Cards, ...]]) -> Iterator[Device]:
+def _devices(hosts: list[tuple[CardCount, ...]]) -> Iterator[Device]:
     width = len(str(len(hosts) - 1))
     numbers: dict[str, int] = {}
     for number, host in enumerate(hosts):
@@ -215,6 +217,6 @@ def _devices(hosts: list[tuple[Cards, ...]]) -> Iterator[Device]:
 
 def _link(text: str, option: str) -> Link:
     try:
-        return link(text)
+        return parse_link(text)
     except ValueError as error:
         raise InputError(str(error), where=option) from None

@@ -11,37 +11,37 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpumix.cost.layout.chunk_rows import chunk_bytes
+from gpumix.cost.layout.chunk_rows import compute_chunk_bytes
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import MOST_LAYERS
-from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype, Taken
+from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype, StageInput
 from gpumix.schema.profile.profile import (
     ROOT,
-    End,
+    CallInputs,
+    EndParameters,
     ModelProfile,
-    Needs,
     RootParameter,
     RootUnit,
-    TeamCollective,
-    TeamTraffic,
+    TensorParallelCollective,
+    TensorParallelTraffic,
     UnitKind,
 )
 from gpumix.schema.reading.yaml_places import show_value
 from gpumix.schema.units import LARGEST, LARGEST_FLOPS, show_bytes
 
 # Families of `model_type`: rotary, gated, without biases; exceptions are handled below.
-GATED = (
+GATED_FAMILIES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "olmo2", "smollm3", "granite", "phi3",
 )  # fmt: skip
-PLAIN = ("gpt2", "opt", "gpt_neox", "bloom")
+PLAIN_FAMILIES = ("gpt2", "opt", "gpt_neox", "bloom")
 
-# Families whose blocks the engine can divide over a tensor-parallel group; all except `WHOLE_TABLE`
-# divide the embedding too.
-IN_TEAMS = (
+# Families whose blocks the engine can divide over a tensor-parallel group; all except
+# `UNDIVIDED_EMBEDDING_FAMILIES` divide the embedding too.
+TENSOR_PARALLEL_FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3", "granite", "gpt2", "gpt_neox",
 )  # fmt: skip
-WHOLE_TABLE = ("gpt_neox",)
+UNDIVIDED_EMBEDDING_FAMILIES = ("gpt_neox",)
 DEGREES = (2, 4, 8)  # tensor parallel degrees
 
 HEAD_DIMS = {"gemma": 256, "qwen3": 128}  # families whose default is not hidden / heads
@@ -49,7 +49,7 @@ HEAD_DIMS = {"gemma": 256, "qwen3": 128}  # families whose default is not hidden
 MOST_SAMPLES = 4096  # end of the straight lines: more than any device gets
 KIND = "block"
 LARGEST_SIZE = 2**31  # beyond any model
-MEASURE = "measure it: `gpumix profile JOB.yaml`, then plan from the profile"
+MEASURE_FIX = "measure it: `gpumix profile JOB.yaml`, then plan from the profile"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class DividedDecoder:
     """Compute and collectives of a rank of a tensor-parallel group; `told` is by unit kind."""
 
     model: ModelProfile
-    told: dict[str, TeamTraffic]
+    told: dict[str, TensorParallelTraffic]
 
 
 @dataclass(frozen=True)
@@ -254,15 +254,20 @@ class Decoder:
             calls=tuple(f"layers.{i}" for i in range(self.layers)),
             kind_of_call=(KIND,) * self.layers,
             needs=(
-                Needs(root=tuple(self._before)),
-                *(Needs(outputs=(Taken(call=k, output=0),)) for k in range(self.layers - 1)),
-                Needs(root=tuple(self._after), outputs=(Taken(call=self.layers - 1, output=0),)),
+                CallInputs(root=tuple(self._before)),
+                *(
+                    CallInputs(outputs=(StageInput(call=k, output=0),))
+                    for k in range(self.layers - 1)
+                ),
+                CallInputs(
+                    root=tuple(self._after), outputs=(StageInput(call=self.layers - 1, output=0),)
+                ),
             ),
             kinds=(block,),
             root=root,
         )
 
-    def told(self, tokens: int, dtype: ComputeDtype) -> dict[str, TeamTraffic]:
+    def told(self, tokens: int, dtype: ComputeDtype) -> dict[str, TensorParallelTraffic]:
         """Return the collectives of a rank in its tensor-parallel group by unit kind: all-reduces
         of the outputs of attention and feed-forward, and of the gradients of their inputs (Shoeybi
         et al. 2019, Megatron-LM). Recompute skips a block's last all-reduce unless dropout follows
@@ -271,27 +276,29 @@ class Decoder:
         stream = tokens * self.hidden * size
         logits = tokens * self.head_rows * size
 
-        def sums(times: int) -> TeamCollective:
-            return TeamCollective(operation="all_reduce", times=times, bytes=_line(times * stream))
+        def sums(times: int) -> TensorParallelCollective:
+            return TensorParallelCollective(
+                operation="all_reduce", times=times, bytes=_line(times * stream)
+            )
 
-        side_by_side = TeamCollective(operation="exchange", times=1, bytes=_line(logits))
-        block = TeamTraffic(
+        side_by_side = TensorParallelCollective(operation="exchange", times=1, bytes=_line(logits))
+        block = TensorParallelTraffic(
             forward=(sums(2),),
             backward=(sums(4 if self.dropout else 3),),
             gradient=(sums(2),),
             summed=self.head_norms,  # each rank has its heads' part of the gradient
         )
-        root = TeamTraffic(
+        root = TensorParallelTraffic(
             forward=(sums(1),) if self.table_rows < self.vocabulary else (),
             backward=(side_by_side, sums(1)) if self.head_rows < self.vocabulary else (),
         )
         return {KIND: block, ROOT: root}
 
-    def _end(self, names: set[str]) -> End:
+    def _end(self, names: set[str]) -> EndParameters:
         """Return the named root parameters, used at one end of the model only."""
         sizes = self._before | self._after
         found = {name: size for name, size in sizes.items() if name in names}
-        return End(names=tuple(found), trainable=sum(found.values()))
+        return EndParameters(names=tuple(found), trainable=sum(found.values()))
 
     def _put_off_elements(self) -> int:
         """Return the elements per token and block kept between the two parts of a split backward:
@@ -306,7 +313,7 @@ class Decoder:
         sizes = tuple(2.0**exponent for exponent in range(MOST_SAMPLES.bit_length()))
         stream = 4 * tokens * self.hidden * element_bytes
         chunks = (
-            chunk_bytes(
+            compute_chunk_bytes(
                 2 * int(size) * tokens,
                 vocabulary=self.vocabulary,
                 width=self.hidden,
@@ -338,13 +345,13 @@ def decoder(config: Mapping[str, Any]) -> Decoder:
         InputError: the model type is not supported, or a size is missing.
     """
     kind = config.get("model_type", "")
-    if kind not in GATED and kind not in PLAIN:
+    if kind not in GATED_FAMILIES and kind not in PLAIN_FAMILIES:
         raise InputError(
             f"there is no estimate for models of type '{kind}'",
-            why=f"estimates know {', '.join(sorted((*GATED, *PLAIN)))}",
-            fix=MEASURE,
+            why=f"estimates know {', '.join(sorted((*GATED_FAMILIES, *PLAIN_FAMILIES)))}",
+            fix=MEASURE_FIX,
         )
-    return _gated(kind, config) if kind in GATED else _plain(kind, config)
+    return _gated(kind, config) if kind in GATED_FAMILIES else _plain(kind, config)
 
 
 def _gated(kind: str, config: Mapping[str, Any]) -> Decoder:
@@ -371,7 +378,7 @@ def _gated(kind: str, config: Mapping[str, Any]) -> Decoder:
         norm_bias=False,
         extra_norms=extra,
         head_norms=extra if kind == "qwen3" else 0,
-        in_teams=kind in IN_TEAMS,
+        in_teams=kind in TENSOR_PARALLEL_FAMILIES,
         experts=experts,
         experts_used=_size(config, "num_experts_per_tok", 2) if experts else 0,
     )
@@ -407,8 +414,8 @@ def _plain(kind: str, config: Mapping[str, Any]) -> Decoder:
         norm_bias=True,
         positions=positions,
         root_norms=2 if kind == "bloom" else 1,  # with a norm after the embedding
-        in_teams=kind in IN_TEAMS,
-        divides_table=kind not in WHOLE_TABLE,
+        in_teams=kind in TENSOR_PARALLEL_FAMILIES,
+        divides_table=kind not in UNDIVIDED_EMBEDDING_FAMILIES,
         dropout=_drops(kind, config),
     )
 
@@ -433,11 +440,11 @@ def _check_opt(config: Mapping[str, Any], hidden: int) -> None:
             raise InputError(
                 f"there is no estimate for OPT with '{name}' {found}",
                 why=f"its parameters are counted for {usual}, as most sizes have it",
-                fix=MEASURE,
+                fix=MEASURE_FIX,
             )
 
 
-def llama_shaped(parameters: float) -> Decoder:
+def make_llama_like(parameters: float) -> Decoder:
     """Return a Llama-like decoder with about `parameters` parameters: depth and width grow
     together, heads are 128 wide, the feed-forward is 2.7 times the hidden size, the vocabulary has
     32,000 tokens.

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from gpumix.hardware.estimates.decoder_shapes import DividedDecoder
-from gpumix.hardware.estimates.gpu_catalogue import Card, find
+from gpumix.hardware.estimates.gpu_catalogue import Card, find_card
 from gpumix.hardware.estimates.roofline import (
-    both,
-    flops_per_s,
+    add_curves,
     forward_curve,
+    get_peak_flops_per_s,
     gradient_curve,
     half_gradient_curve,
-    host_copy,
+    make_host_copy_curve,
     optimizer_s_per_element,
 )
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import EVERYTHING
-from gpumix.schema.job.tensor_parallel_degrees import degrees_of
+from gpumix.schema.job.tensor_parallel_degrees import get_allowed_degrees
 from gpumix.schema.peak_flops import Peak
-from gpumix.schema.plan.dtypes import Precision, compute_dtypes
+from gpumix.schema.plan.dtypes import Precision, choose_compute_dtypes
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype
 from gpumix.schema.profile.profile import (
@@ -43,7 +43,7 @@ PartsIn = Callable[[ComputeDtype], Mapping[int, DividedDecoder]]
 """Function from dtype to the part of each rank by tensor parallel degree."""
 
 
-def no_parts(dtype: ComputeDtype) -> Mapping[int, DividedDecoder]:
+def return_no_parts(dtype: ComputeDtype) -> Mapping[int, DividedDecoder]:
     """Return no parts: the model cannot be divided over tensor-parallel groups."""
     return {}
 
@@ -73,13 +73,13 @@ def estimate_class(
         gradient = gradient_curve(card, dtype, flops, elements)
         if kind == ROOT:  # only a look-up before the units; head and loss run in backward
             times[kind] = UnitTimes(
-                forward=forward_curve(card, dtype, 0.0, 0.0), backward=both(forward, gradient)
+                forward=forward_curve(card, dtype, 0.0, 0.0), backward=add_curves(forward, gradient)
             )
         else:
             half = half_gradient_curve(card, dtype, flops)
             times[kind] = UnitTimes(
                 forward=forward,
-                backward=both(forward, gradient),
+                backward=add_curves(forward, gradient),
                 gradient=gradient,
                 inputs=half,
                 weights=gradient.less(half),
@@ -91,21 +91,21 @@ def estimate_class(
         chunked_head=times[ROOT].backward if model.root.chunked_head else None,
         optimizer_s_per_element=optimizer_s_per_element(card, optimizer_bytes),
         framework_bytes=FRAMEWORK_BYTES,
-        host_copy=host_copy(card),
+        host_copy=make_host_copy_curve(card),
         estimated=True,
         compute_dtype=dtype,
-        peak=Peak(flops_per_s=flops_per_s(card, dtype), source="stated"),
+        peak=Peak(flops_per_s=get_peak_flops_per_s(card, dtype), source="stated"),
     )
 
 
-def estimate(
+def estimate_profile(
     model_in: Callable[[ComputeDtype], ModelProfile],
     cluster: Cluster,
     *,
     sequence_length: int,
     precision: Precision = "auto",
     optimizer_bytes: float = ADAMW_STATE_BYTES,
-    parts_in: PartsIn = no_parts,
+    parts_in: PartsIn = return_no_parts,
 ) -> Profile:
     """Estimate the profile of a cluster of catalogue cards, with `optimizer_bytes` of optimizer
     state per element.
@@ -117,7 +117,7 @@ def estimate(
     Raises:
         InputError: the catalogue does not know a class, or a class does not support its dtype.
     """
-    dtypes = compute_dtypes(precision, cluster)
+    dtypes = choose_compute_dtypes(precision, cluster)
     models = {dtype: model_in(dtype) for dtype in dict.fromkeys(dtypes.values())}
     model, *others = models.values()
     return Profile(
@@ -128,15 +128,15 @@ def estimate(
         model=model,
         other_models=tuple(others),
         classes=tuple(
-            estimate_class(find(c.name), models[dtypes[c.name]], c.name, optimizer_bytes)
+            estimate_class(find_card(c.name), models[dtypes[c.name]], c.name, optimizer_bytes)
             for c in cluster.classes
         ),
-        teams=tuple(_teams(cluster, parts_in, dtypes, optimizer_bytes)),
+        teams=tuple(_estimate_groups(cluster, parts_in, dtypes, optimizer_bytes)),
         collectives=Collectives(gather="list", reduce="list"),
     )
 
 
-def _teams(
+def _estimate_groups(
     cluster: Cluster,
     parts_in: PartsIn,
     dtypes: Mapping[str, ComputeDtype],
@@ -144,7 +144,7 @@ def _teams(
 ) -> Iterator[TeamProfile]:
     """Yield the profile of each tensor parallel degree with enough cards of a class on a host."""
     parts = {dtype: parts_in(dtype) for dtype in dict.fromkeys(dtypes.values())}
-    there = degrees_of(cluster, EVERYTHING)
+    there = get_allowed_degrees(cluster, EVERYTHING)
     for degree in sorted(set().union(*parts.values())):
         names = [name for name in sorted(there) if degree in there[name]]
         if not names:
@@ -156,19 +156,19 @@ def _teams(
             model=model,
             other_models=tuple(others),
             classes=tuple(
-                estimate_class(find(name), part.model, name, optimizer_bytes)
+                estimate_class(find_card(name), part.model, name, optimizer_bytes)
                 for name, part in of_class.items()
             ),
             told={name: dict(part.told) for name, part in of_class.items()},
         )
 
 
-def rescaled(classes: Iterable[ClassProfile], factor: float) -> tuple[ClassProfile, ...]:
+def scale_estimates(classes: Iterable[ClassProfile], factor: float) -> tuple[ClassProfile, ...]:
     """Scale estimates by `factor`, the error found on available cards."""
-    return tuple(_slowed(profile, factor) for profile in classes)
+    return tuple(_scale_times(profile, factor) for profile in classes)
 
 
-def _slowed(profile: ClassProfile, factor: float) -> ClassProfile:
+def _scale_times(profile: ClassProfile, factor: float) -> ClassProfile:
     units = {
         kind: times.model_copy(
             update={name: curve and curve.scaled(factor) for name, curve in times}
@@ -179,8 +179,8 @@ def _slowed(profile: ClassProfile, factor: float) -> ClassProfile:
     return profile.model_copy(update={"units": units, "chunked_head": head})
 
 
-def slowed(profile: ClassProfile, factor: float, name: str) -> ClassProfile:
+def make_slower_class(profile: ClassProfile, factor: float, name: str) -> ClassProfile:
     """Return a class called `name` with compute times `factor` times as long."""
     optimizer_s = profile.optimizer_s_per_element * factor
     changes = {"device_class": name, "optimizer_s_per_element": optimizer_s}
-    return _slowed(profile, factor).model_copy(update=changes)
+    return _scale_times(profile, factor).model_copy(update=changes)

@@ -24,13 +24,22 @@ from gpumix.schema.units import Bytes, FlopRate
 from gpumix.schema.value import Value
 
 _DATA = Path(__file__).with_name("catalogue.toml")
-_NOISE = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "generation", "blackwell"}
+_IGNORED_WORDS = {
+    "nvidia",
+    "geforce",
+    "tesla",
+    "amd",
+    "radeon",
+    "instinct",
+    "generation",
+    "blackwell",
+}
 # Words users may leave out of a name; the rest is the model.
 _QUALIFIER = re.compile(r"\d+gb|sxm|pcie|nvl|gpu|gcd|quadro|ada|sff|workstation|maxq|server")
 _MEMORY = re.compile(r"\d+gb")
 _SERIES = re.compile(r"^(?:rtx|gtx)(?=a?\d)")
-_SHOWN = 6  # names in an error
-_NEAR = 0.5  # similarity for difflib, below the default: names are short
+_SUGGESTED_CARDS = 6  # names in an error
+_MIN_SIMILARITY = 0.5  # similarity for difflib, below the default: names are short
 # Bits per second of a lane: transfers minus coding, from PCIe 6.0 on minus error correction.
 _PCIE_LANE = {3: 8e9 * 128 / 130, 4: 16e9 * 128 / 130, 5: 32e9 * 128 / 130, 6: 64e9 * 242 / 256}
 
@@ -148,7 +157,7 @@ class Card(Value):
 
 
 @cache
-def load() -> tuple[Card, ...]:
+def load_cards() -> tuple[Card, ...]:
     """Return all cards, in file order."""
     data = tomllib.loads(read_text(_DATA))
     return tuple(
@@ -166,7 +175,7 @@ def _card(group: dict[str, Any], own: dict[str, Any], sources: dict[str, str]) -
     return Card.model_validate(fields)
 
 
-def find(name: str) -> Card:
+def find_card(name: str) -> Card:
     """Find a card by name, alias, or product name as reported by the driver.
 
     Case, spaces, dashes and words such as 'NVIDIA' and 'GeForce' are ignored. Unambiguous parts may
@@ -176,14 +185,14 @@ def find(name: str) -> Card:
     Raises:
         InputError: no card or several cards match; lists the nearest names.
     """
-    spellings = _spellings()
-    fits = _products().get(name.strip().lower()) or spellings.get(_key(name), ())
+    spellings = _index_spellings()
+    fits = _products().get(name.strip().lower()) or spellings.get(_normalize_name(name), ())
     if len(fits) == 1:
         return fits[0]
-    near = [card.name for card in fits] or _nearest(_key(name))
+    near = [card.name for card in fits] or _nearest(_normalize_name(name))
     fix = f"say one of: {', '.join(near)}" if near else "give a name such as 'rtx3090'"
     first, _, rest = name.strip().partition(" ")
-    if len(spellings.get(_key(rest), ())) == 1:
+    if len(spellings.get(_normalize_name(rest), ())) == 1:
         fix = f"if '{first}' is how many, write '2x {rest.strip()}'"
     raise InputError(
         f"'{name}' fits several cards" if fits else f"the catalogue has no card '{name}'",
@@ -196,20 +205,22 @@ def find(name: str) -> Card:
 @cache
 def _products() -> dict[str, tuple[Card, ...]]:
     """Return cards by exact product name, which separates an RTX A2000 from the 12 GB version."""
-    return _collect([(card.product.lower(), card) for card in load()])
+    return _group_by_key([(card.product.lower(), card) for card in load_cards()])
 
 
 @cache
-def _spellings() -> dict[str, tuple[Card, ...]]:
+def _index_spellings() -> dict[str, tuple[Card, ...]]:
     """Return cards by spelling; full names and aliases take precedence over short forms."""
-    cards = load()
-    product = _collect([(_key(card.product), card) for card in cards])
-    short = _collect([(key, card) for card in cards for key in _short_forms(card)])
-    full = _collect([(_key(text), card) for card in cards for text in (card.name, *card.aliases)])
+    cards = load_cards()
+    product = _group_by_key([(_normalize_name(card.product), card) for card in cards])
+    short = _group_by_key([(key, card) for card in cards for key in _short_forms(card)])
+    full = _group_by_key(
+        [(_normalize_name(text), card) for card in cards for text in (card.name, *card.aliases)]
+    )
     return product | short | full
 
 
-def _collect(pairs: list[tuple[str, Card]]) -> dict[str, tuple[Card, ...]]:
+def _group_by_key(pairs: list[tuple[str, Card]]) -> dict[str, tuple[Card, ...]]:
     found: dict[str, dict[str, Card]] = {}
     for key, card in pairs:
         found.setdefault(key, {})[card.name] = card
@@ -230,7 +241,7 @@ def _short_forms(card: Card) -> Iterator[str]:
             yield from (key, _SERIES.sub("", key))
 
 
-def _key(text: str) -> str:
+def _normalize_name(text: str) -> str:
     return "".join(_words(text))
 
 
@@ -238,7 +249,9 @@ def _words(text: str) -> list[str]:
     """Split a name into normalized significant words: '80g' becomes '80gb', 'SXM4' becomes
     'sxm'."""
     words = re.findall(r"[a-z0-9]+", text.lower())
-    words = [re.sub(r"^(\d+)(?:g|gib)$", r"\1gb", word) for word in words if word not in _NOISE]
+    words = [
+        re.sub(r"^(\d+)(?:g|gib)$", r"\1gb", word) for word in words if word not in _IGNORED_WORDS
+    ]
     return [re.sub(r"^sxm\d$", "sxm", word) for word in words]
 
 
@@ -246,8 +259,8 @@ def _nearest(key: str) -> list[str]:
     """Return similar card names: names starting with `key` first, then similar spellings."""
     if not key:
         return []
-    spellings = _spellings()
+    spellings = _index_spellings()
     begins = [spelling for spelling in spellings if spelling.startswith(key)]
-    alike = get_close_matches(key, spellings, n=_SHOWN, cutoff=_NEAR)
+    alike = get_close_matches(key, spellings, n=_SUGGESTED_CARDS, cutoff=_MIN_SIMILARITY)
     cards = (card.name for spelling in (*begins, *alike) for card in spellings[spelling])
-    return list(dict.fromkeys(cards))[:_SHOWN]
+    return list(dict.fromkeys(cards))[:_SUGGESTED_CARDS]

@@ -12,9 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumix.schema.cluster.cluster import Cluster, DeviceClass
-from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, Choice, Efficiency, EfficiencySpec
+from gpumix.schema.cluster.kernels import (
+    PLAIN_EFFICIENCY,
+    EfficiencySpec,
+    KernelSettings,
+    SettingChoice,
+)
 from gpumix.schema.errors import InputError
-from gpumix.schema.plan.dtypes import reason
+from gpumix.schema.plan.dtypes import explain_compute_dtype
 from gpumix.schema.plan.stage import ComputeDtype
 
 # Minimum compute capability of flash-attn and Liger, and of Triton.
@@ -31,7 +36,7 @@ class Installed:
 
 
 @dataclass(frozen=True)
-class KernelSetting:
+class KernelContext:
     """A class with its dtype, compilation and packages, as input of the table."""
 
     device_class: DeviceClass
@@ -47,7 +52,7 @@ class KernelSetting:
             return 0, 0
         return int(parts[0]), int(parts[1])
 
-    def lacks(self, least: tuple[int, int]) -> str:
+    def explain_lack(self, least: tuple[int, int]) -> str:
         """Return the reason why the class lacks a compute capability, or "" if it does not."""
         if self.device_class.emulated:
             return "an emulated device computes by plain operations, which it counts"
@@ -71,20 +76,20 @@ class KernelRow:
         obstacle: returns the reason why a class cannot use the job's value; empty if it can.
     """
 
-    auto: Callable[[KernelSetting], Found]
-    obstacle: Callable[[KernelSetting, Any], str]
+    auto: Callable[[KernelContext], Found]
+    obstacle: Callable[[KernelContext, Any], str]
 
 
-def _tf32(at: KernelSetting) -> Found:
-    if lacks := at.lacks(AMPERE):
+def _tf32(at: KernelContext) -> Found:
+    if lacks := at.explain_lack(AMPERE):
         return False, lacks
     if at.dtype == "fp32":
         return False, "fp32 is asked for, of whose 23 bits TF32 keeps 10"
     return True, f"beside {at.dtype} nothing needs the other 13 bits"
 
 
-def _attention(at: KernelSetting) -> Found:
-    lacks = at.lacks(AMPERE)
+def _attention(at: KernelContext) -> Found:
+    lacks = at.explain_lack(AMPERE)
     if lacks or at.dtype == "fp32":
         return "own", "torch has kernels for every device" if lacks else "flash-attn has no fp32"
     if not at.installed.flash_attn:
@@ -92,8 +97,8 @@ def _attention(at: KernelSetting) -> Found:
     return "flash", "flash-attn is installed, and made for these cards"
 
 
-def _kernels(at: KernelSetting) -> Found:
-    if lacks := at.lacks(AMPERE):
+def _kernels(at: KernelContext) -> Found:
+    if lacks := at.explain_lack(AMPERE):
         return "torch", f"Liger's: {lacks}"
     if at.compiled:
         return "torch", "compiled code fuses them by itself"
@@ -102,62 +107,64 @@ def _kernels(at: KernelSetting) -> Found:
     return "liger", "norms and gated layers in one kernel each, without their temporaries"
 
 
-def _loss(at: KernelSetting) -> Found:
-    if lacks := at.lacks(VOLTA):
+def _loss(at: KernelContext) -> Found:
+    if lacks := at.explain_lack(VOLTA):
         return "torch", f"Triton's: {lacks}"
     if not at.installed.triton:
         return "torch", "triton is not installed"
     return "triton", "losses and their gradient in one kernel, where it is faster"
 
 
-def _fused_optimizer(at: KernelSetting) -> Found:
+def _fused_optimizer(at: KernelContext) -> Found:
     return True, "one pass over memory, and no temporaries"
 
 
-def _channels_last(at: KernelSetting) -> Found:
-    if lacks := at.lacks(VOLTA):
+def _channels_last(at: KernelContext) -> Found:
+    if lacks := at.explain_lack(VOLTA):
         return False, f"convolutions on tensor cores: {lacks}"
     if at.dtype == "fp32":
         return False, "it brings nothing in fp32"
     return True, "tensor cores convolve images that lie so; other batches have none"
 
 
-def _never(at: KernelSetting, wanted: Any) -> str:
+def _find_no_obstacle(at: KernelContext, wanted: Any) -> str:
     return ""
 
 
-def _no_tf32(at: KernelSetting, wanted: Any) -> str:
-    return at.lacks(AMPERE) if wanted else ""
+def _no_tf32(at: KernelContext, wanted: Any) -> str:
+    return at.explain_lack(AMPERE) if wanted else ""
 
 
-def _no_attention(at: KernelSetting, wanted: Any) -> str:
+def _no_attention(at: KernelContext, wanted: Any) -> str:
     if wanted != "flash":
         return ""
-    lacks = at.lacks(AMPERE) or ("it has no fp32" if at.dtype == "fp32" else "")
+    lacks = at.explain_lack(AMPERE) or ("it has no fp32" if at.dtype == "fp32" else "")
     return lacks or _missing(at.installed.flash_attn, "flash-attn")
 
 
-def _no_liger(at: KernelSetting, wanted: Any) -> str:
+def _no_liger(at: KernelContext, wanted: Any) -> str:
     if wanted != "liger":
         return ""
-    return at.lacks(AMPERE) or _missing(at.installed.liger_kernel, "liger-kernel")
+    return at.explain_lack(AMPERE) or _missing(at.installed.liger_kernel, "liger-kernel")
 
 
-def _no_triton(at: KernelSetting, wanted: Any) -> str:
-    return (at.lacks(VOLTA) or _missing(at.installed.triton, "triton")) * (wanted == "triton")
+def _no_triton(at: KernelContext, wanted: Any) -> str:
+    return (at.explain_lack(VOLTA) or _missing(at.installed.triton, "triton")) * (
+        wanted == "triton"
+    )
 
 
 def _missing(installed: bool, package: str) -> str:
     return "" if installed else f"{package} is not installed (pip install {package})"
 
 
-TABLE: Mapping[str, KernelRow] = {
+SETTINGS_TABLE: Mapping[str, KernelRow] = {
     "tf32": KernelRow(_tf32, _no_tf32),
     "attention": KernelRow(_attention, _no_attention),
     "kernels": KernelRow(_kernels, _no_liger),
     "loss": KernelRow(_loss, _no_triton),
-    "fused_optimizer": KernelRow(_fused_optimizer, _never),
-    "channels_last": KernelRow(_channels_last, _never),
+    "fused_optimizer": KernelRow(_fused_optimizer, _find_no_obstacle),
+    "channels_last": KernelRow(_channels_last, _find_no_obstacle),
 }
 
 
@@ -166,35 +173,35 @@ _PLAINEST: dict[str, bool | str] = {"dtype": "fp32", "compile": False, "fused_op
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenSettings:
     """Settings of a class with reasons, including dtype and compilation."""
 
-    efficiency: Efficiency
-    choices: tuple[Choice, ...]
+    efficiency: KernelSettings
+    choices: tuple[SettingChoice, ...]
 
     def why(self, name: str) -> str:
         """Return the reason for a setting."""
         return next((one.why for one in self.choices if one.what == name), "")
 
-    def without(self, name: str, why: str) -> Chosen:
+    def without(self, name: str, why: str) -> ChosenSettings:
         """Return the settings with a plain value for `name`."""
         plain = (PLAIN_EFFICIENCY.settings() | _PLAINEST)[name]
-        changed = {name: plain} if name in TABLE else {}
+        changed = {name: plain} if name in SETTINGS_TABLE else {}
         told = self._told(name, value=show(plain), why=why)
-        return Chosen(self.efficiency.model_copy(update=changed), told)
+        return ChosenSettings(self.efficiency.model_copy(update=changed), told)
 
-    def because(self, name: str, why: str) -> Chosen:
+    def with_reason(self, name: str, why: str) -> ChosenSettings:
         """Return the settings with a different reason for `name`."""
-        return Chosen(self.efficiency, self._told(name, why=why))
+        return ChosenSettings(self.efficiency, self._told(name, why=why))
 
-    def _told(self, name: str, **changes: str) -> tuple[Choice, ...]:
+    def _told(self, name: str, **changes: str) -> tuple[SettingChoice, ...]:
         """Return the choices with changes to the entry for `name`."""
         return tuple(
             one.model_copy(update=changes) if one.what == name else one for one in self.choices
         )
 
 
-PLAIN = Chosen(PLAIN_EFFICIENCY, ())
+PLAIN_SETTINGS = ChosenSettings(PLAIN_EFFICIENCY, ())
 
 
 def choose(
@@ -204,7 +211,7 @@ def choose(
     dtypes: Mapping[str, ComputeDtype],
     compiled: frozenset[str],
     installed: Installed,
-) -> dict[str, Chosen]:
+) -> dict[str, ChosenSettings]:
     """Choose the settings of each class of a cluster, by name.
 
     Raises:
@@ -213,20 +220,22 @@ def choose(
     for key, name in spec.named():
         cluster.refuse_unknown(f"efficiency.{key}", [name])
     return {
-        c.name: _chosen(spec, KernelSetting(c, dtypes[c.name], c.name in compiled, installed))
+        c.name: _chosen(spec, KernelContext(c, dtypes[c.name], c.name in compiled, installed))
         for c in cluster.classes
     }
 
 
-def _chosen(spec: EfficiencySpec, at: KernelSetting) -> Chosen:
+def _chosen(spec: EfficiencySpec, at: KernelContext) -> ChosenSettings:
     name, pins = at.device_class.name, spec.pins(at.device_class.name)
     compiled = "as asked" if at.compiled else "compiling takes a while: `compile: on` asks for it"
     choices = [
-        Choice(what="dtype", value=at.dtype, why=reason(at.device_class, at.dtype)),
-        Choice(what="compile", value=show(at.compiled), why=compiled),
+        SettingChoice(
+            what="dtype", value=at.dtype, why=explain_compute_dtype(at.device_class, at.dtype)
+        ),
+        SettingChoice(what="compile", value=show(at.compiled), why=compiled),
     ]
     settings: dict[str, Any] = {}
-    for key, row in TABLE.items():
+    for key, row in SETTINGS_TABLE.items():
         value, why = (pins[key], "as asked") if key in pins else row.auto(at)
         if key in pins and (obstacle := row.obstacle(at, value)):
             raise InputError(
@@ -235,8 +244,8 @@ def _chosen(spec: EfficiencySpec, at: KernelSetting) -> Chosen:
                 fix=f"leave the class out: `efficiency: {{{key}: {{OTHER_CLASS: {show(value)}}}}}`",
             )
         settings[key] = value
-        choices.append(Choice(what=key, value=show(value), why=why))
-    return Chosen(Efficiency(**settings), tuple(choices))
+        choices.append(SettingChoice(what=key, value=show(value), why=why))
+    return ChosenSettings(KernelSettings(**settings), tuple(choices))
 
 
 def show(value: bool | str) -> str:

@@ -19,7 +19,7 @@ from gpumix.schema.curve import Curve
 from gpumix.schema.plan.stage import ComputeDtype
 
 LAUNCH_S = 2e-4  # of a unit's kernels, however small
-MEMORY_PART = 0.8  # of the stated bandwidth
+BANDWIDTH_SHARE = 0.8  # of the stated bandwidth
 BACKWARD_FLOPS = 2.0  # relative to the forward: gradients of inputs and of weights
 # Each micro-batch's backward writes a weight gradient, and adds it to the fp32 gradient.
 GRADIENT_BYTES = 16
@@ -28,7 +28,7 @@ MOST_SAMPLES = 4096
 
 
 @dataclass(frozen=True)
-class Reach:
+class PeakFraction:
     """Part of the peak reached by an architecture: at most `part`, and at most `per_watt` TFLOP/s
     per watt (None: power is no limit)."""
 
@@ -37,35 +37,35 @@ class Reach:
 
 
 # 16-bit products on matrix units.
-MATRIX = {
-    "7.0": Reach(0.57),
-    "7.5": Reach(0.5, 0.28),
-    "8.0": Reach(0.6, 0.39),
-    "8.6": Reach(0.74, 0.28),
-    "8.9": Reach(0.72, 0.52),
-    "9.0": Reach(0.6, 0.73),
-    "10.0": Reach(0.6, 0.9),  # assumed
-    "10.3": Reach(0.6, 0.9),  # assumed
-    "12.0": Reach(0.72, 0.52),  # assumed to be like 8.9
+MATRIX_FRACTIONS = {
+    "7.0": PeakFraction(0.57),
+    "7.5": PeakFraction(0.5, 0.28),
+    "8.0": PeakFraction(0.6, 0.39),
+    "8.6": PeakFraction(0.74, 0.28),
+    "8.9": PeakFraction(0.72, 0.52),
+    "9.0": PeakFraction(0.6, 0.73),
+    "10.0": PeakFraction(0.6, 0.9),  # assumed
+    "10.3": PeakFraction(0.6, 0.9),  # assumed
+    "12.0": PeakFraction(0.72, 0.52),  # assumed to be like 8.9
 }
 # fp32 on general units. From 8.6 on half of the units also serve integers, and are rarely full.
-PLAIN = {
-    "6.0": Reach(0.75),
-    "6.1": Reach(0.58),
-    "7.0": Reach(0.83),
-    "7.5": Reach(0.5),
-    "8.0": Reach(0.88),
-    "8.6": Reach(0.5, 0.057),
-    "8.9": Reach(0.45, 0.1),
-    "9.0": Reach(0.68),
-    "10.0": Reach(0.6),  # assumed
-    "10.3": Reach(0.6),  # assumed
-    "12.0": Reach(0.45, 0.1),  # assumed to be like 8.9
+GENERAL_FRACTIONS = {
+    "6.0": PeakFraction(0.75),
+    "6.1": PeakFraction(0.58),
+    "7.0": PeakFraction(0.83),
+    "7.5": PeakFraction(0.5),
+    "8.0": PeakFraction(0.88),
+    "8.6": PeakFraction(0.5, 0.057),
+    "8.9": PeakFraction(0.45, 0.1),
+    "9.0": PeakFraction(0.68),
+    "10.0": PeakFraction(0.6),  # assumed
+    "10.3": PeakFraction(0.6),  # assumed
+    "12.0": PeakFraction(0.45, 0.1),  # assumed to be like 8.9
 }
-AMD = Reach(0.45)  # assumed, for all
+AMD_FRACTION = PeakFraction(0.45)  # assumed, for all
 
 
-def flops_per_s(card: Card, dtype: ComputeDtype) -> float:
+def get_peak_flops_per_s(card: Card, dtype: ComputeDtype) -> float:
     """Return the datasheet rate of products in a dtype with fp32 accumulation.
 
     Cards without matrix units gain nothing from fp16, and cards without bf16 compute it in fp32.
@@ -76,10 +76,10 @@ def flops_per_s(card: Card, dtype: ComputeDtype) -> float:
 
 def reached_flops_per_s(card: Card, dtype: ComputeDtype) -> float:
     """Return the FLOP/s likely to be reached."""
-    peak = flops_per_s(card, dtype)
+    peak = get_peak_flops_per_s(card, dtype)
     on_matrix_units = peak != card.flops.fp32
-    table = MATRIX if on_matrix_units else PLAIN
-    reach = table.get(card.compute_capability or "", AMD)
+    table = MATRIX_FRACTIONS if on_matrix_units else GENERAL_FRACTIONS
+    reach = table.get(card.compute_capability or "", AMD_FRACTION)
     part = reach.part
     if reach.per_watt is not None and card.tdp_watts is not None:
         part = min(part, reach.per_watt * card.tdp_watts / (peak / 1e12))
@@ -88,14 +88,14 @@ def reached_flops_per_s(card: Card, dtype: ComputeDtype) -> float:
 
 def forward_curve(card: Card, dtype: ComputeDtype, flops: float, weight_bytes: float) -> Curve:
     """Return the seconds of a unit's forward by samples of `flops` each."""
-    read_s = weight_bytes / (card.memory_bandwidth * MEMORY_PART)
+    read_s = weight_bytes / (card.memory_bandwidth * BANDWIDTH_SHARE)
     per_sample = flops / reached_flops_per_s(card, dtype)
     return _curve(lambda n: LAUNCH_S + max(n * per_sample, read_s))
 
 
 def gradient_curve(card: Card, dtype: ComputeDtype, flops: float, elements: float) -> Curve:
     """Return the seconds of a unit's backward with a saved graph."""
-    added_s = elements * GRADIENT_BYTES / (card.memory_bandwidth * MEMORY_PART)
+    added_s = elements * GRADIENT_BYTES / (card.memory_bandwidth * BANDWIDTH_SHARE)
     per_sample = BACKWARD_FLOPS * flops / reached_flops_per_s(card, dtype)
     return _curve(lambda n: 2 * LAUNCH_S + n * per_sample + added_s)
 
@@ -106,7 +106,7 @@ def half_gradient_curve(card: Card, dtype: ComputeDtype, flops: float) -> Curve:
     return _curve(lambda n: LAUNCH_S + n * per_sample)
 
 
-def both(one: Curve, other: Curve) -> Curve:
+def add_curves(one: Curve, other: Curve) -> Curve:
     """Add the curves of recompute and backward, which run in sequence."""
     values = tuple(a + b for a, b in zip(one.values, other.values, strict=True))
     return Curve(sizes=one.sizes, values=values)
@@ -115,10 +115,10 @@ def both(one: Curve, other: Curve) -> Curve:
 def optimizer_s_per_element(card: Card, state_bytes: float) -> float:
     """Return the seconds to update an element, limited by memory. Parameter and `state_bytes` of
     state are read and written, the gradient is read, in fp32."""
-    return (2 * (4 + state_bytes) + 4) / (card.memory_bandwidth * MEMORY_PART)
+    return (2 * (4 + state_bytes) + 4) / (card.memory_bandwidth * BANDWIDTH_SHARE)
 
 
-def host_copy(card: Card) -> Curve:
+def make_host_copy_curve(card: Card) -> Curve:
     """Return the seconds to copy bytes to the host."""
     part = 1.0 if isinstance(card.host_link, CoherentLink) else HOST_LINK_PART
     rate = card.host_link.bandwidth * part

@@ -5,15 +5,15 @@ Pure, on top of the catalogue. `profiler.compute.peak_flops` measures peaks that
 
 from __future__ import annotations
 
-from gpumix.hardware.estimates.gpu_catalogue import find
-from gpumix.hardware.estimates.roofline import flops_per_s
+from gpumix.hardware.estimates.gpu_catalogue import find_card
+from gpumix.hardware.estimates.roofline import get_peak_flops_per_s
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.errors import InputError
 from gpumix.schema.peak_flops import Peak
 from gpumix.schema.plan.stage import ComputeDtype
 
 
-def stated_peak(
+def find_stated_peak(
     device_class: DeviceClass, dtype: ComputeDtype, *, tf32: bool = False
 ) -> Peak | None:
     """Return the peak in a dtype, or in TF32 for fp32: the rate of an emulated device, the cluster
@@ -25,12 +25,12 @@ def stated_peak(
     if not device_class.is_gpu or not device_class.product:
         return None
     try:
-        card = find(device_class.product)
+        card = find_card(device_class.product)
     except InputError:  # unknown or ambiguous by memory: measured instead
         return None
     if card.product.lower() != device_class.product.lower():  # merely a similar name
         return None
-    rate = flops_per_s(card, dtype)
+    rate = get_peak_flops_per_s(card, dtype)
     if tf32 and dtype == "fp32" and card.flops.tf32 is not None:
         rate = card.flops.tf32
     return Peak(flops_per_s=rate, source="stated")

@@ -11,41 +11,41 @@ from collections.abc import Collection, Mapping
 from math import exp, log
 from typing import Any, TypeVar
 
-from gpumix.cost.layout.curves import seconds_at
+from gpumix.cost.layout.curves import interpolate_seconds
 from gpumix.hardware.estimates.cluster_shorthand import (
     check_count,
     check_vendors,
-    counted,
-    device_class,
     links_inside,
+    make_device_class,
+    split_count,
     with_peak,
 )
-from gpumix.hardware.estimates.estimate import estimate_class, rescaled, slowed
-from gpumix.hardware.estimates.gpu_catalogue import Card, find
+from gpumix.hardware.estimates.estimate import estimate_class, make_slower_class, scale_estimates
+from gpumix.hardware.estimates.gpu_catalogue import Card, find_card
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
-from gpumix.schema.cluster.network import Link, Network, link
+from gpumix.schema.cluster.network import Link, Network, parse_link
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
-from gpumix.schema.plan.dtypes import support_of
+from gpumix.schema.plan.dtypes import get_dtype_support
 from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype
 from gpumix.schema.profile.profile import (
     ClassProfile,
-    End,
+    EndParameters,
     Profile,
     RootParameter,
     RootUnit,
     TeamProfile,
     UnitKind,
 )
-from gpumix.schema.reading.error_text import nearest, suggest
+from gpumix.schema.reading.error_text import find_nearest, suggest
 
 U = TypeVar("U", UnitKind, RootUnit)
-S = TypeVar("S", End, RootParameter)
+S = TypeVar("S", EndParameters, RootParameter)
 
 NEW_HOST = "new-host"
 
 
-def added(profile: Profile, text: str) -> Profile:
+def add_devices(profile: Profile, text: str) -> Profile:
     """Return the profile with more devices: of an existing class ("2x p40" or the class name) on
     the class's first host, or of the catalogue, on a new host if there are several hosts.
 
@@ -56,7 +56,7 @@ def added(profile: Profile, text: str) -> Profile:
     check_count(len(profile.cluster.devices) + (count or 1))
     if name is None:
         _refuse_emulated(profile, text)
-        card = find(counted(text)[1])
+        card = find_card(split_count(text)[1])
         profile, name = _with_class(profile, card), card.name
     devices = _more(profile.cluster, name, count or 1)
     cluster = profile.cluster.model_copy(update={"devices": (*profile.cluster.devices, *devices)})
@@ -66,8 +66,8 @@ def added(profile: Profile, text: str) -> Profile:
 def _refuse_emulated(profile: Profile, text: str) -> None:
     if profile.cluster.emulated:
         raise InputError(
-            f"there is no class '{counted(text)[1]}' to add, and real cards cannot join emulated "
-            "devices",
+            f"there is no class '{split_count(text)[1]}' to add, and real cards cannot join "
+            "emulated devices",
             fix=f"{_classes_like(profile, text)}; or plan for --cluster",
         )
 
@@ -75,10 +75,10 @@ def _refuse_emulated(profile: Profile, text: str) -> None:
 def _classes_like(profile: Profile, text: str) -> str:
     """Return the fix for an unknown class: the class probably meant, and all classes."""
     names = [one.name for one in profile.cluster.classes]
-    return suggest(nearest(counted(text)[1], names), names, "the cluster has")
+    return suggest(find_nearest(split_count(text)[1], names), names, "the cluster has")
 
 
-def removed(profile: Profile, text: str) -> Profile:
+def remove_devices(profile: Profile, text: str) -> Profile:
     """Return the profile without a class, or without a number of its devices.
 
     Raises:
@@ -98,10 +98,10 @@ def removed(profile: Profile, text: str) -> Profile:
     gone = {d.id for d in members[-(count or len(members)) :]}
     if len(gone) == len(profile.cluster.devices):
         raise InputError(f"without '{text.strip()}' no device is left")
-    return without(profile, gone)
+    return drop_devices(profile, gone)
 
 
-def without(profile: Profile, gone: Collection[str]) -> Profile:
+def drop_devices(profile: Profile, gone: Collection[str]) -> Profile:
     """Return the profile without the devices `gone`, by id; some must be left."""
     cluster = profile.cluster.only({d.id for d in profile.cluster.devices} - set(gone))
     left = {one.name for one in cluster.classes}
@@ -109,7 +109,7 @@ def without(profile: Profile, gone: Collection[str]) -> Profile:
     return profile.model_copy(update={"cluster": cluster, "classes": classes})
 
 
-def with_less_memory(profile: Profile, parts: Mapping[str, float]) -> Profile:
+def scale_memory(profile: Profile, parts: Mapping[str, float]) -> Profile:
     """Scale the memory of classes by `parts`, by class name."""
     classes = tuple(
         c.model_copy(update={"memory_bytes": int(c.memory_bytes * parts.get(c.name, 1.0))})
@@ -148,19 +148,19 @@ def with_slower(profile: Profile, factors: Mapping[str, float]) -> Profile:
         }
     )
     teams = tuple(team.model_copy(update=_slower_team(team, new)) for team in profile.teams)
-    slower = [slowed(known[of], factor, name) for name, (of, factor) in new.items()]
+    slower = [make_slower_class(known[of], factor, name) for name, (of, factor) in new.items()]
     update = {"cluster": cluster, "classes": (*profile.classes, *slower), "teams": teams}
-    return without(profile.model_copy(update=update), ())
+    return drop_devices(profile.model_copy(update=update), ())
 
 
 def _slower_team(team: TeamProfile, new: Mapping[str, tuple[str, float]]) -> dict[str, Any]:
     known = {c.device_class: c for c in team.classes}
-    slower = [slowed(known[of], f, name) for name, (of, f) in new.items() if of in known]
+    slower = [make_slower_class(known[of], f, name) for name, (of, f) in new.items() if of in known]
     told = {name: team.told[of] for name, (of, _) in new.items() if of in team.told}
     return {"classes": (*team.classes, *slower), "told": team.told | told}
 
 
-def relinked(profile: Profile, text: str) -> Profile:
+def set_link_between_hosts(profile: Profile, text: str) -> Profile:
     """Return the profile with another link between hosts.
 
     Raises:
@@ -180,7 +180,7 @@ def relinked(profile: Profile, text: str) -> Profile:
     return _with_network(profile, known.model_copy(update={"between": new, "exceptions": inside}))
 
 
-def relinked_inside(profile: Profile, text: str) -> Profile:
+def set_link_inside_hosts(profile: Profile, text: str) -> Profile:
     """Return the profile with another link between the devices of each host.
 
     Raises:
@@ -202,7 +202,7 @@ def relinked_inside(profile: Profile, text: str) -> Profile:
 
 def _link(text: str, option: str) -> Link:
     try:
-        return link(text)
+        return parse_link(text)
     except ValueError as error:
         raise InputError(str(error), where=option) from None
 
@@ -218,7 +218,7 @@ def _count_of_class(profile: Profile, text: str) -> tuple[int | None, str | None
     names = {c.name for c in profile.cluster.classes}
     if text.strip() in names:
         return None, text.strip()
-    count, rest = counted(text)
+    count, rest = split_count(text)
     return count, class_named(names, rest)
 
 
@@ -227,7 +227,7 @@ def class_named(names: Collection[str], text: str) -> str | None:
     if text in names:
         return text
     try:
-        card = find(text)
+        card = find_card(text)
     except InputError:
         return None
     return card.name if card.name in names else None
@@ -237,10 +237,10 @@ def _with_class(profile: Profile, new: Card) -> Profile:
     """Return the profile with a catalogue class added, without devices."""
     others = (_card(c) for c in profile.cluster.classes)
     check_vendors([new, *(card for card in others if card is not None)])
-    plain = device_class(new)
-    dtype = support_of(plain).usual
+    plain = make_device_class(new)
+    dtype = get_dtype_support(plain).usual
     made = with_peak(plain, new, dtype)
-    profile = _knowing(profile, dtype)
+    profile = _add_model_dtype(profile, dtype)
     model = profile.model_in(dtype)
     estimate = estimate_class(
         new, model, made.name, optimizer_bytes=profile.optimizer_bytes_per_element
@@ -251,11 +251,11 @@ def _with_class(profile: Profile, new: Card) -> Profile:
             "network": _with_links(profile.cluster, new),
         }
     )
-    classes = (*profile.classes, *rescaled([estimate], _off_by(profile)))
+    classes = (*profile.classes, *scale_estimates([estimate], _compute_correction(profile)))
     return profile.model_copy(update={"cluster": cluster, "classes": classes})
 
 
-def _knowing(profile: Profile, dtype: ComputeDtype) -> Profile:
+def _add_model_dtype(profile: Profile, dtype: ComputeDtype) -> Profile:
     """Return the profile with the model in `dtype`. If not measured, memory is derived from the
     nearest dtype: never less than needed."""
     known = (profile.model, *profile.other_models)
@@ -318,13 +318,13 @@ def _card(of: DeviceClass) -> Card | None:
     """Return the card of a class; None if the catalogue does not know it."""
     for name in (of.product, of.name):
         try:
-            return find(name)
+            return find_card(name)
         except InputError:
             continue
     return None
 
 
-def _off_by(profile: Profile) -> float:
+def _compute_correction(profile: Profile) -> float:
     """Return the ratio of measured to estimated times as a geometric mean; 1 if no measured card is
     in the catalogue."""
     ratios = []
@@ -346,7 +346,7 @@ def _seconds(profile: Profile, of: ClassProfile, measured: ClassProfile) -> floa
     for kind, count in Counter(profile.model.kind_of_call).items():
         size = measured.units[kind].forward.sizes[-1]
         for curve in (of.units[kind].forward, of.units[kind].backward):
-            total += count * float(seconds_at(curve, size)) / size
+            total += count * float(interpolate_seconds(curve, size)) / size
     return total
 
 

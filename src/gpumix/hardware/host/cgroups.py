@@ -14,9 +14,12 @@ from pathlib import Path
 from gpumix.schema.files import read_log
 
 _ROOT = Path("/sys/fs/cgroup")
-_OWN = Path("/proc/self/cgroup")
+_OWN_GROUPS_FILE = Path("/proc/self/cgroup")
 _UNIFIED = "unified"  # version 2 next to version 1
-_FILES = ("inactive_file", "active_file")  # page cache, reclaimed by the kernel on demand
+_PAGE_CACHE_FIELDS = (
+    "inactive_file",
+    "active_file",
+)  # page cache, reclaimed by the kernel on demand
 
 
 @dataclass(frozen=True)
@@ -28,33 +31,33 @@ class MemoryGroup:
         used_bytes: memory in use that cannot be reclaimed, unlike the page cache.
     """
 
-    most_bytes: int
+    limit_bytes: int
     used_bytes: int
 
 
-def memory_groups() -> list[MemoryGroup]:
+def read_memory_groups() -> list[MemoryGroup]:
     """Return the groups with a memory limit."""
     found = []
-    for folder in _folders("memory"):
+    for folder in _iterate_folders("memory"):
         limits = ("memory.max", "memory.high", "memory.limit_in_bytes")
         known = [most for name in limits if (most := _number(folder / name)) is not None]
         used = _number(folder / "memory.current")
         if used is None:
             used = _number(folder / "memory.usage_in_bytes") or 0
         if known:
-            found.append(MemoryGroup(min(known), max(0, used - _kept_files_bytes(folder))))
+            found.append(MemoryGroup(min(known), max(0, used - _read_page_cache_bytes(folder))))
     return found
 
 
-def let_have_bytes(host_bytes: int) -> int:
+def limit_host_bytes(host_bytes: int) -> int:
     """Return the bytes of host memory allowed by all groups."""
-    return min([host_bytes, *(group.most_bytes for group in memory_groups())])
+    return min([host_bytes, *(group.limit_bytes for group in read_memory_groups())])
 
 
-def core_quotas() -> list[float]:
+def read_core_quotas() -> list[float]:
     """Return the core quota of each group with a quota."""
     found = []
-    for folder in _folders("cpu"):
+    for folder in _iterate_folders("cpu"):
         for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
             with suppress(OSError, ValueError):  # the file is missing, or says "max"
                 text = " ".join(read_log(folder / name) for name in names)
@@ -64,11 +67,11 @@ def core_quotas() -> list[float]:
     return found
 
 
-def _folders(controller: str) -> Iterator[Path]:
+def _iterate_folders(controller: str) -> Iterator[Path]:
     """Yield the folders of this process's groups, as far as visible."""
     paths = [(_ROOT, "/"), (_ROOT / controller, "/")]
     with suppress(OSError):
-        for line in read_log(_OWN).splitlines():
+        for line in read_log(_OWN_GROUPS_FILE).splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
                 paths += [(_ROOT, path), (_ROOT / _UNIFIED, path)]
@@ -90,10 +93,10 @@ def _number(file: Path) -> int | None:
     return None
 
 
-def _kept_files_bytes(folder: Path) -> int:
+def _read_page_cache_bytes(folder: Path) -> int:
     """Return the page-cache bytes of a group's processes, including subgroups."""
     told: dict[str, int] = {}
     with suppress(OSError, ValueError):
         lines = read_log(folder / "memory.stat").splitlines()
         told = {name: int(value) for name, value in map(str.split, lines)}
-    return sum(told.get(f"total_{name}", told.get(name, 0)) for name in _FILES)
+    return sum(told.get(f"total_{name}", told.get(name, 0)) for name in _PAGE_CACHE_FIELDS)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from gpumix.hardware.estimates.kernel_choice import Installed
-from gpumix.hardware.host.cgroups import let_have_bytes, memory_groups
+from gpumix.hardware.host.cgroups import limit_host_bytes, read_memory_groups
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import private_folder, read_log
 
@@ -50,7 +50,7 @@ COMPILERS = ("g++", "c++", "clang++")
 PREFERRED = "expandable_segments:True"
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # Opt-outs: tracker libraries report usage to their makers by default.
-UNTOLD = {
+TELEMETRY_OPT_OUTS = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "WANDB_ERROR_REPORTING": "false",
@@ -58,7 +58,7 @@ UNTOLD = {
     "GRADIO_ANALYTICS_ENABLED": "False",
 }
 # Variables that would redirect tracking, which is up to the job.
-ELSEWHERE = (
+TRACKING_REDIRECTS = (
     "MLFLOW_RUN_ID",
     "TRACKIO_BUCKET_ID",
     "TRACKIO_DATASET_ID",
@@ -206,7 +206,7 @@ class TorchrunPlace:
     """The position of this process in a run, as set by torchrun.
 
     `elastic`: failed processes may be replaced. `has_agent`: started by torchrun itself, not by a
-    compatible launcher without restarts. `starts`: number of `begin_anew` restarts since then.
+    compatible launcher without restarts. `starts`: number of `restart_process` restarts since then.
     `stop_asked_at`: time (`time.monotonic()`) of a stop request received before the restart and not
     yet answered. `restarted`: the agent started an earlier process here, which failed.
     `agents_open`: agents use torch's own rendezvous, and listen on all addresses.
@@ -255,7 +255,7 @@ def torchrun_place() -> TorchrunPlace | None:
     )
 
 
-def refuse_part_of_a_place() -> None:
+def check_rendezvous_variables() -> None:
     """Refuse to run as one of several processes without rendezvous variables. A single process, and
     a `WORLD_SIZE` without `RANK`, may have incomplete variables.
 
@@ -349,7 +349,7 @@ def grace_of_launcher() -> float:
     return 0.0
 
 
-def print_at_once() -> None:
+def unbuffer_output() -> None:
     """Make Python programs started by this process flush each line, also into pipes."""
     os.environ["PYTHONUNBUFFERED"] = "1"
 
@@ -364,7 +364,7 @@ def settings_named(names: Iterable[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def begin_anew(starts: int, stop_asked_at: float | None = None) -> NoReturn:
+def restart_process(starts: int, stop_asked_at: float | None = None) -> NoReturn:
     """Restart this process with an unchanged command, process id and parent. All resources are
     released.
 
@@ -374,10 +374,10 @@ def begin_anew(starts: int, stop_asked_at: float | None = None) -> NoReturn:
     """
     os.environ[STARTS] = str(starts)
     os.environ[STOP_ASKED] = "" if stop_asked_at is None else str(stop_asked_at)
-    become(sys.orig_argv[1:])
+    exec_python(sys.orig_argv[1:])
 
 
-def become(words: Sequence[str]) -> NoReturn:
+def exec_python(words: Sequence[str]) -> NoReturn:
     """Replace this process by the Python interpreter with `words` as arguments. Process id and
     parent are kept, all resources are released."""
     sys.stdout.flush()
@@ -403,14 +403,14 @@ def launcher() -> Launcher | None:
     return "Ray" if "RAY_JOB_ID" in os.environ else None
 
 
-def ranks_here() -> int:
+def get_local_world_size() -> int:
     """Return the number of processes on this host reported by the launcher; 1 without a
     launcher."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return int(text) if text.isdecimal() else 1
 
 
-def place_here() -> int:
+def get_local_rank() -> int:
     """Return the index of this process on the host, from 0."""
     text = os.environ.get("LOCAL_RANK", "0")
     return int(text) if text.isdecimal() else 0
@@ -421,7 +421,7 @@ def use_one_tokenizer_thread() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def talk_inside_of_host() -> None:
+def restrict_to_loopback() -> None:
     """Restrict gloo and NCCL to loopback, before their first use in this process. By default they
     listen on the address of the host's name. User settings are kept."""
     loopback = [name for _, name in socket.if_nameindex() if name in LOOPBACKS]
@@ -429,7 +429,7 @@ def talk_inside_of_host() -> None:
         os.environ.setdefault(setting, loopback[0])
 
 
-def keep_ranks_store_apart() -> None:
+def disable_agent_store() -> None:
     """Prevent torchrun's agent in this process from creating the ranks' store, which the first rank
     creates. The ranks are informed."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -452,8 +452,8 @@ def record_collectives(prefix: Path) -> None:
 
 def tracker_environment() -> dict[str, str]:
     """Return the environment of a tracker process, without telemetry, redirection and GPUs."""
-    kept = {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
-    return kept | UNTOLD | {"CUDA_VISIBLE_DEVICES": ""}
+    kept = {name: value for name, value in os.environ.items() if name not in TRACKING_REDIRECTS}
+    return kept | TELEMETRY_OPT_OUTS | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def keep_trackio_in(folder: Path) -> None:
@@ -461,13 +461,13 @@ def keep_trackio_in(folder: Path) -> None:
     os.environ["TRACKIO_DIR"] = str(folder)
 
 
-def step_aside() -> None:
+def lower_cpu_priority() -> None:
     """Lower the CPU priority of this process."""
     with suppress(OSError):
         os.nice(NICENESS)
 
 
-def talking_settings() -> dict[str, str]:
+def get_communication_variables() -> dict[str, str]:
     """Return the variables affecting communication of ranks or compute speed."""
     named = ("GLOO_SOCKET_IFNAME", "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING")
     return {
@@ -482,7 +482,7 @@ def is_stopped(process: int) -> bool:
     return _stat_of(process)[:1] == ["T"]
 
 
-def begun(process: int) -> str:
+def read_start_time(process: int) -> str:
     """Return the start time of a process as text, which identifies it if its number is reused;
     empty if unknown."""
     return next(iter(_stat_of(process)[19:20]), "")
@@ -509,10 +509,10 @@ def available_host_bytes() -> int:
         told = read_log(Path("/proc/meminfo")).splitlines()
         kib = next(line for line in told if line.startswith("MemAvailable:")).split()[1]
         free.append(int(kib) * 1024)
-    free += [group.most_bytes - group.used_bytes for group in memory_groups()]
+    free += [group.limit_bytes - group.used_bytes for group in read_memory_groups()]
     return max(0, min(free))
 
 
 def host_memory_bytes() -> int:
     """Return the memory of this host, or the limit of the container."""
-    return let_have_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return limit_host_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -19,7 +19,7 @@ from gpumix.hardware import runtime
 from gpumix.schema.units import show_bytes
 
 
-class _Pages(mmap.mmap):
+class _PinnedPages(mmap.mmap):
     """A mapping registered with the driver during its lifetime.
 
     Shared, even without a file: after a fork, the parent's next write to private pages would create
@@ -33,7 +33,7 @@ class _Pages(mmap.mmap):
         if runtime.register_pinned(address, len(self)):
             self._address, self._process = address, os.getpid()
         else:
-            _say_refused(len(self))
+            _warn_refused(len(self))
 
     def __del__(self) -> None:
         # Process exit releases everything; a fork has nothing to release.
@@ -42,7 +42,7 @@ class _Pages(mmap.mmap):
             runtime.unregister_pinned(self._address)
 
 
-def pinned_memory(size_bytes: int, file: Path | None = None) -> torch.Tensor:
+def allocate_pinned(size_bytes: int, file: Path | None = None) -> torch.Tensor:
     """Allocate pinned memory as a page-aligned uint8 tensor. Dropping the last tensor releases the
     memory; callers need not wait for copies.
 
@@ -58,11 +58,11 @@ def pinned_memory(size_bytes: int, file: Path | None = None) -> torch.Tensor:
     if not size_bytes:
         return torch.empty(0, dtype=torch.uint8)
     if file is None:
-        pages = _Pages(-1, size_bytes)
+        pages = _PinnedPages(-1, size_bytes)
     else:
         descriptor = os.open(file, os.O_RDWR)
         try:
-            pages = _Pages(descriptor, size_bytes)
+            pages = _PinnedPages(descriptor, size_bytes)
         finally:
             os.close(descriptor)
     memory = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the mapping alive
@@ -71,7 +71,7 @@ def pinned_memory(size_bytes: int, file: Path | None = None) -> torch.Tensor:
 
 
 @cache
-def _say_refused(size_bytes: int) -> None:
+def _warn_refused(size_bytes: int) -> None:
     logging.getLogger(__name__).warning(
         "the driver registers no memory of the host (%s were asked for): copies between the GPU "
         "and its host hold up the host; see `ulimit -l`, or what limits the memory of a container",

@@ -2,10 +2,16 @@
 
 from gpumix.hardware.memory_limit.limit import (
     MemoryLimit,
-    host_memory,
+    count_as_host_memory,
     is_fragmented,
     is_out_of_memory,
     limit_memory,
 )
 
-__all__ = ["MemoryLimit", "host_memory", "is_fragmented", "is_out_of_memory", "limit_memory"]
+__all__ = [
+    "MemoryLimit",
+    "count_as_host_memory",
+    "is_fragmented",
+    "is_out_of_memory",
+    "limit_memory",
+]

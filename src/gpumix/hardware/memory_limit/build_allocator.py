@@ -23,25 +23,25 @@ from gpumix.schema import files
 
 SOURCE = Path(__file__).with_name("capped_alloc.cpp")
 BUILD_TIMEOUT_S = 120
-LIBRARIES = "libraries"  # subfolder of the cache
+LIBRARY_FOLDER = "libraries"  # subfolder of the cache
 
 
 class BuildError(Exception):
     """The allocator cannot be built here. The caller falls back; users never see this error."""
 
 
-def capped_allocator_library() -> Path:
+def build_capped_allocator() -> Path:
     """Return the compiled allocator for this torch, built if not cached.
 
     Raises:
         BuildError: there is no compiler, the build fails, or the cache folder is not writable.
     """
     try:
-        folder = files.private_folder(cache_folder() / LIBRARIES)
-        library = folder / f"capped_alloc-{_key()}.so"
-        if not _is_ours(library):
+        folder = files.private_folder(cache_folder() / LIBRARY_FOLDER)
+        library = folder / f"capped_alloc-{_hash_build()}.so"
+        if not _is_own_file(library):
             files.remove(library)
-            compiler = _compiler()
+            compiler = _find_compiler()
             with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
                 built = Path(scratch) / library.name
                 _compile(compiler, built)
@@ -52,15 +52,15 @@ def capped_allocator_library() -> Path:
     return library
 
 
-def _is_ours(library: Path) -> bool:
+def _is_own_file(library: Path) -> bool:
     try:
-        with files.opened_own(library):
+        with files.open_trusted(library):
             return True
     except OSError:
         return False
 
 
-def _key() -> str:
+def _hash_build() -> str:
     """Return a hash of all dependencies of the binary."""
     parts = (
         torch.__version__,
@@ -72,7 +72,7 @@ def _key() -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _compiler() -> list[str]:
+def _find_compiler() -> list[str]:
     chosen = chosen_compiler()
     if chosen is not None:
         return shlex.split(chosen)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from gpumix.hardware.memory_limit.build_allocator import BuildError, capped_allocator_library
+from gpumix.hardware.memory_limit.build_allocator import BuildError, build_capped_allocator
 from gpumix.schema import files
 
 _OUT_OF_MEMORY_TEXTS = (
@@ -33,7 +33,7 @@ _OUT_OF_MEMORY_TEXTS = (
 # Messages of CUDA's allocator when out of memory.
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
 _ASKED = re.compile(rf"Tried to allocate {_SIZE}")
-_IDLE = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
+_UNALLOCATED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -76,16 +76,16 @@ def limit_memory(cap_bytes: int | None, *, owner: str = "this process") -> Memor
             counts.
         owner: name in out-of-memory errors: "emulated device 'small'".
     """
-    limit = _limit_of_this_process()
+    limit = _get_process_limit()
     limit.set_cap(cap_bytes, owner=owner)
     return limit
 
 
 @contextmanager
-def host_memory() -> Iterator[None]:
+def count_as_host_memory() -> Iterator[None]:
     """Attribute this thread's allocations to the host. If CPU tensors emulate a device's,
     allocations inside count neither against the device's memory nor as used."""
-    limit = _limit_of_this_process() if _limit_of_this_process.cache_info().currsize else None
+    limit = _get_process_limit() if _get_process_limit.cache_info().currsize else None
     if not isinstance(limit, _CountedLimit):
         yield
         return
@@ -109,22 +109,22 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_fragmented(error: BaseException) -> bool:
     """Return True if CUDA's allocator had enough free memory, but in pieces, according to
     `error`."""
-    asked, idle = (_bytes_in(str(error), text) for text in (_ASKED, _IDLE))
+    asked, idle = (_parse_bytes(str(error), text) for text in (_ASKED, _UNALLOCATED))
     return asked is not None and idle is not None and idle >= asked
 
 
-def _bytes_in(text: str, pattern: re.Pattern[str]) -> float | None:
+def _parse_bytes(text: str, pattern: re.Pattern[str]) -> float | None:
     found = pattern.search(text)
     return None if found is None else float(found[1]) * _UNITS[found[2]]
 
 
 @functools.cache
-def _limit_of_this_process() -> MemoryLimit:
+def _get_process_limit() -> MemoryLimit:
     limit: MemoryLimit
     try:
-        limit = _CountedLimit(capped_allocator_library())
+        limit = _CountedLimit(build_capped_allocator())
     except BuildError as error:
-        limit = _NoLimit(why=str(error))
+        limit = _UncountedLimit(why=str(error))
     # A forked child, such as a data loader's worker, is not the device.
     os.register_at_fork(after_in_child=lambda: limit.set_cap(None, owner="forked process"))
     return limit
@@ -137,7 +137,7 @@ class _CountedLimit(MemoryLimit):
 
     def __init__(self, library: Path) -> None:
         try:
-            with files.opened_own(library) as descriptor:
+            with files.open_trusted(library) as descriptor:
                 self._library = ctypes.CDLL(files.name_of(descriptor, library))
         except OSError as error:
             raise BuildError(f"cannot load {library}: {error}") from error
@@ -168,7 +168,7 @@ class _CountedLimit(MemoryLimit):
         self._library.gpumix_reset_peak()
 
 
-class _NoLimit(MemoryLimit):
+class _UncountedLimit(MemoryLimit):
     """No counting and no cap. A system limit would also restrict threads and Python's own objects,
     and kill the process unpredictably."""
 

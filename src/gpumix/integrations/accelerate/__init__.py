@@ -9,9 +9,9 @@ number of samples from the batch.
 
 from __future__ import annotations
 
-from gpumix.integrations.common.optional_dependency import need
+from gpumix.integrations.common.optional_dependency import require_packages
 
-need(__name__, "accelerate", extra="trainer")
+require_packages(__name__, "accelerate", extra="trainer")
 
 from gpumix.integrations.accelerate.accelerator import Accelerator  # noqa: E402 - a missing package first
 

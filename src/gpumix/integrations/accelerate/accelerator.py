@@ -24,47 +24,50 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.comm.process_groups import all_ranks, device_of_group
+from gpumix.engine.comm.process_groups import get_group_device, make_communicator
 from gpumix.engine.engine import Engine
 from gpumix.engine.outside_steps import unshard
 from gpumix.engine.rehearsal.additivity import padding_counts
-from gpumix.engine.sharding.unit_discovery import trains
-from gpumix.hardware.host.environment import ranks_here
+from gpumix.engine.sharding.unit_discovery import has_trainable_parameters
+from gpumix.hardware.host.environment import get_local_world_size
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.integrations.accelerate.arguments import (
-    bound,
-    compiles,
-    refuse_divided,
-    refuse_without_meaning,
+    bind_arguments,
+    check_arguments,
+    check_launch_type,
+    needs_compile,
 )
-from gpumix.integrations.accelerate.call_signature import KWARGS, NAME_PARTS, call_of
-from gpumix.integrations.accelerate.loader import LoopLoader, part_at
-from gpumix.integrations.accelerate.loop_recorder import LoopRecord
+from gpumix.integrations.accelerate.call_signature import FIX_NAME_PARTS, KWARGS, bind_batch
+from gpumix.integrations.accelerate.loader import LoopLoader, get_current_part
+from gpumix.integrations.accelerate.loop_recorder import LoopRecorder
 from gpumix.integrations.accelerate.outputs import stand_in_loss
-from gpumix.integrations.accelerate.pending_objects import Awaited
-from gpumix.integrations.accelerate.wrapped_model import LABELS, Looped, LoopLoss
-from gpumix.integrations.common.batch_rows import PlannedRows, equal_rows, looped_rows
-from gpumix.integrations.common.gather import all_numbers, all_objects, all_rows
-from gpumix.integrations.common.optimizer_adapter import optimizer_like, taken_over
-from gpumix.integrations.common.plan_and_shard import (
-    Training,
-    host,
-    plan_of,
-    refuse_as_loaded,
-    refuse_gpu,
-    world,
+from gpumix.integrations.accelerate.pending_objects import PendingObjects
+from gpumix.integrations.accelerate.wrapped_model import LABELS, LoopLoss, WrappedModel
+from gpumix.integrations.common.batch_rows import PlannedRows, get_loop_rows, split_rows_equally
+from gpumix.integrations.common.gather import gather_integers, gather_objects, gather_rows
+from gpumix.integrations.common.optimizer_adapter import (
+    make_factory_from_optimizer,
+    take_over_optimizer,
 )
-from gpumix.integrations.common.save_pretrained import saves_whole
-from gpumix.integrations.common.saver import Saver, dtypes_of, newest_state
-from gpumix.integrations.common.skipped_steps import tells_of_skips, told_norm
-from gpumix.integrations.dataloader.example_batch import specimen_of
+from gpumix.integrations.common.plan_and_shard import (
+    TrainingSetup,
+    check_plain_weights,
+    get_world_size,
+    load_plan,
+    refuse_gpu,
+    shard_by_plan,
+)
+from gpumix.integrations.common.save_pretrained import patch_save_pretrained
+from gpumix.integrations.common.saver import Saver, find_newest_state, get_parameter_dtypes
+from gpumix.integrations.common.skipped_steps import get_reported_norm, has_visible_skips
+from gpumix.integrations.dataloader.example_batch import find_example
 from gpumix.integrations.dataloader.inspect import Batching
-from gpumix.integrations.dataloader.samplers import prepared, seed_of_all
-from gpumix.integrations.dataloader.sharded_loader import CollatedTree, Width, collated_tree
-from gpumix.profiler.api import join
-from gpumix.schema.errors import InputError, in_a_line
+from gpumix.integrations.dataloader.samplers import get_shared_seed, prepare_sampler
+from gpumix.integrations.dataloader.sharded_loader import PaddingScope, TreeCollator, collate_tree
+from gpumix.profiler.api import join_ranks
+from gpumix.schema.errors import InputError, format_in_one_line
 from gpumix.schema.job.search_space import EVERYTHING
-from gpumix.schema.plan.batch_shares import rows_of
+from gpumix.schema.plan.batch_shares import get_micro_batch_rows
 from gpumix.schema.plan.dtypes import Precision
 from gpumix.schema.plan.plan import Plan
 from gpumix.train.run_log import run_files
@@ -72,7 +75,7 @@ from gpumix.train.run_log import run_files
 __all__ = ["Accelerator"]
 
 PRECISIONS: dict[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
-PLACES_OF_A_RANK = 2**40
+ROW_OFFSET_PER_RANK = 2**40
 
 
 class GatheredRows(NamedTuple):
@@ -86,8 +89,8 @@ class GatheredRows(NamedTuple):
 class Optimizer(AcceleratedOptimizer):
     """Optimizer stepping only after the backward, and not with gradients that overflowed."""
 
-    model: Looped | None = None
-    record: LoopRecord
+    model: WrappedModel | None = None
+    record: LoopRecorder
 
     def step(self, closure: Any = None) -> None:
         """Update the parameters; without any gradients do nothing, as torch does.
@@ -107,7 +110,7 @@ class Optimizer(AcceleratedOptimizer):
         self.model.check_done()
         if not self.gradient_state.sync_gradients:
             return
-        self._is_overflow = self.model.overflowed and tells_of_skips(self.optimizer)
+        self._is_overflow = self.model.overflowed and has_visible_skips(self.optimizer)
         if not self.model.overflowed:
             super().step(closure)
         self.model.stepped()
@@ -137,10 +140,10 @@ class Accelerator(accelerate.Accelerator):
         **kwargs: Any,
     ) -> None:
         self._couples = couples
-        self._width = Width()
-        given = bound(args, kwargs)
-        refuse_without_meaning(given)
-        self._compile, self._on_cpu = compiles(given), given.get("cpu", False)
+        self._width = PaddingScope()
+        given = bind_arguments(args, kwargs)
+        check_arguments(given)
+        self._compile, self._on_cpu = needs_compile(given), given.get("cpu", False)
         # Set by `accelerate launch`.
         told = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         said = str(given.pop("mixed_precision", None) or told)
@@ -152,11 +155,11 @@ class Accelerator(accelerate.Accelerator):
             )
         self._precision = PRECISIONS[said]
         super().__init__(**given)
-        refuse_divided(self.distributed_type)
-        self._given = plan_of(plan)
+        check_launch_type(self.distributed_type)
+        self._given = load_plan(plan)
         self._engine: Engine | None = None
-        self._looped: Looped | None = None
-        self._awaited = Awaited()
+        self._wrapped_model: WrappedModel | None = None
+        self._awaited = PendingObjects()
         self._alone: list[nn.Module] = []  # models called without a plan
 
     @property
@@ -177,29 +180,31 @@ class Accelerator(accelerate.Accelerator):
             InputError: several models are to be trained.
             NoFeasiblePlanError: no plan fits the devices.
         """
-        models = [one for one in args if isinstance(one, nn.Module) and trains(one)]
+        models = [
+            one for one in args if isinstance(one, nn.Module) and has_trainable_parameters(one)
+        ]
         if len(models) > 1:
             raise _several_models()
         prepared = super().prepare(*args, device_placement=device_placement)
         if models and self._engine is None and any(isinstance(one, DataLoader) for one in args):
             given = prepared if isinstance(prepared, tuple) else (prepared,)
-            self._host(next(one for one in given if isinstance(one, Looped)))
+            self._host(next(one for one in given if isinstance(one, WrappedModel)))
         return prepared
 
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a model as Accelerate does. A model without anything to train stays an ordinary
         module on each rank's device; a model not trained yet is called directly."""
-        if isinstance(model, Looped):
+        if isinstance(model, WrappedModel):
             return model
-        if not trains(model) or kwargs.get("evaluation_mode"):
+        if not has_trainable_parameters(model) or kwargs.get("evaluation_mode"):
             kwargs["evaluation_mode"] = True
             return super().prepare_model(model, *args, **kwargs)
         looped = self._awaited.known(model)
         if looped is None:
-            refuse_as_loaded(model)
-            looped = Looped(model, self._called_alone)
+            check_plain_weights(model)
+            looped = WrappedModel(model, self._prepare_direct_call)
             self._awaited.models.append(looped)
-            self._host_if_known()
+            self._shard_when_ready()
         return looped
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
@@ -208,33 +213,35 @@ class Accelerator(accelerate.Accelerator):
         prepared = Optimizer(optimizer, device_placement=False, scaler=None)
         self._optimizers.append(prepared)
         self._awaited.optimizers.append(prepared)
-        self._host_if_known()
-        if self._looped is not None and prepared.model is None:
-            self._take_over(prepared, self._looped)
+        self._shard_when_ready()
+        if self._wrapped_model is not None and prepared.model is None:
+            self._take_over(prepared, self._wrapped_model)
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> LoopLoader:
         if self._awaited.loader is None:
             is_prepared = isinstance(data_loader, LoopLoader)
-            self._awaited.loader = data_loader.made_of if is_prepared else data_loader
-            self._host_if_known()
+            self._awaited.loader = data_loader.source_loader if is_prepared else data_loader
+            self._shard_when_ready()
         if isinstance(data_loader, LoopLoader):
             return data_loader
         given = Batching.of(data_loader)
-        collate = CollatedTree(data_loader.collate_fn, self._width, stand_ins=True)
+        collate = TreeCollator(data_loader.collate_fn, self._width, stand_ins=True)
         config = self.dataloader_config
         if config.use_seedable_sampler:
-            seed = seed_of_all() if config.data_seed is None else config.data_seed
-            given = replace(given, sampler=prepared(given.sampler, seedable=True, seed=seed))
+            seed = get_shared_seed() if config.data_seed is None else config.data_seed
+            given = replace(given, sampler=prepare_sampler(given.sampler, seedable=True, seed=seed))
         rows = PlannedRows(
-            lambda: self._engine, looped_rows, rank=self.process_index, world=world()
+            lambda: self._engine, get_loop_rows, rank=self.process_index, world=get_world_size()
         )
-        loader = given.own_part(given.batch_size * world(), rows, collate, LoopLoader)
+        loader = given.make_rank_loader(
+            given.batch_size * get_world_size(), rows, collate, LoopLoader
+        )
         loader.device, loader.next_of = self.device, self._next_of
-        loader.made_of = data_loader
+        loader.source_loader = data_loader
         return loader
 
-    def _host_if_known(self) -> None:
+    def _shard_when_ready(self) -> None:
         """Run a model by a plan if an optimizer updates it and a loader is known. Collective.
 
         Raises:
@@ -246,7 +253,7 @@ class Accelerator(accelerate.Accelerator):
         if trained and self._awaited.loader is not None:
             self._host(trained[0])
 
-    def _called_alone(self, looped: Looped) -> None:
+    def _prepare_direct_call(self, looped: WrappedModel) -> None:
         """Ready a model for a call without a plan.
 
         Raises:
@@ -264,24 +271,27 @@ class Accelerator(accelerate.Accelerator):
         if looped.module not in self._alone:
             self._alone.append(super().prepare_model(looped.module, evaluation_mode=True))
 
-    def _host(self, looped: Looped) -> None:
+    def _host(self, looped: WrappedModel) -> None:
         """Shard a model by a plan and give its optimizers the shards. Collective."""
         model, loader = self._whole(looped), self._awaited.loader
         assert loader is not None, "a model is hosted once a loader is known"
         optimizers = list(self._awaited.optimizers)
         if self._on_cpu:
-            refuse_gpu(join(), "cpu=True", where="Accelerator")
+            refuse_gpu(join_ranks(), "cpu=True", where="Accelerator")
         batch_size = Batching.of(loader).batch_size
-        specimen = specimen_of(loader.dataset, loader.collate_fn, collated_tree)
-        inside = LABELS in call_of(model, specimen.batch(1))[KWARGS]
-        dtypes, self._names = dtypes_of(model), {id(p): n for n, p in model.named_parameters()}
+        specimen = find_example(loader.dataset, loader.collate_fn, collate_tree)
+        inside = LABELS in bind_batch(model, specimen.batch(1))[KWARGS]
+        dtypes, self._names = (
+            get_parameter_dtypes(model),
+            {id(p): n for n, p in model.named_parameters()},
+        )
         loss, measured = LoopLoss(), LoopLoss(stands_in=True)
-        training = Training(
-            lambda samples: call_of(model, specimen.batch(samples)),
+        training = TrainingSetup(
+            lambda samples: bind_batch(model, specimen.batch(samples)),
             sequence_length=specimen.sequence_length,
-            global_batch=batch_size * world(),
+            global_batch=batch_size * get_world_size(),
             loss=measured if inside else stand_in_loss,
-            optimizer=optimizer_like(optimizers[0].optimizer) if optimizers else None,
+            optimizer=make_factory_from_optimizer(optimizers[0].optimizer) if optimizers else None,
             precision=self._precision,
             compile=self._compile,
             space=EVERYTHING.in_one_stage(),
@@ -289,16 +299,16 @@ class Accelerator(accelerate.Accelerator):
             told=f"loop {inside} {[type(one.optimizer).__name__ for one in optimizers]}",
             couples=self._couples,
         )
-        folder = Path(self.project_dir, run_files.OF_SCRIPT) if self.project_dir else None
+        folder = Path(self.project_dir, run_files.SCRIPT_FOLDER) if self.project_dir else None
         try:
-            self._engine = host(model, training, plan=self._given, own=loss, folder=folder)
+            self._engine = shard_by_plan(model, training, plan=self._given, own=loss, folder=folder)
         except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
             if self._given is not None or is_out_of_memory(error):
                 raise
             raise InputError(
                 "the model cannot be measured with the loader's batches",
-                why=in_a_line(error),
-                fix=NAME_PARTS,
+                why=format_in_one_line(error),
+                fix=FIX_NAME_PARTS,
             ) from error
         if len(self._engine.plan.stages) > 1 or self._engine.plan.in_teams:
             raise InputError(
@@ -308,19 +318,21 @@ class Accelerator(accelerate.Accelerator):
             )
         if padded := specimen.padded():
             # A loop may use outputs of padding in any way.
-            self._width.common = not inside or padding_counts(
-                self._engine, measured, *(call_of(model, one) for one in padded)
+            self._width.is_global = not inside or padding_counts(
+                self._engine, measured, *(bind_batch(model, one) for one in padded)
             )
-        self._saver = Saver(self._engine, dtypes, ranks_here())
-        saves_whole(model, self._saver)
-        self._record = LoopRecord(self._engine, folder, type(self).__name__)
-        looped.run_by(self._engine, loss, self._record)
-        self._looped = looped
+        self._saver = Saver(self._engine, dtypes, get_local_world_size())
+        patch_save_pretrained(model, self._saver)
+        self._record = LoopRecorder(self._engine, folder, type(self).__name__)
+        looped.attach_engine(self._engine, loss, self._record)
+        self._wrapped_model = looped
         for optimizer in optimizers:
             self._take_over(optimizer, looped)
-        self._awaited = Awaited(models=[one for one in self._awaited.models if one is not looped])
+        self._awaited = PendingObjects(
+            models=[one for one in self._awaited.models if one is not looped]
+        )
 
-    def _whole(self, looped: Looped) -> nn.Module:
+    def _whole(self, looped: WrappedModel) -> nn.Module:
         """Return the model without the changes of a call without a plan."""
         model = looped.module
         if model in self._alone:
@@ -329,9 +341,9 @@ class Accelerator(accelerate.Accelerator):
             extract_model_from_parallel(model, keep_fp32_wrapper=False)
         return model
 
-    def _take_over(self, optimizer: Optimizer, looped: Looped) -> None:
+    def _take_over(self, optimizer: Optimizer, looped: WrappedModel) -> None:
         assert self._engine is not None, "the model is run by a plan"
-        taken_over(optimizer.optimizer, self._engine, self._names)
+        take_over_optimizer(optimizer.optimizer, self._engine, self._names)
         optimizer.model, optimizer.record = looped, self._record
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -354,10 +366,10 @@ class Accelerator(accelerate.Accelerator):
             count: the number of items in the mean of this rank's loss, if the autograd graph does
                 not show it.
         """
-        if self._looped is not None and not self._looped.expects(loss):
+        if self._wrapped_model is not None and not self._wrapped_model.needs_backward(loss):
             super().backward(loss, **kwargs)
             return
-        if self._looped is None:
+        if self._wrapped_model is None:
             raise InputError(
                 "backward is called, and no model was prepared to be trained",
                 why="a model without an optimizer, or with nothing to train, is for inference",
@@ -371,14 +383,14 @@ class Accelerator(accelerate.Accelerator):
                 "name alone",
                 fix="model(..., labels=labels), or compute the loss of the model's outputs",
             )
-        worth = self._looped.weight_of(loss, count)
+        worth = self._wrapped_model.weight_of(loss, count)
         super().backward(loss, **kwargs)
-        self._looped.backward_done(loss.detach(), worth)
+        self._wrapped_model.backward_done(loss.detach(), worth)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce as Accelerate does; the mean of the last loss is the loss of the global batch."""
-        if reduction == "mean" and self._looped is not None:
-            tensor = tree_map(self._looped.weighed, tensor)
+        if reduction == "mean" and self._wrapped_model is not None:
+            tensor = tree_map(self._wrapped_model.weight_for_mean, tensor)
         return super().reduce(tensor, reduction, scale)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
@@ -387,10 +399,10 @@ class Accelerator(accelerate.Accelerator):
             raise InputError(f"gradients are clipped by norm 2, not {norm_type}")
         if not self.sync_gradients or self._engine is None:
             return None
-        assert self._looped is not None
+        assert self._wrapped_model is not None
         norm = self._engine.clip_grad_norm_(max_norm)
-        self._record.clipped(norm)
-        return told_norm(norm, overflowed=self._looped.overflowed)
+        self._record.note_gradient_norm(norm)
+        return get_reported_norm(norm, overflowed=self._wrapped_model.overflowed)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         if self.sync_gradients and self._engine is not None:
@@ -398,12 +410,12 @@ class Accelerator(accelerate.Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Gather rows of all ranks, unlike in number; the last loss becomes the global loss."""
-        if self._looped is not None and self._looped.is_last(tensor):
+        if self._wrapped_model is not None and self._wrapped_model.is_last(tensor):
             return self.reduce(tensor, "mean").expand(self.num_processes).clone()
         lifted = tree_map(lambda t: t[None] if t.dim() == 0 else t, tensor)
         rows = len(next(t for t in tree_leaves(lifted)))
-        begin = self.process_index * PLACES_OF_A_RANK
-        found = all_rows({range(begin, begin + rows): lifted}, self._ranks(), "gather")
+        begin = self.process_index * ROW_OFFSET_PER_RANK
+        found = gather_rows({range(begin, begin + rows): lifted}, self._ranks(), "gather")
         return tree_map(lambda t: t.to(self.device), found)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -415,29 +427,29 @@ class Accelerator(accelerate.Accelerator):
         """
         leaves, label = tree_leaves(input_data), "gather_for_metrics"
         if use_gather_object or not leaves or not all(isinstance(t, Tensor) for t in leaves):
-            lists = all_objects(input_data, self._ranks(), label)
-            kept = self._of_samples([len(one) for one in lists])
+            lists = gather_objects(input_data, self._ranks(), label)
+            kept = self._count_sample_rows([len(one) for one in lists])
             things = [thing for one, own in zip(lists, kept.own) for thing in one[:own]]
             return things[: kept.together]
-        if part_at() is None:
+        if get_current_part() is None:
             return self.gather(input_data)
         lifted = tree_map(lambda t: t[None] if t.dim() == 0 else t, input_data)
-        rows = all_numbers([len(tree_leaves(lifted)[0])], label)
-        kept = self._of_samples([number for (number,) in rows])
+        rows = gather_integers([len(tree_leaves(lifted)[0])], label)
+        kept = self._count_sample_rows([number for (number,) in rows])
         own = kept.own[self.process_index]
         gathered = self.gather(tree_map(lambda t: t[:own], lifted))
         return tree_map(lambda t: t[: kept.together], gathered)
 
-    def _of_samples(self, rows: Sequence[int]) -> GatheredRows:
+    def _count_sample_rows(self, rows: Sequence[int]) -> GatheredRows:
         """Return the counts of sample rows among each rank's `rows` of the current batch."""
-        given = part_at()
+        given = get_current_part()
         if given is None:
             return GatheredRows(rows, None)
         samples, own = given.samples, []
         for rank in range(len(rows)):
-            of_rank = equal_rows(len(rows), rank, samples)
+            of_rank = split_rows_equally(len(rows), rank, samples)
             if self._engine is not None:
-                of_rank = rows_of(self._engine.plan, rank, samples)
+                of_rank = get_micro_batch_rows(self._engine.plan, rank, samples)
             own.append(sum(map(len, of_rank)))
         if all(found == max(1, number) for found, number in zip(rows, own)):
             return GatheredRows(own, None)
@@ -446,7 +458,7 @@ class Accelerator(accelerate.Accelerator):
         return GatheredRows(rows, samples if repeated else None)
 
     def _ranks(self) -> Communicator:
-        return all_ranks(device_of_group()) if self._engine is None else self._engine.comm
+        return make_communicator(get_group_device()) if self._engine is None else self._engine.comm
 
     def end_training(self) -> None:
         if self._engine is not None:
@@ -463,15 +475,15 @@ class Accelerator(accelerate.Accelerator):
         if self._engine is not None:
             unshard(self._engine.model, everywhere=False)
             self._record.finish(self._record.done)
-            self._engine = self._looped = None
+            self._engine = self._wrapped_model = None
             del self._saver, self._record
-        self._awaited, self._alone = Awaited(), []
+        self._awaited, self._alone = PendingObjects(), []
         return super().free_memory(*objects)
 
     # -- saving ------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(model, Looped):
+        if isinstance(model, WrappedModel):
             return model.module
         return super().unwrap_model(model, *args, **kwargs)
 
@@ -479,7 +491,7 @@ class Accelerator(accelerate.Accelerator):
         """Return the full state dict of the model, on the first rank."""
         if self._engine is None:
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
-        return self._saver.asked_for()
+        return self._saver.request_model_state()
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Save the model and its optimizer for a resume by any plan, and the rest as Accelerate
@@ -497,12 +509,12 @@ class Accelerator(accelerate.Accelerator):
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         named = self.project_configuration.automatic_checkpoint_naming
-        given = newest_state(self.project_dir, named) if input_dir is None else input_dir
+        given = find_newest_state(self.project_dir, named) if input_dir is None else input_dir
         folder = Path(given).expanduser()
         optimizer = self._only_optimizer("load_state")
         optimizers, self._optimizers = self._optimizers, []
         try:
-            with _registered_as_weights():
+            with _forbid_pickled_code():
                 super().load_state(str(folder), *args, **kwargs)
         finally:
             self._optimizers = optimizers
@@ -531,7 +543,7 @@ def _several_models() -> InputError:
 
 
 @contextmanager
-def _registered_as_weights() -> Iterator[None]:
+def _forbid_pickled_code() -> Iterator[None]:
     """Load states of registered objects without pickled code; Accelerate unpickles anything."""
     unpickled = accelerator.load_custom_state
     accelerator.load_custom_state = _load_registered

@@ -14,13 +14,13 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 
-from gpumix.integrations.common.unsupported_arguments import Fields, no_meaning
+from gpumix.integrations.common.unsupported_arguments import FieldSupport, make_no_meaning_error
 
-PLANNED = "leave it out: the plan decides who computes and who stores what"
+FIX_PLAN_DECIDES = "leave it out: the plan decides who computes and who stores what"
 SHARED = "leave it out: the plan says who reads which samples of a batch"
 MOVED = "leave it out: batches go to this rank's device as they are needed"
 COMPILED = "leave it out, or give dynamo_backend='inductor': each block is compiled"
-PARAMETERS = Fields.of(
+ACCELERATOR_FIELDS = FieldSupport.of(
     heard="mixed_precision dataloader_config cpu dynamo_backend dynamo_plugin kwargs_handlers",
     theirs="""
         gradient_accumulation_steps gradient_accumulation_plugin log_with project_dir project_config
@@ -29,16 +29,16 @@ PARAMETERS = Fields.of(
     refused={
         "device_placement": MOVED,
         "split_batches": SHARED,
-        "deepspeed_plugin": PLANNED,
-        "deepspeed_plugins": PLANNED,
-        "fsdp_plugin": PLANNED,
-        "torch_tp_plugin": PLANNED,
-        "megatron_lm_plugin": PLANNED,
-        "parallelism_config": PLANNED,
+        "deepspeed_plugin": FIX_PLAN_DECIDES,
+        "deepspeed_plugins": FIX_PLAN_DECIDES,
+        "fsdp_plugin": FIX_PLAN_DECIDES,
+        "torch_tp_plugin": FIX_PLAN_DECIDES,
+        "megatron_lm_plugin": FIX_PLAN_DECIDES,
+        "parallelism_config": FIX_PLAN_DECIDES,
         "rng_types": "leave it out: orders of samples are the first rank's on all ranks",
     },
 )
-LOADING = Fields.of(
+LOADER_FIELDS = FieldSupport.of(
     # No sample is read twice: the last batch stays uneven whatever `even_batches` says.
     heard="use_seedable_sampler data_seed even_batches",
     theirs="",
@@ -53,48 +53,54 @@ LOADING = Fields.of(
 HANDLERS = ("InitProcessGroupKwargs", "ProfileKwargs")
 WHERE = "Accelerator"
 # Read at import: a program may replace Accelerate's class by gpumix's later.
-GIVEN = inspect.signature(accelerate.Accelerator)
-DIVIDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+ACCELERATOR_SIGNATURE = inspect.signature(accelerate.Accelerator)
+REFUSED_LAUNCH_TYPES = (
+    DistributedType.FSDP,
+    DistributedType.DEEPSPEED,
+    DistributedType.MEGATRON_LM,
+)
 
 
-def bound(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the given arguments by name."""
-    return dict(GIVEN.bind(*args, **kwargs).arguments)
+    return dict(ACCELERATOR_SIGNATURE.bind(*args, **kwargs).arguments)
 
 
-def refuse_without_meaning(given: Mapping[str, Any]) -> None:
+def check_arguments(given: Mapping[str, Any]) -> None:
     """Check the arguments.
 
     Raises:
         InputError: an argument without a meaning here is set.
     """
     for name, value in given.items():
-        default = GIVEN.parameters[name].default
+        default = ACCELERATOR_SIGNATURE.parameters[name].default
         # The default of a deprecated parameter is a bare object, meaning: not given.
-        PARAMETERS.check(name, value, None if type(default) is object else default, where=WHERE)
+        ACCELERATOR_FIELDS.check(
+            name, value, None if type(default) is object else default, where=WHERE
+        )
     if (loading := given.get("dataloader_config")) is not None:
-        LOADING.check_all(loading, DataLoaderConfiguration)
+        LOADER_FIELDS.check_all(loading, DataLoaderConfiguration)
     for handler in given.get("kwargs_handlers") or ():
         if (kind := type(handler).__name__) not in HANDLERS:
             fix = f"leave it out: of handlers only {' and '.join(HANDLERS)} have one"
-            raise no_meaning(f"kwargs_handlers=[{kind}(...)]", fix, where=WHERE)
+            raise make_no_meaning_error(f"kwargs_handlers=[{kind}(...)]", fix, where=WHERE)
 
 
-def refuse_divided(kind: DistributedType) -> None:
+def check_launch_type(kind: DistributedType) -> None:
     """Check the kind of distribution set by `accelerate launch`.
 
     Raises:
         InputError: `accelerate launch` divides the model.
     """
-    if kind in DIVIDED:
-        raise no_meaning(
+    if kind in REFUSED_LAUNCH_TYPES:
+        raise make_no_meaning_error(
             f"{kind.value} of `accelerate launch`",
             "start the script with `gpumix launch SCRIPT`, or torchrun",
             where=WHERE,
         )
 
 
-def compiles(given: Mapping[str, Any]) -> bool:
+def needs_compile(given: Mapping[str, Any]) -> bool:
     """Return True if the arguments or `accelerate launch` ask for compiled blocks.
 
     Raises:
@@ -106,7 +112,9 @@ def compiles(given: Mapping[str, Any]) -> bool:
     said = {"mode": plugin.mode != "default", "fullgraph": plugin.fullgraph}
     said |= {"dynamic": plugin.dynamic is not None, "options": plugin.options}
     if plugin.backend != DynamoBackend.INDUCTOR:
-        raise no_meaning(f"dynamo_backend={plugin.backend.value!r}", COMPILED, where=WHERE)
+        raise make_no_meaning_error(
+            f"dynamo_backend={plugin.backend.value!r}", COMPILED, where=WHERE
+        )
     for name in (name for name, is_said in said.items() if is_said):
-        raise no_meaning(f"{name} of dynamo_plugin", COMPILED, where=WHERE)
+        raise make_no_meaning_error(f"{name} of dynamo_plugin", COMPILED, where=WHERE)
     return True

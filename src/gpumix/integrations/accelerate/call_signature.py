@@ -11,15 +11,15 @@ from torch import nn
 from gpumix.schema.errors import InputError
 
 ARGS, KWARGS = "args", "kwargs"
-NAME_PARTS = (
+FIX_NAME_PARTS = (
     "let the loader name the parts of a batch as forward's arguments, or give a plan: "
     "Accelerator(plan=...)"
 )
 
-_PLACED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_POSITIONAL_KINDS = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def call_of(model: nn.Module, batch: Any) -> dict[str, Any]:
+def bind_batch(model: nn.Module, batch: Any) -> dict[str, Any]:
     """Return the arguments of `model`'s forward found in a batch.
 
     Parts of the batch named like arguments are these arguments. Required arguments left over take
@@ -31,8 +31,8 @@ def call_of(model: nn.Module, batch: Any) -> dict[str, Any]:
     Raises:
         InputError: forward requires more arguments than the batch has parts.
     """
-    known = signature(_with_names(model).forward).parameters
-    wanted = [one.name for one in known.values() if one.kind in _PLACED]
+    known = signature(_unwrap_peft(model).forward).parameters
+    wanted = [one.name for one in known.values() if one.kind in _POSITIONAL_KINDS]
     needed = [name for name in wanted if known[name].default is Parameter.empty]
     if isinstance(batch, Mapping):
         takes_all = not wanted and any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
@@ -47,19 +47,19 @@ def call_of(model: nn.Module, batch: Any) -> dict[str, Any]:
     if len(missing) > len(others):
         raise InputError(
             f"the model cannot be measured: its forward takes {', '.join(needed)}, and a batch of "
-            f"the loader has {_parts(batch)}",
-            fix=NAME_PARTS,
+            f"the loader has {_describe_parts(batch)}",
+            fix=FIX_NAME_PARTS,
         )
     return {ARGS: (), KWARGS: named | dict(zip(missing, others))}
 
 
-def _with_names(model: nn.Module) -> nn.Module:
+def _unwrap_peft(model: nn.Module) -> nn.Module:
     """Return the model inside PEFT's wrapper, for the names of forward's arguments."""
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) else model
 
 
-def _parts(batch: Any) -> str:
+def _describe_parts(batch: Any) -> str:
     if isinstance(batch, Mapping):
         return ", ".join(map(str, batch))
     return f"{len(batch)} parts" if isinstance(batch, (tuple, list)) else "one part"

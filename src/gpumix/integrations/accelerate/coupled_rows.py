@@ -13,11 +13,11 @@ from torch import Tensor
 
 from gpumix.schema.errors import InputError
 
-MOST_ELEMENTS = 2**22  # of outputs: second derivatives take several times their memory
+MAX_ELEMENTS = 2**22  # of outputs: second derivatives take several times their memory
 TOLERANCE = 1e-6  # relative: for a sum over samples the coupling is exactly 0
 
 
-def refuse_coupled(loss: Tensor, outputs: Sequence[Tensor]) -> None:
+def check_row_coupling(loss: Tensor, outputs: Sequence[Tensor]) -> None:
     """Check that a loss couples no rows of the outputs.
 
     Args:
@@ -27,7 +27,7 @@ def refuse_coupled(loss: Tensor, outputs: Sequence[Tensor]) -> None:
     Raises:
         InputError: the loss couples rows of the outputs.
     """
-    if _couples(loss, outputs):
+    if _has_coupled_rows(loss, outputs):
         raise InputError(
             "the loss of the loop couples samples of a batch",
             where="accelerator.backward",
@@ -39,10 +39,10 @@ def refuse_coupled(loss: Tensor, outputs: Sequence[Tensor]) -> None:
         )
 
 
-def _couples(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
+def _has_coupled_rows(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
     rows = max((len(one) for one in outputs if one.dim()), default=0)
     outputs = [one for one in outputs if one.dim() and len(one) == rows]
-    if rows < 2 or sum(one.numel() for one in outputs) > MOST_ELEMENTS:
+    if rows < 2 or sum(one.numel() for one in outputs) > MAX_ELEMENTS:
         return False
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -56,14 +56,14 @@ def _couples(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
                 of_others = of_others + (gradient[1:] * own[1:]).sum()
         if not of_first.requires_grad:
             return False  # linear in its outputs
-        by_first = _of_first_row(of_first, outputs)
-        by_others = _of_first_row(of_others, outputs)
+        by_first = _compute_first_row_norm(of_first, outputs)
+        by_others = _compute_first_row_norm(of_others, outputs)
     except RuntimeError:  # an operation has no second derivative
         return False
     return bool(by_others > TOLERANCE * (by_first + by_others))
 
 
-def _of_first_row(value: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+def _compute_first_row_norm(value: Tensor, outputs: Sequence[Tensor]) -> Tensor:
     """Return the norm of the derivative by the first row."""
     found = torch.autograd.grad(value, outputs, retain_graph=True, allow_unused=True)
     squares = [one[0].double().square().sum() for one in found if one is not None]

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from gpumix.integrations.dataloader.sharded_loader import OwnLoader, RankPart
+from gpumix.integrations.dataloader.sharded_loader import RankLoader, RankPart
 
 
-class LoopLoader(OwnLoader, DataLoaderStateMixin):
+class LoopLoader(RankLoader, DataLoaderStateMixin):
     """Loader reporting the loop's position to Accelerate.
 
     Attributes:
@@ -28,7 +28,7 @@ class LoopLoader(OwnLoader, DataLoaderStateMixin):
     """
 
     device: torch.device
-    made_of: DataLoader[Any]
+    source_loader: DataLoader[Any]
     next_of: Callable[[Iterator[Any]], Any]
     iteration = 0
     skipped = 0
@@ -62,21 +62,21 @@ class LoopLoader(OwnLoader, DataLoaderStateMixin):
             self.gradient_state._remove_dataloader(self)
 
 
-def part_at(values: Any = None) -> RankPart | None:
+def get_current_part(values: Any = None) -> RankPart | None:
     """Return this rank's part of the loop's current batch. With several open loaders, the loader
     that some of the values come from counts; otherwise the loader opened last."""
     state = GradientState()
     open_ones = [one for one in state.dataloader_references if isinstance(one, LoopLoader)]
-    if len(open_ones) > 1 and (known := _storages(values)):
+    if len(open_ones) > 1 and (known := _find_storages(values)):
         for one in open_ones:
-            if known & _storages(one.handed):
+            if known & _find_storages(one.handed):
                 return one.given
     return (
         state.active_dataloader.given if isinstance(state.active_dataloader, LoopLoader) else None
     )
 
 
-def _storages(values: Any) -> set[int]:
+def _find_storages(values: Any) -> set[int]:
     """Return the storages of all tensors that have memory."""
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.numel())
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}

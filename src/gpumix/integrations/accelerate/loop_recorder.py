@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from gpumix.engine.engine import Engine
-from gpumix.integrations.common.gather import all_texts
-from gpumix.integrations.common.run_recorder import Recorded, TrainingRecord
+from gpumix.integrations.common.gather import gather_texts
+from gpumix.integrations.common.run_recorder import RunRecorder, TrainingRecorder
 
 
-class LoopRecord(TrainingRecord):
+class LoopRecorder(TrainingRecorder):
     """Counter of a loop's steps, recording steps if there is a folder. Made on all ranks.
 
     Args:
@@ -29,7 +29,7 @@ class LoopRecord(TrainingRecord):
     def __init__(self, engine: Engine, folder: Path | None, plans: str) -> None:
         super().__init__()
         self.done = 0
-        told = all_texts(str(folder or ""), engine.comm, "the folder of the record")[0]
+        told = gather_texts(str(folder or ""), engine.comm, "the folder of the record")[0]
         self._folder = Path(told) if told else None
         self._engine: Engine | None = engine
         self._plans = plans
@@ -43,7 +43,7 @@ class LoopRecord(TrainingRecord):
         super().computes()
 
     def _begin(self, folder: Path, engine: Engine) -> None:
-        self._recorded = Recorded(engine, folder, plans=self._plans, steps=None, done=self.done)
+        self._recorded = RunRecorder(engine, folder, plans=self._plans, steps=None, done=self.done)
         atexit.register(self.close)
         hook = sys.excepthook
 
@@ -65,7 +65,7 @@ class LoopRecord(TrainingRecord):
             self._losses.append((loss.detach(), weight))
             self._recorded.batch()
 
-    def clipped(self, norm: Tensor) -> None:
+    def note_gradient_norm(self, norm: Tensor) -> None:
         if self._recorded is not None:
             self._norm = norm
 
@@ -78,7 +78,7 @@ class LoopRecord(TrainingRecord):
         self._recorded.step(self.done, loss=loss, learning_rate=rate, norm=self._norm)
         self._losses, self._norm = [], None
 
-    def _taken(self) -> Recorded | None:
+    def _taken(self) -> RunRecorder | None:
         # A finished record does not begin again; `atexit` keeps this object to the end.
         self._folder = self._engine = None
         return super()._taken()

@@ -16,14 +16,16 @@ from torch import Tensor
 
 from gpumix.engine.comm.async_read import AsyncRead
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.loss.loss_graph import denominators_of, divided_by_program, is_sum
+from gpumix.engine.loss.loss_graph import divided_by_program, find_denominators, is_sum
 from gpumix.schema.errors import InputError
 
 MOST_TERMS = 6
 # Columns of a rank's row: having samples, its rows, the count given by the loop, from TERMS on the
 # denominators of its terms; last, a value dividing the loss, and whether the loss is a sum.
-HAS, ROWS, GIVEN, TERMS, VALUE, SUM = 0, 1, 2, 3, -2, -1
-COUNT = "accelerator.backward(loss, count=N), N the number of items that the loss is a mean over"
+HAS_SAMPLES, ROWS, GIVEN_COUNT, TERMS, VALUE, SUM = 0, 1, 2, 3, -2, -1
+FIX_GIVE_COUNT = (
+    "accelerator.backward(loss, count=N), N the number of items that the loss is a mean over"
+)
 
 
 class LossWeight(NamedTuple):
@@ -38,7 +40,7 @@ class LossWeight(NamedTuple):
     share: Tensor
 
 
-class LoopWeights:
+class LossWeigher:
     """Weights of this rank's losses, step by step."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -59,25 +61,25 @@ class LoopWeights:
             InputError: the graph does not show the reduction and ranks have unlike numbers of
                 samples, or the step before divided by 1.
         """
-        self._refuse_ones()
-        terms = () if count is not None else denominators_of(loss)[:MOST_TERMS]
+        self._check_denominators()
+        terms = () if count is not None else find_denominators(loss)[:MOST_TERMS]
         if self._is_known and count is None and not terms:
             raise InputError(
                 "the loss is computed in another way than before",
                 where="accelerator.backward",
                 why="its autograd graph does not tell what it is a mean over",
-                fix=COUNT,
+                fix=FIX_GIVE_COUNT,
             )
         device = self._comm.device
         row = torch.full((TERMS + MOST_TERMS + 2,), torch.nan, dtype=torch.float64, device=device)
-        row[HAS].fill_(float(own > 0))
+        row[HAS_SAMPLES].fill_(float(own > 0))
         row[ROWS].fill_(float(rows))
         row[SUM].fill_(float(count is None and is_sum(loss)))
         value = None if count is not None else divided_by_program(loss)
         if value is not None:
             row[VALUE].copy_(value)
         if count is not None:
-            row[GIVEN].copy_(torch.as_tensor(count))
+            row[GIVEN_COUNT].copy_(torch.as_tensor(count))
         for place, term in enumerate(terms, TERMS):
             row[place].copy_(term)
         table = self._comm.exchanged(row, "weights of losses")
@@ -85,16 +87,16 @@ class LoopWeights:
             self._told = AsyncRead([table])
         column = TERMS
         if not self._is_known:
-            column = _column(table.tolist())
+            column = _choose_column(table.tolist())
             self._is_known = column == TERMS
         elif count is not None:
-            column = GIVEN
-        of_ranks = torch.where(table[:, HAS] > 0, table[:, column], 0.0)
+            column = GIVEN_COUNT
+        of_ranks = torch.where(table[:, HAS_SAMPLES] > 0, table[:, column], 0.0)
         share = of_ranks[self._comm.rank] / of_ranks.sum()
         sums = table[:, SUM].all() & (own > 0)
         return LossWeight(torch.where(sums, torch.ones_like(share), share), share)
 
-    def _refuse_ones(self) -> None:
+    def _check_denominators(self) -> None:
         """Check the denominators of the step before.
 
         Raises:
@@ -103,7 +105,9 @@ class LoopWeights:
         if self._told is None:
             return
         [table] = self._told.tensors()
-        own = {row[VALUE] for row in table.tolist() if row[HAS] and not math.isnan(row[VALUE])}
+        own = {
+            row[VALUE] for row in table.tolist() if row[HAS_SAMPLES] and not math.isnan(row[VALUE])
+        }
         self._told = None
         if 1.0 in own and len(own) > 1:
             raise InputError(
@@ -111,17 +115,17 @@ class LoopWeights:
                 where="accelerator.backward, one step before",
                 why="whether there was one item to count, or none and the number is 1 at least, "
                 "cannot be told, and the loss of the whole batch depends on it",
-                fix=COUNT,
+                fix=FIX_GIVE_COUNT,
             )
 
 
-def _column(table: Sequence[Sequence[float]]) -> int:
+def _choose_column(table: Sequence[Sequence[float]]) -> int:
     """Return the column with the weights: the loop's count, the graph's denominator, or the rows if
     equal on all ranks."""
-    known = [row for row in table if row[HAS]]
-    if not any(math.isnan(row[GIVEN]) for row in known):
-        return GIVEN
-    alike = all(_are_alike(row[TERMS:VALUE], known[0][TERMS:VALUE]) for row in known)
+    known = [row for row in table if row[HAS_SAMPLES]]
+    if not any(math.isnan(row[GIVEN_COUNT]) for row in known):
+        return GIVEN_COUNT
+    alike = all(_have_equal_ratios(row[TERMS:VALUE], known[0][TERMS:VALUE]) for row in known)
     idle = len(known) < len(table)
     equal = all(math.isclose(row[TERMS], known[0][TERMS], rel_tol=1e-6) for row in known)
     if alike and not (idle and equal and len(known) > 1):
@@ -142,11 +146,11 @@ def _column(table: Sequence[Sequence[float]]) -> int:
         where="accelerator.backward",
         why="its autograd graph has operations after the mean or sum, or terms that are means over "
         "different things",
-        fix=COUNT,
+        fix=FIX_GIVE_COUNT,
     )
 
 
-def _are_alike(one: Sequence[float], other: Sequence[float]) -> bool:
+def _have_equal_ratios(one: Sequence[float], other: Sequence[float]) -> bool:
     """Return True if the denominators of all terms of two ranks' losses have equal ratios."""
     pairs = [(a, b) for a, b in zip(one, other) if not (math.isnan(a) and math.isnan(b))]
     ratios = [a / b if b else math.nan for a, b in pairs]

@@ -46,7 +46,7 @@ class SumOfOutputs(ReducedLoss):
 
     def __init__(self) -> None:
         def computed(model: nn.Module, batch: Any, *_: Any) -> Tensor:
-            return sum_of(outputs_of(model, batch))
+            return sum_outputs(call_model(model, batch))
 
         super().__init__(computed, lambda batch: {})
 
@@ -54,21 +54,21 @@ class SumOfOutputs(ReducedLoss):
         return (SUM,)
 
 
-def outputs_of(model: nn.Module, batch: Any) -> Any:
+def call_model(model: nn.Module, batch: Any) -> Any:
     return model(*batch[ARGS], **batch[KWARGS])
 
 
 def stand_in_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """Compute a stand-in loss for measuring devices: the loop's use of the outputs is not known
     yet."""
-    total = sum_of(outputs_of(model, batch))
+    total = sum_outputs(call_model(model, batch))
     return total, torch.tensor(1, device=total.device)
 
 
-def sum_of(outputs: Any) -> Tensor:
+def sum_outputs(outputs: Any) -> Tensor:
     """Sum outputs on a scale that keeps numbers visible next to masks, such as the smallest
     float."""
-    every = (torch.nan_to_num(own.float()).asinh().square() for own in differentiable(outputs))
+    every = (torch.nan_to_num(own.float()).asinh().square() for own in find_float_tensors(outputs))
     return torch.stack([own.sum() for own in every]).sum()
 
 
@@ -77,7 +77,7 @@ def has_loss(outputs: Any, *, labelled: bool = True) -> bool:
     if isinstance(outputs, Mapping):
         return isinstance(outputs.get("loss"), Tensor)
     first = outputs[0] if labelled and isinstance(outputs, tuple | list) and outputs else None
-    return isinstance(first, NotKept) or (isinstance(first, Tensor) and first.dim() == 0)
+    return isinstance(first, VaryingNumber) or (isinstance(first, Tensor) and first.dim() == 0)
 
 
 def loss_of(outputs: Any) -> Tensor:
@@ -91,9 +91,9 @@ def loss_of(outputs: Any) -> Tensor:
     return loss
 
 
-def differentiable(outputs: Any) -> list[Tensor]:
+def find_float_tensors(outputs: Any) -> list[Tensor]:
     """Return the tensors that a loss may be computed from."""
-    found = (one for one in tree_flatten(outputs)[0] if not isinstance(one, NotKept))
+    found = (one for one in tree_flatten(outputs)[0] if not isinstance(one, VaryingNumber))
     return [one for one in found if is_float(one) and one.dim() > 0]
 
 
@@ -101,14 +101,14 @@ def is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def as_leaves(outputs: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
-    """Return outputs as leaves of a new graph, the `differentiable` leaves, and the leaves without
-    dimensions, which return no gradient."""
+def detach_to_leaves(outputs: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
+    """Return outputs as leaves of a new graph, the `find_float_tensors` leaves, and the leaves
+    without dimensions, which return no gradient."""
     leaves: list[Tensor] = []
     numbers: list[Tensor] = []
 
     def leaf(value: Any) -> Any:
-        if isinstance(value, NotKept) or not is_float(value):
+        if isinstance(value, VaryingNumber) or not is_float(value):
             return value
         made = value.detach().requires_grad_()
         (leaves if made.dim() else numbers).append(made)
@@ -117,14 +117,14 @@ def as_leaves(outputs: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
     return tree_map(leaf, outputs), leaves, numbers
 
 
-def joined(outputs: Sequence[Any]) -> Any:
+def join_outputs(outputs: Sequence[Any]) -> Any:
     """Join the outputs of micro-batches; a number differing between micro-batches becomes
-    `NotKept`."""
+    `VaryingNumber`."""
     flat, (_, spec) = [tree_flatten(one)[0] for one in outputs], tree_flatten(outputs[0])
-    return tree_unflatten([_together(values) for values in zip(*flat)], spec)
+    return tree_unflatten([_join_values(values) for values in zip(*flat)], spec)
 
 
-def _together(values: Sequence[Any]) -> Any:
+def _join_values(values: Sequence[Any]) -> Any:
     first = values[0]
     if isinstance(first, Tensor) and first.dim() > 0:
         if any(one.shape[1:] != first.shape[1:] for one in values):
@@ -136,10 +136,10 @@ def _together(values: Sequence[Any]) -> Any:
             )
         return torch.cat(list(values)) if len(values) > 1 else first
     is_number = isinstance(first, Tensor | int | float)
-    return NotKept.made() if is_number and any(first != one for one in values) else first
+    return VaryingNumber.made() if is_number and any(first != one for one in values) else first
 
 
-class NotKept(Tensor):
+class VaryingNumber(Tensor):
     """Placeholder for a returned number that differs between micro-batches: any use raises an
     error."""
 
@@ -167,11 +167,11 @@ def with_loss(outputs: Any, loss: Tensor) -> Any:
     return tree_unflatten([loss, *flat[1:]], spec)
 
 
-def without_rows(outputs: Any) -> Any:
+def take_zero_rows(outputs: Any) -> Any:
     """Return outputs with zero rows."""
 
     def none_of(own: Any) -> Any:
-        has_rows = isinstance(own, Tensor) and not isinstance(own, NotKept) and own.dim()
+        has_rows = isinstance(own, Tensor) and not isinstance(own, VaryingNumber) and own.dim()
         return own[:0] if has_rows else own
 
     return tree_map(none_of, outputs)

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from gpumix.integrations.accelerate.wrapped_model import Looped
+from gpumix.integrations.accelerate.wrapped_model import WrappedModel
 
 
 @dataclass
-class Awaited:
+class PendingObjects:
     """Prepared objects.
 
     Attributes:
@@ -21,15 +21,15 @@ class Awaited:
         loader: the first prepared loader, as given.
     """
 
-    models: list[Looped] = field(default_factory=list)
+    models: list[WrappedModel] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
     loader: DataLoader[Any] | None = None
 
-    def known(self, model: nn.Module) -> Looped | None:
-        """Return the `Looped` made of a model before, or None."""
+    def known(self, model: nn.Module) -> WrappedModel | None:
+        """Return the `WrappedModel` made of a model before, or None."""
         return next((one for one in self.models if one.module is model), None)
 
-    def trained(self) -> list[Looped]:
+    def trained(self) -> list[WrappedModel]:
         """Return the models with parameters that optimizers update."""
         updated = {
             id(parameter)

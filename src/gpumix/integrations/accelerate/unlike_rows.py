@@ -16,12 +16,12 @@ from gpumix.engine.engine import Engine
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.rehearsal.observations import tolerance_of
 from gpumix.engine.rehearsal.refusals import refuse_any
-from gpumix.engine.rehearsal.samples import exchanged
-from gpumix.integrations.accelerate.outputs import differentiable, joined
+from gpumix.engine.rehearsal.samples import all_gather_values
+from gpumix.integrations.accelerate.outputs import find_float_tensors, join_outputs
 from gpumix.schema.errors import InputError
 
 
-def refuse_unlike_rows(
+def check_row_independence(
     engine: Engine,
     function: Callable[[nn.Module, Any], Any],
     batch: Any,
@@ -46,12 +46,12 @@ def refuse_unlike_rows(
         return
     found = made()
     _, tolerance = tolerance_of(engine)
-    apart = not found or is_of_rows(found[0], found[1:], tolerance)
-    if all(is_apart for (is_apart,) in exchanged(engine, [float(apart)])):
+    apart = not found or is_row_wise(found[0], found[1:], tolerance)
+    if all(is_apart for (is_apart,) in all_gather_values(engine, [float(apart)])):
         return
     pairs = zip(found[:1], made(start=1))
     draws = any(not _is_same(one, other) for one, other in pairs)
-    if any(one for (one,) in exchanged(engine, [float(draws)])):
+    if any(one for (one,) in all_gather_values(engine, [float(draws)])):
         return
     error = ModelError(
         "in evaluation, what the model returns for a sample depends on other samples",
@@ -62,20 +62,20 @@ def refuse_unlike_rows(
     refuse_any(engine, None if apart else error)
 
 
-def is_of_rows(whole: Any, parts: Sequence[Any], tolerance: float) -> bool:
+def is_row_wise(whole: Any, parts: Sequence[Any], tolerance: float) -> bool:
     """Return True if outputs for some samples at once equal outputs for their parts.
 
     Args:
         tolerance: relative to the largest value of a tensor.
     """
     try:
-        pairs = zip(differentiable(whole), differentiable(joined(parts)), strict=True)
-        return all(_are_near(own, one, tolerance) for own, one in pairs)
+        pairs = zip(find_float_tensors(whole), find_float_tensors(join_outputs(parts)), strict=True)
+        return all(_is_close(own, one, tolerance) for own, one in pairs)
     except (InputError, ValueError):  # parts do not fit together, or differ in number
         return False
 
 
-def _are_near(own: Tensor, one: Tensor, tolerance: float) -> bool:
+def _is_close(own: Tensor, one: Tensor, tolerance: float) -> bool:
     if own.shape != one.shape:
         return False
     own, one = (torch.nan_to_num(each.double()).asinh() for each in (own, one))  # next to masks
@@ -83,5 +83,5 @@ def _are_near(own: Tensor, one: Tensor, tolerance: float) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    pairs = zip(differentiable(one), differentiable(other))
+    pairs = zip(find_float_tensors(one), find_float_tensors(other))
     return all(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) for a, b in pairs)

@@ -15,34 +15,34 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from gpumix.engine.batch.batch_split import samples_in
+from gpumix.engine.batch.batch_split import count_samples
 from gpumix.engine.engine import Engine
 from gpumix.engine.loss.loss_graph import kind_of
-from gpumix.engine.loss.reduction import TOLD, ReducedLoss, Rule, integer_labels
+from gpumix.engine.loss.reduction import SUM_AND_COUNT, ReducedLoss, Rule, integer_labels
 from gpumix.engine.model.forward_coroutine import ModelError
-from gpumix.engine.rehearsal.loss_watch import AGAIN
+from gpumix.engine.rehearsal.loss_watch import REHEARSAL_STEPS
 from gpumix.engine.rehearsal.refusals import NOT_OF_PARTS
-from gpumix.engine.rehearsal.samples import exchanged
+from gpumix.engine.rehearsal.samples import all_gather_values
 from gpumix.integrations.accelerate.call_signature import ARGS, KWARGS
-from gpumix.integrations.accelerate.coupled_rows import refuse_coupled
-from gpumix.integrations.accelerate.loader import part_at
-from gpumix.integrations.accelerate.loop_recorder import LoopRecord
-from gpumix.integrations.accelerate.loss_weights import LoopWeights, LossWeight
+from gpumix.integrations.accelerate.coupled_rows import check_row_coupling
+from gpumix.integrations.accelerate.loader import get_current_part
+from gpumix.integrations.accelerate.loop_recorder import LoopRecorder
+from gpumix.integrations.accelerate.loss_weights import LossWeigher, LossWeight
 from gpumix.integrations.accelerate.outputs import (
     LoopOutputs,
     SumOfOutputs,
-    as_leaves,
-    differentiable,
+    call_model,
+    detach_to_leaves,
+    find_float_tensors,
     has_loss,
-    joined,
+    join_outputs,
     loss_of,
-    outputs_of,
-    sum_of,
+    sum_outputs,
+    take_zero_rows,
     with_loss,
-    without_rows,
 )
-from gpumix.integrations.accelerate.unlike_rows import refuse_unlike_rows
-from gpumix.integrations.common.forward import detached
+from gpumix.integrations.accelerate.unlike_rows import check_row_independence
+from gpumix.integrations.common.forward import detach_leaf
 from gpumix.integrations.dataloader.sharded_loader import RankPart
 from gpumix.schema.errors import InputError
 
@@ -67,7 +67,7 @@ class LoopLoss(ReducedLoss):
             model: nn.Module, batch: Any, labels: Mapping[str, Tensor], count: Tensor | None
         ) -> Tensor:
             outputs = model(*batch[ARGS], **{**batch[KWARGS], **labels})
-            return sum_of(outputs) if stands_in and not has_loss(outputs) else loss_of(outputs)
+            return sum_outputs(outputs) if stands_in and not has_loss(outputs) else loss_of(outputs)
 
         super().__init__(computed, lambda batch: integer_labels(batch[KWARGS]))
 
@@ -81,7 +81,7 @@ class LoopLoss(ReducedLoss):
 
     @property
     def rule(self) -> Rule | None:
-        return TOLD if self.by_loop else self._rule
+        return SUM_AND_COUNT if self.by_loop else self._rule
 
     @rule.setter
     def rule(self, rule: Rule | None) -> None:
@@ -91,20 +91,20 @@ class LoopLoss(ReducedLoss):
         if GRADIENTS not in batch:
             return super().__call__(model, batch, *args)
         outputs = model(*batch[ARGS], **batch[KWARGS])
-        pairs = zip(differentiable(outputs), batch[GRADIENTS], strict=True)
+        pairs = zip(find_float_tensors(outputs), batch[GRADIENTS], strict=True)
         sums = [(made.float() * wanted).sum() for made, wanted in pairs]
         return torch.stack(sums).sum(), batch[WEIGHTS].sum()
 
     def evaluated(self, model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
         """Return a model's outputs for a micro-batch, and the denominator of the loss."""
         if not self.reads_graph:
-            return outputs_of(model, batch), self.count(batch)
+            return call_model(model, batch), self.count(batch)
         with torch.enable_grad():
-            outputs = outputs_of(model, batch)
-        return tree_map(detached, outputs), self.divided_by(loss_of(outputs), batch)
+            outputs = call_model(model, batch)
+        return tree_map(detach_leaf, outputs), self.read_denominator(loss_of(outputs), batch)
 
 
-class Looped(nn.Module):
+class WrappedModel(nn.Module):
     """Wrapper called by a loop instead of the model.
 
     Args:
@@ -120,13 +120,13 @@ class Looped(nn.Module):
     overflowed = False
     _engine: Engine
     _loss: LoopLoss
-    _record: LoopRecord
-    _weights: LoopWeights
+    _record: LoopRecorder
+    _weights: LossWeigher
 
     def __init__(
         self,
         module: nn.Module,
-        alone: Callable[[Looped], None],
+        alone: Callable[[WrappedModel], None],
     ) -> None:
         super().__init__()
         self._kinds: set[int] = set()  # of the loop's losses known to couple no samples
@@ -137,12 +137,12 @@ class Looped(nn.Module):
         self.module = module
         self._alone = alone
         self._samples: int | None = None  # of the last call's batch
-        self._begun: _Begun | None = None
+        self._begun: _PendingCall | None = None
         self._last: tuple[Tensor, LossWeight | None] | None = None  # loss of the last backward
         self._has_stepped = False  # the optimizer, since gradients were added
         self._like: Any = None  # the last outputs, without rows
 
-    def run_by(self, engine: Engine, loss: LoopLoss, record: LoopRecord) -> None:
+    def attach_engine(self, engine: Engine, loss: LoopLoss, record: LoopRecorder) -> None:
         """Run the model by a plan from now on.
 
         Args:
@@ -151,7 +151,7 @@ class Looped(nn.Module):
             record: receives the loop's events.
         """
         self._engine, self._loss, self._record = engine, loss, record
-        self._weights = LoopWeights(engine.comm)
+        self._weights = LossWeigher(engine.comm)
         self.is_planned = True
 
     def __getattr__(self, name: str) -> Any:
@@ -186,15 +186,15 @@ class Looped(nn.Module):
                 "the model is called again before the backward of its last loss",
                 fix="call accelerator.backward(loss) once for each call of the model",
             )
-        given = part_at(batch)
-        _refuse_other_rows(samples_in(batch), given)
+        given = get_current_part(batch)
+        _refuse_other_rows(count_samples(batch), given)
         self._samples = None if given is None else given.samples
         stands_in = given is not None and given.own == 0
-        own = without_rows(batch) if stands_in else batch
+        own = take_zero_rows(batch) if stands_in else batch
         if LABELS in kwargs:
             whole, made = self._computed(own)
             loss, self._has_loss = whole.float().requires_grad_(), True
-            self._begun = _Begun(own, [loss], made)
+            self._begun = _PendingCall(own, [loss], made)
             return LoopOutputs(loss)
         return self._outside(batch, own)
 
@@ -204,12 +204,12 @@ class Looped(nn.Module):
         Args:
             own: `batch`, or zero rows of it if its row only stands in to give the loop a loss.
         """
-        if not self._engine.accepts_coupling and self._calls in (0, *AGAIN):
+        if not self._engine.accepts_coupling and self._calls in (0, *REHEARSAL_STEPS):
             self._rehearse_outputs(own)
         self._calls += 1
-        found = self._engine.outputs(outputs_of, batch, samples=self._samples, as_trained=True)
-        outputs, leaves, numbers = as_leaves(self._joined(list(found.values())))
-        self._begun = _Begun(own, leaves, numbers=numbers)
+        found = self._engine.outputs(call_model, batch, samples=self._samples, as_trained=True)
+        outputs, leaves, numbers = detach_to_leaves(self._joined(list(found.values())))
+        self._begun = _PendingCall(own, leaves, numbers=numbers)
         return outputs
 
     def _rehearse_outputs(self, batch: dict[str, Any]) -> None:
@@ -234,7 +234,7 @@ class Looped(nn.Module):
         self.overflowed = False
         self._without_gradients()
 
-    def expects(self, loss: Tensor) -> bool:
+    def needs_backward(self, loss: Tensor) -> bool:
         """Return True if a backward from this loss must reach the model. A backward between calls
         of the model, through parameters of other models only, need not."""
         if self._begun is not None:
@@ -260,7 +260,7 @@ class Looped(nn.Module):
         if not (self._engine.plan.is_uncut or self._engine.accepts_coupling):
             kind = kind_of(loss)
             if kind not in self._kinds and len(self._kinds) < MOST_KINDS:
-                refuse_coupled(loss, self._begun.leaves)
+                check_row_coupling(loss, self._begun.leaves)
                 self._kinds.add(kind)
         own = _rows(self._begun.batch)
         return self._weights.of(loss, own, max(own, 1), count)
@@ -281,7 +281,7 @@ class Looped(nn.Module):
         if worth is not None:
             rows = _rows(begun.batch)
             wanted = [_gradient(leaf) * worth.weight.to(leaf) for leaf in begun.leaves]
-            wanted = wanted if rows else without_rows(wanted)
+            wanted = wanted if rows else take_zero_rows(wanted)
             weights = (worth.share / max(rows, 1)).expand(rows)
             batch = {**begun.batch, GRADIENTS: wanted, WEIGHTS: weights}
             _, made = self._computed(batch)
@@ -295,7 +295,7 @@ class Looped(nn.Module):
         self._last = loss, worth
         self._add(made)
 
-    def weighed(self, tensor: Any) -> Any:
+    def weight_for_mean(self, tensor: Any) -> Any:
         """Weight a tensor for a mean over ranks. The loss of the last backward is scaled for the
         mean to be the loss of the global batch; any other tensor is returned unchanged."""
         if not self.is_last(tensor):
@@ -364,25 +364,25 @@ class Looped(nn.Module):
         def made(model: nn.Module, part: Any) -> tuple[Any, Tensor]:
             if labelled:
                 return self._loss.evaluated(model, part)
-            return outputs_of(model, part), torch.tensor(_rows(part))
+            return call_model(model, part), torch.tensor(_rows(part))
 
         with torch.inference_mode(False), torch.no_grad():
-            batch = tree_map(_tracked, batch)
+            batch = tree_map(_clone_inference_tensor, batch)
             labelled = LABELS in batch[KWARGS] and self._computes_loss(batch)
             if labelled:
                 self._loss.by_loop = False
                 self._engine.settle(batch)
-                given = part_at(batch)
+                given = get_current_part(batch)
                 self._loss.whole = _rows(batch) if given is None else given.samples
-            if self._evaluations in (0, *AGAIN):
-                refuse_unlike_rows(self._engine, outputs_of, batch)
+            if self._evaluations in (0, *REHEARSAL_STEPS):
+                check_row_independence(self._engine, call_model, batch)
             self._evaluations += 1
             found = list(self._engine.outputs(made, batch).values())
         outputs = self._joined([outputs for outputs, _ in found])
         if not has_loss(outputs, labelled=labelled):
             return outputs
         sums = torch.zeros(2, dtype=torch.float64, device=self._engine.device)
-        given = part_at(batch)
+        given = get_current_part(batch)
         stands_in = given is not None and given.own == 0
         for one, count in [] if stands_in else found:
             sums += torch.stack([loss_of(one).double() * count, count.double()])
@@ -392,8 +392,8 @@ class Looped(nn.Module):
     def _computes_loss(self, batch: dict[str, Any]) -> bool:
         """Return True if the model computes a loss from given labels. Collective."""
         if self._has_loss is None:
-            found = self._engine.outputs(outputs_of, batch).values()
-            table = exchanged(self._engine, [float(any(map(has_loss, found)))])
+            found = self._engine.outputs(call_model, batch).values()
+            table = all_gather_values(self._engine, [float(any(map(has_loss, found)))])
             self._has_loss = any(told for (told,) in table)
         return self._has_loss
 
@@ -406,12 +406,12 @@ class Looped(nn.Module):
                     fix="use batches of at least as many samples as there are devices",
                 )
             return self._like
-        whole = joined(outputs)
-        self._like = without_rows(whole)
+        whole = join_outputs(outputs)
+        self._like = take_zero_rows(whole)
         return whole
 
 
-class _Begun:
+class _PendingCall:
     """Call of the model awaiting its backward.
 
     Args:
@@ -468,7 +468,7 @@ def _refuse_other_rows(rows: int, given: RankPart | None) -> None:
     )
 
 
-def _refuse_terms(loss: Tensor, begun: _Begun) -> None:
+def _refuse_terms(loss: Tensor, begun: _PendingCall) -> None:
     """Check the leaves of a loss's graph.
 
     Raises:
@@ -513,6 +513,6 @@ def _gradient(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def _tracked(value: Any) -> Any:
+def _clone_inference_tensor(value: Any) -> Any:
     """Clone a tensor made in inference mode: units track in-place changes."""
     return value.clone() if isinstance(value, Tensor) and value.is_inference() else value

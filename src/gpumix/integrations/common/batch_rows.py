@@ -7,13 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpumix.schema.errors import InputError
-from gpumix.schema.plan.batch_shares import rows_of, share_of
+from gpumix.schema.plan.batch_shares import get_batch_share, get_micro_batch_rows
 from gpumix.schema.plan.plan import Plan
 
 if TYPE_CHECKING:  # workers of loaders import this module, without an engine
     from gpumix.engine.engine import Engine
 
-Rows = Callable[[int], Sequence[range]]
+RowAssignment = Callable[[int], Sequence[range]]
 """Rows of this rank in a global batch of a given size, micro-batch by micro-batch."""
 
 
@@ -37,7 +37,7 @@ class PlannedRows:
     ) -> None:
         self._engine = engine
         self._rows = rows
-        self._equal = partial(equal_rows, world, rank)
+        self._equal = partial(split_rows_equally, world, rank)
 
     def __call__(self, samples: int) -> Sequence[range]:
         engine = self._engine()
@@ -48,21 +48,21 @@ class PlannedRows:
     def __reduce__(self) -> tuple[Any, ...]:
         engine = self._engine()
         if engine is None:
-            return partial, (equal_rows, *self._equal.args)
+            return partial, (split_rows_equally, *self._equal.args)
         return partial, (self._rows, engine.plan, engine.comm.rank)
 
 
-def equal_rows(world: int, rank: int, samples: int) -> Sequence[range]:
+def split_rows_equally(world: int, rank: int, samples: int) -> Sequence[range]:
     """Return the rows of a rank without a plan, in equal shares."""
     return (range(samples * rank // world, samples * (rank + 1) // world),)
 
 
-def evaluated_rows(plan: Plan, rank: int, samples: int) -> Sequence[range]:
+def get_evaluation_rows(plan: Plan, rank: int, samples: int) -> Sequence[range]:
     """Return a rank's rows of an evaluated batch."""
-    return share_of(plan, rank).rows(samples)
+    return get_batch_share(plan, rank).rows(samples)
 
 
-def looped_rows(plan: Plan, rank: int, samples: int) -> Sequence[range]:
+def get_loop_rows(plan: Plan, rank: int, samples: int) -> Sequence[range]:
     """Return a rank's rows of a loop's batch, which may be trained on.
 
     Raises:
@@ -76,4 +76,4 @@ def looped_rows(plan: Plan, rank: int, samples: int) -> Sequence[range]:
             fix="accelerator.prepare(model, optimizer, train_loader, eval_loader): first the one "
             "with the largest batches",
         )
-    return rows_of(plan, rank, samples)
+    return get_micro_batch_rows(plan, rank, samples)

@@ -15,7 +15,7 @@ from gpumix.schema.errors import InputError
 
 # Wait of the first rank for other ranks. Another rank waits as long as a collective may take: a
 # call there is normally made on the first rank too, perhaps later.
-PATIENCE_S = 120.0
+FIRST_RANK_TIMEOUT_S = 120.0
 
 
 class CollectiveGuard:
@@ -32,7 +32,7 @@ class CollectiveGuard:
         number = default.add(f"gpumix/meetings/{self._rank}", 1)
         self._store = dist.PrefixStore(f"gpumix/meeting{number}", default)
 
-    def come(self, what: str, fix: str) -> None:
+    def wait_for_all(self, what: str, fix: str) -> None:
         """Wait until all ranks have arrived as often as this rank.
 
         Args:
@@ -50,7 +50,7 @@ class CollectiveGuard:
         assert longest is not None, "there are other ranks"
         patience = longest
         if self._rank == 0:
-            patience = min(longest, timedelta(seconds=PATIENCE_S))
+            patience = min(longest, timedelta(seconds=FIRST_RANK_TIMEOUT_S))
         try:
             self._store.wait(list(awaited.values()), patience)
         except RuntimeError as error:  # includes DistStoreError

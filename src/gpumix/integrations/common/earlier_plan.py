@@ -8,10 +8,10 @@ from pathlib import Path
 from torch import nn
 from transformers.trainer_utils import get_last_checkpoint
 
-from gpumix.engine.comm.process_groups import all_ranks, device_of_group
-from gpumix.engine.sharding.unit_discovery import dissect
-from gpumix.integrations.common.gather import all_texts
-from gpumix.profiler.api import cluster_of_ranks
+from gpumix.engine.comm.process_groups import get_group_device, make_communicator
+from gpumix.engine.sharding.unit_discovery import split_into_units
+from gpumix.integrations.common.gather import gather_texts
+from gpumix.profiler.api import gather_cluster
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
@@ -19,7 +19,7 @@ from gpumix.schema.profile.profile import Profile
 from gpumix.train.run_log import run_files
 
 
-def run_of(resumed: str | bool | None, output: str) -> Path | None:
+def find_resumed_run(resumed: str | bool | None, output: str) -> Path | None:
     """Return the folder of gpumix's files of the run to resume.
 
     Args:
@@ -27,23 +27,27 @@ def run_of(resumed: str | bool | None, output: str) -> Path | None:
     """
     if resumed is True:
         resumed = get_last_checkpoint(output) if Path(output).is_dir() else None
-    return Path(resumed).parent / run_files.OF_SCRIPT if resumed else None
+    return Path(resumed).parent / run_files.SCRIPT_FOLDER if resumed else None
 
 
-def earlier_plan(folder: Path | None, model: nn.Module, *, global_batch: int) -> Plan | None:
+def load_earlier_plan(folder: Path | None, model: nn.Module, *, global_batch: int) -> Plan | None:
     """Return the plan in a run's folder if made for the model, for steps of `global_batch` samples
     and for the devices of all ranks; otherwise None. Collective: the first rank reads."""
     if folder is None:
         return None
-    comm = all_ranks(device_of_group())
-    told = _read(folder, dissect(model).fingerprint(), global_batch) if comm.rank == 0 else ""
-    found = json.loads(all_texts(told, comm, "exchange of the earlier plan")[0] or "{}")
-    if not found or Cluster.model_validate(found["cluster"]) != cluster_of_ranks():
+    comm = make_communicator(get_group_device())
+    told = (
+        _read_plan_and_cluster(folder, split_into_units(model).fingerprint(), global_batch)
+        if comm.rank == 0
+        else ""
+    )
+    found = json.loads(gather_texts(told, comm, "exchange of the earlier plan")[0] or "{}")
+    if not found or Cluster.model_validate(found["cluster"]) != gather_cluster():
         return None
     return Plan.model_validate(found["plan"])
 
 
-def _read(folder: Path, model: str, global_batch: int) -> str:
+def _read_plan_and_cluster(folder: Path, model: str, global_batch: int) -> str:
     """Return a run's plan and cluster as JSON; "" unless the plan is for the model, given by
     fingerprint, and for steps of `global_batch` samples."""
     try:

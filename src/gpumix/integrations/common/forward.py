@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from gpumix.engine.engine import Engine
-from gpumix.schema.plan.batch_shares import share_of
+from gpumix.schema.plan.batch_shares import get_batch_share
 
 
-def by_places(
+def compute_by_place(
     engine: Engine, function: Callable[[nn.Module, Any], Any], values: Any, samples: int
 ) -> dict[range, Any]:
     """Compute outputs as `Engine.outputs` does. Collective.
@@ -30,12 +30,12 @@ def by_places(
     if staged:
         rows = list(range(samples))
     else:
-        own = share_of(engine.plan, engine.comm.rank).rows(samples)
+        own = get_batch_share(engine.plan, engine.comm.rank).rows(samples)
         rows = [place for of in own for place in of]
-    return dict(_placed(found, rows))
+    return dict(_split_by_place(found, rows))
 
 
-def _placed(found: Mapping[range, Any], rows: Sequence[int]) -> Iterator[tuple[range, Any]]:
+def _split_by_place(found: Mapping[range, Any], rows: Sequence[int]) -> Iterator[tuple[range, Any]]:
     """Yield outputs by places in the global batch, split into runs of adjacent places."""
     for of, made in found.items():
         places = rows[of.start : of.stop]
@@ -50,6 +50,6 @@ def _placed(found: Mapping[range, Any], rows: Sequence[int]) -> Iterator[tuple[r
                 begin = end
 
 
-def detached(value: Any) -> Any:
+def detach_leaf(value: Any) -> Any:
     """Return a leaf of a model's outputs without its graph."""
     return value.detach() if isinstance(value, Tensor) else value

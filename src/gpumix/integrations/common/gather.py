@@ -16,31 +16,31 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.comm.process_groups import all_ranks, device_of_group
+from gpumix.engine.comm.process_groups import get_group_device, make_communicator
 from gpumix.schema.errors import InputError
 
 PADDING = -100  # transformers' padding of predictions and labels of unlike lengths
 
 
-def all_numbers(own: Sequence[int], label: str) -> list[list[int]]:
+def gather_integers(own: Sequence[int], label: str) -> list[list[int]]:
     """Return every rank's integers, equally many on each, in rank order. Collective."""
     told = torch.tensor(own, dtype=torch.int64)
-    rows: list[list[int]] = _exchanged(told, all_ranks(device_of_group()), label).tolist()
+    rows: list[list[int]] = _gather_row(told, make_communicator(get_group_device()), label).tolist()
     return rows
 
 
-def all_texts(text: str, comm: Communicator, label: str) -> list[str]:
+def gather_texts(text: str, comm: Communicator, label: str) -> list[str]:
     """Return every rank's text, in rank order. Collective."""
     own = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
-    sizes = _exchanged(torch.tensor([len(text.encode())]), comm, label)
+    sizes = _gather_row(torch.tensor([len(text.encode())]), comm, label)
     longest = max(1, int(sizes.max()))
     told = torch.zeros(longest, dtype=torch.uint8)
     told[: int(sizes[comm.rank])] = own[: int(sizes[comm.rank])]
-    rows = _exchanged(told, comm, label)
+    rows = _gather_row(told, comm, label)
     return [bytes(row[: int(n)].tolist()).decode() for row, (n,) in zip(rows, sizes)]
 
 
-def all_rows(parts: Mapping[range, Any], comm: Communicator, label: str) -> Any:
+def gather_rows(parts: Mapping[range, Any], comm: Communicator, label: str) -> Any:
     """Return a batch's rows on all ranks, on the host, in the order of places. Collective.
 
     Args:
@@ -57,7 +57,7 @@ def all_rows(parts: Mapping[range, Any], comm: Communicator, label: str) -> Any:
     leaves, spec = [], None
     for of, part in parts.items():
         flat, spec = tree_flatten(part)
-        _check(of, flat)
+        _check_row_count(of, flat)
         leaves.append(flat)
     told = {
         "spec": None if spec is None else treespec_dumps(spec),
@@ -65,51 +65,51 @@ def all_rows(parts: Mapping[range, Any], comm: Communicator, label: str) -> Any:
         "shapes": [[list(t.shape) for t in flat] for flat in leaves],
         "dtypes": [str(t.dtype).removeprefix("torch.") for t in leaves[0]] if leaves else [],
     }
-    every = [json.loads(text) for text in all_texts(json.dumps(told), comm, label)]
+    every = [json.loads(text) for text in gather_texts(json.dumps(told), comm, label)]
     known = next((one for one in every if one["spec"] is not None), None)
     if known is None:
         return None
     if any(one["spec"] not in (None, known["spec"]) for one in every):
         raise InputError(f"{label}: ranks have made unlike things of their samples")
     found = [
-        _leaf(number, [flat[number] for flat in leaves], every, known, comm, label)
+        _gather_leaf(number, [flat[number] for flat in leaves], every, known, comm, label)
         for number in range(len(known["dtypes"]))
     ]
     return tree_unflatten(found, treespec_loads(known["spec"]))
 
 
-def all_objects(own: Any, comm: Communicator, label: str) -> list[list[Any]]:
+def gather_objects(own: Any, comm: Communicator, label: str) -> list[list[Any]]:
     """Return every rank's list, in rank order. Collective.
 
     Raises:
         InputError: `own` is no list, or an entry does not survive JSON unchanged.
     """
-    if not isinstance(own, list | tuple) or not all(_can_be_said(thing) for thing in own):
+    if not isinstance(own, list | tuple) or not all(_is_json_exact(thing) for thing in own):
         raise InputError(
-            f"{label} gets objects that do not cross between ranks: {_looks(own)}",
+            f"{label} gets objects that do not cross between ranks: {_describe_type(own)}",
             why="ranks tell each other numbers and text, never a pickle",
             fix="give tensors, or a list, with one thing for each sample, of texts, numbers, lists "
             "and dictionaries by texts",
         )
-    return [json.loads(text) for text in all_texts(json.dumps(list(own)), comm, label)]
+    return [json.loads(text) for text in gather_texts(json.dumps(list(own)), comm, label)]
 
 
-def _can_be_said(value: Any) -> bool:
+def _is_json_exact(value: Any) -> bool:
     """Return True if JSON preserves a value exactly."""
     if isinstance(value, dict):
-        return all(isinstance(k, str) and _can_be_said(v) for k, v in value.items())
+        return all(isinstance(k, str) and _is_json_exact(v) for k, v in value.items())
     if isinstance(value, list):
-        return all(_can_be_said(thing) for thing in value)
+        return all(_is_json_exact(thing) for thing in value)
     return value is None or isinstance(value, str | int | float)
 
 
-def _looks(own: Any) -> str:
+def _describe_type(own: Any) -> str:
     inside = {type(thing).__name__ for thing in own} if isinstance(own, list | tuple) else set()
     of = f" of {', '.join(sorted(inside))}" if inside else ""
     return f"{type(own).__name__}{of}"
 
 
-def _check(of: range, flat: Sequence[Tensor]) -> None:
+def _check_row_count(of: range, flat: Sequence[Tensor]) -> None:
     for tensor in flat:
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != len(of):
             given = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -120,7 +120,7 @@ def _check(of: range, flat: Sequence[Tensor]) -> None:
             )
 
 
-def _leaf(
+def _gather_leaf(
     number: int,
     own: Sequence[Tensor],
     every: Sequence[dict[str, Any]],
@@ -138,7 +138,7 @@ def _leaf(
     for part in own:
         mine[begin : begin + len(part)] = _padded(part.detach().cpu(), wide)
         begin += len(part)
-    raw = _exchanged(mine.reshape(-1).view(torch.uint8), comm, label)
+    raw = _gather_row(mine.reshape(-1).view(torch.uint8), comm, label)
     placed: dict[int, Tensor] = {}
     for one, of_rank in zip(every, raw):
         table = of_rank.contiguous().view(dtype).view(rows, *wide)
@@ -157,7 +157,7 @@ def _padded(rows: Tensor, wide: Sequence[int]) -> Tensor:
     return F.pad(rows, [n for want in reversed(missing) for n in (0, want)], value=value)
 
 
-def _exchanged(row: Tensor, comm: Communicator, label: str) -> Tensor:
+def _gather_row(row: Tensor, comm: Communicator, label: str) -> Tensor:
     """Return a table [ranks, len(row)] on the host."""
     table = comm.exchanged(row.to(comm.device), label)
     return table.cpu()

@@ -11,18 +11,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpumix.engine.engine import Engine
-from gpumix.engine.optimizers.base import WholeOptimizer
-from gpumix.engine.optimizers.elementwise_check import check_kind
+from gpumix.engine.optimizers.base import FullParameterOptimizer
+from gpumix.engine.optimizers.elementwise_check import check_optimizer_class
 from gpumix.profiler.subject import OptimizerOf
 from gpumix.schema.errors import InputError
 
-OF_ARGUMENTS = (
+FIX_OTHER_OPTIMIZER = (
     'optim="adamw_torch", or another that treats elements one by one; or '
     "Trainer(..., optimizers=(gpumix.Adafactor(model.parameters()), None)), or gpumix.Muon"
 )
 
 
-class Pieces:
+class ShardedParameters:
     """Named parameters in the form that transformers makes an optimizer from."""
 
     def __init__(self, engine: Engine) -> None:
@@ -32,40 +32,44 @@ class Pieces:
         return self._engine.named_parameters()
 
 
-def like(trainer: Any) -> OptimizerOf:
+def make_factory_from_trainer(trainer: Any) -> OptimizerOf:
     """Return a factory of optimizers like the trainer's future optimizer, for measurements.
 
     Raises:
         InputError: the kind of optimizer cannot update shards of a model.
     """
     if trainer.optimizer is not None:
-        return optimizer_like(trainer.optimizer)
+        return make_factory_from_optimizer(trainer.optimizer)
     if trainer.optimizer_cls_and_kwargs is not None:
         kind, settings = trainer.optimizer_cls_and_kwargs
     else:
         kind, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    check_kind(kind, OF_ARGUMENTS)
-    return partial(_made, kind, settings)
+    check_optimizer_class(kind, FIX_OTHER_OPTIMIZER)
+    return partial(_make_optimizer, kind, settings)
 
 
-def optimizer_like(optimizer: Optimizer) -> OptimizerOf:
+def make_factory_from_optimizer(optimizer: Optimizer) -> OptimizerOf:
     """Return a factory of optimizers like `optimizer`, for measurements.
 
     Raises:
         InputError: the kind of optimizer cannot update shards of a model.
     """
     kind = type(optimizer)
-    check_kind(kind, "torch.optim.AdamW, or another that treats elements one by one")
+    check_optimizer_class(kind, "torch.optim.AdamW, or another that treats elements one by one")
     known = inspect.signature(kind).parameters
-    return partial(_made, kind, {k: v for k, v in optimizer.defaults.items() if k in known})
+    return partial(
+        _make_optimizer, kind, {k: v for k, v in optimizer.defaults.items() if k in known}
+    )
 
 
-def _made(kind: Any, settings: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+def _make_optimizer(
+    kind: Any, settings: Mapping[str, Any], parameters: list[nn.Parameter]
+) -> Optimizer:
     made: Optimizer = kind(parameters, **settings)
     return made
 
 
-def taken_over(optimizer: Optimizer, engine: Engine, names: Mapping[int, str]) -> None:
+def take_over_optimizer(optimizer: Optimizer, engine: Engine, names: Mapping[int, str]) -> None:
     """Make an optimizer of a model's parameters update this rank's shards instead. Collective.
 
     Args:
@@ -93,5 +97,5 @@ def taken_over(optimizer: Optimizer, engine: Engine, names: Mapping[int, str]) -
             )
         own = [pieces.get(names[id(p)], []) for p in group["params"]]
         group["params"] = [piece for of_name in own for piece in of_name]
-    if isinstance(optimizer, WholeOptimizer):
+    if isinstance(optimizer, FullParameterOptimizer):
         optimizer.layout = engine.layout()

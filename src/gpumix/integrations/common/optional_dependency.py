@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from gpumix.schema.errors import InputError, MachineError
 
 
-def need(module: str, *packages: str, extra: str) -> None:
+def require_packages(module: str, *packages: str, extra: str) -> None:
     """Check that the packages needed by gpumix's `module` are installed.
 
     Raises:
@@ -23,7 +23,7 @@ def need(module: str, *packages: str, extra: str) -> None:
             )
 
 
-def need_names(kind: type, names: Sequence[str], *, package: str, tested: str) -> None:
+def require_attributes(kind: type, names: Sequence[str], *, package: str, tested: str) -> None:
     """Check that a class of another library has all names used by gpumix.
 
     Args:

@@ -12,15 +12,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpumix.engine.outside_steps import outside_of
+from gpumix.engine.outside_steps import get_outside_steps
 from gpumix.engine.sharding.state_dict import persistent_buffers
 from gpumix.schema.errors import InputError
 
-WEIGHTS = "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 @contextmanager
-def with_prompts(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
+def use_prompt_weights(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
     """Give PEFT's prompt encoders their values of a full state dict, inside the context. PEFT saves
     prompts computed by the encoders."""
     encoders = getattr(model, "prompt_encoder", None)
@@ -41,28 +41,28 @@ def with_prompts(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None
             module._parameters[own] = parameter
 
 
-def tell_names(model: nn.Module, *, everywhere: bool) -> None:
+def patch_state_dict_names(model: nn.Module, *, everywhere: bool) -> None:
     """Make fully trained modules (`modules_to_save`) report names alone as state, all PEFT needs.
 
     Args:
         everywhere: on all ranks, not only on the first, which saves.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
-    for module in _trained_whole(model):
-        names = _names_of(module) if everywhere or first else ()
-        module.state_dict = partial(_named, names)  # type: ignore[method-assign, assignment]
-    outside = outside_of(model)
+    for module in _iterate_modules_to_save(model):
+        names = _list_state_names(module) if everywhere or first else ()
+        module.state_dict = partial(_make_name_dict, names)  # type: ignore[method-assign, assignment]
+    outside = get_outside_steps(model)
     if outside is not None:
         of_model = weakref.ref(model)  # weak: the model refers to the callback
-        outside.at_end(lambda: _forget_names(of_model()))
+        outside.call_on_unshard(lambda: _unpatch_state_dict(of_model()))
 
 
-def _forget_names(model: nn.Module | None) -> None:
-    for module in _trained_whole(model) if model is not None else ():
+def _unpatch_state_dict(model: nn.Module | None) -> None:
+    for module in _iterate_modules_to_save(model) if model is not None else ():
         vars(module).pop("state_dict", None)
 
 
-def adapters_in(folder: Path, model: Any) -> dict[str, Tensor] | None:
+def load_adapters(folder: Path, model: Any) -> dict[str, Tensor] | None:
     """Return PEFT's weights of the active adapter in `folder` by the model's names, or None.
 
     Raises:
@@ -71,7 +71,7 @@ def adapters_in(folder: Path, model: Any) -> dict[str, Tensor] | None:
     if not hasattr(model, "peft_config"):
         return None
     adapter = model.active_adapters[0]
-    places = [place for place in (folder / adapter, folder) if (place / WEIGHTS).is_file()]
+    places = [place for place in (folder / adapter, folder) if (place / WEIGHTS_FILE).is_file()]
     if not places:
         return None
     if model.peft_config[adapter].is_prompt_learning:
@@ -88,28 +88,31 @@ def adapters_in(folder: Path, model: Any) -> dict[str, Tensor] | None:
     def take(values: Mapping[str, Tensor], strict: bool = True) -> None:
         found.update(values)
 
-    tell_names(model, everywhere=True)
-    model.load_state_dict, model.state_dict = take, partial(_named, _names_of(model))
+    patch_state_dict_names(model, everywhere=True)
+    model.load_state_dict, model.state_dict = (
+        take,
+        partial(_make_name_dict, _list_state_names(model)),
+    )
     try:
         saved = load_peft_weights(str(places[0]), device="cpu")
         set_peft_model_state_dict(model, saved, adapter_name=adapter)
     finally:
         del model.load_state_dict, model.state_dict
-        tell_names(model, everywhere=False)
+        patch_state_dict_names(model, everywhere=False)
     return found
 
 
-def _trained_whole(model: nn.Module) -> Iterator[nn.Module]:
+def _iterate_modules_to_save(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         kept = getattr(module, "modules_to_save", None)
         if isinstance(kept, nn.ModuleDict):
             yield from kept.values()
 
 
-def _names_of(module: nn.Module) -> Sequence[str]:
+def _list_state_names(module: nn.Module) -> Sequence[str]:
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     return [*parameters, *persistent_buffers(module)]
 
 
-def _named(names: Sequence[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
+def _make_name_dict(names: Sequence[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
     return dict.fromkeys(names)

@@ -20,23 +20,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpumix.engine.comm.init_distributed import leave_at_end
-from gpumix.engine.comm.process_groups import all_ranks, device_of_group
+from gpumix.engine.comm.init_distributed import register_leave_at_exit
+from gpumix.engine.comm.process_groups import get_group_device, make_communicator
 from gpumix.engine.engine import Engine
 from gpumix.engine.loss.reduction import Objective
-from gpumix.engine.model.equal_weights import refuse_other_models
-from gpumix.engine.model.rng import program_untouched
-from gpumix.engine.optimizers.base import WholeOptimizer
+from gpumix.engine.model.equal_weights import check_equal_models
+from gpumix.engine.model.rng import preserve_all_rng
+from gpumix.engine.optimizers.base import FullParameterOptimizer
 from gpumix.engine.outside_steps import unshard
 from gpumix.engine.prepare import prepare
-from gpumix.engine.sharding.unit_discovery import trains
+from gpumix.engine.sharding.unit_discovery import has_trainable_parameters
 from gpumix.hardware import runtime
-from gpumix.integrations.common.even_plan import even_plan
-from gpumix.integrations.common.peft_adapters import tell_names
+from gpumix.integrations.common.even_plan import make_even_plan
+from gpumix.integrations.common.peft_adapters import patch_state_dict_names
 from gpumix.planner.plan import plan as make_plan
-from gpumix.planner.undivided import strategy_of
+from gpumix.planner.undivided import select_strategy
 from gpumix.profiler.api import open_device, profile
-from gpumix.profiler.cache.program_cache import work_of
+from gpumix.profiler.cache.program_cache import describe_work
 from gpumix.profiler.subject import OptimizerOf
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import EVERYTHING, Space
@@ -48,7 +48,7 @@ from gpumix.train.run_log import run_files
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSetup:
     """Training of a program, except for its model.
 
     Attributes:
@@ -99,9 +99,9 @@ def own_device() -> OwnDevice:
     return OwnDevice()
 
 
-def host(
+def shard_by_plan(
     model: nn.Module,
-    training: Training,
+    training: TrainingSetup,
     *,
     plan: Plan | None = None,
     own: Objective | None = None,
@@ -121,15 +121,17 @@ def host(
             a run that may not be replaced, or the model is quantized.
         NoFeasiblePlanError: no plan fits the devices.
     """
-    refuse_as_loaded(model)
+    check_plain_weights(model)
     unshard(model)  # of an earlier training
-    first = rank() == 0
+    first = get_rank() == 0
     if first and folder is not None:
         check_folder(folder)
-    refuse_other_models(model, all_ranks(device_of_group()))
+    check_equal_models(model, make_communicator(get_group_device()))
     if plan is None:
-        with program_untouched():
-            plan = _planned(model, training, folder if first else None, say if first else _silent)
+        with preserve_all_rng():
+            plan = _measure_and_plan(
+                model, training, folder if first else None, say if first else _silent
+            )
     elif plan.global_batch != training.global_batch:
         raise InputError(
             f"the plan is for steps of {plan.global_batch} samples, the program trains with "
@@ -142,17 +144,17 @@ def host(
         folder.mkdir(parents=True, exist_ok=True)
         plan.save(folder / run_files.PLAN)
     own_device().use()
-    leave_at_end()
+    register_leave_at_exit()
     # An earlier training may survive in reference cycles of the program, with its memory.
     gc.collect()
     engine = prepare(
         model, plan, loss=own or training.loss, seed=training.seed, couples=training.couples
     )
-    tell_names(model, everywhere=False)
+    patch_state_dict_names(model, everywhere=False)
     return engine
 
 
-def refuse_as_loaded(model: nn.Module) -> None:
+def check_plain_weights(model: nn.Module) -> None:
     """Check that a model has plain weights.
 
     Raises:
@@ -195,13 +197,13 @@ def refuse_gpu(device: torch.device, said: str, *, where: str) -> None:
         )
 
 
-def _planned(
-    model: nn.Module, training: Training, folder: Path | None, say: Callable[[str], None]
+def _measure_and_plan(
+    model: nn.Module, training: TrainingSetup, folder: Path | None, say: Callable[[str], None]
 ) -> Plan:
-    if not trains(model):
+    if not has_trainable_parameters(model):
         return _even(model, training)
     own_device().give_back()  # the profiler opens it itself
-    allowed = _allowed(training)
+    allowed = _restrict_space(training)
     found = profile(
         partial(without_weights, model),
         training.make_batch,
@@ -213,46 +215,46 @@ def _planned(
         space=allowed,
         compile=training.compile,
         progress=say,
-        same_as=work_of(model, training.make_batch(1), training.told),
+        same_as=describe_work(model, training.make_batch(1), training.told),
     )
     plan = make_plan(
         found,
         training.global_batch,
-        strategy=strategy_of(training.couples),
+        strategy=select_strategy(training.couples),
         space=allowed.with_all_devices(),
     )
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         found.save(folder / run_files.PROFILE)
-    for line in lines_of(plan):
+    for line in describe_plan(plan):
         say(line)
     return plan
 
 
-def _even(model: nn.Module, training: Training) -> Plan:
+def _even(model: nn.Module, training: TrainingSetup) -> Plan:
     assert training.loss is not None
     run = partial(training.loss, model, training.make_batch(1))
     dtype = precision_of_weights(model)
     if isinstance(training.precision, str) and training.precision != "auto":
         dtype = training.precision
-    return even_plan(
+    return make_even_plan(
         model,
         run,
-        world=world(),
+        world=get_world_size(),
         global_batch=training.global_batch,
         compute_dtype=dtype,
     )
 
 
-def _allowed(training: Training) -> Space:
+def _restrict_space(training: TrainingSetup) -> Space:
     """Return the search space for the optimizer: without stages and teams for full matrices."""
     trial = training.optimizer and training.optimizer([nn.Parameter(torch.empty(0))])
-    if isinstance(trial, WholeOptimizer):
+    if isinstance(trial, FullParameterOptimizer):
         return training.space.in_one_stage()
     return training.space
 
 
-def lines_of(plan: Plan) -> Iterator[str]:
+def describe_plan(plan: Plan) -> Iterator[str]:
     """Yield a short line on each device of a plan."""
     several = len(plan.stages) > 1
     for number, stage in enumerate(plan.stages, 1):
@@ -285,7 +287,7 @@ def precision_of_weights(model: nn.Module) -> ComputeDtype:
     return "bf16" if dtypes == {"bfloat16"} else "fp16" if dtypes == {"float16"} else "fp32"
 
 
-def plan_of(given: Plan | Path | str | None) -> Plan | None:
+def load_plan(given: Plan | Path | str | None) -> Plan | None:
     """Return a plan, read from a file if a path is given.
 
     Raises:
@@ -294,12 +296,12 @@ def plan_of(given: Plan | Path | str | None) -> Plan | None:
     return Plan.load(Path(given)) if isinstance(given, Path | str) else given
 
 
-def rank() -> int:
+def get_rank() -> int:
     """Return this process's rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def world() -> int:
+def get_world_size() -> int:
     """Return the number of processes; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 

@@ -17,10 +17,10 @@ from gpumix.engine.comm.async_read import AsyncRead
 from gpumix.engine.engine import Engine
 from gpumix.hardware.device import device_in_use
 from gpumix.hardware.runtime import is_gpu
-from gpumix.hardware.timestamps import stamps_of
-from gpumix.integrations.common.gather import all_texts
+from gpumix.hardware.timestamps import make_device_clock
+from gpumix.integrations.common.gather import gather_texts
 from gpumix.schema.errors import Interrupted
-from gpumix.train.monitor.step_timer import StepTimer, Ticks
+from gpumix.train.monitor.step_timer import StepStamps, StepTimer
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import (
     ComputedPart,
@@ -28,19 +28,19 @@ from gpumix.train.run_log.metrics import (
     RunLog,
     StepRecord,
     by_class,
+    compute_median_s,
     speed_of,
-    typical_s,
 )
-from gpumix.train.run_log.time_breakdown import Account
+from gpumix.train.run_log.time_breakdown import TimeBreakdown
 from gpumix.train.run_manifest import RunRecord
 
-CLASSES_STEPS = 10  # steps between reports of ranks and classes
+REPORT_INTERVAL_STEPS = 10  # steps between reports of ranks and classes
 
 T = TypeVar("T")
 
 
 @dataclass
-class _Given:
+class _PendingStep:
     """A step given to the device, with its numbers not read yet.
 
     Attributes:
@@ -50,14 +50,14 @@ class _Given:
 
     number: int
     numbers: AsyncRead
-    ticks: list[Ticks]
+    ticks: list[StepStamps]
     host_s: float
     learning_rate: float
     part: ComputedPart
     sent_bytes: float
 
 
-class Recorded:
+class RunRecorder:
     """Record of a run, on each of its ranks; the first rank writes.
 
     A step is a call of `next_of` and `computes` for each of its batches, then `step`. On GPUs the
@@ -72,7 +72,7 @@ class Recorded:
     Made on all ranks together.
     """
 
-    _spent: Account  # since the last report of ranks, as is `_sent_bytes`
+    _spent: TimeBreakdown  # since the last report of ranks, as is `_sent_bytes`
     _sent_bytes: float
     _computes: bool  # the device has work of the current step
 
@@ -82,14 +82,14 @@ class Recorded:
         self._engine = engine
         self._counted: list[Tensor] = []  # of the current step's batches
         self._computed: list[tuple[int, int | None]] = []
-        self._ticks: list[Ticks] = []
+        self._ticks: list[StepStamps] = []
         self._all_tokens = 0
         self._label_a_token = False
-        self._watch = StepTimer(stamps_of(engine.device), engine.comm.clock, engine.copies)
-        self._pending: deque[_Given] = deque()
+        self._watch = StepTimer(make_device_clock(engine.device), engine.comm.clock, engine.copies)
+        self._pending: deque[_PendingStep] = deque()
         late = "late" if is_gpu(engine.device) else ""
         # All ranks or none: reports of ranks are collective.
-        self._late = all(all_texts(late, engine.comm, "reading of results"))
+        self._late = all(gather_texts(late, engine.comm, "reading of results"))
         self._stack = ExitStack()
         self._log: RunLog | None = None
         if engine.comm.rank == 0:
@@ -123,12 +123,12 @@ class Recorded:
     def step(
         self, number: int, *, loss: Tensor, learning_rate: float, norm: Tensor | float | None
     ) -> None:
-        """Note the end of a step on the host. Collective after every `CLASSES_STEPS`."""
+        """Note the end of a step on the host. Collective after every `REPORT_INTERVAL_STEPS`."""
         self.computes()  # the record rested within the step
         ticks, self._ticks = [*self._ticks, self._watch.given()], []
         counted, self._counted = self._counted or [self._engine.losses_counted], []
         norm = norm if isinstance(norm, Tensor) else loss.new_full((), norm or 0.0)
-        given = _Given(
+        given = _PendingStep(
             number,
             AsyncRead([loss, norm, *counted]),
             ticks,
@@ -173,7 +173,7 @@ class Recorded:
             )
             self._log.reduction(given.number, self._engine.reduction)
             self._log.step(record)
-        if len(self._times) == CLASSES_STEPS:
+        if len(self._times) == REPORT_INTERVAL_STEPS:
             self._classes(given.number)
             self.rest()
 
@@ -183,20 +183,20 @@ class Recorded:
 
     def _classes(self, step: int) -> None:
         """Report on ranks and classes since the last report. Collective."""
-        told = all_texts(self._own().to_json(), self._engine.comm, "gathering of records")
+        told = gather_texts(self._own().to_json(), self._engine.comm, "gathering of records")
         self._begin_anew()
         if self._log is not None:
             records = [RankRecord.from_json(text) for text in told]
             self._log.classes(step, by_class(self._engine.plan, records))
             self._log.ranks(step, records)
-            self._log.starved(step, records)
+            self._log.report_starvation(step, records)
 
     def _begin_anew(self) -> None:
         """Start collecting for the next report of ranks."""
         self._times: list[float] = []
         self._tokens: list[float] = []
         self._parts: list[ComputedPart] = []
-        self._spent = Account.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        self._spent = TimeBreakdown.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
         self._sent_bytes = 0.0
 
     def rest(self) -> None:
@@ -244,16 +244,16 @@ class Recorded:
     def _tell_of_what_is_there(self) -> None:
         """Read steps finished by the device, without waiting and without other ranks."""
         with suppress(Exception):
-            while self._pending and self._pending[0].numbers.is_there:
-                if len(self._times) == CLASSES_STEPS - 1:
+            while self._pending and self._pending[0].numbers.is_complete:
+                if len(self._times) == REPORT_INTERVAL_STEPS - 1:
                     return
                 self._read()
 
     def _own(self) -> RankRecord:
         engine, plan = self._engine, self._engine.plan
         worker = plan.workers[engine.comm.rank]
-        step_s = typical_s(self._times)
-        tokens = typical_s(self._tokens) * worker.samples / plan.global_batch
+        step_s = compute_median_s(self._times)
+        tokens = compute_median_s(self._tokens) * worker.samples / plan.global_batch
         speed = speed_of(plan, engine.comm.rank, step_s, tokens, ComputedPart.mean(self._parts))
         runtime = device_in_use()
         shares = self._spent.shares()
@@ -289,12 +289,12 @@ class Recorded:
         return counted if self._label_a_token else plan.global_batch * plan.sequence_length
 
 
-class TrainingRecord:
+class TrainingRecorder:
     """Recorder of a loop, from its begin to its end; a no-op before, after, and without a
     record."""
 
     def __init__(self) -> None:
-        self._recorded: Recorded | None = None
+        self._recorded: RunRecorder | None = None
 
     def next_of(self, batches: Iterator[T]) -> T | None:
         """Return the next batch, None at the end."""
@@ -328,6 +328,6 @@ class TrainingRecord:
         if (recorded := self._taken()) is not None:
             recorded.fail(error)
 
-    def _taken(self) -> Recorded | None:
+    def _taken(self) -> RunRecorder | None:
         recorded, self._recorded = self._recorded, None
         return recorded

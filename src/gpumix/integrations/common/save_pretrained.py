@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from gpumix.engine.outside_steps import outside_of
-from gpumix.integrations.common.peft_adapters import with_prompts
-from gpumix.integrations.common.plan_and_shard import rank
+from gpumix.engine.outside_steps import get_outside_steps
+from gpumix.integrations.common.peft_adapters import use_prompt_weights
+from gpumix.integrations.common.plan_and_shard import get_rank
 from gpumix.integrations.common.saver import Saver
 
 
-def saves_whole(model: nn.Module, saver: Saver) -> None:
+def patch_save_pretrained(model: nn.Module, saver: Saver) -> None:
     """Make `model.save_pretrained`, if it takes a state dict, save full weights. The first rank
     writes."""
     save = getattr(type(model), "save_pretrained", None)
@@ -32,13 +32,13 @@ def saves_whole(model: nn.Module, saver: Saver) -> None:
         given |= given.pop("kwargs", {})
         asked = of_saver()
         if given.get("state_dict") is None and asked is not None:
-            given["state_dict"] = asked.asked_for()
-            if rank() > 0:
+            given["state_dict"] = asked.request_model_state()
+            if get_rank() > 0:
                 return None
-        with with_prompts(given["self"], given.get("state_dict") or {}):
+        with use_prompt_weights(given["self"], given.get("state_dict") or {}):
             return save(**given)
 
     model.save_pretrained = save_pretrained  # type: ignore[assignment]
-    outside = outside_of(model)
+    outside = get_outside_steps(model)
     assert outside is not None, "it is sharded"
-    outside.at_end(lambda: vars(of_model()).pop("save_pretrained", None))
+    outside.call_on_unshard(lambda: vars(of_model()).pop("save_pretrained", None))

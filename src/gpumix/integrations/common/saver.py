@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 
 from gpumix.engine.comm.process_groups import group_timeout
 from gpumix.engine.engine import Engine
-from gpumix.hardware.memory_limit import host_memory
+from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.integrations.common.collective_guard import CollectiveGuard
-from gpumix.integrations.common.peft_adapters import adapters_in
+from gpumix.integrations.common.peft_adapters import load_adapters
 from gpumix.schema.errors import InputError
 from gpumix.train.checkpoint.checkpointer import Checkpointer
 
-STATE = "gpumix"  # the folder in a checkpoint
-TOGETHER = (
+STATE_FOLDER = "gpumix"  # the folder in a checkpoint
+FIX_CALL_ON_ALL_RANKS = (
     "call it on all ranks: trainer.save_model(), model.save_pretrained(folder, "
     "is_main_process=accelerator.is_main_process), accelerator.save_model(model, folder) or "
     "accelerator.get_state_dict(model) on all ranks"
@@ -51,35 +51,35 @@ class Saver:
         engine: Engine,
         dtypes: Mapping[str, torch.dtype],
         ranks_here: int,
-        name: str = STATE,
+        name: str = STATE_FOLDER,
     ) -> None:
         self._name = name
         self._engine = engine
         self._dtypes = dtypes
         self._ranks_here = ranks_here
         alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self._meeting = CollectiveGuard()
+        self._collective_guard = CollectiveGuard()
         self._group = None if alone else dist.new_group(backend="gloo", timeout=group_timeout())
 
-    def model_state(self) -> dict[str, Tensor]:
+    def gather_model_state(self) -> dict[str, Tensor]:
         """Return the full state dict in its given dtypes, on the first rank. Collective."""
-        with host_memory():
+        with count_as_host_memory():
             state = self._engine.state_dict(rank0_only=True)
             return {n: t.to(self._dtypes.get(n, t.dtype)) for n, t in state.items()}
 
-    def asked_for(self) -> dict[str, Tensor]:
-        """Return `model_state` for a program that may call on the first rank alone.
+    def request_model_state(self) -> dict[str, Tensor]:
+        """Return `gather_model_state` for a program that may call on the first rank alone.
 
         Raises:
             InputError: only some ranks call, and the first rank has no full state.
         """
         if not self._engine.has_whole_state:
-            self._meeting.come("the whole model", TOGETHER)
-        return self.model_state()
+            self._collective_guard.wait_for_all("the whole model", FIX_CALL_ON_ALL_RANKS)
+        return self.gather_model_state()
 
     def save(self, folder: Path, step: int, optimizer: Optimizer) -> None:
         """Write the state into a checkpoint. Collective."""
-        cursor = {GROUPS: [_settings(group) for group in optimizer.param_groups]}
+        cursor = {GROUPS: [_select_json_settings(group) for group in optimizer.param_groups]}
         self._in(folder).save(step, self._engine, optimizer, cursor=cursor)
 
     def load(self, folder: Path, optimizer: Optimizer | None) -> int:
@@ -111,8 +111,8 @@ class Saver:
             )
             return 0
         files = sorted(folder.glob("model*.safetensors"))
-        if (adapters := adapters_in(folder, self._engine.model)) is not None:
-            with host_memory():
+        if (adapters := load_adapters(folder, self._engine.model)) is not None:
+            with count_as_host_memory():
                 self._engine.load_state_dict(adapters, strict=False)
             return 0
         if not files:
@@ -126,7 +126,7 @@ class Saver:
 
     def load_weights(self, values: Mapping[str, Tensor]) -> None:
         """Load full weights of the model."""
-        with host_memory():
+        with count_as_host_memory():
             self._engine.load_state_dict(values)
 
     def _in(self, folder: Path) -> Checkpointer:
@@ -135,7 +135,7 @@ class Saver:
         )
 
 
-def newest_state(project: str | None, named: bool) -> Path:
+def find_newest_state(project: str | None, named: bool) -> Path:
     """Return the newest state saved by an Accelerator under automatic names.
 
     Args:
@@ -157,7 +157,7 @@ def newest_state(project: str | None, named: bool) -> Path:
     return numbers[max(numbers)]
 
 
-def _settings(group: Mapping[str, Any]) -> list[list[Any]]:
+def _select_json_settings(group: Mapping[str, Any]) -> list[list[Any]]:
     """Return a parameter group's settings, such as learning rates, which may have changed since it
     was made."""
 
@@ -172,6 +172,6 @@ def _settings(group: Mapping[str, Any]) -> list[list[Any]]:
     return json.loads(json.dumps(found))  # type: ignore[no-any-return]  # numpy's numbers, tuples
 
 
-def dtypes_of(model: nn.Module) -> dict[str, Any]:
+def get_parameter_dtypes(model: nn.Module) -> dict[str, Any]:
     """Return the dtypes of the parameters, by all names of each."""
     return {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}

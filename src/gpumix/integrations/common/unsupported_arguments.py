@@ -15,7 +15,7 @@ from gpumix.schema.errors import InputError
 
 
 @dataclass(frozen=True)
-class Fields:
+class FieldSupport:
     """Fields of a class of settings.
 
     Attributes:
@@ -25,24 +25,24 @@ class Fields:
     """
 
     heard: frozenset[str]
-    theirs: frozenset[str]
+    delegated: frozenset[str]
     refused: Mapping[str, str]
 
     @classmethod
-    def of(cls, heard: str, theirs: str, refused: Mapping[str, str]) -> Fields:
+    def of(cls, heard: str, theirs: str, refused: Mapping[str, str]) -> FieldSupport:
         """Build from lists of names separated by spaces."""
         return cls(frozenset(heard.split()), frozenset(theirs.split()), refused)
 
     @property
     def known(self) -> frozenset[str]:
-        return self.heard | self.theirs | frozenset(self.refused)
+        return self.heard | self.delegated | frozenset(self.refused)
 
-    def and_of(self, other: Fields) -> Fields:
+    def merge_base(self, other: FieldSupport) -> FieldSupport:
         """Return the fields merged with `other` of the base class; own fields take precedence."""
         rest = {name: fix for name, fix in other.refused.items() if name not in self.known}
-        return Fields(
+        return FieldSupport(
             self.heard | (other.heard - self.known),
-            self.theirs | (other.theirs - self.known),
+            self.delegated | (other.delegated - self.known),
             {**rest, **self.refused},
         )
 
@@ -52,10 +52,12 @@ class Fields:
         Raises:
             InputError: a field without a meaning here is set.
         """
-        if name in self.heard or name in self.theirs or _same(value, default):
+        if name in self.heard or name in self.delegated or _is_default(value, default):
             return
         unknown = "leave it out: this version of gpumix does not know it"
-        raise no_meaning(f"{name}={value!r}", self.refused.get(name, unknown), where=where)
+        raise make_no_meaning_error(
+            f"{name}={value!r}", self.refused.get(name, unknown), where=where
+        )
 
     def check_all(self, settings: Any, kind: type) -> None:
         """Check the fields of dataclass `kind`; `settings` may have further fields.
@@ -70,10 +72,10 @@ class Fields:
             self.check(field.name, getattr(settings, field.name), default, where=kind.__name__)
 
 
-def no_meaning(what: str, fix: str, *, where: str) -> InputError:
+def make_no_meaning_error(what: str, fix: str, *, where: str) -> InputError:
     return InputError(f"{what} has no meaning with gpumix", where=where, fix=fix)
 
 
-def _same(value: Any, default: Any) -> bool:
+def _is_default(value: Any, default: Any) -> bool:
     """Return True if a value is the default; falsy values (empty, False, None) are equal."""
     return value is default or (not value and not default) or bool(value == default)

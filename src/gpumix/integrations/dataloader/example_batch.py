@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
@@ -18,26 +19,30 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
-from gpumix.engine.batch.batch_split import padded_from, with_last_label, with_words_for_padding
-from gpumix.engine.batch.ragged_batch import take
-from gpumix.engine.comm.process_groups import all_ranks, device_of_group
-from gpumix.hardware.memory_limit import host_memory
-from gpumix.integrations.common.gather import all_numbers
+from gpumix.engine.batch.batch_split import (
+    add_label_before_padding,
+    fill_padding_with_tokens,
+    find_padding_starts,
+)
+from gpumix.engine.batch.ragged_batch import select_samples
+from gpumix.engine.comm.process_groups import get_group_device, make_communicator
+from gpumix.hardware.memory_limit import count_as_host_memory
+from gpumix.integrations.common.gather import gather_integers
 from gpumix.integrations.dataloader.mixed_samples import refuse_mixing
 from gpumix.integrations.dataloader.same_data import check_same_data
-from gpumix.integrations.dataloader.sharded_loader import collated, collated_tree, fresh
+from gpumix.integrations.dataloader.sharded_loader import collate_by_name, collate_tree, copy_sample
 from gpumix.schema.errors import InputError
 
 Make = Callable[[Callable[[list[Any]], Any], list[Any]], Any]
-LOOKED_AT = 4096  # samples, in order; samples of a stream would be read again
-OF_STREAM = 256
-LOOKS_S = 2.0  # maximum time
-COLLATED = 16  # samples, each alone
+MAX_SAMPLES = 4096  # samples, in order; samples of a stream would be read again
+MAX_STREAM_SAMPLES = 256
+MAX_SEARCH_S = 2.0  # maximum time
+MAX_COLLATED_SAMPLES = 16  # samples, each alone
 TOKENS = "input_ids"
 
 
 @dataclass(frozen=True)
-class Specimen:
+class ExampleBatches:
     """Maker of batches that repeat a sample.
 
     Attributes:
@@ -50,35 +55,39 @@ class Specimen:
     collate: Callable[[list[Any]], Any]
     sequence_length: int
     shortest: Any = None
-    make: Make = collated_tree
+    make: Make = collate_tree
 
     def batch(self, samples: int) -> Any:
-        with host_memory():
-            return self.make(self.collate, [fresh(self.sample) for _ in range(samples)])
+        with count_as_host_memory():
+            return self.make(self.collate, [copy_sample(self.sample) for _ in range(samples)])
 
     def padded(self) -> tuple[Any, Any] | None:
         """Return batches of the shortest sample, alone and padded to the longest; None if both are
         equal, or the samples do not collate: no batch then mixes lengths."""
-        with host_memory():
-            alone = self.make(self.collate, [fresh(self.shortest)])
+        with count_as_host_memory():
+            alone = self.make(self.collate, [copy_sample(self.shortest)])
             try:
-                both = self.make(self.collate, [fresh(self.shortest), fresh(self.sample)])
+                both = self.make(
+                    self.collate, [copy_sample(self.shortest), copy_sample(self.sample)]
+                )
             except (ValueError, TypeError, RuntimeError):
                 return None
-        beside = take(both, slice(1))
-        if isinstance(beside, dict) and (width := padded_from(beside, [range(1)])[0]):
+        beside = select_samples(both, slice(1))
+        if isinstance(beside, dict) and (width := find_padding_starts(beside, [range(1)])[0]):
             # Cut from the padded batch: random values of the collator stay equal.
             alone = {key: value[:, :width].contiguous() for key, value in beside.items()}
         if _shapes(alone) == _shapes(beside):
             return None
-        return with_last_label(alone), with_words_for_padding(with_last_label(beside))
+        return add_label_before_padding(alone), fill_padding_with_tokens(
+            add_label_before_padding(beside)
+        )
 
 
-def specimen_of(
+def find_example(
     dataset: Any,
     collate: Callable[[list[Any]], Any],
-    check: Make = collated,
-) -> Specimen:
+    check: Make = collate_by_name,
+) -> ExampleBatches:
     """Return the longest sample of the inspected part of a dataset, equal on all ranks. Collective.
 
     Args:
@@ -88,31 +97,35 @@ def specimen_of(
         InputError: there is no sample, ranks have different datasets, or batches mix samples.
     """
     check_same_data(dataset)
-    with host_memory():
+    with count_as_host_memory():
         shortest, longest = _extremes(dataset)
         if longest is None:
             raise InputError("the dataset has no samples", fix="give it some")
-        batch = check(collate, [fresh(longest), fresh(longest)])
-        if all_ranks(device_of_group()).world > 1:
-            refuse_mixing(collate, (sample for _, sample in islice(_in_order(dataset), COLLATED)))
+        batch = check(collate, [copy_sample(longest), copy_sample(longest)])
+        if make_communicator(get_group_device()).world > 1:
+            refuse_mixing(
+                collate, (sample for _, sample in islice(_in_order(dataset), MAX_COLLATED_SAMPLES))
+            )
     tokens = batch.get(TOKENS) if isinstance(batch, Mapping) else None
     known = isinstance(tokens, Tensor) and tokens.dim() == 2
     own = tokens.shape[1] if known else 1  # type: ignore[union-attr]
     # A collator may draw the length of a batch; the plan must be equal on all ranks.
-    every = all_numbers([own], "comparison of lengths of samples")
-    return Specimen(longest, collate, max(length for (length,) in every), shortest, check)
+    every = gather_integers([own], "comparison of lengths of samples")
+    return ExampleBatches(longest, collate, max(length for (length,) in every), shortest, check)
 
 
-def are_padded(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
+def needs_padding(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
     """Return True if samples of a dataset differ in shape after collating. Collective."""
-    specimen = specimen_of(dataset, collate)
+    specimen = find_example(dataset, collate)
     differ = specimen.padded() is not None
     if not differ:
-        with host_memory():
-            some = [sample for _, sample in islice(_in_order(dataset), COLLATED)]
-            alone = [_shapes(specimen.make(collate, [fresh(sample)])) for sample in some]
+        with count_as_host_memory():
+            some = [sample for _, sample in islice(_in_order(dataset), MAX_COLLATED_SAMPLES)]
+            alone = [_shapes(specimen.make(collate, [copy_sample(sample)])) for sample in some]
         differ = any(shapes != alone[0] for shapes in alone)
-    return any(found for (found,) in all_numbers([int(differ)], "comparison of shapes of samples"))
+    return any(
+        found for (found,) in gather_integers([int(differ)], "comparison of shapes of samples")
+    )
 
 
 def _shapes(batch: Any) -> list[torch.Size]:
@@ -129,17 +142,19 @@ def _extremes(dataset: Any) -> tuple[Any, Any]:
         for sign in (-1, 1):
             if sign not in found or sign * length > found[sign][0]:
                 found[sign] = sign * length, place, sample
-        if time.monotonic() - begun > LOOKS_S:
+        if time.monotonic() - begun > MAX_SEARCH_S:
             break
-    return _agreed(dataset, samples, found.get(-1)), _agreed(dataset, samples, found.get(1))
+    return _choose_across_ranks(dataset, samples, found.get(-1)), _choose_across_ranks(
+        dataset, samples, found.get(1)
+    )
 
 
-def _agreed(
+def _choose_across_ranks(
     dataset: Any, samples: Iterator[tuple[int, Any]], found: tuple[int, int, Any] | None
 ) -> Any:
     """Return the sample of the rank with the most extreme sample. Collective."""
     length, own, sample = found or (-(2**40), 0, None)
-    place = -max(all_numbers([length, -own], "comparison of samples"))[1]
+    place = -max(gather_integers([length, -own], "comparison of samples"))[1]
     if place == own:
         return sample
     if not isinstance(dataset, IterableDataset):
@@ -158,9 +173,9 @@ def _samples(dataset: Any) -> Iterator[tuple[int, Any]]:
 
 def _in_order(dataset: Any) -> Iterator[tuple[int, Any]]:
     if isinstance(dataset, IterableDataset):
-        yield from enumerate(islice(dataset, OF_STREAM))
+        yield from enumerate(islice(dataset, MAX_STREAM_SAMPLES))
     else:
-        yield from ((place, dataset[place]) for place in range(min(len(dataset), LOOKED_AT)))
+        yield from ((place, dataset[place]) for place in range(min(len(dataset), MAX_SAMPLES)))
 
 
 def _extreme_places(dataset: Any) -> tuple[int, ...]:
@@ -207,3 +222,13 @@ def _elements(value: Any) -> int:
     if isinstance(value, np.ndarray):
         return value.size
     return len(value) if hasattr(value, "__len__") and not isinstance(value, str) else 0
+
+
+def has_columns(dataset: Any) -> bool:
+    """Return True if a dataset knows its columns, so unused columns can be removed; a stream of
+    `datasets` may not know any."""
+    if find_spec("datasets") is None:
+        return False
+    from datasets import Dataset
+
+    return isinstance(dataset, Dataset)

@@ -8,9 +8,9 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from gpumix.hardware.runtime import is_available
-from gpumix.integrations.common.batch_rows import Rows
-from gpumix.integrations.dataloader.samplers import FullBatches, alike
-from gpumix.integrations.dataloader.sharded_loader import Collated, L, own_loader
+from gpumix.integrations.common.batch_rows import RowAssignment
+from gpumix.integrations.dataloader.samplers import FullBatchSampler, share_order
+from gpumix.integrations.dataloader.sharded_loader import L, RankCollator, make_rank_loader
 from gpumix.schema.errors import InputError
 
 
@@ -59,13 +59,15 @@ class Batching:
         filling a global batch are dropped."""
         if not self.drop_last or self.sampler is None:
             return self
-        return replace(self, sampler=FullBatches(alike(self.sampler), samples), drop_last=False)
+        return replace(
+            self, sampler=FullBatchSampler(share_order(self.sampler), samples), drop_last=False
+        )
 
-    def own_part(
+    def make_rank_loader(
         self,
         batch_size: int,
-        rows: Rows,
-        collate: Collated,
+        rows: RowAssignment,
+        collate: RankCollator,
         kind: type[L],
         *,
         most: int | None = None,
@@ -73,12 +75,12 @@ class Batching:
         """Return a loader of this rank's part of global batches of `batch_size`, in the loader's
         order. Batches larger than `most` come in parts."""
         loader = self.loader
-        return own_loader(
+        return make_rank_loader(
             loader.dataset,
             batch_size=batch_size,
             rows=rows,
             collate=collate,
-            sampler=alike(self.sampler),
+            sampler=share_order(self.sampler),
             most=most,
             drop_last=self.drop_last,
             kind=kind,

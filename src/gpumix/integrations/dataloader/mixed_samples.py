@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from gpumix.engine.model.rng import program_untouched
-from gpumix.integrations.dataloader.sharded_loader import fresh
+from gpumix.engine.model.rng import preserve_all_rng
+from gpumix.integrations.dataloader.sharded_loader import copy_sample
 from gpumix.schema.errors import InputError
 
 Collate = Callable[[list[Any]], Any]
@@ -31,18 +31,20 @@ def refuse_mixing(collate: Collate, samples: Iterable[Any]) -> None:
     Raises:
         InputError: no row is equal in both batches.
     """
-    collate = _copied(collate)
-    with program_untouched():
+    collate = _copy_collate(collate)
+    with preserve_all_rng():
         left = iter(samples)
         pair = list(islice(left, 2))
-        first = _rows(collate, pair)
-        if first is None or not _are_alike(first, _rows(collate, pair)):
+        first = _collate_pair(collate, pair)
+        if first is None or not _has_equal_rows(first, _collate_pair(collate, pair)):
             return  # it draws random numbers of its own
         for other in left:
-            second = _rows(collate, [pair[0], other])
+            second = _collate_pair(collate, [pair[0], other])
             if second is None or _shapes(second) != _shapes(first):
                 continue
-            if not any(_is_row(first, row, second, place) for row in (0, 1) for place in (0, 1)):
+            if not any(
+                _is_same_row(first, row, second, place) for row in (0, 1) for place in (0, 1)
+            ):
                 raise InputError(
                     "the collate function makes a sample's values from other samples of the batch",
                     where=getattr(collate, "__name__", type(collate).__name__),
@@ -53,7 +55,7 @@ def refuse_mixing(collate: Collate, samples: Iterable[Any]) -> None:
             return
 
 
-def _copied(collate: Collate) -> Collate:
+def _copy_collate(collate: Collate) -> Collate:
     """Return a copy, which may draw numbers and count calls."""
     try:
         return copy.deepcopy(collate)
@@ -61,13 +63,13 @@ def _copied(collate: Collate) -> Collate:
         return collate
 
 
-def _rows(collate: Collate, samples: Sequence[Any]) -> list[Tensor] | None:
+def _collate_pair(collate: Collate, samples: Sequence[Any]) -> list[Tensor] | None:
     """Return the tensors with a row for each of two samples; None if samples do not collate."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
     try:
-        leaves = tree_flatten(collate([fresh(one) for one in samples]))[0]
+        leaves = tree_flatten(collate([copy_sample(one) for one in samples]))[0]
     except (ValueError, TypeError, RuntimeError, LookupError):
         return None  # reported by other checks
     found = [t for t in leaves if isinstance(t, Tensor) and t.dim() and len(t) == 2]
@@ -78,7 +80,7 @@ def _shapes(rows: Sequence[Tensor]) -> list[torch.Size]:
     return [t.shape for t in rows]
 
 
-def _are_alike(first: Sequence[Tensor], second: Sequence[Tensor] | None) -> bool:
+def _has_equal_rows(first: Sequence[Tensor], second: Sequence[Tensor] | None) -> bool:
     return (
         second is not None
         and _shapes(first) == _shapes(second)
@@ -86,7 +88,7 @@ def _are_alike(first: Sequence[Tensor], second: Sequence[Tensor] | None) -> bool
     )
 
 
-def _is_row(first: Sequence[Tensor], row: int, second: Sequence[Tensor], place: int) -> bool:
+def _is_same_row(first: Sequence[Tensor], row: int, second: Sequence[Tensor], place: int) -> bool:
     return all(_equal(a[row], b[place]) for a, b in zip(first, second))
 
 

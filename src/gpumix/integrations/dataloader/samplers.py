@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler
 
-from gpumix.engine.comm.process_groups import device_of_group
-from gpumix.integrations.common.plan_and_shard import rank, world
+from gpumix.engine.comm.process_groups import get_group_device
+from gpumix.integrations.common.plan_and_shard import get_rank, get_world_size
 
 
 class SharedRandomSampler(Sampler[Any]):
@@ -32,15 +32,15 @@ class SharedRandomSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         own = torch.get_rng_state()
-        torch.set_rng_state(_first_ranks(own))
+        torch.set_rng_state(_broadcast_from_first(own))
         indices = iter(self._sampler)
         first = list(islice(indices, 1))
-        if rank() > 0:
+        if get_rank() > 0:
             torch.set_rng_state(own)
         yield from chain(first, indices)
 
 
-class FullBatches(Sampler[Any]):
+class FullBatchSampler(Sampler[Any]):
     """A sampler's indices without a partial batch at the end.
 
     Args:
@@ -62,7 +62,7 @@ class FullBatches(Sampler[Any]):
         return islice(self._sampler, len(self))
 
 
-def alike(sampler: Any) -> Any:
+def share_order(sampler: Any) -> Any:
     """Return a sampler with one order on all ranks: wrapped, if neither a generator nor epochs
     determine its order."""
     draws = hasattr(sampler, "generator") and sampler.generator is None
@@ -70,24 +70,24 @@ def alike(sampler: Any) -> Any:
     return SharedRandomSampler(sampler) if draws else sampler
 
 
-def grouped(sampler: Any) -> Any:
+def scale_length_grouping(sampler: Any) -> Any:
     """Return the sampler; adapt transformers' grouping by length from the batches of a process to
     global batches."""
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
     if isinstance(sampler, LengthGroupedSampler):
-        sampler.batch_size *= world()
+        sampler.batch_size *= get_world_size()
     return sampler
 
 
-def prepared(sampler: Any, *, seedable: bool, seed: int | None) -> Any:
+def prepare_sampler(sampler: Any, *, seedable: bool, seed: int | None) -> Any:
     """Prepare a sampler as Accelerate does: a random sampler becomes seeded, with a new order for
     each epoch, if `seedable`. Without a seed the initial seed of the process applies, assumed equal
     on all ranks."""
     from accelerate.data_loader import SeedableRandomSampler
 
     if not seedable or type(sampler) is not RandomSampler:
-        return alike(sampler)
+        return share_order(sampler)
     return SeedableRandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
@@ -97,15 +97,15 @@ def prepared(sampler: Any, *, seedable: bool, seed: int | None) -> Any:
     )
 
 
-def seed_of_all() -> int:
+def get_shared_seed() -> int:
     """Return the seed of the first rank's generator. Collective."""
-    return int(_first_ranks(torch.tensor(torch.initial_seed() % 2**63)))
+    return int(_broadcast_from_first(torch.tensor(torch.initial_seed() % 2**63)))
 
 
-def _first_ranks(own: Tensor) -> Tensor:
+def _broadcast_from_first(own: Tensor) -> Tensor:
     """Return the first rank's value, on the host. Collective."""
-    if world() == 1:
+    if get_world_size() == 1:
         return own
-    there = own.to(device_of_group(), copy=True)
+    there = own.to(get_group_device(), copy=True)
     dist.broadcast(there, 0)
     return there.cpu()

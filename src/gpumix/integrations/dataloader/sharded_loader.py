@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
 
-from gpumix.engine.batch.ragged_batch import PerSample, RaggedRows, has_rows, take
-from gpumix.engine.model.rng import program_untouched
-from gpumix.hardware.memory_limit import host_memory
-from gpumix.integrations.common.batch_rows import Rows
-from gpumix.schema.errors import InputError, in_a_line
+from gpumix.engine.batch.ragged_batch import RaggedRows, SampleEntries, has_rows, select_samples
+from gpumix.engine.model.rng import preserve_all_rng
+from gpumix.hardware.memory_limit import count_as_host_memory
+from gpumix.integrations.common.batch_rows import RowAssignment
+from gpumix.schema.errors import InputError, format_in_one_line
 
 
 class RankBatch(dict[str, Any]):
@@ -51,7 +51,7 @@ class RankPart:
 
 
 @dataclass
-class Width:
+class PaddingScope:
     """Padded width of a rank's samples.
 
     Attributes:
@@ -59,7 +59,7 @@ class Width:
             of the rank's own samples.
     """
 
-    common: bool = False
+    is_global: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class WantedSamples:
     own: tuple[int, ...]
 
     @classmethod
-    def of(cls, batch: Sequence[Any], rows: Rows, width: Width) -> WantedSamples:
+    def of(cls, batch: Sequence[Any], rows: RowAssignment, width: PaddingScope) -> WantedSamples:
         places = tuple(place for of in rows(len(batch)) for place in of)
-        if width.common:
+        if width.is_global:
             return cls(len(batch), list(batch), places)
         read = [batch[place] for place in places] or [batch[0]]
         return cls(len(batch), read, tuple(range(len(places))))
@@ -111,14 +111,16 @@ class GlobalBatches(BatchSampler):
             self.sampler.set_epoch(epoch)
 
 
-class OwnPart:
+class RankBatchSampler:
     """Batch sampler of this rank's part of each batch.
 
     Attributes:
         skipped: batches to skip at the beginning of the next pass.
     """
 
-    def __init__(self, batch_sampler: GlobalBatches, rows: Rows, width: Width) -> None:
+    def __init__(
+        self, batch_sampler: GlobalBatches, rows: RowAssignment, width: PaddingScope
+    ) -> None:
         self.batch_sampler = batch_sampler
         self._width = width
         self.skipped = 0
@@ -137,7 +139,7 @@ class OwnPart:
             yield WantedSamples.of(batch, self._rows, self._width)
 
 
-class Collated:
+class RankCollator:
     """Collator of wanted samples, in the process reading them.
 
     Args:
@@ -145,21 +147,23 @@ class Collated:
         width: of padding, may change before the first batch is read.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], width: Width | None = None) -> None:
+    def __init__(
+        self, collate: Callable[[list[Any]], Any], width: PaddingScope | None = None
+    ) -> None:
         self.collate = collate
-        self.width = width or Width()
+        self.width = width or PaddingScope()
 
     def __call__(self, read: tuple[list[Any], WantedSamples]) -> Any:
         samples, wanted = read
-        with host_memory():
+        with count_as_host_memory():
             return self._handed_over(samples, wanted)
 
     def _handed_over(self, samples: list[Any], wanted: WantedSamples) -> Any:
-        kept = _rows(wanted.own, collated(self.collate, samples))
+        kept = _rows(wanted.own, collate_by_name(self.collate, samples))
         return RankBatch.of(kept, samples=wanted.samples)
 
 
-class CollatedTree(Collated):
+class TreeCollator(RankCollator):
     """Collator for programs with batches of any trees of tensors: returns a `RankPart`.
 
     Args:
@@ -169,7 +173,7 @@ class CollatedTree(Collated):
     def __init__(
         self,
         collate: Callable[[list[Any]], Any],
-        width: Width | None = None,
+        width: PaddingScope | None = None,
         *,
         stand_ins: bool = False,
     ) -> None:
@@ -179,16 +183,16 @@ class CollatedTree(Collated):
     def _handed_over(self, samples: list[Any], wanted: WantedSamples) -> RankPart:
         own = len(wanted.own)
         rows = wanted.own or ((0,) if self._stand_ins else ())
-        return RankPart(wanted.samples, own, _rows(rows, collated_tree(self.collate, samples)))
+        return RankPart(wanted.samples, own, _rows(rows, collate_tree(self.collate, samples)))
 
 
 def _rows(places: Sequence[int], batch: Any) -> Any:
     """Return rows of all tensors; a view, if the rows are the first."""
     first = tuple(places) == tuple(range(len(places)))
-    return take(batch, slice(len(places)) if first else places)
+    return select_samples(batch, slice(len(places)) if first else places)
 
 
-class Readable(Dataset[Any]):
+class WantedDataset(Dataset[Any]):
     """Map-style dataset reading wanted samples, with all attributes of the wrapped dataset."""
 
     def __init__(self, dataset: Any) -> None:
@@ -208,11 +212,11 @@ class Readable(Dataset[Any]):
     def __getitems__(self, wanted: WantedSamples) -> tuple[list[Any], WantedSamples]:
         several = getattr(self.dataset, "__getitems__", None)
         indices = wanted.read
-        with host_memory():
+        with count_as_host_memory():
             return several(indices) if several else [self.dataset[i] for i in indices], wanted
 
 
-class OwnOfStream(IterableDataset[Any]):
+class RankStream(IterableDataset[Any]):
     """This rank's part of each batch of a stream. Every rank reads the full stream; each worker
     makes batches of its part of the stream, as in torch's loader."""
 
@@ -220,8 +224,8 @@ class OwnOfStream(IterableDataset[Any]):
         self,
         dataset: Any,
         batch_size: int,
-        rows: Rows,
-        collate: Collated,
+        rows: RowAssignment,
+        collate: RankCollator,
         *,
         most: int,
         drop_last: bool,
@@ -235,7 +239,7 @@ class OwnOfStream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         samples = iter(self.dataset)
-        with host_memory():
+        with count_as_host_memory():
             for batch in iter(lambda: list(islice(samples, self._batch_size)), []):
                 if len(batch) < self._batch_size and self._drop_last:
                     return
@@ -263,7 +267,7 @@ class WorkerStart:
             self.begin(worker)
 
 
-class OwnLoader(DataLoader[Any]):
+class RankLoader(DataLoader[Any]):
     """Loader of this rank's part of global batches, aware of epochs.
 
     Attributes:
@@ -278,7 +282,7 @@ class OwnLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the sampler, and of a dataset with epochs."""
-        if isinstance(self.batch_sampler, OwnPart):
+        if isinstance(self.batch_sampler, RankBatchSampler):
             self.batch_sampler.set_epoch(epoch)
         if hasattr(self.whole, "set_epoch"):
             self.whole.set_epoch(epoch)
@@ -286,25 +290,25 @@ class OwnLoader(DataLoader[Any]):
     def after(self, skipped: int) -> Iterator[Any]:
         """Iterate over batches after the first `skipped`, which are not read if possible."""
         part = self.batch_sampler
-        if isinstance(part, OwnPart):
+        if isinstance(part, RankBatchSampler):
             part.skipped = skipped
             return super().__iter__()
         return islice(super().__iter__(), skipped, None)
 
 
-L = TypeVar("L", bound=OwnLoader)
+L = TypeVar("L", bound=RankLoader)
 
 
-def own_loader(  # a DataLoader has as many settings
+def make_rank_loader(  # a DataLoader has as many settings
     dataset: Any,
     *,
     batch_size: int,
-    rows: Rows,
-    collate: Collated,
+    rows: RowAssignment,
+    collate: RankCollator,
     sampler: Any = None,
     most: int | None = None,
     drop_last: bool = False,
-    kind: type[L] = OwnLoader,  # type: ignore[assignment]
+    kind: type[L] = RankLoader,  # type: ignore[assignment]
     **settings: Any,
 ) -> L:
     """Make a loader of this rank's part of a dataset's batches.
@@ -321,7 +325,7 @@ def own_loader(  # a DataLoader has as many settings
     if settings.get("num_workers"):
         settings["worker_init_fn"] = WorkerStart(settings.get("worker_init_fn"))
     if isinstance(dataset, IterableDataset):
-        stream = OwnOfStream(dataset, batch_size, rows, collate, most=most, drop_last=drop_last)
+        stream = RankStream(dataset, batch_size, rows, collate, most=most, drop_last=drop_last)
         loader = kind(stream, batch_size=None, **settings)
     else:
         batches = GlobalBatches(
@@ -331,8 +335,8 @@ def own_loader(  # a DataLoader has as many settings
             drop_last=drop_last,
         )
         loader = kind(
-            Readable(dataset),
-            batch_sampler=OwnPart(batches, rows, collate.width),  # type: ignore[arg-type]
+            WantedDataset(dataset),
+            batch_sampler=RankBatchSampler(batches, rows, collate.width),  # type: ignore[arg-type]
             collate_fn=collate,  # type: ignore[arg-type]
             **settings,
         )
@@ -346,7 +350,7 @@ def _in_parts(batch: list[Any], most: int) -> Iterator[list[Any]]:
         yield batch[begin : begin + most]
 
 
-def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[str, Any]:
+def collate_by_name(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[str, Any]:
     """Collate samples for programs that know the parts of a batch by name.
 
     Rows of a tensor with more or fewer rows than samples are assigned by collating each sample
@@ -363,7 +367,7 @@ def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[st
         except LookupError as error:
             raise InputError(
                 "the data collator cannot make a batch of some samples alone",
-                why=f"{in_a_line(error)}; it may leave samples out",
+                why=f"{format_in_one_line(error)}; it may leave samples out",
                 fix="leave them out of the dataset",
             ) from error
     batch = _checked(batch, len(samples))
@@ -375,7 +379,7 @@ def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[st
     return batch
 
 
-def collated_tree(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+def collate_tree(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
     """Collate samples into any tree of tensors.
 
     Raises:
@@ -417,8 +421,8 @@ def _is_per_sample(value: Any, samples: int) -> bool:
     return listed and all(isinstance(entry, Mapping | Tensor) for entry in value)
 
 
-def _entries(values: Sequence[Any]) -> PerSample:
-    return PerSample([dict(one) if isinstance(one, Mapping) else one for one in values])
+def _entries(values: Sequence[Any]) -> SampleEntries:
+    return SampleEntries([dict(one) if isinstance(one, Mapping) else one for one in values])
 
 
 def _ragged(
@@ -429,7 +433,7 @@ def _ragged(
     tensors = {n: t for n, t in batch.items() if isinstance(t, Tensor) and t.dim()}
     if not samples or all(len(tensor) == len(samples) for tensor in tensors.values()):
         return batch
-    with program_untouched(torch.device("cpu")):  # in a process forked by a loader
+    with preserve_all_rng(torch.device("cpu")):  # in a process forked by a loader
         alone = [dict(collate([sample])) for sample in samples]
     found = dict(batch)
     for name, tensor in tensors.items():
@@ -447,7 +451,7 @@ def _named(path: tuple[Any, ...]) -> str:
     return f"'{'.'.join(keys)}'" if path else "a tensor"
 
 
-def fresh(sample: Any) -> Any:
+def copy_sample(sample: Any) -> Any:
     """Return a copy of a sample for a collator, which may change it."""
     if not isinstance(sample, Mapping):
         return sample

@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpumix.integrations.common.optional_dependency import need
+from gpumix.integrations.common.optional_dependency import require_packages
 
-need(__name__, "lightning", extra="lightning")
+require_packages(__name__, "lightning", extra="lightning")
 
 import torch  # noqa: E402 - a missing package is reported first
 from lightning.fabric.utilities.rank_zero import (  # noqa: E402
@@ -36,45 +36,48 @@ from torchmetrics import Metric  # noqa: E402
 
 from gpumix.engine.engine import Engine  # noqa: E402
 from gpumix.engine.outside_steps import unshard  # noqa: E402
-from gpumix.hardware.host.environment import ranks_here  # noqa: E402
-from gpumix.hardware.memory_limit import host_memory  # noqa: E402
-from gpumix.integrations.common.batch_rows import PlannedRows, evaluated_rows  # noqa: E402
-from gpumix.integrations.common.gather import all_rows  # noqa: E402
-from gpumix.integrations.common.optimizer_adapter import optimizer_like, taken_over  # noqa: E402
+from gpumix.hardware.host.environment import get_local_world_size  # noqa: E402
+from gpumix.hardware.memory_limit import count_as_host_memory  # noqa: E402
+from gpumix.integrations.common.batch_rows import PlannedRows, get_evaluation_rows  # noqa: E402
+from gpumix.integrations.common.gather import gather_rows  # noqa: E402
+from gpumix.integrations.common.optimizer_adapter import (  # noqa: E402
+    make_factory_from_optimizer,
+    take_over_optimizer,
+)
 from gpumix.integrations.common.plan_and_shard import (  # noqa: E402
-    Training,
-    host,
-    plan_of,
+    TrainingSetup,
+    get_world_size,
+    load_plan,
     precision_of_weights,
     refuse_gpu,
-    world,
+    shard_by_plan,
 )
-from gpumix.integrations.common.saver import Saver, dtypes_of  # noqa: E402
-from gpumix.integrations.dataloader.example_batch import specimen_of  # noqa: E402
+from gpumix.integrations.common.saver import Saver, get_parameter_dtypes  # noqa: E402
+from gpumix.integrations.dataloader.example_batch import find_example  # noqa: E402
 from gpumix.integrations.dataloader.inspect import Batching  # noqa: E402
-from gpumix.integrations.dataloader.sharded_loader import Width, collated_tree  # noqa: E402
-from gpumix.integrations.lightning.checkpoints import Checkpoints  # noqa: E402
-from gpumix.integrations.lightning.cluster_environment import Launched  # noqa: E402
+from gpumix.integrations.dataloader.sharded_loader import PaddingScope, collate_tree  # noqa: E402
+from gpumix.integrations.lightning.checkpoints import CheckpointStrategy  # noqa: E402
+from gpumix.integrations.lightning.cluster_environment import LaunchedEnvironment  # noqa: E402
 from gpumix.integrations.lightning.collectives import StrategyCollectives  # noqa: E402
-from gpumix.integrations.lightning.dataloader import PlannedLoader, planned_loader  # noqa: E402
+from gpumix.integrations.lightning.dataloader import PlannedLoader, make_planned_loader  # noqa: E402
 from gpumix.integrations.lightning.precision import PlannedPrecision  # noqa: E402
-from gpumix.integrations.lightning.run_recorder import FitRecord  # noqa: E402
+from gpumix.integrations.lightning.run_recorder import FitRecorder  # noqa: E402
 from gpumix.integrations.lightning.step_metrics import refuse_means  # noqa: E402
-from gpumix.integrations.lightning.training_step import NOTHING, ModuleSteps  # noqa: E402
-from gpumix.integrations.lightning.unsupported import refuse_without_meaning  # noqa: E402
+from gpumix.integrations.lightning.training_step import EMPTY_ROW_SHAPE, ModuleSteps  # noqa: E402
+from gpumix.integrations.lightning.unsupported import check_trainer  # noqa: E402
 from gpumix.schema.errors import InputError  # noqa: E402
 from gpumix.schema.job.search_space import EVERYTHING, Space  # noqa: E402
-from gpumix.schema.plan.batch_shares import rows_of  # noqa: E402
+from gpumix.schema.plan.batch_shares import get_micro_batch_rows  # noqa: E402
 from gpumix.schema.plan.plan import Plan  # noqa: E402
 from gpumix.train.run_log import run_files  # noqa: E402
 
 __all__ = ["GpumixStrategy"]
 
-METRICS = EVERYTHING.model_copy(update={"tensor": (1,)})  # a team would count samples twice
+METRICS_SPACE = EVERYTHING.model_copy(update={"tensor": (1,)})  # a team would count samples twice
 ONE_OPTIMIZER = "return one torch optimizer, with or without schedulers"
 
 
-class GpumixStrategy(StrategyCollectives, Checkpoints):
+class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
     """Strategy training a module by a plan.
 
     Args:
@@ -102,18 +105,18 @@ class GpumixStrategy(StrategyCollectives, Checkpoints):
         seed: int = 0,
     ) -> None:
         self._planned_precision = PlannedPrecision()
-        super().__init__(cluster_environment=Launched())
-        self._given = plan_of(plan)
+        super().__init__(cluster_environment=LaunchedEnvironment())
+        self._given = load_plan(plan)
         self._steps = ModuleSteps(count)
         self._couples = couples
-        self._width = Width()
+        self._width = PaddingScope()
         self._space = space
         self._compile = compile
         self._seed = seed
         self._trains = False  # False: the engine was made to evaluate
         self._adds = self._overflowed = False  # accumulates gradients; any overflowed
         self._like: Batching | None = None  # the loader to be read, for the shapes of batches
-        self._recording = FitRecord()
+        self._recording = FitRecorder()
 
     @property
     def engine(self) -> Engine:
@@ -151,14 +154,14 @@ class GpumixStrategy(StrategyCollectives, Checkpoints):
             vars(only)["rank"] = self.global_rank
 
     def setup_environment(self) -> None:
-        self.meet()
+        self.join_ranks()
         if isinstance(self.accelerator, CPUAccelerator):
             refuse_gpu(self._device, "accelerator='cpu'", where="Trainer")
 
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        refuse_without_meaning(trainer, module)
+        check_trainer(trainer, module)
         # The plan assigns samples to ranks.
         trainer._accelerator_connector.use_distributed_sampler = False
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -177,7 +180,7 @@ class GpumixStrategy(StrategyCollectives, Checkpoints):
         elif fitting:
             self.setup_optimizers(trainer)
             names = {id(p): name for name, p in module.named_parameters()}
-            taken_over(self.optimizers[0], self._engine, names)
+            take_over_optimizer(self.optimizers[0], self._engine, names)
 
     def teardown(self) -> None:
         """Keep the module sharded for later calls."""
@@ -188,30 +191,30 @@ class GpumixStrategy(StrategyCollectives, Checkpoints):
         self.precision_plugin.convert_module(module)
         if fitting:
             self.setup_optimizers(trainer)
-        like = self._like or _first_loader(trainer)
+        like = self._like or _get_first_batching(trainer)
         _summarize(trainer, module)
         names = {id(p): name for name, p in module.named_parameters()}
-        dtypes = dtypes_of(module)
+        dtypes = get_parameter_dtypes(module)
         self._steps.begin(trainer, module)
-        specimen = specimen_of(like.loader.dataset, like.loader.collate_fn, self._handed_over)
+        specimen = find_example(like.loader.dataset, like.loader.collate_fn, self._handed_over)
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
-        together = like.batch_size * world()
+        together = like.batch_size * get_world_size()
         if self._given is not None and not fitting:  # larger batches come in parts
             together = self._given.global_batch
-        training = Training(
+        training = TrainingSetup(
             specimen.batch,
             sequence_length=specimen.sequence_length,
             global_batch=together,
             loss=self._steps.loss,
-            optimizer=optimizer_like(self.optimizers[0]) if fitting else None,
-            precision=self._computed_in(module),
+            optimizer=make_factory_from_optimizer(self.optimizers[0]) if fitting else None,
+            precision=self._get_precision(module),
             compile=self._compile,
-            space=METRICS if metrics and self._space == EVERYTHING else self._space,
+            space=METRICS_SPACE if metrics and self._space == EVERYTHING else self._space,
             seed=self._seed,
             told=self._steps.told([type(optimizer).__name__ for optimizer in self.optimizers]),
             couples=self._couples,
         )
-        self._engine = host(module, training, plan=self._given, folder=_folder(trainer))
+        self._engine = shard_by_plan(module, training, plan=self._given, folder=_folder(trainer))
         refuse_means(module, self._engine.comm.world)
         if metrics and self._engine.plan.in_teams:
             raise InputError(
@@ -220,8 +223,8 @@ class GpumixStrategy(StrategyCollectives, Checkpoints):
                 fix="make a plan with techniques.tensor=1",
             )
         if fitting:
-            taken_over(self.optimizers[0], self._engine, names)
-        self.saver = Saver(self._engine, dtypes, ranks_here(), name="")
+            take_over_optimizer(self.optimizers[0], self._engine, names)
+        self.saver = Saver(self._engine, dtypes, get_local_world_size(), name="")
         self.precision_plugin.serve(self._engine)
         self._steps.serve(self._engine)
         module.zero_grad = partial(_without_gradients, self._engine)  # type: ignore[method-assign]
@@ -229,9 +232,9 @@ class GpumixStrategy(StrategyCollectives, Checkpoints):
         for metric in metrics:
             metric.to(self._device)
         if padded := specimen.padded():
-            self._width.common = not fitting or self._steps.depend_on_padding(*padded)
+            self._width.is_global = not fitting or self._steps.has_padding_dependence(*padded)
 
-    def _computed_in(self, module: nn.Module) -> Any:
+    def _get_precision(self, module: nn.Module) -> Any:
         """Return the trainer's precision; for `32-true`, the dtype of the weights."""
         said = self.precision_plugin.dtype
         return precision_of_weights(module) if said == "fp32" else said
@@ -252,21 +255,21 @@ class GpumixStrategy(StrategyCollectives, Checkpoints):
     def process_dataloader(self, dataloader: Any) -> PlannedLoader:
         """Return this rank's part of global batches of `batch_size` samples per rank."""
         self._like = Batching.of(dataloader)
-        samples = self._like.batch_size * world()
+        samples = self._like.batch_size * get_world_size()
         assert self.lightning_module is not None
         training = self.lightning_module.trainer.training
         given = self._like.of_whole(samples) if training else self._like
         if not training and self._engine is not None:
             samples = min(samples, self._engine.plan.global_batch)
-        rows = self._rows(rows_of if training else evaluated_rows)
-        return planned_loader(given, samples, rows, self._recording, self._width)
+        rows = self._rows(get_micro_batch_rows if training else get_evaluation_rows)
+        return make_planned_loader(given, samples, rows, self._recording, self._width)
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         """Run the module's hooks on the host; the engine moves values to the device."""
         assert self.lightning_module is not None
-        with host_memory():
+        with count_as_host_memory():
             return self.lightning_module._apply_batch_transfer_handler(
                 batch, device=torch.device("cpu"), dataloader_idx=dataloader_idx
             )
@@ -274,7 +277,7 @@ class GpumixStrategy(StrategyCollectives, Checkpoints):
     def _handed_over(self, collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
         """Return a batch as steps receive it, for measurements."""
         assert self.lightning_module is not None
-        batch = self.lightning_module._on_before_batch_transfer(collated_tree(collate, samples))
+        batch = self.lightning_module._on_before_batch_transfer(collate_tree(collate, samples))
         return self.batch_to_device(batch)
 
     def _rows(self, rows: Callable[[Plan, int, int], Sequence[range]]) -> PlannedRows:
@@ -287,11 +290,11 @@ class GpumixStrategy(StrategyCollectives, Checkpoints):
         if not self._adds:  # Lightning clears gradients too late, before its own backward
             _without_gradients(self.engine)
         self._recording.computes()
-        with self.inside_a_step():
+        with self.forbid_collectives():
             loss = self._steps.train(batch, others, self.precision_plugin.samples)
         self._accumulate()
         self._steps.publish()
-        self.precision_plugin.lay_aside()
+        self.precision_plugin.stash_gradients()
         self._recording.computed(loss)
         return loss.float()
 
@@ -321,12 +324,12 @@ class GpumixStrategy(StrategyCollectives, Checkpoints):
         return self._evaluated("predict_step", batch, others)
 
     def _evaluated(self, hook: str, batch: Any, others: tuple[Any, ...]) -> Any:
-        with self.inside_a_step():
+        with self.forbid_collectives():
             made = self._steps.evaluate(hook, batch, others, self.precision_plugin.samples)
         self._steps.publish()
         if hook == "predict_step":
-            found = all_rows(made, self.engine.comm, "gathering of predictions")
-            if not isinstance(found, Tensor) or found.shape[1:] != NOTHING:
+            found = gather_rows(made, self.engine.comm, "gathering of predictions")
+            if not isinstance(found, Tensor) or found.shape[1:] != EMPTY_ROW_SHAPE:
                 return found
         return None
 
@@ -372,7 +375,7 @@ def _without_gradients(engine: Engine, set_to_none: bool = True) -> None:
         parameter.grad = None
 
 
-def _first_loader(trainer: Any) -> Batching:
+def _get_first_batching(trainer: Any) -> Batching:
     """Return the batching of the next loader, before Lightning sets it up."""
     fitting, predicting = trainer.state.fn == TrainerFn.FITTING, trainer.predicting
     loop = trainer.predict_loop if predicting else trainer._evaluation_loop
@@ -395,4 +398,4 @@ def _folder(trainer: Any) -> Path | None:
     """Return the folder of plan, profile and record. A trainer has none without a logger, or with
     one that writes to a store elsewhere, such as s3://bucket."""
     folder = str(trainer.log_dir or "") if trainer.loggers else ""
-    return Path(folder, run_files.OF_SCRIPT) if folder and "://" not in folder else None
+    return Path(folder, run_files.SCRIPT_FOLDER) if folder and "://" not in folder else None

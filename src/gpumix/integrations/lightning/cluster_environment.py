@@ -8,7 +8,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from gpumix.hardware.host.environment import TorchrunPlace, torchrun_place
 
 
-class Launched(ClusterEnvironment):
+class LaunchedEnvironment(ClusterEnvironment):
     """Place by the process group, or by torchrun's variables; otherwise a single process."""
 
     @property

@@ -13,11 +13,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.comm.process_groups import all_ranks
+from gpumix.engine.comm.process_groups import make_communicator
 from gpumix.engine.engine import Engine
 from gpumix.hardware.runtime import synchronize
-from gpumix.integrations.common.gather import all_texts
-from gpumix.profiler.api import join
+from gpumix.integrations.common.gather import gather_texts
+from gpumix.profiler.api import join_ranks
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 _log = logging.getLogger(__name__)
 
 
-def tells(plan: Plan, rank: int) -> bool:
+def is_output_rank(plan: Plan, rank: int) -> bool:
     """Return True for a team's first rank in the last stage: outputs of other ranks do not
     count."""
     stage = len(plan.stages) - 1
@@ -49,21 +49,21 @@ class StrategyCollectives:
 
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
-        self._broadcast: dict[tuple[int, str], str] = {}  # by rank, and its own text
+        self._earlier_broadcasts: dict[tuple[int, str], str] = {}  # by rank, and its own text
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the training, once made."""
         return None if self._engine is None else self._engine.plan
 
-    def meet(self) -> None:
+    def join_ranks(self) -> None:
         """Join the other ranks. Collective."""
         if self._comm is None:
-            self._device = join()
-            self._comm = all_ranks(self._device)
+            self._device = join_ranks()
+            self._comm = make_communicator(self._device)
 
     @contextmanager
-    def inside_a_step(self) -> Iterator[None]:
+    def forbid_collectives(self) -> Iterator[None]:
         """Forbid collectives inside the context: ranks compute different numbers of micro-batches,
         and none may wait for another."""
         self._in_step = True
@@ -80,7 +80,7 @@ class StrategyCollectives:
                 fix="self.log what is to be known of all samples; exchange in a hook after the "
                 "step, such as on_train_batch_end",
             )
-        return self._comm or all_ranks(self._device)
+        return self._comm or make_communicator(self._device)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor):
@@ -90,7 +90,7 @@ class StrategyCollectives:
         if kind in ("mean", "avg"):
             table = table if table.is_floating_point() else table.double()
             if not torch.allclose(table, table[:1].expand_as(table), equal_nan=True):
-                self._differs_by_rank(table)
+                self._report_unequal_values(table)
             return table.mean(0)
         reduced: dict[str, Callable[..., Tensor]] = {
             "sum": torch.sum,
@@ -101,7 +101,7 @@ class StrategyCollectives:
             raise InputError(f"reduce_op={reduce_op!r}", fix="take mean, sum, max or min")
         return reduced[kind](table, 0)
 
-    def _differs_by_rank(self, table: Tensor) -> None:
+    def _report_unequal_values(self, table: Tensor) -> None:
         """Report a mean over ranks of a value differing by rank.
 
         Raises:
@@ -121,7 +121,7 @@ class StrategyCollectives:
         _log.warning("%s; where each is of a rank's own samples: %s", problem, fix)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        found = self._table(torch.tensor(float(decision))).bool()
+        found = self._gather_table(torch.tensor(float(decision))).bool()
         return bool(found.all() if all else found.any())
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -131,8 +131,12 @@ class StrategyCollectives:
     def _counted(self, tensor: Tensor) -> Tensor:
         """Return [ranks, ...] of counting ranks: of ranks computing equal samples only one
         counts."""
-        table, plan = self._table(tensor), self.plan
-        return table if plan is None else table[[r for r in range(len(table)) if tells(plan, r)]]
+        table, plan = self._gather_table(tensor), self.plan
+        return (
+            table
+            if plan is None
+            else table[[r for r in range(len(table)) if is_output_rank(plan, r)]]
+        )
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the value of rank `src`. Inside a step only earlier broadcasts are available, such
@@ -143,11 +147,11 @@ class StrategyCollectives:
             raise InputError(
                 f"a {type(obj).__name__} cannot be told to other ranks", why=str(error)
             ) from error
-        if self._in_step and (src, own) in self._broadcast:
-            return json.loads(self._broadcast[src, own])
+        if self._in_step and (src, own) in self._earlier_broadcasts:
+            return json.loads(self._earlier_broadcasts[src, own])
         comm = self._together()
-        texts = all_texts(own if comm.rank == src else "", comm, "broadcast for Lightning")
-        self._broadcast[src, own] = texts[src]
+        texts = gather_texts(own if comm.rank == src else "", comm, "broadcast for Lightning")
+        self._earlier_broadcasts[src, own] = texts[src]
         return json.loads(texts[src])
 
     def barrier(self, name: str | None = None) -> None:
@@ -155,7 +159,7 @@ class StrategyCollectives:
         comm.all_reduce(torch.zeros(1, device=comm.device), name or "barrier of Lightning")
         synchronize(comm.device)
 
-    def _table(self, tensor: Tensor) -> Tensor:
+    def _gather_table(self, tensor: Tensor) -> Tensor:
         comm = self._together()
         shape, device = tensor.shape, tensor.device
         row = tensor.detach().reshape(-1).to(comm.device)

@@ -15,7 +15,7 @@ MEAN, SAMPLES, SUM, MAX, MIN = "mean", "samples", "sum", "max", "min"
 DIVIDED = "divided"  # a mean weighted by the denominators in the values' graphs
 LOSS = "loss"  # a mean weighted like the loss, although the module gives a `batch_size`
 MEANS = (MEAN, SAMPLES, LOSS, DIVIDED)
-TRIES = 8  # batches, until the first of several fitting rules is taken
+MAX_COMPARED_BATCHES = 8  # batches, until the first of several fitting rules is taken
 RELATIVE, ABSOLUTE = 1e-4, 1e-7
 
 
@@ -34,7 +34,7 @@ class LoggedPart:
     weight: float = math.nan
 
 
-class Ways:
+class CombiningRules:
     """Rules combining values of parts, by name."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Ways:
         self._compared = False
 
     @property
-    def is_open(self) -> bool:
+    def needs_comparison(self) -> bool:
         """True if another batch should be compared."""
         return not self._compared or any(self._left.values())
 
@@ -65,7 +65,7 @@ class Ways:
         """Narrow the rules by those fitting a batch; return names without any rule left."""
         self._compared, lost = True, []
         for name, ways in fitting.items():
-            left = self._left.get(name, TRIES)
+            left = self._left.get(name, MAX_COMPARED_BATCHES)
             if left:
                 before = self._ways.get(name, ways)
                 self._ways[name] = [way for way in before if way in ways]
@@ -74,7 +74,7 @@ class Ways:
         return lost
 
 
-def fitting_ways(
+def find_fitting_rules(
     whole: LoggedPart, parts: tuple[LoggedPart, LoggedPart], reduced: Mapping[str, str]
 ) -> dict[str, list[str]]:
     """Return rules that reproduce the full value, by name, the likeliest first.
@@ -86,11 +86,11 @@ def fitting_ways(
     for name, (value, *_) in whole.values.items():
         if math.isfinite(value) and all(name in part.values for part in parts):
             own = [(*part.values[name], float(part.samples), part.weight) for part in parts]
-            found[name] = _ways(value, own, reduced[name])
+            found[name] = _fit_rules(value, own, reduced[name])
     return found
 
 
-def _ways(whole: float, parts: Sequence[tuple[float, ...]], reduced: str) -> list[str]:
+def _fit_rules(whole: float, parts: Sequence[tuple[float, ...]], reduced: str) -> list[str]:
     values, weights, divided, samples, of_loss = zip(*parts)
     told = {
         MEAN: _mean(values, weights),

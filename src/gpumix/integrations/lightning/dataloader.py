@@ -13,12 +13,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from gpumix.integrations.common.batch_rows import Rows
-from gpumix.integrations.common.run_recorder import TrainingRecord
+from gpumix.integrations.common.batch_rows import RowAssignment
+from gpumix.integrations.common.run_recorder import TrainingRecorder
 from gpumix.integrations.dataloader.inspect import Batching
-from gpumix.integrations.dataloader.sharded_loader import CollatedTree, OwnLoader, OwnPart, Width
+from gpumix.integrations.dataloader.sharded_loader import (
+    PaddingScope,
+    RankBatchSampler,
+    RankLoader,
+    TreeCollator,
+)
 
-BATCHES, NUMBERS = "batches", "random_numbers"
+BATCHES_KEY, RNG_STATE_KEY = "batches", "random_numbers"
 
 
 class PlannedLoader:
@@ -30,12 +35,12 @@ class PlannedLoader:
         given: the user's loader.
     """
 
-    def __init__(self, loader: OwnLoader, record: TrainingRecord, given: Any) -> None:
+    def __init__(self, loader: RankLoader, record: TrainingRecorder, given: Any) -> None:
         self._loader = loader
         self._given = given
         self._record = record
         self._batches = 0  # of this epoch, given so far
-        self._begun_with: Tensor | None = None
+        self._epoch_rng_state: Tensor | None = None
         self._goes_on: dict[str, Any] | None = None
 
     @property
@@ -46,7 +51,7 @@ class PlannedLoader:
     def batch_sampler(self) -> Any:
         """Batch sampler for Lightning to set epochs on."""
         part = self._loader.batch_sampler
-        return part.batch_sampler if isinstance(part, OwnPart) else None
+        return part.batch_sampler if isinstance(part, RankBatchSampler) else None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -59,9 +64,9 @@ class PlannedLoader:
     def __iter__(self) -> Iterator[Any]:
         skipped = 0
         if self._goes_on is not None:
-            torch.set_rng_state(self._goes_on[NUMBERS])
-            skipped, self._goes_on = self._goes_on[BATCHES], None
-        self._begun_with = torch.get_rng_state()
+            torch.set_rng_state(self._goes_on[RNG_STATE_KEY])
+            skipped, self._goes_on = self._goes_on[BATCHES_KEY], None
+        self._epoch_rng_state = torch.get_rng_state()
         self._batches = skipped
         batches = self._loader.after(skipped)
         while (batch := self._record.next_of(batches)) is not None:
@@ -70,24 +75,28 @@ class PlannedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position; within an epoch with the random state of its begin."""
-        over = self._begun_with is None or self._batches == _length(self._loader)
+        over = self._epoch_rng_state is None or self._batches == _get_length(self._loader)
         return {
-            BATCHES: 0 if over else self._batches,
-            NUMBERS: torch.get_rng_state() if over else self._begun_with,
+            BATCHES_KEY: 0 if over else self._batches,
+            RNG_STATE_KEY: torch.get_rng_state() if over else self._epoch_rng_state,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._goes_on = state
 
 
-def planned_loader(
-    given: Batching, batch_size: int, rows: Rows, record: TrainingRecord, width: Width
+def make_planned_loader(
+    given: Batching,
+    batch_size: int,
+    rows: RowAssignment,
+    record: TrainingRecorder,
+    width: PaddingScope,
 ) -> PlannedLoader:
     """Return this rank's part of a loader's global batches of `batch_size` samples."""
-    collate = CollatedTree(given.loader.collate_fn, width)
-    own = given.own_part(batch_size, rows, collate, OwnLoader)
+    collate = TreeCollator(given.loader.collate_fn, width)
+    own = given.make_rank_loader(batch_size, rows, collate, RankLoader)
     return PlannedLoader(own, record, given.loader)
 
 
-def _length(loader: OwnLoader) -> int | None:
+def _get_length(loader: RankLoader) -> int | None:
     return None if isinstance(loader.dataset, IterableDataset) else len(loader)

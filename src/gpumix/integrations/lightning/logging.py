@@ -23,9 +23,9 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.loss.loss_graph import denominators_of
-from gpumix.integrations.common.forward import detached
-from gpumix.integrations.common.gather import all_texts
+from gpumix.engine.loss.loss_graph import find_denominators
+from gpumix.integrations.common.forward import detach_leaf
+from gpumix.integrations.common.gather import gather_texts
 from gpumix.integrations.lightning.combining import (
     DIVIDED,
     LOSS,
@@ -35,9 +35,9 @@ from gpumix.integrations.lightning.combining import (
     MIN,
     SAMPLES,
     SUM,
+    CombiningRules,
     LoggedPart,
-    Ways,
-    fitting_ways,
+    find_fitting_rules,
 )
 from gpumix.integrations.lightning.step_metrics import StepMetrics, kind_of
 from gpumix.schema.errors import InputError
@@ -45,7 +45,7 @@ from gpumix.schema.errors import InputError
 _log = logging.getLogger(__name__)
 REDUCED = "reduce_fx"
 COMPARED = "comparison of logged values"
-OBJECT, EXPLICIT = "metric", "batch_size"
+METRIC_KEY, EXPLICIT = "metric", "batch_size"
 # A metric that gets this number, which is not logged by itself; and the number's type.
 UPDATED, KIND = "updated", "kind"
 PASSED_ON = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", REDUCED)
@@ -67,7 +67,7 @@ class LoggedValue(NamedTuple):
 
 
 @dataclass
-class Logged:
+class MicroBatchLog:
     """Values logged for a micro-batch, with its weight and number of samples."""
 
     weight: Tensor
@@ -76,10 +76,10 @@ class Logged:
 
 
 # A micro-batch's forward is a coroutine, which may pause inside the module's step.
-_current: ContextVar[Logged | None] = ContextVar("gpumix_logged_micro_batch", default=None)
+_current: ContextVar[MicroBatchLog | None] = ContextVar("gpumix_logged_micro_batch", default=None)
 
 
-class Logs:
+class StepLogs:
     """Logged values of a module's step: training, validation or test.
 
     Args:
@@ -96,19 +96,19 @@ class Logs:
         self._by_step = by_step
         self._known: dict[str, dict[str, Any]] = {}  # settings by name, equal on all ranks
         self._own: dict[str, dict[str, Any]] = {}
-        self._seen: list[Logged] = []
-        self._ways = Ways()
+        self._seen: list[MicroBatchLog] = []
+        self._ways = CombiningRules()
         self._metrics = StepMetrics(module, comm, self._note_update)
 
     @property
     def reads_graphs(self) -> bool:
         """True if values should be logged with their graphs."""
-        return self._ways.is_open or DIVIDED in self._ways.found
+        return self._ways.needs_comparison or DIVIDED in self._ways.found
 
     @property
     def compares(self) -> bool:
         """True if another batch should be logged in parts, for `compare`."""
-        return self._ways.is_open
+        return self._ways.needs_comparison
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -122,7 +122,7 @@ class Logs:
             del self._module.log
 
     @contextmanager
-    def micro_batch(self, weight: Tensor, samples: int) -> Iterator[Logged]:
+    def micro_batch(self, weight: Tensor, samples: int) -> Iterator[MicroBatchLog]:
         """Receive values of a micro-batch inside the context; drop the values of a failed one."""
         with self._noted(weight, samples) as noted:
             yield noted
@@ -130,22 +130,22 @@ class Logs:
             self._seen.append(noted)
 
     @contextmanager
-    def part(self, weight: Tensor, samples: int, told: list[LoggedPart]) -> Iterator[Logged]:
+    def part(self, weight: Tensor, samples: int, told: list[LoggedPart]) -> Iterator[MicroBatchLog]:
         """Receive values of compared samples inside the context; append them to `told`."""
         with self._noted(weight, samples) as noted:
             yield noted
         values = {}
         for one in noted.values:
             self._own[one.name] = one.settings
-            if not one.settings[OBJECT]:
+            if not one.settings[METRIC_KEY]:
                 weight = noted.weight if one.size is None else one.size
                 divided = math.nan if one.divided is None else one.divided
                 values[one.name] = _number(one.value), _number(weight), _number(divided)
         told.append(LoggedPart(values, samples, _number(noted.weight)))
 
     @contextmanager
-    def _noted(self, weight: Tensor, samples: int) -> Iterator[Logged]:
-        noted = Logged(weight.detach(), samples)
+    def _noted(self, weight: Tensor, samples: int) -> Iterator[MicroBatchLog]:
+        noted = MicroBatchLog(weight.detach(), samples)
         token = _current.set(noted)
         try:
             yield noted
@@ -163,8 +163,8 @@ class Logs:
         if parts:
             whole, first, others = parts
             reduced = {name: self._own[name][REDUCED] for name in whole.values}
-            found = fitting_ways(whole, (first, others), reduced)
-        every = [json.loads(text) for text in all_texts(json.dumps(found), self._comm, COMPARED)]
+            found = find_fitting_rules(whole, (first, others), reduced)
+        every = [json.loads(text) for text in gather_texts(json.dumps(found), self._comm, COMPARED)]
         lost = self._ways.take(next(filter(None, every), {}))
         if lost and self._comm.rank == 0:
             _log.warning(
@@ -190,7 +190,7 @@ class Logs:
         )
         if not isinstance(value, Metric):
             noted.values.append(
-                LoggedValue(name, detached(value), own, weight, self._divided(value))
+                LoggedValue(name, detach_leaf(value), own, weight, self._divided(value))
             )
             return
         path = settings.get("metric_attribute") or _path_of(self._module, value)
@@ -198,10 +198,10 @@ class Logs:
         epoch = own["on_epoch"] if own["on_epoch"] is not None else not self._by_step
         both = step and epoch
         if step and value._forward_cache is not None:  # missing if the metric was only updated
-            of_step = own | {"on_step": True, "on_epoch": False, OBJECT: path}
+            of_step = own | {"on_step": True, "on_epoch": False, METRIC_KEY: path}
             noted.values.append(LoggedValue(f"{name}_step" if both else name, 0.0, of_step, weight))
         if epoch:
-            of_epoch = own | {"on_step": False, "on_epoch": True, OBJECT: path}
+            of_epoch = own | {"on_step": False, "on_epoch": True, METRIC_KEY: path}
             noted.values.append(
                 LoggedValue(f"{name}_epoch" if both else name, 0.0, of_epoch, weight)
             )
@@ -215,7 +215,7 @@ class Logs:
         number = sum(one.settings[UPDATED] == path for one in noted.values)
         own = self._settings(path, {}, explicit=False) | {UPDATED: path, KIND: kind_of(value)}
         name = f"{path}, update {number + 1}"
-        noted.values.append(LoggedValue(name, detached(value), own, None, self._divided(value)))
+        noted.values.append(LoggedValue(name, detach_leaf(value), own, None, self._divided(value)))
 
     def _divided(self, value: Any) -> Tensor | None:
         """Return the denominator in a value's graph, or None."""
@@ -223,7 +223,7 @@ class Logs:
             return None
         if not self.reads_graphs:
             return None
-        found = denominators_of(value)
+        found = find_denominators(value)
         alike = found and all(torch.equal(one, found[0]) for one in found)
         return found[0] if alike else None
 
@@ -238,7 +238,13 @@ class Logs:
                 fix=f"take one of {MEAN}, {SUM}, {MAX}, {MIN}",
             )
         passed_on = {key: given.get(key) for key in PASSED_ON if given.get(key) is not None}
-        named = {"on_step": None, "on_epoch": None, OBJECT: None, UPDATED: None, EXPLICIT: explicit}
+        named = {
+            "on_step": None,
+            "on_epoch": None,
+            METRIC_KEY: None,
+            UPDATED: None,
+            EXPLICIT: explicit,
+        }
         return named | passed_on | {REDUCED: reduced}
 
     # -- together ----------------------------------------------------------------------------------
@@ -249,7 +255,7 @@ class Logs:
         table = self._exchanged(own)
         if table[:, 0].any():
             told = {name: self._own[name] for name in own}
-            for text in all_texts(json.dumps(told), self._comm, "names that are logged"):
+            for text in gather_texts(json.dumps(told), self._comm, "names that are logged"):
                 self._known = json.loads(text) | self._known
             table = self._exchanged(own)
         columns = table[:, 1:].reshape(len(table), -1, 3).unbind(dim=1)
@@ -276,11 +282,11 @@ class Logs:
         values, weights = values[there], weights[there]
         if way in MEANS:
             return math.fsum(values.tolist()) / math.fsum(weights.tolist())
-        return float(_by(way, values))
+        return float(_reduce_values(way, values))
 
     def _compute(self, logged: Sequence[dict[str, Any]]) -> None:
         """Give metrics logged of steps this step's value, which Lightning asks them for."""
-        paths = [one[OBJECT] for one in logged if one[OBJECT] and one["on_step"]]
+        paths = [one[METRIC_KEY] for one in logged if one[METRIC_KEY] and one["on_step"]]
         for path, value in self._metrics.values([*dict.fromkeys(paths)]).items():
             vars(self._module.get_submodule(path))["_forward_cache"] = value
 
@@ -310,7 +316,7 @@ class Logs:
         self._seen = []
         return {name: self._reduced(name, rows) for name, rows in by_name.items()}
 
-    def _weight(self, one: LoggedValue, noted: Logged) -> Any:
+    def _weight(self, one: LoggedValue, noted: MicroBatchLog) -> Any:
         """Return the weight of a micro-batch's value in a mean.
 
         Raises:
@@ -342,14 +348,16 @@ class Logs:
             # A mean of no labels is NaN, with weight 0.
             value = torch.where(weights > 0, values * weights, 0.0).sum()
             return value, weights.sum(), sizes.sum()
-        return _by(way, values), torch.ones(()), sizes.sum()
+        return _reduce_values(way, values), torch.ones(()), sizes.sum()
 
     def _tell(self, name: str, settings: dict[str, Any], value: float, size: int) -> None:
         passed_on = {key: settings[key] for key in PASSED_ON if settings.get(key) is not None}
         told: Any = value
-        if settings[OBJECT]:  # the metric itself, which Lightning resets at the end of the epoch
-            told = self._module.get_submodule(settings[OBJECT])
-            passed_on["metric_attribute"] = settings[OBJECT]
+        if settings[
+            METRIC_KEY
+        ]:  # the metric itself, which Lightning resets at the end of the epoch
+            told = self._module.get_submodule(settings[METRIC_KEY])
+            passed_on["metric_attribute"] = settings[METRIC_KEY]
         LightningModule.log(self._module, name, told, batch_size=size, **passed_on)
 
 
@@ -357,11 +365,11 @@ def _number(value: Any) -> float:
     return float(torch.as_tensor(value))
 
 
-def _by(way: str, values: Tensor) -> Tensor:
+def _reduce_values(way: str, values: Tensor) -> Tensor:
     return values.sum() if way == SUM else values.max() if way == MAX else values.min()
 
 
-def silent(name: str, value: Any, **settings: Any) -> None:
+def ignore_log(name: str, value: Any, **settings: Any) -> None:
     """Log nothing; replaces `log` while devices are measured."""
     return
 

@@ -83,7 +83,7 @@ class PlannedPrecision(Precision):
 
     # -- a step of the optimizer -------------------------------------------------------------------
 
-    def lay_aside(self) -> None:
+    def stash_gradients(self) -> None:
         """Put gradients aside: forward and backward ran at once, and Lightning clears gradients in
         between."""
         assert self._engine is not None

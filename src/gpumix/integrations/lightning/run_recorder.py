@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from gpumix.engine.engine import Engine
-from gpumix.integrations.common.run_recorder import Recorded, TrainingRecord
+from gpumix.integrations.common.run_recorder import RunRecorder, TrainingRecorder
 
 
-class FitRecord(TrainingRecord):
+class FitRecorder(TrainingRecorder):
     """Record of a fit; a trainer without a logger has none."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class FitRecord(TrainingRecord):
         steps = trainer.estimated_stepping_batches
         self._recorded, self._loss = None, None
         if folder is not None and steps > 0:
-            self._recorded = Recorded(
+            self._recorded = RunRecorder(
                 engine,
                 folder,
                 plans=type(trainer.strategy).__name__,

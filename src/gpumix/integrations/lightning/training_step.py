@@ -14,23 +14,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
-from gpumix.engine.batch.batch_split import samples_in
+from gpumix.engine.batch.batch_split import count_samples
 from gpumix.engine.engine import Engine
-from gpumix.engine.loss.chunked_head import expected_gradient
-from gpumix.engine.loss.reduction import ReducedLoss, Reduces, SummedLoss, integer_labels
+from gpumix.engine.loss.chunked_head import expect_gradient
+from gpumix.engine.loss.reduction import ObjectiveWithRule, ReducedLoss, SummedLoss, integer_labels
 from gpumix.engine.rehearsal.additivity import padding_counts
-from gpumix.hardware.memory_limit import host_memory
-from gpumix.integrations.accelerate.unlike_rows import refuse_unlike_rows
-from gpumix.integrations.common.forward import by_places
-from gpumix.integrations.lightning.collectives import tells
+from gpumix.hardware.memory_limit import count_as_host_memory
+from gpumix.integrations.accelerate.unlike_rows import check_row_independence
+from gpumix.integrations.common.forward import compute_by_place
+from gpumix.integrations.lightning.collectives import is_output_rank
 from gpumix.integrations.lightning.combining import LoggedPart
-from gpumix.integrations.lightning.logging import Logged, Logs, silent
+from gpumix.integrations.lightning.logging import MicroBatchLog, StepLogs, ignore_log
 from gpumix.schema.errors import InputError
 
 LABELS = "labels"
 TRAINING = "training_step"
-COUNTS = ("forward", "update")  # methods of a metric, which torchmetrics wraps per instance
-NOTHING = (0,)  # the row shape for a `predict_step` returning nothing
+METRIC_METHODS = ("forward", "update")  # methods of a metric, which torchmetrics wraps per instance
+EMPTY_ROW_SHAPE = (0,)  # the row shape for a `predict_step` returning nothing
 
 
 class ModuleSteps:
@@ -45,11 +45,11 @@ class ModuleSteps:
         self._count = count
         self._models: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
         self._others: tuple[Any, ...] = ()
-        self._logs: dict[str, Logs] = {}
-        self._now: tuple[Logs, int] | None = None  # of the last step, with its samples
+        self._logs: dict[str, StepLogs] = {}
+        self._now: tuple[StepLogs, int] | None = None  # of the last step, with its samples
         self._is_first_prediction = True
         self._engine: Engine | None = None
-        self.loss: Reduces = (
+        self.loss: ObjectiveWithRule = (
             ReducedLoss(self._computed, integer_labels)
             if count is None
             else SummedLoss(self._summed)
@@ -70,11 +70,11 @@ class ModuleSteps:
         self._engine = engine
         self._logs, self._now = {}, None
 
-    def depend_on_padding(self, narrow: Any, wide: Any) -> bool:
+    def has_padding_dependence(self, narrow: Any, wide: Any) -> bool:
         """Return True if a sample's loss depends on its padding; see `padding_counts`."""
         assert self._engine is not None
         self._noted(TRAINING, 1)
-        with self._silently():
+        with self._silence_logging():
             return padding_counts(self._engine, self.loss, narrow, wide)
 
     # -- steps -------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class ModuleSteps:
         self._others = others
         logs = self._noted(TRAINING, samples)
         if not self._engine.is_settled(in_step=True):
-            with self._silently():
+            with self._silence_logging():
                 self._engine.settle(values, samples, in_step=True)
         if logs.compares:
             self._compare(logs, self._counted, values, samples, in_step=True)
@@ -95,13 +95,13 @@ class ModuleSteps:
     def look_back(self) -> None:
         """Check, after training, that losses of the last steps added up."""
         assert self._engine is not None
-        with self._silently():
+        with self._silence_logging():
             self._engine.look_back()
 
     def _compare(
         self,
-        logs: Logs,
-        step: Callable[[Any, Any, Logged], Any],
+        logs: StepLogs,
+        step: Callable[[Any, Any, MicroBatchLog], Any],
         values: Any,
         samples: int,
         *,
@@ -112,12 +112,17 @@ class ModuleSteps:
 
         def part(model: nn.Module, batch: Any) -> LoggedPart:
             told: list[LoggedPart] = []
-            samples = samples_in(batch)
+            samples = count_samples(batch)
             with logs.part(self._weight(batch), samples, told) as noted, torch.enable_grad():
                 step(model, batch, noted)
             return told[0]
 
-        with self._silently(), logs.listening(), torch.inference_mode(False), torch.no_grad():
+        with (
+            self._silence_logging(),
+            logs.listening(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
             parts = self._engine.in_parts(part, values, samples, in_step=in_step)
         logs.compare(parts)
 
@@ -129,27 +134,27 @@ class ModuleSteps:
         step = getattr(self._module, hook)
 
         def made(model: nn.Module, batch: Any) -> Any:
-            weight, samples = self._weight(batch), samples_in(batch)
+            weight, samples = self._weight(batch), count_samples(batch)
             reads = logs.reads_graphs and hook != "predict_step"
             with logs.micro_batch(weight, samples), torch.set_grad_enabled(reads):
                 told = step(batch, *others)
             if hook != "predict_step":
-                return torch.zeros(samples_in(batch))
+                return torch.zeros(count_samples(batch))
             if told is None:
-                return torch.zeros(samples_in(batch), *NOTHING)
-            _refuse_without_rows(told, samples_in(batch))
-            with host_memory():
-                return tree_map(_on_host, told)
+                return torch.zeros(count_samples(batch), *EMPTY_ROW_SHAPE)
+            _refuse_without_rows(told, count_samples(batch))
+            with count_as_host_memory():
+                return tree_map(_copy_to_host, told)
 
         if hook == "predict_step":
             if self._is_first_prediction:
-                with self._silently():
-                    refuse_unlike_rows(self._engine, made, values, samples)
+                with self._silence_logging():
+                    check_row_independence(self._engine, made, values, samples)
             self._is_first_prediction = False
         elif logs.compares:
             self._compare(logs, lambda model, batch, noted: step(batch, *others), values, samples)
         with logs.listening(), torch.inference_mode(False), torch.no_grad():
-            return by_places(self._engine, made, values, samples)
+            return compute_by_place(self._engine, made, values, samples)
 
     def publish(self) -> None:
         """Pass values logged in the last step to Lightning. Collective."""
@@ -161,7 +166,7 @@ class ModuleSteps:
         """Return (summed loss, count) of a micro-batch, by the user's count."""
         assert self._count is not None
         count = torch.as_tensor(self._count(batch))
-        with expected_gradient(count) as expected:
+        with expect_gradient(count) as expected:
             loss = self._computed(model, batch, {}, count)
             expected.settle(loss)
         return loss.float() * count, count
@@ -176,20 +181,20 @@ class ModuleSteps:
             self._attach(model)
             return self._returned(model, batch)
         if self._now is None:  # probing the order of its blocks
-            with self._silently():
+            with self._silence_logging():
                 return self._returned(model, batch)
         weight = _samples(batch) if count is None else count
-        with self._now[0].micro_batch(weight, samples_in(batch)) as noted:
+        with self._now[0].micro_batch(weight, count_samples(batch)) as noted:
             return self._counted(model, batch, noted)
 
-    def _counted(self, model: Any, batch: Any, noted: Logged) -> Tensor:
+    def _counted(self, model: Any, batch: Any, noted: MicroBatchLog) -> Tensor:
         """Return the loss of a micro-batch; its logged values get the loss's denominator as
         weight."""
         if not (isinstance(self.loss, ReducedLoss) and self.loss.reads_graph):
             return self._returned(model, batch)
         with torch.enable_grad():
             loss = self._returned(model, batch)
-        noted.weight = self.loss.divided_by(loss, batch).detach()
+        noted.weight = self.loss.read_denominator(loss, batch).detach()
         return loss
 
     def _returned(self, model: Any, batch: Any) -> Tensor:
@@ -205,11 +210,11 @@ class ModuleSteps:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _noted(self, hook: str, samples: int) -> Logs:
+    def _noted(self, hook: str, samples: int) -> StepLogs:
         assert self._engine is not None
         if hook not in self._logs:
-            counts = tells(self._engine.plan, self._engine.comm.rank)
-            self._logs[hook] = Logs(
+            counts = is_output_rank(self._engine.plan, self._engine.comm.rank)
+            self._logs[hook] = StepLogs(
                 self._module, self._engine.comm, tells=counts, by_step=hook == TRAINING
             )
         self._now = (self._logs[hook], samples)
@@ -223,7 +228,7 @@ class ModuleSteps:
         return self.loss.count(batch)
 
     @contextmanager
-    def _silently(self) -> Iterator[None]:
+    def _silence_logging(self) -> Iterator[None]:
         """Silence logging and metrics of the module inside the context."""
         kept = _silence(self._module)
         try:
@@ -254,7 +259,7 @@ class ModuleSteps:
 def _samples(batch: Any) -> Tensor:
     tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
     device = next((tensor.device for tensor in tensors), None)
-    return torch.full((), samples_in(batch), device=device)
+    return torch.full((), count_samples(batch), device=device)
 
 
 def _silence(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
@@ -262,11 +267,11 @@ def _silence(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
     before: list[tuple[nn.Module, dict[str, Any]]] = []
     for metric in module.modules():
         if isinstance(metric, Metric):
-            before.append((metric, {name: vars(metric).get(name) for name in COUNTS}))
-            for name in COUNTS:
+            before.append((metric, {name: vars(metric).get(name) for name in METRIC_METHODS}))
+            for name in METRIC_METHODS:
                 setattr(metric, name, _nothing)
     before.append((module, {"log": vars(module).get("log")}))
-    module.log = silent  # type: ignore[assignment]
+    module.log = ignore_log  # type: ignore[assignment]
     return before
 
 
@@ -274,7 +279,7 @@ def _nothing(*args: Any, **kwargs: Any) -> Tensor:
     return torch.zeros(())
 
 
-def _on_host(value: Any) -> Any:
+def _copy_to_host(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 

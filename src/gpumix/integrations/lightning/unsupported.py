@@ -8,18 +8,18 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from gpumix.integrations.common.plan_and_shard import world
+from gpumix.integrations.common.plan_and_shard import get_world_size
 from gpumix.schema.errors import InputError
 
-WHOLE = "it looks at whole parameters, and a rank has pieces of them"
+WHY_FULL_PARAMETERS = "it looks at whole parameters, and a rank has pieces of them"
 THAWS = "it thaws parameters while training, and the state of frozen ones is stored nowhere"
 FREEZE = "freeze what is not trained before the module is given to the trainer"
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-CALLBACKS = {  # and classes made of them: why, fix
-    "StochasticWeightAveraging": (WHOLE, "leave it out"),
-    "WeightAveraging": (WHOLE, "leave it out"),
-    "EMAWeightAveraging": (WHOLE, "leave it out"),
-    "ModelPruning": (WHOLE, "leave it out"),
+UNSUPPORTED_CALLBACKS = {  # and classes made of them: why, fix
+    "StochasticWeightAveraging": (WHY_FULL_PARAMETERS, "leave it out"),
+    "WeightAveraging": (WHY_FULL_PARAMETERS, "leave it out"),
+    "EMAWeightAveraging": (WHY_FULL_PARAMETERS, "leave it out"),
+    "ModelPruning": (WHY_FULL_PARAMETERS, "leave it out"),
     "BaseFinetuning": (THAWS, FREEZE),
     "BatchSizeFinder": (
         "no plan is taken that does not fit, and the plan chooses micro-batches",
@@ -28,17 +28,17 @@ CALLBACKS = {  # and classes made of them: why, fix
 }
 
 
-def refuse_without_meaning(trainer: Trainer, module: LightningModule) -> None:
+def check_trainer(trainer: Trainer, module: LightningModule) -> None:
     """Check a trainer and a module.
 
     Raises:
         InputError: a setting has no meaning here.
     """
-    for what, why, fix in _found(trainer, module):
+    for what, why, fix in _find_unsupported(trainer, module):
         raise InputError(f"{what} has no meaning with gpumix", where="Trainer", why=why, fix=fix)
 
 
-def _found(trainer: Trainer, module: LightningModule) -> Any:
+def _find_unsupported(trainer: Trainer, module: LightningModule) -> Any:
     """Yield (what, why, fix) of each refused setting."""
     if not module.automatic_optimization:
         yield (
@@ -73,11 +73,14 @@ def _found(trainer: Trainer, module: LightningModule) -> Any:
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind in type(callback).__mro__:
-            if kind.__name__ in CALLBACKS:
-                yield f"the callback {type(callback).__name__}", *CALLBACKS[kind.__name__]
+            if kind.__name__ in UNSUPPORTED_CALLBACKS:
+                yield (
+                    f"the callback {type(callback).__name__}",
+                    *UNSUPPORTED_CALLBACKS[kind.__name__],
+                )
     devices = trainer._accelerator_connector._devices_flag
     asked = devices if isinstance(devices, int) else len(devices)
-    if world() == 1 and asked * trainer._accelerator_connector._num_nodes_flag > 1:
+    if get_world_size() == 1 and asked * trainer._accelerator_connector._num_nodes_flag > 1:
         yield (
             f"one process for {asked} devices",
             "gpumix trains with one process for each device, of unlike numbers on each host",

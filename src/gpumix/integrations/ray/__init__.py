@@ -21,9 +21,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from gpumix.integrations.common.optional_dependency import need
+from gpumix.integrations.common.optional_dependency import require_packages
 
-need(__name__, "ray", extra="ray")
+require_packages(__name__, "ray", extra="ray")
 
 import ray  # noqa: E402 - a missing package is reported first
 from ray.exceptions import RayActorError, RayTaskError  # noqa: E402
@@ -38,21 +38,27 @@ from gpumix.integrations.ray.placement import (  # noqa: E402
     RankPlace,
     WantedWorker,
     Workers,
-    no_place,
-    places,
-    the_error,
-    wanted,
+    assign_ranks,
+    choose_error,
+    list_wanted_workers,
+    make_placement_error,
 )
-from gpumix.integrations.ray.worker import ENDS_S, FunctionRank, JobRank, ProcessState, numbers_of  # noqa: E402
-from gpumix.schema.errors import GpumixError, Interrupted, RankLost, error_from  # noqa: E402
+from gpumix.integrations.ray.worker import (  # noqa: E402
+    SHUTDOWN_TIMEOUT_S,
+    FunctionRank,
+    JobRank,
+    ProcessState,
+    select_numbers,
+)
+from gpumix.schema.errors import GpumixError, Interrupted, RankLost, rebuild_error  # noqa: E402
 from gpumix.schema.reading.read import read_job  # noqa: E402
 from gpumix.train.run_log import run_files  # noqa: E402
 
 __all__ = ["Workers", "run", "train"]
 
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 GRACE_S = 20.0  # for ranks to report their errors after the first failure
-OWN_RESOURCES = ("CPU", "GPU", "memory")
+BUILTIN_RESOURCES = ("CPU", "GPU", "memory")
 
 
 def train(
@@ -89,25 +95,27 @@ def train(
     metrics = read_job(Path(job), list(overrides)).output / run_files.METRICS
     arguments = ["train", str(job), "--json", *_options(overrides, allow)]
     arguments += [*(["--plan", str(plan)] if plan else []), *(["--resume"] if resume else [])]
-    with _ranks(JobRank, wanted(workers), timeout_s) as ranks:
+    with _start_ranks(JobRank, list_wanted_workers(workers), timeout_s) as ranks:
         begun = [
             actor.begin.remote(
                 place, arguments, str(folder), str(metrics) if place.rank == 0 else None
             )
             for actor, place in ranks
         ]
-        _results(dict(enumerate(begun)), GRACE_S)
+        _wait_for_results(dict(enumerate(begun)), GRACE_S)
         try:
-            looks = _watched([actor for actor, _ in ranks], tell)
+            looks = _watch_ranks([actor for actor, _ in ranks], tell)
         except KeyboardInterrupt:
-            raise _interrupted([actor for actor, _ in ranks]) from None
+            raise _interrupt_ranks([actor for actor, _ in ranks]) from None
         finally:
             for actor, _ in ranks:
                 with suppress(RayActorError):
                     ray.get(actor.end.remote())
-    errors = {rank: error for rank, look in looks.items() if (error := _error(rank, look))}
+    errors = {
+        rank: error for rank, look in looks.items() if (error := _make_exit_error(rank, look))
+    }
     if errors:
-        raise the_error(errors)
+        raise choose_error(errors)
     summary: dict[str, Any] = looks[0].told
     return summary
 
@@ -134,14 +142,14 @@ def run(
         MachineError: Ray has no such places.
         GpumixError: the error of the rank that failed first; its cause is the function's own error.
     """
-    with _ranks(FunctionRank, wanted(workers), timeout_s) as ranks:
+    with _start_ranks(FunctionRank, list_wanted_workers(workers), timeout_s) as ranks:
         calls = {place.rank: actor.call.remote(place, function, args) for actor, place in ranks}
-        found = _results(calls, GRACE_S)
+        found = _wait_for_results(calls, GRACE_S)
         return [found[rank] for rank in range(len(ranks))]
 
 
 @contextmanager
-def _ranks(
+def _start_ranks(
     kind: type[Any], asked: Sequence[WantedWorker], timeout_s: float
 ) -> Iterator[list[tuple[Any, RankPlace]]]:
     """Yield an actor and a place for each rank, in order; kill the actors on exit."""
@@ -155,10 +163,10 @@ def _ranks(
     actors: list[Any] = []
     try:
         if not group.wait(timeout_s):
-            raise no_place(asked, ray.nodes(), timeout_s)
-        actors += [_actor(kind, group, number, one) for number, one in enumerate(asked)]
+            raise make_placement_error(asked, ray.nodes(), timeout_s)
+        actors += [_start_actor(kind, group, number, one) for number, one in enumerate(asked)]
         arrived = ray.get([actor.arrived.remote() for actor in actors])
-        order = places(arrived)
+        order = assign_ranks(arrived)
         first, place = order[0]
         port = ray.get(actors[first].free_port.remote(place.address))
         yield [(actors[number], replace(place, port=port)) for number, place in order]
@@ -168,7 +176,7 @@ def _ranks(
         remove_placement_group(group)
 
 
-def _actor(kind: type[Any], group: PlacementGroup, number: int, one: WantedWorker) -> Any:
+def _start_actor(kind: type[Any], group: PlacementGroup, number: int, one: WantedWorker) -> Any:
     own = dict(one.workers.resources)
     return (
         ray.remote(kind)
@@ -176,7 +184,7 @@ def _actor(kind: type[Any], group: PlacementGroup, number: int, one: WantedWorke
             num_cpus=own.get("CPU", 0),
             num_gpus=own.get("GPU", 0),
             memory=own.get("memory"),
-            resources={name: n for name, n in own.items() if name not in OWN_RESOURCES},
+            resources={name: n for name, n in own.items() if name not in BUILTIN_RESOURCES},
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=number
             ),
@@ -185,7 +193,7 @@ def _actor(kind: type[Any], group: PlacementGroup, number: int, one: WantedWorke
     )
 
 
-def _results(calls: Mapping[int, Any], grace_s: float) -> dict[int, Any]:
+def _wait_for_results(calls: Mapping[int, Any], grace_s: float) -> dict[int, Any]:
     """Wait for results of calls by rank. After the first failure other calls have `grace_s` to
     fail.
 
@@ -207,16 +215,16 @@ def _results(calls: Mapping[int, Any], grace_s: float) -> dict[int, Any]:
         except RayTaskError as error:
             errors[rank] = error.cause
         except RayActorError as error:
-            errors[rank] = _lost(rank, error)
+            errors[rank] = _make_lost_error(rank, error)
         if errors and deadline is None:
             deadline = time.monotonic() + grace_s
     if errors:
-        told = the_error(errors)
+        told = choose_error(errors)
         raise told from next((e for e in errors.values() if not isinstance(e, GpumixError)), None)
     return found
 
 
-def _watched(
+def _watch_ranks(
     actors: Sequence[Any], tell: Callable[[dict[str, Any]], None]
 ) -> dict[int, ProcessState]:
     """Return the final look at each rank. After the first failure other ranks have a while to
@@ -224,14 +232,14 @@ def _watched(
     looks: dict[int, ProcessState] = {}
     deadline: float | None = None
     while len(looks) < len(actors) and (deadline is None or time.monotonic() < deadline):
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
         for rank, actor in enumerate(actors):
             if rank in looks:
                 continue
             try:
                 look: ProcessState = ray.get(actor.look.remote())
             except RayActorError as error:
-                look = ProcessState(RankLost.exit_code, _lost(rank, error).as_dict())
+                look = ProcessState(RankLost.exit_code, _make_lost_error(rank, error).as_dict())
             for event in look.metrics:
                 tell(event)
             if look.code is not None:
@@ -241,27 +249,27 @@ def _watched(
     return looks
 
 
-def _interrupted(actors: Sequence[Any]) -> GpumixError:
+def _interrupt_ranks(actors: Sequence[Any]) -> GpumixError:
     """Ask the ranks to save and end; return the first rank's report."""
     for actor in actors:
         actor.interrupt.remote()
-    deadline = time.monotonic() + ENDS_S
+    deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
     while time.monotonic() < deadline:
         try:
             looks: list[ProcessState] = ray.get([actor.look.remote() for actor in actors])
         except RayActorError as error:
             return Interrupted("a worker was lost before all ranks had ended", why=str(error))
         if all(look.code is not None for look in looks):
-            return _error(0, looks[0]) or Interrupted("the run had just come to its end")
-        time.sleep(LOOK_S)
-    return Interrupted(f"ranks that did not end within {ENDS_S:.0f} s were ended")
+            return _make_exit_error(0, looks[0]) or Interrupted("the run had just come to its end")
+        time.sleep(POLL_INTERVAL_S)
+    return Interrupted(f"ranks that did not end within {SHUTDOWN_TIMEOUT_S:.0f} s were ended")
 
 
-def _error(rank: int, look: ProcessState) -> GpumixError | None:
+def _make_exit_error(rank: int, look: ProcessState) -> GpumixError | None:
     if not look.code:
         return None
     if isinstance(look.told, dict) and "error" in look.told:
-        return error_from(look.told)
+        return rebuild_error(look.told)
     return RankLost(
         f"the process of rank {rank} ended with code {look.code}",
         why=look.said or "it said nothing of why",
@@ -269,7 +277,7 @@ def _error(rank: int, look: ProcessState) -> GpumixError | None:
     )
 
 
-def _lost(rank: int, error: RayActorError) -> RankLost:
+def _make_lost_error(rank: int, error: RayActorError) -> RankLost:
     return RankLost(
         f"the worker of rank {rank} is gone",
         why=str(error).strip().splitlines()[0],
@@ -295,7 +303,7 @@ def _reporter() -> Callable[[dict[str, Any]], None]:
 
 def _report(library: Any, event: dict[str, Any]) -> None:
     if "loss" in event:
-        library.report(numbers_of(event))
+        library.report(select_numbers(event))
 
 
 def _silent(event: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from gpumix.schema.errors import (
     MachineError,
     RankLost,
     TrainingError,
-    in_a_line,
+    format_in_one_line,
 )
 
 ACCELERATOR = "ray.io/accelerator-type"  # the label that Ray itself gives nodes with GPUs
@@ -49,7 +49,7 @@ class WantedWorker:
         return f"'{self.name}' ({', '.join([*kept, *labels])})"
 
 
-def wanted(workers: Mapping[str, int | Workers]) -> list[WantedWorker]:
+def list_wanted_workers(workers: Mapping[str, int | Workers]) -> list[WantedWorker]:
     """Return each worker of all kinds, in order.
 
     Raises:
@@ -67,7 +67,7 @@ def wanted(workers: Mapping[str, int | Workers]) -> list[WantedWorker]:
 
 
 @dataclass(frozen=True)
-class Arrived:
+class WorkerReport:
     """Report of an arrived worker: node, addresses, and GPUs from Ray."""
 
     node: str
@@ -90,7 +90,7 @@ class RankPlace:
     gpus: tuple[str, ...] = ()
 
 
-def places(arrived: Sequence[Arrived]) -> list[tuple[int, RankPlace]]:
+def assign_ranks(arrived: Sequence[WorkerReport]) -> list[tuple[int, RankPlace]]:
     """Return worker numbers and places in the order of ranks, with the port still open.
 
     Ranks of a node are adjacent, in the order of GPUs or, without GPUs, of arrival.
@@ -111,7 +111,7 @@ def places(arrived: Sequence[Arrived]) -> list[tuple[int, RankPlace]]:
     address = LOOPBACK if len(nodes) == 1 else arrived[0].address
     found: list[tuple[int, RankPlace]] = []
     for here in nodes.values():
-        here.sort(key=lambda number: _in_order(arrived[number].gpus))
+        here.sort(key=lambda number: _get_gpu_sort_key(arrived[number].gpus))
         gpus = tuple(gpu for number in here for gpu in arrived[number].gpus)
         for local_rank, number in enumerate(here):
             place = RankPlace(
@@ -127,12 +127,12 @@ def places(arrived: Sequence[Arrived]) -> list[tuple[int, RankPlace]]:
     return found
 
 
-def _in_order(gpus: Sequence[str]) -> tuple[int, str]:
+def _get_gpu_sort_key(gpus: Sequence[str]) -> tuple[int, str]:
     name = gpus[0] if gpus else ""
     return (int(name), "") if name.isdecimal() else (0, name)
 
 
-def no_place(
+def make_placement_error(
     asked: Sequence[WantedWorker], nodes: Sequence[Mapping[str, Any]], waited_s: float
 ) -> MachineError:
     """Return the error for workers that Ray could not place.
@@ -143,7 +143,7 @@ def no_place(
     alive = [node for node in nodes if node.get("Alive")]
     lines = []
     for one in {one.name: one for one in asked}.values():
-        fits = sum(_room(node, one.workers) for node in alive)
+        fits = sum(_count_fitting_workers(node, one.workers) for node in alive)
         if fits < one.workers.count:
             lines.append(f"of {one} there are {fits} in the cluster, {one.workers.count} wanted")
     return MachineError(
@@ -153,7 +153,7 @@ def no_place(
     )
 
 
-def _room(node: Mapping[str, Any], workers: Workers) -> int:
+def _count_fitting_workers(node: Mapping[str, Any], workers: Workers) -> int:
     """Return the number of workers of a kind that fit on an otherwise empty node."""
     labels, there = node.get("Labels") or {}, node.get("Resources") or {}
     plain = {k: v for k, v in workers.labels.items() if not v.startswith(("!", "in(", "in ("))}
@@ -165,7 +165,7 @@ def _room(node: Mapping[str, Any], workers: Workers) -> int:
     return min(int(there.get(name, 0) / amount) for name, amount in needed.items())
 
 
-def the_error(errors: Mapping[int, BaseException]) -> GpumixError:
+def choose_error(errors: Mapping[int, BaseException]) -> GpumixError:
     """Return the error to report among the errors of ranks: a rank that lost its peers follows from
     another rank's error.
 
@@ -183,4 +183,4 @@ def the_error(errors: Mapping[int, BaseException]) -> GpumixError:
     if isinstance(error, GpumixError):
         error.where = error.where or f"rank {rank}"
         return error
-    return TrainingError(f"the function failed: {in_a_line(error)}", where=f"rank {rank}")
+    return TrainingError(f"the function failed: {format_in_one_line(error)}", where=f"rank {rank}")

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.hardware.host.environment import place_settings, use_settings
-from gpumix.integrations.ray.placement import Arrived, RankPlace
+from gpumix.integrations.ray.placement import RankPlace, WorkerReport
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import opened
+from gpumix.schema.files import open_for_reading
 
-SAID_LINES = 8
-ENDS_S = 30.0  # for a rank's last checkpoint, after the request to end
+OUTPUT_TAIL_LINES = 8
+SHUTDOWN_TIMEOUT_S = 30.0  # for a rank's last checkpoint, after the request to end
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class ProcessState:
 class RayRank:
     """Base of both kinds of workers: reports its place."""
 
-    def arrived(self) -> Arrived:
+    def arrived(self) -> WorkerReport:
         import ray
 
         context = ray.get_runtime_context()
-        return Arrived(
+        return WorkerReport(
             node=context.get_node_id(),
             host=socket.gethostname(),
             address=ray.util.get_node_ip_address(),
@@ -80,7 +80,7 @@ class JobRank(RayRank):
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._out = tempfile.TemporaryFile()  # noqa: SIM115 - read when the process has ended
-        self._said: deque[str] = deque(maxlen=SAID_LINES)
+        self._said: deque[str] = deque(maxlen=OUTPUT_TAIL_LINES)
         self._listener: threading.Thread | None = None
         self._metrics: Path | None = None
         self._read = 0
@@ -121,7 +121,7 @@ class JobRank(RayRank):
     def look(self) -> ProcessState:
         assert self._process is not None
         code = self._process.poll()
-        metrics = tuple(self._news())
+        metrics = tuple(self._read_new_metrics())
         if code is None:
             return ProcessState(None, metrics=metrics)
         self._out.seek(0)
@@ -152,13 +152,13 @@ class JobRank(RayRank):
             self._said.append(text.rstrip())
             sys.stderr.write(text)
 
-    def _news(self) -> list[dict[str, Any]]:
+    def _read_new_metrics(self) -> list[dict[str, Any]]:
         """Return complete lines of the metrics not read yet."""
         if self._metrics is None:
             return []
         if _size(self._metrics) < self._read:  # another run has begun the file again
             self._read = 0
-        with suppress(FileNotFoundError), opened(self._metrics) as file:
+        with suppress(FileNotFoundError), open_for_reading(self._metrics) as file:
             file.seek(self._read)
             whole, end, _ = file.read().rpartition(b"\n")
             self._read += len(whole) + len(end)
@@ -172,7 +172,7 @@ def _size(path: Path) -> int:
     return 0
 
 
-def numbers_of(event: Mapping[str, Any]) -> dict[str, float]:
+def select_numbers(event: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers in a line of metrics."""
     return {
         name: value

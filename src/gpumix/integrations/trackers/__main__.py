@@ -19,20 +19,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from gpumix.hardware.host.environment import step_aside
-from gpumix.integrations.trackers.follower import Follower, Marks, marks_of
-from gpumix.integrations.trackers.metric_names import told
+from gpumix.hardware.host.environment import lower_cpu_priority
+from gpumix.integrations.trackers.follower import Follower, TrackerPosition, lock_position
+from gpumix.integrations.trackers.metric_names import convert_line
 from gpumix.integrations.trackers.tracker import Numbers, TrackedRun, Tracker
-from gpumix.schema.errors import GpumixError, InputError, MachineError, in_a_line
+from gpumix.schema.errors import GpumixError, InputError, MachineError, format_in_one_line
 from gpumix.schema.job.job import Job
 from gpumix.schema.plan.plan import Plan
 from gpumix.train.run_log import run_files
 
-LOOK_S = 0.5
-GONE = "interrupted"  # the end reported for a run whose process vanished
+POLL_INTERVAL_S = 0.5
+VANISHED_STATE = "interrupted"  # the end reported for a run whose process vanished
 
 # A tracker's file here has a function `of(settings, folder)`, which makes it.
-OF = "gpumix.integrations.trackers"
+TRACKERS_PACKAGE = "gpumix.integrations.trackers"
 
 
 def main() -> None:
@@ -40,29 +40,34 @@ def main() -> None:
     # Ctrl-C reaches the process group; this process ends after the run.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    step_aside()
-    with answers_alone() as answers, ExitStack() as stack:
+    lower_cpu_priority()
+    with redirect_stdout() as answers, ExitStack() as stack:
         given = json.loads(sys.stdin.readline())
         try:
             job = Job.model_validate_json(given["job"])
-            marks, path = stack.enter_context(marks_of(job.output, name, given["since"]))
-            tracker: Tracker = import_module(f"{OF}.{name}").of(job.trackers.named()[name], job)
+            marks, path = stack.enter_context(lock_position(job.output, name, given["since"]))
+            tracker: Tracker = import_module(f"{TRACKERS_PACKAGE}.{name}").of(
+                job.trackers.named()[name], job
+            )
             tracker.prepare()
         except Exception as error:
-            print(json.dumps(_not_ready(name, error)), file=answers, flush=True)
+            print(json.dumps(_describe_error(name, error)), file=answers, flush=True)
             return
         print(json.dumps({"ready": True}), file=answers, flush=True)
         telling = TrackerFeed(name, tracker, job, marks, path)
         try:
-            for state in how_it_goes():
+            for state in watch_run():
                 telling.tell(state)
         except Exception as error:
-            say(name, f"left out after step {marks.done}, the run goes on: {in_a_line(error)}")
+            say(
+                name,
+                f"left out after step {marks.done}, the run goes on: {format_in_one_line(error)}",
+            )
             sys.stderr.flush()
             os._exit(0)  # threads of the tracker's library may be stuck
 
 
-def answers_alone() -> IO[str]:
+def redirect_stdout() -> IO[str]:
     """Return a handle of the original stdout, and redirect stdout itself to null: libraries print
     there."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -72,13 +77,13 @@ def answers_alone() -> IO[str]:
     return answers
 
 
-def _not_ready(name: str, error: Exception) -> dict[str, Any]:
+def _describe_error(name: str, error: Exception) -> dict[str, Any]:
     if isinstance(error, GpumixError):
         return error.as_dict()
     if isinstance(error, ImportError):
         return MachineError(
             f"tracker '{name}' cannot be imported",
-            why=in_a_line(error),
+            why=format_in_one_line(error),
             fix=f'pip install --upgrade "gpumix[{name}]"',
         ).as_dict()
     kind = InputError if isinstance(error, ValueError) else MachineError
@@ -87,19 +92,19 @@ def _not_ready(name: str, error: Exception) -> dict[str, Any]:
     return kind(
         f"tracker '{name}' does not start",
         where=f"trackers.{name}",
-        why=in_a_line(error),
+        why=format_in_one_line(error),
         fix=f"{mend} at `trackers.{name}`, or leave `{name}` out: the run's {run_files.METRICS} "
         "has all that it would be told",
     ).as_dict()
 
 
-def how_it_goes() -> Iterator[str]:
+def watch_run() -> Iterator[str]:
     """Yield "" while the run continues, and finally how it ended."""
     parent = os.getppid()
     while True:
-        heard, _, _ = select.select([sys.stdin], [], [], LOOK_S)
+        heard, _, _ = select.select([sys.stdin], [], [], POLL_INTERVAL_S)
         if heard or os.getppid() != parent:
-            yield (sys.stdin.readline().strip() if heard else "") or GONE
+            yield (sys.stdin.readline().strip() if heard else "") or VANISHED_STATE
             return
         yield ""
 
@@ -107,7 +112,9 @@ def how_it_goes() -> Iterator[str]:
 class TrackerFeed:
     """Forwarder of new lines to a tracker, from the first step on."""
 
-    def __init__(self, name: str, tracker: Tracker, job: Job, marks: Marks, path: Path) -> None:
+    def __init__(
+        self, name: str, tracker: Tracker, job: Job, marks: TrackerPosition, path: Path
+    ) -> None:
         self._name, self._tracker, self._job = name, tracker, job
         self._marks, self._path = marks, path
         self._follower = Follower(job.output / run_files.METRICS)
@@ -123,7 +130,7 @@ class TrackerFeed:
             # Before sending: a value sent twice cannot be taken back.
             self._marks.save(self._path)
             for line in lines:
-                self._tell_of(line)
+                self._forward_line(line)
             self._tracker.flush()
         if state and self._begun:
             self._tracker.end(state)
@@ -134,8 +141,8 @@ class TrackerFeed:
         self._begun = True
         say(self._name, self._tracker.where)
 
-    def _tell_of(self, line: dict[str, Any]) -> None:
-        for one in told(line):
+    def _forward_line(self, line: dict[str, Any]) -> None:
+        for one in convert_line(line):
             if isinstance(one, Numbers):
                 self._tracker.numbers(one)
             else:

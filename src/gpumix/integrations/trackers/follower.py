@@ -15,15 +15,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from gpumix.integrations.trackers.metric_names import MEASURED
-from gpumix.schema.files import opened, opened_lock, read_text, write_at_once
+from gpumix.integrations.trackers.metric_names import NUMERIC_KINDS
+from gpumix.schema.files import open_for_reading, open_lock_file, read_text, write_text_atomically
 from gpumix.train.run_log import run_files
 
-NEEDED = {"event", "step", "time"}
+REQUIRED_KEYS = {"event", "step", "time"}
 
 
 @dataclass
-class Marks:
+class TrackerPosition:
     """Position of a tracker in a run.
 
     Attributes:
@@ -48,7 +48,7 @@ class Marks:
         kind, step, time_s = line["event"], line["step"], line["time"]
         if time_s < self.since:
             return False
-        if kind in MEASURED:
+        if kind in NUMERIC_KINDS:
             new: bool = step > self.steps.get(kind, 0)
             self.steps[kind] = max(step, self.steps.get(kind, 0))
             return new
@@ -57,10 +57,10 @@ class Marks:
         return new
 
     def save(self, path: Path) -> None:
-        write_at_once(path, json.dumps(asdict(self)) + "\n")
+        write_text_atomically(path, json.dumps(asdict(self)) + "\n")
 
     @classmethod
-    def load(cls, path: Path) -> Marks | None:
+    def load(cls, path: Path) -> TrackerPosition | None:
         """Return the saved marks, or None if missing or unreadable."""
         with suppress(OSError, ValueError, TypeError):
             return cls(**json.loads(read_text(path)))
@@ -68,7 +68,9 @@ class Marks:
 
 
 @contextmanager
-def marks_of(output: Path, tracker: str, since: float) -> Iterator[tuple[Marks, Path]]:
+def lock_position(
+    output: Path, tracker: str, since: float
+) -> Iterator[tuple[TrackerPosition, Path]]:
     """Yield the marks of a tracker and the marks' file, locked for this process.
 
     Args:
@@ -77,10 +79,10 @@ def marks_of(output: Path, tracker: str, since: float) -> Iterator[tuple[Marks, 
     folder = output / run_files.TRACKERS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{tracker}.json"
-    with os.fdopen(opened_lock(folder / f"{tracker}.lock"), "r+b") as lock:
+    with os.fdopen(open_lock_file(folder / f"{tracker}.lock"), "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # waits for a process about to end
-        found = None if since else Marks.load(path)
-        yield found or Marks(since=since), path
+        found = None if since else TrackerPosition.load(path)
+        yield found or TrackerPosition(since=since), path
 
 
 class Follower:
@@ -97,10 +99,10 @@ class Follower:
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield complete lines written since the last call; of a new file all lines."""
-        if self._file is None or self._replaced():
+        if self._file is None or self._is_replaced():
             self.close()
             with suppress(FileNotFoundError):
-                self._file = self._open.enter_context(opened(self._path))
+                self._file = self._open.enter_context(open_for_reading(self._path))
         while self._file is not None:
             begin, line = self._file.tell(), self._file.readline()
             if not line.endswith(b"\n"):  # the rest of the line will follow
@@ -108,10 +110,10 @@ class Follower:
                 return
             with suppress(ValueError):
                 told = json.loads(line)
-                if told.keys() >= NEEDED:
+                if told.keys() >= REQUIRED_KEYS:
                     yield told
 
-    def _replaced(self) -> bool:
+    def _is_replaced(self) -> bool:
         assert self._file is not None
         with suppress(FileNotFoundError):
             # The old file is still open, so its inode number is not reused.

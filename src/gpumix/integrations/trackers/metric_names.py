@@ -10,13 +10,13 @@ from typing import Any
 
 from gpumix.integrations.trackers.tracker import Numbers, Series, TrackedEvent
 from gpumix.schema.units import show_seconds
-from gpumix.train.elastic.plan_change import in_words as plan_in_words
+from gpumix.train.elastic.plan_change import describe_changes as plan_in_words
 
 # With more devices only classes are reported: trackers cannot show as many curves.
-MOST_DEVICES = 64
+MAX_DEVICES = 64
 
 # A line's key, and the reported name.
-OF_STEP = {
+STEP_NAMES = {
     "loss": "loss",
     "learning_rate": "learning_rate",
     "gradient_norm": "grad_norm",
@@ -24,7 +24,7 @@ OF_STEP = {
     "tokens_per_s": "tokens_per_s",
     "tokens": "tokens",
 }
-OF_CLASS = {
+CLASS_NAMES = {
     "busy_share": "busy",
     "mfu": "mfu",
     "hfu": "hfu",
@@ -35,7 +35,7 @@ OF_CLASS = {
     "planned_peak_bytes": "planned_peak_bytes",
     "samples": "samples",
 }
-OF_DEVICE = {
+DEVICE_NAMES = {
     "busy_share": "busy",
     "mfu": "mfu",
     "hfu": "hfu",
@@ -45,37 +45,37 @@ OF_DEVICE = {
     "retries": "retries",
     "sent_bytes": "sent_bytes",
 }
-OF_CHECKPOINT = {"seconds": "seconds", "stalled_s": "stalled_s"}
-MEASURED = ("step", "classes", "ranks", "evaluation")
+CHECKPOINT_NAMES = {"seconds": "seconds", "stalled_s": "stalled_s"}
+NUMERIC_KINDS = ("step", "classes", "ranks", "evaluation")
 """Kinds of lines with numbers only; all others are events."""
 
 
-def told(line: Mapping[str, Any]) -> Iterator[Numbers | TrackedEvent]:
+def convert_line(line: Mapping[str, Any]) -> Iterator[Numbers | TrackedEvent]:
     """Yield the numbers and the event of a line; nothing without known numbers."""
     kind, step, time_s = str(line["event"]), int(line["step"]), float(line["time"])
     values = dict(_values(kind, line))
     if values:
         yield Numbers(step, time_s, values)
-    if kind not in MEASURED:
-        yield TrackedEvent(step, time_s, kind, in_words(line))
+    if kind not in NUMERIC_KINDS:
+        yield TrackedEvent(step, time_s, kind, describe_event(line))
 
 
 def _values(kind: str, line: Mapping[str, Any]) -> Iterator[tuple[Series, float]]:
     if kind == "step":
-        yield from _named(line, "train", OF_STEP)
+        yield from _select_known(line, "train", STEP_NAMES)
     elif kind == "evaluation":
-        yield from _named(line, "eval", {"loss": "loss"})
+        yield from _select_known(line, "eval", {"loss": "loss"})
     elif kind == "classes":
         for one in line["classes"]:
-            yield from _named(one, "class", OF_CLASS, of=one["device_class"])
-    elif kind == "ranks" and len(line["ranks"]) <= MOST_DEVICES:
+            yield from _select_known(one, "class", CLASS_NAMES, of=one["device_class"])
+    elif kind == "ranks" and len(line["ranks"]) <= MAX_DEVICES:
         for one in line["ranks"]:
-            yield from _named(one, "device", OF_DEVICE, of=one["device"])
+            yield from _select_known(one, "device", DEVICE_NAMES, of=one["device"])
     elif kind == "checkpoint":
-        yield from _named(line, "checkpoint", OF_CHECKPOINT)
+        yield from _select_known(line, "checkpoint", CHECKPOINT_NAMES)
 
 
-def _named(
+def _select_known(
     holder: Mapping[str, Any], group: str, names: Mapping[str, str], *, of: str = ""
 ) -> Iterator[tuple[Series, float]]:
     """Yield the known numbers, and the shares of a step's time."""
@@ -86,7 +86,7 @@ def _named(
         yield Series(group, f"share/{kind}", of), float(part)
 
 
-def in_words(line: Mapping[str, Any]) -> str:
+def describe_event(line: Mapping[str, Any]) -> str:
     """Return an event as a line of text."""
     kind = line["event"]
     if kind == "checkpoint":

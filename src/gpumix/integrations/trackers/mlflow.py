@@ -9,19 +9,19 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, TrackedRun, without_secrets
+from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, TrackedRun, strip_secrets
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import MlflowSpec
 
 DATABASE = "mlflow.db"
 ARTIFACTS = "mlflow-artifacts"
-STATES = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+RUN_STATUSES = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 MOST_METRICS, MOST_PARAMETERS = 1000, 100  # per call
-LONGEST = 500  # characters of a parameter in older stores; a tag may be longer
-UNFIT = re.compile(r"[^\w\-. /]")
+MAX_PARAMETER_CHARACTERS = 500  # characters of a parameter in older stores; a tag may be longer
+INVALID_CHARACTERS = re.compile(r"[^\w\-. /]")
 
 
-def of(settings: MlflowSpec, job: Job) -> Mlflow:
+def make_tracker(settings: MlflowSpec, job: Job) -> Mlflow:
     return Mlflow(settings, job.output)
 
 
@@ -64,12 +64,14 @@ class Mlflow:
 
         at_ms = int(numbers.time_s * 1e3)
         for name, value in numbers.by_name().items():
-            self._waiting.append(Metric(fit(name), value, at_ms, numbers.step))
+            self._waiting.append(Metric(sanitize_name(name), value, at_ms, numbers.step))
 
     def event(self, event: TrackedEvent) -> None:
         self.numbers(Numbers(event.step, event.time_s, {event.series: 1.0}))
         text = f"step {event.step}: {event.text}"
-        self._client.set_tag(self._id, fit(event.series.name), text[:LONGEST])
+        self._client.set_tag(
+            self._id, sanitize_name(event.series.name), text[:MAX_PARAMETER_CHARACTERS]
+        )
 
     def flush(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -77,11 +79,11 @@ class Mlflow:
             self._client.log_batch(self._id, metrics=waiting[first : first + MOST_METRICS])
 
     def end(self, state: str) -> None:
-        self._client.set_terminated(self._id, status=STATES[state])
+        self._client.set_terminated(self._id, status=RUN_STATUSES[state])
 
     @property
     def where(self) -> str:
-        shown = without_secrets(self._uri)
+        shown = strip_secrets(self._uri)
         if self._settings.uri is None:
             shown = f"mlflow ui --backend-store-uri {self._uri}"
         return f"{shown}, run {self._id}"
@@ -100,12 +102,15 @@ class Mlflow:
         from mlflow.entities import Param
 
         flat = run.flat_config().items()
-        every = [Param(fit(name), str(value)[:LONGEST]) for name, value in flat]
+        every = [
+            Param(sanitize_name(name), str(value)[:MAX_PARAMETER_CHARACTERS])
+            for name, value in flat
+        ]
         for first in range(0, len(every), MOST_PARAMETERS):
             self._client.log_batch(self._id, params=every[first : first + MOST_PARAMETERS])
         self._client.log_dict(self._id, run.config(), "config.json")
 
 
-def fit(name: str) -> str:
+def sanitize_name(name: str) -> str:
     """Return a name valid in every store."""
-    return UNFIT.sub("_", name)
+    return INVALID_CHARACTERS.sub("_", name)

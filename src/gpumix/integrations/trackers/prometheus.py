@@ -10,7 +10,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpumix.integrations.trackers.tracker import Numbers, Series, TrackedEvent, TrackedRun, versions
+from gpumix.integrations.trackers.tracker import (
+    Numbers,
+    Series,
+    TrackedEvent,
+    TrackedRun,
+    get_versions,
+)
 from gpumix.schema.errors import MachineError
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import PrometheusSpec
@@ -18,7 +24,7 @@ from gpumix.schema.job.trackers import PrometheusSpec
 PREFIX = "gpumix"
 SHARE = "share/"
 # Names differing in Prometheus, and the help texts of a scrape.
-NAMES = {
+PROMETHEUS_NAMES = {
     "grad_norm": "gradient_norm",
     "step_s": "step_seconds",
     "tokens_per_s": "tokens_per_second",
@@ -32,7 +38,7 @@ NAMES = {
     "sent_bytes": "sent_per_step_bytes",
     "stalled_s": "stalled_seconds",
 }
-MEANINGS = {
+HELP_TEXTS = {
     "run_info": "What the run is.",
     "run_state": "How the run ended.",
     "device_info": "Class and host of a device.",
@@ -47,12 +53,12 @@ MEANINGS = {
     "tokens_per_second": "Tokens of samples a second, in the last step.",
     "eval_loss": "Loss on the samples that are held out.",
 }
-OF_PORTS = (errno.EADDRINUSE, errno.EACCES)
+PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 ANOTHER_PORT = "take another port: --set trackers.prometheus.port=0 takes any that is free"
 ANOTHER_ADDRESS = "give one of this host, such as --set trackers.prometheus.address=127.0.0.1"
 
 
-def of(settings: PrometheusSpec, job: Job) -> Prometheus:
+def make_tracker(settings: PrometheusSpec, job: Job) -> Prometheus:
     return Prometheus(settings, settings.name or job.output.name)
 
 
@@ -65,7 +71,7 @@ class Prometheus:
 
     def __init__(self, settings: PrometheusSpec, name: str) -> None:
         self._settings = settings
-        self._board = Board(name)
+        self._board = MetricCollector(name)
         self._registry: Any = None
         self._address = ""
 
@@ -85,13 +91,13 @@ class Prometheus:
                 f"the endpoint for Prometheus cannot listen at {address}:{port}",
                 where="trackers.prometheus",
                 why=error.strerror or str(error),
-                fix=ANOTHER_PORT if error.errno in OF_PORTS else ANOTHER_ADDRESS,
+                fix=ANOTHER_PORT if error.errno in PORT_ERRORS else ANOTHER_ADDRESS,
             ) from error
         self._address = f"{address}:{server.server_port}"
 
     def begin(self, run: TrackedRun) -> str:
         board = self._board
-        plan, version = run.plan, versions()["gpumix"]
+        plan, version = run.plan, get_versions()["gpumix"]
         emulated = str(plan.emulated).lower()
         board.put("run_info", 1, strategy=plan.strategy, emulated=emulated, version=version)
         board.put("steps", run.job.steps)
@@ -138,7 +144,7 @@ def metric_of(series: Series) -> str:
     group = "" if series.group == "train" else f"{series.group}_"
     if series.what.startswith(SHARE):
         return f"{group or 'step_'}share_ratio"
-    return f"{group}{NAMES.get(series.what, series.what)}"
+    return f"{group}{PROMETHEUS_NAMES.get(series.what, series.what)}"
 
 
 def labels_of(series: Series) -> dict[str, str]:
@@ -152,7 +158,7 @@ def labels_of(series: Series) -> dict[str, str]:
 Labels = tuple[tuple[str, str], ...]
 
 
-class Board:
+class MetricCollector:
     """Values for a scrape: written by one thread, read by threads of the endpoint."""
 
     def __init__(self, run: str) -> None:
@@ -185,7 +191,7 @@ class Board:
 
     def _family(self, kind: Any, name: str, values: Mapping[Labels, float]) -> Any:
         keys = [key for key, _ in next(iter(values))]
-        meaning = MEANINGS.get(name, name.replace("_", " "))
+        meaning = HELP_TEXTS.get(name, name.replace("_", " "))
         family = kind(f"{PREFIX}_{name}", meaning, labels=["run", *keys])
         for labels, value in values.items():
             family.add_metric([self._run, *(text for _, text in labels)], value)

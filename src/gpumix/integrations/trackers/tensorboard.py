@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FOLDER = "tensorboard"
 
 
-def of(settings: TensorBoardSpec, job: Job) -> TensorBoard:
+def make_tracker(settings: TensorBoardSpec, job: Job) -> TensorBoard:
     if settings.folder is None:
         return TensorBoard(job.output / FOLDER)
     return TensorBoard(settings.folder / (settings.name or job.output.name))

@@ -87,13 +87,13 @@ class TrackedRun:
         trackers, with addresses that may contain a password."""
         return {
             "job": self.job.model_dump(mode="json", exclude={"trackers"}),
-            "plan": plan_in_short(self.plan),
-            "versions": versions(),
+            "plan": summarize_plan(self.plan),
+            "versions": get_versions(),
         }
 
     def flat_config(self) -> dict[str, Any]:
         """Return the config by dotted keys, for trackers without nested mappings."""
-        return dict(_flat(self.config()))
+        return dict(_flatten(self.config()))
 
 
 class Tracker(Protocol):
@@ -132,7 +132,7 @@ class Tracker(Protocol):
         ...
 
 
-def plan_in_short(plan: Plan) -> dict[str, Any]:
+def summarize_plan(plan: Plan) -> dict[str, Any]:
     """Summarize a plan: work and storage of each worker, and the predictions."""
     expected = plan.prediction
     return {
@@ -158,12 +158,12 @@ def plan_in_short(plan: Plan) -> dict[str, Any]:
     }
 
 
-def without_secrets(address: str) -> str:
+def strip_secrets(address: str) -> str:
     """Return an address fit to show: without user, password and query."""
     return re.sub(r"//[^/@]*@", "//", address.partition("?")[0])
 
 
-def versions() -> dict[str, str]:
+def get_versions() -> dict[str, str]:
     """Return versions of Python and of installed packages, without importing any."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -174,9 +174,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _flat(value: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(value: Any, above: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _flat(item, f"{above}.{key}" if above else str(key))
+            yield from _flatten(item, f"{above}.{key}" if above else str(key))
     else:
         yield above, value

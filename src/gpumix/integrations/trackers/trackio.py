@@ -9,12 +9,12 @@ import secrets
 from typing import Any
 
 from gpumix.hardware.host.environment import keep_trackio_in
-from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, TrackedRun, without_secrets
+from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, TrackedRun, strip_secrets
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import TrackioSpec
 
 
-def of(settings: TrackioSpec, job: Job) -> Trackio:
+def make_tracker(settings: TrackioSpec, job: Job) -> Trackio:
     return Trackio(settings)
 
 
@@ -74,7 +74,7 @@ class Trackio:
     @property
     def where(self) -> str:
         settings = self._settings
-        elsewhere = settings.space or without_secrets(settings.server or "")
+        elsewhere = settings.space or strip_secrets(settings.server or "")
         if elsewhere:
             return f"{elsewhere}, run {self._run.name}"
         return f"trackio show --project {settings.project}, run {self._run.name}, in {self._folder}"

@@ -16,7 +16,7 @@ from gpumix.schema.job.trackers import WandbSpec
 EXIT_CODES = {"finished": 0, "failed": 1, "interrupted": 130}
 
 
-def of(settings: WandbSpec, job: Job) -> Wandb:
+def make_tracker(settings: WandbSpec, job: Job) -> Wandb:
     return Wandb(settings, settings.folder or job.output)
 
 

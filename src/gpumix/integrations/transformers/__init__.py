@@ -8,29 +8,38 @@ are those of all devices together; a plan decides how many each device computes.
 
 from __future__ import annotations
 
-from gpumix.integrations.common.optional_dependency import need, need_names
+from gpumix.integrations.common.optional_dependency import require_attributes, require_packages
 
-need(__name__, "transformers", "accelerate", extra="trainer")
+require_packages(__name__, "transformers", "accelerate", extra="trainer")
 
 import transformers  # noqa: E402 - a missing package is reported first
 
-from gpumix.integrations.transformers.arguments import SEQ2SEQ, tell_of_cpus  # noqa: E402
-from gpumix.integrations.transformers.trainer_mixin import ARGUMENTS, STANDS_IN_FOR, Planned  # noqa: E402
+from gpumix.integrations.transformers.arguments import SEQ2SEQ_FIELDS, set_accelerate_use_cpu  # noqa: E402
+from gpumix.integrations.transformers.trainer_mixin import (  # noqa: E402
+    ARGUMENTS,
+    REPLACED_PRIVATE_METHODS,
+    PlannedTrainerMixin,
+)
 
-TESTED = ">=5.15,<6"
-need_names(transformers.Trainer, STANDS_IN_FOR, package="transformers", tested=TESTED)
-need_names(transformers.TrainingArguments, ARGUMENTS, package="transformers", tested=TESTED)
+TESTED_VERSIONS = ">=5.15,<6"
+require_attributes(
+    transformers.Trainer, REPLACED_PRIVATE_METHODS, package="transformers", tested=TESTED_VERSIONS
+)
+require_attributes(
+    transformers.TrainingArguments, ARGUMENTS, package="transformers", tested=TESTED_VERSIONS
+)
 
-tell_of_cpus()
+set_accelerate_use_cpu()
 
 __all__ = ["Seq2SeqTrainer", "Trainer"]
 
 
-class Trainer(Planned, transformers.Trainer):
-    """`transformers.Trainer` training by a plan; see `Planned` for additional arguments."""
+class Trainer(PlannedTrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` training by a plan; see `PlannedTrainerMixin` for additional
+    arguments."""
 
 
-class Seq2SeqTrainer(Planned, transformers.Seq2SeqTrainer):
+class Seq2SeqTrainer(PlannedTrainerMixin, transformers.Seq2SeqTrainer):
     """`transformers.Seq2SeqTrainer` training by a plan."""
 
-    _arguments = (transformers.Seq2SeqTrainingArguments, SEQ2SEQ)
+    _arguments = (transformers.Seq2SeqTrainingArguments, SEQ2SEQ_FIELDS)

@@ -17,18 +17,18 @@ from transformers.training_args import ParallelMode
 
 from gpumix.hardware.host.environment import world_size
 from gpumix.integrations.common.plan_and_shard import precision_of_weights
-from gpumix.integrations.common.unsupported_arguments import Fields, no_meaning
-from gpumix.profiler.api import on_gpus
+from gpumix.integrations.common.unsupported_arguments import FieldSupport, make_no_meaning_error
+from gpumix.profiler.api import has_gpu_ranks
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import EVERYTHING, Space
 from gpumix.schema.plan.dtypes import Precision
 
-PLANNED = "leave it out: the plan decides that for each device by itself"
-OURS = "leave it out: gpumix sends what has to be sent itself"
-DIVIDED = "leave it out: the plan divides parameters, gradients and optimizer state"
-AS_TRAINED = "leave it out: evaluations compute as the training does"
+FIX_PLAN_DECIDES = "leave it out: the plan decides that for each device by itself"
+FIX_ENGINE_COMMUNICATES = "leave it out: gpumix sends what has to be sent itself"
+FIX_PLAN_SHARDS = "leave it out: the plan divides parameters, gradients and optimizer state"
+FIX_EVALUATES_AS_TRAINED = "leave it out: evaluations compute as the training does"
 KERNELS = "leave it out: kernels are chosen for each class of devices, and checked"
-TRAINING = Fields.of(
+TRAINING_FIELDS = FieldSupport.of(
     heard="""
         activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing
         gradient_checkpointing_kwargs torch_compile torch_compile_backend bf16 fp16
@@ -54,42 +54,42 @@ TRAINING = Fields.of(
         skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank
     """,
     refused={
-        "fsdp": DIVIDED,
-        "fsdp_config": DIVIDED,
-        "deepspeed": DIVIDED,
-        "parallelism_config": PLANNED,
+        "fsdp": FIX_PLAN_SHARDS,
+        "fsdp_config": FIX_PLAN_SHARDS,
+        "deepspeed": FIX_PLAN_SHARDS,
+        "parallelism_config": FIX_PLAN_DECIDES,
         "auto_find_batch_size": "leave it out: no plan is taken that does not fit",
         "average_tokens_across_devices": "leave it out: losses are summed over all devices and "
         "divided by their number, so that the result does not depend on the devices",
         "use_liger_kernel": KERNELS,
         "liger_kernel_config": KERNELS,
-        "bf16_full_eval": AS_TRAINED,
-        "fp16_full_eval": AS_TRAINED,
-        "torch_empty_cache_steps": PLANNED,
+        "bf16_full_eval": FIX_EVALUATES_AS_TRAINED,
+        "fp16_full_eval": FIX_EVALUATES_AS_TRAINED,
+        "torch_empty_cache_steps": FIX_PLAN_DECIDES,
         "torch_compile_mode": "leave it out: `torch_compile` compiles each block",
-        "ddp_find_unused_parameters": OURS,
-        "ddp_bucket_cap_mb": OURS,
-        "ddp_broadcast_buffers": OURS,
-        "ddp_static_graph": OURS,
+        "ddp_find_unused_parameters": FIX_ENGINE_COMMUNICATES,
+        "ddp_bucket_cap_mb": FIX_ENGINE_COMMUNICATES,
+        "ddp_broadcast_buffers": FIX_ENGINE_COMMUNICATES,
+        "ddp_static_graph": FIX_ENGINE_COMMUNICATES,
         "eval_use_gather_object": "leave it out: predictions of any shape are gathered as tensors",
         "dataloader_in_order": "leave it out: each rank reads its part of the same batches",
         "save_on_each_node": "leave it out: the whole model comes together on the first rank only",
         "debug": "leave it out: it looks at whole parameters, and a rank has pieces of them",
     },
 )
-SEQ2SEQ = Fields.of(
+SEQ2SEQ_FIELDS = FieldSupport.of(
     heard="predict_with_generate",
     theirs="sortish_sampler generation_max_length generation_num_beams generation_config",
     refused={},
-).and_of(TRAINING)
-ACCELERATOR = Fields.of(
+).merge_base(TRAINING_FIELDS)
+ACCELERATOR_FIELDS = FieldSupport.of(
     # No sample is read twice: the last batch stays uneven whatever `even_batches` says.
     heard="use_seedable_sampler even_batches",
     theirs="use_configured_state",
     refused={
-        "split_batches": PLANNED,
-        "dispatch_batches": PLANNED,
-        "non_blocking": OURS,
+        "split_batches": FIX_PLAN_DECIDES,
+        "dispatch_batches": FIX_PLAN_DECIDES,
+        "non_blocking": FIX_ENGINE_COMMUNICATES,
         "gradient_accumulation_kwargs": "say gradient_accumulation_steps",
     },
 )
@@ -100,14 +100,14 @@ BLOCKS = "leave it out: whole blocks are computed again, by the plan"
 ARGUMENTS = "TrainingArguments"
 
 
-def tell_of_cpus() -> None:
+def set_accelerate_use_cpu() -> None:
     """Announce computing on CPUs, before arguments are made. Otherwise transformers and Accelerate
     treat each process on CPUs as the only one, which prints and writes everything."""
-    if world_size() > 1 and not on_gpus():
+    if world_size() > 1 and not has_gpu_ranks():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
-def refuse_without_meaning(args: Any, kind: type, fields: Fields) -> None:
+def check_arguments(args: Any, kind: type, fields: FieldSupport) -> None:
     """Check the arguments of a trainer.
 
     Args:
@@ -131,12 +131,14 @@ def refuse_without_meaning(args: Any, kind: type, fields: Fields) -> None:
         )
     # Arguments of a base class lack some fields.
     fields.check_all(args, kind if isinstance(args, kind) else transformers.TrainingArguments)
-    ACCELERATOR.check_all(args.accelerator_config, AcceleratorConfig)
+    ACCELERATOR_FIELDS.check_all(args.accelerator_config, AcceleratorConfig)
     for name in CHECKPOINTING:
         _check_kwargs(f"{name}_kwargs", getattr(args, f"{name}_kwargs", None))
     if args.torch_compile and args.torch_compile_backend != "inductor":
         what = f"torch_compile_backend={args.torch_compile_backend!r}"
-        raise no_meaning(what, "leave it out: `torch_compile` compiles each block", where=ARGUMENTS)
+        raise make_no_meaning_error(
+            what, "leave it out: `torch_compile` compiles each block", where=ARGUMENTS
+        )
     if args.n_gpu > 1:
         raise InputError(
             f"one process has {args.n_gpu} GPUs",
@@ -146,17 +148,17 @@ def refuse_without_meaning(args: Any, kind: type, fields: Fields) -> None:
         )
     if args.train_sampling_strategy not in SAMPLERS:
         what = f"train_sampling_strategy={args.train_sampling_strategy!r}"
-        raise no_meaning(what, f"take one of {', '.join(SAMPLERS)}", where=ARGUMENTS)
+        raise make_no_meaning_error(what, f"take one of {', '.join(SAMPLERS)}", where=ARGUMENTS)
 
 
 def _check_kwargs(name: str, given: dict[str, Any] | None) -> None:
     """Check checkpointing settings: torch's method does not matter, the recomputed parts do."""
     for key, value in (given or {}).items():
         if value and key != "use_reentrant":
-            raise no_meaning(f"{name}={{{key!r}: {value!r}}}", BLOCKS, where=ARGUMENTS)
+            raise make_no_meaning_error(f"{name}={{{key!r}: {value!r}}}", BLOCKS, where=ARGUMENTS)
 
 
-def folded(args: Any) -> Any:
+def fold_accumulation(args: Any) -> Any:
     """Return a copy with one batch per step: the plan cuts the batch into micro-batches."""
     own = copy.copy(args)
     own.per_device_train_batch_size *= own.gradient_accumulation_steps

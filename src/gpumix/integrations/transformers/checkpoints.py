@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from gpumix.engine.engine import Engine
-from gpumix.integrations.common.run_recorder import Recorded
-from gpumix.integrations.common.saver import STATE, Saver
-from gpumix.integrations.transformers.given_arguments import GivenArguments
+from gpumix.integrations.common.run_recorder import RunRecorder
+from gpumix.integrations.common.saver import STATE_FOLDER, Saver
+from gpumix.integrations.transformers.given_arguments import FoldedArgumentsMixin
 
 
-class PlannedCheckpoints(GivenArguments):
+class CheckpointMixin(FoldedArgumentsMixin):
     """Saving and loading part of a trainer."""
 
     state: Any
     optimizer: Any
     lr_scheduler: Any
     _engine: Engine | None
-    _recorded: Recorded | None
+    _recorded: RunRecorder | None
     _saver: Saver
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -28,7 +28,11 @@ class PlannedCheckpoints(GivenArguments):
         if self._engine is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
-        state = self._saver.model_state() if _internal_call else self._saver.asked_for()
+        state = (
+            self._saver.gather_model_state()
+            if _internal_call
+            else self._saver.request_model_state()
+        )
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=state)  # type: ignore[attr-defined]
         if self.args.push_to_hub and not _internal_call:
@@ -61,14 +65,14 @@ class PlannedCheckpoints(GivenArguments):
         and the steps done in the current epoch."""
         with self._unfolded():
             epochs, batches = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
-        return epochs, batches // self._accumulates
+        return epochs, batches // self._accumulation_steps
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load weights if the model is not sharded; otherwise only without a sharded state, which
         brings the weights later."""
         if self._engine is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        elif not (Path(resume_from_checkpoint) / STATE).is_dir():
+        elif not (Path(resume_from_checkpoint) / STATE_FOLDER).is_dir():
             self._saver.load(Path(resume_from_checkpoint), None)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

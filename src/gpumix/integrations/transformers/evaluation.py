@@ -22,14 +22,14 @@ from transformers.trainer_utils import (
     has_length,
 )
 
-from gpumix.engine.batch.batch_split import LABELS, samples_in
-from gpumix.engine.batch.ragged_batch import PerSample, as_taken
+from gpumix.engine.batch.batch_split import LABELS, count_samples
+from gpumix.engine.batch.ragged_batch import SampleEntries, to_model_inputs
 from gpumix.engine.engine import Engine
-from gpumix.hardware.memory_limit import host_memory
-from gpumix.integrations.accelerate.unlike_rows import refuse_unlike_rows
-from gpumix.integrations.common.forward import by_places
-from gpumix.integrations.common.gather import PADDING, all_rows
-from gpumix.integrations.transformers.loss import Computed, TrainerLoss
+from gpumix.hardware.memory_limit import count_as_host_memory
+from gpumix.integrations.accelerate.unlike_rows import check_row_independence
+from gpumix.integrations.common.forward import compute_by_place
+from gpumix.integrations.common.gather import PADDING, gather_rows
+from gpumix.integrations.transformers.loss import LossAndOutputs, TrainerLoss
 from gpumix.schema.errors import InputError
 
 SUM, COUNT, LOGITS, INPUTS, LOSSES = "sum", "count", "logits", "inputs", "losses"
@@ -67,7 +67,7 @@ class EvaluationResults:
 
     def _end_batch(self) -> None:
         (loss, count, samples), self._begun = self._begun, (0.0, 0.0, 0)
-        self._kept[LOSSES].add(_repeated(loss, count, self._batch if self._fills else samples))
+        self._kept[LOSSES].add(_repeat_loss(loss, count, self._batch if self._fills else samples))
 
     def arrays(self, name: str) -> Any:
         return self._kept[name].get_arrays()
@@ -107,21 +107,25 @@ def evaluate(
         concatenates=args.eval_do_concat_batches,
     )
     trainer.callback_handler.eval_dataloader = loader
-    for rows, samples, last in _batches(trainer, engine, loader, loss_only, ignore_keys):
+    for rows, samples, last in _evaluate_batches(trainer, engine, loader, loss_only, ignore_keys):
         seen.add(rows, samples, keep=keep, last=last)
         trainer.control = trainer.callback_handler.on_prediction_step(
             args, trainer.state, trainer.control
         )
         if args.batch_eval_metrics and trainer.compute_metrics and {LOGITS, LABELS} <= rows.keys():
-            losses = _repeated(rows[SUM].sum(), rows[COUNT].sum(), samples) if SUM in rows else None
-            told = _prediction(args, rows[LOGITS], rows[LABELS], rows.get(INPUTS), losses)
+            losses = (
+                _repeat_loss(rows[SUM].sum(), rows[COUNT].sum(), samples) if SUM in rows else None
+            )
+            told = _make_eval_prediction(args, rows[LOGITS], rows[LABELS], rows.get(INPUTS), losses)
             metrics = trainer.compute_metrics(told, compute_result=last)
     logits, labels = seen.arrays(LOGITS), seen.arrays(LABELS)
     if metrics is None:
         metrics = {}
         if trainer.compute_metrics and logits is not None and labels is not None:
             inputs, losses = seen.arrays(INPUTS), seen.arrays(LOSSES)
-            metrics = trainer.compute_metrics(_prediction(args, logits, labels, inputs, losses))
+            metrics = trainer.compute_metrics(
+                _make_eval_prediction(args, logits, labels, inputs, losses)
+            )
     metrics = denumpify_detensorize(metrics)
     loss = seen.loss(finite_only=args.logging_nan_inf_filter)
     if loss is not None:
@@ -131,7 +135,7 @@ def evaluate(
     return EvalLoopOutput(predictions=logits, label_ids=labels, metrics=named, num_samples=number)
 
 
-def _batches(
+def _evaluate_batches(
     trainer: Any,
     engine: Engine,
     loader: Any,
@@ -139,10 +143,10 @@ def _batches(
     ignore_keys: Sequence[str] | None,
 ) -> Iterator[tuple[dict[str, Any], int, bool]]:
     """Yield the results of each batch, its samples, and True for the last batch."""
-    ignored = _ignored(trainer.model, ignore_keys)
+    ignored = _get_ignored_keys(trainer.model, ignore_keys)
 
     def made(model: nn.Module, batch: Any) -> dict[str, Any]:
-        return _made(trainer, model, batch, loss_only=loss_only, ignored=ignored)
+        return _compute_results(trainer, model, batch, loss_only=loss_only, ignored=ignored)
 
     def predicted(model: nn.Module, batch: Any) -> Any:
         return made(model, batch)[LOGITS]
@@ -156,48 +160,48 @@ def _batches(
             trainer._settle(batch)
         if is_first and not loss_only:
             with trainer._measured():
-                refuse_unlike_rows(engine, predicted, dict(batch), batch.samples)
+                check_row_independence(engine, predicted, dict(batch), batch.samples)
         is_first = False
-        parts = by_places(engine, made, dict(batch), batch.samples)
-        with host_memory():
-            rows = all_rows(parts, engine.comm, "gathering of predictions")
+        parts = compute_by_place(engine, made, dict(batch), batch.samples)
+        with count_as_host_memory():
+            rows = gather_rows(parts, engine.comm, "gathering of predictions")
         yield rows or {}, batch.samples, following is None
 
 
-def _made(
+def _compute_results(
     trainer: Any, model: nn.Module, batch: Any, *, loss_only: bool, ignored: Sequence[str]
 ) -> dict[str, Any]:
     """Compute the results of a micro-batch: tensors on the host, with a row per sample."""
     names = trainer.label_names
-    rows = samples_in(batch)
+    rows = count_samples(batch)
     told: dict[str, Any] = {}
     if has_loss(trainer, batch):
         loss: TrainerLoss = trainer._loss
         if loss_only:
-            found = Computed(*loss(model, batch), outputs=None)
+            found = LossAndOutputs(*loss(model, batch), outputs=None)
         else:
             found = loss.with_outputs(model, batch)
         outputs = found.outputs
         told[SUM] = _spread(found.loss.detach().mean(), rows)
         told[COUNT] = _spread(found.count, rows)
     else:
-        outputs = model(**as_taken(batch))
+        outputs = model(**to_model_inputs(batch))
     if loss_only:
         return told
     labels = tuple(batch[name] for name in names) if _is_labelled(trainer, batch) else None
-    if any(isinstance(label, PerSample) for label in labels or ()):
+    if any(isinstance(label, SampleEntries) for label in labels or ()):
         raise InputError(
             "labels that are a dictionary for each sample are not gathered",
             why="they have another size for each sample",
             fix="evaluate losses alone: TrainingArguments(prediction_loss_only=True)",
         )
     if labels is not None:
-        told[LABELS] = _one_or_all(labels)
+        told[LABELS] = _unwrap_single(labels)
     told[LOGITS] = _logits(trainer, outputs, told.get(LABELS), ignored)
     if INPUTS in trainer.args.include_for_metrics:
         told[INPUTS] = _inputs(trainer, batch)
-    with host_memory():
-        return {name: tree_map(_on_host, value) for name, value in told.items()}
+    with count_as_host_memory():
+        return {name: tree_map(_copy_to_host, value) for name, value in told.items()}
 
 
 def _is_labelled(trainer: Any, batch: Mapping[str, Any]) -> bool:
@@ -224,19 +228,19 @@ def _logits(trainer: Any, outputs: Any, labels: Any, ignored: Sequence[str]) -> 
         values = tuple(v for k, v in outputs.items() if k not in (*ignored, "loss"))
     else:
         values = outputs[1:] if labels is not None else outputs
-    logits = _one_or_all(tuple(v for v in values if not (torch.is_tensor(v) and v.dim() == 0)))
+    logits = _unwrap_single(tuple(v for v in values if not (torch.is_tensor(v) and v.dim() == 0)))
     prepare: Callable[[Any, Any], Any] | None = trainer.preprocess_logits_for_metrics
     return logits if prepare is None else prepare(logits, labels)
 
 
-def _ignored(model: Any, ignore_keys: Sequence[str] | None) -> Sequence[str]:
+def _get_ignored_keys(model: Any, ignore_keys: Sequence[str] | None) -> Sequence[str]:
     if ignore_keys is not None:
         return ignore_keys
     config = getattr(model, "config", None)
     return getattr(config, "keys_to_ignore_at_inference", None) or ["past_key_values"]
 
 
-def _one_or_all(values: tuple[Any, ...]) -> Any:
+def _unwrap_single(values: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
@@ -245,16 +249,18 @@ def _spread(value: Tensor, rows: int) -> Tensor:
     return (value.double() / rows).expand(rows).cpu()
 
 
-def _on_host(value: Any) -> Any:
+def _copy_to_host(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-def _repeated(loss: Any, count: Any, samples: int) -> Tensor:
+def _repeat_loss(loss: Any, count: Any, samples: int) -> Tensor:
     """Return the mean loss of a batch, repeated for each of its samples."""
     return (loss / count).float().repeat(samples)
 
 
-def _prediction(args: Any, logits: Any, labels: Any, inputs: Any, losses: Any) -> EvalPrediction:
+def _make_eval_prediction(
+    args: Any, logits: Any, labels: Any, inputs: Any, losses: Any
+) -> EvalPrediction:
     """Return the values requested by `compute_metrics`: arrays, or tensors of a batch."""
     wanted = args.include_for_metrics
     return EvalPrediction(

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpumix.integrations.transformers.arguments import folded
+from gpumix.integrations.transformers.arguments import fold_accumulation
 
 
-class GivenArguments:
+class FoldedArgumentsMixin:
     """Part of a trainer with both sets of arguments."""
 
     args: Any
     _given_args: Any = None  # set while the loop runs with folded arguments
 
     @property
-    def _as_given(self) -> Any:
+    def _user_args(self) -> Any:
         return self._given_args or self.args
 
     @contextmanager
@@ -31,7 +31,7 @@ class GivenArguments:
             yield
             return
         given = self._given_args = self.args
-        self.args = folded(given)
+        self.args = fold_accumulation(given)
         try:
             yield
         finally:
@@ -41,15 +41,15 @@ class GivenArguments:
     def _unfolded(self) -> Iterator[None]:
         """Use the given arguments inside the context."""
         now = self.args
-        self.args = self._as_given
+        self.args = self._user_args
         try:
             yield
         finally:
             self.args = now
 
-    def _called_back(self, call: Any, event: str, args: Any, *more: Any, **kwargs: Any) -> Any:
+    def _call_callbacks(self, call: Any, event: str, args: Any, *more: Any, **kwargs: Any) -> Any:
         return call(event, self._given_args or args, *more, **kwargs)
 
     @property
-    def _accumulates(self) -> int:
-        return int(self._as_given.gradient_accumulation_steps)
+    def _accumulation_steps(self) -> int:
+        return int(self._user_args.gradient_accumulation_steps)

@@ -15,17 +15,17 @@ import transformers
 from accelerate import PartialState
 from torch import Tensor, nn
 
-from gpumix.engine.batch.batch_split import IGNORED_LABEL, LABELS, samples_in
-from gpumix.engine.batch.ragged_batch import as_taken
+from gpumix.engine.batch.batch_split import IGNORED_LABEL, LABELS, count_samples
+from gpumix.engine.batch.ragged_batch import to_model_inputs
 from gpumix.engine.loss.reduction import ReducedLoss, integer_labels
-from gpumix.integrations.transformers.step_logs import noted
+from gpumix.integrations.transformers.step_logs import collect_logs
 
 ITEMS, SHIFTED = "num_items_in_batch", "shift_labels"
-COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
+GATHERING_METHODS = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 
 @dataclass(frozen=True)
-class Computed:
+class LossAndOutputs:
     """Sum of losses of a micro-batch, its count for the denominator of the total, and the model's
     outputs."""
 
@@ -52,11 +52,11 @@ class TrainerLoss(ReducedLoss):
         loss, count = super().__call__(model, batch, *args)
         return loss, self._told(batch, count)
 
-    def with_outputs(self, model: nn.Module, batch: Any) -> Computed:
+    def with_outputs(self, model: nn.Module, batch: Any) -> LossAndOutputs:
         """Compute the loss, keeping the model's outputs."""
         outputs: list[Any] = []
         loss, count = self(model, batch, partial(self._computed, outputs=outputs))
-        return Computed(loss, count, outputs[0])
+        return LossAndOutputs(loss, count, outputs[0])
 
     def _computed(
         self,
@@ -67,15 +67,15 @@ class TrainerLoss(ReducedLoss):
         *,
         outputs: list[Any] | None = None,
     ) -> Tensor:
-        items = self._items(batch) if self._wants_items(batch) else None
+        items = self._count_items(batch) if self._needs_items(batch) else None
         if items is not None:
             items = items.clamp(min=1)
         # Some losses divide terms by the accumulation steps: here there is a single step.
         self._trainer.current_gradient_accumulation_steps = 1
-        with noted(samples_in(batch)), self._noting_items(model, batch) as more:
+        with collect_logs(count_samples(batch)), self._watch_loss_function(model, batch) as more:
             made = self._trainer.compute_loss(
                 model,
-                as_taken({**batch, **labels, **more}),
+                to_model_inputs({**batch, **labels, **more}),
                 return_outputs=outputs is not None,
                 num_items_in_batch=items,
             )
@@ -84,7 +84,7 @@ class TrainerLoss(ReducedLoss):
         outputs.append(made[1])
         return made[0]  # type: ignore[no-any-return]
 
-    def _wants_items(self, batch: Any) -> bool:
+    def _needs_items(self, batch: Any) -> bool:
         """Return True if a user's loss function receives the number of labels, as in transformers.
         A model taking the number gives an equal mean without it."""
         trainer = self._trainer
@@ -93,7 +93,7 @@ class TrainerLoss(ReducedLoss):
         return bool(told) and batch.get(LABELS) is not None
 
     @contextmanager
-    def _noting_items(self, model: nn.Module, batch: Any) -> Iterator[dict[str, None]]:
+    def _watch_loss_function(self, model: nn.Module, batch: Any) -> Iterator[dict[str, None]]:
         """Note if a model taking the number of labels passes it to its loss function, inside the
         context; a model with its own loss takes its own mean. Yields extra arguments of forward:
         the number as None, passed on like a number."""
@@ -101,7 +101,7 @@ class TrainerLoss(ReducedLoss):
         base = base.get_base_model() if hasattr(base, "get_base_model") else base
         own = type(self._trainer).compute_loss is not transformers.Trainer.compute_loss
         function = getattr(base, "loss_function", None)
-        takes = self._trainer.model_accepts_loss_kwargs and self._items(batch) is not None
+        takes = self._trainer.model_accepts_loss_kwargs and self._count_items(batch) is not None
         smoothed = self._trainer.label_smoother is not None and not self._trainer.compute_loss_func
         if takes and smoothed and not own:
             self._takes_items = True  # transformers divides the smoothed loss by the number
@@ -120,7 +120,7 @@ class TrainerLoss(ReducedLoss):
         finally:
             base.loss_function = function
 
-    def _items(self, batch: Any) -> Tensor | None:
+    def _count_items(self, batch: Any) -> Tensor | None:
         """Return the number of labels as counted by transformers for the model's class: per sample
         possibly one more or fewer than in the loss. None without a count."""
         trainer, own = self._trainer, batch.get(LABELS)
@@ -133,7 +133,7 @@ class TrainerLoss(ReducedLoss):
 
     def _told(self, batch: Any, count: Tensor) -> Tensor:
         """Return transformers' denominator."""
-        items = self._items(batch) if self._takes_items else None
+        items = self._count_items(batch) if self._takes_items else None
         if items is None or self.rule is None or self.rule.kind not in ("labels", "graph"):
             return count
         smoother = self._trainer.label_smoother
@@ -144,12 +144,12 @@ class TrainerLoss(ReducedLoss):
 
 
 @contextmanager
-def by_itself(accelerator: Any) -> Iterator[None]:
+def disable_gathering(accelerator: Any) -> Iterator[None]:
     """Replace gathering from all ranks by local values, inside the context: ranks compute different
     numbers of micro-batches, and none may wait for another. Some losses of transformers ask
     Accelerate's state for other processes, for example to count boxes."""
-    before = {name: vars(accelerator).get(name) for name in COLLECTIVES}
-    vars(accelerator).update(dict.fromkeys(COLLECTIVES, _same))
+    before = {name: vars(accelerator).get(name) for name in GATHERING_METHODS}
+    vars(accelerator).update(dict.fromkeys(GATHERING_METHODS, _return_unchanged))
     of_all = vars(PartialState)["_shared_state"]  # by `vars`: it is a descriptor
     PartialState._shared_state = {}
     try:
@@ -163,5 +163,5 @@ def by_itself(accelerator: Any) -> Iterator[None]:
                 setattr(accelerator, name, own)
 
 
-def _same(value: Any, *args: Any, **kwargs: Any) -> Any:
+def _return_unchanged(value: Any, *args: Any, **kwargs: Any) -> Any:
     return value

@@ -15,43 +15,43 @@ from typing import Any
 import torch
 
 # Samples of the micro-batch being computed; interleaved micro-batches have a context each.
-_samples: ContextVar[int] = ContextVar("samples", default=0)
-Noted = Sequence[tuple[int, Mapping[str, Any]]]
+_micro_batch_samples: ContextVar[int] = ContextVar("samples", default=0)
+CollectedLogs = Sequence[tuple[int, Mapping[str, Any]]]
 
 
 @contextmanager
-def noted(samples: int) -> Iterator[None]:
+def collect_logs(samples: int) -> Iterator[None]:
     """Keep logged values for the step, inside the computation of a loss of `samples`."""
-    before = _samples.get()
-    _samples.set(samples)
+    before = _micro_batch_samples.get()
+    _micro_batch_samples.set(samples)
     try:
         yield
     finally:
-        _samples.set(before)
+        _micro_batch_samples.set(before)
 
 
-class LogsOfSteps:
+class StepLogsMixin:
     """Trainer part keeping values logged during the computation of losses."""
 
-    _noted: Noted = ()
+    _noted: CollectedLogs = ()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if samples := _samples.get():
+        if samples := _micro_batch_samples.get():
             self._noted = (*self._noted, (samples, dict(logs)))
         else:
             super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     @contextmanager
-    def _logs_of_step(self) -> Iterator[None]:
+    def _log_step_means(self) -> Iterator[None]:
         """Log the kept values on exit; drop values kept before."""
         self._noted = ()
         yield
         kept, self._noted = self._noted, ()
         if kept:
-            self.log({name: _mean(name, kept) for _, logs in kept for name in logs})
+            self.log({name: _average_over_samples(name, kept) for _, logs in kept for name in logs})
 
 
-def _mean(name: str, kept: Noted) -> Any:
+def _average_over_samples(name: str, kept: CollectedLogs) -> Any:
     """Return the mean over samples; the last value if not a number."""
     own = [(samples, logs[name]) for samples, logs in kept if name in logs]
     last = own[-1][1]

@@ -14,12 +14,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from gpumix.engine.outside_steps import outside_of
+from gpumix.engine.outside_steps import get_outside_steps
 from gpumix.engine.outside_steps import whole as whole_model
-from gpumix.engine.sharding.unit_discovery import trains
-from gpumix.integrations.common.plan_and_shard import world
-from gpumix.integrations.dataloader.example_batch import specimen_of
-from gpumix.integrations.dataloader.sharded_loader import OwnLoader
+from gpumix.engine.sharding.unit_discovery import has_trainable_parameters
+from gpumix.integrations.common.plan_and_shard import get_world_size
+from gpumix.integrations.dataloader.example_batch import find_example
+from gpumix.integrations.dataloader.sharded_loader import RankLoader
 from gpumix.integrations.transformers.evaluation import has_loss
 
 
@@ -43,11 +43,11 @@ class StockEvaluation:
             return True
         if trainer.has_engine:
             return False
-        if not trains(trainer.model) and world() == 1:
+        if not has_trainable_parameters(trainer.model) and get_world_size() == 1:
             return True
-        return not has_loss(trainer, specimen_of(dataset, collate).batch(1))
+        return not has_loss(trainer, find_example(dataset, collate).batch(1))
 
-    def loader(self, make: Callable[[], Any], planned: Callable[[], OwnLoader]) -> Any:
+    def loader(self, make: Callable[[], Any], planned: Callable[[], RankLoader]) -> Any:
         """Return transformers' loader, with an equal part for each rank. Collective.
 
         Args:
@@ -62,24 +62,24 @@ class StockEvaluation:
         self._loaders[made] = planned() if accelerator.num_processes > 1 else None
         return made
 
-    def prepared(self, loader: Any, planned: Callable[[], OwnLoader]) -> Any:
+    def prepare_loader(self, loader: Any, planned: Callable[[], RankLoader]) -> Any:
         """Return a program's own loader, prepared as by `loader`. Collective."""
         prepare = self._trainer.accelerator.prepare_data_loader
         return self.loader(partial(prepare, loader), planned)
 
-    def planned(self, loader: Any) -> OwnLoader | None:
+    def get_planned_loader(self, loader: Any) -> RankLoader | None:
         """Return the loader of equal batches by the plan, with the plan made; None for a single
         rank or batches without a loss. Collective."""
-        planned: OwnLoader | None = self._loaders[loader]
+        planned: RankLoader | None = self._loaders[loader]
         if planned is None:
             return None
         dataset, trainer = (planned.whole, planned.collated), self._trainer
-        if not trainer.has_engine and not has_loss(trainer, specimen_of(*dataset).batch(1)):
+        if not trainer.has_engine and not has_loss(trainer, find_example(*dataset).batch(1)):
             return None
         trainer._hosted(*dataset)
         return planned
 
-    def is_of(self, loader: Any) -> bool:
+    def has_loader(self, loader: Any) -> bool:
         return loader in self._loaders
 
     @contextmanager
@@ -101,7 +101,7 @@ class StockEvaluation:
                 accelerator._models.clear()
             return
         with ExitStack() as stack:
-            outside = outside_of(trainer.model)
+            outside = get_outside_steps(trainer.model)
             if outside is not None and not outside.can_be_called:
                 stack.enter_context(whole_model(trainer.model))
             # The model stays in place, and computes in its own dtype.

@@ -6,7 +6,6 @@ of all devices, `training_step` is a step of the engine, and saved states come f
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,57 +18,74 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import TrainingArguments
 from transformers.trainer_utils import seed_worker
-from transformers.utils import is_datasets_available
 
 from gpumix.engine.engine import Engine
 from gpumix.engine.outside_steps import unshard
 from gpumix.engine.rehearsal.additivity import padding_counts
-from gpumix.engine.sharding.unit_discovery import check_trains
-from gpumix.hardware.host.environment import ranks_here
+from gpumix.engine.sharding.unit_discovery import check_trainable
+from gpumix.hardware.host.environment import get_local_world_size
 from gpumix.hardware.runtime import is_available, is_gpu
-from gpumix.integrations.common.batch_rows import PlannedRows, evaluated_rows
-from gpumix.integrations.common.earlier_plan import earlier_plan, run_of
-from gpumix.integrations.common.optimizer_adapter import Pieces, like, taken_over
-from gpumix.integrations.common.plan_and_shard import Training, host, plan_of, refuse_gpu, world
-from gpumix.integrations.common.run_recorder import Recorded
-from gpumix.integrations.common.save_pretrained import saves_whole
-from gpumix.integrations.common.saver import Saver, dtypes_of
-from gpumix.integrations.common.skipped_steps import Skips, told_norm
-from gpumix.integrations.common.unsupported_arguments import Fields
-from gpumix.integrations.dataloader.example_batch import specimen_of
+from gpumix.integrations.common.batch_rows import PlannedRows, get_evaluation_rows
+from gpumix.integrations.common.earlier_plan import find_resumed_run, load_earlier_plan
+from gpumix.integrations.common.optimizer_adapter import (
+    ShardedParameters,
+    make_factory_from_trainer,
+    take_over_optimizer,
+)
+from gpumix.integrations.common.plan_and_shard import (
+    TrainingSetup,
+    get_world_size,
+    load_plan,
+    refuse_gpu,
+    shard_by_plan,
+)
+from gpumix.integrations.common.run_recorder import RunRecorder
+from gpumix.integrations.common.save_pretrained import patch_save_pretrained
+from gpumix.integrations.common.saver import Saver, get_parameter_dtypes
+from gpumix.integrations.common.skipped_steps import (
+    SkippedStepProxy,
+    get_reported_norm,
+    zero_if_not_finite,
+)
+from gpumix.integrations.common.unsupported_arguments import FieldSupport
+from gpumix.integrations.dataloader.example_batch import find_example, has_columns
 from gpumix.integrations.dataloader.inspect import Batching
-from gpumix.integrations.dataloader.samplers import FullBatches, grouped, prepared
-from gpumix.integrations.dataloader.sharded_loader import Collated, OwnLoader, own_loader
+from gpumix.integrations.dataloader.samplers import (
+    FullBatchSampler,
+    prepare_sampler,
+    scale_length_grouping,
+)
+from gpumix.integrations.dataloader.sharded_loader import RankCollator, RankLoader, make_rank_loader
 from gpumix.integrations.transformers.arguments import (
-    TRAINING,
-    folded,
+    TRAINING_FIELDS,
+    check_arguments,
+    fold_accumulation,
     precision_of,
-    refuse_without_meaning,
     space_of,
 )
-from gpumix.integrations.transformers.checkpoints import PlannedCheckpoints
-from gpumix.integrations.transformers.control import AgreedControl
+from gpumix.integrations.transformers.checkpoints import CheckpointMixin
+from gpumix.integrations.transformers.control import ControlSynchronizer
 from gpumix.integrations.transformers.evaluation import evaluate
-from gpumix.integrations.transformers.loss import TrainerLoss, by_itself
+from gpumix.integrations.transformers.loss import TrainerLoss, disable_gathering
 from gpumix.integrations.transformers.overrides import (
-    LOADERS,
-    computes_by_itself,
-    overrides,
-    refuse_not_called,
+    LOADER_METHODS,
+    check_overrides,
+    is_overridden,
+    make_own_step_error,
 )
-from gpumix.integrations.transformers.step_logs import LogsOfSteps
+from gpumix.integrations.transformers.step_logs import StepLogsMixin
 from gpumix.integrations.transformers.stock_evaluation import StockEvaluation
 from gpumix.integrations.transformers.token_counts import TokenCounts, flops_per_token
-from gpumix.integrations.transformers.widths import Widths
-from gpumix.profiler.api import join
+from gpumix.integrations.transformers.widths import PaddingScopes
+from gpumix.profiler.api import join_ranks
 from gpumix.schema.errors import InputError
-from gpumix.schema.plan.batch_shares import rows_of
+from gpumix.schema.plan.batch_shares import get_micro_batch_rows
 from gpumix.schema.plan.plan import Plan
-from gpumix.schema.reading.error_location import placed
+from gpumix.schema.reading.error_location import locate_errors
 from gpumix.train.run_log import run_files
 
 # Private parts of transformers' trainer, subject to change.
-STANDS_IN_FOR = (
+REPLACED_PRIVATE_METHODS = (
     "_move_model_to_device",
     "_get_dataloader",
     "_prepare_for_training",
@@ -88,7 +104,7 @@ STANDS_IN_FOR = (
 ARGUMENTS = ("dataloader_multiprocessing_context", "train_sampling_strategy")  # the newest
 
 
-class Handle:
+class ModelProxy:
     """Stand-in for the wrapped model in transformers' loop."""
 
     def __init__(self, trainer: Any, engine: Engine, looks: Sequence[nn.Parameter]) -> None:
@@ -97,7 +113,7 @@ class Handle:
         self._looks = looks
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise computes_by_itself(self._trainer)
+        raise make_own_step_error(self._trainer)
 
     def train(self, mode: bool = True) -> None:
         self._trainer.model.train(mode)
@@ -111,7 +127,7 @@ class Handle:
         return iter(self._looks)
 
 
-class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
+class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
     """Mixin for `transformers.Trainer` or a derived class.
 
     Args:
@@ -121,7 +137,7 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
             batch, "micro-batch" accepts a separate loss per micro-batch; by default refused.
     """
 
-    _arguments: tuple[type, Fields] = (TrainingArguments, TRAINING)
+    _arguments: tuple[type, FieldSupport] = (TrainingArguments, TRAINING_FIELDS)
     args: Any
     model: Any
     state: Any
@@ -139,27 +155,27 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
         couples: str = "",
         **kwargs: Any,
     ) -> None:
-        self._given = plan_of(plan)
+        self._given = load_plan(plan)
         self._couples = couples
-        self._agreed = AgreedControl()
-        self._widths = Widths(self)
+        self._agreed = ControlSynchronizer()
+        self._widths = PaddingScopes(self)
         self._goes_on: Path | None = None
         self._engine: Engine | None = None
-        self._recorded: Recorded | None = None
-        self._stepped: Tensor | None = None  # the loss of a step not recorded yet
+        self._recorded: RunRecorder | None = None
+        self._unrecorded_loss: Tensor | None = None  # the loss of a step not recorded yet
         self._filters_itself = False  # filters bad losses in the log itself
-        refuse_not_called(self, Planned)
+        check_overrides(self, PlannedTrainerMixin)
         super().__init__(*args, **kwargs)
-        always = overrides(self, "prediction_step", Planned)
+        always = is_overridden(self, "prediction_step", PlannedTrainerMixin)
         generates = getattr(self.args, "predict_with_generate", False)
         self._stock = StockEvaluation(self, always=always or generates)
         calls_back = self.callback_handler.call_event
-        self.callback_handler.call_event = partial(self._called_back, calls_back)
-        for name in LOADERS:
-            if overrides(self, name, Planned):
+        self.callback_handler.call_event = partial(self._call_callbacks, calls_back)
+        for name in LOADER_METHODS:
+            if is_overridden(self, name, PlannedTrainerMixin):
                 setattr(self, name, partial(self._loaded, getattr(self, name), name))
         step = self.training_step
-        if overrides(self, "training_step", Planned):
+        if is_overridden(self, "training_step", PlannedTrainerMixin):
             step = partial(self._checked_step, step)
         self.training_step = partial(self._filtered_step, step)  # type: ignore[method-assign]
 
@@ -180,7 +196,7 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
         Raises:
             InputError: an argument has no meaning here.
         """
-        refuse_without_meaning(self.args, *self._arguments)
+        check_arguments(self.args, *self._arguments)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: the engine moves shards."""
@@ -188,7 +204,7 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
     @property
     def _folder(self) -> Path:
         """Folder of plan, profile and record of the run."""
-        return Path(self.args.output_dir) / run_files.OF_SCRIPT
+        return Path(self.args.output_dir) / run_files.SCRIPT_FOLDER
 
     @property
     def plan(self) -> Plan | None:
@@ -209,7 +225,7 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
         """
         if self.has_engine:
             assert self._engine is not None
-            if self.optimizer is not None or not self._engine.outside.is_frozen_otherwise:
+            if self.optimizer is not None or not self._engine.outside.has_changed_requires_grad:
                 return self._engine
         model, args = self.model, self.args
         before = self._engine
@@ -217,24 +233,24 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
             self._given = before.plan
         unshard(model)
         if args.use_cpu:
-            refuse_gpu(join(), "use_cpu=True", where="TrainingArguments")
+            refuse_gpu(join_ranks(), "use_cpu=True", where="TrainingArguments")
         self._looks = [
             nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
             for p in model.parameters()
         ]
         self._flops_per_token = flops_per_token(model)
         self._names = {id(p): name for name, p in model.named_parameters()}
-        dtypes = dtypes_of(model)
-        if self.optimizer is None and overrides(self, "create_optimizer", Planned):
+        dtypes = get_parameter_dtypes(model)
+        if self.optimizer is None and is_overridden(self, "create_optimizer", PlannedTrainerMixin):
             self.create_optimizer()  # by the program, for full parameters
-        specimen = specimen_of(dataset, collate)
-        self._loss = TrainerLoss(self, self._accumulates)
-        training = Training(
+        specimen = find_example(dataset, collate)
+        self._loss = TrainerLoss(self, self._accumulation_steps)
+        training = TrainingSetup(
             specimen.batch,
             sequence_length=specimen.sequence_length,
             global_batch=self._global_batch,
             loss=self._loss,
-            optimizer=like(self),
+            optimizer=make_factory_from_trainer(self),
             precision=precision_of(args, model),
             compile=args.torch_compile,
             space=self._space,
@@ -243,13 +259,13 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
             couples=self._couples,
         )
         samples = self._global_batch
-        plan = self._given or earlier_plan(self._goes_on, model, global_batch=samples)
-        with self._folded(), by_itself(self.accelerator), self._measured():
-            self._engine = host(model, training, plan=plan, folder=self._folder)
+        plan = self._given or load_earlier_plan(self._goes_on, model, global_batch=samples)
+        with self._folded(), disable_gathering(self.accelerator), self._measured():
+            self._engine = shard_by_plan(model, training, plan=plan, folder=self._folder)
             if padded := specimen.padded():
-                self._widths.trained.common = padding_counts(self._engine, self._loss, *padded)
-        self._saver = Saver(self._engine, dtypes, ranks_here())
-        saves_whole(model, self._saver)
+                self._widths.trained.is_global = padding_counts(self._engine, self._loss, *padded)
+        self._saver = Saver(self._engine, dtypes, get_local_world_size())
+        patch_save_pretrained(model, self._saver)
         return self._engine
 
     def _measured(self) -> AbstractContextManager[None]:
@@ -260,7 +276,7 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
 
     @property
     def _global_batch(self) -> int:
-        return int(folded(self._as_given).train_batch_size) * world()
+        return int(fold_accumulation(self._user_args).train_batch_size) * get_world_size()
 
     def _get_dataloader(
         self,
@@ -284,7 +300,7 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
             is_training,
             dataloader_key,
         )
-        if _in_columns(dataset):
+        if has_columns(dataset):
             dataset = self._remove_unused_columns(dataset, description=description)  # type: ignore[attr-defined]
         else:
             collate = self._get_collator_with_removed_columns(collate, description=description)  # type: ignore[attr-defined]
@@ -293,8 +309,10 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
             sampler = None if sampler_fn is None else sampler_fn(dataset)
             sampler = self._sampler(SequentialSampler(dataset) if sampler is None else sampler)
             if args.dataloader_drop_last:
-                trained = self._global_batch // self._accumulates
-                sampler = FullBatches(sampler, trained if is_training else batch_size * world())
+                trained = self._global_batch // self._accumulation_steps
+                sampler = FullBatchSampler(
+                    sampler, trained if is_training else batch_size * get_world_size()
+                )
             if is_training:
                 number, rank = args.dataloader_num_workers, args.process_index
                 begin = partial(seed_worker, num_workers=number, rank=rank)
@@ -302,12 +320,12 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
         if not is_training:
             width = self._widths.evaluated(description, dataset, collate, given)
         planned = partial(
-            own_loader,
+            make_rank_loader,
             dataset,
-            batch_size=self._global_batch if is_training else batch_size * world(),
+            batch_size=self._global_batch if is_training else batch_size * get_world_size(),
             most=self._global_batch,
             rows=self._rows(is_training, dataset, collate),
-            collate=Collated(collate, width),
+            collate=RankCollator(collate, width),
             sampler=sampler,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and is_available(),
@@ -318,7 +336,7 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
         )
         if not is_training and self._stock.wanted(dataset, collate):
             return self._stock.loader(of_stock, planned)
-        loader: OwnLoader = planned()
+        loader: RankLoader = planned()
         if dataloader_key is not None and args.dataloader_persistent_workers:
             self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         return loader
@@ -326,39 +344,41 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
     def _sampler(self, sampler: Any) -> Any:
         """Prepare transformers' sampler as Accelerate does."""
         seedable = self.args.accelerator_config.use_seedable_sampler
-        return prepared(grouped(sampler), seedable=seedable, seed=self.args.data_seed)
+        return prepare_sampler(
+            scale_length_grouping(sampler), seedable=seedable, seed=self.args.data_seed
+        )
 
-    def _loaded(self, load: Any, name: str, *args: Any) -> OwnLoader:
+    def _loaded(self, load: Any, name: str, *args: Any) -> RankLoader:
         """Return a loader of this rank's part of batches from a program's own loader."""
-        loader, is_training = load(*args), name == LOADERS[0]
-        if isinstance(loader, OwnLoader):
+        loader, is_training = load(*args), name == LOADER_METHODS[0]
+        if isinstance(loader, RankLoader):
             return loader
-        with placed(f"{name} of {type(self).__name__}"):
+        with locate_errors(f"{name} of {type(self).__name__}"):
             given = Batching.of(loader)
-            if is_training and given.batch_size * world() != self._global_batch:
+            if is_training and given.batch_size * get_world_size() != self._global_batch:
                 raise InputError(
                     f"batches have {given.batch_size} samples for each process, the arguments say "
                     f"{self.args.train_batch_size}",
                     fix="make the loader with batch_size=self.args.train_batch_size",
                 )
-        if not is_training and self._stock.is_of(loader):
+        if not is_training and self._stock.has_loader(loader):
             return loader
         width = self._widths.trained
         if not is_training:
-            description = "Evaluation" if name == LOADERS[1] else "Prediction"
+            description = "Evaluation" if name == LOADER_METHODS[1] else "Prediction"
             width = self._widths.evaluated(description, loader.dataset, loader.collate_fn)
-        collate = Collated(loader.collate_fn, width)
+        collate = RankCollator(loader.collate_fn, width)
         rows = self._rows(is_training, loader.dataset, loader.collate_fn)
-        samples, most = given.batch_size * world(), self._global_batch
-        planned = partial(given.own_part, samples, rows, collate, OwnLoader, most=most)
+        samples, most = given.batch_size * get_world_size(), self._global_batch
+        planned = partial(given.make_rank_loader, samples, rows, collate, RankLoader, most=most)
         if not is_training and self._stock.wanted(loader.dataset, loader.collate_fn):
-            return self._stock.prepared(loader, planned)
+            return self._stock.prepare_loader(loader, planned)
         return planned()
 
     def _rows(self, is_training: bool, dataset: Any, collate: Any) -> PlannedRows:
         """Return a loader's rows by the plan, which may be needed before training."""
         made = partial(self._hosted, dataset, collate)
-        return PlannedRows(made, rows_of if is_training else evaluated_rows)
+        return PlannedRows(made, get_micro_batch_rows if is_training else get_evaluation_rows)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -372,12 +392,12 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
-    ) -> tuple[Handle, Any]:
-        check_trains(self.model)
+    ) -> tuple[ModelProxy, Any]:
+        check_trainable(self.model)
         self._hosted(train_dataloader.whole, train_dataloader.collated)
         if self._created_lr_scheduler:  # type: ignore[has-type]
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        Planned.create_optimizer(self)  # a program's own has been called already
+        PlannedTrainerMixin.create_optimizer(self)  # a program's own has been called already
         self.create_scheduler(num_training_steps=max_steps)  # type: ignore[attr-defined]
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
@@ -385,20 +405,20 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
         assert self._engine is not None
-        self.accelerator._optimizers.append(Skips(self._engine, self.optimizer))
-        self._recorded = Recorded(
+        self.accelerator._optimizers.append(SkippedStepProxy(self._engine, self.optimizer))
+        self._recorded = RunRecorder(
             self._engine,
             self._folder,
             plans=type(self).__name__,
             steps=max_steps,
             done=self.state.global_step,
         )
-        return Handle(self, self._engine, self._looks), train_dataloader
+        return ModelProxy(self, self._engine, self._looks), train_dataloader
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        self._goes_on = run_of(resume_from_checkpoint, self.args.output_dir)
+        self._goes_on = find_resumed_run(resume_from_checkpoint, self.args.output_dir)
         with self._folded():
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
@@ -420,13 +440,13 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kw: Any) -> None:
         """Record the step, then log, save and evaluate. Called after each step and at an epoch's
         end."""
-        if self._recorded is not None and self._stepped is not None:
-            loss, self._stepped = self._stepped, None
+        if self._recorded is not None and self._unrecorded_loss is not None:
+            loss, self._unrecorded_loss = self._unrecorded_loss, None
             self._recorded.step(
                 self.state.global_step,
                 loss=loss,
                 learning_rate=self._get_learning_rate(),  # type: ignore[attr-defined]
-                norm=_finite(grad_norm),
+                norm=zero_if_not_finite(grad_norm),
             )
         control = self.control
         self._agreed.agree(control)
@@ -440,8 +460,8 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
         if self._engine is None:
             return super().create_optimizer(model)  # type: ignore[misc,no-any-return]
         if self.optimizer is not None:
-            taken_over(self.optimizer, self._engine, self._names)
-        return super().create_optimizer(Pieces(self._engine))  # type: ignore[misc,no-any-return]
+            take_over_optimizer(self.optimizer, self._engine, self._names)
+        return super().create_optimizer(ShardedParameters(self._engine))  # type: ignore[misc,no-any-return]
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         return super().get_decay_parameter_names(self.model)  # type: ignore[misc,no-any-return]
@@ -455,25 +475,25 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
         if self._recorded is not None:
             self._recorded.computes()
         self._settle(inputs, in_step=True)
-        with by_itself(self.accelerator), self._logs_of_step():
+        with disable_gathering(self.accelerator), self._log_step_means():
             loss = self._engine.step(dict(inputs), samples=inputs.samples)
-        self._stepped = loss
+        self._unrecorded_loss = loss
         return loss.float()
 
     def _settle(self, inputs: Any, *, in_step: bool = False) -> None:
         """Find by the first batch how losses of its parts add up. Collective."""
         assert self._engine is not None
         if not self._engine.is_settled(in_step=in_step):
-            with by_itself(self.accelerator), self._measured():
+            with disable_gathering(self.accelerator), self._measured():
                 self._engine.settle(dict(inputs), inputs.samples, in_step=in_step)
         self._loss.whole = inputs.samples
 
     def _checked_step(self, step: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the program's own step, which must call ours."""
-        self._stepped = None
+        self._unrecorded_loss = None
         loss: Tensor = step(*args, **kwargs)
-        if self._stepped is None:
-            raise computes_by_itself(self)
+        if self._unrecorded_loss is None:
+            raise make_own_step_error(self)
         return loss
 
     def _filtered_step(self, step: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -496,13 +516,13 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
     def _clip_grad_norm(self, model: Any) -> Tensor:
         assert self._engine is not None
         norm = self._engine.clip_grad_norm_(self.args.max_grad_norm)
-        return told_norm(norm, overflowed=self._engine.overflowed)
+        return get_reported_norm(norm, overflowed=self._engine.overflowed)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         assert self._engine is not None
         if grad_norm is not None:
             return grad_norm
-        return told_norm(self._engine.gradient_norm(), overflowed=self._engine.overflowed)
+        return get_reported_norm(self._engine.gradient_norm(), overflowed=self._engine.overflowed)
 
     def floating_point_ops(self, inputs: Any) -> int:
         self._leave_filter()
@@ -523,9 +543,9 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        if self._stock.is_of(dataloader):
+        if self._stock.has_loader(dataloader):
             rest = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
-            planned = self._stock.planned(dataloader)
+            planned = self._stock.get_planned_loader(dataloader)
             with self._stock.under_way(super()._move_model_to_device):  # type: ignore[misc]
                 told = super().evaluation_loop(dataloader, *rest)  # type: ignore[misc]
             name = f"{metric_key_prefix}_loss"
@@ -544,7 +564,10 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
         self.model.eval()
-        with self._folded(), by_itself(self.accelerator):  # losses would count for all processes
+        with (
+            self._folded(),
+            disable_gathering(self.accelerator),
+        ):  # losses would count for all processes
             found = evaluate(
                 self,
                 engine,
@@ -569,20 +592,3 @@ class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
             why="each trial would need devices of its own",
             fix="start one run for each trial",
         )
-
-
-def _finite(norm: Tensor | float | None) -> Tensor | float:
-    """Return the norm, or 0 if not finite, without waiting for the device."""
-    if isinstance(norm, Tensor):
-        return torch.where(torch.isfinite(norm), norm, torch.zeros_like(norm))
-    return norm if norm is not None and math.isfinite(norm) else 0.0
-
-
-def _in_columns(dataset: Any) -> bool:
-    """Return True if a dataset knows its columns, so unused columns can be removed; a stream of
-    `datasets` may not know any."""
-    if not is_datasets_available():
-        return False
-    from datasets import Dataset
-
-    return isinstance(dataset, Dataset)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from gpumix.integrations.dataloader.example_batch import are_padded
-from gpumix.integrations.dataloader.sharded_loader import Width
+from gpumix.integrations.dataloader.example_batch import needs_padding
+from gpumix.integrations.dataloader.sharded_loader import PaddingScope
 
 
-class Widths:
+class PaddingScopes:
     """Widths of a trainer's batches; `trained` is for training, and for evaluation of losses."""
 
     def __init__(self, trainer: Any) -> None:
-        self.trained = Width()
+        self.trained = PaddingScope()
         self._trainer: Any = weakref.proxy(trainer)
         # The last dataset evaluated or predicted, and the width of its batches.
-        self._known: dict[str, tuple[Any, Width]] = {}
+        self._known: dict[str, tuple[Any, PaddingScope]] = {}
 
-    def evaluated(self, description: str, dataset: Any, collate: Any, given: Any = None) -> Width:
+    def evaluated(
+        self, description: str, dataset: Any, collate: Any, given: Any = None
+    ) -> PaddingScope:
         """Return an evaluation's width. Predictions cover padding: with samples of different
         lengths each rank pads as in the global batch. Collective.
 
@@ -32,6 +34,6 @@ class Widths:
             return self.trained
         known, width = self._known.get(description, (None, None))
         if width is None or known is not given:
-            width = Width(common=are_padded(dataset, collate))
+            width = PaddingScope(is_global=needs_padding(dataset, collate))
             self._known[description] = given, width
         return width

@@ -11,7 +11,7 @@ import socket
 import sys
 from pathlib import Path
 
-MARK = "gpumix-facts: "
+FACTS_PREFIX = "gpumix-facts: "
 # Below the ports of outgoing connections: until it is used, a port found here stays free.
 PORTS = range(20000, 30000)
 TRIES = 20
@@ -19,7 +19,7 @@ TRIES = 20
 LIBRARIES = ("transformers", "datasets", "accelerate", "trl", "peft", "lightning")
 
 
-def version_of(name: str) -> "str | None":
+def get_version(name: str) -> "str | None":
     """Return the version of a package without an import."""
     try:
         from importlib.metadata import version
@@ -29,7 +29,7 @@ def version_of(name: str) -> "str | None":
         return None
 
 
-def digest_of(path: str) -> "str | None":
+def hash_file(path: str) -> "str | None":
     """Return the digest of a file; None if missing or unreadable."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -37,7 +37,7 @@ def digest_of(path: str) -> "str | None":
         return None
 
 
-def package() -> "tuple[str | None, str | None]":
+def get_package_digest() -> "tuple[str | None, str | None]":
     """Return version and code digest of gpumix; None if missing."""
     try:
         import gpumix
@@ -50,17 +50,17 @@ def package() -> "tuple[str | None, str | None]":
     return gpumix.__version__, whole.hexdigest()
 
 
-def devices() -> "int | str":
+def count_devices() -> "int | str":
     """Return the number of devices, or the reason why unknown."""
     try:
-        from gpumix.hardware.discovery.discover import discover
+        from gpumix.hardware.discovery.discover import discover_cluster
 
-        return len(discover().devices)
+        return len(discover_cluster().devices)
     except Exception as error:
         return str(error)
 
 
-def listening(address: str, port: int) -> "dict[str, object]":
+def find_free_port(address: str, port: int) -> "dict[str, object]":
     """Return a free port at an address of this host, or `port` if free, or the error."""
     found = {}  # type: dict[str, object]
     for number in [port] if port else [*random.sample(PORTS, TRIES), 0]:
@@ -77,19 +77,21 @@ def listening(address: str, port: int) -> "dict[str, object]":
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
-    version, digest = package()
+    version, digest = get_package_digest()
     facts = {
         "host": socket.gethostname(),
         "python": ".".join(str(part) for part in sys.version_info[:3]),
         "gpumix": version,
         "digest": digest,
-        "torch": version_of("torch"),
-        "libraries": {name: version_of(name) for name in LIBRARIES},
-        "devices": devices() if version else 0,
-        "files": {name: digest_of(name) for name in asked["files"]},
-        "listening": listening(asked["address"], asked["port"]) if "address" in asked else None,
+        "torch": get_version("torch"),
+        "libraries": {name: get_version(name) for name in LIBRARIES},
+        "devices": count_devices() if version else 0,
+        "files": {name: hash_file(name) for name in asked["files"]},
+        "listening": find_free_port(asked["address"], asked["port"])
+        if "address" in asked
+        else None,
     }
-    sys.stdout.write(MARK + json.dumps(facts) + "\n")
+    sys.stdout.write(FACTS_PREFIX + json.dumps(facts) + "\n")
 
 
 if __name__ == "__main__":

@@ -46,12 +46,12 @@ def refuse_unready(
     """
     problems: list[GpumixError] = []
     for name, facts in found.items():
-        if (problem := _own_problem(name, facts, here, counted)) is not None:
+        if (problem := _find_host_problem(name, facts, here, counted)) is not None:
             problems.append(problem)
-    together(problems or _differences(found))
+    raise_problems(problems or _find_differences(found))
 
 
-def together(problems: Sequence[GpumixError]) -> None:
+def raise_problems(problems: Sequence[GpumixError]) -> None:
     """Raise the first of the problems, mentioning the rest."""
     if not problems:
         return
@@ -61,7 +61,7 @@ def together(problems: Sequence[GpumixError]) -> None:
     raise type(first)(first.what, where=first.where, why=why, fix=first.fix)
 
 
-def _own_problem(
+def _find_host_problem(
     name: str, facts: ProbeFacts, here: ProbeFacts, counted: Sequence[str]
 ) -> GpumixError | None:
     major, minor = (int(part) for part in facts.python.split(".")[:2])
@@ -84,10 +84,10 @@ def _own_problem(
         if facts.gpumix == here.gpumix:
             what = f"its gpumix is {facts.gpumix} as here, but with other code"
         return MachineError(what, where=f"host {name}", fix="install the same on all hosts")
-    return _file_problem(name, facts, here) or _device_problem(name, facts, counted)
+    return _find_file_problem(name, facts, here) or _find_device_problem(name, facts, counted)
 
 
-def _file_problem(name: str, facts: ProbeFacts, here: ProbeFacts) -> GpumixError | None:
+def _find_file_problem(name: str, facts: ProbeFacts, here: ProbeFacts) -> GpumixError | None:
     for file, digest in facts.files.items():
         if digest is None or digest != here.files[file]:
             what = "is not there" if digest is None else "differs from the one here"
@@ -99,7 +99,9 @@ def _file_problem(name: str, facts: ProbeFacts, here: ProbeFacts) -> GpumixError
     return None
 
 
-def _device_problem(name: str, facts: ProbeFacts, counted: Sequence[str]) -> GpumixError | None:
+def _find_device_problem(
+    name: str, facts: ProbeFacts, counted: Sequence[str]
+) -> GpumixError | None:
     if name in counted and isinstance(facts.devices, str):
         return MachineError(
             "its devices cannot be counted",
@@ -110,7 +112,7 @@ def _device_problem(name: str, facts: ProbeFacts, counted: Sequence[str]) -> Gpu
     return None
 
 
-def _differences(found: Mapping[str, ProbeFacts]) -> list[GpumixError]:
+def _find_differences(found: Mapping[str, ProbeFacts]) -> list[GpumixError]:
     """Return errors on versions differing from the first host's: a library missing on either is not
     used."""
     (first, reference), *others = found.items()
@@ -130,7 +132,9 @@ def _differences(found: Mapping[str, ProbeFacts]) -> list[GpumixError]:
     ]
 
 
-def meeting_at(address: str, facts: ProbeFacts, *, host: str, alone: bool) -> RendezvousAddress:
+def check_rendezvous(
+    address: str, facts: ProbeFacts, *, host: str, alone: bool
+) -> RendezvousAddress:
     """Return the address of the ranks' rendezvous on the first host.
 
     Args:

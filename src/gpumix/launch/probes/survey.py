@@ -11,25 +11,28 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpumix.launch.commands import NO_FOLDER, Ssh, Surroundings, probing
+from gpumix.launch.commands import NO_FOLDER, LaunchEnvironment, Ssh, make_probe_line
 from gpumix.launch.hosts import Host
 from gpumix.launch.probes import probe
-from gpumix.launch.probes.readiness import ProbeFacts, together
+from gpumix.launch.probes.readiness import ProbeFacts, raise_problems
 from gpumix.schema.errors import GpumixError, MachineError
 from gpumix.schema.files import read_text
 
 PROBE_S = 60.0  # beyond the time to connect: imports from a slow disk
-LOST = 255  # ssh's exit code without a connection
+LOST_EXIT_CODE = 255  # ssh's exit code without a connection
 # Messages of ssh, and their fixes.
-_SAID = {
+_SSH_FIXES = {
     "host key": "connect once by hand and look at its key: ssh {host}",
     "permission denied": "let your key in there, or load it: ssh-add, ssh-copy-id {host}",
     "could not resolve": "give its name or an alias in ~/.ssh/config",
 }
 
 
-def survey(
-    hosts: Sequence[Host], ssh: Ssh, around: Surroundings, asked: Mapping[str, Mapping[str, object]]
+def probe_hosts(
+    hosts: Sequence[Host],
+    ssh: Ssh,
+    around: LaunchEnvironment,
+    asked: Mapping[str, Mapping[str, object]],
 ) -> dict[str, ProbeFacts]:
     """Return the facts of each host, by name.
 
@@ -39,46 +42,48 @@ def survey(
     Raises:
         MachineError: a host does not answer, or lacks the folder or interpreter.
     """
-    asking = [_asking(host, ssh, around, asked[host.name]) for host in hosts]
-    with ThreadPoolExecutor(len(hosts)) as threads, _ended(asking):
+    asking = [_start_probe(host, ssh, around, asked[host.name]) for host in hosts]
+    with ThreadPoolExecutor(len(hosts)) as threads, _kill_at_end(asking):
         answers = list(
             threads.map(lambda host, one: _answer(host, one, ssh, around), hosts, asking)
         )
-    together([answer for answer in answers if isinstance(answer, GpumixError)])
+    raise_problems([answer for answer in answers if isinstance(answer, GpumixError)])
     told = zip((host.name for host in hosts), answers)
     return {name: facts for name, facts in told if isinstance(facts, ProbeFacts)}
 
 
-def here(files: Sequence[str]) -> ProbeFacts:
+def gather_local_facts(files: Sequence[str]) -> ProbeFacts:
     """Return the facts of this process."""
-    version, digest = probe.package()
+    version, digest = probe.get_package_digest()
     return ProbeFacts(
         host="here",
         python=".".join(map(str, sys.version_info[:3])),
         gpumix=version,
         digest=digest,
-        torch=probe.version_of("torch"),
-        libraries={name: probe.version_of(name) for name in probe.LIBRARIES},
+        torch=probe.get_version("torch"),
+        libraries={name: probe.get_version(name) for name in probe.LIBRARIES},
         devices=0,
-        files={name: probe.digest_of(name) for name in files},
+        files={name: probe.hash_file(name) for name in files},
         listening=None,
     )
 
 
-def real_name(host: Host, ssh: Ssh) -> str:
+def resolve_host_name(host: Host, ssh: Ssh) -> str:
     """Return a host's name or address by the user's ssh configuration."""
     try:
-        done = subprocess.run(ssh.settings_of(host), capture_output=True, text=True, timeout=10)
+        done = subprocess.run(
+            ssh.make_config_query(host), capture_output=True, text=True, timeout=10
+        )
     except (OSError, subprocess.TimeoutExpired):
-        return host.bare
+        return host.name_without_user
     found = re.search(r"(?m)^hostname (\S+)$", done.stdout)
-    return found[1] if found else host.bare
+    return found[1] if found else host.name_without_user
 
 
-def _asking(
-    host: Host, ssh: Ssh, around: Surroundings, asked: Mapping[str, object]
+def _start_probe(
+    host: Host, ssh: Ssh, around: LaunchEnvironment, asked: Mapping[str, object]
 ) -> subprocess.Popen[str]:
-    command = ssh.command(host, probing(host, around, asked))
+    command = ssh.command(host, make_probe_line(host, around, asked))
     pipe = subprocess.PIPE
     try:
         return subprocess.Popen(
@@ -99,7 +104,7 @@ def _asking(
 
 
 @contextmanager
-def _ended(asking: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
+def _kill_at_end(asking: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
     """Kill the probes at the end of the block: an interrupt waits for no answer."""
     try:
         yield
@@ -109,24 +114,24 @@ def _ended(asking: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
 
 
 def _answer(
-    host: Host, asking: subprocess.Popen[str], ssh: Ssh, around: Surroundings
+    host: Host, asking: subprocess.Popen[str], ssh: Ssh, around: LaunchEnvironment
 ) -> ProbeFacts | GpumixError:
     limit_s = ssh.timeout_s + PROBE_S
     try:
         out, said = asking.communicate(read_text(Path(probe.__file__)), limit_s)
     except subprocess.TimeoutExpired:
         return MachineError(f"it did not answer within {limit_s:.0f} s", where=f"host {host.name}")
-    answers = [line for line in out.splitlines() if line.startswith(probe.MARK)]
+    answers = [line for line in out.splitlines() if line.startswith(probe.FACTS_PREFIX)]
     if answers:
-        return ProbeFacts(**json.loads(answers[-1].removeprefix(probe.MARK)))
-    return _silent(host, around, asking.returncode, said.strip())
+        return ProbeFacts(**json.loads(answers[-1].removeprefix(probe.FACTS_PREFIX)))
+    return _explain_silence(host, around, asking.returncode, said.strip())
 
 
-def _silent(host: Host, around: Surroundings, code: int, said: str) -> MachineError:
+def _explain_silence(host: Host, around: LaunchEnvironment, code: int, said: str) -> MachineError:
     """Return the error explaining a missing answer of a host."""
     where, last = f"host {host.name}", (said.splitlines() or [""])[-1]
-    if code == LOST:
-        fixes = [fix for words, fix in _SAID.items() if words in said.lower()]
+    if code == LOST_EXIT_CODE:
+        fixes = [fix for words, fix in _SSH_FIXES.items() if words in said.lower()]
         fix = fixes[0] if fixes else "see whether it is up: ssh {host}; --timeout waits longer"
         return MachineError(
             "it does not answer", where=where, why=last, fix=fix.format(host=host.name)

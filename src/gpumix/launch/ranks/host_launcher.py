@@ -16,22 +16,22 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from gpumix.hardware.host.environment import print_at_once, talk_inside_of_host
+from gpumix.hardware.host.environment import restrict_to_loopback, unbuffer_output
 from gpumix.launch.commands import HOST_MODULE
 from gpumix.launch.orders import Order, Orders
-from gpumix.launch.ranks.host_ranks import HostShare, started, watch
+from gpumix.launch.ranks.host_ranks import HostAssignment, start_ranks, wait_for_ranks
 from gpumix.schema.errors import GpumixError
-from gpumix.train.processes.tcp_liveness import is_visited, listen_at
+from gpumix.train.processes.tcp_liveness import has_visitors, listen_at
 
 LOOPBACK = "127.0.0.1"
-STAY_S = 300.0  # time the first host keeps the store for ranks elsewhere
-KNOWN_S = 60.0  # time until the name of a new pod or host is known
-LOOK_S = 0.1
-LOST = 255  # ssh's exit code for a lost connection
+STORE_KEPT_S = 300.0  # time the first host keeps the store for ranks elsewhere
+NAME_RESOLUTION_S = 60.0  # time until the name of a new pod or host is known
+POLL_S = 0.1
+LOST_EXIT_CODE = 255  # ssh's exit code for a lost connection
 
 
-def run(
-    share: HostShare,
+def run_host_ranks(
+    share: HostAssignment,
     words: Sequence[str],
     orders: Orders,
     *,
@@ -51,34 +51,34 @@ def run(
         MachineError: the store cannot listen at its address.
     """
     if share.one_host:
-        talk_inside_of_host()
+        restrict_to_loopback()
     if take is not None:
-        print_at_once()
-    server = _listen(share) if share.first == 0 else None
+        unbuffer_output()
+    server = _open_server(share) if share.first == 0 else None
     if server is not None:
-        share = HostShare(
+        share = HostAssignment(
             share.first, share.processes, share.world, share.address, server.getsockname()[1]
         )
-    with started(share, words, take, grace_s=grace_s) as ranks:
+    with start_ranks(share, words, take, grace_s=grace_s) as ranks:
         orders.listen()
         store = _serve(server, share) if server is not None else None
-        code, told = watch(ranks, orders, grace_s=grace_s)
+        code, told = wait_for_ranks(ranks, orders, grace_s=grace_s)
     if store is not None and code == 0:
-        _stay(share.port, orders)
+        _keep_store(share.port, orders)
     return code, told
 
 
-def _listen(share: HostShare) -> socket.socket:
-    deadline = time.monotonic() + KNOWN_S
+def _open_server(share: HostAssignment) -> socket.socket:
+    deadline = time.monotonic() + NAME_RESOLUTION_S
     while time.monotonic() < deadline:
         with suppress(socket.gaierror):
             socket.getaddrinfo(share.address, None)
             break
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return listen_at(share.address, share.port, one_host=share.one_host)
 
 
-def _serve(server: socket.socket, share: HostShare) -> object:
+def _serve(server: socket.socket, share: HostAssignment) -> object:
     """Serve the store; ranks connecting earlier wait, as the port is open."""
     from gpumix.train.processes.store import store_on
 
@@ -86,27 +86,31 @@ def _serve(server: socket.socket, share: HostShare) -> object:
         return store_on(server, share.address)
 
 
-def _stay(port: int, orders: Orders) -> None:
+def _keep_store(port: int, orders: Orders) -> None:
     """Keep the store until the ranks of all hosts have disconnected."""
-    deadline = time.monotonic() + STAY_S
-    while time.monotonic() < deadline and orders.given is Order.GO_ON and is_visited(port):
-        time.sleep(LOOK_S)
+    deadline = time.monotonic() + STORE_KEPT_S
+    while time.monotonic() < deadline and orders.given is Order.CONTINUE and has_visitors(port):
+        time.sleep(POLL_S)
 
 
 def main() -> None:
-    asked = _arguments()
+    asked = _parse_arguments()
     orders = Orders(led=asked.led)
-    share = HostShare(asked.first_rank, asked.processes, asked.world, asked.address, asked.port)
-    with orders.by_signals():
+    share = HostAssignment(
+        asked.first_rank, asked.processes, asked.world, asked.address, asked.port
+    )
+    with orders.take_signals():
         try:
             take = print_line if asked.led else None
-            code, told = run(share, asked.program, orders, grace_s=asked.grace, take=take)
+            code, told = run_host_ranks(
+                share, asked.program, orders, grace_s=asked.grace, take=take
+            )
         except GpumixError as error:
             code, told = error.exit_code, str(error)
     if code and not orders.given:
         print_line(2, f"gpumix: {told}")
     sys.stdout.flush()
-    os._exit(1 if code == LOST else code)  # threads reading pipes may hang
+    os._exit(1 if code == LOST_EXIT_CODE else code)  # threads reading pipes may hang
 
 
 def print_line(to: int, line: str) -> None:
@@ -117,7 +121,7 @@ def print_line(to: int, line: str) -> None:
             data = data[os.write(to, data) :]
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {HOST_MODULE}")
     numbers = {
         "--first-rank": "of this host",

@@ -24,7 +24,7 @@ LOOK_S = 0.02
 # After a rank has failed: time for the others to notice and report, and then to end.
 NOTICE_S = 5.0
 END_S = 5.0
-_LEFT_BY_STOP = (0, EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)
+_STOP_EXIT_CODES = (0, EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)
 GUARD = """
 import os, sys
 for group in sys.stdin.read().split():
@@ -36,7 +36,7 @@ for group in sys.stdin.read().split():
 
 
 @dataclass(frozen=True)
-class HostShare:
+class HostAssignment:
     """A host's part of a launch: `processes` ranks of `world`, from `first` on, and the rendezvous
     address."""
 
@@ -98,8 +98,8 @@ class RankProcess:
 
 
 @contextmanager
-def started(
-    share: HostShare,
+def start_ranks(
+    share: HostAssignment,
     words: Sequence[str],
     take: Callable[[int, str], None] | None,
     *,
@@ -107,7 +107,7 @@ def started(
 ) -> Iterator[list[RankProcess]]:
     """Start a host's ranks; ranks end with the block, or with this process in any case."""
     ranks: list[RankProcess] = []
-    with _guard() as tell:
+    with _start_guard() as tell:
         try:
             for local in range(share.processes):
                 env = rank_settings(
@@ -123,11 +123,11 @@ def started(
                 tell(ranks[-1].process.pid)
             yield ranks
         finally:
-            end(ranks)
+            kill_ranks(ranks)
 
 
 @contextmanager
-def _guard() -> Iterator[Callable[[int], None]]:
+def _start_guard() -> Iterator[Callable[[int], None]]:
     """Start a guard process taking process groups: a killed launcher cannot end its ranks, but the
     guard does when its pipe closes."""
     words = [sys.executable, "-I", "-S", "-c", GUARD]
@@ -147,12 +147,14 @@ def _guard() -> Iterator[Callable[[int], None]]:
         pipe.close()
 
 
-def end(ranks: Sequence[RankProcess]) -> None:
+def kill_ranks(ranks: Sequence[RankProcess]) -> None:
     for rank in ranks:
         rank.kill()
 
 
-def watch(ranks: Sequence[RankProcess], orders: Orders, *, grace_s: float) -> tuple[int, str]:
+def wait_for_ranks(
+    ranks: Sequence[RankProcess], orders: Orders, *, grace_s: float
+) -> tuple[int, str]:
     """Wait for all ranks, or end all; return the exit code of the first to fail, and how it ended.
 
     Args:
@@ -174,7 +176,7 @@ def watch(ranks: Sequence[RankProcess], orders: Orders, *, grace_s: float) -> tu
             for rank in ranks:
                 rank.signal(signal.SIGTERM)
         if now >= kill_at or orders.given is Order.END:
-            end(ranks)
+            kill_ranks(ranks)
         time.sleep(LOOK_S)
     return _outcome(ranks, first, asked=asked)
 
@@ -183,7 +185,7 @@ def _outcome(
     ranks: Sequence[RankProcess], first: RankProcess | None, *, asked: bool
 ) -> tuple[int, str]:
     if asked and first is None:
-        first = next((r for r in ranks if r.code not in _LEFT_BY_STOP), None)
+        first = next((r for r in ranks if r.code not in _STOP_EXIT_CODES), None)
         if first is None:
             return EXIT_INTERRUPTED, "interrupted"
     first = first or next((rank for rank in ranks if rank.code), None)

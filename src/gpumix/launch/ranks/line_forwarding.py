@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
-LEFT_S = 2.0  # time to read pipes left open after a process's end
+DRAIN_S = 2.0  # time to read pipes left open after a process's end
 
 
 class LineForwarder:
@@ -36,4 +36,4 @@ class LineForwarder:
 
     def finish(self) -> None:
         """Take the remaining output after the end of the process."""
-        self._thread.join(LEFT_S)
+        self._thread.join(DRAIN_S)

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TextIO
 
 from gpumix.launch.hosts import HostRanks
-from gpumix.launch.orders import ALIVE_S, Order, Orders
-from gpumix.launch.probes.survey import LOST
+from gpumix.launch.orders import HEARTBEAT_S, Order, Orders
+from gpumix.launch.probes.survey import LOST_EXIT_CODE
 from gpumix.launch.ranks.line_forwarding import LineForwarder
 from gpumix.schema.errors import EXIT_INTERRUPTED, MachineError, TrainingError
-from gpumix.schema.files import opened_log
+from gpumix.schema.files import open_log
 
 LOOK_S = 0.05
 # After a host has failed: time for the others to report, and then to end.
@@ -32,7 +32,7 @@ LAST_LINES = 5
 
 
 @dataclass(frozen=True)
-class Ended:
+class HostExit:
     """End of a host: `code` is the exit code of its first rank to fail, None if the host was lost.
     `said` has its last lines of stderr."""
 
@@ -45,8 +45,8 @@ class Ended:
 class LaunchOutcome:
     """End of all hosts; `first` is the host whose failure ended the launch, if any."""
 
-    hosts: tuple[Ended, ...]
-    first: Ended | None
+    hosts: tuple[HostExit, ...]
+    first: HostExit | None
     interrupted: bool
 
     @property
@@ -57,13 +57,13 @@ class LaunchOutcome:
 
 
 # Takes the host's name, 1 or 2 for its stdout or stderr, and a line.
-Take = Callable[[str, int, str], None]
+LineCallback = Callable[[str, int, str], None]
 
 
-class _Remote:
+class _SshProcess:
     """The process of ssh to one host."""
 
-    def __init__(self, place: HostRanks, command: Sequence[str], take: Take) -> None:
+    def __init__(self, place: HostRanks, command: Sequence[str], take: LineCallback) -> None:
         self.place = place
         self._said: deque[str] = deque(maxlen=LAST_LINES)
         self._take = take
@@ -96,20 +96,24 @@ class _Remote:
         for lines in self._lines:
             lines.finish()
 
-    def ended(self) -> Ended:
+    def ended(self) -> HostExit:
         code = self.process.returncode
-        lost = code == LOST or code < 0
-        return Ended(self.place, None if lost else code, tuple(self._said))
+        lost = code == LOST_EXIT_CODE or code < 0
+        return HostExit(self.place, None if lost else code, tuple(self._said))
 
 
-def run(
-    commands: Mapping[HostRanks, Sequence[str]], orders: Orders, take: Take, *, grace_s: float
+def run_on_hosts(
+    commands: Mapping[HostRanks, Sequence[str]],
+    orders: Orders,
+    take: LineCallback,
+    *,
+    grace_s: float,
 ) -> LaunchOutcome:
     """Run a command for each host until all have ended, or a failing host ends all."""
-    remotes: list[_Remote] = []
+    remotes: list[_SshProcess] = []
     try:
         for place, command in commands.items():
-            remotes.append(_Remote(place, command, take))
+            remotes.append(_SshProcess(place, command, take))
         first = _watch(remotes, orders, grace_s)
     finally:
         for remote in remotes:
@@ -117,31 +121,31 @@ def run(
     return LaunchOutcome(
         hosts=tuple(remote.ended() for remote in remotes),
         first=first.ended() if first is not None else None,
-        interrupted=orders.given is not Order.GO_ON,
+        interrupted=orders.given is not Order.CONTINUE,
     )
 
 
-def _watch(remotes: Sequence[_Remote], orders: Orders, grace_s: float) -> _Remote | None:
+def _watch(remotes: Sequence[_SshProcess], orders: Orders, grace_s: float) -> _SshProcess | None:
     """Wait for all hosts; return the first to fail, if any failed without an order."""
-    first: _Remote | None = None
-    told, alive_at = Order.GO_ON, 0.0
+    first: _SshProcess | None = None
+    told, alive_at = Order.CONTINUE, 0.0
     end_at = leave_at = float("inf")
     while any(remote.code is None for remote in remotes):
         now = time.monotonic()
         if now >= alive_at:
-            alive_at = now + ALIVE_S
-            _tell(remotes, "alive")
+            alive_at = now + HEARTBEAT_S
+            _send_to_all(remotes, "alive")
         if first is None and not told:
             first = next((remote for remote in remotes if remote.code), None)
             end_at = now + SETTLE_S if first is not None else end_at
         if orders.given > told:
             told = orders.given
-            _tell(remotes, "stop" if told is Order.STOP else "end")
+            _send_to_all(remotes, "stop" if told is Order.STOP else "end")
             # Hosts themselves end ranks exceeding the grace period.
             leave_at = now + END_S + (grace_s if told is Order.STOP else 0.0)
         if now >= end_at:
             end_at, leave_at = float("inf"), now + END_S
-            _tell(remotes, "end")
+            _send_to_all(remotes, "end")
         if now >= leave_at:
             break
         time.sleep(LOOK_S)
@@ -150,12 +154,12 @@ def _watch(remotes: Sequence[_Remote], orders: Orders, grace_s: float) -> _Remot
     return first
 
 
-def _tell(remotes: Sequence[_Remote], word: str) -> None:
+def _send_to_all(remotes: Sequence[_SshProcess], word: str) -> None:
     for remote in remotes:
         remote.tell(word)
 
 
-def account(outcome: LaunchOutcome, logs: Path | None) -> TrainingError | None:
+def explain_failure(outcome: LaunchOutcome, logs: Path | None) -> TrainingError | None:
     """Return the error for a failed launch; None without a failed host."""
     first = outcome.first
     if first is None:
@@ -196,7 +200,7 @@ class GatheredOutput:
             try:
                 logs.mkdir(parents=True, exist_ok=True)
                 for name in names:
-                    file = opened_log(logs / f"{name}.log")
+                    file = open_log(logs / f"{name}.log")
                     self._files[name] = self._open.enter_context(file)
             except OSError as error:
                 raise MachineError(

@@ -16,15 +16,26 @@ from typing import Any
 
 import yaml
 
-from gpumix.launch.commands import HOST_MODULE, Surroundings, meeting_words, ranks_words
+from gpumix.launch.commands import (
+    HOST_MODULE,
+    LaunchEnvironment,
+    make_rank_arguments,
+    make_rendezvous_arguments,
+)
 from gpumix.launch.program import Program
-from gpumix.launch.schedulers.nodes import Component, NodeGroup, first_rank, parts_of, world_of
+from gpumix.launch.schedulers.nodes import (
+    EqualNodes,
+    NumberedNodes,
+    count_ranks,
+    format_first_rank,
+    number_components,
+)
 from gpumix.schema.errors import InputError
 
 API = "trainer.kubeflow.org/v1alpha1"
 CONTAINER = "node"  # TrainJobs set image and environment of containers with this name
 PORT = 29500
-WIDTH = 10_000  # commands are not wrapped
+LINE_WIDTH = 10_000  # commands are not wrapped
 OWN_LABEL = "gpumix.dev/device-class"
 CPUS_PER_DEVICE, MEMORY_PER_DEVICE_GI = 4, 32
 IMAGE = "registry.example.com/gpumix:latest"
@@ -43,10 +54,10 @@ LABEL_NODES = """\
 """
 
 
-def manifests(
-    components: Sequence[Component],
+def make_manifests(
+    components: Sequence[EqualNodes],
     program: Program,
-    around: Surroundings,
+    around: LaunchEnvironment,
     files: Sequence[str],
     *,
     port: int | None = None,
@@ -60,16 +71,16 @@ def manifests(
     _refuse_outside(around.folder, files)
     name = _name(program)
     documents = [
-        _runtime(name, components, program, around, port or PORT),
-        _train_job(name, around.settings),
+        _make_runtime(name, components, program, around, port or PORT),
+        _make_train_job(name, around.settings),
     ]
     head = HEAD.format(name=name)
     if any(component.hosts for component in components):
         head += NAMED_HOSTS
-    if any(OWN_LABEL in _selector(component) for component in components):
+    if any(OWN_LABEL in _make_node_selector(component) for component in components):
         head += LABEL_NODES.format(label=OWN_LABEL)
     return head + "---\n".join(
-        yaml.safe_dump(one, sort_keys=False, width=WIDTH) for one in documents
+        yaml.safe_dump(one, sort_keys=False, width=LINE_WIDTH) for one in documents
     )
 
 
@@ -95,7 +106,7 @@ def _name(program: Program) -> str:
     return f"gpumix-{allowed.strip('-')[:16].strip('-') or 'job'}"
 
 
-def _train_job(name: str, settings: Mapping[str, str]) -> dict[str, Any]:
+def _make_train_job(name: str, settings: Mapping[str, str]) -> dict[str, Any]:
     env = [{"name": key, "value": value} for key, value in sorted(settings.items())]
     trainer = {"image": IMAGE, **({"env": env} if env else {})}
     return {
@@ -113,18 +124,21 @@ def _train_job(name: str, settings: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _runtime(
+def _make_runtime(
     name: str,
-    components: Sequence[Component],
+    components: Sequence[EqualNodes],
     program: Program,
-    around: Surroundings,
+    around: LaunchEnvironment,
     port: int,
 ) -> dict[str, Any]:
-    parts = parts_of(components)
+    parts = number_components(components)
     # The first pod's name, as given by JobSet.
-    meeting = meeting_words(f"{name}-{components[0].name}-0-0.{name}", str(port))
-    world = world_of(components)
-    jobs = [_job(part, _command(part, world, meeting, program, around), around) for part in parts]
+    meeting = make_rendezvous_arguments(f"{name}-{components[0].name}-0-0.{name}", str(port))
+    world = count_ranks(components)
+    jobs = [
+        _make_replicated_job(part, _make_command(part, world, meeting, program, around), around)
+        for part in parts
+    ]
     jobs[0]["template"]["metadata"] = {
         "labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     }
@@ -139,11 +153,15 @@ def _runtime(
     }
 
 
-def _command(
-    part: NodeGroup, world: int, meeting: Sequence[str], program: Program, around: Surroundings
+def _make_command(
+    part: NumberedNodes,
+    world: int,
+    meeting: Sequence[str],
+    program: Program,
+    around: LaunchEnvironment,
 ) -> list[str]:
-    number = first_rank(part, "JOB_COMPLETION_INDEX")
-    words = ranks_words(number, part.component.devices, world)
+    number = format_first_rank(part, "JOB_COMPLETION_INDEX")
+    words = make_rank_arguments(number, part.component.devices, world)
     run = [shlex.quote(around.python), "-m", HOST_MODULE, "--first-rank", f'"{number}"']
     # Kubernetes would replace `$(NAME)` by the value of a variable.
     run += [*words[2:], *meeting, "--grace", f"{around.grace_s:g}", "--"]
@@ -151,19 +169,21 @@ def _command(
     return ["sh", "-c", "exec " + " ".join(run)]
 
 
-def _job(part: NodeGroup, command: list[str], around: Surroundings) -> dict[str, Any]:
+def _make_replicated_job(
+    part: NumberedNodes, command: list[str], around: LaunchEnvironment
+) -> dict[str, Any]:
     component = part.component
     pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": round(around.grace_s) + 30,
-        **({"nodeSelector": selector} if (selector := _selector(component)) else {}),
+        **({"nodeSelector": selector} if (selector := _make_node_selector(component)) else {}),
         "containers": [
             {
                 "name": CONTAINER,
                 "image": IMAGE,
                 "workingDir": str(around.folder),
                 "command": command,
-                "resources": _resources(component),
+                "resources": _make_resources(component),
                 "volumeMounts": [
                     {"name": "shared-memory", "mountPath": "/dev/shm"},
                     {"name": "work", "mountPath": str(around.folder)},
@@ -185,7 +205,7 @@ def _job(part: NodeGroup, command: list[str], around: Surroundings) -> dict[str,
     return {"name": component.name, "replicas": 1, "template": {"spec": job}}
 
 
-def _selector(component: Component) -> dict[str, str]:
+def _make_node_selector(component: EqualNodes) -> dict[str, str]:
     """Return the node selector: the label given by NVIDIA's GPU feature discovery, or a label the
     user must set: the class's name for nodes of one class, the component's for mixed nodes."""
     if not component.gpus or not component.held:
@@ -196,7 +216,7 @@ def _selector(component: Component) -> dict[str, str]:
     return {OWN_LABEL: component.name if others else name}
 
 
-def _resources(component: Component) -> dict[str, dict[str, str]]:
+def _make_resources(component: EqualNodes) -> dict[str, dict[str, str]]:
     asked = {
         "cpu": str(component.devices * CPUS_PER_DEVICE),
         "memory": f"{component.devices * MEMORY_PER_DEVICE_GI}Gi",

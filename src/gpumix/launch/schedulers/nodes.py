@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gpumix.launch.hosts import Host, placed_unasked
+from gpumix.launch.hosts import Host, assign_known_ranks
 from gpumix.schema.cluster.cluster import Cluster
 
 # Defaults to begin from.
 NODES, DEVICES = 2, 8
-LONGEST = 24
+MOST_LETTERS = 24
 
 
 @dataclass(frozen=True)
-class Component:
+class EqualNodes:
     """A group of equal nodes: their number, devices per node, and devices by class. `held` is empty
     if unknown. `product` is the product name of a single class. `gpus` is false for emulated
     devices and CPUs."""
@@ -31,15 +31,15 @@ class Component:
 
 
 @dataclass(frozen=True)
-class NodeGroup:
+class NumberedNodes:
     """A component with the global numbers of the first node and rank."""
 
-    component: Component
+    component: EqualNodes
     first_node: int
     first_rank: int
 
 
-def components_of(hosts: Sequence[Host], cluster: Cluster | None) -> tuple[Component, ...]:
+def group_equal_nodes(hosts: Sequence[Host], cluster: Cluster | None) -> tuple[EqualNodes, ...]:
     """Return the nodes to request, in rank order: a cluster's grouped by devices, else the hosts
     grouped by number of processes, else a default. All names differ.
 
@@ -49,27 +49,27 @@ def components_of(hosts: Sequence[Host], cluster: Cluster | None) -> tuple[Compo
     if cluster is not None:
         return _of_cluster(hosts, cluster)
     if not hosts:
-        return (Component("nodes", NODES, DEVICES),)
+        return (EqualNodes("nodes", NODES, DEVICES),)
     alike: dict[int, list[str]] = {}
     for host in hosts:
-        alike.setdefault(host.processes or DEVICES, []).append(host.bare)
+        alike.setdefault(host.processes or DEVICES, []).append(host.name_without_user)
     return tuple(
-        Component(f"nodes-of-{number}", len(names), number, hosts=tuple(names))
+        EqualNodes(f"nodes-of-{number}", len(names), number, hosts=tuple(names))
         for number, names in alike.items()
     )
 
 
-def _of_cluster(hosts: Sequence[Host], cluster: Cluster) -> tuple[Component, ...]:
+def _of_cluster(hosts: Sequence[Host], cluster: Cluster) -> tuple[EqualNodes, ...]:
     devices = cluster.in_rank_order()
     counts = Counter(device.host for device in devices)
     nodes = hosts or [Host(name, count) for name, count in counts.items()]
     alike: dict[tuple[tuple[str, int], ...], list[str]] = {}
-    for place in placed_unasked(nodes, cluster, where="--template"):
+    for place in assign_known_ranks(nodes, cluster, where="--template"):
         inside = devices[place.first : place.first + place.processes]
         held = Counter(device.device_class for device in inside)
-        alike.setdefault(tuple(sorted(held.items())), []).append(place.host.bare)
+        alike.setdefault(tuple(sorted(held.items())), []).append(place.host.name_without_user)
     return tuple(
-        Component(
+        EqualNodes(
             name=name,
             nodes=len(names),
             devices=sum(count for _, count in held),
@@ -95,25 +95,25 @@ def _names(alike: Iterable[tuple[tuple[str, int], ...]]) -> list[str]:
 
 def _label(name: str) -> str:
     """Return the end of a name as a valid label, beginning with a letter."""
-    label = re.sub(r"[^a-z0-9]+", "-", name.lower())[1 - LONGEST :].strip("-")
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower())[1 - MOST_LETTERS :].strip("-")
     return label if label[0].isalpha() else f"n{label}"
 
 
-def parts_of(components: Sequence[Component]) -> tuple[NodeGroup, ...]:
-    parts: list[NodeGroup] = []
+def number_components(components: Sequence[EqualNodes]) -> tuple[NumberedNodes, ...]:
+    parts: list[NumberedNodes] = []
     node = rank = 0
     for component in components:
-        parts.append(NodeGroup(component, node, rank))
+        parts.append(NumberedNodes(component, node, rank))
         node += component.nodes
         rank += component.nodes * component.devices
     return tuple(parts)
 
 
-def world_of(components: Sequence[Component]) -> int:
+def count_ranks(components: Sequence[EqualNodes]) -> int:
     return sum(one.nodes * one.devices for one in components)
 
 
-def first_rank(part: NodeGroup, node: str) -> str:
+def format_first_rank(part: NumberedNodes, node: str) -> str:
     """Return the first rank of a node as a shell expression: `node` is the node's number in its
     part."""
     ranks = f"{node} * {part.component.devices}"

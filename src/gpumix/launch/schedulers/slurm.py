@@ -1,4 +1,4 @@
-"""Script for `sbatch`: a task per node, running the ranks of the node. Pure.
+"""Script for `make_sbatch_script`: a task per node, running the ranks of the node. Pure.
 
 Unequal nodes are components of one heterogeneous job, with a single step over all of them: its
 tasks are numbered globally, so each knows its ranks.
@@ -10,11 +10,22 @@ import math
 import shlex
 from collections.abc import Iterator, Sequence
 
-from gpumix.launch.commands import HOST_MODULE, Surroundings, meeting_words, ranks_words
+from gpumix.launch.commands import (
+    HOST_MODULE,
+    LaunchEnvironment,
+    make_rank_arguments,
+    make_rendezvous_arguments,
+)
 from gpumix.launch.program import Program
-from gpumix.launch.schedulers.nodes import Component, NodeGroup, first_rank, parts_of, world_of
+from gpumix.launch.schedulers.nodes import (
+    EqualNodes,
+    NumberedNodes,
+    count_ranks,
+    format_first_rank,
+    number_components,
+)
 from gpumix.schema.errors import InputError
-from gpumix.schema.untrusted_text import directive
+from gpumix.schema.untrusted_text import format_sbatch_option
 
 CPUS_PER_DEVICE = 4
 # Time left to end in after saving; SLURM stores seconds in 16 bits.
@@ -37,10 +48,10 @@ export ADDRESS PORT
 # which comes {save_s} s before the time is over, runs save."""
 
 
-def sbatch(
-    components: Sequence[Component],
+def make_sbatch_script(
+    components: Sequence[EqualNodes],
     program: Program,
-    around: Surroundings,
+    around: LaunchEnvironment,
     *,
     address: str | None = None,
     port: int | None = None,
@@ -58,10 +69,13 @@ def sbatch(
             where=f"--grace {around.grace_s:g}",
             fix=f"--grace {MOST_S - END_S}, or less",
         )
-    parts, several = parts_of(components), len(components) > 1
+    parts, several = number_components(components), len(components) > 1
     nodes = "SLURM_JOB_NODELIST_HET_GROUP_0" if several else "SLURM_JOB_NODELIST"
-    head = [HEAD.format(file=f"{program.title}.sbatch"), *_common(program, before_s)]
-    asked = "\n#SBATCH hetjob\n".join("\n".join(_directives(part.component)) for part in parts)
+    head = [
+        HEAD.format(file=f"{program.title}.sbatch"),
+        *_make_common_directives(program, before_s),
+    ]
+    asked = "\n#SBATCH hetjob\n".join("\n".join(_make_directives(part.component)) for part in parts)
     settings = [f"export {shlex.join([f'{n}={v}'])}" for n, v in sorted(around.settings.items())]
     body = BODY.format(
         folder=shlex.quote(str(around.folder)),
@@ -72,46 +86,53 @@ def sbatch(
         port=port or "$((20000 + SLURM_JOB_ID % 20000))",
         save_s=before_s,
     )
-    world = world_of(components)
-    steps = [_step(number, part, several) for number, part in enumerate(parts)]
-    tasks = [_task(part, program, around, world) for part in parts]
+    world = count_ranks(components)
+    steps = [_make_step_options(number, part, several) for number, part in enumerate(parts)]
+    tasks = [_make_task_command(part, program, around, world) for part in parts]
     run = " \\\n    : ".join(f"{step} \\\n    {task}" for step, task in zip(steps, tasks))
     return "\n".join(
         [*head, asked, "", body, f"srun --kill-on-bad-exit=1 --label \\\n    {run}", ""]
     )
 
 
-def _common(program: Program, before_s: int) -> Iterator[str]:
-    yield directive("job-name", program.title)
-    yield directive("output", "%x-%j.log")
-    yield directive("time", "24:00:00")
-    yield directive("signal", f"TERM@{before_s}")
+def _make_common_directives(program: Program, before_s: int) -> Iterator[str]:
+    yield format_sbatch_option("job-name", program.title)
+    yield format_sbatch_option("output", "%x-%j.log")
+    yield format_sbatch_option("time", "24:00:00")
+    yield format_sbatch_option("signal", f"TERM@{before_s}")
 
 
-def _directives(component: Component) -> Iterator[str]:
-    yield directive("nodes", component.nodes)
-    yield directive("ntasks-per-node", 1)
-    yield directive("cpus-per-task", component.devices * CPUS_PER_DEVICE)
+def _make_directives(component: EqualNodes) -> Iterator[str]:
+    yield format_sbatch_option("nodes", component.nodes)
+    yield format_sbatch_option("ntasks-per-node", 1)
+    yield format_sbatch_option("cpus-per-task", component.devices * CPUS_PER_DEVICE)
     if component.gpus:
         kinds = [f"gpu:{name}:{count}" for name, count in component.held]
-        yield directive("gres", ",".join(kinds) or f"gpu:{component.devices}")
+        yield format_sbatch_option("gres", ",".join(kinds) or f"gpu:{component.devices}")
     if component.hosts:
-        yield directive("nodelist", ",".join(component.hosts))
+        yield format_sbatch_option("nodelist", ",".join(component.hosts))
 
 
-def _step(number: int, part: NodeGroup, several: bool) -> str:
+def _make_step_options(number: int, part: NumberedNodes, several: bool) -> str:
     group = f"--het-group={number} " if several else ""
     cpus = part.component.devices * CPUS_PER_DEVICE  # srun does not inherit them
     return f"{group}--ntasks={part.component.nodes} --cpus-per-task={cpus}"
 
 
-def _task(part: NodeGroup, program: Program, around: Surroundings, world: int) -> str:
+def _make_task_command(
+    part: NumberedNodes, program: Program, around: LaunchEnvironment, world: int
+) -> str:
     """Return the command of each task of a component, as one word for the script's shell."""
     node = f"(SLURM_PROCID - {part.first_node})" if part.first_node else "SLURM_PROCID"
-    number = first_rank(part, node)
-    words = ranks_words(number, part.component.devices, world)
+    number = format_first_rank(part, node)
+    words = make_rank_arguments(number, part.component.devices, world)
     # Expressions for the task's own shell are in double quotes.
-    filled = ["--first-rank", f'"{number}"', *words[2:], *meeting_words('"$ADDRESS"', '"$PORT"')]
+    filled = [
+        "--first-rank",
+        f'"{number}"',
+        *words[2:],
+        *make_rendezvous_arguments('"$ADDRESS"', '"$PORT"'),
+    ]
     command = [shlex.quote(around.python), "-m", HOST_MODULE, *filled]
     command += ["--grace", f"{around.grace_s:g}", "--", shlex.join(program.words)]
     return f"bash -c {shlex.quote('exec ' + ' '.join(command))}"

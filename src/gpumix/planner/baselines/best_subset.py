@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpumix.planner.common.strategy import PlanRequest, predicted, ranked_devices
-from gpumix.planner.data_parallel.search import optimal
+from gpumix.planner.common.strategy import PlanRequest, get_prediction, ranked_devices
+from gpumix.planner.data_parallel.search import plan_one_stage
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 
 
-def best_subset(profile: Profile, request: PlanRequest) -> Plan:
+def plan_best_subset(profile: Profile, request: PlanRequest) -> Plan:
     """Return the fastest of the optimal plans on each class alone; ties go by class name.
 
     Raises:
@@ -19,9 +19,9 @@ def best_subset(profile: Profile, request: PlanRequest) -> Plan:
         NoFeasiblePlanError: no class alone has room.
     """
     plans, reasons = [], []
-    for name, alone in single_classes(profile, request):
+    for name, alone in iterate_class_requests(profile, request):
         try:
-            plans.append(optimal(profile, alone))
+            plans.append(plan_one_stage(profile, alone))
         except NoFeasiblePlanError as error:
             reasons.append((name, error.what))
     if not plans:
@@ -30,11 +30,13 @@ def best_subset(profile: Profile, request: PlanRequest) -> Plan:
             why="; ".join(f"only {name}: {what}" for name, what in reasons),
             fix="use `strategy: optimal`, which mixes classes and may fit",
         )
-    best = min(plans, key=lambda plan: predicted(plan).step_s)
+    best = min(plans, key=lambda plan: get_prediction(plan).step_s)
     return best.model_copy(update={"strategy": "best-subset"})
 
 
-def single_classes(profile: Profile, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+def iterate_class_requests(
+    profile: Profile, request: PlanRequest
+) -> Iterator[tuple[str, PlanRequest]]:
     """Yield each class by name, with the request for its devices alone."""
     devices = ranked_devices(profile, request)
     for name in sorted({d.device_class for d in devices}):

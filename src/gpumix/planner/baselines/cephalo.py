@@ -25,12 +25,12 @@ import numpy.typing as npt
 from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.step_time import pass_seconds
 from gpumix.planner.common.class_split import ClassSplit
-from gpumix.planner.common.score import Load, capacities
-from gpumix.planner.common.sharding_setting import ShardingSetting, setting_of
+from gpumix.planner.common.score import DeviceLoad, compute_share_capacities
+from gpumix.planner.common.sharding_setting import ShardingSetting, make_setting
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
-from gpumix.planner.common.why_policy_does_not_fit import lack, too_large
-from gpumix.planner.data_parallel.branch_and_bound import level
-from gpumix.planner.data_parallel.knapsack import WHOLE
+from gpumix.planner.common.why_policy_does_not_fit import compute_shortage, make_policy_error
+from gpumix.planner.data_parallel.branch_and_bound import find_fill_level
+from gpumix.planner.data_parallel.knapsack import FULL_STATE_SHARE
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
@@ -39,11 +39,11 @@ from gpumix.schema.profile.profile import Profile
 
 # Limit on the work of one plan, in table cells visited (some tenths of a second); and the fixed
 # cost of visiting any number of cells, in cells.
-MOST_WORK = 400_000_000
-WORK_OF_A_LOOK = 5_000
+MAX_CELLS = 400_000_000
+CELLS_PER_VISIT = 5_000
 
 
-def cephalo(profile: Profile, request: PlanRequest) -> Plan:
+def plan_cephalo(profile: Profile, request: PlanRequest) -> Plan:
     """Plan by Cephalo's rules, at the smallest factor with affordable work.
 
     Raises:
@@ -100,7 +100,7 @@ class _Task:
             )
         modes = _modes(profile, request, devices)
         equal, unequal = (
-            setting_of(profile, devices, cap=cap, modes=modes) for cap in (1.0, float("inf"))
+            make_setting(profile, devices, cap=cap, modes=modes) for cap in (1.0, float("inf"))
         )
         of_class = {name: equal.modes[name][0] for name in equal.classes if equal.modes[name]}
         if lacking := set(equal.classes) - set(of_class):
@@ -120,17 +120,17 @@ class _Task:
         """Return the smallest factor with affordable work."""
         ranks = len(self.names)
         low, high = 1, (self.batch - 1) // (ranks - 1) if ranks > 1 else self.batch
-        if self._work(high) > MOST_WORK:
+        if self._work(high) > MAX_CELLS:
             raise InputError(
                 f"Cephalo's search was not run for {ranks} devices and a batch of {self.batch}: "
                 "its work grows with devices x batch^2 and more",
                 why=f"with the batch divided by {high} it still takes "
-                f"{self._work(high) / MOST_WORK:.2g} times the work that is allowed",
+                f"{self._work(high) / MAX_CELLS:.2g} times the work that is allowed",
                 fix="use `strategy: optimal`, whose work grows with the number of classes",
             )
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._work(middle) <= MOST_WORK else (middle + 1, high)
+            low, high = (low, middle) if self._work(middle) <= MAX_CELLS else (middle + 1, high)
         return low
 
     def plan(self, factor: int) -> Plan:
@@ -138,17 +138,22 @@ class _Task:
         solution = self._solution(factor)
         if solution is None:
             samples = -(-self.batch // len(self.names))
-            lacks = {name: lack(self.equal, name, m, samples) for name, m in self.modes.items()}
-            raise too_large("a plan by Cephalo's rules", [(self.equal, lacks)])
+            lacks = {
+                name: compute_shortage(self.equal, name, m, samples)
+                for name, m in self.modes.items()
+            }
+            raise make_policy_error("a plan by Cephalo's rules", [(self.equal, lacks)])
         return self._division(solution, factor).plan("cephalo")
 
     def _work(self, factor: int) -> float:
         width = self._width(factor)
         work = 0.0
         for name, devices in self.equal.classes.items():
-            size, number = _cuts(width + 1, self.equal.largest_micro_batch(name, width + 1))
+            size, number = _list_micro_batch_splits(
+                width + 1, self.equal.largest_micro_batch(name, width + 1)
+            )
             cells = (width + 2.0 - size * number) ** 2
-            work += len(devices) * float((cells + WORK_OF_A_LOOK).sum())
+            work += len(devices) * float((cells + CELLS_PER_VISIT).sum())
         return work
 
     def _width(self, factor: int) -> int:
@@ -172,10 +177,10 @@ class _Task:
         return None
 
     def _options(self, name: str, most: int, factor: int) -> _Options:
-        size, number = _cuts(most, self.equal.largest_micro_batch(name, most))
+        size, number = _list_micro_batch_splits(most, self.equal.largest_micro_batch(name, most))
         micro, mode = MicroBatches.of(size * number * factor, size), self.modes[name]
-        even = capacities(self.equal, name, micro, mode) >= 1.0 / len(self.names)
-        room = capacities(self.unequal, name, micro, mode)
+        even = compute_share_capacities(self.equal, name, micro, mode) >= 1.0 / len(self.names)
+        room = compute_share_capacities(self.unequal, name, micro, mode)
         fits = even | (room >= 0)
         evenly, unevenly = (
             np.add(*pass_seconds(setting.profile, name, setting.links, micro, mode))
@@ -191,7 +196,7 @@ class _Task:
         seconds = [float(options.seconds[k]) for options, k in solution]
         samples[int(np.argmax(seconds))] -= sum(samples) - self.batch
         loads = Counter(
-            Load(name, count, int(o.size[k]), share, self.modes[name])
+            DeviceLoad(name, count, int(o.size[k]), share, self.modes[name])
             for name, count, share, (o, k) in zip(self.names, samples, shares, solution)
         )
         return ClassSplit(setting, tuple(loads.items()))
@@ -213,7 +218,7 @@ def _modes(profile: Profile, request: PlanRequest, devices: tuple[Device, ...]) 
     return tuple(sorted(modes, key=lambda mode: mode.boundary != "host"))
 
 
-def _cuts(most: int, largest: int) -> tuple[IntArray, IntArray]:
+def _list_micro_batch_splits(most: int, largest: int) -> tuple[IntArray, IntArray]:
     """Return sizes and numbers of equal micro-batches with at most `most` samples in all."""
     sizes = np.arange(1, largest + 1)
     each = most // sizes
@@ -227,7 +232,7 @@ def _all_even(solution: Sequence[tuple[_Options, int]]) -> bool:
 
 def _room_for_state(solution: Sequence[tuple[_Options, int]]) -> bool:
     rooms = [float(options.room[k]) for options, k in solution]
-    return min(rooms) >= 0 and sum(rooms) >= WHOLE
+    return min(rooms) >= 0 and sum(rooms) >= FULL_STATE_SHARE
 
 
 def _shares(solution: Sequence[tuple[_Options, int]]) -> list[float]:
@@ -235,7 +240,7 @@ def _shares(solution: Sequence[tuple[_Options, int]]) -> list[float]:
     if _all_even(solution):
         return [1.0 / len(solution)] * len(solution)
     room = np.asarray([options.room[k] for options, k in solution])
-    return [float(share) for share in room.clip(max=level(room, np.ones(len(room))))]
+    return [float(share) for share in room.clip(max=find_fill_level(room, np.ones(len(room))))]
 
 
 # -- the dynamic program ---------------------------------------------------------------------------
@@ -247,14 +252,14 @@ def solutions(devices: Sequence[_Options], width: int) -> Iterator[tuple[int, ..
 
     Ties between options go to the smaller, then the fewer, micro-batches.
     """
-    tables = _tables(devices, width)
+    tables = _fill_tables(devices, width)
     totals = tables[-1][width]
     for sizes in np.argsort(totals, kind="stable"):
         if np.isfinite(totals[sizes]):
-            yield _traced(devices, tables, width, int(sizes))
+            yield _trace_back(devices, tables, width, int(sizes))
 
 
-def _tables(devices: Sequence[_Options], width: int) -> list[FloatArray]:
+def _fill_tables(devices: Sequence[_Options], width: int) -> list[FloatArray]:
     """Return, after each device, the least time of the slowest, by samples and by sum of sizes.
 
     Both count beyond the first sample of each device; sizes add up to no more than samples.
@@ -276,7 +281,7 @@ def _tables(devices: Sequence[_Options], width: int) -> list[FloatArray]:
     return tables
 
 
-def _traced(
+def _trace_back(
     devices: Sequence[_Options], tables: Sequence[FloatArray], samples: int, sizes: int
 ) -> tuple[int, ...]:
     """Trace back the option of each device leading to the given samples and sizes."""

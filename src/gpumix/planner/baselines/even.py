@@ -13,11 +13,16 @@ import numpy as np
 
 from gpumix.cost.layout.curves import IntArray, MicroBatches
 from gpumix.cost.network.buckets import Buckets
-from gpumix.cost.peak_memory import Activations, Owned, free_bytes, owned_by_rank
-from gpumix.planner.common.score import Load, even_settings, host_excess, step_seconds
+from gpumix.cost.peak_memory import Activations, OwnedState, compute_owned_state, free_bytes
+from gpumix.planner.common.score import (
+    DeviceLoad,
+    compute_host_excess_bytes,
+    iterate_even_settings,
+    predict_load_step_seconds,
+)
 from gpumix.planner.common.sharding_setting import ShardingSetting
-from gpumix.planner.common.strategy import DevicePart, PlanRequest, assemble, ranked_devices
-from gpumix.planner.common.why_policy_does_not_fit import Short, too_large
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, ranked_devices
+from gpumix.planner.common.why_policy_does_not_fit import Shortage, make_policy_error
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
@@ -25,17 +30,17 @@ from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import Profile
 
 
-def even(profile: Profile, request: PlanRequest) -> Plan:
+def plan_even(profile: Profile, request: PlanRequest) -> Plan:
     """Plan equal batches and shares; the first ranks get one sample more for a remainder.
 
     Raises:
         InputError: there are fewer samples than devices, or the profile lacks a device.
         NoFeasiblePlanError: a device cannot hold its part even at micro-batches of one sample.
     """
-    return next(even_plans(profile, request))
+    return next(iterate_even_plans(profile, request))
 
 
-def even_plans(profile: Profile, request: PlanRequest) -> Iterator[Plan]:
+def iterate_even_plans(profile: Profile, request: PlanRequest) -> Iterator[Plan]:
     """Yield the even plan of each ZeRO stage and mode that fits, the fastest first by prediction.
 
     Raises:
@@ -50,15 +55,15 @@ def even_plans(profile: Profile, request: PlanRequest) -> Iterator[Plan]:
         )
     each, rest = divmod(batch, ranks)
     samples = [each + (rank < rest) for rank in range(ranks)]
-    ways = list(even_settings(profile, devices, request.space))
-    kinds = _kinds(ways[0][0].links.buckets, devices, samples) if ways else []
-    tried = [_Even.of(setting, mode, kinds) for setting, mode in ways]
+    ways = list(iterate_even_settings(profile, devices, request.space))
+    kinds = _list_device_kinds(ways[0][0].links.buckets, devices, samples) if ways else []
+    tried = [_EvenCandidate.of(setting, mode, kinds) for setting, mode in ways]
     fitting = [way for way in tried if way.micro_batch is not None]
     if not fitting:
-        raise too_large("an even plan", ((way.setting, way.excess) for way in tried))
+        raise make_policy_error("an even plan", ((way.setting, way.excess) for way in tried))
     for way in sorted(fitting, key=lambda way: way.step_s):
         assert way.micro_batch is not None
-        yield assemble(
+        yield build_plan(
             way.setting,
             strategy="even",
             global_batch=batch,
@@ -70,7 +75,7 @@ def even_plans(profile: Profile, request: PlanRequest) -> Iterator[Plan]:
 
 
 @dataclass(frozen=True)
-class _Even:
+class _EvenCandidate:
     """Equal parts in one setting and mode: the largest micro-batch fitting all devices, if any, and
     the bytes each class exceeds its memory by at best."""
 
@@ -78,50 +83,54 @@ class _Even:
     mode: Mode
     micro_batch: int | None
     step_s: float
-    excess: dict[str, Short]
+    excess: dict[str, Shortage]
 
     @classmethod
-    def of(cls, setting: ShardingSetting, mode: Mode, kinds: Sequence[_Kind]) -> _Even:
+    def of(
+        cls, setting: ShardingSetting, mode: Mode, kinds: Sequence[_DeviceKind]
+    ) -> _EvenCandidate:
         most = max(kind.samples for kind in kinds)
         most = min(setting.largest_micro_batch(name, most) for name in setting.classes)
         sizes = np.arange(1, most + 1)
         fits = np.ones(most, dtype=bool)
-        worst: dict[str, Short] = {}
+        worst: dict[str, Shortage] = {}
         for kind in kinds:
-            over, over_host = _excess(setting, mode, kind, sizes)
+            over, over_host = _compute_excess_bytes(setting, mode, kind, sizes)
             fits &= np.maximum(over, over_host) <= 0
-            short = Short.least(over, over_host)
-            worst[kind.name] = max(worst.get(kind.name, Short()), short)
+            short = Shortage.least(over, over_host)
+            worst[kind.name] = max(worst.get(kind.name, Shortage()), short)
         if not fits.any():
             return cls(setting, mode, None, float("inf"), worst)
         size, share = int(sizes[fits].max()), 1.0 / len(setting.devices)
-        loads = {Load(k.name, k.samples, min(size, k.samples), share, mode) for k in kinds}
-        return cls(setting, mode, size, step_seconds(setting, loads), worst)
+        loads = {DeviceLoad(k.name, k.samples, min(size, k.samples), share, mode) for k in kinds}
+        return cls(setting, mode, size, predict_load_step_seconds(setting, loads), worst)
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _DeviceKind:
     """Devices of one class with equal numbers of samples and of owned elements."""
 
     name: str
     samples: int
-    owned: Owned
+    owned: OwnedState
 
 
-def _kinds(buckets: Buckets, devices: Sequence[Device], samples: Sequence[int]) -> list[_Kind]:
+def _list_device_kinds(
+    buckets: Buckets, devices: Sequence[Device], samples: Sequence[int]
+) -> list[_DeviceKind]:
     """Return the distinct kinds of devices if all own equally much, to the element."""
-    owned = owned_by_rank(buckets, (1.0 / len(devices),) * len(devices))
-    every = (_Kind(d.device_class, n, own) for d, n, own in zip(devices, samples, owned))
+    owned = compute_owned_state(buckets, (1.0 / len(devices),) * len(devices))
+    every = (_DeviceKind(d.device_class, n, own) for d, n, own in zip(devices, samples, owned))
     return list(dict.fromkeys(every))
 
 
-def _excess(
-    setting: ShardingSetting, mode: Mode, kind: _Kind, sizes: IntArray
+def _compute_excess_bytes(
+    setting: ShardingSetting, mode: Mode, kind: _DeviceKind, sizes: IntArray
 ) -> tuple[IntArray, IntArray]:
     """Return the bytes over device memory, and over the host's memory, by micro-batch size."""
     micro = MicroBatches.of(np.full(len(sizes), kind.samples), sizes)
     held = Activations(setting.profile.model_of(kind.name), micro, mode)
     peaks = setting.memory.peaks(held, [kind.owned] * len(sizes))
     over = np.asarray([sum(p.values()) for p in peaks]) - free_bytes(setting.profile, kind.name)
-    over_host = host_excess(setting, kind.name, micro, mode).astype(np.int64)
+    over_host = compute_host_excess_bytes(setting, kind.name, micro, mode).astype(np.int64)
     return over, over_host

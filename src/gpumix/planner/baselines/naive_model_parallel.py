@@ -13,22 +13,35 @@ from math import ceil
 
 import numpy as np
 
-from gpumix.cost.layout.curves import FloatArray, IntArray, bytes_at
+from gpumix.cost.layout.curves import FloatArray, IntArray, interpolate_bytes
 from gpumix.cost.peak_memory import element_bytes, free_bytes
 from gpumix.cost.predict import predict
-from gpumix.planner.common.stage_preconditions import NEEDED_ALONE, refuse_one_stage, refuse_without
-from gpumix.planner.common.strategy import PlanRequest, fit, predicted, ranked_devices
-from gpumix.planner.common.why_policy_does_not_fit import Misses
-from gpumix.planner.pipeline_parallel.candidate import Cut, PlanCandidate, assemble_stages
-from gpumix.planner.pipeline_parallel.stage_memory import StageRoom
-from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Manners, kind_of
+from gpumix.planner.common.stage_preconditions import (
+    SINGLE_DEVICE_TECHNIQUES,
+    check_space_includes,
+    refuse_one_stage,
+)
+from gpumix.planner.common.strategy import (
+    PlanRequest,
+    get_prediction,
+    is_within_memory,
+    ranked_devices,
+)
+from gpumix.planner.common.why_policy_does_not_fit import NearestMiss
+from gpumix.planner.pipeline_parallel.candidate import Cut, UncutCandidate, build_staged_plan
+from gpumix.planner.pipeline_parallel.stage_memory import StageMemory
+from gpumix.planner.pipeline_parallel.stage_modes import (
+    NO_TENSOR_PARALLEL,
+    StageModes,
+    get_group_kind,
+)
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 
 
-def by_memory(profile: Profile, request: PlanRequest) -> Plan:
+def plan_naive_model_parallel(profile: Profile, request: PlanRequest) -> Plan:
     """Plan one stage per device, filled alike, with the largest micro-batch that fits, without
     recompute if possible. With more devices than possible stages, use the devices with the most
     memory.
@@ -43,23 +56,23 @@ def by_memory(profile: Profile, request: PlanRequest) -> Plan:
     """
     devices = ranked_devices(profile, request)
     refuse_one_stage(profile, devices)
-    refuse_without(request.space, NEEDED_ALONE)
-    devices = _with_most_memory(profile, request, devices)
-    manners = Manners({ALONE: profile}, request.space)
-    if lacking := manners.lacking({device.device_class for device in devices}, "1f1b"):
+    check_space_includes(request.space, SINGLE_DEVICE_TECHNIQUES)
+    devices = _select_largest_devices(profile, request, devices)
+    manners = StageModes({NO_TENSOR_PARALLEL: profile}, request.space)
+    if lacking := manners.find_refusal({device.device_class for device in devices}, "1f1b"):
         raise NoFeasiblePlanError(
             f"there is no plan of a stage for each device: {lacking.why}", fix=lacking.fix
         )
-    misses = Misses("the model, layer by layer,")
-    for way in _ways(manners, request.global_batch, devices):
+    misses = NearestMiss("the model, layer by layer,")
+    for way in _iterate_candidates(manners, request.global_batch, devices):
         plan = _plan(profile, request.global_batch, way)
-        if fit(predicted(plan).workers):
+        if is_within_memory(get_prediction(plan).workers):
             return plan
-        misses.note(plan, predicted(plan).workers)
+        misses.note(plan, get_prediction(plan).workers)
     raise misses.error(profile)
 
 
-def _with_most_memory(
+def _select_largest_devices(
     profile: Profile, request: PlanRequest, devices: tuple[Device, ...]
 ) -> tuple[Device, ...]:
     """Return at most as many devices as possible stages, in rank order."""
@@ -77,51 +90,53 @@ def _with_most_memory(
     return tuple(device for device in devices if device in kept)
 
 
-def _ways(manners: Manners, batch: int, devices: tuple[Device, ...]) -> Iterator[PlanCandidate]:
+def _iterate_candidates(
+    manners: StageModes, batch: int, devices: tuple[Device, ...]
+) -> Iterator[UncutCandidate]:
     """Yield ways by falling micro-batch size, each first without recompute if all devices can."""
     row = tuple((device,) for device in devices)
-    every = [manners.of(kind_of(group), "1f1b", last=group is row[-1]) for group in row]
+    every = [manners.of(get_group_kind(group), "1f1b", last=group is row[-1]) for group in row]
     size = batch
     while size:
         for again in (False, True):
             alike = [[one for one in some if one.mode.recompute is again] for some in every]
             if all(alike):
-                yield PlanCandidate(row, tuple(some[0] for some in alike), "1f1b", size)
+                yield UncutCandidate(row, tuple(some[0] for some in alike), "1f1b", size)
         size //= 2
 
 
-def _plan(profile: Profile, batch: int, way: PlanCandidate) -> Plan:
+def _plan(profile: Profile, batch: int, way: UncutCandidate) -> Plan:
     count = ceil(batch / way.micro_batch)
-    cut = _filled_alike(profile, way, count)
-    plan = assemble_stages(profile, batch, way, cut, ((count,),) * len(way.row), strategy="model")
+    cut = _cut_by_memory(profile, way, count)
+    plan = build_staged_plan(profile, batch, way, cut, ((count,),) * len(way.row), strategy="model")
     return plan.model_copy(update={"prediction": predict(profile, plan)})
 
 
-def _filled_alike(profile: Profile, way: PlanCandidate, count: int) -> Cut:
+def _cut_by_memory(profile: Profile, way: UncutCandidate, count: int) -> Cut:
     """Return the cut that fills the fullest device least."""
     edges = np.array([0, *profile.model.cuts, len(profile.model.calls)])
-    room = StageRoom(profile)
+    room = StageMemory(profile)
 
     def filled(stage: int, begin: IntArray, end: IntArray) -> FloatArray:
         (device,) = way.row[stage]
         name = device.device_class
         each, _ = element_bytes(profile, name, zero_stage=0)
-        left = _left_before(profile, way, stage) * min(count, len(way.row) - stage)
+        left = _sum_kept_bytes(profile, way, stage) * min(count, len(way.row) - stage)
         part = room.elements(begin, end) * each + left[end] - left[begin]
         return np.asarray(part / max(1, free_bytes(profile, name)))
 
-    return tuple(_least_most(edges, len(way.row), filled))
+    return tuple(_minimize_largest_stage(edges, len(way.row), filled))
 
 
-def _left_before(profile: Profile, way: PlanCandidate, stage: int) -> FloatArray:
+def _sum_kept_bytes(profile: Profile, way: UncutCandidate, stage: int) -> FloatArray:
     """Return the bytes left by a micro-batch at all calls before each, on a stage's device."""
     model, mode = profile.model_of(way.row[stage][0].device_class), way.manners[stage].mode
     kinds = map(model.kind, model.kind_of_call)
     left = (kind.kept if mode.recompute else kind.saved or kind.kept for kind in kinds)
-    return np.cumsum([0.0, *(float(bytes_at(curve, way.micro_batch)) for curve in left)])
+    return np.cumsum([0.0, *(float(interpolate_bytes(curve, way.micro_batch)) for curve in left)])
 
 
-def _least_most(
+def _minimize_largest_stage(
     edges: IntArray, stages: int, cost: Callable[[int, IntArray, IntArray], FloatArray]
 ) -> list[int]:
     """Return the ends of all stages minimizing the costliest stage, by dynamic programming.

@@ -16,20 +16,20 @@ import numpy as np
 import numpy.typing as npt
 
 from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
-from gpumix.cost.network.collective_times import free_links
+from gpumix.cost.network.collective_times import make_free_collectives
 from gpumix.cost.step_time import pass_seconds
-from gpumix.planner.common.class_split import ClassSplit, apportion, evenly_stored
-from gpumix.planner.common.score import capacities, even_settings
+from gpumix.planner.common.class_split import ClassSplit, apportion, split_with_equal_shares
+from gpumix.planner.common.score import compute_share_capacities, iterate_even_settings
 from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
-from gpumix.planner.common.why_policy_does_not_fit import lacks, too_large
+from gpumix.planner.common.why_policy_does_not_fit import iterate_shortages, make_policy_error
 from gpumix.planner.data_parallel.class_options import TOLERANCE
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import Profile
 
 
-def poplar(profile: Profile, request: PlanRequest) -> Plan:
+def plan_poplar(profile: Profile, request: PlanRequest) -> Plan:
     """Return the fastest of Poplar's plans over all stages and modes; on ties the highest stage,
     then the plainest mode.
 
@@ -39,11 +39,11 @@ def poplar(profile: Profile, request: PlanRequest) -> Plan:
             devices cannot hold the batch.
     """
     devices, batch = ranked_devices(profile, request), request.global_batch
-    ways = list(even_settings(profile, devices, request.space))
-    tried = [_division(setting, mode, batch) for setting, mode in ways]
+    ways = list(iterate_even_settings(profile, devices, request.space))
+    tried = [_divide_samples(setting, mode, batch) for setting, mode in ways]
     found = [division for division in tried if division is not None]
     if not found:
-        raise too_large("a plan by Poplar's rules", lacks(ways, batch))
+        raise make_policy_error("a plan by Poplar's rules", iterate_shortages(ways, batch))
     return min(found, key=lambda d: d.step_s).plan("poplar")
 
 
@@ -76,19 +76,19 @@ class _Speed:
         return np.searchsorted(self.seconds, seconds, side="right").astype(np.int64)
 
 
-def _division(setting: ShardingSetting, mode: Mode, batch: int) -> ClassSplit | None:
+def _divide_samples(setting: ShardingSetting, mode: Mode, batch: int) -> ClassSplit | None:
     """Return Poplar's division in a setting and mode; None if impossible."""
     speeds = [_speed(setting, name, mode, batch) for name in setting.classes]
     if not all(len(speed.seconds) for speed in speeds):
         return None
-    by_stage = _own_pace if setting.zero_stage <= 1 else _common_pace
+    by_stage = _divide_by_speed if setting.zero_stage <= 1 else _divide_in_lockstep
     return by_stage(setting, mode, batch, speeds)
 
 
 def _speed(setting: ShardingSetting, name: str, mode: Mode, batch: int) -> _Speed:
     sizes = np.arange(1, setting.largest_micro_batch(name, batch) + 1)
     micro = MicroBatches.of(sizes, sizes)
-    free = free_links(setting.links.buckets)
+    free = make_free_collectives(setting.links.buckets)
     forward, backward = pass_seconds(setting.profile, name, free, micro, mode)
     fits = np.logical_and.accumulate(_fits(setting, name, micro, mode))
     return _Speed(name, len(setting.classes[name]), (forward + backward)[fits])
@@ -98,13 +98,13 @@ def _fits(
     setting: ShardingSetting, name: str, micro: MicroBatches, mode: Mode
 ) -> npt.NDArray[np.bool_]:
     """Return a mask of `micro` leaving room for an equal share."""
-    return capacities(setting, name, micro, mode) >= 1.0 / len(setting.devices)
+    return compute_share_capacities(setting, name, micro, mode) >= 1.0 / len(setting.devices)
 
 
 # -- stages 0 and 1 --------------------------------------------------------------------------------
 
 
-def _own_pace(
+def _divide_by_speed(
     setting: ShardingSetting, mode: Mode, batch: int, speeds: list[_Speed]
 ) -> ClassSplit | None:
     """Divide samples by speed, each device in micro-batches of its own best size."""
@@ -116,13 +116,13 @@ def _own_pace(
     runs = apportion(batch, [s.samples_per_s for s in speeds], most, [s.devices for s in speeds])
     if runs is None:
         return None
-    return evenly_stored(setting, mode, runs, [s.best for s in speeds])
+    return split_with_equal_shares(setting, mode, runs, [s.best for s in speeds])
 
 
 # -- stages 2 and 3 --------------------------------------------------------------------------------
 
 
-def _common_pace(
+def _divide_in_lockstep(
     setting: ShardingSetting, mode: Mode, batch: int, speeds: list[_Speed]
 ) -> ClassSplit | None:
     """Run equally many micro-batches on all devices, each as large as a common time allows.
@@ -131,8 +131,8 @@ def _common_pace(
     micro-batches and collectives take the least together; the fewest on ties. The last micro-batch
     is trimmed: its samples go by the sizes of the others.
     """
-    largest = [_largest_by_number(setting, mode, batch, speed) for speed in speeds]
-    pace, enough = _least_times(speeds, largest, batch)
+    largest = [_find_largest_micro_batches(setting, mode, batch, speed) for speed in speeds]
+    pace, enough = _find_least_times(speeds, largest, batch)
     cost = np.arange(1, batch + 1) * (pace + _collective_seconds(setting))
     if not enough.any():
         return None
@@ -149,10 +149,12 @@ def _common_pace(
         tuple((place * size + samples, count) for samples, count in of_class)
         for size, of_class in zip(sizes, rest)
     ]
-    return evenly_stored(setting, mode, tuple(runs), sizes)
+    return split_with_equal_shares(setting, mode, tuple(runs), sizes)
 
 
-def _largest_by_number(setting: ShardingSetting, mode: Mode, batch: int, speed: _Speed) -> IntArray:
+def _find_largest_micro_batches(
+    setting: ShardingSetting, mode: Mode, batch: int, speed: _Speed
+) -> IntArray:
     """Return the largest micro-batch of which 1, 2, ... `batch` fit, as activations waiting for the
     backward add up."""
     sizes = np.arange(1, len(speed.seconds) + 1)
@@ -166,7 +168,7 @@ def _largest_by_number(setting: ShardingSetting, mode: Mode, batch: int, speed: 
     return largest
 
 
-def _least_times(
+def _find_least_times(
     speeds: list[_Speed], largest: list[IntArray], batch: int
 ) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
     """Return, for each number of micro-batches, the least measured time of a micro-batch at which

@@ -18,10 +18,15 @@ import numpy as np
 from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.peak_memory import usable_bytes
 from gpumix.planner.common.class_split import ClassSplit, Runs, apportion
-from gpumix.planner.common.score import Load, capacities, even_settings, peak_bytes
+from gpumix.planner.common.score import (
+    DeviceLoad,
+    compute_peak_bytes,
+    compute_share_capacities,
+    iterate_even_settings,
+)
 from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
-from gpumix.planner.common.why_policy_does_not_fit import lacks, too_large
+from gpumix.planner.common.why_policy_does_not_fit import iterate_shortages, make_policy_error
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
@@ -29,7 +34,7 @@ from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import Profile
 
 
-def proportional(profile: Profile, request: PlanRequest) -> Plan:
+def plan_proportional(profile: Profile, request: PlanRequest) -> Plan:
     """Plan samples by peak FLOP/s and equal shares, with the fastest stage, mode and number of
     micro-batches that fit. Ties go to high ZeRO stages, plain modes, few micro-batches.
 
@@ -39,12 +44,16 @@ def proportional(profile: Profile, request: PlanRequest) -> Plan:
     """
     devices, batch = ranked_devices(profile, request), request.global_batch
     peaks = peak_flops(profile, devices)
-    ways = list(even_settings(profile, devices, request.space))
+    ways = list(iterate_even_settings(profile, devices, request.space))
     found = [
-        division for setting, mode in ways for division in _divisions(setting, mode, batch, peaks)
+        division
+        for setting, mode in ways
+        for division in _iterate_divisions(setting, mode, batch, peaks)
     ]
     if not found:
-        raise too_large("a plan in proportion to peak FLOP/s", lacks(ways, batch))
+        raise make_policy_error(
+            "a plan in proportion to peak FLOP/s", iterate_shortages(ways, batch)
+        )
     return min(found, key=lambda d: d.step_s).plan("proportional")
 
 
@@ -70,7 +79,7 @@ def peak_flops(profile: Profile, devices: tuple[Device, ...]) -> dict[str, float
     return peaks
 
 
-def _divisions(
+def _iterate_divisions(
     setting: ShardingSetting, mode: Mode, batch: int, peaks: Mapping[str, float]
 ) -> Iterator[ClassSplit]:
     """Yield fitting divisions in a setting and mode, for 1, 2, 4, ... micro-batches."""
@@ -84,8 +93,8 @@ def _divisions(
     most = max(samples for runs in start for samples, _ in runs)
     number = 1
     while True:
-        held = [_Held.of(setting, name, mode, batch, number) for name in setting.classes]
-        runs = _Shift(held, list(peaks.values()), start).run()
+        held = [_ClassMemory.of(setting, name, mode, batch, number) for name in setting.classes]
+        runs = _LoadShift(held, list(peaks.values()), start).run()
         if runs is not None:
             yield _division(setting, mode, number, runs)
         if number >= most:  # a sample for each micro-batch
@@ -100,7 +109,12 @@ def _division(
     return ClassSplit(
         setting,
         tuple(
-            (Load(name, samples, _micro_batch(setting, name, samples, number), share, mode), count)
+            (
+                DeviceLoad(
+                    name, samples, _micro_batch(setting, name, samples, number), share, mode
+                ),
+                count,
+            )
             for name, of_class in zip(setting.classes, runs)
             for samples, count in of_class
         ),
@@ -113,7 +127,7 @@ def _micro_batch(setting: ShardingSetting, name: str, samples: int, number: int)
 
 
 @dataclass(frozen=True)
-class _Held:
+class _ClassMemory:
     """Memory of a device of one class: the part filled by each number of samples, never falling;
     and the most samples with room, -1 if not even 0."""
 
@@ -121,25 +135,31 @@ class _Held:
     most: int
 
     @classmethod
-    def of(cls, setting: ShardingSetting, name: str, mode: Mode, batch: int, number: int) -> _Held:
+    def of(
+        cls, setting: ShardingSetting, name: str, mode: Mode, batch: int, number: int
+    ) -> _ClassMemory:
         samples: IntArray = np.arange(batch + 1)
         sizes = np.minimum(-(-samples // number), setting.largest_micro_batch(name, batch))
         micro = MicroBatches.of(samples, sizes)
         share = 1.0 / len(setting.devices)
         framework = setting.profile.of_class(name).framework_bytes
         usable = usable_bytes(setting.profile.cluster.class_named(name))
-        held = peak_bytes(setting, name, micro, mode, share) + framework
-        fits = np.logical_and.accumulate(capacities(setting, name, micro, mode) >= share)
+        held = compute_peak_bytes(setting, name, micro, mode, share) + framework
+        fits = np.logical_and.accumulate(
+            compute_share_capacities(setting, name, micro, mode) >= share
+        )
         return cls(np.maximum.accumulate(held) / usable, int(fits.sum()) - 1)
 
 
-class _Shift:
+class _LoadShift:
     """Whale's algorithm 1, on the number of devices by class and samples.
 
     Of devices equally overloaded, or equally free, the class first in `peaks` comes first.
     """
 
-    def __init__(self, held: list[_Held], peaks: list[float], start: tuple[Runs, ...]) -> None:
+    def __init__(
+        self, held: list[_ClassMemory], peaks: list[float], start: tuple[Runs, ...]
+    ) -> None:
         self._held = held
         self._peaks = peaks
         self._count = Counter({(c, n): k for c, runs in enumerate(start) for n, k in runs})

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, repeat
 
-from gpumix.planner.common.score import Load, step_seconds
+from gpumix.planner.common.score import DeviceLoad, predict_load_step_seconds
 from gpumix.planner.common.sharding_setting import ShardingSetting
-from gpumix.planner.common.strategy import DevicePart, assemble
+from gpumix.planner.common.strategy import DevicePart, build_plan
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
 
@@ -26,12 +26,12 @@ class ClassSplit:
     """Loads with the number of devices getting each: all devices of `setting`."""
 
     setting: ShardingSetting
-    loads: tuple[tuple[Load, int], ...]
+    loads: tuple[tuple[DeviceLoad, int], ...]
 
     @cached_property
     def step_s(self) -> float:
         """Seconds of a step, by the cost model common to all policies."""
-        return step_seconds(self.setting, (load for load, _ in self.loads))
+        return predict_load_step_seconds(self.setting, (load for load, _ in self.loads))
 
     def plan(self, strategy: str) -> Plan:
         """Build the plan giving its loads to the devices of each class by id, the largest first."""
@@ -39,17 +39,17 @@ class ClassSplit:
         parts: dict[str, DevicePart] = {}
         for name, devices in self.setting.classes.items():
             of_class = [pair for pair in order if pair[0].device_class == name]
-            each = chain.from_iterable(repeat(_part(load), count) for load, count in of_class)
+            each = chain.from_iterable(repeat(_make_part(load), count) for load, count in of_class)
             parts |= {device.id: part for device, part in zip(devices, each, strict=True)}
         batch = sum(load.samples * count for load, count in self.loads)
-        return assemble(self.setting, strategy=strategy, global_batch=batch, parts=parts)
+        return build_plan(self.setting, strategy=strategy, global_batch=batch, parts=parts)
 
 
-def _part(load: Load) -> DevicePart:
+def _make_part(load: DeviceLoad) -> DevicePart:
     return DevicePart(load.samples, min(load.micro_batch, load.samples), load.share, load.mode)
 
 
-def evenly_stored(
+def split_with_equal_shares(
     setting: ShardingSetting, mode: Mode, runs: Sequence[Runs], micro_batches: Sequence[int]
 ) -> ClassSplit:
     """Build a division with given samples and micro-batch sizes by class, and equal state shares.
@@ -60,7 +60,7 @@ def evenly_stored(
     return ClassSplit(
         setting,
         tuple(
-            (Load(name, samples, size, share, mode), count)
+            (DeviceLoad(name, samples, size, share, mode), count)
             for name, of_class, size in zip(setting.classes, runs, micro_batches)
             for samples, count in of_class
         ),
@@ -78,7 +78,7 @@ def apportion(
     """
     if sum(m * n for m, n in zip(most, counts)) < total:
         return None
-    weights = _finite(weights)
+    weights = _make_weights_finite(weights)
     full: set[int] = set()
     while True:
         left = total - sum(most[c] * counts[c] for c in full)
@@ -92,10 +92,10 @@ def apportion(
         if not over:
             break
         full |= over
-    return _rounded(left, shares, most, counts)
+    return _round_shares(left, shares, most, counts)
 
 
-def _rounded(
+def _round_shares(
     left: int, shares: dict[int, float], most: Sequence[int], counts: Sequence[int]
 ) -> tuple[Runs, ...]:
     each = [int(shares.get(c, most[c])) for c in range(len(counts))]
@@ -107,15 +107,16 @@ def _rounded(
             left -= more[c]
     assert left == 0, "remainders add up to less than one sample a device"
     return tuple(
-        _runs([(each[c] + 1, more[c]), (each[c], counts[c] - more[c])]) for c in range(len(counts))
+        _drop_empty_runs([(each[c] + 1, more[c]), (each[c], counts[c] - more[c])])
+        for c in range(len(counts))
     )
 
 
-def _runs(pairs: Iterable[tuple[int, int]]) -> Runs:
+def _drop_empty_runs(pairs: Iterable[tuple[int, int]]) -> Runs:
     return tuple((samples, count) for samples, count in pairs if count)
 
 
-def _finite(weights: Sequence[float]) -> list[float]:
+def _make_weights_finite(weights: Sequence[float]) -> list[float]:
     """Return finite weights: next to an infinite weight, finite weights become 0."""
     if float("inf") not in weights:
         return list(weights)

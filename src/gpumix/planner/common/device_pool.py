@@ -8,10 +8,17 @@ from functools import cached_property
 from itertools import combinations, combinations_with_replacement, product
 from math import comb, prod
 
-from gpumix.cost.network.link_times import OnHosts, Remembered, Wire, like_hosts, on_hosts, wire_for
-from gpumix.cost.step_time import can, chunks_cost_nothing
+from gpumix.cost.network.link_times import (
+    CachedLinkModel,
+    LinkModel,
+    OnHosts,
+    build_link_model,
+    count_devices_by_host,
+    group_equal_hosts,
+)
+from gpumix.cost.step_time import can_predict_mode, is_chunked_head_free
 from gpumix.schema.cluster.cluster import Device
-from gpumix.schema.plan.dtypes import communication_dtype
+from gpumix.schema.plan.dtypes import choose_communication_dtype
 from gpumix.schema.plan.stage import ComputeDtype, Mode
 from gpumix.schema.profile.profile import Profile
 
@@ -44,12 +51,12 @@ class Pool:
 class Fleet:
     """Chosen devices of a profile, and links between them, shared by all settings of a search.
 
-    `everyone` has all devices in rank order. `classes` has the devices taking part by id, the
+    `all_devices` has all devices in rank order. `classes` has the devices taking part by id, the
     classes by name; `on_host` counts them.
     """
 
     profile: Profile
-    everyone: tuple[Device, ...]
+    all_devices: tuple[Device, ...]
     classes: Mapping[str, tuple[Device, ...]]
     on_host: OnHosts
     _measured: dict[tuple[Mode, ...], dict[str, tuple[Mode, ...]]] = field(
@@ -63,7 +70,12 @@ class Fleet:
         for device in sorted(devices, key=lambda d: d.id):
             found.setdefault(device.device_class, []).append(device)
         classes = {name: tuple(found[name]) for name in sorted(found)}
-        return cls(profile, devices, classes, on_hosts((d.host, d.device_class) for d in devices))
+        return cls(
+            profile,
+            devices,
+            classes,
+            count_devices_by_host((d.host, d.device_class) for d in devices),
+        )
 
     def only(self, on_host: OnHosts) -> Fleet:
         """Keep as many devices of each class on each host as `on_host` says, the first by id."""
@@ -74,7 +86,7 @@ class Fleet:
                 kept[name] = devices
             elif left:
                 kept[name] = tuple(_first(devices, left))
-        return Fleet(self.profile, self.everyone, kept, on_host, self._measured)
+        return Fleet(self.profile, self.all_devices, kept, on_host, self._measured)
 
     def measured(self, modes: tuple[Mode, ...]) -> dict[str, tuple[Mode, ...]]:
         """Return the measured `modes` of each class, without modes beaten by another."""
@@ -86,16 +98,16 @@ class Fleet:
         return self._measured[modes]
 
     def _worthwhile(self, modes: tuple[Mode, ...], name: str) -> Iterator[Mode]:
-        in_chunks = chunks_cost_nothing(self.profile, name)
+        in_chunks = is_chunked_head_free(self.profile, name)
         for mode in modes:
             beaten = in_chunks and mode.model_copy(update={"head": "chunked"}) in modes
-            if can(self.profile, name, mode) and not (beaten and mode.head == "whole"):
+            if can_predict_mode(self.profile, name, mode) and not (beaten and mode.head == "whole"):
                 yield mode
 
     @cached_property
     def communication_dtype(self) -> ComputeDtype:
         """The dtype for gathering parameters between devices taking part."""
-        return communication_dtype(
+        return choose_communication_dtype(
             self.profile.of_class(name).compute_dtype for name in self.classes
         )
 
@@ -107,10 +119,10 @@ class Fleet:
     @cached_property
     def devices(self) -> tuple[Device, ...]:
         """The devices taking part, in rank order."""
-        if self.size == len(self.everyone):
-            return self.everyone
+        if self.size == len(self.all_devices):
+            return self.all_devices
         there = {device.id for devices in self.classes.values() for device in devices}
-        return tuple(device for device in self.everyone if device.id in there)
+        return tuple(device for device in self.all_devices if device.id in there)
 
     @cached_property
     def per_host(self) -> tuple[int, ...]:
@@ -118,8 +130,8 @@ class Fleet:
         return tuple(sum(counts.values()) for counts in self.on_host.values())
 
     @cached_property
-    def wire(self) -> Wire:
-        return Remembered(wire_for(self.profile, self.on_host))
+    def link_model(self) -> LinkModel:
+        return CachedLinkModel(build_link_model(self.profile, self.on_host))
 
     @cached_property
     def whole(self) -> tuple[Pool, ...]:
@@ -136,7 +148,7 @@ class Fleet:
                 there.setdefault((device.host, name), []).append(device)
         return tuple(
             Pool(tuple((n, tuple(tuple(there[host, n]) for host in hosts)) for n, _ in kind))
-            for kind, hosts in sorted(like_hosts(self.on_host).items())
+            for kind, hosts in sorted(group_equal_hosts(self.on_host).items())
         )
 
 
@@ -149,30 +161,30 @@ def _first(devices: Iterable[Device], wanted: Mapping[str, int]) -> Iterator[Dev
             yield device
 
 
-def fewer(fleet: Fleet) -> tuple[Iterator[Fleet], bool]:
+def iterate_smaller_fleets(fleet: Fleet) -> tuple[Iterator[Fleet], bool]:
     """Return fleets with some devices left out, and True if no further fleets exist. Empty where
     links were measured, since measurements are of all devices only."""
     on_host = fleet.on_host
     if fleet.profile.cluster.network is None or fleet.profile.network:
         return iter(()), True
-    every = _ways(on_host) <= MOST_FLEETS
-    some = _any_fewer(on_host) if every else _much_fewer(on_host)
+    every = _count_subsets(on_host) <= MOST_FLEETS
+    some = _list_all_subsets(on_host) if every else _iterate_coarse_subsets(on_host)
     return (fleet.only(counts) for counts in some if counts and counts != on_host), every
 
 
-def _ways(on_host: OnHosts) -> int:
+def _count_subsets(on_host: OnHosts) -> int:
     """Count the ways to leave devices out; like hosts count once."""
     ways = 1
-    for kind, hosts in like_hosts(on_host).items():
+    for kind, hosts in group_equal_hosts(on_host).items():
         of_one = prod(count + 1 for _, count in kind)
         ways *= comb(of_one + len(hosts) - 1, len(hosts))
     return ways
 
 
-def _any_fewer(on_host: OnHosts) -> list[OnHosts]:
+def _list_all_subsets(on_host: OnHosts) -> list[OnHosts]:
     """Return all ways to leave devices out, the largest fleets first."""
     of_kinds = []
-    for kind, hosts in like_hosts(on_host).items():
+    for kind, hosts in group_equal_hosts(on_host).items():
         of_one = [
             {name: n for (name, _), n in zip(kind, counts) if n}
             for counts in product(*(range(count, -1, -1) for _, count in kind))
@@ -183,14 +195,14 @@ def _any_fewer(on_host: OnHosts) -> list[OnHosts]:
     return sorted(every, key=lambda way: -sum(sum(counts.values()) for counts in way.values()))
 
 
-def _much_fewer(on_host: OnHosts) -> Iterator[OnHosts]:
+def _iterate_coarse_subsets(on_host: OnHosts) -> Iterator[OnHosts]:
     """Yield fleets without some classes; then 1, 2, 4, ... hosts of a kind alone (a single host
     needs no links between hosts); then without half the hosts of a kind, or 1 of few."""
     names = sorted({name for counts in on_host.values() for name in counts})
     for size in _sizes(names):
         for some in combinations(names, size):
             yield _of_classes(on_host, frozenset(some))
-    kinds = list(like_hosts(on_host).values())
+    kinds = list(group_equal_hosts(on_host).values())
     for hosts in kinds:
         for exponent in range(len(hosts).bit_length()):
             yield {host: on_host[host] for host in hosts[: 2**exponent]}

@@ -13,8 +13,8 @@ import numpy as np
 
 from gpumix.cost.layout.curves import FloatArray, MicroBatches
 from gpumix.cost.peak_memory import Activations
-from gpumix.cost.step_time import exposed_seconds, pass_seconds, passes_meet
-from gpumix.planner.common.sharding_setting import ShardingSetting, setting_of
+from gpumix.cost.step_time import exposed_seconds, needs_sync_between_passes, pass_seconds
+from gpumix.planner.common.sharding_setting import ShardingSetting, make_setting
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import ZeroStage
@@ -23,7 +23,7 @@ from gpumix.schema.profile.profile import Profile
 
 
 @dataclass(frozen=True)
-class Load:
+class DeviceLoad:
     """The work and state of devices of one class."""
 
     device_class: str
@@ -33,7 +33,7 @@ class Load:
     mode: Mode
 
 
-def step_seconds(setting: ShardingSetting, loads: Iterable[Load]) -> float:
+def predict_load_step_seconds(setting: ShardingSetting, loads: Iterable[DeviceLoad]) -> float:
     """Return seconds of a step in which every device has one of `loads`."""
     forward, backward, both, update = 0.0, 0.0, 0.0, 0.0
     for load in set(loads):
@@ -43,29 +43,33 @@ def step_seconds(setting: ShardingSetting, loads: Iterable[Load]) -> float:
         both = max(both, float(f[0] + b[0]))
         whole = setting.update_s(load.device_class)
         update = max(update, whole * (load.share if setting.zero_stage else 1.0))
-    passes = forward + backward if passes_meet(setting.zero_stage) else both
+    passes = forward + backward if needs_sync_between_passes(setting.zero_stage) else both
     return exposed_seconds(setting.profile, setting.links) + passes + update
 
 
-def capacities(setting: ShardingSetting, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
+def compute_share_capacities(
+    setting: ShardingSetting, name: str, micro: MicroBatches, mode: Mode
+) -> FloatArray:
     """Return the largest share with room on a device of class `name` next to each of `micro`; -1 if
     the device or its host has no room at all."""
     return setting.room(name, Activations(setting.profile.model_of(name), micro, mode))
 
 
-def peak_bytes(
+def compute_peak_bytes(
     setting: ShardingSetting, name: str, micro: MicroBatches, mode: Mode, share: float
 ) -> FloatArray:
     """Return bytes of each of `micro` on a device of class `name` with a share of the state,
     without the framework."""
     demands = setting.memory.demands(Activations(setting.profile.model_of(name), micro, mode))
     if setting.zero_stage == 0:
-        return np.asarray(demands.fixed)
-    held = demands.fixed + demands.rounding + share * demands.per_share
+        return np.asarray(demands.fixed_bytes)
+    held = demands.fixed_bytes + demands.rounding + share * demands.per_share
     return np.asarray(held)
 
 
-def host_excess(setting: ShardingSetting, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
+def compute_host_excess_bytes(
+    setting: ShardingSetting, name: str, micro: MicroBatches, mode: Mode
+) -> FloatArray:
     """Return bytes of each of `micro` beyond the host memory for a device of class `name`."""
     most = setting.profile.of_class(name).host_bytes
     if mode.boundary == "device" or most is None:
@@ -74,20 +78,20 @@ def host_excess(setting: ShardingSetting, name: str, micro: MicroBatches, mode: 
     return np.asarray(np.maximum(held.on_host - most, 0.0))
 
 
-def even_settings(
+def iterate_even_settings(
     profile: Profile, devices: tuple[Device, ...], space: Space
 ) -> Iterator[tuple[ShardingSetting, Mode]]:
     """Yield settings of equal shares at every ZeRO stage, with one mode for all devices."""
     for zero_stage in sorted(set(space.zero_stages), reverse=True):
-        yield from even_settings_at(profile, devices, space, zero_stage)
+        yield from iterate_even_settings_at(profile, devices, space, zero_stage)
 
 
-def even_settings_at(
+def iterate_even_settings_at(
     profile: Profile, devices: tuple[Device, ...], space: Space, zero_stage: ZeroStage
 ) -> Iterator[tuple[ShardingSetting, Mode]]:
-    """Yield settings of equal shares at a single ZeRO stage; see `even_settings`."""
+    """Yield settings of equal shares at a single ZeRO stage; see `iterate_even_settings`."""
     modes = tuple(space.modes(zero_stage))
-    setting = setting_of(profile, devices, zero_stage=zero_stage, cap=1.0, modes=modes)
+    setting = make_setting(profile, devices, zero_stage=zero_stage, cap=1.0, modes=modes)
     for mode in modes:
         if all(mode in setting.modes[name] for name in setting.classes):
             yield setting, mode

@@ -13,16 +13,20 @@ from functools import cached_property
 import numpy as np
 
 from gpumix.cost.layout.curves import FloatArray
-from gpumix.cost.network.buckets import Joining
+from gpumix.cost.network.buckets import BucketGrouping
 from gpumix.cost.network.collective_times import (
     BufferCuts,
     CollectiveSeconds,
     ShardedLayout,
-    links_for,
+    compute_collective_seconds,
 )
-from gpumix.cost.network.link_times import Operation, forms_for
+from gpumix.cost.network.link_times import Operation, select_collective_forms
 from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes
-from gpumix.cost.step_time import can_keep_state_on_host, moved_seconds, optimizer_seconds
+from gpumix.cost.step_time import (
+    can_keep_state_on_host,
+    compute_idle_pass_seconds,
+    optimizer_seconds,
+)
 from gpumix.planner.common.device_pool import Fleet, Pool
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.job.search_space import Space
@@ -50,7 +54,7 @@ class ShardingSetting:
     sharding: Sharding
     collectives: Collectives
     cap: float
-    joining: Joining
+    joining: BucketGrouping
     links: CollectiveSeconds
     memory: MemoryModel
     modes: Mapping[str, tuple[Mode, ...]]
@@ -75,9 +79,9 @@ class ShardingSetting:
         return self.fleet.by_host if self.sharding == "host" else self.fleet.whole
 
     @cached_property
-    def moved_s(self) -> tuple[float, float]:
+    def idle_pass_s(self) -> tuple[float, float]:
         """Seconds of both passes of a device without samples; no device takes less."""
-        return moved_seconds(self.links)
+        return compute_idle_pass_seconds(self.links)
 
     @property
     def equal_shares(self) -> bool:
@@ -110,21 +114,21 @@ class ShardingSetting:
         )
 
 
-def settings(fleet: Fleet, space: Space) -> Iterator[ShardingSetting]:
+def iterate_settings(fleet: Fleet, space: Space) -> Iterator[ShardingSetting]:
     """Yield all settings of a space, first by least state on hosts, then by least memory."""
-    on_devices = list(_of_stages(fleet, space))
-    for on_host in places_of_state(fleet, space):
+    on_devices = list(_iterate_device_settings(fleet, space))
+    for on_host in iterate_offloaded_classes(fleet, space):
         yield from (replace(setting, on_host=on_host) for setting in on_devices)
 
 
-def _of_stages(fleet: Fleet, space: Space) -> Iterator[ShardingSetting]:
+def _iterate_device_settings(fleet: Fleet, space: Space) -> Iterator[ShardingSetting]:
     for zero_stage in sorted(set(space.zero_stages), reverse=True):
         for sharding in space.shardings:
-            if sharding == "all" or _worth_a_pool(fleet, zero_stage):
-                yield from _forms(fleet, space, zero_stage, sharding)
+            if sharding == "all" or _can_shard_per_host(fleet, zero_stage):
+                yield from _iterate_collective_forms(fleet, space, zero_stage, sharding)
 
 
-def places_of_state(fleet: Fleet, space: Space) -> Iterator[frozenset[str]]:
+def iterate_offloaded_classes(fleet: Fleet, space: Space) -> Iterator[frozenset[str]]:
     """Yield sets of classes with state on the host: none, then more, least memory first."""
     profile = fleet.profile
     able = [name for name in fleet.classes if can_keep_state_on_host(profile, name)]
@@ -134,20 +138,20 @@ def places_of_state(fleet: Fleet, space: Space) -> Iterator[frozenset[str]]:
             yield frozenset(able[:count])
 
 
-def _worth_a_pool(fleet: Fleet, zero_stage: ZeroStage) -> bool:
+def _can_shard_per_host(fleet: Fleet, zero_stage: ZeroStage) -> bool:
     """Return True if each host may divide the state separately: several hosts, some with several
     devices, and known links."""
     if zero_stage == 0 or len(fleet.per_host) == 1 or max(fleet.per_host) == 1:
         return False
-    return fleet.wire.knows("reduce", "native", "across")
+    return fleet.link_model.knows("reduce", "native", "across")
 
 
-def _forms(
+def _iterate_collective_forms(
     fleet: Fleet, space: Space, zero_stage: ZeroStage, sharding: Sharding
 ) -> Iterator[ShardingSetting]:
-    named = forms_for(fleet.profile)
+    named = select_collective_forms(fleet.profile)
     group: RankGroup = "inside" if sharding == "host" else "all"
-    native = [op for op in OPERATIONS if fleet.wire.knows(op, "native", group)]
+    native = [op for op in OPERATIONS if fleet.link_model.knows(op, "native", group)]
     choices = [(float("inf"), named)]
     if native:
         choices.append((1.0, named))
@@ -167,7 +171,7 @@ def _forms(
         )
 
 
-def setting_of(
+def make_setting(
     profile: Profile,
     devices: tuple[Device, ...],
     *,
@@ -179,7 +183,7 @@ def setting_of(
 ) -> ShardingSetting:
     """Build a setting; without `collectives`, by the forms best for unequal intervals."""
     fleet = Fleet.of(profile, devices)
-    collectives = collectives or forms_for(profile)
+    collectives = collectives or select_collective_forms(profile)
     layout = _layout(fleet, zero_stage, sharding, collectives, cap)
     return _setting(fleet, layout, cap, fleet.measured(modes))
 
@@ -187,7 +191,7 @@ def setting_of(
 def _setting(
     fleet: Fleet, layout: ShardedLayout, cap: float, modes: Mapping[str, tuple[Mode, ...]]
 ) -> ShardingSetting:
-    links = links_for(fleet.profile, fleet.wire, layout)
+    links = compute_collective_seconds(fleet.profile, fleet.link_model, layout)
     return ShardingSetting(
         fleet=fleet,
         zero_stage=layout.zero_stage,
@@ -212,7 +216,7 @@ def _layout(
         collectives,
         _cuts(fleet, sharding, cap),
         fleet.communication_dtype,
-        Joining(before=bool(root.before.names), after=bool(root.after.names)),
+        BucketGrouping(before=bool(root.before.names), after=bool(root.after.names)),
         hosts=len(fleet.per_host),
         alike=cap == 1.0 and len(set(fleet.per_host)) == 1,
     )

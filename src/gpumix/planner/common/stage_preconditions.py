@@ -11,35 +11,43 @@ from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Schedule
 from gpumix.schema.profile.profile import Profile
 
-ONE_STAGE = "allow one stage: `strategy: optimal` without `least_stages`"
+ALLOW_ONE_STAGE_FIX = "allow one stage: `strategy: optimal` without `least_stages`"
 
-NEEDED = {"boundaries": "device", "orders": "layered", "state_on": "device", "shardings": "all"}
+STAGED_TECHNIQUES = {
+    "boundaries": "device",
+    "orders": "layered",
+    "state_on": "device",
+    "shardings": "all",
+}
 """By field of a space, the value common to all plans of several stages."""
 
-NEEDED_ALONE = {**NEEDED, "schedules": "1f1b", "zero_stages": 0, "tensor": 1}
+SINGLE_DEVICE_TECHNIQUES = {**STAGED_TECHNIQUES, "schedules": "1f1b", "zero_stages": 0, "tensor": 1}
 """The values if each stage has one device."""
 
-NEEDED_BY: Mapping[str, Mapping[str, object]] = {"staged": NEEDED, "model": NEEDED_ALONE}
+NEEDED_BY: Mapping[str, Mapping[str, object]] = {
+    "staged": STAGED_TECHNIQUES,
+    "model": SINGLE_DEVICE_TECHNIQUES,
+}
 """The values for each strategy without plans of one stage."""
 
-CHOOSING = ("optimal", "staged")
+STAGE_CHOOSING_STRATEGIES = ("optimal", "staged")
 """Strategies choosing the number of stages."""
 
 
-def wants_stages(strategy: str, space: Space) -> bool:
+def needs_several_stages(strategy: str, space: Space) -> bool:
     """Return True if one stage alone is not enough."""
     return strategy in NEEDED_BY or space.least_stages > 1
 
 
-def refuse_wanted(strategy: str, space: Space, devices: Sequence[Device]) -> None:
+def check_wanted_stages(strategy: str, space: Space, devices: Sequence[Device]) -> None:
     """Raise an InputError if several stages are wanted, but ruled out for any model by the
     strategy, the devices or the space."""
-    if not wants_stages(strategy, space):
+    if not needs_several_stages(strategy, space):
         return
-    if strategy not in CHOOSING:
+    if strategy not in STAGE_CHOOSING_STRATEGIES:
         refuse_least_stages(space)
     refuse_one_device(devices)
-    refuse_without(space, NEEDED_BY.get(strategy, NEEDED))
+    check_space_includes(space, NEEDED_BY.get(strategy, STAGED_TECHNIQUES))
 
 
 def refuse_least_stages(space: Space) -> None:
@@ -51,7 +59,9 @@ def refuse_least_stages(space: Space) -> None:
         )
 
 
-def refuse_number(space: Space, *, most_groups: int, units: int, rounds: int, degree: int) -> None:
+def check_stage_count(
+    space: Space, *, most_groups: int, units: int, rounds: int, degree: int
+) -> None:
     """Raise an InputError if no plan can have as many stages as a space wants.
 
     Args:
@@ -64,13 +74,13 @@ def refuse_number(space: Space, *, most_groups: int, units: int, rounds: int, de
         raise InputError(
             "there is no plan of several stages with most_stages 1",
             where="techniques.most_stages",
-            fix=f"set techniques.most_stages to 2 or more, or {ONE_STAGE}",
+            fix=f"set techniques.most_stages to 2 or more, or {ALLOW_ONE_STAGE_FIX}",
         )
     if most_groups < 2:  # `refuse_one_device` covers a single device
         raise InputError(
             f"there is no plan of several stages: one team of {degree} alone has one stage",
             where="techniques.tensor",
-            fix=f"allow `techniques: {{tensor: [1, {degree}]}}`, or {ONE_STAGE}",
+            fix=f"allow `techniques: {{tensor: [1, {degree}]}}`, or {ALLOW_ONE_STAGE_FIX}",
         )
     if space.least_stages > most:
         teams = f"teams of {degree}" if degree > 1 else "devices"
@@ -90,7 +100,7 @@ class Refusal(NamedTuple):
     fix: str
 
 
-def refuse_schedules(refusals: Mapping[Schedule, Refusal]) -> NoFeasiblePlanError:
+def make_schedules_error(refusals: Mapping[Schedule, Refusal]) -> NoFeasiblePlanError:
     """Return the error for a job with no stages by any schedule."""
     every = dict.fromkeys(refusals.values())
     whose = {one: [name for name, why in refusals.items() if why == one] for one in every}
@@ -107,7 +117,8 @@ def refuse_one_device(devices: Sequence[Device]) -> None:
     """Raise an InputError for fewer than two devices."""
     if len(devices) < 2:
         raise InputError(
-            "there is no plan of several stages: one device alone has one stage", fix=ONE_STAGE
+            "there is no plan of several stages: one device alone has one stage",
+            fix=ALLOW_ONE_STAGE_FIX,
         )
 
 
@@ -115,7 +126,8 @@ def refuse_one_unit(units: int) -> None:
     """Raise an InputError for a model of fewer than two units."""
     if units < 2:
         raise InputError(
-            "there is no plan of several stages: a model of one unit has one stage", fix=ONE_STAGE
+            "there is no plan of several stages: a model of one unit has one stage",
+            fix=ALLOW_ONE_STAGE_FIX,
         )
 
 
@@ -123,7 +135,7 @@ def refuse_one_stage(profile: Profile, devices: Sequence[Device]) -> None:
     """Raise an InputError if no plan can have several stages."""
     refuse_one_device(devices)
     refuse_one_unit(len(set(profile.model.calls)))
-    what, fix = "", ONE_STAGE
+    what, fix = "", ALLOW_ONE_STAGE_FIX
     if not profile.model.cuts:
         what = "wherever this model is cut, units before the cut are called again behind it"
     elif profile.model.no_stages:
@@ -135,7 +147,7 @@ def refuse_one_stage(profile: Profile, devices: Sequence[Device]) -> None:
         raise InputError(f"there is no plan of several stages: {what}", fix=fix)
 
 
-def refuse_without(space: Space, needed: Mapping[str, object] = NEEDED) -> None:
+def check_space_includes(space: Space, needed: Mapping[str, object] = STAGED_TECHNIQUES) -> None:
     """Raise an InputError if a space leaves out the needs of plans of several stages.
 
     Args:
@@ -148,5 +160,5 @@ def refuse_without(space: Space, needed: Mapping[str, object] = NEEDED) -> None:
                 f"there is no plan of several stages with {name} "
                 f"{' or '.join(map(str, allowed))}: it needs {value}",
                 where=f"techniques.{name}",
-                fix=f"allow `techniques: {{{name}: [{value}, ...]}}`, or {ONE_STAGE}",
+                fix=f"allow `techniques: {{{name}: [{value}, ...]}}`, or {ALLOW_ONE_STAGE_FIX}",
             )

@@ -34,7 +34,7 @@ class PlanRequest(Value):
     space: Space = EVERYTHING
 
 
-WORTHWHILE = 1e-3  # a plan needing more (stages, teams) must be faster by this fraction
+MIN_GAIN_FRACTION = 1e-3  # a plan needing more (stages, teams) must be faster by this fraction
 
 Strategy = Callable[[Profile, PlanRequest], Plan]
 
@@ -67,7 +67,7 @@ def ranked_devices(profile: Profile, request: PlanRequest) -> tuple[Device, ...]
     return tuple(d for d in profile.cluster.in_rank_order() if d.id in wanted)
 
 
-def assemble(
+def build_plan(
     setting: ShardingSetting,
     *,
     strategy: str,
@@ -99,17 +99,17 @@ def assemble(
         sequence_length=profile.sequence_length,
         global_batch=global_batch,
         communication_dtype=setting.fleet.communication_dtype,
-        stages=(_stage(setting, workers),),
+        stages=(_build_stage(setting, workers),),
         zero_stage=setting.zero_stage,
         sharding=setting.sharding,
         collectives=setting.collectives,
         emulated=any(profile.cluster.class_named(name).emulated for name in setting.classes),
         estimated=tuple(name for name in setting.classes if profile.of_class(name).estimated),
     )
-    return bounded(plan.model_copy(update={"prediction": predict(profile, plan)}), bound_s)
+    return attach_bound(plan.model_copy(update={"prediction": predict(profile, plan)}), bound_s)
 
 
-def _stage(setting: ShardingSetting, workers: tuple[Worker, ...]) -> Stage:
+def _build_stage(setting: ShardingSetting, workers: tuple[Worker, ...]) -> Stage:
     model, joining = setting.profile.model, setting.joining
     return Stage(
         units=model.calls,
@@ -120,31 +120,31 @@ def _stage(setting: ShardingSetting, workers: tuple[Worker, ...]) -> Stage:
     )
 
 
-def predicted(plan: Plan) -> Prediction:
-    """Return the prediction that `assemble` gave the plan."""
+def get_prediction(plan: Plan) -> Prediction:
+    """Return the prediction that `build_plan` gave the plan."""
     assert plan.prediction is not None
     return plan.prediction
 
 
-def worth_leaving(plan: Plan) -> float:
+def compute_time_to_beat(plan: Plan) -> float:
     """Return the seconds that a plan needing more stages or teams must beat."""
-    return predicted(plan).step_s * (1.0 - WORTHWHILE)
+    return get_prediction(plan).step_s * (1.0 - MIN_GAIN_FRACTION)
 
 
-def bounded(plan: Plan, bound_s: float | None) -> Plan:
+def attach_bound(plan: Plan, bound_s: float | None) -> Plan:
     """Attach the proven lower bound of all plans, in seconds, at most the plan's own step time."""
-    expected = predicted(plan)
+    expected = get_prediction(plan)
     if bound_s is not None:
         bound_s = min(bound_s, expected.step_s)
     return plan.model_copy(update={"prediction": expected.model_copy(update={"bound_s": bound_s})})
 
 
-def fit(workers: Iterable[WorkerPrediction]) -> bool:
+def is_within_memory(workers: Iterable[WorkerPrediction]) -> bool:
     """Return True if each worker's peak is within the worker's memory limit."""
     return all(worker.peak_bytes <= worker.memory_limit_bytes for worker in workers)
 
 
-def with_classes_of(cluster: Cluster, plan: Plan) -> Plan:
+def restore_device_classes(cluster: Cluster, plan: Plan) -> Plan:
     """Return the plan with device classes taken from a cluster."""
     own = {device.id: device.device_class for device in cluster.devices}
     stages = tuple(

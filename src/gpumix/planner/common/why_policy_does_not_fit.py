@@ -13,9 +13,9 @@ import numpy as np
 
 from gpumix.cost.layout.curves import IntArray, MicroBatches
 from gpumix.cost.peak_memory import free_bytes, usable_bytes
-from gpumix.planner.common.score import host_excess, peak_bytes
+from gpumix.planner.common.score import compute_host_excess_bytes, compute_peak_bytes
 from gpumix.planner.common.sharding_setting import ShardingSetting
-from gpumix.planner.common.stage_preconditions import ONE_STAGE
+from gpumix.planner.common.stage_preconditions import ALLOW_ONE_STAGE_FIX
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan, WorkerPrediction
 from gpumix.schema.plan.stage import Mode
@@ -23,14 +23,14 @@ from gpumix.schema.profile.profile import Profile
 from gpumix.schema.units import show_bytes, show_exact_bytes
 
 
-class Short(NamedTuple):
+class Shortage(NamedTuple):
     """Bytes missing in a device's own memory, or in its part of host memory."""
 
     bytes: int = 0
     on_host: bool = False
 
     @classmethod
-    def least(cls, over: IntArray, over_host: IntArray) -> Short:
+    def least(cls, over: IntArray, over_host: IntArray) -> Shortage:
         """Return the shortage at the best of several sizes, given the excess over both."""
         best = int(np.maximum(over, over_host).argmin())
         short = max(0, int(over[best]), int(over_host[best]))
@@ -38,10 +38,10 @@ class Short(NamedTuple):
 
 
 # A setting, and the shortage of each class.
-Lack = tuple[ShardingSetting, Mapping[str, Short]]
+SettingShortage = tuple[ShardingSetting, Mapping[str, Shortage]]
 
 
-def too_large(what: str, lacks: Iterable[Lack]) -> NoFeasiblePlanError:
+def make_policy_error(what: str, lacks: Iterable[SettingShortage]) -> NoFeasiblePlanError:
     """Return the error naming the class with the largest shortage, in the nearest way."""
     tried = list(lacks)
     if not tried:
@@ -58,7 +58,7 @@ def too_large(what: str, lacks: Iterable[Lack]) -> NoFeasiblePlanError:
             fix="use `strategy: optimal`, which gives each device its own and may fit",
         )
     name = max(short, key=lambda n: (short[n], n))
-    each = _each(setting.profile, short)
+    each = _describe_shortages(setting.profile, short)
     who = f"{'the host of ' if short[name].on_host else ''}device class '{name}'"
     return NoFeasiblePlanError(
         f"{what} does not fit: {who} is short of {show_exact_bytes(short[name].bytes)}",
@@ -68,7 +68,7 @@ def too_large(what: str, lacks: Iterable[Lack]) -> NoFeasiblePlanError:
     )
 
 
-def _each(profile: Profile, short: Mapping[str, Short]) -> str:
+def _describe_shortages(profile: Profile, short: Mapping[str, Shortage]) -> str:
     return "; ".join(
         f"{name} is short of {show_exact_bytes(lacking.bytes)} of the "
         + (
@@ -80,7 +80,7 @@ def _each(profile: Profile, short: Mapping[str, Short]) -> str:
     )
 
 
-class Misses:
+class NearestMiss:
     """Plans of stages that do not fit; the nearest plan is reported.
 
     Args:
@@ -89,42 +89,47 @@ class Misses:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._nearest: dict[str, Short] = {}
+        self._nearest: dict[str, Shortage] = {}
 
     def note(self, plan: Plan, workers: Iterable[WorkerPrediction]) -> None:
         """Note a plan with the predictions of its workers."""
-        short: dict[str, Short] = {}
+        short: dict[str, Shortage] = {}
         for worker, expected in zip(plan.workers, workers):
             over = expected.peak_bytes - expected.memory_limit_bytes
             if over > 0:
                 name = worker.device_class
-                short[name] = max(Short(over), short.get(name, Short()))
+                short[name] = max(Shortage(over), short.get(name, Shortage()))
         if not self._nearest or max(short.values()) < max(self._nearest.values()):
             self._nearest = short
 
     def error(self, profile: Profile) -> NoFeasiblePlanError:
         return NoFeasiblePlanError(
             f"{self._what} does not fit the devices",
-            why=f"{_each(profile, self._nearest)}, in the plan that comes nearest"
+            why=f"{_describe_shortages(profile, self._nearest)}, in the plan that comes nearest"
             if self._nearest
             else "no stages of theirs have room for their state and a micro-batch",
-            fix=f"lower `global_batch` or `sequence_length`, or {ONE_STAGE}",
+            fix=f"lower `global_batch` or `sequence_length`, or {ALLOW_ONE_STAGE_FIX}",
         )
 
 
-def lacks(ways: Iterable[tuple[ShardingSetting, Mode]], batch: int) -> Iterator[Lack]:
+def iterate_shortages(
+    ways: Iterable[tuple[ShardingSetting, Mode]], batch: int
+) -> Iterator[SettingShortage]:
     """Yield the shortage of each setting and mode, with equal samples and shares on all devices,
     each class at the best micro-batch."""
     for setting, mode in ways:
         samples = -(-batch // len(setting.devices))
-        yield setting, {name: lack(setting, name, mode, samples) for name in setting.classes}
+        yield (
+            setting,
+            {name: compute_shortage(setting, name, mode, samples) for name in setting.classes},
+        )
 
 
-def lack(setting: ShardingSetting, name: str, mode: Mode, samples: int) -> Short:
+def compute_shortage(setting: ShardingSetting, name: str, mode: Mode, samples: int) -> Shortage:
     """Return the shortage of a device of class `name` with `samples` samples and an equal share."""
     sizes = np.arange(1, setting.largest_micro_batch(name, samples) + 1)
     micro = MicroBatches.of(np.full(len(sizes), samples), sizes)
-    held = peak_bytes(setting, name, micro, mode, 1.0 / len(setting.devices))
+    held = compute_peak_bytes(setting, name, micro, mode, 1.0 / len(setting.devices))
     over = np.ceil(held - free_bytes(setting.profile, name)).astype(np.int64)
-    over_host = np.ceil(host_excess(setting, name, micro, mode)).astype(np.int64)
-    return Short.least(over, over_host)
+    over_host = np.ceil(compute_host_excess_bytes(setting, name, micro, mode)).astype(np.int64)
+    return Shortage.least(over, over_host)

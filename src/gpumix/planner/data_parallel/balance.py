@@ -16,12 +16,12 @@ import numpy as np
 from gpumix.cost.layout.curves import FloatArray, IntArray
 from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.planner.common.strategy import DevicePart
-from gpumix.planner.data_parallel.branch_and_bound import SampleLimits, level
+from gpumix.planner.data_parallel.branch_and_bound import SampleLimits, find_fill_level
 from gpumix.planner.data_parallel.class_options import PoolMember, PoolOptions, TimeLimits
 
 
 @dataclass(frozen=True)
-class _Row:
+class _ClassDevices:
     """The devices of one class in all like pools.
 
     `most` has shape [pools, devices]; `work_s` has one entry per row of the class's options.
@@ -32,20 +32,20 @@ class _Row:
     work_s: FloatArray
 
 
-def parts(
+def assign_parts(
     setting: ShardingSetting, pools: Sequence[PoolOptions], choice: SampleLimits, batch: int
 ) -> dict[str, DevicePart]:
     """Return the part of each device by id."""
     rows = [
-        _Row(member, _spread(runs, pool.alike), _least_work(member, choice.limits))
+        _ClassDevices(member, _repeat_limits(runs, pool.alike), _least_work(member, choice.limits))
         for pool, chosen in zip(pools, choice.samples)
         for member, runs in zip(pool.members, chosen)
     ]
-    counts = iter(_balanced(rows, batch))
+    counts = iter(_balance_samples(rows, batch))
     given: dict[str, DevicePart] = {}
     for pool, kind in zip(pools, setting.pools):
         of_pool = [next(counts) for _ in pool.members]
-        shares = _shares(setting, pool, of_pool, choice.limits)
+        shares = _divide_state(setting, pool, of_pool, choice.limits)
         for member, (_, devices), samples, share in zip(
             pool.members, kind.classes, of_pool, shares
         ):
@@ -58,26 +58,26 @@ def parts(
     return given
 
 
-def _spread(runs: Sequence[tuple[int, int]], alike: int) -> IntArray:
+def _repeat_limits(runs: Sequence[tuple[int, int]], alike: int) -> IntArray:
     """Return the most samples of each device, largest first, repeated for all like pools."""
     each = np.repeat([n for n, _ in runs], [count for _, count in runs])
     return np.tile(np.sort(each)[::-1], (alike, 1))
 
 
-def _balanced(rows: Sequence[_Row], batch: int) -> list[IntArray]:
+def _balance_samples(rows: Sequence[_ClassDevices], batch: int) -> list[IntArray]:
     """Choose samples adding up to `batch`, within the choice, with the busiest device least
     busy."""
     levels = np.unique(np.concatenate([row.work_s for row in rows]))
     low, high = 0, len(levels) - 1
     while low < high:
         middle = (low + high) // 2
-        if sum(int(_within(row, float(levels[middle])).sum()) for row in rows) >= batch:
+        if sum(int(_limit_samples(row, float(levels[middle])).sum()) for row in rows) >= batch:
             high = middle
         else:
             low = middle + 1
     floor = float(levels[low - 1]) if low else -1.0
-    counts = [_within(row, float(levels[low])) for row in rows]
-    return _trimmed(counts, [_within(row, floor) for row in rows], batch)
+    counts = [_limit_samples(row, float(levels[low])) for row in rows]
+    return _remove_surplus(counts, [_limit_samples(row, floor) for row in rows], batch)
 
 
 def _least_work(member: PoolMember, limits: TimeLimits) -> FloatArray:
@@ -89,14 +89,14 @@ def _least_work(member: PoolMember, limits: TimeLimits) -> FloatArray:
     return rising
 
 
-def _within(row: _Row, seconds: float) -> IntArray:
+def _limit_samples(row: _ClassDevices, seconds: float) -> IntArray:
     """Return the most samples each device does in `seconds` without exceeding the choice."""
     place = int(np.searchsorted(row.work_s, seconds, side="right")) - 1
     reach = int(row.member.options.rows[place]) if place >= 0 else 0
     return np.minimum(row.most, reach)
 
 
-def _trimmed(counts: list[IntArray], floor: list[IntArray], batch: int) -> list[IntArray]:
+def _remove_surplus(counts: list[IntArray], floor: list[IntArray], batch: int) -> list[IntArray]:
     """Remove the surplus: in each round a sample of every device above its floor, the last
     first."""
     taken = np.concatenate([c.ravel() for c in counts])
@@ -112,7 +112,7 @@ def _trimmed(counts: list[IntArray], floor: list[IntArray], batch: int) -> list[
     ]
 
 
-def _shares(
+def _divide_state(
     setting: ShardingSetting, pool: PoolOptions, counts: Sequence[IntArray], limits: TimeLimits
 ) -> Iterator[FloatArray]:
     """Return state shares, as even as the room next to the samples and the update's limit allow."""
@@ -125,18 +125,18 @@ def _shares(
     filled: dict[bytes, FloatArray] = {}
     for most in room:  # of like pools, and mostly equal
         if most.tobytes() not in filled:
-            filled[most.tobytes()] = _filled(most, speed, pool, width)
+            filled[most.tobytes()] = _fill_shares(most, speed, pool, width)
     shares = np.stack([filled[most.tobytes()] for most in room])
     return iter(np.split(shares, np.cumsum(width)[:-1], axis=1))
 
 
-def _filled(
+def _fill_shares(
     room: FloatArray, speed: FloatArray, pool: PoolOptions, width: Sequence[int]
 ) -> FloatArray:
-    update = level(room, speed)
+    update = find_fill_level(room, speed)
     pace = np.repeat([m.options.most_share(update) for m in pool.members], width)
     most: FloatArray = np.minimum(room, pace)
-    return most.clip(max=level(most, np.ones(len(most))))
+    return most.clip(max=find_fill_level(most, np.ones(len(most))))
 
 
 def _part(member: PoolMember, samples: int, share: float, limits: TimeLimits) -> DevicePart:

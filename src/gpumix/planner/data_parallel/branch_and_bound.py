@@ -26,9 +26,9 @@ from gpumix.planner.data_parallel.class_options import (
     PoolOptions,
     TimeLimits,
 )
-from gpumix.planner.data_parallel.knapsack import Undecided, select_in_pools, staircase
+from gpumix.planner.data_parallel.knapsack import Undecided, build_staircase, select_in_pools
 
-IMPROVEMENT = 1e-10
+EXACT_GAP = 1e-10
 
 # The sum at the lower corner; first and last forward limit, first and last backward limit.
 Box = tuple[float, int, int, int, int]
@@ -49,14 +49,14 @@ class SampleLimits:
     bound_s: float = 0.0
 
 
-def fastest(
-    pools: Sequence[PoolOptions], batch: int, gap: float = IMPROVEMENT
+def find_fastest_choice(
+    pools: Sequence[PoolOptions], batch: int, gap: float = EXACT_GAP
 ) -> SampleLimits | None:
     """Return the choice with the least sum of limits, within `gap`; None if memory allows none."""
     return _Search(pools, batch, gap).run()
 
 
-def level(most: FloatArray, speed: FloatArray, count: FloatArray | None = None) -> float:
+def find_fill_level(most: FloatArray, speed: FloatArray, count: FloatArray | None = None) -> float:
     """Return the least x at which `count` times min(most, x * speed) adds up to 1, if all reach 1.
 
     With `most` in shares and `speed` in shares per second, x is the time of the update; with speed
@@ -93,10 +93,10 @@ class _Search:
         self.undecided_s = float("inf")  # least seconds of an undecided choice
 
     def run(self) -> SampleLimits | None:
-        if not self._ask(TimeLimits()):
+        if not self._find_choice(TimeLimits()):
             return None
-        reach_f = self._within(self.forward, lambda o: o.least_forward_s)
-        reach_b = self._within(self.backward, lambda o: o.least_backward_s)
+        reach_f = self._find_least_reaching(self.forward, lambda o: o.least_forward_s)
+        reach_b = self._find_least_reaching(self.backward, lambda o: o.least_backward_s)
         low_f = self._least(self.forward, reach_f, lambda t: TimeLimits(forward_s=t))
         low_b = self._least(self.backward, reach_b, lambda t: TimeLimits(backward_s=t))
         update = self._least_update()
@@ -106,7 +106,7 @@ class _Search:
             budget = self._target() - low
             if budget < update:
                 break
-            answer = self._ask(TimeLimits(self.forward[f1], self.backward[b1], budget))
+            answer = self._find_choice(TimeLimits(self.forward[f1], self.backward[b1], budget))
             if answer is False:
                 continue
             if f0 == f1 and b0 == b1:
@@ -118,11 +118,11 @@ class _Search:
         bound = min(self.undecided_s, self._target())
         return SampleLimits(self.best.samples, self.best.limits, bound)
 
-    def _ask(self, limits: TimeLimits) -> bool | None:
+    def _find_choice(self, limits: TimeLimits) -> bool | None:
         """Return True if a choice exists within `limits`, None if undecided; keep the best."""
         rooms = [[m.room_by_row(limits) for m in pool.members] for pool in self.pools]
         stairs = [
-            [staircase(m, room, limits.optimizer_s) for m, room in zip(pool.members, row)]
+            [build_staircase(m, room, limits.optimizer_s) for m, room in zip(pool.members, row)]
             for pool, row in zip(self.pools, rooms)
         ]
         try:
@@ -138,14 +138,14 @@ class _Search:
             )
             for row, chosen in zip(stairs, selection)
         )
-        if self._at_least(samples) >= self.best.limits.total_s:
+        if self._bound_passes(samples) >= self.best.limits.total_s:
             return True
-        choice = self._attained(samples, rooms, limits)
+        choice = self._tighten_limits(samples, rooms, limits)
         if choice.limits.total_s < self.best.limits.total_s:
             self.best = choice
         return True
 
-    def _at_least(self, samples: Samples) -> float:
+    def _bound_passes(self, samples: Samples) -> float:
         """Return a lower bound of the passes with `samples`, in any micro-batches and modes."""
         forward = backward = 0.0
         for pool, row in zip(self.pools, samples):
@@ -157,7 +157,7 @@ class _Search:
                     backward = max(backward, float(options.least_backward_s[place]))
         return forward + backward
 
-    def _attained(
+    def _tighten_limits(
         self, samples: Samples, by_row: Sequence[Sequence[FloatArray]], limits: TimeLimits
     ) -> SampleLimits:
         """Return the choice with the limits attained, often lower than the limits of the search."""
@@ -171,7 +171,9 @@ class _Search:
             for pool, rooms_of_pool, row in zip(self.pools, by_row, samples)
         ]
         update = max(
-            level(room, _speeds(pool, row), np.asarray([c for runs in row for _, c in runs], float))
+            find_fill_level(
+                room, _speeds(pool, row), np.asarray([c for runs in row for _, c in runs], float)
+            )
             for pool, row, room in zip(self.pools, samples, rooms)
         )
         forward = backward = 0.0
@@ -188,15 +190,15 @@ class _Search:
     def _settle(self, forward_s: float, backward_s: float, low: float) -> None:
         """Find the least update at one pair of limits, if better than the best choice."""
         while (high := self._target() - forward_s - backward_s) > low:
-            if not self._decided(TimeLimits(forward_s, backward_s, high), low):
+            if not self._has_choice(TimeLimits(forward_s, backward_s, high), low):
                 return
             middle = (low + min(high, self._target() - forward_s - backward_s)) / 2
-            if not self._decided(TimeLimits(forward_s, backward_s, middle), low):
+            if not self._has_choice(TimeLimits(forward_s, backward_s, middle), low):
                 low = middle
 
-    def _decided(self, limits: TimeLimits, low: float) -> bool:
+    def _has_choice(self, limits: TimeLimits, low: float) -> bool:
         """Return True if a choice exists; if undecided, note a possible choice from `low` on."""
-        answer = self._ask(limits)
+        answer = self._find_choice(limits)
         if answer is None:
             least = limits.forward_s + limits.backward_s + low
             self.undecided_s = min(self.undecided_s, least)
@@ -209,7 +211,7 @@ class _Search:
     def _least_update(self) -> float:
         """Return a lower bound of the update: all memory free without samples is for state."""
         return max(
-            level(
+            find_fill_level(
                 np.asarray([min(m.cap, float(m.options.capacity.max())) for m in pool.members]),
                 np.asarray([m.options.update_speed for m in pool.members]),
                 np.asarray([m.devices for m in pool.members], float),
@@ -217,7 +219,9 @@ class _Search:
             for pool in self.pools
         )
 
-    def _within(self, values: FloatArray, least: Callable[[ClassOptions], FloatArray]) -> int:
+    def _find_least_reaching(
+        self, values: FloatArray, least: Callable[[ClassOptions], FloatArray]
+    ) -> int:
         """Return the place of the least of `values` allowing the whole batch, memory aside."""
         reached = np.zeros(len(values))
         for pool in self.pools:
@@ -236,7 +240,7 @@ class _Search:
         high = len(values) - 1
         middle = low  # the answer if there is room
         while low < high:
-            if self._ask(limits(float(values[middle]))) is False:
+            if self._find_choice(limits(float(values[middle]))) is False:
                 low = middle + 1
             else:
                 high = middle

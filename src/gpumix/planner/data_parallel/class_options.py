@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
-from gpumix.cost.network.buckets import SINGLE, buckets_of
-from gpumix.cost.network.collective_times import free_links
+from gpumix.cost.network.buckets import ONE_UNIT_PER_BUCKET, build_buckets
+from gpumix.cost.network.collective_times import make_free_collectives
 from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes
-from gpumix.cost.step_time import pass_seconds, passes_meet, work_seconds
+from gpumix.cost.step_time import needs_sync_between_passes, pass_seconds, work_seconds
 from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import ZeroStage
@@ -30,7 +30,7 @@ FEW_ROWS = 48  # up to this many samples, all ways to cut them are tried to boun
 
 FEW_SIZES = 96  # micro-batch sizes tried to see which have room at all
 
-WORTH_THINNING = 4096  # options; dropping any of fewer takes longer than looking through all
+MIN_OPTIONS_TO_THIN = 4096  # options; dropping any of fewer takes longer than looking through all
 
 MOST_CELLS = 2_000_000  # of a grid; a cell takes half a kilobyte while in use
 
@@ -203,7 +203,7 @@ class Grid:
         return self._work[name, mode]
 
 
-class Grids:
+class GridCache:
     """A cache of grids for the next settings."""
 
     def __init__(self, profile: Profile, batch: int) -> None:
@@ -254,7 +254,7 @@ def tabulate(setting: ShardingSetting, name: str, grid: Grid, within_s: float) -
     distinct = np.tile(grid.distinct, (1, len(modes)))
     valid = (capacity >= 0) & (forward + backward <= within_s) & distinct
     keep = valid
-    if valid.size > WORTH_THINNING:
+    if valid.size > MIN_OPTIONS_TO_THIN:
         keep = valid & ~_dominated(valid, capacity, forward, backward, work)
     every = np.tile(grid.samples, (1, len(modes)))
     rows, starts = np.unique(every[keep], return_index=True)
@@ -277,13 +277,13 @@ def tabulate(setting: ShardingSetting, name: str, grid: Grid, within_s: float) -
 def _table(setting: ShardingSetting, name: str, grid: Grid, mode: Mode) -> _Table:
     profile, held = setting.profile, grid.held(name, mode)
     forward, backward = pass_seconds(profile, name, setting.links, grid.micro, mode)
-    if not passes_meet(setting.zero_stage):
+    if not needs_sync_between_passes(setting.zero_stage):
         forward, backward = forward + backward, np.zeros_like(backward)
     return _Table(forward, backward, grid.work_s(name, mode), setting.room(name, held))
 
 
 @dataclass(frozen=True)
-class _Pace:
+class _ClassTimeBound:
     """Bounds on the time of a device of one class, for any links and share.
 
     `per_sample_s` is the least time of a sample in any micro-batch of up to `largest` samples;
@@ -295,7 +295,7 @@ class _Pace:
 
 
 @dataclass(frozen=True)
-class _Least:
+class _LeastPassSeconds:
     """The least seconds by number of samples, up to `FEW_ROWS`: of each pass alone and of both, if
     there is room without storing state; else infinite."""
 
@@ -314,18 +314,18 @@ class _Least:
         return most if most + 1 < len(least) else None
 
 
-class Paces:
+class TimeBounds:
     """Time bounds of all settings and the grids they share, cached for all settings of a search,
     and for searches of the same classes, batch and space."""
 
     def __init__(self, profile: Profile, batch: int) -> None:
         self.batch = batch
-        self.grids = Grids(profile, batch)
-        self._free = free_links(buckets_of(profile.model, SINGLE))
+        self.grids = GridCache(profile, batch)
+        self._free = make_free_collectives(build_buckets(profile.model, ONE_UNIT_PER_BUCKET))
         self._stateless: dict[ZeroStage, MemoryModel] = {}
         self._alone: dict[tuple[int, int, Mode], tuple[IntArray, Activations]] = {}
-        self._paces: dict[tuple[str, ZeroStage, Place], _Pace] = {}
-        self._least: dict[tuple[str, ZeroStage, Place], _Least] = {}
+        self._paces: dict[tuple[str, ZeroStage, Place], _ClassTimeBound] = {}
+        self._least: dict[tuple[str, ZeroStage, Place], _LeastPassSeconds] = {}
 
     def seconds_per_sample(self, setting: ShardingSetting, name: str) -> float:
         """Return the least seconds per sample on a device of class `name`, in any micro-batch."""
@@ -340,13 +340,13 @@ class Paces:
         """Return an upper bound of samples in `within_s` on class `name`; -1 if collectives alone
         take longer."""
         per_sample_s = self.seconds_per_sample(setting, name)
-        if sum(setting.moved_s) > within_s * (1.0 + TOLERANCE):
+        if sum(setting.idle_pass_s) > within_s * (1.0 + TOLERANCE):
             return -1
         if per_sample_s * self.batch <= within_s:
             return self.batch
         return int(within_s / per_sample_s * (1.0 + TOLERANCE))
 
-    def enough(self, setting: ShardingSetting, within_s: float) -> bool:
+    def can_compute_batch(self, setting: ShardingSetting, within_s: float) -> bool:
         """Return False if all devices together cannot do the batch in `within_s`."""
         most = {name: self.most_samples(setting, name, within_s) for name in setting.classes}
         if min(most.values()) < 0:
@@ -355,7 +355,7 @@ class Paces:
         if reached < self.batch or within_s == float("inf"):
             return reached >= self.batch
         for name, devices in setting.classes.items():
-            fewer = self._least_of(setting, name).most_samples(within_s, setting.moved_s)
+            fewer = self._least_of(setting, name).most_samples(within_s, setting.idle_pass_s)
             if fewer is not None:
                 reached -= len(devices) * (most[name] - fewer)
             if reached < self.batch or fewer == -1:
@@ -368,38 +368,40 @@ class Paces:
         for name, devices in setting.classes.items():
             per_sample = self.seconds_per_sample(setting, name)
             speed += len(devices) / per_sample if per_sample > 0 else float("inf")
-        return max(sum(setting.moved_s), self.batch / speed)
+        return max(sum(setting.idle_pass_s), self.batch / speed)
 
-    def _pace(self, setting: ShardingSetting, name: str) -> _Pace:
+    def _pace(self, setting: ShardingSetting, name: str) -> _ClassTimeBound:
         key = (name, setting.zero_stage, setting.state_on(name))
         if key not in self._paces:
             limits = {mode: self._largest(setting, name, mode) for mode in setting.modes[name]}
             per_sample = (self._per_sample_s(setting, name, m, n) for m, n in limits.items())
-            self._paces[key] = _Pace(max(limits.values()), min(per_sample))
+            self._paces[key] = _ClassTimeBound(max(limits.values()), min(per_sample))
         return self._paces[key]
 
     def _per_sample_s(self, setting: ShardingSetting, name: str, mode: Mode, largest: int) -> float:
-        sizes = np.asarray(corners(setting.profile, name, largest))
+        sizes = np.asarray(list_corner_sizes(setting.profile, name, largest))
         whole = MicroBatches.of(sizes, sizes)
-        passes = pass_seconds(setting.profile, name, self._free, whole, _plain(mode))
+        passes = pass_seconds(setting.profile, name, self._free, whole, _remove_offload(mode))
         return float(np.min(np.add(*passes) / sizes))
 
-    def _least_of(self, setting: ShardingSetting, name: str) -> _Least:
+    def _least_of(self, setting: ShardingSetting, name: str) -> _LeastPassSeconds:
         key = (name, setting.zero_stage, setting.state_on(name))
         if key not in self._least:
             self._least[key] = self._measure(setting, name)
         return self._least[key]
 
-    def _measure(self, setting: ShardingSetting, name: str) -> _Least:
+    def _measure(self, setting: ShardingSetting, name: str) -> _LeastPassSeconds:
         rows, largest = min(self.batch, FEW_ROWS), self.largest_micro_batch(setting, name)
         grid = self.grids.of(0, rows, np.arange(1, min(rows, largest) + 1))
         least = []
         for mode in setting.modes[name]:
-            passes = pass_seconds(setting.profile, name, self._free, grid.micro, _plain(mode))
+            passes = pass_seconds(
+                setting.profile, name, self._free, grid.micro, _remove_offload(mode)
+            )
             every = np.stack([*passes, np.add(*passes)])
             fits = self._fits(setting, name, grid.held(name, mode))
             least.append(np.where(fits, every, np.inf).min(axis=2))
-        return _Least(*np.min(least, axis=0)[:, : rows + 1])
+        return _LeastPassSeconds(*np.min(least, axis=0)[:, : rows + 1])
 
     def _largest(self, setting: ShardingSetting, name: str, mode: Mode) -> int:
         """Return an upper bound of the micro-batch by room in a mode, however the rest is run: a
@@ -427,16 +429,16 @@ class Paces:
         if zero_stage not in self._stateless:
             self._stateless[zero_stage] = MemoryModel(setting.profile, self._free, 1, zero_stage)
         demands = self._stateless[zero_stage].demands(held, state_on=setting.state_on(name))
-        return np.asarray(demands.fixed <= free_bytes(setting.profile, name))
+        return np.asarray(demands.fixed_bytes <= free_bytes(setting.profile, name))
 
 
-def _plain(mode: Mode) -> Mode:
+def _remove_offload(mode: Mode) -> Mode:
     """Return a mode no slower than `mode`, as copies to the host only add time. The order stays,
     since it decides where the forward pass ends."""
     return mode.model_copy(update={"boundary": "device"})
 
 
-def corners(profile: Profile, name: str, limit: int) -> list[int]:
+def list_corner_sizes(profile: Profile, name: str, limit: int) -> list[int]:
     """Return sizes up to `limit`, including the size of least time per sample on class `name`.
 
     Between two points of a curve, the time of a sample rises or falls all the way; beyond the last

@@ -10,28 +10,28 @@ from gpumix.cost.layout.curves import IntArray, MicroBatches
 from gpumix.cost.peak_memory import Activations
 from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.planner.data_parallel.class_options import ClassOptions, TimeLimits, pool_options
-from gpumix.planner.data_parallel.knapsack import Undecided, select_in_pools, staircase
+from gpumix.planner.data_parallel.knapsack import Undecided, build_staircase, select_in_pools
 from gpumix.schema.plan.stage import Mode
 
-STEPS = 128  # numbers of samples tried
+SAMPLE_COUNTS = 128  # numbers of samples tried
 
 
-def may_fit(setting: ShardingSetting, batch: int) -> bool:
+def can_fit(setting: ShardingSetting, batch: int) -> bool:
     """Return False only if no choice of samples, micro-batches and modes has room.
 
     Samples run in micro-batches of one, which take the least memory, and are counted in steps: the
     room next to the first number of a step is lent to the last number.
     """
-    if not setting.memory.ones_are_least(batch):
+    if not setting.memory.is_size_one_smallest(batch):
         return True
-    first = np.unique(np.append(np.geomspace(1, batch, STEPS).astype(np.int64), 0))
+    first = np.unique(np.append(np.geomspace(1, batch, SAMPLE_COUNTS).astype(np.int64), 0))
     ones = MicroBatches.of(first, 1)
-    held = _held(setting, ones)
+    held = _build_activations(setting, ones)
     last = np.append(first[1:] - 1, batch)
-    options = {name: _roomiest(setting, name, last, held) for name in setting.classes}
+    options = {name: _build_roomiest_options(setting, name, last, held) for name in setting.classes}
     pools, anything = pool_options(setting, options), TimeLimits()
     stairs = [
-        [staircase(m, m.room_by_row(anything), anything.optimizer_s) for m in pool.members]
+        [build_staircase(m, m.room_by_row(anything), anything.optimizer_s) for m in pool.members]
         for pool in pools
     ]
     try:
@@ -40,7 +40,9 @@ def may_fit(setting: ShardingSetting, batch: int) -> bool:
         return True
 
 
-def _held(setting: ShardingSetting, ones: MicroBatches) -> dict[tuple[int, Mode], Activations]:
+def _build_activations(
+    setting: ShardingSetting, ones: MicroBatches
+) -> dict[tuple[int, Mode], Activations]:
     """Return the activations of each model, by identity, and of each mode."""
     models = {name: setting.profile.model_of(name) for name in setting.classes}
     ways = {
@@ -49,7 +51,7 @@ def _held(setting: ShardingSetting, ones: MicroBatches) -> dict[tuple[int, Mode]
     return {(key, mode): Activations(model, ones, mode) for (key, mode), model in ways.items()}
 
 
-def _roomiest(
+def _build_roomiest_options(
     setting: ShardingSetting,
     name: str,
     samples: IntArray,

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from math import inf
 
-from gpumix.cost.input_time import rates_of, rates_of_ranks
-from gpumix.cost.layout.curves import seconds_at
+from gpumix.cost.input_time import compute_host_read_rates, compute_rank_read_rates
+from gpumix.cost.layout.curves import interpolate_seconds
 from gpumix.cost.predict import predict
 from gpumix.planner.common.strategy import (
     PlanRequest,
     Strategy,
-    bounded,
-    predicted,
-    with_classes_of,
+    attach_bound,
+    get_prediction,
+    restore_device_classes,
 )
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.curve import Curve
@@ -29,11 +29,11 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import ROOT, ClassProfile, Profile
 
 CORNERS = 24  # powers of two added to the sizes of lengthened curves
-ALIKE = 1.1  # hosts within this factor in seconds to read a sample count as alike
-MOST_KINDS = 4  # of hosts, by seconds to read a sample, that a class is divided into
+SIMILAR_READ_FACTOR = 1.1  # hosts within this factor in seconds to read a sample count as alike
+MAX_HOST_GROUPS = 4  # of hosts, by seconds to read a sample, that a class is divided into
 
 
-def held_back(profile: Profile) -> Profile | None:
+def slow_down_to_input(profile: Profile) -> Profile | None:
     """Return the profile with devices slowed to the read speed of hosts; None if all hosts keep up.
     Devices of a class on hosts of unlike speed get separate classes; hosts counted as alike are as
     slow as the slowest of them."""
@@ -42,8 +42,8 @@ def held_back(profile: Profile) -> Profile | None:
     renamed: dict[tuple[str, str], str] = {}  # by class and host
     for one in profile.classes:
         seconds = {host: s for (name, host), s in least_s.items() if name == one.device_class}
-        for number, hosts in enumerate(_alike(seconds)):
-            slower = _lengthened(profile, one, max(seconds[host] for host in hosts))
+        for number, hosts in enumerate(_group_similar_hosts(seconds)):
+            slower = _slow_down_class(profile, one, max(seconds[host] for host in hosts))
             name = f"{one.device_class}-{number}"
             found[name] = slower.model_copy(update={"device_class": name})
             renamed |= {(one.device_class, host): name for host in hosts}
@@ -53,11 +53,11 @@ def held_back(profile: Profile) -> Profile | None:
     return profile.model_copy(update={"classes": tuple(found.values()), **update})
 
 
-def _alike(seconds: dict[str, float]) -> Iterator[tuple[str, ...]]:
+def _group_similar_hosts(seconds: dict[str, float]) -> Iterator[tuple[str, ...]]:
     """Yield groups of hosts with nearly equal seconds, the quickest first; the last is the rest."""
     left, kinds = sorted(seconds, key=lambda host: (seconds[host], host)), 1
     while left:
-        most_s = inf if kinds == MOST_KINDS else ALIKE * seconds[left[0]]
+        most_s = inf if kinds == MAX_HOST_GROUPS else SIMILAR_READ_FACTOR * seconds[left[0]]
         yield tuple(host for host in left if seconds[host] <= most_s)
         left, kinds = [host for host in left if seconds[host] > most_s], kinds + 1
 
@@ -74,15 +74,15 @@ def _with_classes(cluster: Cluster, renamed: Mapping[tuple[str, str], str]) -> C
 
 def _with_own_classes(profile: Profile, plan: Plan) -> Plan:
     """Restore the classes of `profile` in a plan for the slowed-down profile."""
-    plan = with_classes_of(profile.cluster, plan)
+    plan = restore_device_classes(profile.cluster, plan)
     used = {worker.device_class for worker in plan.workers}
     estimated = tuple(name for name in profile.estimated if name in used)
     return plan.model_copy(update={"estimated": estimated})
 
 
-def least_step_s(profile: Profile, batch: int) -> float:
+def bound_step_s(profile: Profile, batch: int) -> float:
     """Return a lower bound of the step in seconds, for any division of samples over hosts."""
-    rates = rates_of(profile)
+    rates = compute_host_read_rates(profile)
     if not rates or any(device.host not in rates for device in profile.cluster.devices):
         return 0.0
     return batch / sum(rates.values())
@@ -90,7 +90,7 @@ def least_step_s(profile: Profile, batch: int) -> float:
 
 def _least_seconds(profile: Profile) -> dict[tuple[str, str], float]:
     """Return the least seconds per sample by class and host; 0 where the host keeps up."""
-    rates, of_ranks = rates_of(profile), rates_of_ranks(profile)
+    rates, of_ranks = compute_host_read_rates(profile), compute_rank_read_rates(profile)
     speeds = {one.device_class: _speed(profile, one) for one in profile.classes}
     there: dict[str, Counter[str]] = defaultdict(Counter)
     for device in profile.cluster.devices:
@@ -116,13 +116,13 @@ def _seconds(profile: Profile, of_class: ClassProfile, size: float) -> float:
     """Return the seconds of both passes of a micro-batch through the model."""
     calls = Counter(profile.model.kind_of_call) | Counter([ROOT])
     return sum(
-        n * float(seconds_at(curve, size))
+        n * float(interpolate_seconds(curve, size))
         for kind, n in calls.items()
         for curve in (of_class.units[kind].forward, of_class.units[kind].backward)
     )
 
 
-def _lengthened(profile: Profile, of_class: ClassProfile, least_s: float) -> ClassProfile:
+def _slow_down_class(profile: Profile, of_class: ClassProfile, least_s: float) -> ClassProfile:
     """Return a class taking at least `least_s` per sample; the extra time comes before the first
     unit, where nothing else happens."""
     root = of_class.units[ROOT]
@@ -131,13 +131,15 @@ def _lengthened(profile: Profile, of_class: ClassProfile, least_s: float) -> Cla
     more = [max(0.0, size * least_s - _seconds(profile, of_class, size)) for size in sizes]
     if not any(more):
         return of_class
-    values = [float(seconds_at(root.forward, size)) + extra for size, extra in zip(sizes, more)]
+    values = [
+        float(interpolate_seconds(root.forward, size)) + extra for size, extra in zip(sizes, more)
+    ]
     forward = Curve(sizes=tuple(sizes), values=tuple(values))
     units = {**of_class.units, ROOT: root.model_copy(update={"forward": forward})}
     return of_class.model_copy(update={"units": units})
 
 
-def minding_data(strategy: Strategy) -> Strategy:
+def account_for_input(strategy: Strategy) -> Strategy:
     """Wrap a strategy to account for the read speed of hosts."""
 
     def planned(profile: Profile, request: PlanRequest) -> Plan:
@@ -145,20 +147,22 @@ def minding_data(strategy: Strategy) -> Strategy:
         plan = strategy(free, request)
         if not profile.inputs:
             return plan
-        bound_s = max(predicted(plan).bound_s or 0.0, least_step_s(profile, request.global_batch))
-        plans = [_with_data(profile, plan, bound_s)]
-        slower = held_back(profile)
-        if slower is not None and predicted(plans[0]).input_s > predicted(plan).step_s:
-            for one in _ways(request):
+        bound_s = max(
+            get_prediction(plan).bound_s or 0.0, bound_step_s(profile, request.global_batch)
+        )
+        plans = [_predict_with_input(profile, plan, bound_s)]
+        slower = slow_down_to_input(profile)
+        if slower is not None and get_prediction(plans[0]).input_s > get_prediction(plan).step_s:
+            for one in _list_requests(request):
                 with suppress(NoFeasiblePlanError, InputError):
                     plan = _with_own_classes(profile, strategy(slower, one))
-                    plans.append(_with_data(profile, plan, bound_s))
-        return min(plans, key=lambda one: predicted(one).step_s)
+                    plans.append(_predict_with_input(profile, plan, bound_s))
+        return min(plans, key=lambda one: get_prediction(one).step_s)
 
     return planned
 
 
-def _ways(request: PlanRequest) -> list[PlanRequest]:
+def _list_requests(request: PlanRequest) -> list[PlanRequest]:
     """Return the request, and a single-stage variant if several stages are allowed: only the first
     stage is charged for reading, though all read, so stages look better than they are."""
     space = request.space
@@ -168,5 +172,5 @@ def _ways(request: PlanRequest) -> list[PlanRequest]:
     return [request, request.model_copy(update={"space": one_stage})]
 
 
-def _with_data(profile: Profile, plan: Plan, bound_s: float) -> Plan:
-    return bounded(plan.model_copy(update={"prediction": predict(profile, plan)}), bound_s)
+def _predict_with_input(profile: Profile, plan: Plan, bound_s: float) -> Plan:
+    return attach_bound(plan.model_copy(update={"prediction": predict(profile, plan)}), bound_s)

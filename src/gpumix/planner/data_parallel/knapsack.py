@@ -18,7 +18,7 @@ import numpy as np
 from gpumix.cost.layout.curves import FloatArray, IntArray
 from gpumix.planner.data_parallel.class_options import TOLERANCE, PoolMember, PoolOptions
 
-WHOLE = 1.0 - TOLERANCE  # shares adding up to this hold all of the state
+FULL_STATE_SHARE = 1.0 - TOLERANCE  # shares adding up to this hold all of the state
 
 MOST_CELLS = 4_000_000  # of the dynamic program: devices x samples x steps
 
@@ -59,7 +59,7 @@ class Move:
     end: int
 
 
-def staircase(member: PoolMember, room: FloatArray, optimizer_s: float) -> Staircase:
+def build_staircase(member: PoolMember, room: FloatArray, optimizer_s: float) -> Staircase:
     """Return the staircase of a class in a pool, with `room` next to each row of samples and a
     limit on the update; no steps if nothing is allowed."""
     share = np.minimum(room, member.options.most_share(optimizer_s))
@@ -76,14 +76,14 @@ def select_in_pools(
         Undecided: the answer would take too long.
     """
     if len(pools) == 1 and pools[0].alike == 1:
-        selection = select(stairs[0], batch)
+        selection = select_steps(stairs[0], batch)
         return None if selection is None else (selection,)
-    if any(select(row, 0) is None for row in stairs):
+    if any(select_steps(row, 0) is None for row in stairs):
         return None
     found = [_most_samples(row) for row in stairs]
     chosen = tuple(selection for selection, _ in found)
     reached = sum(
-        pool.alike * _samples_of(row, selection)
+        pool.alike * _sum_samples(row, selection)
         for pool, row, selection in zip(pools, stairs, chosen)
     )
     if reached >= batch:
@@ -95,23 +95,23 @@ def select_in_pools(
 
 def _most_samples(stairs: Sequence[Staircase]) -> tuple[Selection, bool]:
     """Return a pool's steps with the most samples, and True if certain. The state must fit."""
-    best = select(stairs, 0)
+    best = select_steps(stairs, 0)
     assert best is not None
     low, high, certain = 0, sum(s.devices * int(s.samples[-1]) for s in stairs), True
     while low < high:
         middle = (low + high + 1) // 2
         try:
-            found = select(stairs, middle)
+            found = select_steps(stairs, middle)
         except Undecided:
             found, certain = None, False
         if found is None:
             high = middle - 1
         else:
-            best, low = found, max(middle, _samples_of(stairs, found))
+            best, low = found, max(middle, _sum_samples(stairs, found))
     return best, certain
 
 
-def select(stairs: Sequence[Staircase], batch: int) -> Selection | None:
+def select_steps(stairs: Sequence[Staircase], batch: int) -> Selection | None:
     """Return a step for every device, with samples reaching `batch` and shares 1, or None.
 
     Raises:
@@ -121,34 +121,34 @@ def select(stairs: Sequence[Staircase], batch: int) -> Selection | None:
         return None
     if sum(s.devices * int(s.samples[-1]) for s in stairs) < batch:
         return None
-    if sum(s.devices * float(s.share[0]) for s in stairs) < WHOLE:
+    if sum(s.devices * float(s.share[0]) for s in stairs) < FULL_STATE_SHARE:
         return None
     last = tuple(((len(s.samples) - 1, s.devices),) for s in stairs)
-    if _share_of(stairs, last) >= WHOLE:
+    if _sum_shares(stairs, last) >= FULL_STATE_SHARE:
         return last
-    bound, rounded = _relaxed(stairs, batch)
-    if bound < WHOLE:
+    bound, rounded = _solve_relaxation(stairs, batch)
+    if bound < FULL_STATE_SHARE:
         return None
-    if _share_of(stairs, rounded) >= WHOLE:
+    if _sum_shares(stairs, rounded) >= FULL_STATE_SHARE:
         return rounded
     if sum(s.devices * len(s.samples) for s in stairs) * batch > MOST_CELLS:
         raise Undecided
-    return _exact(stairs, batch)
+    return _solve_exactly(stairs, batch)
 
 
-def _share_of(stairs: Sequence[Staircase], chosen: Selection) -> float:
+def _sum_shares(stairs: Sequence[Staircase], chosen: Selection) -> float:
     return sum(
         count * float(s.share[step]) for s, runs in zip(stairs, chosen) for step, count in runs
     )
 
 
-def _samples_of(stairs: Sequence[Staircase], chosen: Selection) -> int:
+def _sum_samples(stairs: Sequence[Staircase], chosen: Selection) -> int:
     return sum(
         count * int(s.samples[step]) for s, runs in zip(stairs, chosen) for step, count in runs
     )
 
 
-def _relaxed(stairs: Sequence[Staircase], batch: int) -> tuple[float, Selection]:
+def _solve_relaxation(stairs: Sequence[Staircase], batch: int) -> tuple[float, Selection]:
     """Return an upper bound of the sum of shares, and a selection near the bound.
 
     Devices begin at the roomiest step and move along the concave hull of the staircase, the
@@ -159,7 +159,7 @@ def _relaxed(stairs: Sequence[Staircase], batch: int) -> tuple[float, Selection]
     missing = batch - sum(s.devices * int(s.samples[0]) for s in stairs)
     bound = sum(s.devices * float(s.share[0]) for s in stairs)
     moves = sorted(
-        (move for index, s in enumerate(stairs) for move in _hull(index, s)),
+        (move for index, s in enumerate(stairs) for move in _iterate_hull_moves(index, s)),
         key=lambda m: (m.price, m.index, m.start),
     )
     for move in moves:
@@ -181,7 +181,7 @@ def _relaxed(stairs: Sequence[Staircase], batch: int) -> tuple[float, Selection]
     return bound, tuple(map(tuple, chosen))
 
 
-def _hull(index: int, stair: Staircase) -> Iterator[Move]:
+def _iterate_hull_moves(index: int, stair: Staircase) -> Iterator[Move]:
     """Yield the moves along the upper concave hull of a staircase, cheapest first."""
     x, y = stair.samples.tolist(), stair.share.tolist()
     corners: list[int] = []
@@ -213,10 +213,10 @@ def _tables(stairs: Sequence[Staircase], batch: int) -> list[FloatArray]:
     return tables
 
 
-def _exact(stairs: Sequence[Staircase], batch: int) -> Selection | None:
+def _solve_exactly(stairs: Sequence[Staircase], batch: int) -> Selection | None:
     """Return the selection with the largest sum of shares, by dynamic programming, or None."""
     tables = _tables(stairs, batch)
-    if tables[-1][batch] < WHOLE:
+    if tables[-1][batch] < FULL_STATE_SHARE:
         return None
     chosen: list[Runs] = [()] * len(stairs)
     missing, place = batch, len(tables) - 1

@@ -18,22 +18,26 @@ import numpy as np
 
 from gpumix.cost.layout.curves import IntArray
 from gpumix.cost.step_time import exposed_seconds
-from gpumix.planner.common.device_pool import Fleet, fewer
-from gpumix.planner.common.sharding_setting import ShardingSetting, settings
-from gpumix.planner.common.strategy import PlanRequest, assemble, predicted, ranked_devices
-from gpumix.planner.data_parallel.balance import parts
-from gpumix.planner.data_parallel.branch_and_bound import IMPROVEMENT, SampleLimits, fastest
+from gpumix.planner.common.device_pool import Fleet, iterate_smaller_fleets
+from gpumix.planner.common.sharding_setting import ShardingSetting, iterate_settings
+from gpumix.planner.common.strategy import PlanRequest, build_plan, get_prediction, ranked_devices
+from gpumix.planner.data_parallel.balance import assign_parts
+from gpumix.planner.data_parallel.branch_and_bound import (
+    EXACT_GAP,
+    SampleLimits,
+    find_fastest_choice,
+)
 from gpumix.planner.data_parallel.class_options import (
     TOLERANCE,
     ClassOptions,
-    Paces,
     PoolOptions,
-    corners,
+    TimeBounds,
+    list_corner_sizes,
     pool_options,
     tabulate,
 )
-from gpumix.planner.data_parallel.feasibility import may_fit
-from gpumix.planner.data_parallel.why_nothing_fits import no_room
+from gpumix.planner.data_parallel.feasibility import can_fit
+from gpumix.planner.data_parallel.why_nothing_fits import make_no_fit_error
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
@@ -43,7 +47,7 @@ FEW_SIZES = 24  # beyond, this many micro-batch sizes come first
 SMALL_SIZES = 96  # all tried where memory is short
 EXACT_SIZES, LARGE_SIZES = 512, 128  # all sizes up to the first are tried, and this many beyond
 
-NEAR = (1.1, 2.0, 8.0)  # times the least seconds of the passes
+TIME_LIMIT_FACTORS = (1.1, 2.0, 8.0)  # times the least seconds of the passes
 FEW_DEVICES = 64  # up to this many the answer is exact
 LARGE_GAP = 5e-4  # beyond, no plan is faster by more than this fraction
 
@@ -66,7 +70,7 @@ class Solution:
         return self.fixed_s + self.choice.bound_s
 
 
-def optimal(profile: Profile, request: PlanRequest, paces: Paces | None = None) -> Plan:
+def plan_one_stage(profile: Profile, request: PlanRequest, paces: TimeBounds | None = None) -> Plan:
     """Return the plan with the shortest step within the request's space.
 
     Ties go to the plan with the least memory: the highest ZeRO stage. Where links are stated,
@@ -80,21 +84,21 @@ def optimal(profile: Profile, request: PlanRequest, paces: Paces | None = None) 
         NoFeasiblePlanError: the devices cannot hold the state and the batch.
     """
     batch = request.global_batch
-    plan = optimal_below(profile, request, paces or Paces(profile, batch), float("inf"))
+    plan = plan_one_stage_below(profile, request, paces or TimeBounds(profile, batch), float("inf"))
     if plan is None:
-        raise no_room(profile, ranked_devices(profile, request), request.space, batch)
+        raise make_no_fit_error(profile, ranked_devices(profile, request), request.space, batch)
     return plan
 
 
-def optimal_below(
-    profile: Profile, request: PlanRequest, paces: Paces, below_s: float
+def plan_one_stage_below(
+    profile: Profile, request: PlanRequest, paces: TimeBounds, below_s: float
 ) -> Plan | None:
     """Return the optimal plan; None if nothing fits, or everything takes longer than `below_s`.
 
     Raises:
         InputError: the request names devices unknown to the profile.
     """
-    best = _Best(paces, below_s)
+    best = _FleetSearch(paces, below_s)
     best.of(Fleet.of(profile, ranked_devices(profile, request)), request.space)
     if best.solution is None:
         return None
@@ -102,7 +106,7 @@ def optimal_below(
 
 
 def least_step_s(
-    profile: Profile, request: PlanRequest, paces: Paces, below_s: float = float("inf")
+    profile: Profile, request: PlanRequest, paces: TimeBounds, below_s: float = float("inf")
 ) -> float | None:
     """Return the step seconds of `optimal`, without the plan; None if nothing fits in `below_s`.
 
@@ -112,15 +116,15 @@ def least_step_s(
     Raises:
         InputError: the request names devices unknown to the profile.
     """
-    best = _Best(paces, below_s)
+    best = _FleetSearch(paces, below_s)
     best.of(Fleet.of(profile, ranked_devices(profile, request)), request.space)
     return None if best.solution is None else best.solution.step_s
 
 
-class _Best:
+class _FleetSearch:
     """The fastest choice of all settings tried, and the lower bound of all."""
 
-    def __init__(self, paces: Paces, below_s: float) -> None:
+    def __init__(self, paces: TimeBounds, below_s: float) -> None:
         self.solution: Solution | None = None
         self.bound_s = float("inf")
         self._place = 0  # of the solution among all settings
@@ -135,7 +139,7 @@ class _Best:
         base, complete = everything, space.leave_out is False
         while not complete:
             before = self.solution
-            some, complete = fewer(base)
+            some, complete = iterate_smaller_fleets(base)
             for fleet in some:
                 if not self._too_slow(fleet):
                     self._try(fleet, space)
@@ -151,7 +155,7 @@ class _Best:
 
     def _try(self, fleet: Fleet, space: Space) -> None:
         """Try the settings of a fleet, the most promising first, until none can be faster."""
-        searches = [_Search(setting, self._paces) for setting in settings(fleet, space)]
+        searches = [_Search(setting, self._paces) for setting in iterate_settings(fleet, space)]
         if not self._speeds.keys() >= fleet.classes.keys():
             self._speeds |= _speeds(searches)
         first, self._places = self._places, self._places + len(searches)
@@ -182,11 +186,11 @@ class _Best:
 class _Search:
     """The search for the fastest choice in a setting."""
 
-    def __init__(self, setting: ShardingSetting, paces: Paces) -> None:
+    def __init__(self, setting: ShardingSetting, paces: TimeBounds) -> None:
         self.setting = setting
         self.batch = paces.batch
         self.paces = paces
-        self.gap = IMPROVEMENT if setting.fleet.size <= FEW_DEVICES else LARGE_GAP
+        self.gap = EXACT_GAP if setting.fleet.size <= FEW_DEVICES else LARGE_GAP
 
     @cached_property
     def least_s(self) -> float:
@@ -198,9 +202,9 @@ class _Search:
 
     def solve(self, below_s: float) -> Solution | None:
         """Return the fastest choice; None if none fits, or all take longer than `below_s`."""
-        if not self.paces.enough(self.setting, below_s - self._fixed_s):
+        if not self.paces.can_compute_batch(self.setting, below_s - self._fixed_s):
             return None
-        found = self._nearest_first(below_s - self._fixed_s)
+        found = self._search_by_limits(below_s - self._fixed_s)
         return None if found is None else Solution(self.setting, *found, self._fixed_s)
 
     @cached_property
@@ -226,7 +230,7 @@ class _Search:
                 longest = max(longest, 1.0 / sum(n / update_s for n, update_s in needed))
         return longest
 
-    def _nearest_first(self, within_s: float) -> Found | None:
+    def _search_by_limits(self, within_s: float) -> PoolChoice | None:
         """Return the fastest choice with passes of at most `within_s`.
 
         Limits near the least time come first, since few options remain; and few sizes first if many
@@ -239,13 +243,13 @@ class _Search:
         if within_s < float("inf") and self._cells(within_s) <= FEW_CELLS:
             return self._among(every, within_s)
         least = self.paces.least_seconds(self.setting)
-        limits = [least * factor for factor in NEAR if 0 < least * factor < within_s]
+        limits = [least * factor for factor in TIME_LIMIT_FACTORS if 0 < least * factor < within_s]
         limits.append(within_s)
         for limit in limits:
-            sizes = every if self._cells(limit) <= FEW_CELLS else _few(largest)
+            sizes = every if self._cells(limit) <= FEW_CELLS else _list_few_sizes(largest)
             found = self._among(sizes, limit)
             if found is None:
-                if limit == limits[0] and not may_fit(self.setting, self.batch):
+                if limit == limits[0] and not can_fit(self.setting, self.batch):
                     return None
                 continue
             total = found[1].limits.total_s
@@ -256,9 +260,9 @@ class _Search:
             return None
         if within_s < float("inf"):
             return self._among(every, within_s)
-        if self.setting.memory.ones_are_least(self.batch):
+        if self.setting.memory.is_size_one_smallest(self.batch):
             return None
-        found = self._among(np.union1d(every[:SMALL_SIZES], _few(largest)), within_s)
+        found = self._among(np.union1d(every[:SMALL_SIZES], _list_few_sizes(largest)), within_s)
         return found and self._among(every, found[1].limits.total_s * (1.0 + TOLERANCE))
 
     def _every(self, largest: int) -> IntArray:
@@ -268,9 +272,11 @@ class _Search:
             return np.arange(1, largest + 1)
         steps = np.geomspace(EXACT_SIZES, largest, LARGE_SIZES).astype(np.int64)
         classes = self.setting.classes
-        points = {n for name in classes for n in corners(self.setting.profile, name, largest)}
+        points = {
+            n for name in classes for n in list_corner_sizes(self.setting.profile, name, largest)
+        }
         exact = np.arange(1, EXACT_SIZES + 1)
-        return np.unique(np.concatenate([exact, steps, _few(largest), sorted(points)]))
+        return np.unique(np.concatenate([exact, steps, _list_few_sizes(largest), sorted(points)]))
 
     @cached_property
     def _largest(self) -> dict[str, int]:
@@ -293,7 +299,7 @@ class _Search:
         reached = sum(len(ds) * most[n] for n, ds in self.setting.classes.items())
         return max(0, self.batch - reached + most[name])
 
-    def _among(self, sizes: IntArray, within_s: float) -> Found | None:
+    def _among(self, sizes: IntArray, within_s: float) -> PoolChoice | None:
         """Return the fastest choice among micro-batches of `sizes`."""
         if within_s < 0:
             return None
@@ -312,14 +318,14 @@ class _Search:
                 return None
             most[name] = int(options[name].rows[-1])
         pools = pool_options(setting, options)
-        choice = fastest(pools, self.batch, self.gap)
+        choice = find_fastest_choice(pools, self.batch, self.gap)
         return None if choice is None else (pools, choice)
 
 
-Found = tuple[tuple[PoolOptions, ...], SampleLimits]
+PoolChoice = tuple[tuple[PoolOptions, ...], SampleLimits]
 
 
-def _few(largest: int) -> IntArray:
+def _list_few_sizes(largest: int) -> IntArray:
     """Return micro-batch sizes up to `largest`, evenly spaced in the logarithm."""
     return np.unique(np.geomspace(1, largest, FEW_SIZES).astype(np.int64))
 
@@ -340,13 +346,13 @@ def _speeds(searches: Sequence[_Search]) -> dict[str, float]:
 
 def _plan(solution: Solution, batch: int, bound_s: float) -> Plan:
     """Build the plan of a solution, counted again without shortcuts."""
-    plan = assemble(
+    plan = build_plan(
         solution.setting,
         strategy="optimal",
         global_batch=batch,
-        parts=parts(solution.setting, solution.pools, solution.choice, batch),
+        parts=assign_parts(solution.setting, solution.pools, solution.choice, batch),
         bound_s=bound_s,
     )
-    for worker in predicted(plan).workers:
+    for worker in get_prediction(plan).workers:
         assert worker.peak_bytes <= worker.memory_limit_bytes, worker
     return plan

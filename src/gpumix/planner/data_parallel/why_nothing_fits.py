@@ -18,11 +18,11 @@ from gpumix.cost.step_time import can_keep_state_on_host
 from gpumix.planner.common.device_pool import Fleet
 from gpumix.planner.common.sharding_setting import (
     ShardingSetting,
-    places_of_state,
-    setting_of,
-    settings,
+    iterate_offloaded_classes,
+    iterate_settings,
+    make_setting,
 )
-from gpumix.planner.data_parallel.knapsack import Staircase, Undecided, select
+from gpumix.planner.data_parallel.knapsack import Staircase, Undecided, select_steps
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import NoFeasiblePlanError
@@ -36,27 +36,27 @@ U = TypeVar("U", UnitKind, RootUnit)
 UNREACHABLE = 2**62  # more memory than any device has
 
 # Divisors of the sequence length to try, if the batch does not fit at full length.
-SHORTER = (2, 4, 8, 16)
+SEQUENCE_LENGTH_DIVISORS = (2, 4, 8, 16)
 
 # Up to `SIZES` micro-batch sizes all are tried, beyond only `FEW_SIZES`; of numbers of samples at
-# most `SAMPLES`.
+# most `MAX_SAMPLE_COUNTS`.
 SIZES, FEW_SIZES = 96, 24
-SAMPLES = 512
+MAX_SAMPLE_COUNTS = 512
 
 
-def no_room(
+def make_no_fit_error(
     profile: Profile, devices: tuple[Device, ...], space: Space, batch: int
 ) -> NoFeasiblePlanError:
     """Return the error stating the missing bytes for state and batch; or the reason why state
     cannot be divided or placed as the space says."""
     fleet = Fleet.of(profile, devices)
-    if next(settings(fleet, space), None) is None:
+    if next(iterate_settings(fleet, space), None) is None:
         return _no_setting(fleet, space)
     return _Shortage(profile, devices, space, batch).error()
 
 
 def _no_setting(fleet: Fleet, space: Space) -> NoFeasiblePlanError:
-    if not list(places_of_state(fleet, space)):
+    if not list(iterate_offloaded_classes(fleet, space)):
         able = (name for name in fleet.classes if can_keep_state_on_host(fleet.profile, name))
         unable = sorted(set(fleet.classes).difference(able))
         return NoFeasiblePlanError(
@@ -82,7 +82,9 @@ class _Shortage:
         self.devices = devices
         self.space = space
         self.batch = batch
-        self.needs = [_Needs(setting, batch) for setting in _settings(profile, devices, space)]
+        self.needs = [
+            _SettingDemands(setting, batch) for setting in _settings(profile, devices, space)
+        ]
         self.counts = {
             name: len(devices) for name, devices in self.needs[0].setting.classes.items()
         }
@@ -108,9 +110,9 @@ class _Shortage:
     def fits(self, batch: int, extra: Mapping[str, int], on_host: int = 0) -> bool:
         """Return True if state and batch fit with `extra` more bytes by class and `on_host` more
         bytes of host memory for each device."""
-        return any(needs.fit(batch, extra, on_host) for needs in self.needs)
+        return any(needs.can_fit(batch, extra, on_host) for needs in self.needs)
 
-    def idle_fits(self, name: str, extra: int) -> bool:
+    def can_fit_idle(self, name: str, extra: int) -> bool:
         """Return True if a device of class `name` with `extra` more bytes can take part at all."""
         return any(bool(needs.capacity(name, extra)[0] >= 0) for needs in self.needs)
 
@@ -123,7 +125,7 @@ class _Shortage:
         stages = self.space.zero_stages
         every = [mode for stage in stages for mode in self.space.modes(stage)]
         modes = {mode.describe() for mode in every if mode.head == self.space.heads[0]}
-        missing = self._technique()
+        missing = self._find_saving_technique()
         return NoFeasiblePlanError(
             f"no plan is possible: what class '{self._unmeasured()[0]}' takes to "
             f"{' or '.join(sorted(modes))} was not measured",
@@ -141,7 +143,7 @@ class _Shortage:
         def more(extra: int) -> Mapping[str, int]:
             return dict.fromkeys(self.counts, extra)
 
-        short = _least(lambda extra: self.fits(batch, more(extra)))
+        short = _bisect_least_bytes(lambda extra: self.fits(batch, more(extra)))
         if short < UNREACHABLE:
             if count == 1:
                 return f"the device is short of {show_exact_bytes(short)}"
@@ -149,29 +151,29 @@ class _Shortage:
                 f"the {count} devices are short of {show_exact_bytes(short * count)} in all, "
                 f"{show_exact_bytes(short)} each"
             )
-        short = _least(lambda extra: self.fits(batch, {}, extra))
+        short = _bisect_least_bytes(lambda extra: self.fits(batch, {}, extra))
         if short < UNREACHABLE:
             return f"hosts are short of {show_exact_bytes(short)} for each device"
-        short = _least(lambda extra: self.fits(batch, more(extra), extra))
+        short = _bisect_least_bytes(lambda extra: self.fits(batch, more(extra), extra))
         return f"devices, and hosts for each device, are short of up to {show_exact_bytes(short)}"
 
     def _of_class(self, name: str) -> str:
         """Describe a class's memory and needs, and the extra memory needed on the class alone."""
         usable = usable_bytes(self.profile.cluster.class_named(name))
         text = f"{name} can use {show_bytes(usable)}"
-        idle = _least(lambda extra: self.idle_fits(name, extra))
+        idle = _bisect_least_bytes(lambda extra: self.can_fit_idle(name, extra))
         if idle:
             text += f" and is short of {show_exact_bytes(idle)} even without samples and state"
-        alone = _least(lambda extra: self.fits(self.batch, {name: extra}))
+        alone = _bisect_least_bytes(lambda extra: self.fits(self.batch, {name: extra}))
         if alone >= UNREACHABLE:
             return f"{text}; more memory there alone would not help"
         return f"{text}; {show_exact_bytes(alone)} more on each {name} would do"
 
     def _fix(self) -> str:
         """Describe the remedies, first without a purchase."""
-        if missing := self._technique():
+        if missing := self._find_saving_technique():
             return f"allow {missing}: with it the batch fits"
-        too_small = [name for name in self.counts if not self.idle_fits(name, 0)]
+        too_small = [name for name in self.counts if not self.can_fit_idle(name, 0)]
         if len(too_small) == len(self.counts):
             return "train a smaller model"
         if too_small:
@@ -184,15 +186,15 @@ class _Shortage:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.fits(middle, {}) else (low, middle)
-        which = "the largest that fits" if self.batch <= SAMPLES else "which fits"
+        which = "the largest that fits" if self.batch <= MAX_SAMPLE_COUNTS else "which fits"
         ways = [f"set `global_batch: {low}`, {which}"] if low else []
-        if shorter := self._shorter():
+        if shorter := self._find_shorter_sequence():
             ways.append(f"set `sequence_length: {shorter}`, at which it should fit")
         return ", or ".join(
             [*ways, "add devices" if ways else "add devices, or train a smaller model"]
         )
 
-    def _technique(self) -> str:
+    def _find_saving_technique(self) -> str:
         """Name a memory-saving technique outside the space with which the batch fits."""
         recompute: dict[str, object] = {"recompute": (True,)}
         sharded: dict[str, object] = {"zero_stages": (3,)}
@@ -211,10 +213,10 @@ class _Shortage:
                 return name
         return ""
 
-    def _shorter(self) -> int | None:
+    def _find_shorter_sequence(self) -> int | None:
         """Return a shorter sequence at which the batch fits, if activations grow with its length
         (attention keeping its scores needs even less)."""
-        for part in SHORTER:
+        for part in SEQUENCE_LENGTH_DIVISORS:
             length = self.profile.sequence_length // part
             profile = _with_shorter_samples(self.profile, part)
             if length > 0 and _fits(profile, self.devices, self.space, self.batch):
@@ -222,19 +224,21 @@ class _Shortage:
         return None
 
 
-class _Needs:
+class _SettingDemands:
     """Memory needs of a setting: bytes by number of samples (rows) and micro-batch size (columns),
     for each class and mode."""
 
     def __init__(self, setting: ShardingSetting, batch: int) -> None:
         self.setting = setting
         self.batch = batch
-        most = 1 if setting.memory.ones_are_least(batch) else batch
+        most = 1 if setting.memory.is_size_one_smallest(batch) else batch
         largest = max(setting.largest_micro_batch(name, most) for name in setting.classes)
         self._sizes = np.arange(1, largest + 1)
         if largest > SIZES:
             self._sizes = np.unique(np.geomspace(1, largest, FEW_SIZES).astype(np.int64))
-        self._samples = np.unique(np.linspace(0, batch, min(batch, SAMPLES) + 1).astype(np.int64))
+        self._samples = np.unique(
+            np.linspace(0, batch, min(batch, MAX_SAMPLE_COUNTS) + 1).astype(np.int64)
+        )
         micro = MicroBatches.of(self._samples[:, None], self._sizes)
         profile = setting.profile
         alike: dict[tuple[int, Mode, Place], Demands] = {}
@@ -248,7 +252,7 @@ class _Needs:
                     alike[key] = setting.memory.demands(held, state_on=state_on)
                 self._tables[name, mode] = alike[key]
 
-    def fit(self, batch: int, extra: Mapping[str, int], on_host: int = 0) -> bool:
+    def can_fit(self, batch: int, extra: Mapping[str, int], on_host: int = 0) -> bool:
         """Return True if state and batch fit with `extra` more bytes by class and `on_host` more
         bytes of host memory for each device."""
         stairs = [
@@ -258,7 +262,7 @@ class _Needs:
             for name, devices in self.setting.classes.items()
         ]
         try:
-            return select(stairs, batch) is not None
+            return select_steps(stairs, batch) is not None
         except Undecided:
             return False
 
@@ -283,14 +287,16 @@ def _settings(
     """Yield the settings of least memory, and of least host memory, of each ZeRO stage."""
     for zero_stage in sorted(set(space.zero_stages), reverse=True):
         modes = tuple(space.modes(zero_stage))
-        setting = setting_of(profile, devices, zero_stage=zero_stage, modes=modes)
-        for on_host in list(places_of_state(setting.fleet, space)) or [frozenset()]:
+        setting = make_setting(profile, devices, zero_stage=zero_stage, modes=modes)
+        for on_host in list(iterate_offloaded_classes(setting.fleet, space)) or [frozenset()]:
             yield replace(setting, on_host=on_host)
 
 
 def _fits(profile: Profile, devices: tuple[Device, ...], space: Space, batch: int) -> bool:
     """Return True if state and batch fit in some setting."""
-    return any(_Needs(s, batch).fit(batch, {}) for s in _settings(profile, devices, space))
+    return any(
+        _SettingDemands(s, batch).can_fit(batch, {}) for s in _settings(profile, devices, space)
+    )
 
 
 def _with_shorter_samples(profile: Profile, part: int) -> Profile:
@@ -308,7 +314,7 @@ def _with_shorter_samples(profile: Profile, part: int) -> Profile:
     return profile.model_copy(update={"model": shorter(profile.model), "other_models": others})
 
 
-def _least(enough: Callable[[int], bool]) -> int:
+def _bisect_least_bytes(enough: Callable[[int], bool]) -> int:
     """Return the least sufficient number of bytes; `UNREACHABLE` if no number suffices."""
     if enough(0):
         return 0

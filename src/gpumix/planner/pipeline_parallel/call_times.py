@@ -11,11 +11,20 @@ import numpy.typing as npt
 
 from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.network.buckets import GRADIENT_BYTES
-from gpumix.cost.network.link_times import Messages, Operation, forms_for, wire_among
-from gpumix.cost.step_time import Computing
-from gpumix.cost.teams import in_team
-from gpumix.planner.pipeline_parallel.stage_memory import StageRoom
-from gpumix.planner.pipeline_parallel.stage_modes import ALONE, GroupKind, Team
+from gpumix.cost.network.link_times import (
+    Messages,
+    Operation,
+    build_subset_link_model,
+    select_collective_forms,
+)
+from gpumix.cost.step_time import ComputeSeconds
+from gpumix.cost.teams import make_group_profile
+from gpumix.planner.pipeline_parallel.stage_memory import StageMemory
+from gpumix.planner.pipeline_parallel.stage_modes import (
+    NO_TENSOR_PARALLEL,
+    GroupKind,
+    TensorParallelDegree,
+)
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import ROOT, Profile
@@ -44,15 +53,15 @@ class CallTimes:
         """Build the pace of class `name`."""
         device = profile.of_class(name)
         micro = MicroBatches.of(sizes, sizes)
-        computing = Computing(profile.model_of(name), device, micro, mode)
+        computing = ComputeSeconds(profile.model_of(name), device, micro, mode)
         kinds = profile.model.kind_of_call
         forward = {kind: computing.forward_s(kind) for kind in set(kinds)}
         backward = {kind: computing.backward_s(kind) for kind in set(kinds)}
         before = device.units[ROOT].gradient
         before_s = np.zeros(len(sizes)) if before is None else micro.seconds(before)
         return cls(
-            _added_up([forward[kind] for kind in kinds]),
-            _added_up([forward[kind] + backward[kind] for kind in kinds]),
+            _accumulate([forward[kind] for kind in kinds]),
+            _accumulate([forward[kind] + backward[kind] for kind in kinds]),
             computing.forward_s(ROOT),
             computing.forward_s(ROOT) + before_s,
             np.maximum(0.0, computing.backward_s(ROOT) - before_s),
@@ -64,30 +73,34 @@ class CallTimes:
 
     def stage_s(self, begin: IntArray, end: IntArray) -> FloatArray:
         """Return seconds of both passes of stages of calls [begin, end), as [sizes, *stages]."""
-        first = _where(begin == 0, self.first_s)
-        last = _where(end == self.calls, self.last_s)
+        first = _mask_seconds(begin == 0, self.first_s)
+        last = _mask_seconds(end == self.calls, self.last_s)
         return np.asarray(self.both_s[:, end] - self.both_s[:, begin] + first + last)
 
-    def passed_s(self, begin: IntArray, end: IntArray) -> FloatArray:
+    def compute_forward_s(self, begin: IntArray, end: IntArray) -> FloatArray:
         """Return seconds of the forward pass alone."""
-        first = _where(begin == 0, self.first_forward_s)
+        first = _mask_seconds(begin == 0, self.first_forward_s)
         return np.asarray(self.forward_s[:, end] - self.forward_s[:, begin] + first)
 
 
-class PaceOf:
+class CallTimesCache:
     """The paces of a profile's classes, alone and in teams, and of links, each computed once."""
 
-    def __init__(self, profile: Profile, teams: Iterable[Team] = (ALONE,)) -> None:
+    def __init__(
+        self, profile: Profile, teams: Iterable[TensorParallelDegree] = (NO_TENSOR_PARALLEL,)
+    ) -> None:
         self.profiles = {
-            team: in_team(profile, team.degree, sequence=team.sequence) for team in teams
+            team: make_group_profile(profile, team.degree, sequence=team.sequence) for team in teams
         }
-        self.rooms = {team: StageRoom(one) for team, one in self.profiles.items()}
-        self._known: dict[tuple[str, Team, Mode, tuple[int, ...]], CallTimes] = {}
-        self._rates: dict[tuple[GroupKind, Team], float] = {}
-        self._messages = Messages(self.profiles[ALONE])
+        self.rooms = {team: StageMemory(one) for team, one in self.profiles.items()}
+        self._known: dict[tuple[str, TensorParallelDegree, Mode, tuple[int, ...]], CallTimes] = {}
+        self._rates: dict[tuple[GroupKind, TensorParallelDegree], float] = {}
+        self._messages = Messages(self.profiles[NO_TENSOR_PARALLEL])
         self._sent: dict[tuple[Hashable, float], float] = {}
 
-    def __call__(self, name: str, team: Team, mode: Mode, sizes: tuple[int, ...]) -> CallTimes:
+    def __call__(
+        self, name: str, team: TensorParallelDegree, mode: Mode, sizes: tuple[int, ...]
+    ) -> CallTimes:
         """Return the pace of a class, or of teams of the class."""
         key = (name, team, mode, sizes)
         if key not in self._known:
@@ -101,7 +114,7 @@ class PaceOf:
             self._sent[key] = self._messages.seconds(giver, taker, size)
         return self._sent[key]
 
-    def s_per_byte(self, kind: GroupKind, team: Team) -> float:
+    def compute_reduce_s_per_byte(self, kind: GroupKind, team: TensorParallelDegree) -> float:
         """Return seconds to sum a byte of gradients over the workers of a group, in large sums."""
         key = (kind, team)
         if key not in self._rates:
@@ -112,7 +125,10 @@ class PaceOf:
                 for _ in range(count // team.degree)
             ]
             profile = self.profiles[team]
-            wire, form = wire_among(profile, places, kind.near), forms_for(profile).reduce
+            wire, form = (
+                build_subset_link_model(profile, places, kind.near),
+                select_collective_forms(profile).reduce,
+            )
             size = max(1, profile.model.parameters) * GRADIENT_BYTES
             ways: tuple[tuple[Operation, str], ...] = (("reduce", form), ("sum", "native"))
             known = [way for way in ways if len(places) > 1 and wire.knows(*way, "all")]
@@ -121,9 +137,9 @@ class PaceOf:
         return self._rates[key]
 
 
-def _added_up(seconds: list[FloatArray]) -> FloatArray:
+def _accumulate(seconds: list[FloatArray]) -> FloatArray:
     return np.cumsum([np.zeros_like(seconds[0]), *seconds], axis=0).T
 
 
-def _where(there: npt.NDArray[np.bool_], seconds: FloatArray) -> FloatArray:
+def _mask_seconds(there: npt.NDArray[np.bool_], seconds: FloatArray) -> FloatArray:
     return np.asarray(seconds.reshape(-1, *(1,) * there.ndim) * there)

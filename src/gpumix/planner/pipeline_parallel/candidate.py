@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from gpumix.cost.network.link_times import forms_for
-from gpumix.planner.pipeline_parallel.device_order import Cell, Group, Row, cell_of
-from gpumix.planner.pipeline_parallel.stage_modes import Manner, Teams, kind_of, teams_of
+from gpumix.cost.network.link_times import select_collective_forms
+from gpumix.planner.pipeline_parallel.device_order import DevicePlace, Group, Row, cell_of
+from gpumix.planner.pipeline_parallel.stage_modes import (
+    StageMode,
+    WorkerCounts,
+    count_workers_by_class,
+    get_group_kind,
+)
 from gpumix.schema.cluster.cluster import Device
-from gpumix.schema.plan.dtypes import communication_dtype
+from gpumix.schema.plan.dtypes import choose_communication_dtype
 from gpumix.schema.plan.plan import Plan, Schedule, ZeroStage
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.schema.profile.profile import Profile
@@ -19,57 +24,57 @@ from gpumix.schema.profile.profile import Profile
 Cut = tuple[int, ...]
 """The call after the last call of each stage."""
 
-Deal = tuple[int, ...]
+WorkerMicroBatches = tuple[int, ...]
 """Micro-batches of each worker of a group, or of each team."""
 
-Counts = tuple[Deal, ...]
+Counts = tuple[WorkerMicroBatches, ...]
 """The deals of all groups."""
 
-ROUNDS = 2  # stages of each group, if interleaved
+INTERLEAVED_STAGES = 2  # stages of each group, if interleaved
 
 
 @dataclass(frozen=True)
-class PlanCandidate:
-    """A plan without a cut: a row of groups with `rounds` stages each (several if interleaved), a
-    manner for each stage, a schedule and a micro-batch size."""
+class UncutCandidate:
+    """A plan without a cut: a row of groups with `stages_per_group` stages each (several if
+    interleaved), a manner for each stage, a schedule and a micro-batch size."""
 
     row: Row
-    manners: tuple[Manner, ...]
+    manners: tuple[StageMode, ...]
     schedule: Schedule
     micro_batch: int
 
     @property
-    def rounds(self) -> int:
-        return rounds_of(self.schedule)
+    def stages_per_group(self) -> int:
+        return get_stages_per_group(self.schedule)
 
     @property
     def stages(self) -> tuple[Group, ...]:
         """The devices of each stage."""
-        return self.row * self.rounds
+        return self.row * self.stages_per_group
 
     @cached_property
-    def teams(self) -> tuple[Teams, ...]:
+    def teams(self) -> tuple[WorkerCounts, ...]:
         """The workers of each group, by class."""
         return tuple(
-            teams_of(kind_of(group), manner.team.degree)
+            count_workers_by_class(get_group_kind(group), manner.team.degree)
             for group, manner in zip(self.row, self.manners)
         )
 
 
-def rounds_of(schedule: Schedule) -> int:
+def get_stages_per_group(schedule: Schedule) -> int:
     """Return the number of stages of each group."""
-    return ROUNDS if schedule == "interleaved" else 1
+    return INTERLEAVED_STAGES if schedule == "interleaved" else 1
 
 
-def leaders(group: Group, degree: int) -> tuple[Device, ...]:
+def list_leaders(group: Group, degree: int) -> tuple[Device, ...]:
     """Return the first device of each team of a group."""
-    return tuple(team[0] for team in members(group, degree))
+    return tuple(team[0] for team in form_tensor_parallel_groups(group, degree))
 
 
-def members(group: Group, degree: int) -> tuple[Group, ...]:
+def form_tensor_parallel_groups(group: Group, degree: int) -> tuple[Group, ...]:
     """Return a group's teams: successive devices of one class and island of a host. Devices too few
     for a further team are in none."""
-    alike: dict[Cell, list[Device]] = {}
+    alike: dict[DevicePlace, list[Device]] = {}
     for device in group:
         alike.setdefault(cell_of(device), []).append(device)
     return tuple(
@@ -79,10 +84,10 @@ def members(group: Group, degree: int) -> tuple[Group, ...]:
     )
 
 
-def assemble_stages(
+def build_staged_plan(
     profile: Profile,
     batch: int,
-    way: PlanCandidate,
+    way: UncutCandidate,
     cut: Cut,
     counts: Counts,
     *,
@@ -101,8 +106,8 @@ def assemble_stages(
     stages = []
     for number, (begin, end) in enumerate(pairwise((0, *cut))):
         needs, manner = model.needs_of(begin, end), way.manners[number]
-        teams = members(way.stages[number], manner.team.degree)
-        samples = _samples(counts[number % len(way.row)], way.micro_batch, batch)
+        teams = form_tensor_parallel_groups(way.stages[number], manner.team.degree)
+        samples = _count_samples(counts[number % len(way.row)], way.micro_batch, batch)
         classes = {d.device_class: profile.of_class(d.device_class) for d in way.stages[number]}
         workers = tuple(
             Worker.model_construct(  # unvalidated: workers may be very many
@@ -136,18 +141,20 @@ def assemble_stages(
         model=model.fingerprint,
         sequence_length=profile.sequence_length,
         global_batch=batch,
-        communication_dtype=communication_dtype(profile.of_class(n).compute_dtype for n in used),
+        communication_dtype=choose_communication_dtype(
+            profile.of_class(n).compute_dtype for n in used
+        ),
         stages=tuple(stages),
         schedule=way.schedule,
         waves=waves,
         zero_stage=zero_stage,
-        collectives=forms_for(profile),
+        collectives=select_collective_forms(profile),
         emulated=any(profile.cluster.class_named(name).emulated for name in used),
         estimated=tuple(name for name in used if profile.of_class(name).estimated),
     )
 
 
-def _samples(counts: Sequence[int], micro_batch: int, batch: int) -> list[int]:
+def _count_samples(counts: Sequence[int], micro_batch: int, batch: int) -> list[int]:
     """Return samples by numbers of micro-batches; the last micro-batch of all may be smaller."""
     samples = [count * micro_batch for count in counts]
     last = max(place for place, count in enumerate(counts) if count)

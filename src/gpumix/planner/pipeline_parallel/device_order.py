@@ -23,7 +23,7 @@ Counts = tuple[int, ...]
 """Number of devices of each cell."""
 
 
-class Cell(NamedTuple):
+class DevicePlace(NamedTuple):
     """A place whose devices are interchangeable."""
 
     rack: str
@@ -33,7 +33,7 @@ class Cell(NamedTuple):
 
 
 # By rack, host, island and class.
-KEYS: tuple[Callable[[Cell], object], ...] = (
+KEYS: tuple[Callable[[DevicePlace], object], ...] = (
     lambda cell: cell.rack,
     lambda cell: cell.host,
     lambda cell: (cell.host, cell.island),
@@ -44,36 +44,42 @@ FEW_GROUPS = 4  # up to this many, all orders are tried
 MOST_GROUPS = 16
 
 
-def cell_of(device: Device) -> Cell:
+def cell_of(device: Device) -> DevicePlace:
     """Return a device's cell."""
-    return Cell(device.rack, device.host, device.island, device.device_class)
+    return DevicePlace(device.rack, device.host, device.island, device.device_class)
 
 
-def rows(devices: Sequence[Device], most_stages: int) -> tuple[list[Row], bool]:
+def list_rows(devices: Sequence[Device], most_stages: int) -> tuple[list[Row], bool]:
     """Return rows of two or more groups using all devices, and True if no further rows exist.
 
     Args:
         devices: in rank order.
         most_stages: the most groups of a row.
     """
-    cells: dict[Cell, list[Device]] = {}
-    for device in _neighbours(devices):
+    cells: dict[DevicePlace, list[Device]] = {}
+    for device in _sort_by_locality(devices):
         cells.setdefault(cell_of(device), []).append(device)
     counts = tuple(map(len, cells.values()))
     most = min(most_stages, len(devices))
     if most < 2:
         return [], True
-    every = prod(count + 1 for count in counts) <= MOST_ROWS and _ways(counts, most) <= MOST_ROWS
-    found = _all(counts, most) if every else _some(list(cells), counts, most)
+    every = (
+        prod(count + 1 for count in counts) <= MOST_ROWS and _count_rows(counts, most) <= MOST_ROWS
+    )
+    found = (
+        _iterate_all_rows(counts, most)
+        if every
+        else _list_promising_rows(list(cells), counts, most)
+    )
     alike: dict[object, Row] = {}
     for counts_of_groups in found:
         if len(counts_of_groups) > 1:
-            row = _of(list(cells.values()), counts_of_groups)
-            alike.setdefault(_look(list(cells), counts, counts_of_groups), row)
+            row = _take_devices(list(cells.values()), counts_of_groups)
+            alike.setdefault(_make_row_key(list(cells), counts, counts_of_groups), row)
     return list(alike.values()), every
 
 
-def _neighbours(devices: Sequence[Device]) -> list[Device]:
+def _sort_by_locality(devices: Sequence[Device]) -> list[Device]:
     """Sort devices to make racks, hosts and islands contiguous, in order of first appearance."""
     racks = {rack: n for n, rack in enumerate(dict.fromkeys(d.rack for d in devices))}
     hosts = {host: n for n, host in enumerate(dict.fromkeys(d.host for d in devices))}
@@ -83,7 +89,7 @@ def _neighbours(devices: Sequence[Device]) -> list[Device]:
     return sorted(devices, key=lambda d: (racks[d.rack], hosts[d.host], islands[d.host, d.island]))
 
 
-def _look(cells: Sequence[Cell], counts: Counts, row: Sequence[Counts]) -> object:
+def _make_row_key(cells: Sequence[DevicePlace], counts: Counts, row: Sequence[Counts]) -> object:
     """Return a key shared by rows differing only in the places of like hosts of a rack."""
     hosts: dict[tuple[str, str], list[tuple[str, str, int, tuple[int, ...]]]] = {}
     for place, (rack, host, island, name) in enumerate(cells):
@@ -92,7 +98,7 @@ def _look(cells: Sequence[Cell], counts: Counts, row: Sequence[Counts]) -> objec
     return tuple(sorted((rack, *had) for (rack, _), had in hosts.items()))
 
 
-def _of(cells: list[list[Device]], row: Sequence[Counts]) -> Row:
+def _take_devices(cells: list[list[Device]], row: Sequence[Counts]) -> Row:
     """Return the devices of each group; the first groups get the low numbers of each cell."""
     taken = [0] * len(cells)
     groups = []
@@ -106,23 +112,23 @@ def _of(cells: list[list[Device]], row: Sequence[Counts]) -> Row:
 
 
 @lru_cache(maxsize=4096)
-def _ways(counts: Counts, most: int) -> int:
+def _count_rows(counts: Counts, most: int) -> int:
     """Count the rows of at most `most` groups."""
     if not any(counts):
         return 1
     if most == 0:
         return 0
-    return sum(_ways(_less(counts, group), most - 1) for group in _groups(counts))
+    return sum(_count_rows(_subtract(counts, group), most - 1) for group in _groups(counts))
 
 
-def _all(counts: Counts, most: int) -> Iterator[tuple[Counts, ...]]:
+def _iterate_all_rows(counts: Counts, most: int) -> Iterator[tuple[Counts, ...]]:
     if not any(counts):
         yield ()
         return
     if most == 0:
         return
     for group in _groups(counts):
-        for rest in _all(_less(counts, group), most - 1):
+        for rest in _iterate_all_rows(_subtract(counts, group), most - 1):
             yield (group, *rest)
 
 
@@ -132,11 +138,13 @@ def _groups(counts: Counts) -> Iterator[Counts]:
     return (group for group in every if any(group))
 
 
-def _less(counts: Counts, group: Counts) -> Counts:
+def _subtract(counts: Counts, group: Counts) -> Counts:
     return tuple(a - b for a, b in zip(counts, group))
 
 
-def _some(cells: Sequence[Cell], counts: Counts, most: int) -> list[tuple[Counts, ...]]:
+def _list_promising_rows(
+    cells: Sequence[DevicePlace], counts: Counts, most: int
+) -> list[tuple[Counts, ...]]:
     found: dict[tuple[Counts, ...], None] = {}
     for groups in _groupings(cells, counts, min(most, MOST_GROUPS)):
         if 2 <= len(groups) <= most:
@@ -144,14 +152,16 @@ def _some(cells: Sequence[Cell], counts: Counts, most: int) -> list[tuple[Counts
     return list(found)
 
 
-def _groupings(cells: Sequence[Cell], counts: Counts, most: int) -> Iterator[tuple[Counts, ...]]:
+def _groupings(
+    cells: Sequence[DevicePlace], counts: Counts, most: int
+) -> Iterator[tuple[Counts, ...]]:
     """Yield groupings; the order of groups does not matter here."""
     places = range(len(cells))
     for key in KEYS:
-        whole = _by(key, cells, counts)
+        whole = _group_by(key, cells, counts)
         yield tuple(whole)
         yield from _merged(whole, most)
-    hosts = _by(lambda cell: cell.host, cells, counts)
+    hosts = _group_by(lambda cell: cell.host, cells, counts)
     each = [tuple(counts[p] if p == place else 0 for p in places) for place in places]
     yield tuple(each)
     yield from _merged(each, most)
@@ -162,7 +172,9 @@ def _groupings(cells: Sequence[Cell], counts: Counts, most: int) -> Iterator[tup
             yield tuple(part for group in groups for part in _split(group, parts))
 
 
-def _by(key: Callable[[Cell], object], cells: Sequence[Cell], counts: Counts) -> list[Counts]:
+def _group_by(
+    key: Callable[[DevicePlace], object], cells: Sequence[DevicePlace], counts: Counts
+) -> list[Counts]:
     """Group the devices by the value of `key`."""
     return [
         tuple(count if key(cell) == name else 0 for cell, count in zip(cells, counts))

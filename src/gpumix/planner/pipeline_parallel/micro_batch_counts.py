@@ -15,29 +15,29 @@ import numpy as np
 
 from gpumix.cost.pipeline.staged_step import StagedStep
 from gpumix.cost.teams import buffer_bytes
-from gpumix.planner.common.strategy import fit
-from gpumix.planner.common.why_policy_does_not_fit import Misses
-from gpumix.planner.pipeline_parallel.call_times import PaceOf
+from gpumix.planner.common.strategy import is_within_memory
+from gpumix.planner.common.why_policy_does_not_fit import NearestMiss
+from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
 from gpumix.planner.pipeline_parallel.candidate import (
     Counts,
     Cut,
-    Deal,
-    PlanCandidate,
-    assemble_stages,
-    leaders,
+    UncutCandidate,
+    WorkerMicroBatches,
+    build_staged_plan,
+    list_leaders,
 )
-from gpumix.planner.pipeline_parallel.stage_modes import ALONE
+from gpumix.planner.pipeline_parallel.stage_modes import NO_TENSOR_PARALLEL
 from gpumix.schema.plan.plan import Plan, WorkerPrediction, ZeroStage
 
 FEW_DEALS = 200  # up to this many ways to deal micro-batches, all are tried
 FEW_WAVES = 8  # up to this many, all are tried
-ENOUGH = 1e-9
+MIN_RELATIVE_GAIN = 1e-9
 ROUNDING_BYTES = 4096  # set aside for the rounding of cuts
-BESIDE_ACTIONS = 40  # work of a count next to replaying, in actions
+OVERHEAD_ACTIONS = 40  # work of a count next to replaying, in actions
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CutCandidate:
     """A plan without a placement of state.
 
     Attributes:
@@ -45,7 +45,7 @@ class Candidate:
         waves: None: some numbers are tried.
     """
 
-    way: PlanCandidate
+    way: UncutCandidate
     zero_stage: ZeroStage
     cut: Cut
     deal: Counts | None = None
@@ -57,11 +57,11 @@ class FoundPlan:
     """A dealt candidate as a fitting plan, and the seconds of its step."""
 
     seconds: float
-    candidate: Candidate
+    candidate: CutCandidate
     plan: Plan
 
 
-class Counting:
+class CandidateEvaluator:
     """Exact counting of candidates to train `batch` samples a step.
 
     Attributes:
@@ -69,14 +69,14 @@ class Counting:
         misses: plans that do not fit.
     """
 
-    def __init__(self, pace_of: PaceOf, batch: int) -> None:
+    def __init__(self, pace_of: CallTimesCache, batch: int) -> None:
         self._pace_of = pace_of
-        self._profile = pace_of.profiles[ALONE]
+        self._profile = pace_of.profiles[NO_TENSOR_PARALLEL]
         self._batch = batch
         self.work = 0
-        self.misses = Misses("a plan of several stages")
+        self.misses = NearestMiss("a plan of several stages")
 
-    def best(self, candidate: Candidate, below_s: float) -> FoundPlan | None:
+    def best(self, candidate: CutCandidate, below_s: float) -> FoundPlan | None:
         """Return the fastest plan of a candidate; None if none fits or is faster than `below_s`."""
         dealt, best = self._dealt(candidate), None
         for waves in _waves(dealt):
@@ -85,7 +85,7 @@ class Counting:
                 best, below_s = found, found.seconds
         return best
 
-    def best_deal(self, candidate: Candidate, below_s: float) -> tuple[FoundPlan | None, bool]:
+    def best_deal(self, candidate: CutCandidate, below_s: float) -> tuple[FoundPlan | None, bool]:
         """Return the fastest plan of all deals, if few, and True if all plans were tried."""
         count, seconds = self._count(candidate.way), self._seconds(candidate)
         deals: Iterable[Counts] = [self._dealt(candidate).deal or ()]
@@ -105,16 +105,16 @@ class Counting:
                     best, below_s = found, found.seconds
         return best, complete
 
-    def _dealt(self, candidate: Candidate) -> Candidate:
+    def _dealt(self, candidate: CutCandidate) -> CutCandidate:
         if candidate.deal is not None:
             return candidate
         count = self._count(candidate.way)
-        deal = tuple(spread(count, seconds) for seconds in self._seconds(candidate))
+        deal = tuple(deal_by_speed(count, seconds) for seconds in self._seconds(candidate))
         return replace(candidate, deal=deal)
 
-    def _counted(self, candidate: Candidate, below_s: float) -> FoundPlan | None:
+    def _counted(self, candidate: CutCandidate, below_s: float) -> FoundPlan | None:
         assert candidate.deal is not None and candidate.waves is not None
-        plan = assemble_stages(
+        plan = build_staged_plan(
             self._profile,
             self._batch,
             candidate.way,
@@ -125,36 +125,36 @@ class Counting:
             strategy="staged",
         )
         step = self._step(plan)
-        if step.seconds >= below_s * (1 - ENOUGH):
+        if step.seconds >= below_s * (1 - MIN_RELATIVE_GAIN):
             return None
         workers = self._workers(plan, step)
-        if not fit(workers):
-            moved = None if plan.zero_stage == 0 else _moved(plan, step, workers)
+        if not is_within_memory(workers):
+            moved = None if plan.zero_stage == 0 else _move_state(plan, step, workers)
             step = step if moved is None else self._step(moved)
-            if moved is None or not fit(self._workers(moved, step)):
+            if moved is None or not is_within_memory(self._workers(moved, step)):
                 self.misses.note(plan.of_leaders, workers)
                 return None
             plan = moved
-        if step.seconds >= below_s * (1 - ENOUGH):
+        if step.seconds >= below_s * (1 - MIN_RELATIVE_GAIN):
             return None
         return FoundPlan(step.seconds, candidate, plan)
 
     def _step(self, plan: Plan) -> StagedStep:
         step = StagedStep(self._profile, plan)
-        self.work += sum(map(len, step.pipeline.orders.values())) + BESIDE_ACTIONS
+        self.work += sum(map(len, step.pipeline.orders.values())) + OVERHEAD_ACTIONS
         return step
 
-    def _count(self, way: PlanCandidate) -> int:
+    def _count(self, way: UncutCandidate) -> int:
         """Return the micro-batches of a step."""
         return ceil(self._batch / way.micro_batch)
 
-    def _seconds(self, candidate: Candidate) -> list[list[float]]:
+    def _seconds(self, candidate: CutCandidate) -> list[list[float]]:
         """Return each worker's seconds per micro-batch, by group, in all stages of the group."""
         way, cut = candidate.way, candidate.cut
         sizes, ends = (min(way.micro_batch, self._batch),), list(pairwise((0, *cut)))
         found = []
         for place, group in enumerate(way.row):
-            workers = leaders(group, way.manners[place].team.degree)
+            workers = list_leaders(group, way.manners[place].team.degree)
             of_class: dict[str, float] = {}
             for name in {worker.device_class for worker in workers}:
                 of_class[name] = 0.0
@@ -184,7 +184,7 @@ class Counting:
         return found
 
 
-def _moved(plan: Plan, step: StagedStep, expected: Sequence[WorkerPrediction]) -> Plan | None:
+def _move_state(plan: Plan, step: StagedStep, expected: Sequence[WorkerPrediction]) -> Plan | None:
     """Move state to workers with room, as evenly as possible; None if room is missing."""
     free = {w.device: w.memory_limit_bytes - w.peak_bytes for w in expected}
     stages = []
@@ -206,12 +206,14 @@ def _moved(plan: Plan, step: StagedStep, expected: Sequence[WorkerPrediction]) -
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
-def deals_near(candidate: Candidate) -> Iterator[Candidate]:
+def iterate_neighbor_deals(candidate: CutCandidate) -> Iterator[CutCandidate]:
     """Yield candidates with a micro-batch moved between workers of two classes of a group."""
     way, deals = candidate.way, candidate.deal or ()
     for place, deal in enumerate(deals):
         of_class: dict[str, list[int]] = {}
-        for number, worker in enumerate(leaders(way.row[place], way.manners[place].team.degree)):
+        for number, worker in enumerate(
+            list_leaders(way.row[place], way.manners[place].team.degree)
+        ):
             of_class.setdefault(worker.device_class, []).append(number)
         for givers, takers in permutations(of_class.values(), 2):
             giver = max(givers, key=lambda number: deal[number])
@@ -223,14 +225,14 @@ def deals_near(candidate: Candidate) -> Iterator[Candidate]:
                 yield replace(candidate, deal=others)
 
 
-def _most_waves(candidate: Candidate) -> int:
+def _most_waves(candidate: CutCandidate) -> int:
     """Return the most waves: each stage needs a worker with a micro-batch in every wave."""
     if candidate.zero_stage < 2:
         return 1
     return min(map(max, candidate.deal or ()))
 
 
-def _waves(candidate: Candidate) -> list[int]:
+def _waves(candidate: CutCandidate) -> list[int]:
     """Return the numbers of waves to try."""
     most, groups = _most_waves(candidate), len(candidate.way.row)
     if candidate.waves is not None:
@@ -240,7 +242,7 @@ def _waves(candidate: Candidate) -> list[int]:
 
 def _deals_within(
     count: int, seconds: Sequence[float], below_s: float, smaller: int = 0
-) -> Iterator[Deal]:
+) -> Iterator[WorkerMicroBatches]:
     """Yield deals keeping every worker below `below_s`, counting up to `smaller` micro-batches of
     each worker as free."""
     if len(seconds) == 1:
@@ -254,7 +256,7 @@ def _deals_within(
             yield (own, *rest)
 
 
-def spread(count: int, seconds: Sequence[float]) -> Deal:
+def deal_by_speed(count: int, seconds: Sequence[float]) -> WorkerMicroBatches:
     """Deal micro-batches to workers taking `seconds` for each, with the busiest worker least busy;
     ties go to the first."""
     given = [0] * len(seconds)

@@ -18,20 +18,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpumix.cost.layout.curves import FloatArray, IntArray, bytes_at
+from gpumix.cost.layout.curves import FloatArray, IntArray, interpolate_bytes
 from gpumix.cost.network.buckets import GRADIENT_BYTES
 from gpumix.cost.peak_memory import element_bytes, free_bytes
-from gpumix.planner.pipeline_parallel.call_times import PaceOf
-from gpumix.planner.pipeline_parallel.candidate import PlanCandidate, rounds_of
+from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
+from gpumix.planner.pipeline_parallel.candidate import UncutCandidate, get_stages_per_group
 from gpumix.planner.pipeline_parallel.device_order import Row, cell_of
-from gpumix.planner.pipeline_parallel.micro_batch_counts import Candidate
+from gpumix.planner.pipeline_parallel.micro_batch_counts import CutCandidate
 from gpumix.planner.pipeline_parallel.stage_modes import (
-    ALONE,
+    NO_TENSOR_PARALLEL,
     GroupKind,
-    Manner,
-    Manners,
-    kind_of,
-    teams_of,
+    StageMode,
+    StageModes,
+    count_workers_by_class,
+    get_group_kind,
 )
 from gpumix.schema.plan.plan import Schedule, ZeroStage
 from gpumix.schema.plan.stage import DTYPE_BYTES, Mode
@@ -43,7 +43,7 @@ WAVES_A_STAGE = (1, 2, 4, 8)  # numbers of waves, as multiples of the stages
 TINY_S = 1e-12
 # Part of the way through the other stages for which a worker waits, if computing weight gradients
 # meanwhile: forward and backward, less weight gradients; each about as long (Qi et al. 2023).
-ZERO_BUBBLE_PART = 1 / 3
+ZERO_BUBBLE_WAIT_FRACTION = 1 / 3
 
 Values = npt.NDArray[np.floating[Any]]
 """Seconds or bytes, in single precision."""
@@ -66,11 +66,11 @@ class StageInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Computing:
+class _GroupTimes:
     """Times of a group for the calls of every range in each manner, as [manners, sizes, ranges]
     arrays, and the bytes of micro-batches by class."""
 
-    manners: tuple[Manner, ...]
+    manners: tuple[StageMode, ...]
     workers: tuple[tuple[str, FloatArray], ...]  # by class, the number in each manner
     busy_s: Values
     one_s: Values
@@ -78,7 +78,7 @@ class _Computing:
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _StageEstimate:
     """A group with the calls of any range, as [sizes, ranges] arrays.
 
     Attributes:
@@ -106,7 +106,7 @@ class StageDivision:
     seconds: FloatArray
     ideal_s: FloatArray
     waits: bool
-    stages: tuple[_Stage, ...]
+    stages: tuple[_StageEstimate, ...]
     begins: tuple[npt.NDArray[np.int8], ...]
 
     @property
@@ -118,12 +118,14 @@ class StageDivision:
 class PipelineEstimates:
     """Estimates of ways to train `batch` samples a step in micro-batches of `sizes`."""
 
-    def __init__(self, pace_of: PaceOf, manners: Manners, batch: int, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, pace_of: CallTimesCache, manners: StageModes, batch: int, sizes: Sequence[int]
+    ) -> None:
         self._pace_of = pace_of
         self._batch = batch
         self.sent_s = pace_of.sent_s
         self.manners = manners
-        self.profile = pace_of.profiles[ALONE]
+        self.profile = pace_of.profiles[NO_TENSOR_PARALLEL]
         self.sizes = tuple(sizes)
         self.counts = -(-batch // np.array(sizes))
         model = self.profile.model
@@ -133,11 +135,11 @@ class PipelineEstimates:
         self._begin, self._end, self.range_of = self._ranges()
         self.stage = lru_cache(maxsize=None)(self._stage)
         self._computing = lru_cache(maxsize=None)(self._computing_of)
-        self._taken_s = lru_cache(maxsize=None)(self._taken_s_of)
+        self._taken_s = lru_cache(maxsize=None)(self._compute_micro_batch_s)
         self._held_bytes = lru_cache(maxsize=None)(self._held_bytes_of)
         self._elements = lru_cache(maxsize=None)(self._elements_of)
 
-    def of_sizes(self, sizes: Sequence[int]) -> PipelineEstimates:
+    def with_sizes(self, sizes: Sequence[int]) -> PipelineEstimates:
         """Return estimates for other sizes of a micro-batch."""
         return PipelineEstimates(self._pace_of, self.manners, self._batch, sizes)
 
@@ -172,13 +174,16 @@ class PipelineEstimates:
         model = self.profile.model
         curves = [model.kind(name).outputs.values() for name in set(model.kind_of_call)]
         return [
-            max(sum(float(bytes_at(curve, size)) for curve in of_kind) for of_kind in curves)
+            max(
+                sum(float(interpolate_bytes(curve, size)) for curve in of_kind)
+                for of_kind in curves
+            )
             for size in self.sizes
         ]
 
     # -- one stage -----------------------------------------------------------------------------
 
-    def _stage(self, place: StageInputs, zero_stage: ZeroStage) -> _Stage:
+    def _stage(self, place: StageInputs, zero_stage: ZeroStage) -> _StageEstimate:
         """Return the best manner for each range. From ZeRO stage 2 on, each wave sums gradients and
         gathers parameters while computing; without waves, the whole step sums gradients."""
         computing = self._computing(place)
@@ -187,29 +192,29 @@ class PipelineEstimates:
         manner = np.zeros(shape, np.int8)
         if computing.manners:
             busy, one = computing.busy_s, computing.one_s
-            moved_s = self._moved_s(place, computing.manners, zero_stage)
+            moved_s = self._compute_collective_s(place, computing.manners, zero_stage)
             if zero_stage < 2:
                 busy = busy + moved_s
             elif place.waves:
                 one = np.maximum(busy / place.waves, moved_s)
                 busy = one * place.waves + moved_s
             else:
-                busy = np.maximum(busy, self._moved_s(place, computing.manners, 2))
+                busy = np.maximum(busy, self._compute_collective_s(place, computing.manners, 2))
             busy = np.where(self._fits(computing, zero_stage, place), busy, np.inf)
             best = busy.argmin(axis=0)
             busy_s[:, :-1] = np.take_along_axis(busy, best[None], axis=0)[0]
             one_s[:, :-1] = np.take_along_axis(one, best[None], axis=0)[0]
             manner[:, :-1] = best
-        return _Stage(busy_s, one_s, manner)
+        return _StageEstimate(busy_s, one_s, manner)
 
-    def _computing_of(self, place: StageInputs) -> _Computing:
-        kind, rounds = place.kind, rounds_of(place.schedule)
+    def _computing_of(self, place: StageInputs) -> _GroupTimes:
+        kind, rounds = place.kind, get_stages_per_group(place.schedule)
         manners = self.manners.of(kind, place.schedule, last=place.last)
         if not manners:
             nothing = np.zeros((0, 0, 0), np.float32)
-            return _Computing((), (), nothing, nothing, {})
-        teams = [dict(teams_of(kind, manner.team.degree)) for manner in manners]
-        workers = tuple((name, _stacked([team[name] for team in teams])) for name in teams[0])
+            return _GroupTimes((), (), nothing, nothing, {})
+        teams = [dict(count_workers_by_class(kind, manner.team.degree)) for manner in manners]
+        workers = tuple((name, _stack([team[name] for team in teams])) for name in teams[0])
         taken = {name: self._taken_s(name, manners) for name, _ in workers}
         speed = sum((count / taken[name] for name, count in workers), np.zeros(1, np.float32))
         counts = self.counts.astype(np.float32)[:, None]
@@ -222,9 +227,9 @@ class PipelineEstimates:
                 here = np.ceil(np.minimum(1 + place.waiting * part, counts * part))
             each, working = self._held_bytes(name, manners, place.last)
             profiles = [self._pace_of.profiles[manner.team] for manner in manners]
-            buffers = _stacked([profile.model.root.buffer_bytes for profile in profiles])
+            buffers = _stack([profile.model.root.buffer_bytes for profile in profiles])
             held[name] = here * each + working + buffers / rounds
-        largest = _stacked([self.manners.largest(kind, manner.team) for manner in manners])
+        largest = _stack([self.manners.largest(kind, manner.team) for manner in manners])
         measured = np.array(self.sizes)[:, None] <= largest
         # Micro-batches are dealt undivided, in each wave or in the step.
         batches = counts / max(1, place.waves)
@@ -233,59 +238,61 @@ class PipelineEstimates:
             whole_s = np.maximum(whole_s, np.rint(batches / (taken[name] * speed)) * taken[name])
         busy_s = np.where(measured, whole_s * max(1, place.waves), np.inf).astype(np.float32)
         one_s = sum((count for _, count in workers), np.zeros(1, np.float32)) / speed
-        return _Computing(manners, workers, busy_s, one_s, held)
+        return _GroupTimes(manners, workers, busy_s, one_s, held)
 
-    def _taken_s_of(self, name: str, manners: tuple[Manner, ...]) -> Values:
+    def _compute_micro_batch_s(self, name: str, manners: tuple[StageMode, ...]) -> Values:
         """Return seconds of one micro-batch of each range, on one device or team of a class."""
         paces = (self._pace_of(name, one.team, one.mode, self.sizes) for one in manners)
         taken = np.stack([pace.stage_s(self._begin, self._end) for pace in paces])
         return np.maximum(taken, TINY_S).astype(np.float32)
 
     def _held_bytes_of(
-        self, name: str, manners: tuple[Manner, ...], last: bool
+        self, name: str, manners: tuple[StageMode, ...], last: bool
     ) -> tuple[Values, Values]:
         """Return bytes of each waiting micro-batch, by range, and of the running micro-batch."""
         each, working = [], []
         for manner in manners:
             model = self._pace_of.profiles[manner.team].model_of(name)
-            before, computed = held_bytes(model, manner.mode, self.sizes, last=last)
+            before, computed = compute_activation_bytes(model, manner.mode, self.sizes, last=last)
             held = before[:, self._end] - before[:, self._begin]
             each.append(held + np.array(self.message_bytes)[:, None])
             working.append(computed[:, None])
         return np.stack(each).astype(np.float32), np.stack(working).astype(np.float32)
 
-    def _elements_of(self, manners: tuple[Manner, ...]) -> FloatArray:
+    def _elements_of(self, manners: tuple[StageMode, ...]) -> FloatArray:
         """Return the trained elements of each range, as [manners, 1, ranges]."""
         rooms = (self._pace_of.rooms[manner.team] for manner in manners)
         return np.stack([room.elements(self._begin, self._end) for room in rooms])[:, None]
 
     def _fits(
-        self, computing: _Computing, zero_stage: ZeroStage, place: StageInputs
+        self, computing: _GroupTimes, zero_stage: ZeroStage, place: StageInputs
     ) -> npt.NDArray[np.bool_]:
         """Return a mask of room: each worker for the undivided state, and all workers together for
         the rest. Several stages of a worker divide the memory equally."""
-        elements, rounds = self._elements(computing.manners), rounds_of(place.schedule)
+        elements, rounds = self._elements(computing.manners), get_stages_per_group(place.schedule)
         profiles = [self._pace_of.profiles[manner.team] for manner in computing.manners]
         least: FloatArray = np.full(1, np.inf)
         room = needed = np.zeros(1)
         for name, count in computing.workers:
             each = [element_bytes(profile, name, zero_stage) for profile in profiles]
-            whole, owned = (_stacked(part) for part in zip(*each))
+            whole, owned = (_stack(part) for part in zip(*each))
             free = [free_bytes(profile, name) / rounds for profile in profiles]
             filled = [_buffer_bytes(profile, name, zero_stage) for profile in profiles]
-            left = _stacked(free) - _stacked(filled) - elements * whole - computing.held[name]
+            left = _stack(free) - _stack(filled) - elements * whole - computing.held[name]
             least = np.minimum(least, left)
             room = room + count * left
             needed = np.maximum(needed, elements * owned)
         return np.asarray((least >= 0) & (room >= needed))
 
-    def _moved_s(
-        self, place: StageInputs, manners: tuple[Manner, ...], zero_stage: ZeroStage
+    def _compute_collective_s(
+        self, place: StageInputs, manners: tuple[StageMode, ...], zero_stage: ZeroStage
     ) -> FloatArray:
         """Return seconds of gradient sums and parameter gathers between a group's workers: in a
         step, from ZeRO stage 2 on in a wave."""
-        rates = [self._pace_of.s_per_byte(place.kind, manner.team) for manner in manners]
-        reduced = _stacked(rates) * GRADIENT_BYTES
+        rates = [
+            self._pace_of.compute_reduce_s_per_byte(place.kind, manner.team) for manner in manners
+        ]
+        reduced = _stack(rates) * GRADIENT_BYTES
         gathered = reduced / 2  # half as many bytes, or nothing to add up
         passes = 3 if place.schedule == "zero-bubble" else 2
         times = {
@@ -307,7 +314,7 @@ def _buffer_bytes(profile: Profile, name: str, zero_stage: ZeroStage) -> float:
     return 2.0 * largest * (GRADIENT_BYTES + width)
 
 
-def _stacked(of_manners: Sequence[float]) -> FloatArray:
+def _stack(of_manners: Sequence[float]) -> FloatArray:
     """Stack a number of each manner, as [manners, 1, 1]."""
     return np.array(of_manners, float)[:, None, None]
 
@@ -318,7 +325,7 @@ class RowEstimates:
     def __init__(self, estimates: PipelineEstimates, row: Row) -> None:
         self._estimates = estimates
         self.row = row
-        self._kinds = tuple(map(kind_of, row))
+        self._kinds = tuple(map(get_group_kind, row))
         self.divided = lru_cache(maxsize=None)(self._divided)
 
     def waves(self, zero_stage: ZeroStage) -> list[int]:
@@ -335,7 +342,7 @@ class RowEstimates:
 
     def _divided(self, zero_stage: ZeroStage, schedule: Schedule, waves: int) -> StageDivision:
         """Divide the model among the row's stages; see `PipelineEstimates.stage`."""
-        estimates, rounds = self._estimates, rounds_of(schedule)
+        estimates, rounds = self._estimates, get_stages_per_group(schedule)
         sizes, edges = len(estimates.sizes), len(estimates.edges)
         busy = np.full((sizes, edges), np.inf, np.float32)
         busy[:, 0] = 0.0
@@ -365,7 +372,7 @@ class RowEstimates:
         busiest = np.maximum(busy[:, -1], linked_s * counts) * rounds
         fixed_s = estimates.profile.step_overhead_s + 2 * rounds * sent_s
         through = through * (1 - 1 / len(stages))
-        least = ZERO_BUBBLE_PART * through
+        least = ZERO_BUBBLE_WAIT_FRACTION * through
         if waves:
             busiest = np.where(waves <= self._most_waves, busiest, np.inf)
         seconds = np.maximum(busiest, returned_s) + fixed_s
@@ -377,7 +384,7 @@ class RowEstimates:
 
     def candidate(
         self, zero_stage: ZeroStage, schedule: Schedule, waves: int, number: int
-    ) -> Candidate | None:
+    ) -> CutCandidate | None:
         """Return the candidate of size `number`, or None."""
         estimates, found = self._estimates, self.divided(zero_stage, schedule, waves)
         if not np.isfinite(found.seconds[number]):
@@ -391,10 +398,10 @@ class RowEstimates:
             ends.append(int(estimates.edges[at]))
             at = begin
         teams = [manner.team for manner in reversed(manners)]
-        if teams != teams[: len(self.row)] * rounds_of(schedule):
+        if teams != teams[: len(self.row)] * get_stages_per_group(schedule):
             return None  # a group cannot change its teams between its stages
-        way = PlanCandidate(self.row, tuple(reversed(manners)), schedule, estimates.sizes[number])
-        return Candidate(way, zero_stage, tuple(reversed(ends)), waves=max(1, waves))
+        way = UncutCandidate(self.row, tuple(reversed(manners)), schedule, estimates.sizes[number])
+        return CutCandidate(way, zero_stage, tuple(reversed(ends)), waves=max(1, waves))
 
     def _waiting(self, place: int, schedule: Schedule, waves: int) -> float:
         """Return the micro-batches waiting at a group in addition to the running ones, of which a
@@ -405,7 +412,7 @@ class RowEstimates:
         if schedule == "zero-bubble":
             place = 0  # weight gradients may be deferred equally everywhere
         if schedule == "interleaved":
-            rounds = rounds_of(schedule)
+            rounds = get_stages_per_group(schedule)
             stages = 2 * (groups - place - 1) + (rounds - 1) * groups
             return (1 if waves else len(self.row[place])) * stages / rounds
         after = self.row[place + 1 :]
@@ -434,7 +441,7 @@ class RowEstimates:
         return total, busiest, queued
 
 
-def held_bytes(
+def compute_activation_bytes(
     model: ModelProfile, mode: Mode, sizes: Sequence[int], *, last: bool
 ) -> tuple[FloatArray, FloatArray]:
     """Return bytes held by micro-batches on a device: of each waiting for its backward, by all
@@ -446,11 +453,11 @@ def held_bytes(
         kept, backward = kind.kept, kind.backward
         if not mode.recompute and kind.saved and kind.saved_backward:
             kept, backward = kind.saved, kind.saved_backward
-        left[name] = bytes_at(kept, sizes)
-        needed = bytes_at(backward, sizes) + bytes_at(kind.gradient, sizes)
+        left[name] = interpolate_bytes(kept, sizes)
+        needed = interpolate_bytes(backward, sizes) + interpolate_bytes(kind.gradient, sizes)
         working = np.maximum(working, needed)
     head = model.root.head if mode.head == "whole" else model.root.chunked_head
     if last and head is not None:
-        working = np.maximum(working, bytes_at(head, sizes))
+        working = np.maximum(working, interpolate_bytes(head, sizes))
     rows = [np.zeros(len(sizes)), *(left[name] for name in model.kind_of_call)]
     return np.cumsum(rows, axis=0).T, working

@@ -34,42 +34,42 @@ from gpumix.cost.peak_memory import element_bytes, free_bytes
 from gpumix.cost.predict import predict
 from gpumix.planner.common.stage_preconditions import (
     Refusal,
-    refuse_number,
+    check_space_includes,
+    check_stage_count,
+    make_schedules_error,
     refuse_one_stage,
-    refuse_schedules,
-    refuse_without,
 )
 from gpumix.planner.common.strategy import (
     PlanRequest,
-    bounded,
-    predicted,
+    attach_bound,
+    compute_time_to_beat,
+    get_prediction,
     ranked_devices,
-    worth_leaving,
 )
-from gpumix.planner.pipeline_parallel.call_times import PaceOf
-from gpumix.planner.pipeline_parallel.candidate import PlanCandidate, rounds_of
-from gpumix.planner.pipeline_parallel.device_order import Row, cell_of, rows
+from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
+from gpumix.planner.pipeline_parallel.candidate import UncutCandidate, get_stages_per_group
+from gpumix.planner.pipeline_parallel.device_order import Row, cell_of, list_rows
 from gpumix.planner.pipeline_parallel.micro_batch_counts import (
-    ENOUGH,
-    Candidate,
-    Counting,
+    MIN_RELATIVE_GAIN,
+    CandidateEvaluator,
+    CutCandidate,
     FoundPlan,
-    deals_near,
+    iterate_neighbor_deals,
 )
 from gpumix.planner.pipeline_parallel.pipeline_estimate import PipelineEstimates, RowEstimates
 from gpumix.planner.pipeline_parallel.stage_cuts import FEW_CUTS, Cutter
 from gpumix.planner.pipeline_parallel.stage_modes import (
-    ALONE,
-    Manner,
-    Manners,
-    kind_of,
+    NO_TENSOR_PARALLEL,
+    StageMode,
+    StageModes,
+    get_group_kind,
     measured_teams,
     teams_of_space,
 )
 from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
     Searched,
-    devices_in_teams,
-    of_unlike_sizes,
+    search_mixed_degrees,
+    select_groupable_devices,
 )
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan, Schedule, ZeroStage
@@ -81,16 +81,19 @@ FEW_WAYS = 500  # up to this many, all are tried
 SOME_WAYS = 1_200  # up to this many if all sizes are tried, with less work
 FEW_STAGES = 4  # up to this many, manners are changed one by one
 # Limits on exact counts, in actions replayed: of promising plans, and of neighbors in addition.
-PROMISING, ALIKE = 4_000, 8_000
+ESTIMATED_ACTIONS, NEIGHBOR_ACTIONS = 4_000, 8_000
 # Limits on further counts, of all plans: with few ways, and with some.
-PROVING, PROVING_SOME = 32_000, 20_000
+PROOF_ACTIONS, PROOF_ACTIONS_SOME_WAYS = 32_000, 20_000
 # Work to cut a model, for each stage, in actions replayed; and the number of cuts adding 1.
 CUT_WORK, CUTS_A_WORK = 3, 100
 FEW_DEVICES = 64  # beyond, a replay takes long: estimates are trusted more
 MIXTURES = 2  # of team sizes in one stage; each takes its own search
-PESSIMISM, MANY_PESSIMISM = 0.8, 0.95  # least part of an estimate that a step takes
+MIN_ESTIMATE_FRACTION, MIN_ESTIMATE_FRACTION_MANY = (
+    0.8,
+    0.95,
+)  # least part of an estimate that a step takes
 MOST_ROWS = 16  # rows estimated by all schedules and ZeRO stages
-REACH = 1.1  # times the limit, for plans with neighbors to try
+NEIGHBOR_LIMIT_FACTOR = 1.1  # times the limit, for plans with neighbors to try
 NEAR = 1.1  # times the least time so far, for rows and sizes to estimate
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble", "interleaved")
 
@@ -99,7 +102,7 @@ SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble",
 Estimated = tuple[bool, float, int, RowEstimates, tuple[ZeroStage, Schedule, int, int]]
 
 
-def staged(profile: Profile, request: PlanRequest) -> Plan:
+def plan_staged(profile: Profile, request: PlanRequest) -> Plan:
     """Return the fastest plan of several stages.
 
     Raises:
@@ -108,12 +111,12 @@ def staged(profile: Profile, request: PlanRequest) -> Plan:
             units need of each other.
         NoFeasiblePlanError: no plan of several stages fits.
     """
-    plan, _ = staged_below(profile, request, float("inf"))
+    plan, _ = plan_staged_below(profile, request, float("inf"))
     assert plan is not None
     return plan
 
 
-def staged_below(
+def plan_staged_below(
     profile: Profile, request: PlanRequest, below_s: float
 ) -> tuple[Plan | None, float]:
     """Return the fastest plan if faster than `below_s`, else None; and a lower bound of all plans
@@ -130,22 +133,24 @@ def staged_below(
     except NoFeasiblePlanError as error:
         failure = error
     if best is not None:
-        below_s = worth_leaving(best)
+        below_s = compute_time_to_beat(best)
     few = len(ranked_devices(profile, request)) <= FEW_DEVICES
-    other, more_s = of_unlike_sizes(
+    other, more_s = search_mixed_degrees(
         profile, request, _search_below, below_s, most=MIXTURES if few else 0, in_stages=True
     )
     best = other or best
     if best is None and failure is not None:
         raise failure
     bound_s = min(one for one in [*bounds_s, *more_s] if one is not None)
-    return None if best is None else bounded(best, bound_s), bound_s
+    return None if best is None else attach_bound(best, bound_s), bound_s
 
 
 def _search_below(profile: Profile, request: PlanRequest, below_s: float) -> Searched:
     few = len(ranked_devices(profile, request)) <= FEW_DEVICES
-    plan, bound_s = _Search(profile, request, below_s * REACH if few else below_s).run()
-    if plan is not None and predicted(plan).step_s >= below_s:
+    plan, bound_s = _Search(
+        profile, request, below_s * NEIGHBOR_LIMIT_FACTOR if few else below_s
+    ).run()
+    if plan is not None and get_prediction(plan).step_s >= below_s:
         plan = None
     return plan, bound_s
 
@@ -155,34 +160,34 @@ class _Search:
         self._profile = profile
         self._batch = request.global_batch
         self._space = request.space
-        self._devices = devices_in_teams(profile, request)
+        self._devices = select_groupable_devices(profile, request)
         self._below_s = below_s
         refuse_one_stage(profile, self._devices)
-        refuse_without(request.space)
+        check_space_includes(request.space)
         teams = measured_teams(profile).intersection(teams_of_space(request.space))
-        self._pace_of = pace_of = PaceOf(profile, {ALONE, *teams})
-        self._manners = Manners(pace_of.profiles, request.space)
+        self._pace_of = pace_of = CallTimesCache(profile, {NO_TENSOR_PARALLEL, *teams})
+        self._manners = StageModes(pace_of.profiles, request.space)
         self._schedules = [one for one in SCHEDULES if one in request.space.schedules]
-        refuse_number(
+        check_stage_count(
             request.space,
             most_groups=self._most_groups,
             units=profile.model.most_stages,
-            rounds=max(map(rounds_of, self._schedules)),
+            rounds=max(map(get_stages_per_group, self._schedules)),
             degree=self._manners.smallest_team(),
         )
         self._refuse_schedules()
         self._cutter = Cutter(pace_of, self._batch)
-        self._counting = Counting(pace_of, self._batch)
+        self._counting = CandidateEvaluator(pace_of, self._batch)
         self._estimates = PipelineEstimates(pace_of, self._manners, self._batch, self._sizes)
         self._best: FoundPlan | None = None
-        self._seen: set[Candidate] = set()
+        self._seen: set[CutCandidate] = set()
 
     def run(self) -> tuple[Plan | None, float]:
-        """Return the fastest plan found, and the proven bound; see `staged_below`."""
+        """Return the fastest plan found, and the proven bound; see `plan_staged_below`."""
         bound_s = self._least_s
-        if bound_s < self._best_s * (1 - ENOUGH):
+        if bound_s < self._best_s * (1 - MIN_RELATIVE_GAIN):
             self._count_estimated()
-            self._count_what_is_alike()
+            self._evaluate_neighbors()
             bound_s = max(bound_s, self._prove())
         bound_s = min(bound_s, self._best_s)
         if self._best is None:
@@ -198,13 +203,13 @@ class _Search:
         """Drop schedules without plans; raise a NoFeasiblePlanError if none remains."""
         refused = {one: why for one in self._schedules if (why := self._refusal(one)) is not None}
         if len(refused) == len(self._schedules):
-            raise refuse_schedules(refused)
+            raise make_schedules_error(refused)
         self._schedules = [one for one in self._schedules if one not in refused]
 
     def _refusal(self, schedule: Schedule) -> Refusal | None:
         """Return the reason why a schedule has no plan, if any."""
-        rounds, space = rounds_of(schedule), self._space
-        if lacking := self._manners.lacking(self._classes, schedule):
+        rounds, space = get_stages_per_group(schedule), self._space
+        if lacking := self._manners.find_refusal(self._classes, schedule):
             return lacking
         if any(self._zero_stages(row, schedule) for row in self._rows[0]):
             return None
@@ -237,7 +242,11 @@ class _Search:
 
     @property
     def _pessimism(self) -> float:
-        return PESSIMISM if len(self._devices) <= FEW_DEVICES else MANY_PESSIMISM
+        return (
+            MIN_ESTIMATE_FRACTION
+            if len(self._devices) <= FEW_DEVICES
+            else MIN_ESTIMATE_FRACTION_MANY
+        )
 
     @property
     def _best_s(self) -> float:
@@ -245,10 +254,12 @@ class _Search:
 
     @cached_property
     def _rows(self) -> tuple[list[Row], bool]:
-        found, complete = rows(self._devices, min(self._most_stages, self._most_groups))
+        found, complete = list_rows(self._devices, min(self._most_stages, self._most_groups))
         if self._manners.smallest_team() == 1:
             return found, complete
-        able = [row for row in found if all(map(self._manners.can_team_up, map(kind_of, row)))]
+        able = [
+            row for row in found if all(map(self._manners.can_team_up, map(get_group_kind, row)))
+        ]
         return able, complete
 
     @cached_property
@@ -288,18 +299,22 @@ class _Search:
     def _zero_stages(self, row: Row, schedule: Schedule) -> list[ZeroStage]:
         """Return the ZeRO stages for a row: only the lowest if each stage has one device, none if
         the schedule gives the row too many stages or too few."""
-        if not self._space.least_stages <= len(row) * rounds_of(schedule) <= self._most_stages:
+        if (
+            not self._space.least_stages
+            <= len(row) * get_stages_per_group(schedule)
+            <= self._most_stages
+        ):
             return []
         found = sorted(set(self._space.zero_stages))
         return found[:1] if max(map(len, row)) == 1 else found
 
-    def _count(self, candidate: Candidate) -> None:
+    def _count(self, candidate: CutCandidate) -> None:
         """Count a candidate, and keep the plan if best."""
         if candidate in self._seen:
             return
         self._seen.add(candidate)
-        least_s = self._cutter.least_of_cut(candidate.way, candidate.cut, candidate.zero_stage)
-        if least_s < self._best_s * (1 - ENOUGH) or self._best_s == float("inf"):
+        least_s = self._cutter.bound_cut(candidate.way, candidate.cut, candidate.zero_stage)
+        if least_s < self._best_s * (1 - MIN_RELATIVE_GAIN) or self._best_s == float("inf"):
             self._best = self._counting.best(candidate, self._best_s) or self._best
 
     # -- the fastest by estimate -----------------------------------------------------------------
@@ -307,7 +322,7 @@ class _Search:
     def _count_estimated(self) -> None:
         """Count estimated plans; slow replays come last."""
         for _, seconds, _, of_row, choice in sorted(self._estimated()):
-            if self._counting.work > PROMISING:
+            if self._counting.work > ESTIMATED_ACTIONS:
                 return
             if seconds * self._pessimism > self._best_s:
                 continue
@@ -323,7 +338,7 @@ class _Search:
         least = np.min([seconds for seconds, _ in ideal], axis=0)
         useful = least <= min(limit_s, NEAR * float(least.min()))
         sizes = [size for size, may in zip(self._sizes, useful) if may]
-        estimates, found = self._estimates.of_sizes(sizes), 0
+        estimates, found = self._estimates.with_sizes(sizes), 0
         for ideal_s, row in ideal:
             if ideal_s.min() > limit_s:
                 return
@@ -337,7 +352,7 @@ class _Search:
                     every_s = of_row.divided(zero_stage, schedule, waves).seconds
                     limit_s = min(limit_s, NEAR * float(every_s.min()))
                     for at in np.flatnonzero(every_s * self._pessimism < self._best_s):
-                        late = -(-self._batch // sizes[at]) * len(row) > PROMISING
+                        late = -(-self._batch // sizes[at]) * len(row) > ESTIMATED_ACTIONS
                         found += 1
                         choice = zero_stage, schedule, waves, int(at)
                         yield late, float(every_s[at]), found, of_row, choice
@@ -376,21 +391,23 @@ class _Search:
     def _holds_state(self, zero_stage: ZeroStage) -> bool:
         """Return True if all devices together have room for one copy of units called once."""
         calls = len(self._profile.model.calls)
-        elements = self._pace_of.rooms[ALONE].least_elements(np.array(0), np.array(calls))
+        elements = self._pace_of.rooms[NO_TENSOR_PARALLEL].count_exclusive_elements(
+            np.array(0), np.array(calls)
+        )
         each = [element_bytes(self._profile, name, max(1, zero_stage))[1] for name in self._classes]
         room = (n * free_bytes(self._profile, name) for name, n in self._classes.items())
         return float(elements) * min(each) <= sum(room)
 
-    def _count_what_is_alike(self) -> None:
+    def _evaluate_neighbors(self) -> None:
         before: FoundPlan | None = None
         while self._best is not None and self._best is not before:
             before = self._best
             for candidate in self._alike(before.candidate):
-                if self._counting.work > ALIKE:
+                if self._counting.work > NEIGHBOR_ACTIONS:
                     return
                 self._count(candidate)
 
-    def _alike(self, one: Candidate) -> Iterator[Candidate]:
+    def _alike(self, one: CutCandidate) -> Iterator[CutCandidate]:
         """Yield candidates differing in a single choice."""
         way, cut, of_row = one.way, one.cut, self._estimates.of(one.way.row)
         allowed = set(self._profile.model.cuts)
@@ -414,18 +431,18 @@ class _Search:
                 if other != manner and other.team == manner.team:
                     manners = (*way.manners[:place], other, *way.manners[place + 1 :])
                     yield replace(one, way=replace(way, manners=manners), deal=None)
-        yield from deals_near(one)
+        yield from iterate_neighbor_deals(one)
 
-    def _manners_at(self, row: Row, schedule: Schedule, stage: int) -> tuple[Manner, ...]:
-        last = stage == len(row) * rounds_of(schedule) - 1
-        return self._manners.of(kind_of(row[stage % len(row)]), schedule, last=last)
+    def _manners_at(self, row: Row, schedule: Schedule, stage: int) -> tuple[StageMode, ...]:
+        last = stage == len(row) * get_stages_per_group(schedule) - 1
+        return self._manners.of(get_group_kind(row[stage % len(row)]), schedule, last=last)
 
     # -- proof that no plan is faster ------------------------------------------------------------
 
     @cached_property
     def _least_s(self) -> float:
         """A lower bound of the step of any plan."""
-        return self._cutter.least_of(sorted(self._classes.items()), self._manners)
+        return self._cutter.bound_all_plans(sorted(self._classes.items()), self._manners)
 
     def _prove(self) -> float:
         """Return a lower bound of all steps in seconds. With few ways, all candidates that may beat
@@ -435,8 +452,8 @@ class _Search:
             return 0.0
         most_work = self._counting.work + allowed
         least_s = float("inf") if self._every_size else self._least_s  # of everything not counted
-        for own_least_s, candidate in self._nearest_first(most_work):
-            if own_least_s >= self._best_s * (1 - ENOUGH):
+        for own_least_s, candidate in self._search_by_limits(most_work):
+            if own_least_s >= self._best_s * (1 - MIN_RELATIVE_GAIN):
                 break
             if self._counting.work > most_work:
                 return min(least_s, own_least_s)
@@ -460,44 +477,44 @@ class _Search:
             return 0
         total, most = 0, SOME_WAYS if self._every_size else FEW_WAYS
         for row, schedule in product(found, self._schedules):
-            stages = len(row) * rounds_of(schedule)
+            stages = len(row) * get_stages_per_group(schedule)
             manners = (len(self._manners_at(row, schedule, n)) for n in range(stages))
             total += len(self._sizes) * prod(manners)
             if total > most:
                 return 0
-        return PROVING if total <= FEW_WAYS else PROVING_SOME
+        return PROOF_ACTIONS if total <= FEW_WAYS else PROOF_ACTIONS_SOME_WAYS
 
-    def _ways(self) -> Iterator[tuple[float, PlanCandidate]]:
+    def _ways(self) -> Iterator[tuple[float, UncutCandidate]]:
         """Yield ways that may beat the best plan, with lower bounds."""
         for row, schedule in product(self._rows[0], self._schedules):
-            stages = len(row) * rounds_of(schedule)
+            stages = len(row) * get_stages_per_group(schedule)
             if not self._zero_stages(row, schedule):
                 continue
             every = [self._manners_at(row, schedule, n) for n in range(stages)]
             for manners in product(*every):
                 teams = [manner.team for manner in manners]
-                if teams != teams[: len(row)] * rounds_of(schedule):
+                if teams != teams[: len(row)] * get_stages_per_group(schedule):
                     continue
-                largest = min(map(self._manners.largest, map(kind_of, row), teams))
-                least = self._cutter.least_of_ways(row, manners, self._sizes)
+                largest = min(map(self._manners.largest, map(get_group_kind, row), teams))
+                least = self._cutter.bound_row(row, manners, self._sizes)
                 for size, least_s in zip(self._sizes, least):
-                    if size <= largest and least_s < self._best_s * (1 - ENOUGH):
-                        yield float(least_s), PlanCandidate(row, manners, schedule, size)
+                    if size <= largest and least_s < self._best_s * (1 - MIN_RELATIVE_GAIN):
+                        yield float(least_s), UncutCandidate(row, manners, schedule, size)
 
-    def _nearest_first(self, most_work: int) -> Iterator[tuple[float, Candidate | None]]:
+    def _search_by_limits(self, most_work: int) -> Iterator[tuple[float, CutCandidate | None]]:
         """Yield candidates with room for the state of units, by lower bound, the least first. None
         stands for a way with too many cuts, or with its turn after `most_work`."""
         # A way is cut when its turn comes; its next candidate follows the last.
-        heap: list[tuple[float, int, Candidate, Iterator[tuple[float, Candidate]]]] = []
+        heap: list[tuple[float, int, CutCandidate, Iterator[tuple[float, CutCandidate]]]] = []
         ways = sorted(self._ways(), key=itemgetter(0))
         cuts = len(self._profile.model.cuts)
 
-        def put(number: int, others: Iterator[tuple[float, Candidate]]) -> None:
+        def put(number: int, others: Iterator[tuple[float, CutCandidate]]) -> None:
             for least_s, candidate in others:
                 heapq.heappush(heap, (least_s, number, candidate, others))
                 return
 
-        def due(until_s: float) -> Iterator[tuple[float, Candidate]]:
+        def due(until_s: float) -> Iterator[tuple[float, CutCandidate]]:
             while heap and heap[0][0] <= until_s:
                 least_s, number, candidate, others = heapq.heappop(heap)
                 yield least_s, candidate
@@ -513,7 +530,7 @@ class _Search:
                 put(number, self._cut(way, way_s))
         yield from due(float("inf"))
 
-    def _cut(self, way: PlanCandidate, way_s: float) -> Iterator[tuple[float, Candidate]]:
+    def _cut(self, way: UncutCandidate, way_s: float) -> Iterator[tuple[float, CutCandidate]]:
         """Yield a way's candidates by lower bound, at least `way_s` each."""
         cuts, stages = self._cutter.cuts(way), self._zero_stages(way.row, way.schedule)
         if not stages:
@@ -525,4 +542,4 @@ class _Search:
             least_s = float(least[row, number])
             if least_s == float("inf"):
                 return
-            yield max(way_s, least_s), Candidate(way, stages[row], cuts.cut(number))
+            yield max(way_s, least_s), CutCandidate(way, stages[row], cuts.cut(number))

@@ -9,12 +9,12 @@ import numpy.typing as npt
 
 from gpumix.cost.layout.curves import FloatArray, IntArray
 from gpumix.cost.peak_memory import element_bytes, free_bytes
-from gpumix.planner.pipeline_parallel.stage_modes import Teams
+from gpumix.planner.pipeline_parallel.stage_modes import WorkerCounts
 from gpumix.schema.plan.plan import ZeroStage
 from gpumix.schema.profile.profile import Profile
 
 
-class StageRoom:
+class StageMemory:
     """Room on devices of a profile: on single devices, or on the ranks of teams."""
 
     def __init__(self, profile: Profile) -> None:
@@ -36,13 +36,13 @@ class StageRoom:
         of_root = (begin == 0) * self._first + (end == len(self._before) - 1) * self._last
         return np.asarray(self._before[end] - self._before[begin] + of_root)
 
-    def least_elements(self, begin: IntArray, end: IntArray) -> FloatArray:
+    def count_exclusive_elements(self, begin: IntArray, end: IntArray) -> FloatArray:
         """Return the trained elements surely in a single stage only: of units called once."""
         return np.asarray(self._sure_before[end] - self._sure_before[begin])
 
     def fits(
         self,
-        workers: Teams,
+        workers: WorkerCounts,
         elements: FloatArray,
         zero_stage: ZeroStage,
         held: Mapping[str, FloatArray] | None = None,

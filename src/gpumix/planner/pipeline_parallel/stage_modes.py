@@ -9,10 +9,10 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from gpumix.cost.step_time import can, chunks_cost_nothing
+from gpumix.cost.step_time import can_predict_mode, is_chunked_head_free
 from gpumix.planner.common.stage_preconditions import Refusal
 from gpumix.schema.cluster.cluster import Device
-from gpumix.schema.cluster.link_islands import Near, near
+from gpumix.schema.cluster.link_islands import Near, find_smallest_place
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Schedule
 from gpumix.schema.plan.stage import Head, Mode
@@ -26,51 +26,60 @@ class GroupKind(NamedTuple):
     near: Near = "all"
 
 
-Teams = tuple[tuple[str, int], ...]
+WorkerCounts = tuple[tuple[str, int], ...]
 """By class, the number of a stage's workers, or of teams led by a device of the class."""
 
 
-class Team(NamedTuple):
+class TensorParallelDegree(NamedTuple):
     """The number of devices computing units together; `sequence` divides positions as well."""
 
     degree: int
     sequence: bool = False
 
 
-ALONE = Team(1)
-MEASURE = "allow more `techniques`, or profile again: `gpumix profile JOB.yaml --fresh`"
+NO_TENSOR_PARALLEL = TensorParallelDegree(1)
+MEASURE_FIX = "allow more `techniques`, or profile again: `gpumix profile JOB.yaml --fresh`"
 
 
-def teams_of_space(space: Space) -> list[Team]:
+def teams_of_space(space: Space) -> list[TensorParallelDegree]:
     """Return the teams of a space, small ones first."""
     degrees, sequence = sorted(set(space.tensor)), sorted(set(space.sequence))
     of_several = product((degree for degree in degrees if degree > 1), sequence)
-    return [*([ALONE] if 1 in degrees else []), *(Team(*team) for team in of_several)]
+    return [
+        *([NO_TENSOR_PARALLEL] if 1 in degrees else []),
+        *(TensorParallelDegree(*team) for team in of_several),
+    ]
 
 
-def measured_teams(profile: Profile) -> set[Team]:
+def measured_teams(profile: Profile) -> set[TensorParallelDegree]:
     """Return the teams with known speed and known needs between calls."""
-    return {Team(team.degree, team.sequence) for team in profile.teams if team.model.needs}
+    return {
+        TensorParallelDegree(team.degree, team.sequence)
+        for team in profile.teams
+        if team.model.needs
+    }
 
 
 @dataclass(frozen=True)
-class Manner:
+class StageMode:
     """The team and the mode in which devices compute."""
 
-    team: Team
+    team: TensorParallelDegree
     mode: Mode
 
 
-def kind_of(group: Sequence[Device]) -> GroupKind:
+def get_group_kind(group: Sequence[Device]) -> GroupKind:
     """Return the kind of a group. Groups of a kind do equal work in equal time, sends apart."""
     hosts: dict[str, Counter[tuple[str, str]]] = {}
     for device in group:
         hosts.setdefault(device.host, Counter())[device.device_class, device.island] += 1
     counts = ([(name, n) for (name, _), n in count.items()] for count in hosts.values())
-    return GroupKind(tuple(sorted(tuple(sorted(of_host)) for of_host in counts)), near(group))
+    return GroupKind(
+        tuple(sorted(tuple(sorted(of_host)) for of_host in counts)), find_smallest_place(group)
+    )
 
 
-def teams_of(kind: GroupKind, degree: int) -> Teams:
+def count_workers_by_class(kind: GroupKind, degree: int) -> WorkerCounts:
     """Count the teams of `degree` by class; all devices of the group are in teams."""
     found: Counter[str] = Counter()
     for host in kind.hosts:
@@ -79,20 +88,20 @@ def teams_of(kind: GroupKind, degree: int) -> Teams:
     return tuple(sorted(found.items()))
 
 
-class Manners:
+class StageModes:
     """The measured manners of a space.
 
     Args:
         profiles: by team, of the work of a rank.
     """
 
-    def __init__(self, profiles: Mapping[Team, Profile], space: Space) -> None:
+    def __init__(self, profiles: Mapping[TensorParallelDegree, Profile], space: Space) -> None:
         wanted = teams_of_space(space)
         self._profiles = {team: profiles[team] for team in wanted if team in profiles}
         self._space = space
         self.of = lru_cache(maxsize=None)(self._of)
 
-    def largest(self, kind: GroupKind, team: Team) -> float:
+    def largest(self, kind: GroupKind, team: TensorParallelDegree) -> float:
         """Return the largest micro-batch of a group's teams; infinite if unlimited."""
         classes = (self._profiles[team].of_class(name) for name in _classes(kind))
         limits = (of_class.largest_micro_batch for of_class in classes)
@@ -100,10 +109,10 @@ class Manners:
 
     def of_class(
         self, name: str, schedule: Schedule = "1f1b", *, last: bool = False
-    ) -> list[Manner]:
+    ) -> list[StageMode]:
         """Return all manners of a class in groups of a single class."""
         return [
-            Manner(team, mode)
+            StageMode(team, mode)
             for team in self._teams_of([name])
             for mode in self._modes(self._profiles[team], [name], schedule, last=last)
         ]
@@ -114,7 +123,7 @@ class Manners:
             self.largest(GroupKind((((name, 1),),)), manner.team) for manner in self.of_class(name)
         )
 
-    def lacking(self, names: Iterable[str], schedule: Schedule) -> Refusal | None:
+    def find_refusal(self, names: Iterable[str], schedule: Schedule) -> Refusal | None:
         """Return the reason why classes cannot have stages by a schedule; None if possible."""
         there = sorted(names)
         if schedule == "zero-bubble" and False not in self._space.recompute:
@@ -124,13 +133,13 @@ class Manners:
             )
         for name in there:
             if not self.of_class(name):
-                return Refusal(f"kept graphs were not measured on class '{name}'", MEASURE)
+                return Refusal(f"kept graphs were not measured on class '{name}'", MEASURE_FIX)
             if not self.of_class(name, schedule):
                 what = f"the two parts of a split backward were not measured on class '{name}'"
-                return Refusal(what, MEASURE)
+                return Refusal(what, MEASURE_FIX)
         if not any(self.of_class(name, schedule, last=True) for name in there):
             classes = " or ".join(map(repr, there))
-            return Refusal(f"a head in chunks was not measured on class {classes}", MEASURE)
+            return Refusal(f"a head in chunks was not measured on class {classes}", MEASURE_FIX)
         return None
 
     def smallest_team(self) -> int:
@@ -144,17 +153,17 @@ class Manners:
             for team in self._teams_of(_classes(kind))
         )
 
-    def _of(self, kind: GroupKind, schedule: Schedule, *, last: bool) -> tuple[Manner, ...]:
+    def _of(self, kind: GroupKind, schedule: Schedule, *, last: bool) -> tuple[StageMode, ...]:
         """Return the manners of a kind of group, the least demanding first."""
         found, names = [], _classes(kind)
         for team in self._teams_of(names):
             if any(count % team.degree for host in kind.hosts for _, count in host):
                 continue
             modes = self._modes(self._profiles[team], names, schedule, last=last)
-            found += [Manner(team, mode) for mode in modes]
+            found += [StageMode(team, mode) for mode in modes]
         return tuple(found)
 
-    def _teams_of(self, names: Collection[str]) -> list[Team]:
+    def _teams_of(self, names: Collection[str]) -> list[TensorParallelDegree]:
         """Return the teams measured on all given classes, small ones first."""
         known = {
             team: {c.device_class for c in profile.classes}
@@ -174,14 +183,14 @@ class Manners:
                 continue
             for head in heads:
                 mode = Mode(recompute=recompute, head=head)
-                if all(can(profile, name, mode) for name in names):
+                if all(can_predict_mode(profile, name, mode) for name in names):
                     yield mode
 
     def _heads(self, profile: Profile, names: Sequence[str]) -> list[Head]:
         chunks = "chunked" in self._space.heads and all(
-            can(profile, name, Mode(head="chunked")) for name in names
+            can_predict_mode(profile, name, Mode(head="chunked")) for name in names
         )
-        if chunks and all(chunks_cost_nothing(profile, name) for name in names):
+        if chunks and all(is_chunked_head_free(profile, name) for name in names):
             return ["chunked"]
         chunked: list[Head] = ["chunked"] if chunks else []
         whole: list[Head] = ["whole"] if "whole" in self._space.heads else []

@@ -12,30 +12,40 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from gpumix.cost.device_alone import samples_per_s_alone
+from gpumix.cost.device_alone import compute_ideal_samples_per_s
 from gpumix.cost.predict import predict
-from gpumix.cost.teams import TeamOf, in_team, in_teams, team_of
+from gpumix.cost.teams import (
+    TensorParallelGroup,
+    get_group_measurements,
+    make_group_profile,
+    make_leader_profile,
+)
 from gpumix.planner.common.strategy import (
     PlanRequest,
-    bounded,
-    fit,
-    predicted,
+    attach_bound,
+    compute_time_to_beat,
+    get_prediction,
+    is_within_memory,
     ranked_devices,
-    worth_leaving,
 )
-from gpumix.planner.pipeline_parallel.candidate import members
-from gpumix.planner.pipeline_parallel.device_order import Cell, cell_of
-from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Team, measured_teams, teams_of_space
+from gpumix.planner.pipeline_parallel.candidate import form_tensor_parallel_groups
+from gpumix.planner.pipeline_parallel.device_order import DevicePlace, cell_of
+from gpumix.planner.pipeline_parallel.stage_modes import (
+    NO_TENSOR_PARALLEL,
+    TensorParallelDegree,
+    measured_teams,
+    teams_of_space,
+)
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
-from gpumix.schema.job.tensor_parallel_degrees import refuse_too_large
+from gpumix.schema.job.tensor_parallel_degrees import check_degrees_fit
 from gpumix.schema.plan.plan import Plan, Prediction
 from gpumix.schema.plan.stage import Stage
 from gpumix.schema.profile.profile import Profile
 
 # Most mixtures tried, each by its own search: up to `FEW_DEVICES` devices, and beyond.
 MIXTURES, MANY_MIXTURES, FEW_DEVICES = 4, 1, 64
-COMBINED = 4096
+MAX_RANKED_MIXTURES = 4096
 Teams = dict[str, tuple[Device, ...]]
 """The devices of each team, by the id of the first device."""
 
@@ -47,7 +57,7 @@ Search = Callable[[Profile, PlanRequest, float], Searched]
 """A search for plans below a number of seconds."""
 
 
-def of_any_degree(profile: Profile, request: PlanRequest, search: Search) -> Searched:
+def search_all_degrees(profile: Profile, request: PlanRequest, search: Search) -> Searched:
     """Return the fastest plan over the request's degrees, by a search for plans of a single degree;
     None if single devices are allowed and nothing fits.
 
@@ -58,29 +68,31 @@ def of_any_degree(profile: Profile, request: PlanRequest, search: Search) -> Sea
     below_s = float("inf")
     bounds_s: list[float | None] = []
     failures: list[InputError | NoFeasiblePlanError] = []
-    refuse_too_large(profile.cluster, request.space)
+    check_degrees_fit(profile.cluster, request.space)
     wanted, measured = teams_of_space(request.space), measured_teams(profile)
     devices = ranked_devices(profile, request)
     for team in wanted:
-        others = wanted[0] == ALONE or not measured.isdisjoint(wanted)
-        if team != ALONE and team not in measured and others:
+        others = wanted[0] == NO_TENSOR_PARALLEL or not measured.isdisjoint(wanted)
+        if team != NO_TENSOR_PARALLEL and team not in measured and others:
             continue  # the model, or the cluster, has no such teams
         try:
-            if team == ALONE:
+            if team == NO_TENSOR_PARALLEL:
                 found, bound_s = search(profile, request, below_s)
             else:
-                sizes = _all_of(profile, team, devices)
-                found, bound_s = _in_teams(profile, request, search, sizes, below_s)
+                sizes = _make_uniform_sizes(profile, team, devices)
+                found, bound_s = _search_groups(profile, request, search, sizes, below_s)
         except (InputError, NoFeasiblePlanError) as error:
             failures.append(error)
             continue
         bounds_s.append(bound_s)
-        if found is not None and predicted(found).step_s < below_s:
-            best, below_s = found, worth_leaving(found)
+        if found is not None and get_prediction(found).step_s < below_s:
+            best, below_s = found, compute_time_to_beat(found)
     most = MIXTURES if len(devices) <= FEW_DEVICES else MANY_MIXTURES
-    other, more_s = of_unlike_sizes(profile, request, search, below_s, most=most, in_stages=False)
+    other, more_s = search_mixed_degrees(
+        profile, request, search, below_s, most=most, in_stages=False
+    )
     best, bounds_s = other or best, [*bounds_s, *more_s]
-    if best is None and wanted[0] != ALONE:
+    if best is None and wanted[0] != NO_TENSOR_PARALLEL:
         raise failures[0]
     known = [bound_s for bound_s in bounds_s if bound_s is not None]
     return best, min(known) if len(known) == len(bounds_s) > 0 else None
@@ -95,7 +107,7 @@ def ideal_step_s(profile: Profile, request: PlanRequest) -> float:
     return _seconds(request, (max(options) for options in of_class if options))
 
 
-def of_unlike_sizes(
+def search_mixed_degrees(
     profile: Profile,
     request: PlanRequest,
     search: Search,
@@ -118,18 +130,18 @@ def of_unlike_sizes(
             bounds_s.append(mixture.least_s)
             continue
         try:
-            found, bound_s = _in_teams(
+            found, bound_s = _search_groups(
                 profile, request, search, mixture.teams, below_s, in_stages=in_stages
             )
         except (InputError, NoFeasiblePlanError):
             continue
         bounds_s.append(bound_s)
-        if found is not None and predicted(found).step_s < below_s:
-            best, below_s = found, worth_leaving(found)
+        if found is not None and get_prediction(found).step_s < below_s:
+            best, below_s = found, compute_time_to_beat(found)
     return best, bounds_s
 
 
-def devices_in_teams(profile: Profile, request: PlanRequest) -> tuple[Device, ...]:
+def select_groupable_devices(profile: Profile, request: PlanRequest) -> tuple[Device, ...]:
     """Return the request's devices in rank order; if none may compute alone, without devices in
     excess of teams on a host.
 
@@ -138,15 +150,15 @@ def devices_in_teams(profile: Profile, request: PlanRequest) -> tuple[Device, ..
         NoFeasiblePlanError: some devices are in excess, and none may be left out.
     """
     devices, wanted = ranked_devices(profile, request), teams_of_space(request.space)
-    if ALONE in wanted:
+    if NO_TENSOR_PARALLEL in wanted:
         return devices
-    refuse_too_large(profile.cluster, request.space)
+    check_degrees_fit(profile.cluster, request.space)
     measured = [team for team in wanted if team in measured_teams(profile)] or wanted[:1]
     degrees: dict[str, set[int]] = {}
     for team in measured:
-        for one in team_of(profile, team.degree, sequence=team.sequence).classes:
+        for one in get_group_measurements(profile, team.degree, sequence=team.sequence).classes:
             degrees.setdefault(one.device_class, set()).add(team.degree)
-    alike: dict[Cell, list[Device]] = {}
+    alike: dict[DevicePlace, list[Device]] = {}
     for device in devices:
         alike.setdefault(cell_of(device), []).append(device)
     kept = {
@@ -155,7 +167,7 @@ def devices_in_teams(profile: Profile, request: PlanRequest) -> tuple[Device, ..
         for device in some[: _most_in_teams(len(some), degrees.get(cell.device_class, set()))]
     }
     if not kept or (len(kept) < len(devices) and request.space.leave_out is False):
-        raise _undivided(sorted({team.degree for team in measured}))
+        raise _make_indivisible_error(sorted({team.degree for team in measured}))
     return tuple(device for device in devices if device.id in kept)
 
 
@@ -168,7 +180,7 @@ def _most_in_teams(devices: int, degrees: set[int]) -> int:
     return max(reached)
 
 
-def _undivided(degrees: list[int]) -> NoFeasiblePlanError:
+def _make_indivisible_error(degrees: list[int]) -> NoFeasiblePlanError:
     return NoFeasiblePlanError(
         f"the devices cannot all be divided into teams of {' or '.join(map(str, degrees))}",
         why="a team is devices of one class on one host",
@@ -189,7 +201,9 @@ class _Sizes(NamedTuple):
         found = {
             team[0].id: team
             for name, size in self.of_class.items()
-            for team in members(tuple(d for d in devices if d.device_class == name), size)
+            for team in form_tensor_parallel_groups(
+                tuple(d for d in devices if d.device_class == name), size
+            )
         }
         used = {device.id for team in found.values() for device in team}
         if self.others_alone:
@@ -197,13 +211,15 @@ class _Sizes(NamedTuple):
         return {device.id: found[device.id] for device in devices if device.id in found}
 
 
-def _all_of(profile: Profile, team: Team, devices: Sequence[Device]) -> _Sizes:
+def _make_uniform_sizes(
+    profile: Profile, team: TensorParallelDegree, devices: Sequence[Device]
+) -> _Sizes:
     """Return teams of all classes measured in such teams."""
-    measured = team_of(profile, team.degree, sequence=team.sequence).classes
+    measured = get_group_measurements(profile, team.degree, sequence=team.sequence).classes
     there = {device.device_class for device in devices}
     names = [one.device_class for one in measured if one.device_class in there]
     if not names:
-        raise _undivided([team.degree])
+        raise _make_indivisible_error([team.degree])
     return _Sizes(dict.fromkeys(names, team.degree), team.sequence)
 
 
@@ -219,11 +235,13 @@ def _mixtures(
     profile: Profile, request: PlanRequest, devices: Sequence[Device], most: int
 ) -> Iterator[_Mixture]:
     """Yield mixtures with a size or two for each class: the `most` promising, then a late one."""
-    sequences = {team.sequence for team in teams_of_space(request.space) if team != ALONE}
+    sequences = {
+        team.sequence for team in teams_of_space(request.space) if team != NO_TENSOR_PARALLEL
+    }
     found, late_s = [], []
     for sequence in sorted(sequences):
         options = _options(profile, request, devices, sequence=sequence)
-        kept = _fewer(options)
+        kept = _keep_fastest_options(options)
         if kept != options:  # options left out are no faster than the fastest of each class
             late_s.append(_seconds(request, [of_class[0] for of_class in options.values()]))
         for chosen in product(*kept.values()):
@@ -257,22 +275,26 @@ def _options(
         own = tuple(device for device in devices if device.device_class == name)
         options = []
         for size in _sizes_of(profile, request, name, sequence=sequence):
-            teams = len(members(own, size))
+            teams = len(form_tensor_parallel_groups(own, size))
             left = len(own) - teams * size if alone and size > 1 else 0
             if size not in of_sizes:
-                of_sizes[size] = in_team(profile, size, sequence=sequence)
-            speed = teams * samples_per_s_alone(of_sizes[size], name)
-            speed += left * samples_per_s_alone(profile, name) if left else 0.0
+                of_sizes[size] = make_group_profile(profile, size, sequence=sequence)
+            speed = teams * compute_ideal_samples_per_s(of_sizes[size], name)
+            speed += left * compute_ideal_samples_per_s(profile, name) if left else 0.0
             sizes = ({size} if teams else set()) | ({1} if left else set())
             options.append(_Option(speed, size, frozenset(sizes)))
         found[name] = sorted(options, key=lambda option: -option.samples_per_s)
     return found
 
 
-def _fewer(options: Mapping[str, list[_Option]]) -> dict[str, list[_Option]]:
-    """Keep equally many of the fastest options of each class, for `COMBINED` mixtures at most."""
+def _keep_fastest_options(options: Mapping[str, list[_Option]]) -> dict[str, list[_Option]]:
+    """Keep equally many of the fastest options of each class, for `MAX_RANKED_MIXTURES` mixtures at
+    most."""
     most = max(map(len, options.values()), default=0)
-    while most > 1 and prod(min(most, len(of_class)) for of_class in options.values()) > COMBINED:
+    while (
+        most > 1
+        and prod(min(most, len(of_class)) for of_class in options.values()) > MAX_RANKED_MIXTURES
+    ):
         most -= 1
     return {name: of_class[:most] for name, of_class in options.items()}
 
@@ -293,11 +315,11 @@ def _sizes_of(profile: Profile, request: PlanRequest, name: str, *, sequence: bo
     return sorted(set(request.space.tensor) & (measured | {1}))
 
 
-def _kind(team: Sequence[Device]) -> TeamOf:
-    return TeamOf(team[0].device_class, len(team))
+def _kind(team: Sequence[Device]) -> TensorParallelGroup:
+    return TensorParallelGroup(team[0].device_class, len(team))
 
 
-def _in_teams(
+def _search_groups(
     profile: Profile,
     request: PlanRequest,
     search: Search,
@@ -312,13 +334,13 @@ def _in_teams(
     leaders, used = list(teams), sum(map(len, teams.values()))
     there = sorted({len(team) for team in teams.values()} or set(sizes.of_class.values()))
     if not leaders or (used < len(devices) and request.space.leave_out is False):
-        raise _undivided(there)
+        raise _make_indivisible_error(there)
     kinds = {leader: _kind(team) for leader, team in teams.items()}
-    of_team = in_teams(profile, kinds, sequence=sizes.sequence, in_stages=in_stages)
+    of_team = make_leader_profile(profile, kinds, sequence=sizes.sequence, in_stages=in_stages)
     # Chunked heads were measured on single devices only, and all workers of a stage run the head
     # alike.
     if len(there) > 1 and "whole" not in request.space.heads:
-        raise _undivided(there)
+        raise _make_indivisible_error(there)
     space = request.space.model_copy(
         update={"tensor": (1,), "heads": ("whole",) if len(there) > 1 else request.space.heads}
     )
@@ -326,25 +348,25 @@ def _in_teams(
     of_team = of_team.model_copy(update={"cluster": of_team.cluster.only(leaders)})
 
     def expanded(found: Plan) -> tuple[Plan, Prediction]:
-        plan = _expanded(found, teams, devices, sequence=sizes.sequence)
+        plan = _expand_plan(found, teams, devices, sequence=sizes.sequence)
         return plan, predict(profile, plan)
 
     found, bound_s = search(of_team, request, below_s)
     if found is None:
         return None, bound_s
     plan, expected = expanded(found)
-    if not fit(expected.workers):
+    if not is_within_memory(expected.workers):
         found, bound_s = search(_with_room(of_team, expected), request, below_s)
         if found is None:
             return None, bound_s
         plan, expected = expanded(found)
-    if not fit(expected.workers):
+    if not is_within_memory(expected.workers):
         raise NoFeasiblePlanError(
             f"teams of {' and '.join(map(str, there))} have no room "
             "for what their ranks tell each other in",
             fix="take a smaller batch, or another tensor parallel degree",
         )
-    return bounded(plan.model_copy(update={"prediction": expected}), bound_s), bound_s
+    return attach_bound(plan.model_copy(update={"prediction": expected}), bound_s), bound_s
 
 
 def _with_room(of_team: Profile, expected: Prediction) -> Profile:
@@ -358,7 +380,7 @@ def _with_room(of_team: Profile, expected: Prediction) -> Profile:
     return of_team.model_copy(update={"cluster": smaller})
 
 
-def _expanded(plan: Plan, teams: Teams, devices: tuple[Device, ...], *, sequence: bool) -> Plan:
+def _expand_plan(plan: Plan, teams: Teams, devices: tuple[Device, ...], *, sequence: bool) -> Plan:
     """Expand a plan for the first devices of teams to all devices."""
 
     def with_members(stage: Stage) -> Stage:

@@ -13,26 +13,26 @@ from pathlib import Path
 from typing import TypeVar
 
 from gpumix.hardware.estimates.kernel_choice import choose
-from gpumix.hardware.estimates.stated_peak import stated_peak
+from gpumix.hardware.estimates.stated_peak import find_stated_peak
 from gpumix.hardware.host.environment import has_cpp_compiler, installed
 from gpumix.profiler.cache.measurement_files import (
     MeasurementFiles,
-    hash_of,
-    keep,
-    load,
+    hash_json,
+    load_measurement,
     profiles_folder,
     software_key,
+    write_measurement,
 )
-from gpumix.profiler.cache.source_hash import code_of_factory
+from gpumix.profiler.cache.source_hash import hash_factory_code
 from gpumix.schema.cluster.cluster import Cluster, DeviceClass
-from gpumix.schema.cluster.link_islands import Links, placed
+from gpumix.schema.cluster.link_islands import Links, add_found_islands
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import read_text
-from gpumix.schema.job.compile_choice import compiled_classes
+from gpumix.schema.job.compile_choice import choose_compiled_classes
 from gpumix.schema.job.job import Job
-from gpumix.schema.job.tensor_parallel_degrees import degrees_of, refuse_too_large
-from gpumix.schema.plan.dtypes import compute_dtypes
+from gpumix.schema.job.tensor_parallel_degrees import check_degrees_fit, get_allowed_degrees
+from gpumix.schema.plan.dtypes import choose_compute_dtypes
 from gpumix.schema.plan.stage import ComputeDtype
 from gpumix.schema.profile.measurements import ClassMeasurement, InputMeasurement, LinkMeasurement
 from gpumix.schema.profile.profile import (
@@ -46,8 +46,8 @@ from gpumix.schema.profile.profile import (
 
 U = TypeVar("U", UnitKind, RootUnit)
 # Fields of a job's data that determine its samples.
-SAMPLES = {"pattern", "document", "column", "factory", "arguments", "packing", "tokenize"}
-HOST_PART = 0.8  # of a host's memory; the rest is for loaders, libraries, the system
+SAMPLE_KEYS = {"pattern", "document", "column", "factory", "arguments", "packing", "tokenize"}
+HOST_MEMORY_SHARE = 0.8  # of a host's memory; the rest is for loaders, libraries, the system
 
 
 class MeasurementCache(MeasurementFiles):
@@ -69,9 +69,9 @@ class MeasurementCache(MeasurementFiles):
     def __init__(self, job: Job, cluster: Cluster, folder: Path) -> None:
         self._job = job
         self._job_folder = folder
-        refuse_too_large(cluster, job.techniques)
-        dtypes = compute_dtypes(job.precision, cluster)
-        compiled = compiled_classes(job.compile, cluster, cpp_compiler=has_cpp_compiler())
+        check_degrees_fit(cluster, job.techniques)
+        dtypes = choose_compute_dtypes(job.precision, cluster)
+        compiled = choose_compiled_classes(job.compile, cluster, cpp_compiler=has_cpp_compiler())
         chosen = choose(
             job.efficiency, cluster, dtypes=dtypes, compiled=compiled, installed=installed()
         )
@@ -82,7 +82,7 @@ class MeasurementCache(MeasurementFiles):
             dtypes=dtypes,
             compiled=compiled,
             chosen=chosen,
-            degrees=degrees_of(cluster, job.techniques),
+            degrees=get_allowed_degrees(cluster, job.techniques),
             sequence=job.techniques.sequence,
             budget_s=job.profile.budget,
         )
@@ -94,7 +94,7 @@ class MeasurementCache(MeasurementFiles):
             "hosts": sorted({device.host for device in self._cluster.devices}),
             "emulated": self._cluster.emulated,
         }
-        return self._folder / f"input-{hash_of(work)}.json"
+        return self._folder / f"input-{hash_json(work)}.json"
 
     def missing(self) -> list[str]:
         """Return the names of unmeasured classes."""
@@ -105,7 +105,7 @@ class MeasurementCache(MeasurementFiles):
         found, inputs = self.without_inputs(), self.inputs()
         if found is None or inputs is None:
             return None
-        return reading_as(self._job, found.model_copy(update={"inputs": inputs.inputs}))
+        return set_readers(self._job, found.model_copy(update={"inputs": inputs.inputs}))
 
     def without_inputs(self) -> Profile | None:
         """Return the profile of devices and links without input; None if any is unmeasured."""
@@ -120,10 +120,10 @@ class MeasurementCache(MeasurementFiles):
 
     def save_inputs(self, inputs: InputMeasurement) -> None:
         """Save the cost of reading samples."""
-        keep(inputs, self.input_file())
+        write_measurement(inputs, self.input_file())
 
     def inputs(self) -> InputMeasurement | None:
-        return load(InputMeasurement, self.input_file())
+        return load_measurement(InputMeasurement, self.input_file())
 
     def _known(self, device_class: DeviceClass) -> ClassMeasurement | None:
         found = super()._known(device_class)
@@ -144,7 +144,7 @@ def assemble(
     Raises:
         InputError: the measurements are of different models.
     """
-    devices = placed(cluster.in_rank_order(), links.pairs)
+    devices = add_found_islands(cluster.in_rank_order(), links.pairs)
     cluster = cluster.model_copy(update={"devices": devices})
     models = {m.model.fingerprint for m in classes.values()}
     if len(models) > 1:
@@ -164,7 +164,7 @@ def assemble(
         classes=tuple(
             _with_peak(_with_host_bytes(one, one.device_class, cluster), cluster) for one in ordered
         ),
-        teams=tuple(_teams(ordered, cluster)),
+        teams=tuple(_merge_groups(ordered, cluster)),
         collectives=links.collectives,
         network=links.network,
         links=Links.of(devices, links.pairs),
@@ -177,7 +177,7 @@ def assemble(
 def _with_peak(found: ClassProfile, cluster: Cluster) -> ClassProfile:
     """Replace a measured peak by the stated one: a single product may not reach the real peak."""
     device_class, tf32 = cluster.class_named(found.device_class), found.efficiency.tf32
-    stated = stated_peak(device_class, found.compute_dtype, tf32=tf32)
+    stated = find_stated_peak(device_class, found.compute_dtype, tf32=tf32)
     return found if stated is None else found.model_copy(update={"peak": stated})
 
 
@@ -186,10 +186,10 @@ def _by_dtype(models: Iterable[ModelProfile]) -> list[ModelProfile]:
     found: dict[ComputeDtype, list[ModelProfile]] = {}
     for model in models:
         found.setdefault(model.compute_dtype, []).append(model)
-    return [_most(of_dtype) for of_dtype in found.values()]
+    return [_merge_models(of_dtype) for of_dtype in found.values()]
 
 
-def _teams(measured: Sequence[ClassMeasurement], cluster: Cluster) -> Iterator[TeamProfile]:
+def _merge_groups(measured: Sequence[ClassMeasurement], cluster: Cluster) -> Iterator[TeamProfile]:
     """Yield tensor-parallel measurements by degree and sequence parallelism."""
     every = [(one, team) for one in measured for team in one.teams]
     for degree, sequence in sorted({(team.degree, team.sequence) for _, team in every}):
@@ -219,29 +219,29 @@ def _with_host_bytes(
     for host in {d.host for d in cluster.devices if d.device_class == found.device_class}:
         devices = [d.device_class for d in cluster.devices if d.host == host]
         taken = sum(memory[name] for name in devices)
-        room.append((HOST_PART * measured.host_memory_bytes - taken) / len(devices))
+        room.append((HOST_MEMORY_SHARE * measured.host_memory_bytes - taken) / len(devices))
     return found.model_copy(update={"host_bytes": max(0, int(min(room, default=0)))})
 
 
-def _most(models: list[ModelProfile]) -> ModelProfile:
+def _merge_models(models: list[ModelProfile]) -> ModelProfile:
     """Return the largest memory of any device at each size: kernels and their working sets differ.
     A small device runs out of memory early, and says nothing of larger sizes."""
     widest = max(models, key=lambda m: len(m.root.kept.sizes))
-    kinds = tuple(_raised(kind, [m.kind(kind.name) for m in models]) for kind in widest.kinds)
-    root = _raised(widest.root, [m.root for m in models])
+    kinds = tuple(_merge_units(kind, [m.kind(kind.name) for m in models]) for kind in widest.kinds)
+    root = _merge_units(widest.root, [m.root for m in models])
     return widest.model_copy(update={"kinds": kinds, "root": root})
 
 
-def _raised(value: U, others: list[U]) -> U:
+def _merge_units(value: U, others: list[U]) -> U:
     curves = {
-        name: _upper(curve, [found for other in others if (found := getattr(other, name))])
+        name: _take_maximum(curve, [found for other in others if (found := getattr(other, name))])
         for name, curve in value
         if isinstance(curve, Curve)
     }
     return value.model_copy(update=curves)
 
 
-def _upper(widest: Curve, curves: list[Curve]) -> Curve:
+def _take_maximum(widest: Curve, curves: list[Curve]) -> Curve:
     at = [dict(zip(curve.sizes, curve.values)) for curve in curves]
     values = tuple(max(found.get(size, 0.0) for found in at) for size in widest.sizes)
     return Curve(sizes=widest.sizes, values=values)
@@ -252,7 +252,7 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
     return {
         **software_key(),
         "model": _model(job, folder),
-        "code": [code_of_factory(f, folder) for f in (job.model.factory, job.data.factory)],
+        "code": [hash_factory_code(f, folder) for f in (job.model.factory, job.data.factory)],
         "data": (job.data.factory, job.data.arguments) if job.data.factory else "tokens",
         # Attention uses another kernel for packed or padded documents.
         **({} if job.data.packing == "concatenate" else {"packing": job.data.packing}),
@@ -266,18 +266,18 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
 def reading_key(job: Job, folder: Path) -> dict[str, object]:
     """Return everything that reading a sample depends on besides the hosts: not workers, prefetch
     or order, nor the later use of samples."""
-    data = job.data.model_dump(mode="json", include=SAMPLES)
+    data = job.data.model_dump(mode="json", include=SAMPLE_KEYS)
     return {
         **software_key(),
         "data": data,
         "files": [str(folder / path) for path in (*job.data.text, job.data.dataset) if path],
-        "code": code_of_factory(job.data.factory, folder),
+        "code": hash_factory_code(job.data.factory, folder),
         "tokenizer": str(job.tokenizer),
         "sequence_length": job.sequence_length,
     }
 
 
-def reading_as(job: Job, profile: Profile) -> Profile:
+def set_readers(job: Job, profile: Profile) -> Profile:
     """Set the job's number of data workers per rank in a profile."""
     wanted = job.data.workers
     readers = None if wanted == "auto" else max(1, wanted)
@@ -289,7 +289,7 @@ def reading_as(job: Job, profile: Profile) -> Profile:
 
 def model_hash(job: Job, folder: Path) -> str:
     """Hash the model of a job without building it."""
-    return hash_of([_model(job, folder), code_of_factory(job.model.factory, folder)])
+    return hash_json([_model(job, folder), hash_factory_code(job.model.factory, folder)])
 
 
 def _model(job: Job, folder: Path) -> dict[str, object]:

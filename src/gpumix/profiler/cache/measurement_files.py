@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import gpumix
-from gpumix.hardware.estimates.kernel_choice import Chosen
+from gpumix.hardware.estimates.kernel_choice import ChosenSettings
 from gpumix.hardware.host.environment import cache_folder
-from gpumix.profiler.cache.source_hash import hash_of_files
+from gpumix.profiler.cache.source_hash import hash_files
 from gpumix.schema.cluster.cluster import Cluster, DeviceClass
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import remove
@@ -47,7 +47,7 @@ class MeasurementFiles:
         *,
         dtypes: Mapping[str, ComputeDtype],
         compiled: frozenset[str],
-        chosen: Mapping[str, Chosen],
+        chosen: Mapping[str, ChosenSettings],
         degrees: Mapping[str, tuple[int, ...]],
         sequence: tuple[bool, ...],
         budget_s: float,
@@ -74,13 +74,13 @@ class MeasurementFiles:
             "degrees": self.degrees.get(name, ()),
             "sequence": self._sequence if self.degrees.get(name) else (),
         }
-        return self._folder / f"class-{hash_of(work)}.json"
+        return self._folder / f"class-{hash_json(work)}.json"
 
     def link_file(self) -> Path:
         """Return the file of the link measurement, by devices and hosts."""
         degrees = sorted({n for of_class in self.degrees.values() for n in of_class})
         work = {**self._work, "devices": _devices_key(self._cluster), "degrees": degrees}
-        return self._folder / f"links-{hash_of(work)}.json"
+        return self._folder / f"links-{hash_json(work)}.json"
 
     def measured(self) -> dict[str, ClassMeasurement]:
         """Return the known measurements, by class name."""
@@ -88,18 +88,18 @@ class MeasurementFiles:
         return {name: one for name, one in found.items() if one is not None}
 
     def links(self) -> LinkMeasurement | None:
-        return load(LinkMeasurement, self.link_file())
+        return load_measurement(LinkMeasurement, self.link_file())
 
     def save(self, classes: Mapping[str, ClassMeasurement], links: LinkMeasurement | None) -> None:
         """Save measurements, by class name; None keeps the existing links."""
         for name, measurement in classes.items():
-            keep(measurement, self.class_file(self._cluster.class_named(name)))
+            write_measurement(measurement, self.class_file(self._cluster.class_named(name)))
         if links is not None:
-            keep(links, self.link_file())
+            write_measurement(links, self.link_file())
 
     def _known(self, device_class: DeviceClass) -> ClassMeasurement | None:
-        found = load(ClassMeasurement, self.class_file(device_class))
-        if found is None or _more_time(found, self._budget_s):
+        found = load_measurement(ClassMeasurement, self.class_file(device_class))
+        if found is None or _can_find_more(found, self._budget_s):
             return None
         return _renamed(found, device_class.name)
 
@@ -117,7 +117,7 @@ def _renamed(found: ClassMeasurement, name: str) -> ClassMeasurement:
 
 def _devices_key(cluster: Cluster) -> list[tuple[str, ...]]:
     """Return a key of the devices in rank order, independent of names."""
-    classes = {c.name: hash_of(c.model_dump(exclude={"name"})) for c in cluster.classes}
+    classes = {c.name: hash_json(c.model_dump(exclude={"name"})) for c in cluster.classes}
     return [(d.host, d.island, d.rack, classes[d.device_class]) for d in cluster.in_rank_order()]
 
 
@@ -129,7 +129,7 @@ def profiles_folder() -> Path:
 def software_key() -> dict[str, object]:
     """Return the installed software that a measurement depends on."""
     return {
-        "gpumix": _own_code(),
+        "gpumix": _hash_own_code(),
         "torch": importlib.metadata.version("torch"),
         "transformers": _version_of("transformers"),
         "kernels": [_version_of(name) for name in ("flash-attn", "liger-kernel", "triton")],
@@ -137,9 +137,9 @@ def software_key() -> dict[str, object]:
 
 
 @functools.cache
-def _own_code() -> str:
+def _hash_own_code() -> str:
     """Hash the measuring and the measured code."""
-    return hash_of_files(own_files())
+    return hash_files(own_files())
 
 
 def own_files() -> list[Path]:
@@ -155,24 +155,26 @@ def _version_of(package: str) -> str:
         return ""
 
 
-def hash_of(value: object) -> str:
+def hash_json(value: object) -> str:
     """Return sixteen hex digits, as a hash of a JSON value."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _more_time(measurement: ClassMeasurement, budget_s: float) -> bool:
+def _can_find_more(measurement: ClassMeasurement, budget_s: float) -> bool:
     """Check if a larger budget may find more."""
     return measurement.ended_by_budget_s is not None and budget_s > measurement.ended_by_budget_s
 
 
-def keep(measurement: ClassMeasurement | LinkMeasurement | InputMeasurement, path: Path) -> None:
+def write_measurement(
+    measurement: ClassMeasurement | LinkMeasurement | InputMeasurement, path: Path
+) -> None:
     """Write a measurement into its file."""
     remove(path)  # replaces a broken file, folder or link
     measurement.save(path)
 
 
-def load(kind: type[D], path: Path) -> D | None:
+def load_measurement(kind: type[D], path: Path) -> D | None:
     """Return a file's measurement; None if the file is missing or unusable."""
     try:
         return kind.load(path) if path.is_file() else None

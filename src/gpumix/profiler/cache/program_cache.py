@@ -14,16 +14,16 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from gpumix.profiler.cache.measurement_files import MeasurementFiles, profiles_folder, software_key
-from gpumix.profiler.cache.source_hash import hash_of_files
-from gpumix.profiler.subject import Subject
+from gpumix.profiler.cache.source_hash import hash_files
+from gpumix.profiler.subject import Workload
 from gpumix.schema.cluster.cluster import Cluster
 
 
-def program_cache(told: object, subject: Subject, cluster: Cluster) -> MeasurementFiles:
+def open_program_cache(told: object, subject: Workload, cluster: Cluster) -> MeasurementFiles:
     """Return the measurement files of a program's model on a cluster.
 
     Args:
-        told: a key for the program's work; see `work_of`.
+        told: a key for the program's work; see `describe_work`.
     """
     work = {
         **software_key(),
@@ -45,7 +45,7 @@ def program_cache(told: object, subject: Subject, cluster: Cluster) -> Measureme
     )
 
 
-def work_of(model: nn.Module, batch: Any, *more: object) -> dict[str, object]:
+def describe_work(model: nn.Module, batch: Any, *more: object) -> dict[str, object]:
     """Return a key for measurements of a model and its batches: modules with settings and code,
     parameters, and the look of a batch.
 
@@ -53,23 +53,25 @@ def work_of(model: nn.Module, batch: Any, *more: object) -> dict[str, object]:
         more: further dependencies.
     """
     classes = {type(module) for module in model.modules()}
-    files = {file for one in classes if (file := _file_of(one)) is not None}
+    files = {file for one in classes if (file := _find_source_file(one)) is not None}
     config = getattr(model, "config", None)
     return {
         "modules": str(model),
         "config": str(config),
-        "code": hash_of_files(files),
-        "parameters": [(n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in _named(model)],
+        "code": hash_files(files),
+        "parameters": [
+            (n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in _list_parameters(model)
+        ],
         "batch": str(tree_map(lambda t: (t.shape, t.dtype) if hasattr(t, "shape") else t, batch)),
         "more": more,
     }
 
 
-def _named(model: nn.Module) -> Any:
+def _list_parameters(model: nn.Module) -> Any:
     return model.named_parameters(remove_duplicate=False)
 
 
-def _file_of(kind: type) -> Path | None:
+def _find_source_file(kind: type) -> Path | None:
     try:
         file = inspect.getsourcefile(kind)
     except TypeError:  # built in, or from an interactive session

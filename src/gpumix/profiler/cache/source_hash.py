@@ -12,7 +12,7 @@ from pathlib import Path
 from gpumix.schema.files import read_bytes
 
 
-def code_of_factory(factory: str | None, folder: Path) -> str:
+def hash_factory_code(factory: str | None, folder: Path) -> str:
     """Hash the source of a factory's module and of all modules imported from the same folder: code
     may change while names stay."""
     if factory is None:
@@ -25,11 +25,11 @@ def code_of_factory(factory: str | None, folder: Path) -> str:
             return ""
         installed = Path(spec.origin)
         folder = installed.parent.parent if spec.submodule_search_locations else installed.parent
-        return hash_of_files(_imported(module, folder, within=top))
-    return hash_of_files(_imported(module, folder))
+        return hash_files(_find_imported_files(module, folder, within=top))
+    return hash_files(_find_imported_files(module, folder))
 
 
-def _imported(module: str, folder: Path, within: str = "") -> set[Path]:
+def _find_imported_files(module: str, folder: Path, within: str = "") -> set[Path]:
     """Return the files of `module` and of all modules in `folder` imported directly or indirectly.
 
     Args:
@@ -45,13 +45,15 @@ def _imported(module: str, folder: Path, within: str = "") -> set[Path]:
         for file in (stem.with_suffix(".py"), stem / "__init__.py"):
             if file.is_file() and file not in found:
                 found.add(file)
-                waiting += _imports_of(file, name if file.name == "__init__.py" else _parent(name))
+                waiting += _list_imports(
+                    file, name if file.name == "__init__.py" else _get_parent_package(name)
+                )
         if "." in name:
-            waiting.append(_parent(name))
+            waiting.append(_get_parent_package(name))
     return found
 
 
-def _imports_of(file: Path, package: str) -> Iterator[str]:
+def _list_imports(file: Path, package: str) -> Iterator[str]:
     """Yield names of modules that a file may import; an imported name may be a module too."""
     with suppress(SyntaxError):  # reported when the module is run
         for node in ast.walk(ast.parse(read_bytes(file))):
@@ -64,11 +66,11 @@ def _imports_of(file: Path, package: str) -> Iterator[str]:
                 yield from (f"{base}.{alias.name}" if base else alias.name for alias in node.names)
 
 
-def _parent(name: str) -> str:
+def _get_parent_package(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def hash_of_files(files: Iterable[Path]) -> str:
+def hash_files(files: Iterable[Path]) -> str:
     """Hash the contents of files in the order of their names."""
     digest = hashlib.sha256()
     for file in sorted(files):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from gpumix.engine.model.forward_coroutine import ModelError
 
 
-def all_called(units: Iterable[str], calls: Sequence[str]) -> None:
+def check_all_called(units: Iterable[str], calls: Sequence[str]) -> None:
     """Raise a ModelError for units skipped in a pass."""
     skipped = [name for name in units if name not in calls]
     if skipped:
@@ -27,14 +27,14 @@ def all_called(units: Iterable[str], calls: Sequence[str]) -> None:
         )
 
 
-class OneOrder:
+class CallOrder:
     """Order of unit calls, recorded in the first complete pass."""
 
     def __init__(self) -> None:
         self._calls: list[str] = []
         self._whole = False
 
-    def reached(self, number: int, unit: str) -> None:
+    def check_call(self, number: int, unit: str) -> None:
         """Check call `number` of a pass, counted from 1; an empty `unit` means the end of the pass.
 
         Raises:

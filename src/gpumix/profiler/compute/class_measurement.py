@@ -12,55 +12,65 @@ from statistics import median
 import torch
 from torch import nn
 
-from gpumix.cost.layout.curves import undisturbed
-from gpumix.engine.loss.objective import objective_of
+from gpumix.cost.layout.curves import remove_timing_noise
+from gpumix.engine.loss.objective import make_objective
 from gpumix.engine.model.forward_coroutine import ModelError
-from gpumix.engine.model.kernel_selection import make_efficient
-from gpumix.engine.model.model_settings import in_units, layer_drop, norms_of_one_sample
+from gpumix.engine.model.kernel_selection import apply_efficiency
+from gpumix.engine.model.model_settings import (
+    allow_single_sample_norm,
+    find_layer_drop_rates,
+    find_unit_conflicts,
+)
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
-from gpumix.engine.sharding.unit_discovery import Anatomy, Unit, buffer_bytes, dissect, frozen_bytes
-from gpumix.engine.tensor_parallel.parallelize import all_of, divide
-from gpumix.engine.tensor_parallel.plans import tensor_plan
+from gpumix.engine.sharding.unit_discovery import (
+    ModelUnits,
+    Unit,
+    buffer_bytes,
+    frozen_bytes,
+    split_into_units,
+)
+from gpumix.engine.tensor_parallel.parallelize import parallelize_model, select_whole_model
+from gpumix.engine.tensor_parallel.plans import resolve_tensor_plan
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.host.environment import host_memory_bytes
 from gpumix.hardware.memory_limit import is_out_of_memory
-from gpumix.profiler.compute.numerics_check import TOLERANCE, agreed, compiled_error
+from gpumix.profiler.compute.numerics_check import TOLERANCE, compiled_error, keep_agreeing_settings
 from gpumix.profiler.compute.optimizer_times import (
     time_host_copies,
     time_host_optimizer,
     time_optimizer,
 )
-from gpumix.profiler.compute.peak_flops import measured_peak
-from gpumix.profiler.compute.sweep import Pass, Point, Progress, Sweep, on_device, sweep
-from gpumix.profiler.compute.unit_fixture import MadeUpTeam, Specimens
-from gpumix.profiler.compute.unit_kinds import tell_apart
+from gpumix.profiler.compute.peak_flops import measure_peak
+from gpumix.profiler.compute.sweep import Pass, Point, Progress, Sweep, copy_to_device, sweep
+from gpumix.profiler.compute.unit_fixture import FakeTensorParallelGroup, UnitFixture
+from gpumix.profiler.compute.unit_kinds import separate_kinds
 from gpumix.profiler.compute.warm_up import warm_up
-from gpumix.profiler.subject import Subject
+from gpumix.profiler.subject import Workload
 from gpumix.schema.curve import Curve
-from gpumix.schema.errors import GpumixError, InputError, NoFeasiblePlanError, first_line
+from gpumix.schema.errors import GpumixError, InputError, NoFeasiblePlanError, get_first_line
 from gpumix.schema.plan.stage import ComputeDtype
-from gpumix.schema.profile.measurements import ClassMeasurement, TeamMeasurement
+from gpumix.schema.profile.measurements import ClassMeasurement, TensorParallelMeasurement
 from gpumix.schema.profile.profile import (
     ROOT,
     ClassProfile,
     ModelProfile,
     RootParameter,
     RootUnit,
-    TeamCollective,
-    TeamTraffic,
+    TensorParallelCollective,
+    TensorParallelTraffic,
     UnitKind,
     UnitTimes,
 )
 from gpumix.schema.units import show_bytes
 
-NOT_COMPARED = (
+COMPILE_NOT_COMPARED = (
     "compiled units were not compared with the same units without, of which two runs differ, as "
     "they do with dropout"
 )
 
 
 def measure_class(
-    subject: Subject, runtime: DeviceRuntime, *, device_class: str, progress: Progress
+    subject: Workload, runtime: DeviceRuntime, *, device_class: str, progress: Progress
 ) -> ClassMeasurement:
     """Measure the units of a model on the local device. No other rank takes part.
 
@@ -68,7 +78,7 @@ def measure_class(
         NoFeasiblePlanError: the device cannot hold one unit with one sample.
     """
     try:
-        with norms_of_one_sample():
+        with allow_single_sample_norm():
             return _measured(subject, runtime, device_class, progress)
     except NotImplementedError as error:
         if "meta tensor" not in str(error):
@@ -86,23 +96,25 @@ def measure_class(
 
 
 def _measured(
-    subject: Subject, runtime: DeviceRuntime, device_class: str, progress: Progress
+    subject: Workload, runtime: DeviceRuntime, device_class: str, progress: Progress
 ) -> ClassMeasurement:
     begun = time.perf_counter()
-    subject = agreed(subject, runtime, device_class, progress)
-    found, anatomy, measured = _swept(subject, runtime, device_class, progress)
-    chosen = subject.chosen_for(device_class)
+    subject = keep_agreeing_settings(subject, runtime, device_class, progress)
+    found, anatomy, measured = _sweep_class(subject, runtime, device_class, progress)
+    chosen = subject.get_settings(device_class)
     compiled = device_class in subject.compiled and found.compiled
     if compiled:
-        chosen = chosen.because("compile", f"{chosen.why('compile')}; {found.of_code}")
-    elif found.of_code:
-        chosen = chosen.without("compile", f"not used: {found.of_code}")
+        chosen = chosen.with_reason("compile", f"{chosen.why('compile')}; {found.compile_finding}")
+    elif found.compile_finding:
+        chosen = chosen.without("compile", f"not used: {found.compile_finding}")
     clocks = warm_up(runtime, TORCH_DTYPE[subject.dtypes[device_class]])  # as in training
     optimizer = time_optimizer(runtime, subject.optimizer_of, _largest_shapes(anatomy))
     of_class = ClassProfile(
         device_class=device_class,
-        units=_times(found),
-        chunked_head=_if_known(found, [p.chunked_head_s for p in found.points], undisturbed),
+        units=_make_unit_times(found),
+        chunked_head=_if_known(
+            found, [p.chunked_head_s for p in found.points], remove_timing_noise
+        ),
         optimizer_s_per_element=optimizer.s_per_element,
         framework_bytes=runtime.framework_bytes(),  # libraries are loaded when first used
         largest_micro_batch=found.points[-1].size,
@@ -115,14 +127,14 @@ def _measured(
         clocks=clocks,
         peak=None
         if runtime.emulated
-        else measured_peak(runtime, TORCH_DTYPE[subject.dtypes[device_class]]),
+        else measure_peak(runtime, TORCH_DTYPE[subject.dtypes[device_class]]),
     )
     kinds = {unit.name: unit.kind for unit in anatomy.units}
     del anatomy
     return ClassMeasurement(
         device_class=of_class,
         model=measured,
-        teams=tuple(_teams(subject, runtime, of_class, kinds, progress)),
+        teams=tuple(_measure_groups(subject, runtime, of_class, kinds, progress)),
         host_memory_bytes=host_memory_bytes(),
         optimizer_bytes_per_element=_state_bytes(measured, *optimizer.state_bytes),
         seconds_spent=time.perf_counter() - begun,
@@ -131,8 +143,8 @@ def _measured(
     )
 
 
-def _swept(
-    subject: Subject,
+def _sweep_class(
+    subject: Workload,
     runtime: DeviceRuntime,
     device_class: str,
     progress: Progress,
@@ -140,7 +152,7 @@ def _swept(
     *,
     sequence: bool = False,
     kinds: Mapping[str, str] | None = None,
-) -> tuple[Sweep, Anatomy, ModelProfile]:
+) -> tuple[Sweep, ModelUnits, ModelProfile]:
     """Measure all points of the device, as one rank of a tensor-parallel group of `degree`, with
     sequence parallelism or without.
 
@@ -148,38 +160,42 @@ def _swept(
         kinds: of units, by name, if already separated.
     """
     model = subject.model()
-    anatomy = dissect(model, subject.units)
+    anatomy = split_into_units(model, subject.units)
     fingerprint = anatomy.fingerprint()
     if kinds is not None:
         anatomy = anatomy.of_kinds(kinds)
-    in_units(model).off()
-    layer_drop(model).off()
-    efficiency = subject.chosen_for(device_class).efficiency
-    make_efficient(model, efficiency, runtime.torch_device)
+    find_unit_conflicts(model).switch_off()
+    find_layer_drop_rates(model).switch_off()
+    efficiency = subject.get_settings(device_class).efficiency
+    apply_efficiency(model, efficiency, runtime.torch_device)
     dtype, team = subject.dtypes[device_class], None
     if degree > 1:
-        team = MadeUpTeam(degree, runtime.torch_device)
-        styles = tensor_plan(model, subject.tensor)
+        team = FakeTensorParallelGroup(degree, runtime.torch_device)
+        styles = resolve_tensor_plan(model, subject.tensor)
         every = [unit.name for unit in anatomy.units] if sequence else []
-        anatomy, _ = divide(anatomy, team, styles, part=all_of(anatomy), sequence=every)
-    specimens = Specimens(
+        anatomy, _ = parallelize_model(
+            anatomy, team, styles, part=select_whole_model(anatomy), sequence=every
+        )
+    specimens = UnitFixture(
         model,
         anatomy,
         device=runtime.torch_device,
         compute_dtype=TORCH_DTYPE[dtype],
-        objective=subject.loss or objective_of(model),
+        objective=subject.loss or make_objective(model),
         team=team,
         images_last=efficiency.channels_last,
         fused_loss=efficiency.loss == "triton",
     )
     if kinds is None:
-        calls = tell_apart(specimens, on_device(specimens, subject.make_batch(1)))
+        calls = separate_kinds(specimens, copy_to_device(specimens, subject.make_batch(1)))
         called = tuple(unit.name for unit in anatomy.units if unit.name in calls)
         if 0 < len(called) < len(anatomy.units):  # for example, image blocks with text-only samples
             others = len(anatomy.units) - len(called)
             progress(f"{device_class}: {others} blocks are not called, and gathered with the rest")
             of_called = replace(subject, units=called)
-            return _swept(of_called, runtime, device_class, progress, degree, sequence=sequence)
+            return _sweep_class(
+                of_called, runtime, device_class, progress, degree, sequence=sequence
+            )
         anatomy = anatomy.of_kinds(specimens.kind_of)
     if device_class in subject.compiled and team is None:
         specimens.compile(range(1, subject.shape.global_batch + 1))
@@ -196,28 +212,28 @@ def _swept(
     )
     if specimens.compiled:
         error = compiled_error(specimens, subject.make_batch(1))
-        told = NOT_COMPARED
+        told = COMPILE_NOT_COMPARED
         if error is not None:
             told = f"compiled units are {error:.2g} off the same units without"
         if error is not None and not error <= TOLERANCE[dtype]:
             progress(f"{name}: compiled code is not used: {told}")
             plain = replace(subject, compiled=subject.compiled - {device_class})
-            found, anatomy, profile = _swept(
+            found, anatomy, profile = _sweep_class(
                 plain, runtime, device_class, progress, kinds=specimens.kind_of
             )
-            return replace(found, of_code=told), anatomy, profile
-        found = replace(found, compiled=True, of_code=told)
+            return replace(found, compile_finding=told), anatomy, profile
+        found = replace(found, compiled=True, compile_finding=told)
     profile = _model_profile(anatomy, fingerprint, found, model, dtype, runtime.memory_limit_bytes)
     return found, anatomy, profile
 
 
-def _teams(
-    subject: Subject,
+def _measure_groups(
+    subject: Workload,
     runtime: DeviceRuntime,
     alone: ClassProfile,
     kinds: Mapping[str, str],
     progress: Progress,
-) -> Iterator[TeamMeasurement]:
+) -> Iterator[TensorParallelMeasurement]:
     """Yield the measurements of the device in a tensor-parallel group: for each degree that divides
     the model, without and with sequence parallelism where possible."""
     for degree in subject.degrees.get(alone.device_class, ()):
@@ -225,7 +241,7 @@ def _teams(
         found = False
         for sequence in sorted(set(subject.sequence)):
             try:
-                yield _team(
+                yield _measure_group(
                     subject, runtime, alone, degree, progress, sequence=sequence, kinds=kinds
                 )
                 found = True
@@ -236,12 +252,12 @@ def _teams(
                 how = ", positions divided" if sequence else ""
                 told = f"{error.what} ({error.why})" if error.why else error.what
                 progress(f"{alone.device_class}, one of {degree}{how}: not possible; {told}")
-        if refused is not None and subject.must_divide and not found:
+        if refused is not None and subject.requires_tensor_parallel and not found:
             raise refused
 
 
-def _team(
-    subject: Subject,
+def _measure_group(
+    subject: Workload,
     runtime: DeviceRuntime,
     alone: ClassProfile,
     degree: int,
@@ -249,10 +265,10 @@ def _team(
     *,
     sequence: bool,
     kinds: Mapping[str, str],
-) -> TeamMeasurement:
+) -> TensorParallelMeasurement:
     name = alone.device_class
     try:
-        found, anatomy, model = _swept(
+        found, anatomy, model = _sweep_class(
             subject, runtime, name, progress, degree, sequence=sequence, kinds=kinds
         )
     except Exception as error:
@@ -262,19 +278,19 @@ def _team(
         raise InputError(
             f"the model does not run as its tensor plan divides it over {degree} ranks",
             where="tensor_plan",
-            why=first_line(error),
+            why=get_first_line(error),
             fix="of layers in a row divide the first `colwise` and the last `rowwise`; what is not "
             "named is computed whole by every rank",
         ) from error
     summed = {u.kind: sum(s.window.numel for s in u.slots if s.summed) for u in anatomy.units}
-    return TeamMeasurement(
+    return TensorParallelMeasurement(
         degree=degree,
         sequence=sequence,
         enters=found.enters,
         leaves=found.leaves,
         device_class=alone.model_copy(
             update={
-                "units": _times(found),
+                "units": _make_unit_times(found),
                 "chunked_head": None,
                 "largest_micro_batch": found.points[-1].size,
                 "compiled": False,
@@ -282,10 +298,10 @@ def _team(
         ),
         model=model,
         told={
-            name: TeamTraffic(
-                forward=_told(found, name, "forward"),
-                backward=_told(found, name, "backward"),
-                gradient=_told(found, name, "gradient"),
+            name: TensorParallelTraffic(
+                forward=_merge_collectives(found, name, "forward"),
+                backward=_merge_collectives(found, name, "backward"),
+                gradient=_merge_collectives(found, name, "gradient"),
                 summed=summed.get(name, 0),
                 part=_if_known(found, [p.part.get(name) for p in found.points]),
             )
@@ -294,19 +310,19 @@ def _team(
     )
 
 
-def _told(found: Sweep, name: str, way: Pass) -> tuple[TeamCollective, ...]:
+def _merge_collectives(found: Sweep, name: str, way: Pass) -> tuple[TensorParallelCollective, ...]:
     """Merge collectives of equal size."""
     every = zip(*(point.told.get((name, way), []) for point in found.points), strict=True)
     times = Counter((of_points[0][0], tuple(size for _, size in of_points)) for of_points in every)
     return tuple(
-        TeamCollective(
+        TensorParallelCollective(
             operation=operation, times=n, bytes=_curve(found, [n * size for size in sizes])
         )
         for (operation, sizes), n in times.items()
     )
 
 
-def _largest_shapes(anatomy: Anatomy) -> list[torch.Size]:
+def _largest_shapes(anatomy: ModelUnits) -> list[torch.Size]:
     """Return the shapes of trained parameters of the largest unit, small ones first."""
     unit = max(anatomy.all, key=lambda u: (u.name != ROOT, u.trainable))
     shapes = [s.parameter.shape for s in unit.slots if s.parameter.requires_grad]
@@ -323,25 +339,25 @@ def _too_large(error: Exception, runtime: DeviceRuntime, device_class: str) -> N
     return NoFeasiblePlanError(
         "one unit with one sample does not fit",
         where=f"device class '{device_class}', {show_bytes(runtime.memory_limit_bytes)}",
-        why=first_line(error),
+        why=get_first_line(error),
         fix="shorten samples (sequence_length in a job), or leave this class out of the cluster",
     )
 
 
-def _times(found: Sweep) -> dict[str, UnitTimes]:
+def _make_unit_times(found: Sweep) -> dict[str, UnitTimes]:
     return {
         kind: UnitTimes(
-            forward=_curve(found, undisturbed([p.forward_s[kind] for p in found.points])),
-            backward=_curve(found, undisturbed([p.backward_s[kind] for p in found.points])),
-            gradient=_curve(found, undisturbed([p.gradient_s[kind] for p in found.points])),
-            inputs=_part(found, kind, 0),
-            weights=_part(found, kind, 1),
+            forward=_curve(found, remove_timing_noise([p.forward_s[kind] for p in found.points])),
+            backward=_curve(found, remove_timing_noise([p.backward_s[kind] for p in found.points])),
+            gradient=_curve(found, remove_timing_noise([p.gradient_s[kind] for p in found.points])),
+            inputs=_make_split_curve(found, kind, 0),
+            weights=_make_split_curve(found, kind, 1),
         )
         for kind in found.points[0].forward_s
     }
 
 
-def _part(found: Sweep, kind: str, part: int) -> Curve | None:
+def _make_split_curve(found: Sweep, kind: str, part: int) -> Curve | None:
     """Return the seconds of a part of a split backward, or None without splits. Parts are timed
     once per size, so the median ratio to the whole backward over sizes is used."""
     if kind == ROOT or not found.points[0].parts_s:
@@ -349,12 +365,12 @@ def _part(found: Sweep, kind: str, part: int) -> Curve | None:
     ratios = [
         p.parts_s[kind][part] / p.gradient_s[kind] for p in found.points if p.gradient_s[kind] > 0
     ]
-    whole = _curve(found, undisturbed([p.gradient_s[kind] for p in found.points]))
+    whole = _curve(found, remove_timing_noise([p.gradient_s[kind] for p in found.points]))
     return whole.scaled(median(ratios or [0.0]))
 
 
 def _model_profile(
-    anatomy: Anatomy,
+    anatomy: ModelUnits,
     fingerprint: str,
     found: Sweep,
     model: nn.Module,
@@ -376,7 +392,7 @@ def _model_profile(
             UnitKind(
                 name=kind,
                 trainable=unit.trainable,
-                matrices=_in_matrices(unit),
+                matrices=_count_matrix_elements(unit),
                 frozen_bytes=frozen_bytes(unit.slots, TORCH_DTYPE[compute_dtype]),
                 kept=_curve(found, [p.kept[kind] for p in found.points]),
                 saved=_curve(found, [p.saved[kind] for p in found.points]),
@@ -445,7 +461,7 @@ def _root_parameters(root: Unit, compute_dtype: torch.dtype) -> Iterator[RootPar
         )
 
 
-def _in_matrices(unit: Unit) -> int:
+def _count_matrix_elements(unit: Unit) -> int:
     """Count trained elements of two-dimensional parameters."""
     trained = [slot for slot in unit.slots if slot.parameter.requires_grad]
     return sum(slot.window.numel for slot in trained if slot.parameter.dim() == 2)

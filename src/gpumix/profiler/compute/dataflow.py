@@ -22,35 +22,39 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gpumix.engine.model.unit_values import Arguments
+from gpumix.engine.model.unit_values import ArgumentsStructure
 from gpumix.engine.schedule.remote_stage_values import (
-    FILLS,
+    FILL_OPS,
     Returned,
-    Untold,
-    given_looks,
+    UnknownOutputError,
     hand_over,
+    make_input_shape_key,
 )
-from gpumix.engine.sharding.absent_parameter import HARMLESS
+from gpumix.engine.sharding.absent_parameter import PERMITTED_FUNCTIONS
 from gpumix.engine.sharding.unit_discovery import frozen_bytes
-from gpumix.engine.unit.inter_unit_backward import hand, leaves_behind, without_memory
+from gpumix.engine.unit.inter_unit_backward import (
+    connect_to_leaf,
+    expand_zeros_like,
+    find_reachable_leaves,
+)
 from gpumix.hardware.memory_limit import is_out_of_memory
-from gpumix.profiler.compute.unit_fixture import Specimens
-from gpumix.schema.errors import GpumixError, first_line
-from gpumix.schema.plan.stage import Taken
-from gpumix.schema.profile.profile import End, Needs
+from gpumix.profiler.compute.unit_fixture import UnitFixture
+from gpumix.schema.errors import GpumixError, get_first_line
+from gpumix.schema.plan.stage import StageInput
+from gpumix.schema.profile.profile import CallInputs, EndParameters
 
 LOOKUPS = (nn.functional.embedding, torch.embedding)
-INSIDE = -1  # place of a unit: its own operations are not recorded
+INSIDE_UNIT = -1  # place of a unit: its own operations are not recorded
 # Functions of a tensor's shape, dtype or device, but not of its values.
 LIKE_FIRST = frozenset(
     getattr(torch if name.endswith("_like") else torch.Tensor, name)
-    for name in (*FILLS, "new_tensor")
+    for name in (*FILL_OPS, "new_tensor")
 )
 LIKE_SECOND = frozenset(
     getattr(torch.Tensor, name) for name in ("to", "type_as", "expand_as", "view_as", "reshape_as")
 )
 # Functions from a tensor's values to Python values or a shape: all later code may depend on them.
-LOOKS = frozenset(
+VALUE_READS = frozenset(
     getattr(torch.Tensor, name)
     for name in (
         "__bool__", "__int__", "__float__", "__index__", "__contains__", "__format__", "item",
@@ -62,12 +66,12 @@ LOOKS = frozenset(
     torch.masked_select,
 }  # fmt: skip
 
-Source = str | Taken
+Source = str | StageInput
 """Name of a root parameter, or an output of a unit call."""
 
 
 @dataclass(frozen=True)
-class Flows:
+class DataFlow:
     """Data flow of a model.
 
     Attributes:
@@ -77,13 +81,13 @@ class Flows:
         no_stages: the reason why the flow is unknown; all else is empty then.
     """
 
-    before: End
-    after: End
-    needs: tuple[Needs, ...]
+    before: EndParameters
+    after: EndParameters
+    needs: tuple[CallInputs, ...]
     no_stages: str = ""
 
 
-class _Notes(TorchFunctionMode):
+class _FlowRecorder(TorchFunctionMode):
     """Recorder of parameter uses (number of previous unit calls, and if looked up), of the sources
     of each tensor, and of all sources `looked` at so far."""
 
@@ -93,7 +97,7 @@ class _Notes(TorchFunctionMode):
         self.place = 0
         self.looked: set[Source] = set()
         self._names = names
-        self._handed: dict[int, tuple[torch.Tensor, Taken]] = {}  # by the id of a leaf
+        self._handed: dict[int, tuple[torch.Tensor, StageInput]] = {}  # by the id of a leaf
         self._behind: list[set[int]] = []  # for each call's inputs, the ids of leaves
         self._sources = WeakTensorKeyDictionary()
 
@@ -105,13 +109,13 @@ class _Notes(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in HARMLESS or self.place == INSIDE:
+        if func in PERMITTED_FUNCTIONS or self.place == INSIDE_UNIT:
             return func(*args, **kwargs)
         given = _tensors((args, kwargs))
         for name in (self._names[id(t)] for t in given if id(t) in self._names):
             self.uses[name].add((self.place, func in LOOKUPS))
         sources = self.sources(_read(func, args, kwargs))
-        if func in LOOKS or _chooses(func, args):
+        if func in VALUE_READS or _chooses(func, args):
             self.looked |= sources
         with torch._C.DisableTorchFunctionSubclass():
             versions = [t._version for t in given]
@@ -136,20 +140,20 @@ class _Notes(TorchFunctionMode):
                     found |= set() if one is None else self._sources.get(one, set())
         return found
 
-    def stands_for(self, tensor: torch.Tensor, sources: set[Source]) -> None:
+    def set_sources(self, tensor: torch.Tensor, sources: set[Source]) -> None:
         """Set the sources of a tensor, replacing any known ones."""
         self._sources[tensor] = sources
 
-    def handed(self, leaf: torch.Tensor, taken: Taken) -> None:
+    def handed(self, leaf: torch.Tensor, taken: StageInput) -> None:
         """Record a leaf in place of a call's output."""
         self._handed[id(leaf)] = leaf, taken
 
     def given(self, values: Any) -> None:
         """Record a pytree of inputs of a call or the loss."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._behind.append(set(leaves_behind(_tensors(values))))
+            self._behind.append(set(find_reachable_leaves(_tensors(values))))
 
-    def without_gradient(self) -> set[Taken]:
+    def without_gradient(self) -> set[StageInput]:
         """Return the outputs without a gradient from later computation: rounded or detached by the
         model's code. Call at the end."""
         *of_calls, found = self._behind
@@ -164,82 +168,88 @@ class _Notes(TorchFunctionMode):
             self._sources[tensor] = self._sources.get(tensor, set()) | sources
 
 
-def find_flows(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
+def find_flows(specimens: UnitFixture, batch: Any, *, in_chunks: bool) -> DataFlow:
     """Run the model on `batch`, with tensors on the device; `in_chunks` avoids full logits."""
     try:
-        return _found(specimens, batch, in_chunks=in_chunks)
-    except Untold as error:
+        return _trace_data_flow(specimens, batch, in_chunks=in_chunks)
+    except UnknownOutputError as error:
         told = f"{error.what}: {error.why}"
     except Exception as error:  # from the model's code, which runs in one stage
         if is_out_of_memory(error) or isinstance(error, GpumixError):
             raise
-        told = f"run on what its units return it fails: {first_line(error)}"
-    return Flows(before=End(), after=End(), needs=(), no_stages=told)
+        told = f"run on what its units return it fails: {get_first_line(error)}"
+    return DataFlow(before=EndParameters(), after=EndParameters(), needs=(), no_stages=told)
 
 
-def _found(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
+def _trace_data_flow(specimens: UnitFixture, batch: Any, *, in_chunks: bool) -> DataFlow:
     groups = specimens.root.bucket.groups
-    notes = _Notes({id(p): name for group in groups for p, name in group.names_by_parameter()})
+    notes = _FlowRecorder(
+        {id(p): name for group in groups for p, name in group.names_by_parameter()}
+    )
     returned: dict[object, Returned] = {}
     needed: list[set[Source]] = []
     chunks = specimens.head_in_chunks() if in_chunks else nullcontext()
     with specimens.start(batch) as walk, chunks, notes:
         walk.go_on()
         while walk.call is not None:
-            notes.place = INSIDE
+            notes.place = INSIDE_UNIT
             if specimens.elsewhere is not None:
                 specimens.elsewhere.returned(walk.call)
-            alike = specimens.kind_of[walk.call.unit], given_looks(walk.call)
+            alike = specimens.kind_of[walk.call.unit], make_input_shape_key(walk.call)
             if alike not in returned:
                 returned[alike] = specimens.returned(walk.call)
             inside = specimens.shared_by[walk.call.unit]
             for name in inside:
-                notes.uses[name].add((INSIDE, False))
-            leaves, _ = Arguments.of(walk.call.args, walk.call.kwargs)
+                notes.uses[name].add((INSIDE_UNIT, False))
+            leaves, _ = ArgumentsStructure.of(walk.call.args, walk.call.kwargs)
             given = notes.sources(leaves)
             notes.given(leaves)
             needed.append(given.union(inside, notes.looked))
             call, notes.place = len(walk.calls) - 1, len(walk.calls)
             gradients = walk.call.state.gradients
-            leaves = _fresh(returned[alike], call, notes, gradients=gradients)
+            leaves = _copy_outputs(returned[alike], call, notes, gradients=gradients)
             walk.go_on(hand_over(walk.call, returned[alike], leaves))
         needed.append(notes.sources(walk.result) | notes.looked)
     notes.given(walk.result)
     needed = [_with_gradients(sources, notes.without_gradient()) for sources in needed]
-    taken = {one.call for sources in needed for one in sources if isinstance(one, Taken)}
+    taken = {one.call for sources in needed for one in sources if isinstance(one, StageInput)}
     for number, unit in enumerate(walk.calls[:-1]):
         if number not in taken:
-            raise Untold(f"call {number}, of unit '{unit}'", why="nothing uses what it returns")
+            raise UnknownOutputError(
+                f"call {number}, of unit '{unit}'", why="nothing uses what it returns"
+            )
     # The first stage keeps parameters used by no stage: they belong to checkpoints.
     unused = {slot.name for slot in specimens.root_slots}.difference(*needed)
     needed[0] = needed[0] | unused
     before = [name for name, uses in notes.uses.items() if uses == {(0, True)}]
     after = [name for name, uses in notes.uses.items() if {p for p, _ in uses} == {notes.place}]
-    return Flows(
+    return DataFlow(
         before=_end(specimens, before),
         after=_end(specimens, after),
         needs=tuple(_needs(specimens, sources) for sources in needed),
     )
 
 
-def _fresh(returned: Returned, call: int, notes: _Notes, *, gradients: bool) -> list[Any]:
+def _copy_outputs(
+    returned: Returned, call: int, notes: _FlowRecorder, *, gradients: bool
+) -> list[Any]:
     """Copy a unit's recorded outputs as outputs of `call`."""
     leaves = []
     for place, leaf in enumerate(returned.leaves):
         value = leaf
         if isinstance(leaf, torch.Tensor):
             value = leaf.clone()
-            source = Taken(call=call, output=place, differentiable=leaf.is_floating_point())
+            source = StageInput(call=call, output=place, differentiable=leaf.is_floating_point())
             if value.is_floating_point() and gradients:
-                handed = without_memory(value).requires_grad_()
+                handed = expand_zeros_like(value).requires_grad_()
                 notes.handed(handed, source)
-                value = hand(handed, value)
-            notes.stands_for(value, {source})
+                value = connect_to_leaf(handed, value)
+            notes.set_sources(value, {source})
         leaves.append(value)
     return leaves
 
 
-def _with_gradients(sources: set[Source], without: set[Taken]) -> set[Source]:
+def _with_gradients(sources: set[Source], without: set[StageInput]) -> set[Source]:
     return {
         one.model_copy(update={"differentiable": False}) if one in without else one
         for one in sources
@@ -260,16 +270,18 @@ def _chooses(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     )
 
 
-def _needs(specimens: Specimens, sources: set[Source]) -> Needs:
+def _needs(specimens: UnitFixture, sources: set[Source]) -> CallInputs:
     names = tuple(slot.name for slot in specimens.root_slots if slot.name in sources)
-    taken = [source for source in sources if isinstance(source, Taken)]
-    return Needs(root=names, outputs=tuple(sorted(taken, key=lambda one: (one.call, one.output))))
+    taken = [source for source in sources if isinstance(source, StageInput)]
+    return CallInputs(
+        root=names, outputs=tuple(sorted(taken, key=lambda one: (one.call, one.output)))
+    )
 
 
-def _end(specimens: Specimens, names: Collection[str]) -> End:
+def _end(specimens: UnitFixture, names: Collection[str]) -> EndParameters:
     chosen = [slot for slot in specimens.root_slots if slot.name in names]
     trained = [s.window.numel for s in chosen if s.parameter.requires_grad]
-    return End(
+    return EndParameters(
         names=tuple(slot.name for slot in chosen),
         trainable=sum(trained),
         frozen_bytes=frozen_bytes(chosen, specimens.compute_dtype),

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from gpumix.hardware.device import DeviceRuntime
-from gpumix.hardware.emulation.flops import formula_of, scores_again
+from gpumix.hardware.emulation.flops import count_recomputed_flops, find_formula
 
 
 class MemoryCounter:
@@ -24,7 +24,7 @@ class MemoryCounter:
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         self._runtime = runtime
-        self._tracker = _Tracker() if runtime.current_bytes() is None else None
+        self._tracker = _StorageTracker() if runtime.current_bytes() is None else None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> MemoryCounter:
@@ -36,7 +36,7 @@ class MemoryCounter:
         self._stack.close()
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def stop_tracking(self) -> Iterator[None]:
         """Stop tracking, which costs time; nothing may be counted afterwards."""
         self._stack.close()
         yield
@@ -53,14 +53,14 @@ class MemoryCounter:
         else:
             self._runtime.reset_peak()
 
-    def added(self, work: Callable[[], object]) -> int:
+    def measure_added(self, work: Callable[[], object]) -> int:
         """Return the bytes allocated by `work` and still in use."""
         before = self.current()
         work()
         return max(0, self.current() - before)
 
 
-class _Tracker(TorchDispatchMode):
+class _StorageTracker(TorchDispatchMode):
     """Sum of the storages of all tensors returned by operations, until freed."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class _Tracker(TorchDispatchMode):
         self.current -= numel
 
 
-class FlopCount(TorchDispatchMode):
+class FlopCounter(TorchDispatchMode):
     """FLOPs of the operations in a `with` block with a known formula; `rerun` is the part of scores
     recomputed in the backward of fused attention."""
 
@@ -107,8 +107,8 @@ class FlopCount(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        formula = formula_of(func)
+        formula = find_formula(func)
         if formula is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=result)
-            self.rerun += scores_again(func, args)
+            self.rerun += count_recomputed_flops(func, args)
         return result

@@ -19,27 +19,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gpumix.cost.layout.chunk_rows import GPU_MOST_ROWS, LEAST_ROWS, rows_per_chunk
+from gpumix.cost.layout.chunk_rows import GPU_MAX_CHUNK_ROWS, MIN_CHUNK_ROWS, compute_chunk_rows
 from gpumix.engine.cross_entropy.linear_cross_entropy import Gradients, LinearCrossEntropy
-from gpumix.engine.loss.chunked_head import output_layer
-from gpumix.engine.loss.objective import objective_of
-from gpumix.engine.model.kernel_selection import make_efficient
-from gpumix.engine.model.model_settings import in_units
+from gpumix.engine.loss.chunked_head import find_output_layer
+from gpumix.engine.loss.objective import make_objective
+from gpumix.engine.model.kernel_selection import apply_efficiency
+from gpumix.engine.model.model_settings import find_unit_conflicts
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
-from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.hardware.device import DeviceRuntime
-from gpumix.hardware.estimates.kernel_choice import Chosen
+from gpumix.hardware.estimates.kernel_choice import ChosenSettings
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.hardware.runtime import is_gpu
-from gpumix.profiler.compute.sweep import Progress, on_device
-from gpumix.profiler.compute.unit_fixture import KnownOutputs, Specimens
-from gpumix.profiler.compute.unit_kinds import tell_apart
-from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, Efficiency
-from gpumix.schema.errors import first_line
+from gpumix.profiler.compute.sweep import Progress, copy_to_device
+from gpumix.profiler.compute.unit_fixture import RecordedOutputs, UnitFixture
+from gpumix.profiler.compute.unit_kinds import separate_kinds
+from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, KernelSettings
+from gpumix.schema.errors import get_first_line
 from gpumix.schema.plan.stage import ComputeDtype
 
 if TYPE_CHECKING:
-    from gpumix.profiler.subject import Subject
+    from gpumix.profiler.subject import Workload
 
 # Norms of errors over norms. Each of a unit's products loses some bits: a real error is far larger.
 TOLERANCE: Mapping[str, float] = {"fp32": 1e-4, "tf32": 5e-3, "fp16": 5e-3, "bf16": 3e-2}
@@ -48,12 +48,14 @@ TOLERANCE: Mapping[str, float] = {"fp32": 1e-4, "tf32": 5e-3, "fp16": 5e-3, "bf1
 TOLERANCE_OF_DTYPE = 0.3
 WORTHWHILE = 1.02
 REPEATS = 5
-DRAWN = 1e-2  # two equal runs differ by more than rounding explains: random numbers are drawn
-NUMERIC = ("tf32", "attention", "kernels", "channels_last")
+RANDOM_ERROR = (
+    1e-2  # two equal runs differ by more than rounding explains: random numbers are drawn
+)
+CHECKED_SETTINGS = ("tf32", "attention", "kernels", "channels_last")
 OPTIMIZER_ELEMENTS = 1000
 STEPS = 3
 ROOT_ELEMENTS = 2**26  # largest parameter of the root with compared gradients
-BLOCK = 2**20  # random numbers, repeated in larger tensors
+RANDOM_ELEMENTS = 2**20  # random numbers, repeated in larger tensors
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
@@ -61,14 +63,14 @@ Computed = dict[str, torch.Tensor]
 """Results of a unit by name, in fp32 on the host."""
 
 
-def agreed(
-    subject: Subject, runtime: DeviceRuntime, device_class: str, progress: Progress
-) -> Subject:
+def keep_agreeing_settings(
+    subject: Workload, runtime: DeviceRuntime, device_class: str, progress: Progress
+) -> Workload:
     """Return the subject with only the choices that agree with fp32, and the findings. Nothing is
     computed if the device uses plain fp32 only."""
-    dtype, chosen = subject.dtypes[device_class], subject.chosen_for(device_class)
+    dtype, chosen = subject.dtypes[device_class], subject.get_settings(device_class)
     check = _Check(subject, runtime)
-    for name, way in _ways(dtype, chosen.efficiency):
+    for name, way in _iterate_settings(dtype, chosen.efficiency):
         tolerance = TOLERANCE_OF_DTYPE if name == "dtype" else _tolerance(way, dtype)
         try:
             wrong, told = check.difference(way, dtype, tolerance)
@@ -82,9 +84,9 @@ def agreed(
             chosen = chosen.without(name, f"not used: {told}")
             dtype = "fp32" if name == "dtype" else dtype
         else:
-            chosen = chosen.because(name, f"{chosen.why(name)}; {told}")
-    chosen = _optimizer_agreed(subject, runtime, chosen)
-    chosen = _loss_agreed(subject, runtime, chosen, TORCH_DTYPE[dtype])
+            chosen = chosen.with_reason(name, f"{chosen.why(name)}; {told}")
+    chosen = _check_optimizer(subject, runtime, chosen)
+    chosen = _check_loss_kernel(subject, runtime, chosen, TORCH_DTYPE[dtype])
     return replace(
         subject,
         dtypes={**subject.dtypes, device_class: dtype},
@@ -92,17 +94,19 @@ def agreed(
     )
 
 
-def _ways(dtype: ComputeDtype, efficiency: Efficiency) -> Iterator[tuple[str, Efficiency]]:
+def _iterate_settings(
+    dtype: ComputeDtype, efficiency: KernelSettings
+) -> Iterator[tuple[str, KernelSettings]]:
     """Yield the differences from plain fp32, one at a time."""
     if dtype != "fp32":
         yield "dtype", PLAIN_EFFICIENCY
     plain, settings = PLAIN_EFFICIENCY.settings(), efficiency.settings()
-    for name in NUMERIC:
+    for name in CHECKED_SETTINGS:
         if settings[name] != plain[name]:
             yield name, PLAIN_EFFICIENCY.model_copy(update={name: settings[name]})
 
 
-def _tolerance(way: Efficiency, dtype: ComputeDtype) -> float:
+def _tolerance(way: KernelSettings, dtype: ComputeDtype) -> float:
     return TOLERANCE["tf32" if way.tf32 and dtype == "fp32" else dtype]
 
 
@@ -110,7 +114,7 @@ class _Check:
     """Comparison with plain fp32, computed once. All ways share one batch: a program may make a
     different batch each time."""
 
-    def __init__(self, subject: Subject, runtime: DeviceRuntime) -> None:
+    def __init__(self, subject: Workload, runtime: DeviceRuntime) -> None:
         self._subject = subject
         self._runtime = runtime
 
@@ -120,26 +124,26 @@ class _Check:
 
     @cached_property
     def _reference(self) -> Computed:
-        return computed(self._subject, self._runtime, PLAIN_EFFICIENCY, "fp32", self._batch)
+        return compute_results(self._subject, self._runtime, PLAIN_EFFICIENCY, "fp32", self._batch)
 
     def difference(
-        self, way: Efficiency, dtype: ComputeDtype, tolerance: float
+        self, way: KernelSettings, dtype: ComputeDtype, tolerance: float
     ) -> tuple[bool, str]:
         """Return if a way is wrong, and its error or the reason for failure."""
         reference = self._reference
         try:
-            found = computed(self._subject, self._runtime, way, dtype, self._batch)
+            found = compute_results(self._subject, self._runtime, way, dtype, self._batch)
         except Exception as failure:  # any library error
             if is_out_of_memory(failure):
                 raise
-            return True, first_line(failure)
-        error = worst(found, reference)
+            return True, get_first_line(failure)
+        error = find_largest_error(found, reference)
         if not error <= tolerance:  # NaN fails too
             return True, f"a unit is {error:.1%} off fp32, {tolerance:.2%} is borne"
         return False, f"a unit is {error:.2g} off fp32"
 
 
-def worst(found: Computed, reference: Computed) -> float:
+def find_largest_error(found: Computed, reference: Computed) -> float:
     """Return the largest error of any tensor."""
     errors = [0.0]
     for name, right in reference.items():
@@ -149,8 +153,8 @@ def worst(found: Computed, reference: Computed) -> float:
     return max(errors, key=lambda error: float("inf") if error != error else error)
 
 
-def computed(
-    subject: Subject, runtime: DeviceRuntime, way: Efficiency, dtype: ComputeDtype, batch: Any
+def compute_results(
+    subject: Workload, runtime: DeviceRuntime, way: KernelSettings, dtype: ComputeDtype, batch: Any
 ) -> Computed:
     """Compute a batch in a way, with one unit of each kind."""
     precision = torch.get_float32_matmul_precision()
@@ -163,22 +167,22 @@ def computed(
 
 
 def _computed(
-    subject: Subject, runtime: DeviceRuntime, way: Efficiency, dtype: ComputeDtype, batch: Any
+    subject: Workload, runtime: DeviceRuntime, way: KernelSettings, dtype: ComputeDtype, batch: Any
 ) -> Computed:
     model = subject.model()
-    anatomy = dissect(model, subject.units)
-    in_units(model).off()
-    make_efficient(model, way, runtime.torch_device)
-    specimens = Specimens(
+    anatomy = split_into_units(model, subject.units)
+    find_unit_conflicts(model).switch_off()
+    apply_efficiency(model, way, runtime.torch_device)
+    specimens = UnitFixture(
         model,
         anatomy,
         device=runtime.torch_device,
         compute_dtype=TORCH_DTYPE[dtype],
-        objective=subject.loss or objective_of(model),
+        objective=subject.loss or make_objective(model),
         images_last=way.channels_last,
     )
     model.eval()  # dropout would draw
-    tell_apart(specimens, on_device(specimens, batch))
+    separate_kinds(specimens, copy_to_device(specimens, batch))
     generator = torch.Generator().manual_seed(0)
     for unit in (specimens.root, *specimens.of_kind.values()):
         for group in unit.bucket.groups:
@@ -186,8 +190,8 @@ def _computed(
                 _fill(group.full.data, generator)
     found: Computed = {}
     root_gradients(specimens, batch, found)
-    seen: dict[str, KnownOutputs] = {}
-    with specimens.start(on_device(specimens, batch)) as walk:
+    seen: dict[str, RecordedOutputs] = {}
+    with specimens.start(copy_to_device(specimens, batch)) as walk:
         walk.go_on()
         while walk.call is not None and len(seen) < len(specimens.of_kind):
             kind = specimens.kind_of[walk.call.unit]
@@ -197,11 +201,11 @@ def _computed(
     return found
 
 
-def root_gradients(specimens: Specimens, batch: Any, found: Computed) -> None:
+def root_gradients(specimens: UnitFixture, batch: Any, found: Computed) -> None:
     """Add gradients of root parameters used before the first unit, as in patch embeddings, to
     `found`, if the tables fit on the host."""
     groups = specimens.root.bucket.trainable
-    with specimens.start(on_device(specimens, batch)) as walk:
+    with specimens.start(copy_to_device(specimens, batch)) as walk:
         walk.go_on()
         if walk.call is None:
             return
@@ -216,13 +220,13 @@ def root_gradients(specimens: Specimens, batch: Any, found: Computed) -> None:
                 found[name] = part.float().cpu().clone()
 
 
-def run_unit(specimens: Specimens, call: Any, kind: str, found: Computed) -> KnownOutputs:
+def run_unit(specimens: UnitFixture, call: Any, kind: str, found: Computed) -> RecordedOutputs:
     """Run forward and backward of a call, and add the results to `found`."""
     unit, generator = specimens.of_kind[kind], torch.Generator().manual_seed(1)
     for group in unit.bucket.trainable:
         group.begin_gradient()
     cut = specimens.cut(call, recompute=False)
-    outputs = KnownOutputs.of(cut)
+    outputs = RecordedOutputs.of(cut)
     tensors = [t for t in tree_leaves(outputs.value) if isinstance(t, torch.Tensor)]
     for number, tensor in enumerate(t for t in tensors if t.is_floating_point()):
         found[f"{kind}, output {number}"] = tensor.detach().float().cpu()
@@ -237,13 +241,13 @@ def run_unit(specimens: Specimens, call: Any, kind: str, found: Computed) -> Kno
     return outputs
 
 
-def compiled_error(specimens: Specimens, batch: Any) -> float | None:
+def compiled_error(specimens: UnitFixture, batch: Any) -> float | None:
     """Return the error of compiled units relative to uncompiled units in their dtype. None with
     dropout: single numbers say nothing, and disabling dropout would compile other code."""
     found: list[Computed] = [{}, {}, {}]
-    with specimens.start(on_device(specimens, batch)) as walk:
+    with specimens.start(copy_to_device(specimens, batch)) as walk:
         walk.go_on()
-        seen: dict[str, KnownOutputs] = {}
+        seen: dict[str, RecordedOutputs] = {}
         while walk.call is not None and len(seen) < len(specimens.of_kind):
             call, kind = walk.call, specimens.kind_of[walk.call.unit]
             if kind not in seen:
@@ -252,19 +256,23 @@ def compiled_error(specimens: Specimens, batch: Any) -> float | None:
                         seen[kind] = run_unit(specimens, call, kind, plain)
                 run_unit(specimens, call, kind, found[2])
             walk.go_on(seen[kind].again(walk.call))
-    if worst(found[0], found[1]) > DRAWN:
+    if find_largest_error(found[0], found[1]) > RANDOM_ERROR:
         return None
-    return worst(found[2], found[0])
+    return find_largest_error(found[2], found[0])
 
 
 def _fill(values: torch.Tensor, generator: torch.Generator) -> None:
     """Fill values at the scale of trained weights, equal in any dtype."""
-    block = torch.randn(min(BLOCK, max(1, values.numel())), generator=generator).mul_(0.05)
+    block = torch.randn(min(RANDOM_ELEMENTS, max(1, values.numel())), generator=generator).mul_(
+        0.05
+    )
     for part in values.split(len(block)) if values.numel() else ():
         part.copy_(block[: len(part)])
 
 
-def _optimizer_agreed(subject: Subject, runtime: DeviceRuntime, chosen: Chosen) -> Chosen:
+def _check_optimizer(
+    subject: Workload, runtime: DeviceRuntime, chosen: ChosenSettings
+) -> ChosenSettings:
     """Check the fused optimizer update against torch's plain one."""
     if not chosen.efficiency.fused_optimizer:
         return chosen
@@ -274,7 +282,7 @@ def _optimizer_agreed(subject: Subject, runtime: DeviceRuntime, chosen: Chosen) 
         parameter = torch.nn.Parameter(start.to(device, copy=True))
         optimizer = subject.optimizer_of([parameter])
         if not optimizer.defaults.get("fused"):
-            return chosen.because("fused_optimizer", "this optimizer has its own way")
+            return chosen.with_reason("fused_optimizer", "this optimizer has its own way")
         if not fused:
             for group in optimizer.param_groups:
                 group.update(fused=False, foreach=False)
@@ -283,20 +291,22 @@ def _optimizer_agreed(subject: Subject, runtime: DeviceRuntime, chosen: Chosen) 
             parameter.grad = torch.randn(start.shape, generator=generator).to(device)
             optimizer.step()
         found.append({"update": parameter.detach().cpu() - start})
-    error = worst(*found)
+    error = find_largest_error(*found)
     if not error <= TOLERANCE["fp32"]:
         return chosen.without("fused_optimizer", f"not used: it is {error:.1%} off the plain one")
     return chosen
 
 
-def _loss_agreed(
-    subject: Subject, runtime: DeviceRuntime, chosen: Chosen, dtype: torch.dtype
-) -> Chosen:
+def _check_loss_kernel(
+    subject: Workload, runtime: DeviceRuntime, chosen: ChosenSettings, dtype: torch.dtype
+) -> ChosenSettings:
     """Check the fused loss kernel against torch's loss; keep a correct and faster kernel."""
     if chosen.efficiency.loss != "triton":
         return chosen
     model = subject.model()
-    layer = output_layer(model, (unit.module for unit in dissect(model, subject.units).units))
+    layer = find_output_layer(
+        model, (unit.module for unit in split_into_units(model, subject.units).units)
+    )
     if layer is None:
         return chosen.without("loss", "the model has no linear output layer")
     try:
@@ -304,14 +314,14 @@ def _loss_agreed(
     except Exception as failure:  # any error of the kernel's compiler
         if is_out_of_memory(failure):
             raise
-        told = first_line(failure)
+        told = get_first_line(failure)
         return chosen.without("loss", f"not used: {told}")
     tolerance = TOLERANCE[_NAMES[dtype]]
     if not error <= tolerance:
         return chosen.without("loss", f"not used: {error:.1%} off torch's way")
     if faster < WORTHWHILE:
         return chosen.without("loss", f"not used: {faster:.2f} times torch's speed here")
-    return chosen.because("loss", f"{faster:.2f} times torch's speed here, {error:.2g} off it")
+    return chosen.with_reason("loss", f"{faster:.2f} times torch's speed here, {error:.2g} off it")
 
 
 def compare_losses(
@@ -320,8 +330,8 @@ def compare_losses(
     """Return the error and speedup of the fused kernel over torch's loss, for a chunk of a head."""
     generator, device = torch.Generator().manual_seed(0), runtime.torch_device
     on_gpu = is_gpu(runtime.torch_device)
-    most = GPU_MOST_ROWS if on_gpu else LEAST_ROWS
-    rows = rows_per_chunk(most, vocabulary=classes, width=width, on_gpu=on_gpu)
+    most = GPU_MAX_CHUNK_ROWS if on_gpu else MIN_CHUNK_ROWS
+    rows = compute_chunk_rows(most, vocabulary=classes, width=width, on_gpu=on_gpu)
     problem = LinearCrossEntropy(
         hidden=torch.randn(rows, width, generator=generator).to(device, dtype),
         weight=(torch.randn(classes, width, generator=generator) / width**0.5).to(device, dtype),
@@ -348,4 +358,4 @@ def compare_losses(
             assert into.hidden is not None
             found.append({"loss": loss.cpu(), "gradient": into.hidden.float().cpu()})
     fused_s, plain_s = (median(taken[1:]) for taken in seconds)  # the first run compiles
-    return worst(*found), plain_s / fused_s
+    return find_largest_error(*found), plain_s / fused_s

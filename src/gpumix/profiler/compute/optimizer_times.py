@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from gpumix.cost.layout.curves import undisturbed
-from gpumix.engine.offload.host_offload import empty_on_host
-from gpumix.engine.optimizers.base import WholeOptimizer
+from gpumix.cost.layout.curves import remove_timing_noise
+from gpumix.engine.offload.host_offload import allocate_on_host
+from gpumix.engine.optimizers.base import FullParameterOptimizer
 from gpumix.hardware.device import DeviceRuntime
-from gpumix.hardware.memory_limit import host_memory
+from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.profiler.compute.unit_fixture import tensor_bytes
 from gpumix.schema.curve import Curve
 
@@ -46,14 +46,14 @@ def time_optimizer(
     numel = min(OPTIMIZER_NUMEL, runtime.memory_limit_bytes // 64)
     parameters = _trial_parameters(device, [torch.Size([numel])])
     optimizer = optimizer_of(parameters)
-    whole = isinstance(optimizer, WholeOptimizer)
+    whole = isinstance(optimizer, FullParameterOptimizer)
     if whole:
         totals = accumulate(shape.numel() for shape in unit_shapes)
         fitting = [shape for shape, total in zip(unit_shapes, totals) if total <= numel]
         parameters = _trial_parameters(device, fitting or unit_shapes[:1])
         numel = sum(p.numel() for p in parameters)
         optimizer = optimizer_of(parameters)
-    seconds = _timed_again(runtime, optimizer.step)
+    seconds = _time_without_first(runtime, optimizer.step)
     # State independent of parameter size (a step counter) is zero per element.
     state = 0 if whole else tensor_bytes(optimizer.state[parameters[0]]) // numel
     per_element = optimizer.state_bytes if whole else (state, state)
@@ -65,12 +65,12 @@ def time_host_optimizer(
 ) -> float | None:
     """Return the seconds per element with offload; None for an optimizer of whole matrices, which
     updates on the device."""
-    with host_memory():
+    with count_as_host_memory():
         parameters = _trial_parameters(torch.device("cpu"), [torch.Size([HOST_NUMEL])])
         optimizer = optimizer_of(parameters)
-        if isinstance(optimizer, WholeOptimizer):
+        if isinstance(optimizer, FullParameterOptimizer):
             return None
-        return _timed_again(runtime, optimizer.step) / HOST_NUMEL
+        return _time_without_first(runtime, optimizer.step) / HOST_NUMEL
 
 
 def time_host_copies(runtime: DeviceRuntime) -> Curve:
@@ -79,14 +79,14 @@ def time_host_copies(runtime: DeviceRuntime) -> Curve:
     sizes = [n for n in COPIED_BYTES if n <= max(COPIED_BYTES[0], runtime.memory_limit_bytes // 64)]
     for size in sizes:
         here = torch.zeros(size, dtype=torch.uint8, device=device)
-        there = empty_on_host(size, torch.uint8, device)
-        out = _timed_again(runtime, partial(there.copy_, here, non_blocking=True))
-        back = _timed_again(runtime, partial(here.copy_, there, non_blocking=True))
+        there = allocate_on_host(size, torch.uint8, device)
+        out = _time_without_first(runtime, partial(there.copy_, here, non_blocking=True))
+        back = _time_without_first(runtime, partial(here.copy_, there, non_blocking=True))
         seconds.append(max(out, back))
-    return Curve(sizes=tuple(map(float, sizes)), values=undisturbed(seconds))
+    return Curve(sizes=tuple(map(float, sizes)), values=remove_timing_noise(seconds))
 
 
-def _timed_again(runtime: DeviceRuntime, work: Callable[[], Any]) -> float:
+def _time_without_first(runtime: DeviceRuntime, work: Callable[[], Any]) -> float:
     """Return the seconds of `work`, without the first run."""
     seconds = []
     for _ in range(1 + REPEATS):

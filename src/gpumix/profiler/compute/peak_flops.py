@@ -9,31 +9,31 @@ import torch
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.schema.peak_flops import Peak
 
-LARGEST = {"cuda": 8192, "cpu": 1024}  # rows and columns; larger products are not faster
-PART_OF_MEMORY = 16  # the three matrices fill at most this fraction of memory
+MAX_MATRIX_ROWS = {"cuda": 8192, "cpu": 1024}  # rows and columns; larger products are not faster
+MEMORY_DIVISOR = 16  # the three matrices fill at most this fraction of memory
 REPEATS = 5
 
 
-def measured_peak(runtime: DeviceRuntime, dtype: torch.dtype) -> Peak:
+def measure_peak(runtime: DeviceRuntime, dtype: torch.dtype) -> Peak:
     """Return the fastest of some products of square matrices."""
-    one, other, into = matrices(runtime, dtype)
-    fastest = min(_seconds(runtime, one, other, into) for _ in range(1 + REPEATS))
+    one, other, into = make_matrices(runtime, dtype)
+    fastest = min(_time_product(runtime, one, other, into) for _ in range(1 + REPEATS))
     return Peak(flops_per_s=2 * len(one) ** 3 / fastest, source="measured")
 
 
-def matrices(
+def make_matrices(
     runtime: DeviceRuntime, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return two square matrices, of the size of the fastest product, and the output."""
     device = runtime.torch_device
-    size = LARGEST.get(device.type, LARGEST["cuda"])
-    while size > 64 and 3 * size**2 * dtype.itemsize > runtime.memory_limit_bytes // PART_OF_MEMORY:
+    size = MAX_MATRIX_ROWS.get(device.type, MAX_MATRIX_ROWS["cuda"])
+    while size > 64 and 3 * size**2 * dtype.itemsize > runtime.memory_limit_bytes // MEMORY_DIVISOR:
         size //= 2
     one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return one, other, torch.empty_like(one)
 
 
-def _seconds(
+def _time_product(
     runtime: DeviceRuntime, one: torch.Tensor, other: torch.Tensor, into: torch.Tensor
 ) -> float:
     runtime.synchronize()

@@ -20,19 +20,25 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumix.engine.batch.batch_split import samples_in
+from gpumix.engine.batch.batch_split import count_samples
 from gpumix.engine.model.forward_coroutine import UnitCall
-from gpumix.engine.model.kernel_selection import channels_last
-from gpumix.engine.schedule.remote_stage_values import given_looks
+from gpumix.engine.model.kernel_selection import to_channels_last
+from gpumix.engine.schedule.remote_stage_values import make_input_shape_key
 from gpumix.engine.sequence_parallel.positions import is_divided
 from gpumix.engine.unit import split_backward
-from gpumix.engine.unit.unit_call import Cut
+from gpumix.engine.unit.unit_call import UnitBoundary
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.memory_limit import is_out_of_memory
-from gpumix.profiler.compute.call_order import all_called
-from gpumix.profiler.compute.dataflow import Flows, find_flows
-from gpumix.profiler.compute.memory_counter import FlopCount, MemoryCounter
-from gpumix.profiler.compute.unit_fixture import KnownOutputs, Specimens, Told, Walk, tensor_bytes
+from gpumix.profiler.compute.call_order import check_all_called
+from gpumix.profiler.compute.dataflow import DataFlow, find_flows
+from gpumix.profiler.compute.memory_counter import FlopCounter, MemoryCounter
+from gpumix.profiler.compute.unit_fixture import (
+    ModelRun,
+    RecordedOutputs,
+    Told,
+    UnitFixture,
+    tensor_bytes,
+)
 from gpumix.schema.profile.profile import ROOT
 
 # A micro-batch less than this much faster per sample than the previous, twice in a row, ends it.
@@ -90,7 +96,7 @@ class Point:
     chunked_head_bytes: int | None = None
 
     @property
-    def whole_head(self) -> bool:
+    def has_full_logits(self) -> bool:
         """Flag: full logits fit in memory; otherwise times of the root are chunked."""
         return ROOT in self.backward_bytes
 
@@ -110,21 +116,21 @@ class Point:
 @dataclass
 class Sweep:
     """Points of one device, in growing size. `cut_short`: the budget ended before the largest size;
-    `compiled`: the times are of compiled code; `of_code`: its error. See `Walk` for `enters` and
-    `leaves`."""
+    `compiled`: the times are of compiled code; `compile_finding`: its error. See `ModelRun` for
+    `enters` and `leaves`."""
 
     calls: tuple[str, ...]
     points: list[Point]
-    flows: Flows
+    flows: DataFlow
     enters: tuple[int, ...] = ()
     leaves: tuple[int, ...] = ()
     cut_short: bool = False
     compiled: bool = False
-    of_code: str = ""
+    compile_finding: str = ""
 
 
 def sweep(
-    specimens: Specimens,
+    specimens: UnitFixture,
     runtime: DeviceRuntime,
     make_batch: MakeBatch,
     *,
@@ -200,18 +206,20 @@ def _saturated(points: list[Point]) -> bool:
 class _Measurement:
     """Measurement of one micro-batch size: a first walk counts memory, later walks are timed."""
 
-    def __init__(self, specimens: Specimens, runtime: DeviceRuntime, memory: MemoryCounter) -> None:
+    def __init__(
+        self, specimens: UnitFixture, runtime: DeviceRuntime, memory: MemoryCounter
+    ) -> None:
         self._specimens = specimens
         self._runtime = runtime
         self._memory = memory
-        self._splits = not split_backward.why_not()
-        self._seen: dict[str, tuple[UnitCall, KnownOutputs]] = {}
-        self._outputs: dict[object, KnownOutputs] = {}  # by kind and inputs of a call
+        self._splits = not split_backward.explain_unsupported()
+        self._seen: dict[str, tuple[UnitCall, RecordedOutputs]] = {}
+        self._outputs: dict[object, RecordedOutputs] = {}  # by kind and inputs of a call
         self.ends: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def warm_up(self, batch: Batch) -> tuple[str, ...]:
         """Compute everything once, and return the names of the calls."""
-        size = samples_in(batch)
+        size = count_samples(batch)
         self._point = Point(size)
         calls: tuple[str, ...] = ()
         try:
@@ -222,21 +230,21 @@ class _Measurement:
                 raise
         if not calls:  # full logits may not fit, and need not exist
             calls = self._first_walk(batch, in_chunks=True)
-        all_called(self._specimens.kind_of, calls)
+        check_all_called(self._specimens.kind_of, calls)
         for kind, (call, _) in self._seen.items():
             self._count_unit(kind, call)
         if size == 1 and self._point.before_flops:
             self._count_backward_flops_before_units(batch)
         return calls
 
-    def flows(self, batch: Batch) -> Flows:
+    def flows(self, batch: Batch) -> DataFlow:
         """Return the data flow between calls, after `warm_up`."""
-        specimens, in_chunks = self._specimens, not self._point.whole_head
-        return find_flows(specimens, on_device(specimens, batch), in_chunks=in_chunks)
+        specimens, in_chunks = self._specimens, not self._point.has_full_logits
+        return find_flows(specimens, copy_to_device(specimens, batch), in_chunks=in_chunks)
 
     def run(self, batch: Batch) -> Point:
         calls = self.warm_up(batch)
-        with self._memory.paused():
+        with self._memory.stop_tracking():
             for _ in range(TRIES):
                 before = self._runtime.overruns
                 self._time_units()
@@ -258,28 +266,31 @@ class _Measurement:
             specimens.start(self._on_device_counted(batch)) as walk,
             specimens.head_in_chunks() if in_chunks else nullcontext(),
         ):
-            with FlopCount() as flops, self._listening(ROOT, "forward"):
-                point.kept[ROOT] += self._memory.added(walk.go_on)
+            with FlopCounter() as flops, self._record_collectives(ROOT, "forward"):
+                point.kept[ROOT] += self._memory.measure_added(walk.go_on)
             if walk.call is None:
-                all_called(specimens.kind_of, ())
+                check_all_called(specimens.kind_of, ())
             point.before_flops = flops.total / point.size
             outputs: Any = None
             while walk.call is not None:
                 kind = specimens.kind_of[walk.call.unit]
-                if self._shows_more(kind, walk.call):
+                if self._has_more_gradients(kind, walk.call):
                     self._seen[kind] = (walk.call, self._forward_counted(kind, walk.call))
                     self._outputs[self._alike(walk.call)] = self._seen[kind][1]
                 outputs = self._again(walk)
                 before = self._memory.current()
                 self._memory.reset_peak()
                 before_stretch = flops.total
-                with flops, self._listening(ROOT, "backward"):  # after the last call: the head's
+                with (
+                    flops,
+                    self._record_collectives(ROOT, "backward"),
+                ):  # after the last call: the head's
                     walk.go_on(outputs)
                 if walk.call is not None:  # the code between two calls; otherwise the head
                     kept = max(0, self._memory.current() - before)
                     point.kept[ROOT] += kept
-                    _raise(point.after_bytes, kind, self._memory.peak() - before - kept)
-            with FlopCount() as backward, self._listening(ROOT, "backward", more=True):
+                    _raise_maximum(point.after_bytes, kind, self._memory.peak() - before - kept)
+            with FlopCounter() as backward, self._record_collectives(ROOT, "backward", more=True):
                 walk.loss_backward()
             found = self._head_bytes(before, walk)
             self._count_gradients(walk)
@@ -294,14 +305,14 @@ class _Measurement:
             self.ends = tuple(walk.enters), tuple(walk.leaves)
             return tuple(walk.calls)
 
-    def _shows_more(self, kind: str, call: UnitCall) -> bool:
+    def _has_more_gradients(self, kind: str, call: UnitCall) -> bool:
         """Check if a call does more than the recorded call of its kind: a call may run without
         gradients, and if everything before it is frozen, its inputs need none."""
         known = self._seen.get(kind)
-        return known is None or _of_gradients(call) > _of_gradients(known[0])
+        return known is None or _get_gradient_needs(call) > _get_gradient_needs(known[0])
 
     @contextmanager
-    def _listening(self, name: str, way: Pass, *, more: bool = False) -> Iterator[None]:
+    def _record_collectives(self, name: str, way: Pass, *, more: bool = False) -> Iterator[None]:
         """Record a tensor-parallel group's collectives in a `with` block; `more` appends."""
         team = self._specimens.team
         if team is None:
@@ -314,7 +325,7 @@ class _Measurement:
 
     def _count_chunked_head(self, batch: Batch, calls: int) -> None:
         specimens = self._specimens
-        with specimens.start(on_device(specimens, batch)) as walk:
+        with specimens.start(copy_to_device(specimens, batch)) as walk:
             outputs = self._to_last_call(walk, calls)
             before = self._memory.current()
             self._memory.reset_peak()
@@ -324,10 +335,10 @@ class _Measurement:
             if specimens.head.supported:
                 self._point.chunked_head_bytes = self._head_bytes(before, walk)
 
-    def _head_bytes(self, before: int, walk: Walk) -> int:
+    def _head_bytes(self, before: int, walk: ModelRun) -> int:
         return max(0, self._memory.peak() - before - walk.gradient_bytes)
 
-    def _count_gradients(self, walk: Walk) -> None:
+    def _count_gradients(self, walk: ModelRun) -> None:
         """Run backward from call to call, without computing the units."""
         point, found = self._point, [walk.gradient_bytes]
         for number in reversed(range(len(walk.calls))):
@@ -336,7 +347,7 @@ class _Measurement:
             self._memory.reset_peak()
             walk.backward(number)
             kind = self._specimens.kind_of[walk.calls[number]] if number else ROOT
-            _raise(point.before_backward_bytes, kind, self._memory.peak() - before)
+            _raise_maximum(point.before_backward_bytes, kind, self._memory.peak() - before)
             found.append(walk.gradient_bytes)
         point.gradients = found[::-1]
 
@@ -351,13 +362,13 @@ class _Measurement:
         made: list[Batch] = []
 
         def move() -> None:
-            made.append(on_device(self._specimens, batch))
+            made.append(copy_to_device(self._specimens, batch))
 
-        self._point.kept[ROOT] += self._memory.added(move)
+        self._point.kept[ROOT] += self._memory.measure_added(move)
         return made[0]
 
-    def _forward_counted(self, kind: str, call: UnitCall) -> KnownOutputs:
-        with FlopCount() as flops:  # compiled code hides operations
+    def _forward_counted(self, kind: str, call: UnitCall) -> RecordedOutputs:
+        with FlopCounter() as flops:  # compiled code hides operations
             returned = self._specimens.returned(call)
         sizes = {n: t.nbytes for n, t in enumerate(returned.leaves) if torch.is_tensor(t)}
         self._point.outputs[kind] = sizes
@@ -370,8 +381,8 @@ class _Measurement:
         before = self._memory.current()
         self._memory.reset_peak()
         cut = self._specimens.cut(call)
-        with self._listening(kind, "forward"):
-            outputs = KnownOutputs.of(cut)
+        with self._record_collectives(kind, "forward"):
+            outputs = RecordedOutputs.of(cut)
         kept = self._memory.current() - before  # includes the cut's memory for its backward
         self._point.kept[kind] = max(0, kept)
         self._point.forward_bytes[kind] = max(0, self._memory.peak() - before - kept)
@@ -381,7 +392,7 @@ class _Measurement:
         point, memory = self._point, self._memory
         cut = self._specimens.cut(call)
         cut.forward()
-        with self._listening(kind, "backward"):
+        with self._record_collectives(kind, "backward"):
             point.backward_bytes[kind], point.gradient[kind] = self._backward_counted(cut)
         kept = self._specimens.cut(call, recompute=False)
         before = memory.current()
@@ -391,7 +402,7 @@ class _Measurement:
         point.saved[kind] = max(0, saved)
         point.saved_forward_bytes[kind] = max(0, memory.peak() - before - saved)
         del outputs
-        with self._listening(kind, "gradient"):
+        with self._record_collectives(kind, "gradient"):
             point.saved_backward_bytes[kind], _ = self._backward_counted(kept)
         del kept
         if self._splits:
@@ -404,7 +415,7 @@ class _Measurement:
             cut = self._specimens.cut(call, recompute=False)
             cut.forward()
             _give_gradients(cut.leaves)
-            with FlopCount() as flops:
+            with FlopCounter() as flops:
                 cut.backward()
         self._point.backward_flops[kind] = float(flops.total - flops.rerun)
         self._point.rerun_flops[kind] = float(flops.rerun)
@@ -425,7 +436,7 @@ class _Measurement:
             working = max(working, memory.peak() - left)
         point.split[kind], point.split_backward_bytes[kind] = max(0, left - before), working
 
-    def _backward_counted(self, cut: Cut) -> tuple[int, int]:
+    def _backward_counted(self, cut: UnitBoundary) -> tuple[int, int]:
         """Return the working set of a backward, and the bytes of input gradients in it."""
         _give_gradients(cut.leaves)
         before = self._memory.current()
@@ -435,10 +446,10 @@ class _Measurement:
 
     def _count_backward_flops_before_units(self, batch: Batch) -> None:
         specimens = self._specimens
-        with specimens.start(on_device(specimens, batch)) as walk:
+        with specimens.start(copy_to_device(specimens, batch)) as walk:
             walk.go_on()
             first = specimens.cut(walk.call).links if walk.call else []
-            with FlopCount() as flops:
+            with FlopCounter() as flops:
                 walk.root_backward(first)
         self._point.before_backward_flops = float(flops.total)
         self._point.backward_flops[ROOT] += float(flops.total)
@@ -481,11 +492,11 @@ class _Measurement:
         ways: dict[bool, list[float]] = {}  # by chunked
         if point.chunked_head_bytes is not None:
             ways[True] = []
-        if point.whole_head:
+        if point.has_full_logits:
             ways[False] = []
         for _ in range(REPEATS):
             for in_chunks, backward in ways.items():
-                with specimens.start(on_device(specimens, batch)) as walk:
+                with specimens.start(copy_to_device(specimens, batch)) as walk:
                     forward.append(self._timed(walk.go_on)[0])
                     first = specimens.cut(walk.call).links if walk.call else []
                     outputs = self._to_last_call(walk, calls)
@@ -497,24 +508,24 @@ class _Measurement:
         point.forward_s[ROOT], point.gradient_s[ROOT] = median_high(forward), median_high(before)
         taken = {in_chunks: median_high(backward) for in_chunks, backward in ways.items()}
         point.chunked_head_s = taken.get(True)
-        point.backward_s[ROOT] = taken[False] if point.whole_head else taken[True]
+        point.backward_s[ROOT] = taken[False] if point.has_full_logits else taken[True]
 
-    def _to_last_call(self, walk: Walk, calls: int) -> Any:
+    def _to_last_call(self, walk: ModelRun, calls: int) -> Any:
         """Hand over the outputs of all calls except the last, and return the last outputs."""
         while len(walk.calls) < calls:
             walk.go_on(self._again(walk) if walk.calls else None)
         return self._again(walk)
 
-    def _again(self, walk: Walk) -> Any:
+    def _again(self, walk: ModelRun) -> Any:
         """Return the outputs of the current call, copied from the first equal call."""
         assert walk.call is not None
         alike = self._alike(walk.call)
         if alike not in self._outputs:
-            self._outputs[alike] = KnownOutputs.of(self._specimens.cut(walk.call))
+            self._outputs[alike] = RecordedOutputs.of(self._specimens.cut(walk.call))
         return self._outputs[alike].again(walk.call)
 
     def _alike(self, call: UnitCall) -> object:
-        return self._specimens.kind_of[call.unit], given_looks(call)
+        return self._specimens.kind_of[call.unit], make_input_shape_key(call)
 
     def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
         """Return the seconds of `work` on the device, and its result."""
@@ -526,7 +537,7 @@ class _Measurement:
         return time.perf_counter() - begun, result
 
 
-def on_device(specimens: Specimens, batch: Batch) -> Batch:
+def copy_to_device(specimens: UnitFixture, batch: Batch) -> Batch:
     """Copy a batch to the device, in the engine's layout and dtype."""
     dtype, device = specimens.compute_dtype, specimens.device
 
@@ -535,12 +546,12 @@ def on_device(specimens: Specimens, batch: Batch) -> Batch:
             return value
         kept = dtype if value.is_floating_point() else value.dtype
         moved = value.to(device, kept, copy=True)
-        return channels_last(moved) if specimens.images_last else moved
+        return to_channels_last(moved) if specimens.images_last else moved
 
     return tree_map(move, batch)
 
 
-def _raise(most: dict[str, int], name: str, value: int) -> None:
+def _raise_maximum(most: dict[str, int], name: str, value: int) -> None:
     most[name] = max(most.get(name, 0), value)
 
 
@@ -549,7 +560,7 @@ def _leaves(outputs: Any) -> list[torch.Tensor]:
     return [t for t in tensors if t.requires_grad]
 
 
-def _of_gradients(call: UnitCall) -> tuple[bool, bool]:
+def _get_gradient_needs(call: UnitCall) -> tuple[bool, bool]:
     """Return if a call runs with gradients, and if any input requires a gradient."""
     tensors = tree_leaves((call.args, call.kwargs))
     wanted = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tensors)

@@ -16,26 +16,37 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumix.engine.comm.communicator import Borrowed, Communicator, Pending
-from gpumix.engine.loss.chunked_head import HeadInChunks
+from gpumix.engine.comm.communicator import Communicator, Pending, PooledTensor
+from gpumix.engine.loss.chunked_head import ChunkedHead
 from gpumix.engine.loss.reduction import Objective
-from gpumix.engine.model.captured_outputs import Captured, Collected
+from gpumix.engine.model.captured_outputs import Collected, OutputCapture
 from gpumix.engine.model.containers import Containers
-from gpumix.engine.model.forward_coroutine import Calls, Coroutine, Finished, UnitCall, intercept
-from gpumix.engine.model.unit_values import Arguments
-from gpumix.engine.schedule.remote_stage_values import Elsewhere, Returned, plain_run
-from gpumix.engine.sequence_parallel.positions import Positions
+from gpumix.engine.model.forward_coroutine import (
+    Coroutine,
+    ForwardResult,
+    UnitCall,
+    UnitCallHandlers,
+    intercept,
+)
+from gpumix.engine.model.unit_values import ArgumentsStructure
+from gpumix.engine.schedule.remote_stage_values import RemoteStages, Returned, run_without_gradients
+from gpumix.engine.sequence_parallel.positions import PositionSharding
 from gpumix.engine.sharding.flat_group import Dtypes, FlatGroup
 from gpumix.engine.sharding.shard_layout import Division
-from gpumix.engine.sharding.unit_discovery import Anatomy, Unit
+from gpumix.engine.sharding.unit_discovery import ModelUnits, Unit
 from gpumix.engine.unit import own_checkpointing
-from gpumix.engine.unit.inter_unit_backward import Glue, GradientTarget, hand, without_memory
-from gpumix.engine.unit.regional_compile import compile_units, plain_forward
-from gpumix.engine.unit.sharded_units import ShardedUnit, Storage, alone
-from gpumix.engine.unit.unit_call import Cut, cast, taken
-from gpumix.hardware.memory_limit import host_memory
-from gpumix.profiler.compute.call_order import OneOrder
-from gpumix.schema.plan.splitting import Intervals
+from gpumix.engine.unit.inter_unit_backward import (
+    GradientTarget,
+    InterUnitGraph,
+    connect_to_leaf,
+    expand_zeros_like,
+)
+from gpumix.engine.unit.regional_compile import compile_units, get_uncompiled_forward
+from gpumix.engine.unit.sharded_units import ShardedUnit, Storage, make_standalone_unit
+from gpumix.engine.unit.unit_call import UnitBoundary, cast_floating, divide_call_inputs
+from gpumix.hardware.memory_limit import count_as_host_memory
+from gpumix.profiler.compute.call_order import CallOrder
+from gpumix.schema.plan.splitting import ShardIntervals
 from gpumix.schema.profile.profile import TeamOperation
 
 # Small and not zero: realistic for timing, and no loss overflows.
@@ -47,7 +58,7 @@ Told = tuple[TeamOperation, int]
 """Collective of a tensor-parallel group, and a rank's bytes in it."""
 
 
-class Specimens:
+class UnitFixture:
     """Model with one runnable unit per kind.
 
     Args:
@@ -65,12 +76,12 @@ class Specimens:
     def __init__(
         self,
         model: nn.Module,
-        anatomy: Anatomy,
+        anatomy: ModelUnits,
         *,
         device: torch.device,
         compute_dtype: torch.dtype,
         objective: Objective,
-        team: MadeUpTeam | None = None,
+        team: FakeTensorParallelGroup | None = None,
         images_last: bool = False,
         fused_loss: bool = False,
     ) -> None:
@@ -80,10 +91,10 @@ class Specimens:
         self.device = device
         self.compute_dtype = compute_dtype
         self.compiled = False
-        self.order = OneOrder()
+        self.order = CallOrder()
         self.scale = torch.full((), SCALE, device=device)
         self._objective = objective
-        self.head = HeadInChunks(
+        self.head = ChunkedHead(
             model,
             (unit.module for unit in anatomy.units),
             whole_because="" if team is None else "a team computes it together",
@@ -95,13 +106,13 @@ class Specimens:
         dividing = (unit.positions for unit in anatomy.units if unit.positions is not None)
         self.positions = next(dividing, None)
         # Calls of a group depend on its ranks' parts; one rank's outputs do not show all.
-        self.elsewhere = Elsewhere(anatomy, device, compute_dtype) if team is None else None
+        self.elsewhere = RemoteStages(anatomy, device, compute_dtype) if team is None else None
         self.of_kind: dict[str, ShardedUnit] = {}
         self.kind_of: dict[str, str] = {}
         self._units = anatomy.units
         self._forwards = {unit.name: unit.module.forward for unit in anatomy.units}
         self.divide({unit.name: unit.kind for unit in anatomy.units})
-        calls = Calls()
+        calls = UnitCallHandlers()
         for unit in anatomy.units:
             intercept(unit.name, unit.module, calls)
         self.shared_by = {unit.name: unit.uses(self.root_slots) for unit in anatomy.units}
@@ -113,7 +124,7 @@ class Specimens:
     def _alive(self, unit: Unit) -> ShardedUnit:
         """Make a unit with gathered parameters and a gradient buffer, but no state: another rank of
         a made-up pair owns it."""
-        alive = alone(
+        alive = make_standalone_unit(
             unit,
             Division(zero_stage=3, shares=(1.0, 0.0), comm=_Bystander(self.device)),
             Storage(self.device, Dtypes(self.compute_dtype, self.compute_dtype), _no_values),
@@ -142,7 +153,7 @@ class Specimens:
         units = list(self.of_kind.values())
         before = [unit.forward for unit in units]
         for unit in units:
-            unit.forward = plain_forward(unit)
+            unit.forward = get_uncompiled_forward(unit)
         try:
             yield
         finally:
@@ -154,22 +165,24 @@ class Specimens:
         `head.supported`."""
         return self.head.step(self.scale)
 
-    def start(self, batch: Any) -> Walk:
+    def start(self, batch: Any) -> ModelRun:
         """Start a run of the model on `batch`, with tensors on the device."""
-        return Walk(self, Coroutine(lambda: self._objective(self.model, batch)))
+        return ModelRun(self, Coroutine(lambda: self._objective(self.model, batch)))
 
     def returned(self, call: UnitCall) -> Returned:
         """Return the called unit's outputs, without gradients and compiled code."""
-        forward = plain_forward(self.of_kind[self.kind_of[call.unit]])
-        return plain_run(call, forward, lambda value: cast(value, self.compute_dtype))
+        forward = get_uncompiled_forward(self.of_kind[self.kind_of[call.unit]])
+        return run_without_gradients(
+            call, forward, lambda value: cast_floating(value, self.compute_dtype)
+        )
 
-    def cut(self, call: UnitCall, *, recompute: bool = True) -> Cut:
+    def cut(self, call: UnitCall, *, recompute: bool = True) -> UnitBoundary:
         """Return the specimen of the called unit with the call's inputs. It can run repeatedly: the
-        model's captures from inside are handed over only by `KnownOutputs`."""
-        context, _ = Captured(call.context).apart()
-        leaves, arguments = Arguments.of(call.args, call.kwargs)
+        model's captures from inside are handed over only by `RecordedOutputs`."""
+        context, _ = OutputCapture(call.context).copy_context()
+        leaves, arguments = ArgumentsStructure.of(call.args, call.kwargs)
         args, kwargs = arguments.filled(leaves)  # with containers of its own
-        cut = Cut(
+        cut = UnitBoundary(
             call._replace(args=args, kwargs=kwargs, context=context),
             self.of_kind[self.kind_of[call.unit]],
             compute_dtype=self.compute_dtype,
@@ -181,7 +194,7 @@ class Specimens:
         return cut
 
 
-class Walk:
+class ModelRun:
     """Run of the model from unit call to unit call.
 
     `enters` and `leaves` are the numbers of the calls before which hidden states are divided into
@@ -189,21 +202,21 @@ class Walk:
     to the head.
     """
 
-    def __init__(self, specimens: Specimens, coroutine: Coroutine) -> None:
+    def __init__(self, specimens: UnitFixture, coroutine: Coroutine) -> None:
         self.calls: list[str] = []
         self.enters: list[int] = []
         self.leaves: list[int] = []
         self._specimens = specimens
         self._coroutine = coroutine
         self._inside = ExitStack()
-        self._glue = Glue()
+        self._glue = InterUnitGraph()
         self._links: list[list[GradientTarget]] = []
         self._leaves: list[torch.Tensor] = []
         self._from: list[int] = []  # by call, the index of its first leaf
-        self._at: UnitCall | Finished | None = None
+        self._at: UnitCall | ForwardResult | None = None
 
-    def __enter__(self) -> Walk:
-        self._inside.enter_context(own_checkpointing.taken_over())
+    def __enter__(self) -> ModelRun:
+        self._inside.enter_context(own_checkpointing.bypass_torch_checkpoint())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -218,7 +231,7 @@ class Walk:
     @property
     def result(self) -> Any:
         """Summed loss and count, at the end."""
-        assert isinstance(self._at, Finished)
+        assert isinstance(self._at, ForwardResult)
         return self._at.value
 
     def go_on(self, outputs: Any = None) -> None:
@@ -231,7 +244,7 @@ class Walk:
         left = 0 if positions is None else positions.left
         self._from.append(len(self._leaves))
         self._at = self._coroutine.resume(tree_map(self._handed, outputs))
-        self._specimens.order.reached(len(self.calls) + 1, self.call.unit if self.call else "")
+        self._specimens.order.check_call(len(self.calls) + 1, self.call.unit if self.call else "")
         if self.call is not None and positions is not None:
             self.leaves += [len(self.calls) - 1] * (positions.left - left)
             self._divide(self.call, positions)
@@ -244,17 +257,17 @@ class Walk:
         """Prepare an output for the model, with a leaf for its gradient, as in the engine."""
         if not isinstance(value, torch.Tensor) or not (value.requires_grad and value.is_leaf):
             return value
-        self._leaves.append(without_memory(value).requires_grad_())
-        return hand(self._leaves[-1], value)
+        self._leaves.append(expand_zeros_like(value).requires_grad_())
+        return connect_to_leaf(self._leaves[-1], value)
 
-    def _divide(self, call: UnitCall, positions: Positions) -> None:
+    def _divide(self, call: UnitCall, positions: PositionSharding) -> None:
         entered, specimens = positions.entered, self._specimens
-        self._at = taken(call, specimens.of_kind[specimens.kind_of[call.unit]])
+        self._at = divide_call_inputs(call, specimens.of_kind[specimens.kind_of[call.unit]])
         self.enters += [len(self.calls)] * (positions.entered - entered)
 
     def loss_backward(self) -> None:
         """Run backward from the loss to the last unit's outputs, at the end."""
-        assert isinstance(self._at, Finished)
+        assert isinstance(self._at, ForwardResult)
         loss, _ = self._at.value
         self._at = None
         self._glue.backward_loss(loss * self._specimens.scale)
@@ -282,7 +295,7 @@ class Walk:
 
 
 @dataclass(frozen=True)
-class KnownOutputs:
+class RecordedOutputs:
     """Outputs of a call, and the model's captures from inside, for calls of equal kind without
     computation."""
 
@@ -290,14 +303,14 @@ class KnownOutputs:
     collected: Collected
 
     @classmethod
-    def of(cls, cut: Cut) -> KnownOutputs:
+    def of(cls, cut: UnitBoundary) -> RecordedOutputs:
         """Compute the outputs of a call."""
         return cls(cut.forward(), cut.collected)
 
     def again(self, call: UnitCall) -> Any:
         """Return the outputs for `call`, after handing over the model's captures."""
         given = Containers(call.unit, call.args, call.kwargs)
-        Captured(call.context, given).hand_over(_alike(self.collected))
+        OutputCapture(call.context, given).give_to_model(_alike(self.collected))
         return _alike(self.value)
 
 
@@ -312,7 +325,7 @@ def _alike(values: Any) -> Any:
     return tree_map(leaf, values)
 
 
-class MadeUpTeam(Communicator):
+class FakeTensorParallelGroup(Communicator):
     """Made-up tensor-parallel group: rank 0 of `degree` ranks with equal data. Collectives are
     recorded; gloo's buffers for them are not counted here (`cost.teams`)."""
 
@@ -322,8 +335,8 @@ class MadeUpTeam(Communicator):
         self.on_gloo = device.type == "cpu"
         self.told: list[Told] = []
 
-    def borrow(self, purpose: str, like: torch.Tensor, rows: int, length: int) -> Borrowed:
-        with host_memory():
+    def borrow(self, purpose: str, like: torch.Tensor, rows: int, length: int) -> PooledTensor:
+        with count_as_host_memory():
             return super().borrow(purpose, like, rows, length)
 
     def start_all_reduce(self, value: torch.Tensor, label: str, *, flags: bool = False) -> Pending:
@@ -340,7 +353,7 @@ class MadeUpTeam(Communicator):
     def reduce(
         self,
         full: torch.Tensor,
-        intervals: Intervals,
+        intervals: ShardIntervals,
         label: str,
         deliver: Callable[[torch.Tensor], None],
     ) -> Pending:

@@ -18,14 +18,14 @@ from gpumix.engine.model.forward_coroutine import UnitCall
 from gpumix.engine.schedule.remote_stage_values import (
     Returned,
     TensorMeta,
-    Untold,
-    given_looks,
+    UnknownOutputError,
     hand_over,
+    make_input_shape_key,
 )
-from gpumix.profiler.compute.unit_fixture import WEIGHT_STD, Specimens
+from gpumix.profiler.compute.unit_fixture import WEIGHT_STD, UnitFixture
 
 
-def tell_apart(specimens: Specimens, batch: Any) -> list[str]:
+def separate_kinds(specimens: UnitFixture, batch: Any) -> list[str]:
     """Make separate kinds of units with different inputs or outputs, and return the called units.
 
     Args:
@@ -42,19 +42,19 @@ def tell_apart(specimens: Specimens, batch: Any) -> list[str]:
                 computed[kind] = specimens.returned(call)
             try:
                 returned = specimens.elsewhere.returned(call)
-            except Untold:
+            except UnknownOutputError:
                 returned = computed[kind]  # assume the outputs of its kind
-            looks = _looks(returned)
-            done[call.unit].add((given_looks(call), looks))
-            if looks == _looks(computed[kind]):
+            looks = _describe_outputs(returned)
+            done[call.unit].add((make_input_shape_key(call), looks))
+            if looks == _describe_outputs(computed[kind]):
                 returned = computed[kind]
-            leaves = [_values(leaf, call, specimens.device) for leaf in returned.leaves]
+            leaves = [_make_values(leaf, call, specimens.device) for leaf in returned.leaves]
             walk.go_on(hand_over(call, returned, leaves))
-    specimens.divide(_kinds(specimens.kind_of, done))
+    specimens.divide(_assign_kinds(specimens.kind_of, done))
     return walk.calls
 
 
-def _kinds(kind_of: Mapping[str, str], done: Mapping[str, Set[object]]) -> dict[str, str]:
+def _assign_kinds(kind_of: Mapping[str, str], done: Mapping[str, Set[object]]) -> dict[str, str]:
     """Return the kind of each unit; the first of a kind, and units behaving like it, keep the
     name."""
     names: dict[tuple[str, frozenset[object]], str] = {}
@@ -64,18 +64,18 @@ def _kinds(kind_of: Mapping[str, str], done: Mapping[str, Set[object]]) -> dict[
         does = kind, frozenset(done.get(unit, ()))
         if does not in names:
             first = not any(known == kind for known, _ in names)
-            names[does] = kind if first else _another(kind, taken)
+            names[does] = kind if first else _make_kind_name(kind, taken)
             taken.add(names[does])
         found[unit] = names[does]
     return found
 
 
-def _another(kind: str, taken: set[str]) -> str:
+def _make_kind_name(kind: str, taken: set[str]) -> str:
     base = kind.split("#")[0]
     return next(name for n in count(2) if (name := f"{base}#{n}") not in taken)
 
 
-def _looks(returned: Returned) -> object:
+def _describe_outputs(returned: Returned) -> object:
     looks = (
         TensorMeta.of(leaf)
         if isinstance(leaf, torch.Tensor)
@@ -87,7 +87,7 @@ def _looks(returned: Returned) -> object:
     return str(returned.structure), tuple(looks)
 
 
-def _values(leaf: Any, call: UnitCall, device: torch.device) -> Any:
+def _make_values(leaf: Any, call: UnitCall, device: torch.device) -> Any:
     """Return values to continue the model with: arbitrary values if only the look is known."""
     if isinstance(leaf, TensorMeta):
         values = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)

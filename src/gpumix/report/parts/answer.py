@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from gpumix.report import words
-from gpumix.report.draw import bar, picture
+from gpumix.report.draw import draw_bar, draw_picture
 from gpumix.report.facts import RunFacts
 from gpumix.report.html import Markup, el
-from gpumix.report.parts.section import aside, labels, too_busy
-from gpumix.report.speed import SpeedAnswer, StepSpeed
-from gpumix.schema.units import plural
+from gpumix.report.parts.section import render_busy_warning, render_labels, render_remark
+from gpumix.report.speed import RunSpeeds, StepSpeed
+from gpumix.schema.units import format_count
 
 MOST = 0.985  # fraction of the width taken by the longest bar
 
 
-def answer(facts: RunFacts) -> Markup:
+def render_speeds(facts: RunFacts) -> Markup:
     found = facts.answer
     return el(
         "section",
-        el("h2", "How fast", " ", labels(facts), id="answer-heading"),
-        el("div", _speed(found), _even(found), _ideal(found), class_="figures"),
+        el("h2", "How fast", " ", render_labels(facts), id="answer-heading"),
+        el(
+            "div",
+            _render_speed_figure(found),
+            _render_even_figure(found),
+            _render_ideal_figure(found),
+            class_="figures",
+        ),
         _bars(found),
-        too_busy(facts),
-        aside(_note(facts)),
+        render_busy_warning(facts),
+        render_remark(_note(facts)),
         id="answer",
         aria_labelledby="answer-heading",
     )
@@ -37,37 +43,45 @@ def _figure(number: str, what: str, how: str, class_: str = "figure") -> Markup:
     )
 
 
-def _speed(found: SpeedAnswer) -> Markup:
+def _render_speed_figure(found: RunSpeeds) -> Markup:
     best = found.best
     if not best:
         return _figure(words.UNKNOWN, "tokens/s", best.why)
-    how = f"{best.source}, {words.seconds(best.step_s)} a step"
+    how = f"{best.source}, {words.format_seconds(best.step_s)} a step"
     if found.prediction_error is not None:
         how += f"; predicted step time off by {found.prediction_error:+.1%}"
-    return _figure(words.count(best.tokens_per_s), "tokens/s", how, "figure first")
+    return _figure(words.format_number(best.tokens_per_s), "tokens/s", how, "figure first")
 
 
-def _even(found: SpeedAnswer) -> Markup:
-    if found.against_even is None:
-        why = found.even.why or found.like_even.why
+def _render_even_figure(found: RunSpeeds) -> Markup:
+    if found.speedup_over_even is None:
+        why = found.even.why or found.comparable_to_even.why
         return _figure(words.UNKNOWN, "against an even split", why)
     what = "the speed of an even split"
-    return _figure(words.times(found.against_even), what, _held(found.like_even, found.even))
+    return _figure(
+        words.format_factor(found.speedup_over_even),
+        what,
+        _describe_sources(found.comparable_to_even, found.even),
+    )
 
 
-def _ideal(found: SpeedAnswer) -> Markup:
+def _render_ideal_figure(found: RunSpeeds) -> Markup:
     what = "of what all devices reach alone, added up"
-    if found.of_ideal is None:
+    if found.fraction_of_ideal is None:
         return _figure(words.UNKNOWN, what, found.ideal.why or found.best.why)
-    return _figure(f"{found.of_ideal:.0%}", what, _held(found.best, found.ideal))
+    return _figure(
+        f"{found.fraction_of_ideal:.0%}", what, _describe_sources(found.best, found.ideal)
+    )
 
 
-def _held(here: StepSpeed, other: StepSpeed) -> str:
+def _describe_sources(here: StepSpeed, other: StepSpeed) -> str:
     """Describe both sides of a comparison."""
-    return f"{here.source} here; {words.rate(other.tokens_per_s)} there, {other.source}"
+    return (
+        f"{here.source} here; {words.format_token_rate(other.tokens_per_s)} there, {other.source}"
+    )
 
 
-def _bars(found: SpeedAnswer) -> Markup | None:
+def _bars(found: RunSpeeds) -> Markup | None:
     rows = [
         ("even split", found.even, "bar-other"),
         ("this plan", found.predicted, "bar-predicted"),
@@ -82,13 +96,13 @@ def _bars(found: SpeedAnswer) -> Markup | None:
 
 
 def _bar(name: str, speed: StepSpeed, class_: str, longest: float) -> Markup:
-    told = words.rate(speed.tokens_per_s)
+    told = words.format_token_rate(speed.tokens_per_s)
     part = MOST * (speed.tokens_per_s or 0.0) / longest
     title = f"{name}: {told}, {speed.source}"
     return el(
         "div",
         el("span", name, class_="name"),
-        picture(title, 16, bar(0, part, y=0, height=16, class_=class_, title=title)),
+        draw_picture(title, 16, draw_bar(0, part, y=0, height=16, class_=class_, title=title)),
         el("span", told, " ", el("em", speed.source), class_="value"),
         class_="row",
     )
@@ -100,9 +114,9 @@ def _note(facts: RunFacts) -> str:
     one_in = f", one in {every}" if every > 1 else ""
     parts = []
     if steps:
-        earlier = " and those by an earlier plan" if facts.run.history.another_plan else ""
+        earlier = " and those by an earlier plan" if facts.run.history.last_other_plan_step else ""
         parts.append(
-            f"Measured: the median of {plural(steps, 'step')}{one_in}, those after each start"
+            f"Measured: the median of {format_count(steps, 'step')}{one_in}, those after each start"
             f"{earlier} left out."
         )
     known = "datasheets of the cards" if facts.estimated else "what was measured of each class"

@@ -8,28 +8,35 @@ from collections.abc import Iterator
 
 from gpumix.report import words
 from gpumix.report.cluster import Box, BoxMember, PlanPart, Rate
-from gpumix.report.draw import Entry, bar, colour, legend, picture, tick
+from gpumix.report.draw import (
+    Entry,
+    draw_bar,
+    draw_legend,
+    draw_picture,
+    draw_tick,
+    get_color_class,
+)
 from gpumix.report.facts import RunFacts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.plan_picture import class_names
-from gpumix.report.parts.section import aside, section
-from gpumix.schema.units import plural
+from gpumix.report.parts.section import render_remark, render_section
+from gpumix.schema.units import format_count
 
 MOST_BOXES = 24  # drawn per box; the rest is counted
-BAR = 9  # pixels
+BAR_PIXELS = 9  # pixels
 THINNEST, THICKEST = 1.0, 7.0  # pixels, for links of 10 MB/s and of 1 TB/s
 
 
-def cluster_picture(facts: RunFacts) -> Markup:
+def render_cluster(facts: RunFacts) -> Markup:
     whole = facts.cluster
     many = whole.devices > len(whole.all_members)
-    return section(
+    return render_section(
         facts,
         "cluster",
         "The cluster",
-        legend(_legend(facts)),
-        _whole(whole, _Scale(facts)),
-        aside(_note(facts, many=many)),
+        draw_legend(_legend(facts)),
+        _draw_outermost(whole, _Scale(facts)),
+        render_remark(_note(facts, many=many)),
         lead="Who stands where, what links them, and what each computes and stores.",
     )
 
@@ -41,7 +48,7 @@ def _legend(facts: RunFacts) -> Iterator[Entry]:
 
 
 def _colour(facts: RunFacts, name: str) -> str:
-    return colour(class_names(facts).index(name))
+    return get_color_class(class_names(facts).index(name))
 
 
 def _note(facts: RunFacts, *, many: bool) -> str:
@@ -50,15 +57,15 @@ def _note(facts: RunFacts, *, many: bool) -> str:
         parts.append("Devices of a class that stand together are one, with the mean of each.")
     if len(facts.run.plan.stages) > 1:
         parts.append("Parts are of the samples, and of the state, of a device's own stage.")
-    if _linked(facts.cluster):
+    if _has_link(facts.cluster):
         parts.append("Rates are of one large message between two devices, or two hosts.")
     elif facts.cluster.devices > 1:
         parts.append("How fast its links are is not known.")
     return " ".join(parts)
 
 
-def _linked(box: Box) -> bool:
-    return box.link is not None or any(map(_linked, box.boxes))
+def _has_link(box: Box) -> bool:
+    return box.link is not None or any(map(_has_link, box.boxes))
 
 
 class _Scale:
@@ -79,7 +86,7 @@ def _lengths(part: PlanPart) -> Iterator[float]:
         yield from (part.stored, part.even_stored)
 
 
-def _whole(box: Box, scale: _Scale) -> Markup:
+def _draw_outermost(box: Box, scale: _Scale) -> Markup:
     """Draw the outermost box, omitted for a single host."""
     alone = len(box.boxes) == 1 and not box.boxes[0].alike
     return el("div", _box(box.boxes[0] if alone else box, scale), class_="cluster")
@@ -90,9 +97,9 @@ def _box(box: Box, scale: _Scale) -> Markup:
     more = len(box.boxes) - len(inner)
     return el(
         "div",
-        el("div", _named(box), _link(box), class_="box-head"),
+        el("div", _draw_box_name(box), _link(box), class_="box-head"),
         el("div", inner, class_="boxes") if inner else None,
-        aside(f"{more:,} more are not drawn.") if more else None,
+        render_remark(f"{more:,} more are not drawn.") if more else None,
         el("div", [_member(one, scale) for one in box.members], class_="members")
         if box.members
         else None,
@@ -100,15 +107,15 @@ def _box(box: Box, scale: _Scale) -> Markup:
     )
 
 
-def _named(box: Box) -> Markup:
+def _draw_box_name(box: Box) -> Markup:
     names = {
-        "cluster": plural(box.hosts, "host"),
+        "cluster": format_count(box.hosts, "host"),
         "rack": f"rack {box.name}",
         "host": box.name,
         "island": f"island {box.name}",
     }
-    told = plural(box.devices, "device")
-    alike = f"and {plural(len(box.alike), 'host')} alike, {told} in all"
+    told = format_count(box.devices, "device")
+    alike = f"and {format_count(len(box.alike), 'host')} alike, {told} in all"
     return el(
         "p",
         el("strong", names[box.level]),
@@ -123,8 +130,8 @@ def _link(box: Box) -> Markup | None:
     link = box.link
     if link is None:
         return None
-    between = _between(box)
-    told = link.bytes_per_s.shown(words.link)
+    between = _describe_link_ends(box)
+    told = link.bytes_per_s.format_with(words.format_link_rate)
     name = f" {link.name}" if link.name not in ("", told) else ""
     return el(
         "p",
@@ -135,7 +142,7 @@ def _link(box: Box) -> Markup | None:
     )
 
 
-def _between(box: Box) -> str:
+def _describe_link_ends(box: Box) -> str:
     inner = {one.level for one in box.boxes}
     if "island" in inner:
         return "between islands"
@@ -171,13 +178,13 @@ def _member(one: BoxMember, scale: _Scale) -> Markup:
     return el(
         "div",
         el("div", head, class_="member-head"),
-        el("p", ", ".join(filter(None, (what, *_place(one.part)))), class_="small"),
+        el("p", ", ".join(filter(None, (what, *_describe_stages(one.part)))), class_="small"),
         *_bars(one, one.part, scale, class_),
         class_="member",
     )
 
 
-def _place(part: PlanPart) -> Iterator[str]:
+def _describe_stages(part: PlanPart) -> Iterator[str]:
     if part.stages:
         numbers = ", ".join(map(str, part.stages))
         yield f"stage {numbers}" if len(part.stages) == 1 else f"stages {numbers}"
@@ -186,7 +193,8 @@ def _place(part: PlanPart) -> Iterator[str]:
 
 
 def _bars(one: BoxMember, part: PlanPart, scale: _Scale, class_: str) -> Iterator[Markup]:
-    samples = f"{one.samples.shown(words.count)} samples{' a team' if part.team > 1 else ''}"
+    of_group = " a team" if part.team > 1 else ""
+    samples = f"{one.samples.format_with(words.format_number)} samples{of_group}"
     yield from _row("computes", part.computed, part.even_computed, scale, class_, samples)
     if part.stored is None or part.even_stored is None:
         yield el("p", el("span", "stores"), el("span", "all", class_="rate"), class_="told")
@@ -198,13 +206,13 @@ def _bars(one: BoxMember, part: PlanPart, scale: _Scale, class_: str) -> Iterato
 def _row(
     what: str, part: float, even: float, scale: _Scale, class_: str, unit: str
 ) -> Iterator[Markup]:
-    told = words.part(part)
-    title = f"{what} {told}, {unit}; an even split has {words.part(even)}"
+    told = words.format_fraction(part)
+    title = f"{what} {told}, {unit}; an even split has {words.format_fraction(even)}"
     yield el("p", el("span", what), el("span", told, class_="rate"), class_="told")
-    yield picture(
+    yield draw_picture(
         title,
-        BAR + 4,
-        bar(0, 1, y=2, height=BAR, class_="track"),
-        bar(0, scale.at(part), y=2, height=BAR, class_=class_),
-        tick(scale.at(even), 0, BAR + 4, "even"),
+        BAR_PIXELS + 4,
+        draw_bar(0, 1, y=2, height=BAR_PIXELS, class_="track"),
+        draw_bar(0, scale.at(part), y=2, height=BAR_PIXELS, class_=class_),
+        draw_tick(scale.at(even), 0, BAR_PIXELS + 4, "even"),
     )

@@ -7,44 +7,49 @@ from collections.abc import Callable
 from gpumix.report import words
 from gpumix.report.facts import ClassFacts, RunFacts
 from gpumix.report.html import Markup
-from gpumix.report.parts.section import aside, section, table
+from gpumix.report.parts.section import render_remark, render_section, render_table
 
 
-def compared(facts: RunFacts) -> Markup:
+def render_prediction_errors(facts: RunFacts) -> Markup:
     answer = facts.answer
     rows = [
-        _row("step time", answer.predicted.step_s, answer.measured.step_s, words.seconds),
-        _row("tokens/s", answer.predicted.tokens_per_s, answer.measured.tokens_per_s, words.count),
+        _row("step time", answer.predicted.step_s, answer.measured.step_s, words.format_seconds),
+        _row(
+            "tokens/s",
+            answer.predicted.tokens_per_s,
+            answer.measured.tokens_per_s,
+            words.format_number,
+        ),
     ]
     for one in facts.classes:
-        rows += _of_class(one)
-    return section(
+        rows += _make_class_rows(one)
+    return render_section(
         facts,
         "compared",
         "Predicted against measured",
-        table(
+        render_table(
             "The run, and each class of devices; by how much the prediction is off",
             ["what", "predicted", "measured", "off by"],
             rows,
             numbers=1,
         ),
-        aside(_note(facts)),
+        render_remark(_note(facts)),
     )
 
 
 def _row(
     what: str, predicted: float | None, measured: float | None, shown: Callable[[float | None], str]
 ) -> list[str]:
-    return [what, shown(predicted), shown(measured), words.off(predicted, measured)]
+    return [what, shown(predicted), shown(measured), words.format_error(predicted, measured)]
 
 
-def _of_class(one: ClassFacts) -> list[list[str]]:
+def _make_class_rows(one: ClassFacts) -> list[list[str]]:
     name = one.device_class
     return [
-        _row(f"{name}: memory", one.planned_peak_bytes, one.peak_bytes, words.size),
-        _row(f"{name}: busy", one.planned_busy_share, one.busy_share, words.part),
-        _row(f"{name}: MFU", one.planned_mfu, one.mfu, words.part),
-        _row(f"{name}: HFU", one.planned_hfu, one.hfu, words.part),
+        _row(f"{name}: memory", one.planned_peak_bytes, one.peak_bytes, words.format_bytes),
+        _row(f"{name}: busy", one.planned_busy_share, one.busy_share, words.format_fraction),
+        _row(f"{name}: MFU", one.planned_mfu, one.mfu, words.format_fraction),
+        _row(f"{name}: HFU", one.planned_hfu, one.hfu, words.format_fraction),
     ]
 
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpumix.report import words
-from gpumix.report.draw import Shape, label, legend, percent, ticks
+from gpumix.report.draw import Shape, choose_ticks, draw_label, draw_legend, percent
 from gpumix.report.facts import RunFacts
 from gpumix.report.html import Markup, el
-from gpumix.report.parts.section import aside, section
+from gpumix.report.parts.section import render_remark, render_section
 
-HEIGHT, BELOW = 190, 22  # pixels of the curve, and of the step axis
+HEIGHT, AXIS_HEIGHT = 190, 22  # pixels of the curve, and of the step axis
 POINTS = 400  # positions of a curve, each showing minimum and maximum
 HOVERS = 100
-EDGE = 0.06  # margin above and below, as fraction of the range
+MARGIN_SHARE = 0.06  # margin above and below, as fraction of the range
 
 Points = Sequence[tuple[float, float]]
 
@@ -29,15 +29,17 @@ class CurveLine:
     shape: Shape = "line"
 
 
-def curves(facts: RunFacts) -> Markup:
+def render_curves(facts: RunFacts) -> Markup:
     history = facts.run.history
     if not history.steps:
-        return section(facts, "curves", "Loss and throughput", aside("No step was done yet."))
+        return render_section(
+            facts, "curves", "Loss and throughput", render_remark("No step was done yet.")
+        )
     losses = [(one.step, one.loss) for one in history.steps]
     held_out = [(one.step, one.loss) for one in history.evaluations]
     lines = [CurveLine(losses, "line-main", "training loss")]
     lines += [CurveLine(held_out, "line-dot", "held-out loss", "dot")] if held_out else []
-    return section(
+    return render_section(
         facts,
         "curves",
         "Loss and throughput",
@@ -47,7 +49,11 @@ def curves(facts: RunFacts) -> Markup:
             _chart("Tokens a second", _speeds(facts), facts, from_zero=True),
             class_="charts",
         ),
-        [aside(f"{told}.") for told in (history.few_told, history.unread_told) if told],
+        [
+            render_remark(f"{told}.")
+            for told in (history.thinning_note, history.unread_note)
+            if told
+        ],
     )
 
 
@@ -70,14 +76,16 @@ def _chart(name: str, lines: Sequence[CurveLine], facts: RunFacts, *, from_zero:
     ys = [y for line in lines for _, y in line.points]
     left, right = min(xs), max(xs)
     low, high = (0.0 if from_zero else min(ys)), max(ys)
-    room = (high - low) * EDGE or abs(high) * EDGE or 1.0
+    room = (high - low) * MARGIN_SHARE or abs(high) * MARGIN_SHARE or 1.0
     frame = _Frame(left, right, low if from_zero else low - room, high + room)
     last = lines[0].points[-1]
-    title = f"{name} over steps {left:.0f} to {right:.0f}; {words.count(last[1])} at the end"
+    title = (
+        f"{name} over steps {left:.0f} to {right:.0f}; {words.format_number(last[1])} at the end"
+    )
     return el(
         "figure",
         el("figcaption", f"{name}, by step"),
-        legend([(line.class_, line.name, line.shape) for line in lines]),
+        draw_legend([(line.class_, line.name, line.shape) for line in lines]),
         el(
             "div",
             frame.left_axis(),
@@ -86,12 +94,12 @@ def _chart(name: str, lines: Sequence[CurveLine], facts: RunFacts, *, from_zero:
                 el("title", title),
                 frame.grid(),
                 frame.events(facts),
-                [frame.drawn(line) for line in lines],
-                frame.hovers(lines[0]),
+                [frame.draw_line(line) for line in lines],
+                frame.draw_hover_strips(lines[0]),
                 frame.steps(),
                 role="img",
                 width="100%",
-                height=HEIGHT + BELOW,
+                height=HEIGHT + AXIS_HEIGHT,
             ),
             class_="chart",
         ),
@@ -114,24 +122,29 @@ class _Frame:
         return HEIGHT * (1 - (value - self.low) / (self.high - self.low))
 
     def left_axis(self) -> Markup:
-        marks = ticks(self.low, self.high, 4)
+        marks = choose_ticks(self.low, self.high, 4)
         words_of = (
             el("text", f"{value:,.6g}", x=46, y=self.y(value) + 4, text_anchor="end")
             for value in marks
         )
         return el(
-            "svg", words_of, width=50, height=HEIGHT + BELOW, class_="axis", aria_hidden="true"
+            "svg",
+            words_of,
+            width=50,
+            height=HEIGHT + AXIS_HEIGHT,
+            class_="axis",
+            aria_hidden="true",
         )
 
     def grid(self) -> list[Markup]:
         return [
             el("line", x1="0%", x2="100%", y1=self.y(v), y2=self.y(v), class_="grid")
-            for v in ticks(self.low, self.high, 4)
+            for v in choose_ticks(self.low, self.high, 4)
         ]
 
     def steps(self) -> list[Markup]:
-        marks = [v for v in ticks(self.left, self.right, 5) if v == int(v)] or [self.left]
-        return [label(self.x(v), HEIGHT + 16, f"{v:,.0f}", class_="axis-word") for v in marks]
+        marks = [v for v in choose_ticks(self.left, self.right, 5) if v == int(v)] or [self.left]
+        return [draw_label(self.x(v), HEIGHT + 16, f"{v:,.0f}", class_="axis-word") for v in marks]
 
     def events(self, facts: RunFacts) -> list[Markup]:
         """Return a vertical line for each change of the run's course."""
@@ -144,7 +157,7 @@ class _Frame:
             found.append(line)
         return found
 
-    def drawn(self, line: CurveLine) -> Markup | list[Markup]:
+    def draw_line(self, line: CurveLine) -> Markup | list[Markup]:
         if line.shape == "dot":
             return [
                 el(
@@ -155,9 +168,9 @@ class _Frame:
                     r=4,
                     class_=line.class_,
                 )
-                for x, y in _thin(line.points)
+                for x, y in _thin_points(line.points)
             ]
-        places = _thin(line.points)
+        places = _thin_points(line.points)
         told = " ".join(f"{1000 * self.x(x):.1f},{self.y(y):.1f}" for x, y in places)
         # Stretched to the available width, with constant stroke width.
         return el(
@@ -169,7 +182,7 @@ class _Frame:
             height=HEIGHT,
         )
 
-    def hovers(self, line: CurveLine) -> list[Markup]:
+    def draw_hover_strips(self, line: CurveLine) -> list[Markup]:
         """Return strips showing the value under the pointer."""
         points = line.points[:: max(1, len(line.points) // HOVERS)]
         half = 0.5 / max(1, len(points))
@@ -178,7 +191,8 @@ class _Frame:
                 "rect",
                 el(
                     "title",
-                    f"step {x:,.0f}: {line.name} {words.count(y) if y >= 10 else f'{y:.4f}'}",
+                    f"step {x:,.0f}: {line.name} "
+                    + (words.format_number(y) if y >= 10 else f"{y:.4f}"),
                 ),
                 x=percent(self.x(x) - half),
                 y=0,
@@ -190,7 +204,7 @@ class _Frame:
         ]
 
 
-def _thin(points: Points) -> Points:
+def _thin_points(points: Points) -> Points:
     """Reduce points to minimum and maximum per position, keeping all peaks."""
     if len(points) <= 2 * POINTS:
         return points

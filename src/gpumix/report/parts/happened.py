@@ -6,30 +6,30 @@ from gpumix.report import words
 from gpumix.report.events import ShownEvent
 from gpumix.report.facts import RunFacts
 from gpumix.report.html import Child, Markup, el
-from gpumix.report.parts.section import aside, section, table
-from gpumix.schema.units import plural
+from gpumix.report.parts.section import render_remark, render_section, render_table
+from gpumix.schema.units import format_count
 
 CHECKPOINTS = 6  # listed among all events; more are folded into a list of checkpoints
 MOST = 500
 
 
-def happened(facts: RunFacts) -> Markup:
+def render_events(facts: RunFacts) -> Markup:
     told = list(facts.events)
     saves = [one for one in told if one.event == "checkpoint"]
     folded: list[ShownEvent] = []
     if len(saves) > CHECKPOINTS:
         folded = saves
         told = [one for one in told if one.event != "checkpoint"]
-    return section(
+    return render_section(
         facts,
         "events",
         "What happened",
         _table("Events, in the order in which they were told", told)
         if told
-        else aside("Nothing but steps so far."),
+        else render_remark("Nothing but steps so far."),
         el(
             "details",
-            el("summary", plural(len(folded), "checkpoint")),
+            el("summary", format_count(len(folded), "checkpoint")),
             _table("Checkpoints", folded),
         )
         if folded
@@ -39,11 +39,11 @@ def happened(facts: RunFacts) -> Markup:
 
 def _table(caption: str, told: list[ShownEvent]) -> Markup:
     rows: list[list[Child]] = [
-        [f"{one.step:,}", words.moment(one.time), _what(one), one.why] for one in told[-MOST:]
+        [f"{one.step:,}", words.format_time(one.time), _what(one), one.why] for one in told[-MOST:]
     ]
     left = len(told) - len(rows)
     caption += f"; the first {left:,} are left out" if left else ""
-    return table(caption, ["step", "time", "what", "why"], rows)
+    return render_table(caption, ["step", "time", "what", "why"], rows)
 
 
 def _what(one: ShownEvent) -> Markup:

@@ -5,34 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gpumix.report import words
-from gpumix.report.draw import bar, colour, picture
-from gpumix.report.facts import Group, RunFacts
+from gpumix.report.draw import draw_bar, draw_picture, get_color_class
+from gpumix.report.facts import DeviceGroup, RunFacts
 from gpumix.report.html import Markup, el
-from gpumix.report.parts.section import aside, section
+from gpumix.report.parts.section import render_remark, render_section
 from gpumix.schema.plan.stage import Stage
-from gpumix.schema.units import plural
-from gpumix.train.run_log.tables import why
+from gpumix.schema.units import format_count
+from gpumix.train.run_log.tables import explain_plan
 
-GLYPHS = 64  # squares drawn for devices; more are a number
+MOST_SQUARES = 64  # squares drawn for devices; more are a number
 SQUARE, GAP, TEAM_GAP, LINE = 9, 3, 6, 190  # pixels
 STAGES = 24  # stages drawn; more are counted
 
 
-def plan_picture(facts: RunFacts) -> Markup:
+def render_plan(facts: RunFacts) -> Markup:
     plan = facts.run.plan
     shown = plan.stages[:STAGES]
-    first, *rest = why(plan) or [""]
-    return section(
+    first, *rest = explain_plan(plan) or [""]
+    return render_section(
         facts,
         "plan",
         "Who computes, who stores",
         el("div", _head(facts), class_="plan head", aria_hidden="true"),
         [_stage(facts, stage, number) for number, stage in enumerate(shown)],
-        aside(f"{len(plan.stages) - STAGES} more stages are not drawn.")
+        render_remark(f"{len(plan.stages) - STAGES} more stages are not drawn.")
         if len(plan.stages) > STAGES
         else None,
         _left_out(facts),
-        _split_anew(facts),
+        _render_split_note(facts),
         el("details", el("summary", "Why this plan"), el("ul", [el("li", line) for line in rest]))
         if rest
         else None,
@@ -57,74 +57,76 @@ def _stage(facts: RunFacts, stage: Stage, number: int) -> Markup:
     if len(plan.stages) == 1:
         return el("div", rows, class_="stage")
     arrow = el("p", "↓ activations, gradients back ↑", class_="arrow") if number else None
-    return el("div", arrow, el("h3", _named(facts, stage, number)), rows, class_="stage several")
+    return el(
+        "div", arrow, el("h3", _format_stage(facts, stage, number)), rows, class_="stage several"
+    )
 
 
-def _named(facts: RunFacts, stage: Stage, number: int) -> str:
+def _format_stage(facts: RunFacts, stage: Stage, number: int) -> str:
     """Format a stage's number and range of blocks."""
     units = stage.units
     names = units[0] if units[0] == units[-1] else f"{units[0]} to {units[-1]}"
-    return f"Stage {number + 1}: {plural(len(units), 'block')}, {names}"
+    return f"Stage {number + 1}: {format_count(len(units), 'block')}, {names}"
 
 
-def _row(facts: RunFacts, group: Group) -> Markup:
+def _row(facts: RunFacts, group: DeviceGroup) -> Markup:
     place = _place(facts, group.device_class)
-    each = _each(group)
-    computes = words.part(group.computed)
-    stores = "all" if group.stored is None else words.part(group.stored)
+    each = _describe_device_work(group)
+    computes = words.format_fraction(group.computed)
+    stores = "all" if group.stored is None else words.format_fraction(group.stored)
     title = (
         f"{group.device_class}: computes {computes} of the samples, stores {stores} of the state"
     )
     stored = 1.0 if group.stored is None else group.stored
     return el(
         "div",
-        el("div", _who(facts, group, place), class_="who"),
-        _half(title, group.computed, colour(place), computes, left=True),
-        _half(title, stored, f"{colour(place)} stores", stores, left=False),
+        el("div", _render_devices(facts, group, place), class_="who"),
+        _draw_half(title, group.computed, get_color_class(place), computes, left=True),
+        _draw_half(title, stored, f"{get_color_class(place)} stores", stores, left=False),
         el("p", each, class_="each"),
         class_="plan",
     )
 
 
-def _half(title: str, part: float, class_: str, told: str, *, left: bool) -> Markup:
+def _draw_half(title: str, part: float, class_: str, told: str, *, left: bool) -> Markup:
     """Draw one side of a row; bars grow outward from the middle."""
     begin, end = (1 - part, 1.0) if left else (0.0, part)
-    frame = bar(0, 1, y=0, height=20, class_="track")
-    drawn = bar(begin, end, y=0, height=20, class_=class_, title=title)
+    frame = draw_bar(0, 1, y=0, height=20, class_="track")
+    drawn = draw_bar(begin, end, y=0, height=20, class_=class_, title=title)
     return el(
         "div",
-        picture(title, 20, frame, drawn),
+        draw_picture(title, 20, frame, drawn),
         el("span", told, class_="told"),
         class_="half left" if left else "half",
     )
 
 
-def _who(facts: RunFacts, group: Group, place: int) -> Iterator[Markup]:
+def _render_devices(facts: RunFacts, group: DeviceGroup, place: int) -> Iterator[Markup]:
     yield el("strong", group.device_class)
-    yield _glyphs(group, place)
+    yield _draw_device_squares(group, place)
     what = next((c.what for c in facts.classes if c.device_class == group.device_class), "")
-    hosts = words.some(group.hosts, 3)
+    hosts = words.join_names(group.hosts, 3)
     teams = f", teams of {group.team}" if group.team > 1 else ""
-    count = plural(group.devices, "device")
+    count = format_count(group.devices, "device")
     yield el("span", f"{count}{teams} on {hosts}{f': {what}' if what else ''}", class_="small")
 
 
-def _glyphs(group: Group, place: int) -> Markup:
-    """Draw a square per device, grouped by tensor-parallel group, up to `GLYPHS` devices."""
+def _draw_device_squares(group: DeviceGroup, place: int) -> Markup:
+    """Draw a square per device, grouped by tensor-parallel group, up to `MOST_SQUARES` devices."""
     inside, between = (1, TEAM_GAP) if group.team > 1 else (GAP, GAP)
     spots: list[tuple[int, int]] = []
     x = y = 0
-    for number in range(min(group.devices, GLYPHS)):
+    for number in range(min(group.devices, MOST_SQUARES)):
         if number % group.team == 0 and x + group.team * (SQUARE + inside) > LINE:
             x, y = 0, y + SQUARE + GAP
         spots.append((x, y))
         x += SQUARE + (between if (number + 1) % group.team == 0 else inside)
     squares = (
-        el("rect", x=x, y=y, width=SQUARE, height=SQUARE, rx=2, class_=colour(place))
+        el("rect", x=x, y=y, width=SQUARE, height=SQUARE, rx=2, class_=get_color_class(place))
         for x, y in spots
     )
     more = f"+{group.devices - len(spots)}" if group.devices > len(spots) else ""
-    name = f"{plural(group.devices, 'device')} of class {group.device_class}"
+    name = f"{format_count(group.devices, 'device')} of class {group.device_class}"
     return el(
         "svg",
         el("title", name),
@@ -137,15 +139,15 @@ def _glyphs(group: Group, place: int) -> Markup:
     )
 
 
-def _each(group: Group) -> str:
+def _describe_device_work(group: DeviceGroup) -> str:
     """Describe the work of one device."""
     if not group.samples:
         return "computes nothing: it stores for others"
     batch = f"in micro-batches of {group.micro_batch}" if group.micro_batch > 1 else "one by one"
-    samples = group.samples_each.shown(words.count)
+    samples = group.samples_each.format_with(words.format_number)
     parts = [f"each {samples} samples {batch}", group.mode, group.compute_dtype]
     if group.devices > 1 and group.stored is not None:
-        parts.insert(1, f"{group.stored_each.shown(words.part)} of the state")
+        parts.insert(1, f"{group.stored_each.format_with(words.format_fraction)} of the state")
     if group.state_on == "host":
         parts.append("state on the host")
     return "; ".join(parts)
@@ -163,14 +165,14 @@ def class_names(facts: RunFacts) -> Sequence[str]:
 def _left_out(facts: RunFacts) -> Markup | None:
     if not facts.left_out:
         return None
-    names = words.some(facts.left_out)
-    return aside(f"Left out of the plan: {names}.")
+    names = words.join_names(facts.left_out)
+    return render_remark(f"Left out of the plan: {names}.")
 
 
-def _split_anew(facts: RunFacts) -> Markup | None:
-    if facts.split_anew is None:
+def _render_split_note(facts: RunFacts) -> Markup | None:
+    if facts.last_live_split is None:
         return None
-    return aside(
-        f"Split anew after step {facts.split_anew.step:,}: parts are those since then, what is "
-        "predicted is of the plan that the run started by."
+    return render_remark(
+        f"Split anew after step {facts.last_live_split.step:,}: parts are those since then, what "
+        "is predicted is of the plan that the run started by."
     )

@@ -10,30 +10,30 @@ from gpumix.hardware.host.environment import CLUSTER
 from gpumix.report import words
 from gpumix.report.facts import RunFacts
 from gpumix.report.html import Markup, el
-from gpumix.report.parts.section import aside, section, table
+from gpumix.report.parts.section import render_remark, render_section, render_table
 from gpumix.train.run_log import run_files
 from gpumix.train.run_manifest import HIDDEN, RunRecord, Script
 
 JOB = "job.yaml"
 
 
-def reproduce(facts: RunFacts) -> Markup:
+def render_instructions(facts: RunFacts) -> Markup:
     record = facts.run.record
     commands = _commands(facts)
-    return section(
+    return render_section(
         facts,
         "reproduce",
         "How to do the same again",
-        *(aside(line) for line in _before(facts)),
+        *(render_remark(line) for line in _list_prerequisites(facts)),
         el("pre", el("code", "\n".join(commands))) if commands else None,
-        table("What it ran by", ["what", "is"], _known(facts)),
+        render_table("What it ran by", ["what", "is"], _list_facts(facts)),
         el("details", el("summary", "The job"), el("pre", el("code", record.job_text())))
         if record is not None and record.script is None
         else None,
     )
 
 
-def _before(facts: RunFacts) -> Iterator[str]:
+def _list_prerequisites(facts: RunFacts) -> Iterator[str]:
     """Yield the prerequisites of the commands."""
     record = facts.run.record
     if record is None:
@@ -42,13 +42,17 @@ def _before(facts: RunFacts) -> Iterator[str]:
             "it was started with."
         )
     elif record.script is not None:
-        yield from _before_script(facts, record, record.script)
+        yield from _list_script_prerequisites(facts, record, record.script)
     else:
-        where = f" in {record.folder}, where its code is looked for" if _calls(record) else ""
+        where = (
+            f" in {record.folder}, where its code is looked for"
+            if _list_called_modules(record)
+            else ""
+        )
         yield f"Save the job below as {JOB}{where}."
 
 
-def _before_script(facts: RunFacts, record: RunRecord, script: Script) -> Iterator[str]:
+def _list_script_prerequisites(facts: RunFacts, record: RunRecord, script: Script) -> Iterator[str]:
     if script.words:
         yield f"Start it in {record.folder}."
     else:
@@ -60,7 +64,7 @@ def _before_script(facts: RunFacts, record: RunRecord, script: Script) -> Iterat
     yield f"To train by the same plan say so in it: {script.plans}(..., plan={str(plan)!r})."
 
 
-def _calls(record: RunRecord) -> list[str]:
+def _list_called_modules(record: RunRecord) -> list[str]:
     """Return the modules with code called by the job."""
     parts = (record.job.get(key) for key in ("model", "data"))
     factories = [part.get("factory") for part in parts if isinstance(part, dict)]
@@ -71,7 +75,9 @@ def _commands(facts: RunFacts) -> list[str]:
     """Return the commands, each with its purpose."""
     run = facts.run
     script = run.record.script if run.record is not None else None
-    commands = [*(_of_job(facts) if script is None else _of_script(facts, script))]
+    commands = [
+        *(_make_job_commands(facts) if script is None else _make_script_commands(facts, script))
+    ]
     if run.profile is not None:
         plan = shlex.quote(str(run.folder / run_files.PLAN))
         commands.append((f"gpumix simulate {plan}", "what binds a step"))
@@ -82,10 +88,10 @@ def _commands(facts: RunFacts) -> list[str]:
     return [f"{command:<{width}}  # {why}" for command, why in commands]
 
 
-def _of_job(facts: RunFacts) -> Iterator[tuple[str, str]]:
+def _make_job_commands(facts: RunFacts) -> Iterator[tuple[str, str]]:
     run = facts.run
     plan = shlex.quote(str(run.folder / run_files.PLAN))
-    calls = _calls(run.record) if run.record is not None else []
+    calls = _list_called_modules(run.record) if run.record is not None else []
     train = f"gpumix train {JOB}{''.join(f' --allow {shlex.quote(m)}' for m in calls)}"
     if run.checkpoints and run.progress.state in ("interrupted", "failed"):
         yield f"{train} --resume", "go on where it stopped"
@@ -93,13 +99,13 @@ def _of_job(facts: RunFacts) -> Iterator[tuple[str, str]]:
     yield f"{train} --set output=runs/again", "measured and planned anew"
 
 
-def _of_script(facts: RunFacts, script: Script) -> Iterator[tuple[str, str]]:
+def _make_script_commands(facts: RunFacts, script: Script) -> Iterator[tuple[str, str]]:
     if script.words:
-        words = [*_started(facts, script), *script.words]
+        words = [*_make_launcher_command(facts, script), *script.words]
         yield shlex.join(words), "what was measured is known, and planned anew"
 
 
-def _started(facts: RunFacts, script: Script) -> list[str]:
+def _make_launcher_command(facts: RunFacts, script: Script) -> list[str]:
     """Return the launcher command of a script's processes, with the devices."""
     hosts = Counter(worker.host for worker in facts.run.plan.workers)
     if len(hosts) > 1:
@@ -115,7 +121,7 @@ def _started(facts: RunFacts, script: Script) -> list[str]:
     return ["gpumix", "launch", "--cluster", script.cluster]
 
 
-def _known(facts: RunFacts) -> list[list[str]]:
+def _list_facts(facts: RunFacts) -> list[list[str]]:
     run, plan = facts.run, facts.run.plan
     rows = [
         ["plan", f"{plan.digest()}, strategy {plan.strategy}, ZeRO stage {plan.zero_stage}"],
@@ -141,7 +147,7 @@ def _versions(record: RunRecord) -> list[list[str]]:
     packages = ", ".join(f"{name} {version}" for name, version in record.packages.items())
     by = record.script.launcher if record.script is not None else None
     return [
-        ["started", f"{words.moment(record.started_at)}{f' by {by}' if by else ''}"],
+        ["started", f"{words.format_time(record.started_at)}{f' by {by}' if by else ''}"],
         ["gpumix", record.gpumix],
         ["Python", f"{record.python} on {record.platform}"],
         ["packages", packages or words.UNKNOWN],

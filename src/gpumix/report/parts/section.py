@@ -9,11 +9,13 @@ from gpumix.report.facts import RunFacts
 from gpumix.report.html import Child, Markup, el
 
 
-def section(facts: RunFacts, name: str, heading: str, *children: Child, lead: str = "") -> Markup:
+def render_section(
+    facts: RunFacts, name: str, heading: str, *children: Child, lead: str = ""
+) -> Markup:
     """Return a part with heading; labels next to it mark emulated or estimated devices."""
     return el(
         "section",
-        el("h2", heading, " ", labels(facts), id=f"{name}-heading"),
+        el("h2", heading, " ", render_labels(facts), id=f"{name}-heading"),
         el("p", lead, class_="lead") if lead else None,
         children,
         id=name,
@@ -21,17 +23,17 @@ def section(facts: RunFacts, name: str, heading: str, *children: Child, lead: st
     )
 
 
-def labels(facts: RunFacts) -> list[Markup]:
+def render_labels(facts: RunFacts) -> list[Markup]:
     """Return labels for numbers not measured on real devices."""
     found = []
     if facts.emulated:
         found.append(el("span", "emulated devices", class_="tag"))
     if facts.estimated:
-        found.append(el("span", f"estimated: {words.some(facts.estimated, 3)}", class_="tag"))
+        found.append(el("span", f"estimated: {words.join_names(facts.estimated, 3)}", class_="tag"))
     return found
 
 
-def table(
+def render_table(
     caption: str, head: Sequence[str], rows: Iterable[Sequence[Child]], *, numbers: int = 0
 ) -> Markup:
     """Return a table with numeric columns from `numbers` on; 0: none."""
@@ -65,7 +67,7 @@ def table(
     )
 
 
-def too_busy(facts: RunFacts) -> Markup | None:
+def render_busy_warning(facts: RunFacts) -> Markup | None:
     """Return a warning about measured times after overruns of emulated devices."""
     overruns = sum(one.overruns for one in facts.classes)
     if not overruns:
@@ -79,6 +81,6 @@ def too_busy(facts: RunFacts) -> Markup | None:
     )
 
 
-def aside(words: str) -> Markup:
+def render_remark(words: str) -> Markup:
     """Return a remark below a picture."""
     return el("p", words, class_="aside")

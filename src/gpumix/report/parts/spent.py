@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from gpumix.report import words
-from gpumix.report.draw import bar, legend, picture
+from gpumix.report.draw import draw_bar, draw_legend, draw_picture
 from gpumix.report.facts import ClassFacts, RunFacts
 from gpumix.report.html import Child, Markup, el
-from gpumix.report.parts.section import aside, section
+from gpumix.report.parts.section import render_remark, render_section
 
 SHARES = {
     "compute": ("c0", "computing"),
@@ -20,21 +20,23 @@ SHARES = {
 }
 
 
-def spent(facts: RunFacts) -> Markup:
+def render_time_shares(facts: RunFacts) -> Markup:
     known = [one for one in facts.classes if one.shares is not None]
     if not known:
-        return section(facts, "spent", "What steps were spent on", aside(_why_not(facts)))
-    return section(
+        return render_section(
+            facts, "spent", "What steps were spent on", render_remark(_explain_missing(facts))
+        )
+    return render_section(
         facts,
         "spent",
         "What steps were spent on",
-        legend(SHARES.values()),
+        draw_legend(SHARES.values()),
         [_row(one) for one in known],
         lead="Measured, as parts of the time of all steps; means over the devices of each class.",
     )
 
 
-def _why_not(facts: RunFacts) -> str:
+def _explain_missing(facts: RunFacts) -> str:
     run = facts.run
     if run.history.windows:
         return "Not known: what the run told of its devices does not say it."
@@ -49,14 +51,14 @@ def _row(one: ClassFacts) -> Markup:
     assert one.shares is not None
     shares = asdict(one.shares)
     told = ", ".join(
-        f"{words.part(shares[key])} {name}"
+        f"{words.format_fraction(shares[key])} {name}"
         for key, (_, name) in SHARES.items()
-        if _seen(shares[key])
+        if _is_visible(shares[key])
     )
     return el(
         "div",
         el("span", one.device_class, class_="name"),
-        picture(f"{one.device_class}: {told}", 20, _bars(shares)),
+        draw_picture(f"{one.device_class}: {told}", 20, _bars(shares)),
         el("span", told, class_="value"),
         class_="row wide",
     )
@@ -65,11 +67,11 @@ def _row(one: ClassFacts) -> Markup:
 def _bars(shares: dict[str, float]) -> Iterator[Child]:
     at = 0.0
     for key, (class_, name) in SHARES.items():
-        title = f"{name}: {words.part(shares[key])}"
-        yield bar(at, at + shares[key], y=0, height=20, class_=class_, title=title)
+        title = f"{name}: {words.format_fraction(shares[key])}"
+        yield draw_bar(at, at + shares[key], y=0, height=20, class_=class_, title=title)
         at += shares[key]
 
 
-def _seen(share: float) -> bool:
+def _is_visible(share: float) -> bool:
     """Return whether a share does not round to 0.0 %."""
     return share >= 5e-4

@@ -10,7 +10,7 @@ from gpumix.schema.value import Value
 APART = 0.05
 
 
-class Clocks(Value):
+class GpuClocks(Value):
     """A reading of a computing GPU's clocks, power and temperature."""
 
     sm_mhz: float = Field(gt=0, description="of its multiprocessors")

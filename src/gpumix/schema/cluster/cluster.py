@@ -14,11 +14,11 @@ from pydantic import AfterValidator, Field, model_validator
 from gpumix.schema.cluster.network import Network
 from gpumix.schema.errors import InputError
 from gpumix.schema.units import Bytes, FlopRate, show_bytes, show_flops
-from gpumix.schema.untrusted_text import check_host, check_seen
-from gpumix.schema.value import Value, refuse_twins
+from gpumix.schema.untrusted_text import check_displayed_name, check_host_name
+from gpumix.schema.value import Value, refuse_duplicates
 
-HostName = Annotated[str, AfterValidator(check_host)]
-Seen = Annotated[str, AfterValidator(check_seen)]
+HostName = Annotated[str, AfterValidator(check_host_name)]
+Seen = Annotated[str, AfterValidator(check_displayed_name)]
 CLASS_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
@@ -77,7 +77,7 @@ class Device(Value):
     )
 
 
-def ranked(devices: Iterable[Device]) -> tuple[Device, ...]:
+def sort_in_rank_order(devices: Iterable[Device]) -> tuple[Device, ...]:
     """Return the devices sorted by host, ordinal and id."""
     return tuple(sorted(devices, key=lambda d: (d.host, d.ordinal, d.id)))
 
@@ -91,8 +91,8 @@ class Cluster(Value):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        refuse_twins("device class", (c.name for c in self.classes))
-        refuse_twins("device", (d.id for d in self.devices))
+        refuse_duplicates("device class", (c.name for c in self.classes))
+        refuse_duplicates("device", (d.id for d in self.devices))
         known = {c.name for c in self.classes}
         for device in self.devices:
             if device.device_class not in known:
@@ -141,7 +141,7 @@ class Cluster(Value):
 
     def in_rank_order(self) -> tuple[Device, ...]:
         """Return the devices by host, ordinal and id. Rank r started by gpumix gets device r."""
-        return ranked(self.devices)
+        return sort_in_rank_order(self.devices)
 
     def only(self, devices: Iterable[str]) -> Cluster:
         """Return the cluster reduced to the given device ids and the classes of these devices."""

@@ -18,7 +18,7 @@ Auto = Literal["auto"]
 T = TypeVar("T")
 
 
-class Efficiency(Value):
+class KernelSettings(Value):
     """Performance settings of a device class. Every device supports the defaults."""
 
     tf32: bool = Field(default=False, description="fp32 products on tensor cores, in 10 bits")
@@ -33,10 +33,10 @@ class Efficiency(Value):
         return dict(self)
 
 
-PLAIN_EFFICIENCY = Efficiency()
+PLAIN_EFFICIENCY = KernelSettings()
 
 
-class Choice(Value):
+class SettingChoice(Value):
     """A setting chosen for a class, with the reason."""
 
     what: str
@@ -72,7 +72,7 @@ class EfficiencySpec(Value):
 
     def pins(self, device_class: str) -> dict[str, bool | str]:
         """Return the settings given explicitly for a class, by name."""
-        said = ((name, _of_class(value, device_class)) for name, value in self)
+        said = ((name, _select_for_class(value, device_class)) for name, value in self)
         return {name: value for name, value in said if value != "auto"}
 
     def named(self) -> Iterator[tuple[str, str]]:
@@ -82,5 +82,5 @@ class EfficiencySpec(Value):
                 yield from ((key, name) for name in value)
 
 
-def _of_class(value: T | Mapping[str, T], device_class: str) -> T | Auto:
+def _select_for_class(value: T | Mapping[str, T], device_class: str) -> T | Auto:
     return value.get(device_class, "auto") if isinstance(value, Mapping) else value

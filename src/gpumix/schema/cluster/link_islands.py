@@ -61,24 +61,24 @@ class Links(Value):
 
     def times(self, one: Device, other: Device) -> Curve | None:
         """Return the times of a message between two devices, or None if unknown."""
-        return self._times.get(between(one, other))
+        return self._times.get(get_link_ends(one, other))
 
     @classmethod
     def of(cls, devices: Sequence[Device], pairs: Iterable[PairTimes]) -> Links:
         """Build the links from times of pairs of `devices`, the cluster's devices in rank order."""
         found: dict[tuple[Place, Place], list[Curve]] = {}
         for pair in pairs:
-            places = between(devices[pair.one], devices[pair.other])
+            places = get_link_ends(devices[pair.one], devices[pair.other])
             found.setdefault(places, []).append(pair.times)
         return cls(
             rows=tuple(
-                LinkTimes(one=one, other=other, times=_middle(curves))
+                LinkTimes(one=one, other=other, times=_pick_median_curve(curves))
                 for (one, other), curves in sorted(found.items())
             )
         )
 
 
-def between(one: Device, other: Device) -> tuple[Place, Place]:
+def get_link_ends(one: Device, other: Device) -> tuple[Place, Place]:
     """Return the places of two devices, independent of the argument order."""
     if one.host != other.host:
         here, there = sorted([one.rack, other.rack])
@@ -87,7 +87,7 @@ def between(one: Device, other: Device) -> tuple[Place, Place]:
     return first, second
 
 
-def near(devices: Sequence[Device]) -> Near:
+def find_smallest_place(devices: Sequence[Device]) -> Near:
     """Return the smallest place containing all devices."""
     first = devices[0]
     if all(device.host == first.host for device in devices):
@@ -97,13 +97,13 @@ def near(devices: Sequence[Device]) -> Near:
     return "rack" if alike else "all"
 
 
-def largest(devices: Iterable[Device], what: Literal["island", "rack"]) -> int:
+def count_largest_island(devices: Iterable[Device], what: Literal["island", "rack"]) -> int:
     """Return the number of devices in the largest island or rack, 0 if there is none."""
     names = [(d.host, d.island) if what == "island" else ("", d.rack) for d in devices]
     return max(Counter(name for name in names if name[1]).values(), default=0)
 
 
-def placed(devices: Sequence[Device], pairs: Iterable[PairTimes]) -> tuple[Device, ...]:
+def add_found_islands(devices: Sequence[Device], pairs: Iterable[PairTimes]) -> tuple[Device, ...]:
     """Add the islands and racks found from link times to the cluster's devices, given in rank
     order. Stated islands and racks are kept."""
     inside: dict[tuple[str, str], float] = {}
@@ -117,10 +117,10 @@ def placed(devices: Sequence[Device], pairs: Iterable[PairTimes]) -> tuple[Devic
     islands: dict[str, str] = {}
     racks: dict[str, str] = {}
     if not any(device.island for device in devices):
-        islands = _islands(devices, inside)
+        islands = _find_islands(devices, inside)
     if not any(device.rack for device in devices):
         hosts = list(dict.fromkeys(device.host for device in devices))
-        for number, rack in enumerate(grouped(hosts, across)):
+        for number, rack in enumerate(group_by_link_speed(hosts, across)):
             racks |= dict.fromkeys(rack, str(number))
     return tuple(
         device.model_copy(
@@ -133,7 +133,7 @@ def placed(devices: Sequence[Device], pairs: Iterable[PairTimes]) -> tuple[Devic
     )
 
 
-def _islands(devices: Sequence[Device], seconds: Seconds) -> dict[str, str]:
+def _find_islands(devices: Sequence[Device], seconds: Seconds) -> dict[str, str]:
     """Return the island of each device that is in an island; islands are numbered from 0 per
     host."""
     alike: dict[tuple[str, str], list[str]] = {}
@@ -142,13 +142,13 @@ def _islands(devices: Sequence[Device], seconds: Seconds) -> dict[str, str]:
     numbers: Counter[str] = Counter()
     found: dict[str, str] = {}
     for (host, _), names in alike.items():
-        for island in grouped(names, seconds):
+        for island in group_by_link_speed(names, seconds):
             found |= dict.fromkeys(island, str(numbers[host]))
             numbers[host] += 1
     return found
 
 
-def grouped(names: Sequence[str], seconds: Seconds) -> list[tuple[str, ...]]:
+def group_by_link_speed(names: Sequence[str], seconds: Seconds) -> list[tuple[str, ...]]:
     """Group names by links: every link inside a group is clearly faster than every link leaving it.
 
     Of all groupings the clearest is returned, as groups of two or more. The list is empty if all
@@ -164,7 +164,7 @@ def grouped(names: Sequence[str], seconds: Seconds) -> list[tuple[str, ...]]:
             return []
         known[one, other] = found
     best, clearest = [], TIMES_FASTER
-    for group_of in _joined(names, known):
+    for group_of in _merge_by_fastest_link(names, known):
         inside = [s for (one, other), s in known.items() if group_of[one] == group_of[other]]
         outside = [s for (one, other), s in known.items() if group_of[one] != group_of[other]]
         if outside and min(outside) >= clearest * max(inside):
@@ -173,7 +173,7 @@ def grouped(names: Sequence[str], seconds: Seconds) -> list[tuple[str, ...]]:
     return [group for group in best if len(group) > 1]
 
 
-def _joined(names: Sequence[str], known: Seconds) -> Iterator[dict[str, int]]:
+def _merge_by_fastest_link(names: Sequence[str], known: Seconds) -> Iterator[dict[str, int]]:
     """Yield the group number of each name while joining groups by link, fastest first, until only
     one group is left."""
     group_of = {name: number for number, name in enumerate(names)}
@@ -184,6 +184,6 @@ def _joined(names: Sequence[str], known: Seconds) -> Iterator[dict[str, int]]:
             yield group_of
 
 
-def _middle(curves: Sequence[Curve]) -> Curve:
+def _pick_median_curve(curves: Sequence[Curve]) -> Curve:
     """Return the curve with the median time of the largest message."""
     return sorted(curves, key=lambda curve: curve.values[-1])[len(curves) // 2]

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from gpumix.schema.curve import Curve
-from gpumix.schema.units import bytes_per_second
+from gpumix.schema.units import parse_rate
 from gpumix.schema.value import Value
 
 LARGEST_MESSAGE = float(2**34)  # end of the straight line; time beyond grows in proportion
@@ -70,7 +70,7 @@ class Link(Value):
         return self.times.sizes[-1] / seconds if seconds > 0 else float("inf")
 
 
-def link(text: str) -> Link:
+def parse_link(text: str) -> Link:
     """Return the link named by `text`: "25GbE", "ib-hdr", "nvlink3", "pcie4", or a rate "12 GB/s".
 
     Raises:
@@ -83,7 +83,7 @@ def link(text: str) -> Link:
         rate, part = known
         return Link.stated(rate * part, LINK_LATENCY_S, word)
     try:
-        rate = bytes_per_second(word)
+        rate = parse_rate(word)
     except ValueError:
         raise ValueError(
             f"'{text}' is not a link such as '25GbE', '12 GB/s' or one of {', '.join(_NAMED)}"
@@ -91,16 +91,17 @@ def link(text: str) -> Link:
     return Link.stated(rate, LINK_LATENCY_S, word)
 
 
-def _with_tuples(value: object) -> object:
+def _convert_lists_to_tuples(value: object) -> object:
     """Turn lists from a file into tuples, which strict validation requires after a custom
     validator."""
     if isinstance(value, dict):
-        return {key: _with_tuples(item) for key, item in value.items()}
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+        return {key: _convert_lists_to_tuples(item) for key, item in value.items()}
+    return tuple(map(_convert_lists_to_tuples, value)) if isinstance(value, list) else value
 
 
 AnyLink = Annotated[
-    Link, BeforeValidator(lambda v: link(v) if isinstance(v, str) else _with_tuples(v))
+    Link,
+    BeforeValidator(lambda v: parse_link(v) if isinstance(v, str) else _convert_lists_to_tuples(v)),
 ]
 """Field type of a link, or text accepted by `link`."""
 
@@ -108,7 +109,7 @@ AnyLink = Annotated[
 Where = Literal["island", "inside", "rack", "between"]
 
 
-class LinkOf(Value):
+class ClassPairLink(Value):
     """Exceptional link between devices, or hosts, of two classes."""
 
     where: Literal["inside", "between"]
@@ -127,7 +128,7 @@ class Network(Value):
     rack: AnyLink | None = Field(
         default=None, description="between hosts of one `rack`; default: as `between`"
     )
-    exceptions: tuple[LinkOf, ...] = ()
+    exceptions: tuple[ClassPairLink, ...] = ()
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:

@@ -11,7 +11,7 @@ from gpumix.schema.errors import InputError
 LEAST_COMPUTE_CAPABILITY = (7, 0)
 
 
-def compiled_classes(
+def choose_compiled_classes(
     wanted: bool | Mapping[str, bool], cluster: Cluster, *, cpp_compiler: bool
 ) -> frozenset[str]:
     """Return the names of the classes whose units are compiled.
@@ -23,7 +23,7 @@ def compiled_classes(
     Raises:
         InputError: a named class does not exist, or cannot run compiled units.
     """
-    obstacles = {c.name: _obstacle(c, cpp_compiler) for c in cluster.classes}
+    obstacles = {c.name: _find_compile_obstacle(c, cpp_compiler) for c in cluster.classes}
     if not isinstance(wanted, Mapping):
         return frozenset(name for name, why in obstacles.items() if wanted and not why)
     cluster.refuse_unknown("compile", wanted)
@@ -37,7 +37,7 @@ def compiled_classes(
     return frozenset(name for name, on in wanted.items() if on)
 
 
-def _obstacle(device_class: DeviceClass, cpp_compiler: bool) -> str:
+def _find_compile_obstacle(device_class: DeviceClass, cpp_compiler: bool) -> str:
     """Return the reason why units of a class cannot be compiled, or an empty string."""
     if device_class.emulated:
         return "an emulated device counts operations, which compiled code does not show"

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.cluster.kernels import EfficiencySpec
 from gpumix.schema.job.couples import WHOLE_BATCH
-from gpumix.schema.job.search_space import EVERYTHING, Space, one_is_some
+from gpumix.schema.job.search_space import EVERYTHING, Space, wrap_single_value
 from gpumix.schema.job.trackers import NO_TRACKERS, Trackers
 from gpumix.schema.plan.dtypes import Precision
 from gpumix.schema.profile.profile import ModelProfile
@@ -28,14 +28,14 @@ MOST_WORKERS, MOST_BATCHES = 1024, 65_536  # per device; more would only waste m
 FACTORY = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
-def _refuse_idle(spec: Value, source: str, *keys: str) -> None:
+def _refuse_without_effect(spec: Value, source: str, *keys: str) -> None:
     """Raise a ValueError if any of `keys` is set without `source`, which the keys apply to."""
     if not getattr(spec, source):
-        for key in _changed(spec, keys):
+        for key in _find_changed_keys(spec, keys):
             raise ValueError(f"'{key}' has no effect without '{source}'")
 
 
-def _changed(spec: Value, keys: tuple[str, ...]) -> list[str]:
+def _find_changed_keys(spec: Value, keys: tuple[str, ...]) -> list[str]:
     """Return the keys with non-default values: a job passed on contains all keys."""
     fields = type(spec).model_fields
     return [
@@ -86,15 +86,15 @@ class ModelSpec(Value):
     def _one_source(self) -> Self:
         if (self.config is None) == (self.factory is None):
             raise ValueError("give exactly one of 'config' and 'factory'")
-        _refuse_idle(self, "config", "task")
-        _refuse_idle(self, "factory", "arguments")
+        _refuse_without_effect(self, "config", "task")
+        _refuse_without_effect(self, "factory", "arguments")
         return self
 
 
 class DataSpec(Value):
     """The data: exactly one of `text`, `dataset` and `factory`."""
 
-    text: Annotated[tuple[Path, ...], BeforeValidator(one_is_some)] = Field(
+    text: Annotated[tuple[Path, ...], BeforeValidator(wrap_single_value)] = Field(
         default=(), description="files, and folders with all that is in them"
     )
     pattern: str = Field(default="*", description="of the files that are taken from folders")
@@ -163,14 +163,18 @@ class DataSpec(Value):
         given = [bool(self.text), self.dataset is not None, self.factory is not None]
         if sum(given) != 1:
             raise ValueError("give exactly one of 'text', 'dataset' and 'factory'")
-        _refuse_idle(self, "text", "pattern", "document")
-        _refuse_idle(self, "factory", "arguments")
-        if self.factory is not None and self.tokenize == "ahead" and _changed(self, ("column",)):
+        _refuse_without_effect(self, "text", "pattern", "document")
+        _refuse_without_effect(self, "factory", "arguments")
+        if (
+            self.factory is not None
+            and self.tokenize == "ahead"
+            and _find_changed_keys(self, ("column",))
+        ):
             raise ValueError(
                 "'column' has no effect on a factory's samples without 'tokenize: on-the-fly'"
             )
         if self.factory is None:
-            _refuse_idle(self, "dataset", "column")
+            _refuse_without_effect(self, "dataset", "column")
         return self
 
     @model_validator(mode="after")
@@ -288,7 +292,7 @@ class OptimizerSpec(Value):
     def _settings_are_of_this_optimizer(self) -> Self:
         others = {key for keys in OWN_SETTINGS.values() for key in keys}
         others.difference_update(OWN_SETTINGS[self.name])
-        for key in _changed(self, tuple(sorted(others))):
+        for key in _find_changed_keys(self, tuple(sorted(others))):
             raise ValueError(f"'{key}' has no effect on {self.name}")
         return self
 

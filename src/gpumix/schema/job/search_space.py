@@ -15,12 +15,12 @@ from gpumix.schema.value import Value
 T = TypeVar("T")
 
 
-def one_is_some(value: Any) -> Any:
+def wrap_single_value(value: Any) -> Any:
     """Accept a single value for a list: `zero_stages: 3` means `zero_stages: [3]`."""
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-Some = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(one_is_some)]
+Some = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(wrap_single_value)]
 
 
 class Space(Value):

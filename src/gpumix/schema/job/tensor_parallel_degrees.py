@@ -9,24 +9,24 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import Space
 
 
-def degrees_of(cluster: Cluster, space: Space) -> dict[str, tuple[int, ...]]:
+def get_allowed_degrees(cluster: Cluster, space: Space) -> dict[str, tuple[int, ...]]:
     """Return each class's tensor parallel degrees above 1 allowed by the space and by the number of
     devices per host."""
     return {
         name: tuple(sorted(degree for degree in set(space.tensor) if 1 < degree <= count))
-        for name, count in _most_on_a_host(cluster).items()
+        for name, count in _count_most_per_host(cluster).items()
     }
 
 
-def refuse_too_large(cluster: Cluster, space: Space) -> None:
+def check_degrees_fit(cluster: Cluster, space: Space) -> None:
     """Raise an error if the space requires larger tensor-parallel groups than any host allows.
 
     Raises:
         InputError: no group is possible.
     """
-    if 1 in space.tensor or any(degrees_of(cluster, space).values()):
+    if 1 in space.tensor or any(get_allowed_degrees(cluster, space).values()):
         return
-    most = _most_on_a_host(cluster)
+    most = _count_most_per_host(cluster)
     there = ", ".join(f"{count} of class '{name}'" for name, count in most.items())
     largest = max(most.values())
     islands = any(device.island for device in cluster.devices)
@@ -40,7 +40,7 @@ def refuse_too_large(cluster: Cluster, space: Space) -> None:
     )
 
 
-def _most_on_a_host(cluster: Cluster) -> dict[str, int]:
+def _count_most_per_host(cluster: Cluster) -> dict[str, int]:
     """Return the largest number of devices on a host, or in an island, by class."""
     there = Counter((d.host, d.island, d.device_class) for d in cluster.devices)
     most: dict[str, int] = {}

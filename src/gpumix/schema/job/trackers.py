@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from gpumix.schema.job.search_space import one_is_some
+from gpumix.schema.job.search_space import wrap_single_value
 from gpumix.schema.value import Value
 
 LOOPBACK = "127.0.0.1"
@@ -51,7 +51,7 @@ class WandbSpec(Value):
     name: Text | None = Field(default=None, description="of the run; default: that of its folder")
     entity: Text | None = Field(default=None, description="whose project; default: as logged in")
     group: Text | None = Field(default=None, description="of runs that belong together")
-    tags: Annotated[tuple[Text, ...], BeforeValidator(one_is_some)] = Field(
+    tags: Annotated[tuple[Text, ...], BeforeValidator(wrap_single_value)] = Field(
         default=(), description="to find it by"
     )
     folder: Path | None = Field(
@@ -160,7 +160,9 @@ class Trackers(Value):
             return {name: {} if value is None else value for name, value in given.items()}
         if given is None:
             return {}
-        return {name: {} for name in _known([given] if isinstance(given, str) else given)}
+        return {
+            name: {} for name in _check_tracker_names([given] if isinstance(given, str) else given)
+        }
 
     @model_serializer(mode="wrap")
     def _only_named(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -176,7 +178,7 @@ class Trackers(Value):
 NO_TRACKERS = Trackers()
 
 
-def _known(names: Any) -> list[str]:
+def _check_tracker_names(names: Any) -> list[str]:
     """Check a list of tracker names."""
     every = ", ".join(Trackers.model_fields)
     if not isinstance(names, list | tuple):

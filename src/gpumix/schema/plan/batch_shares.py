@@ -14,7 +14,7 @@ from numbers import Integral
 
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan, Taker
-from gpumix.schema.plan.splitting import cut_rows, scaled
+from gpumix.schema.plan.splitting import scale_offset, split_rows
 
 Shares = Sequence[int] | Plan
 """Samples of each global batch per rank, in rank order; or a plan."""
@@ -51,10 +51,10 @@ class BatchShare:
         rows = [self._offsets[n : n + 2] for n in self.own]
         if total is None or total >= whole:
             return tuple(range(*ends) for ends in rows)
-        return tuple(range(*(scaled(total, end, whole) for end in ends)) for ends in rows)
+        return tuple(range(*(scale_offset(total, end, whole) for end in ends)) for ends in rows)
 
 
-def workers_of(shares: Shares) -> tuple[Taker, ...]:
+def get_batch_workers(shares: Shares) -> tuple[Taker, ...]:
     """Return the workers of the (first) stage with their parts of the batch, in order. For lists of
     samples and plans without a prediction, a worker's speed is its number of samples.
 
@@ -62,11 +62,11 @@ def workers_of(shares: Shares) -> tuple[Taker, ...]:
         InputError: a share is negative or not an integer, or all are zero.
     """
     if not isinstance(shares, Plan):
-        return tuple(Taker((n,), float(size)) for n, size in enumerate(_checked(shares)))
+        return tuple(Taker((n,), float(size)) for n, size in enumerate(_check_samples(shares)))
     return shares.takers
 
 
-def share_of(shares: Shares, rank: int) -> BatchShare:
+def get_batch_share(shares: Shares, rank: int) -> BatchShare:
     """Return the part of `rank`.
 
     Raises:
@@ -76,13 +76,13 @@ def share_of(shares: Shares, rank: int) -> BatchShare:
         if not 0 <= rank < len(shares.workers):
             raise InputError(f"there is no rank {rank} in a plan for {len(shares.workers)}")
         return BatchShare(shares.sizes, shares.parts_read_by(rank))
-    sizes = _checked(shares)
+    sizes = _check_samples(shares)
     if not 0 <= rank < len(sizes):
         raise InputError(f"there is no rank {rank} among {len(sizes)} shares of the batch")
     return BatchShare(sizes, (rank,))
 
 
-def rows_of(plan: Plan, rank: int, samples: int) -> tuple[range, ...]:
+def get_micro_batch_rows(plan: Plan, rank: int, samples: int) -> tuple[range, ...]:
     """Return the rows of each micro-batch of a rank, in order, in a batch of only `samples`
     samples. With several stages a micro-batch may be empty, because other stages rely on the count.
     For a full batch see `Plan.rows_of`.
@@ -97,15 +97,15 @@ def rows_of(plan: Plan, rank: int, samples: int) -> tuple[range, ...]:
         )
     if samples == plan.global_batch:
         return plan.rows_of(rank)
-    rows = share_of(plan, rank).rows(samples)
+    rows = get_batch_share(plan, rank).rows(samples)
     if len(plan.stages) > 1:
         return rows
     if plan.in_teams:
         return tuple(filter(None, rows))
-    return cut_rows(rows[0], plan.workers[rank].micro_batch)
+    return split_rows(rows[0], plan.workers[rank].micro_batch)
 
 
-def _checked(given: Sequence[int]) -> tuple[int, ...]:
+def _check_samples(given: Sequence[int]) -> tuple[int, ...]:
     given = tuple(given)
     if any(not isinstance(s, Integral) or isinstance(s, bool) or s < 0 for s in given):
         raise InputError(f"the samples per rank must be integers of 0 or more, not {given}")

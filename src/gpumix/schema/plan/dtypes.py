@@ -23,7 +23,7 @@ Precision = (
 
 
 @dataclass(frozen=True)
-class Support:
+class DtypeSupport:
     """Compute dtypes supported by a type of device.
 
     Attributes:
@@ -43,11 +43,11 @@ _NO_BF16: Mapping[ComputeDtype, str] = {"bf16": "its libraries multiply no matri
 _PLAIN_FP16 = "without tensor cores fp16 is multiplied at the rate of fp32"
 
 # The first row with a compute capability not above the GPU's applies.
-NVIDIA: tuple[tuple[tuple[int, int], Support], ...] = (
-    ((8, 0), Support("bf16", "its tensor cores take bf16, which has the range of fp32")),
+NVIDIA: tuple[tuple[tuple[int, int], DtypeSupport], ...] = (
+    ((8, 0), DtypeSupport("bf16", "its tensor cores take bf16, which has the range of fp32")),
     (
         (7, 0),
-        Support(
+        DtypeSupport(
             "fp16",
             "it computes fast in fp16 and has no bf16",
             slow={"bf16": _IN_SOFTWARE},
@@ -55,7 +55,7 @@ NVIDIA: tuple[tuple[tuple[int, int], Support], ...] = (
     ),
     (
         (6, 1),
-        Support(
+        DtypeSupport(
             "fp32",
             "it has no tensor cores, and its own fp16 arithmetic runs at 1/64 of the rate of fp32",
             slow={"fp16": _PLAIN_FP16},
@@ -64,7 +64,7 @@ NVIDIA: tuple[tuple[tuple[int, int], Support], ...] = (
     ),
     (
         (6, 0),
-        Support(
+        DtypeSupport(
             "fp32",
             "it has no tensor cores, and its fp16 is faster only where sums are in fp16 too, which "
             "is too coarse to train with",
@@ -74,21 +74,21 @@ NVIDIA: tuple[tuple[tuple[int, int], Support], ...] = (
     ),
     (
         (0, 0),
-        Support("fp32", "it has no tensor cores", slow={"fp16": _PLAIN_FP16}, unable=_NO_BF16),
+        DtypeSupport("fp32", "it has no tensor cores", slow={"fp16": _PLAIN_FP16}, unable=_NO_BF16),
     ),
 )
-AMD: Mapping[str, Support] = {
-    "gfx906": Support("fp32", "it has no matrix cores", slow={"fp16": _PLAIN_FP16}),
-    "gfx908": Support(
+AMD: Mapping[str, DtypeSupport] = {
+    "gfx906": DtypeSupport("fp32", "it has no matrix cores", slow={"fp16": _PLAIN_FP16}),
+    "gfx908": DtypeSupport(
         "fp16",
         "its matrix cores take bf16 at half the rate of fp16",
         slow={"bf16": "bf16 runs at half the rate of fp16 there"},
     ),
-    "gfx90a": Support("bf16", "its matrix cores take bf16, which has the range of fp32"),
-    "gfx942": Support("bf16", "its matrix cores take bf16, which has the range of fp32"),
-    "gfx950": Support("bf16", "its matrix cores take bf16, which has the range of fp32"),
+    "gfx90a": DtypeSupport("bf16", "its matrix cores take bf16, which has the range of fp32"),
+    "gfx942": DtypeSupport("bf16", "its matrix cores take bf16, which has the range of fp32"),
+    "gfx950": DtypeSupport("bf16", "its matrix cores take bf16, which has the range of fp32"),
 }
-CPU = Support(
+CPU = DtypeSupport(
     "fp32",
     "every CPU computes well in fp32, few in anything narrower",
     slow={
@@ -96,22 +96,22 @@ CPU = Support(
         "fp16": "a CPU computes far slower in fp16",
     },
 )
-UNKNOWN = Support(
+UNKNOWN = DtypeSupport(
     "fp32",
     "its compute capability is not known, and fp32 runs everywhere",
 )
 
 
-def support_of(device_class: DeviceClass) -> Support:
+def get_dtype_support(device_class: DeviceClass) -> DtypeSupport:
     """Return the compute dtypes supported by a device class."""
     if device_class.accelerator == "cpu":
         return CPU
     if device_class.gfx_target:
         return AMD.get(device_class.gfx_target, UNKNOWN)
-    return support_of_capability(device_class.compute_capability)
+    return get_nvidia_dtype_support(device_class.compute_capability)
 
 
-def support_of_capability(capability: str) -> Support:
+def get_nvidia_dtype_support(capability: str) -> DtypeSupport:
     """Return the compute dtypes of an NVIDIA GPU with a compute capability such as "8.6"."""
     try:
         major, minor = map(int, capability.split("."))
@@ -120,7 +120,7 @@ def support_of_capability(capability: str) -> Support:
     return next(support for least, support in NVIDIA if (major, minor) >= least)
 
 
-def compute_dtypes(wanted: Precision, cluster: Cluster) -> dict[str, ComputeDtype]:
+def choose_compute_dtypes(wanted: Precision, cluster: Cluster) -> dict[str, ComputeDtype]:
     """Return the compute dtype of each class of the cluster, by class name.
 
     Args:
@@ -129,7 +129,7 @@ def compute_dtypes(wanted: Precision, cluster: Cluster) -> dict[str, ComputeDtyp
     Raises:
         InputError: a named class does not exist, or does not support the dtype.
     """
-    known = {c.name: support_of(c) for c in cluster.classes}
+    known = {c.name: get_dtype_support(c) for c in cluster.classes}
     if isinstance(wanted, dict):
         cluster.refuse_unknown("precision", wanted)
     asked = wanted if isinstance(wanted, dict) else {} if wanted == "auto" else wanted
@@ -147,7 +147,7 @@ def compute_dtypes(wanted: Precision, cluster: Cluster) -> dict[str, ComputeDtyp
     return found
 
 
-def communication_dtype(computed: Iterable[ComputeDtype]) -> ComputeDtype:
+def choose_communication_dtype(computed: Iterable[ComputeDtype]) -> ComputeDtype:
     """Return the dtype of parameter all-gathers: all ranks compute with equal values. Mixed compute
     dtypes gather in a 16-bit dtype; bf16, with a wider range, is preferred to fp16."""
     different = set(computed)
@@ -156,10 +156,10 @@ def communication_dtype(computed: Iterable[ComputeDtype]) -> ComputeDtype:
     return "bf16" if "bf16" in different else "fp16"
 
 
-def reason(device_class: DeviceClass, dtype: ComputeDtype) -> str:
+def explain_compute_dtype(device_class: DeviceClass, dtype: ComputeDtype) -> str:
     """Return the reason for a class computing in `dtype`: the table's, or the user's request with
     the arguments against it."""
-    support = support_of(device_class)
+    support = get_dtype_support(device_class)
     if dtype == support.usual:
         return support.why
     against = support.slow.get(dtype, f"by itself it would be {support.usual}: {support.why}")

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from gpumix.schema.value import Value
 
 
-class Alternative(Value):
+class RejectedPlan(Value):
     """A rejected plan, with the reason."""
 
     strategy: str
@@ -17,7 +17,7 @@ class Alternative(Value):
     why: str
 
 
-class Mixing(Value):
+class MixingComparison(Value):
     """Comparison of the plan with the best plan for a single class."""
 
     pays: bool
@@ -38,7 +38,7 @@ class Mixing(Value):
         return self
 
 
-class Binding(Value):
+class Bottlenecks(Value):
     """Bottlenecks of the step."""
 
     compute: tuple[str, ...] = Field(description="classes that compute all the time that any does")
@@ -47,7 +47,7 @@ class Binding(Value):
     waiting: float = Field(default=0.0, description="part of the step that waits for the network")
 
 
-class Worth(Value):
+class ClassWorth(Value):
     """Worth of a class: relative gain of the best plan in tokens per second; 0.1 is 10 % more."""
 
     device_class: str
@@ -57,7 +57,7 @@ class Worth(Value):
     one_more: float = Field(description="one more device of the class")
 
 
-class Dtype(Value):
+class DtypeReason(Value):
     """Compute dtype of a class, with the reason."""
 
     device_class: str
@@ -68,7 +68,7 @@ class Dtype(Value):
 class Reasons(Value):
     """All reasons for a plan; `mixing` is None if only one class could train."""
 
-    mixing: Mixing | None = None
+    mixing: MixingComparison | None = None
     hosts_left_out: tuple[str, ...] = Field(
         default=(), description="the links to them would cost more than their devices give"
     )
@@ -79,9 +79,9 @@ class Reasons(Value):
         default=(),
         description="devices that may not compute alone, and are too few on their host for a team",
     )
-    dtypes: tuple[Dtype, ...] = Field(
+    dtypes: tuple[DtypeReason, ...] = Field(
         default=(), description="of the classes, where not all compute in the same, or not well"
     )
-    binds: Binding
-    worth: tuple[Worth, ...] = ()
-    alternatives: tuple[Alternative, ...] = ()
+    binds: Bottlenecks
+    worth: tuple[ClassWorth, ...] = ()
+    alternatives: tuple[RejectedPlan, ...] = ()

@@ -17,9 +17,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from gpumix.schema.errors import InputError
 from gpumix.schema.peak_flops import Peak
 from gpumix.schema.plan.explanation import Reasons
-from gpumix.schema.plan.stage import ComputeDtype, Stage, Turn, Worker
+from gpumix.schema.plan.stage import ComputeDtype, Stage, WavePart, Worker
 from gpumix.schema.units import LARGEST_BATCH, LARGEST_LENGTH
-from gpumix.schema.value import Document, Value, refuse_twins
+from gpumix.schema.value import Document, Value, refuse_duplicates
 
 GatherForm = Literal["native", "padded", "broadcast", "list"]
 ReduceForm = Literal["native", "padded", "all_to_all", "list"]
@@ -149,10 +149,10 @@ class Plan(Document):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         for stage in self.stages:
-            refuse_twins("device", (w.device for w in stage.workers))
+            refuse_duplicates("device", (w.device for w in stage.workers))
         if self.schedule != "interleaved":
             devices = (w.device for stage in self.stages for w in stage.workers)
-            refuse_twins("device", devices, "is in two stages, which is for interleaved ones")
+            refuse_duplicates("device", devices, "is in two stages, which is for interleaved ones")
         there = {worker.device for stage in self.stages for worker in stage.workers}
         if self.ranks and sorted(self.ranks) != sorted(there):
             raise ValueError(
@@ -160,7 +160,7 @@ class Plan(Document):
                 f"and names {', '.join(self.ranks)}"
             )
         told = [w.device for w in self.prediction.workers] if self.prediction is not None else []
-        refuse_twins("device", told, "is predicted twice")
+        refuse_duplicates("device", told, "is predicted twice")
         if strangers := set(told) - there:
             raise ValueError(f"device '{min(strangers)}' is predicted, and is in no stage")
         if self.collectives.padding > len(self.workers):
@@ -210,7 +210,7 @@ class Plan(Document):
                     f"{self.waves} waves need as many micro-batches: no worker of stage {number} "
                     f"has more than {most}"
                 )
-        refuse_twins(
+        refuse_duplicates(
             "unit",
             (name for stage in self.stages for name in dict.fromkeys(stage.units)),
             "is in two stages, which would have its weights twice",
@@ -413,17 +413,17 @@ class Plan(Document):
             for place in range(len(self.stages[stage].rows_in(turn, self.waves)))
         )
 
-    def _turns_of(self, rank: int, stage: int) -> Sequence[Turn]:
+    def _turns_of(self, rank: int, stage: int) -> Sequence[WavePart]:
         """Return the turns of a rank in a stage: the positions of its micro-batches in each
         wave."""
         return self._turns[stage][self._seats[stage][rank]]
 
     @cached_property
-    def _turns(self) -> tuple[Mapping[int, Sequence[Turn]], ...]:
+    def _turns(self) -> tuple[Mapping[int, Sequence[WavePart]], ...]:
         """For each stage, the turns of the tensor-parallel group by worker index."""
-        found: list[dict[int, list[Turn]]] = []
+        found: list[dict[int, list[WavePart]]] = []
         for stage in self.stages:
-            of_seat: dict[int, list[Turn]] = {}
+            of_seat: dict[int, list[WavePart]] = {}
             for turn in stage.turns(self.waves):
                 of_team = of_seat.setdefault(turn.seats.start, [])
                 of_team.append(turn)

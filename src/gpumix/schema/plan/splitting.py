@@ -15,14 +15,14 @@ def split_micro_batches(samples: int, micro_batch: int) -> tuple[int, ...]:
     return (micro_batch,) * full + ((rest,) if rest else ())
 
 
-def cut_rows(rows: range, micro_batch: int) -> tuple[range, ...]:
+def split_rows(rows: range, micro_batch: int) -> tuple[range, ...]:
     """Return the rows of each micro-batch, or an empty tuple for no rows."""
     sizes = split_micro_batches(len(rows), max(1, micro_batch))
     begins = accumulate(sizes, initial=rows.start)
     return tuple(range(begin, begin + size) for begin, size in zip(begins, sizes))
 
 
-def cut(numel: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+def compute_shard_offsets(numel: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     """Return each worker's start in a flat buffer, and the end: len(shares) + 1 offsets.
 
     Worker r owns [offsets[r], offsets[r + 1]). Rounding follows the running sum of the shares, so a
@@ -31,7 +31,7 @@ def cut(numel: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     total, running, offsets = sum(shares), 0.0, [0]
     for share in shares:
         running += share
-        offsets.append(max(offsets[-1], scaled(numel, running, total)))
+        offsets.append(max(offsets[-1], scale_offset(numel, running, total)))
     offsets[-1] = numel
     last_owner = max((r for r, share in enumerate(shares) if share > 0), default=len(shares) - 1)
     for r in range(last_owner + 1, len(shares)):
@@ -39,13 +39,13 @@ def cut(numel: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     return tuple(offsets)
 
 
-def scaled(numel: int, begin: float, total: float) -> int:
+def scale_offset(numel: int, begin: float, total: float) -> int:
     """Map position `begin` of `total` to the nearest element index of a buffer of `numel`."""
     return min(numel, round(numel * (begin / total)))
 
 
 @dataclass(frozen=True)
-class Intervals:
+class ShardIntervals:
     """The intervals of a flat buffer owned by ranks, in rank order.
 
     Attributes:
@@ -79,8 +79,8 @@ class Intervals:
         return min(self.sizes) == self.longest
 
 
-def cut_sizes(numel: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+def compute_shard_sizes(numel: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     """Return the number of elements of a flat buffer owned by each worker; the sum is `numel`."""
     if numel == 0:
         return (0,) * len(shares)
-    return tuple(b - a for a, b in pairwise(cut(numel, shares)))
+    return tuple(b - a for a, b in pairwise(compute_shard_offsets(numel, shares)))

@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, Efficiency
+from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, KernelSettings
 from gpumix.schema.plan.splitting import split_micro_batches
-from gpumix.schema.value import Value, refuse_twins
+from gpumix.schema.value import Value, refuse_duplicates
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -86,7 +86,7 @@ class Worker(Value):
     )
     compile: bool = Field(default=False, description="whether its units run in compiled code")
     compute_dtype: ComputeDtype = "fp32"
-    efficiency: Efficiency = PLAIN_EFFICIENCY
+    efficiency: KernelSettings = PLAIN_EFFICIENCY
 
     @model_validator(mode="after")
     def _micro_batch_fits(self) -> Self:
@@ -103,7 +103,7 @@ class Worker(Value):
         return split_micro_batches(self.samples, self.micro_batch)
 
 
-class Taken(Value):
+class StageInput(Value):
     """An input of a stage from an earlier stage: a tensor returned by a unit call."""
 
     call: int = Field(ge=0, description="number of the call, counted over all stages")
@@ -111,7 +111,7 @@ class Taken(Value):
     differentiable: bool = Field(default=True, description="whether its gradient goes back")
 
 
-class Turn(NamedTuple):
+class WavePart(NamedTuple):
     """A tensor-parallel group's part of a wave: its seats (worker indices), and the start of its
     micro-batches of the wave, as a micro-batch number of the stage and a row of the global
     batch."""
@@ -123,7 +123,7 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MicroBatchOf:
+class StageMicroBatch:
     """A micro-batch of a stage: indices of the computing workers, the wave, and the rows of the
     global batch."""
 
@@ -172,14 +172,14 @@ class Stage(Value):
     after: tuple[str, ...] = Field(
         default=(), description="parameters of the root that only head and loss use"
     )
-    takes: tuple[Taken, ...] = ()
+    takes: tuple[StageInput, ...] = ()
     root: tuple[str, ...] | None = Field(
         default=None, description="parameters of the root that the stage uses; null: all"
     )
 
     @field_validator("takes")
     @classmethod
-    def _in_the_order_of_calls(cls, takes: tuple[Taken, ...]) -> tuple[Taken, ...]:
+    def _in_the_order_of_calls(cls, takes: tuple[StageInput, ...]) -> tuple[StageInput, ...]:
         """Sort by call and output."""
         return tuple(sorted(takes, key=lambda taken: (taken.call, taken.output)))
 
@@ -193,8 +193,10 @@ class Stage(Value):
 
     @model_validator(mode="after")
     def _nothing_twice(self) -> Self:
-        refuse_twins("parameter of 'root'", self.root or ())
-        refuse_twins("entry of 'takes'", (f"call {t.call}, output {t.output}" for t in self.takes))
+        refuse_duplicates("parameter of 'root'", self.root or ())
+        refuse_duplicates(
+            "entry of 'takes'", (f"call {t.call}, output {t.output}" for t in self.takes)
+        )
         return self
 
     @model_validator(mode="after")
@@ -274,26 +276,26 @@ class Stage(Value):
             return self.workers
         return tuple(self.workers[seats.start] for seats in self.seats)
 
-    def micro_batches(self, waves: int) -> tuple[MicroBatchOf, ...]:
+    def micro_batches(self, waves: int) -> tuple[StageMicroBatch, ...]:
         """Return the micro-batches of the global batch in sample order: wave after wave, and worker
         after worker within a wave."""
         return tuple(
-            MicroBatchOf(turn.seats, turn.wave, rows)
+            StageMicroBatch(turn.seats, turn.wave, rows)
             for turn in self.turns(waves)
             for rows in self.rows_in(turn, waves)
         )
 
-    def turns(self, waves: int) -> Iterator[Turn]:
+    def turns(self, waves: int) -> Iterator[WavePart]:
         """Yield the tensor-parallel groups computing the micro-batches, in micro-batch order."""
         first = row = 0
         for wave in range(waves):
             for seats in self.seats:
                 sizes = self._sizes_in(wave, waves, seats)
-                yield Turn(seats, wave, first, row)
+                yield WavePart(seats, wave, first, row)
                 first += len(sizes)
                 row += sum(sizes)
 
-    def rows_in(self, turn: Turn, waves: int) -> list[range]:
+    def rows_in(self, turn: WavePart, waves: int) -> list[range]:
         """Return the rows of each micro-batch of a turn."""
         sizes = self._sizes_in(turn.wave, waves, turn.seats)
         ends = list(accumulate(sizes, initial=turn.row))
@@ -305,13 +307,13 @@ class Stage(Value):
         return sizes[len(sizes) * wave // waves : len(sizes) * (wave + 1) // waves]
 
 
-def between_teams(givers: Sequence[int], takers: Sequence[int]) -> Iterator[tuple[int, int]]:
+def pair_replicas(givers: Sequence[int], takers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield (giver, taker) pairs for transfers between tensor-parallel groups with replicated data,
     each taker once."""
     return ((givers[number % len(givers)], taker) for number, taker in enumerate(takers))
 
 
-def of_several(roots: Sequence[Sequence[str]]) -> dict[tuple[int, ...], list[str]]:
+def group_shared_names(roots: Sequence[Sequence[str]]) -> dict[tuple[int, ...], list[str]]:
     """Return the root names used by several stages, grouped by these stages."""
     users: dict[str, list[int]] = {}
     for stage, names in enumerate(roots):

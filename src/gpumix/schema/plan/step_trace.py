@@ -75,7 +75,7 @@ class Span:
     args: Mapping[str, Arg] = field(default_factory=dict)
 
 
-def event(
+def make_work_span(
     kind: Kind,
     unit: str,
     *,
@@ -96,7 +96,9 @@ def event(
     return Span(name, kind, process, stream, start_s, end_s, told)
 
 
-def wait(cause: Cause, *, process: str, start_s: float, end_s: float, **args: Arg) -> Span:
+def make_wait_span(
+    cause: Cause, *, process: str, start_s: float, end_s: float, **args: Arg
+) -> Span:
     """Build the span of a device's wait, with the standard name and stream."""
     return Span(cause, "waiting", process, "waiting", start_s, end_s, args)
 
@@ -106,20 +108,20 @@ def stage_name(number: int) -> str:
     return f"stage {number + 1}"
 
 
-def cause_of(move: Move, *, exposed: bool) -> Cause:
+def get_wait_cause(move: Move, *, exposed: bool) -> Cause:
     """Return the cause of waiting for a running collective; nothing overlaps an `exposed` one."""
     if exposed:
         return "ends"
     return "reduction" if move == "reduce" else "gather"
 
 
-def process_of(worker: Worker, *, emulated: bool) -> str:
+def format_process_name(worker: Worker, *, emulated: bool) -> str:
     """Return the process name of a device."""
     label = ", emulated" if emulated else ""
     return f"{worker.host}: {worker.device} ({worker.device_class}{label})"
 
 
-class Slice(Value):
+class CompleteEvent(Value):
     """A span: a complete event of the format."""
 
     ph: Literal["X"] = "X"
@@ -132,7 +134,7 @@ class Slice(Value):
     args: dict[str, Arg]
 
 
-class Label(Value):
+class MetadataEvent(Value):
     """Name or sort position of a process or thread: a metadata event of the format."""
 
     ph: Literal["M"] = "M"
@@ -150,7 +152,7 @@ class Trace(Document):
     kind: Literal["trace"] = "trace"
 
     displayTimeUnit: Literal["ms", "ns"] = "ms"  # name given by the format
-    traceEvents: tuple[Slice | Label, ...]  # name given by the format
+    traceEvents: tuple[CompleteEvent | MetadataEvent, ...]  # name given by the format
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Trace:
@@ -164,14 +166,14 @@ class Trace(Document):
             tid = threads.setdefault(
                 (span.process, span.thread), pid * THREADS + STREAMS.index(span.thread)
             )
-            slices.append(_slice(span, pid, tid))
+            slices.append(_make_complete_event(span, pid, tid))
         slices.sort(key=lambda found: (found.tid, found.ts))
-        return cls.model_construct(traceEvents=(*_labels(pids, threads), *slices))
+        return cls.model_construct(traceEvents=(*_make_metadata_events(pids, threads), *slices))
 
 
-def _slice(span: Span, pid: int, tid: int) -> Slice:
+def _make_complete_event(span: Span, pid: int, tid: int) -> CompleteEvent:
     start, end = (round(1e6 * time) for time in (span.start_s, span.end_s))
-    return Slice.model_construct(  # unvalidated: there may be very many
+    return CompleteEvent.model_construct(  # unvalidated: there may be very many
         ph="X",
         name=span.name,
         cat=span.category,
@@ -183,12 +185,14 @@ def _slice(span: Span, pid: int, tid: int) -> Slice:
     )
 
 
-def _labels(pids: Mapping[str, int], threads: Mapping[tuple[str, Stream], int]) -> Iterator[Label]:
+def _make_metadata_events(
+    pids: Mapping[str, int], threads: Mapping[tuple[str, Stream], int]
+) -> Iterator[MetadataEvent]:
     """Yield names and sort positions of all processes and threads."""
     for process, pid in pids.items():
-        yield Label(name="process_name", pid=pid, args={"name": process})
-        yield Label(name="process_sort_index", pid=pid, args={"sort_index": pid})
+        yield MetadataEvent(name="process_name", pid=pid, args={"name": process})
+        yield MetadataEvent(name="process_sort_index", pid=pid, args={"sort_index": pid})
     for (process, thread), tid in sorted(threads.items(), key=itemgetter(1)):
         pid, place = pids[process], STREAMS.index(thread)
-        yield Label(name="thread_name", pid=pid, tid=tid, args={"name": thread})
-        yield Label(name="thread_sort_index", pid=pid, tid=tid, args={"sort_index": place})
+        yield MetadataEvent(name="thread_name", pid=pid, tid=tid, args={"name": thread})
+        yield MetadataEvent(name="thread_sort_index", pid=pid, tid=tid, args={"sort_index": place})

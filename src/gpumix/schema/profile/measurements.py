@@ -14,7 +14,7 @@ from gpumix.schema.profile.profile import (
     HostInput,
     ModelProfile,
     StateBytes,
-    TeamTraffic,
+    TensorParallelTraffic,
 )
 from gpumix.schema.units import Count
 from gpumix.schema.value import Document, Value
@@ -29,7 +29,7 @@ class InputMeasurement(Document):
     inputs: tuple[HostInput, ...]
 
 
-class TeamMeasurement(Value):
+class TensorParallelMeasurement(Value):
     """Measurement by a rank of a tensor-parallel group of `degree` ranks; see `TeamProfile`."""
 
     degree: int = Field(ge=2)
@@ -38,7 +38,7 @@ class TeamMeasurement(Value):
     leaves: tuple[int, ...] = ()
     device_class: ClassProfile
     model: ModelProfile
-    told: dict[str, TeamTraffic]
+    told: dict[str, TensorParallelTraffic]
 
 
 class ClassMeasurement(Document):
@@ -56,7 +56,7 @@ class ClassMeasurement(Document):
         default=None, description="the budget that left larger micro-batches unmeasured, if it did"
     )
     overruns: int = Field(default=0, ge=0, description="of an emulated device, in the times kept")
-    teams: tuple[TeamMeasurement, ...] = ()
+    teams: tuple[TensorParallelMeasurement, ...] = ()
 
 
 class LinkMeasurement(Document):

@@ -13,17 +13,17 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gpumix.schema.cluster.clocks import Clocks
+from gpumix.schema.cluster.clocks import GpuClocks
 from gpumix.schema.cluster.cluster import Cluster
-from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, Choice, Efficiency
+from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, KernelSettings, SettingChoice
 from gpumix.schema.cluster.link_islands import Links
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
 from gpumix.schema.peak_flops import Peak
 from gpumix.schema.plan.plan import Collectives
-from gpumix.schema.plan.stage import ComputeDtype, Taken
+from gpumix.schema.plan.stage import ComputeDtype, StageInput
 from gpumix.schema.units import LARGEST_LENGTH, Count, Flops, show_seconds
-from gpumix.schema.value import Document, Value, refuse_twins
+from gpumix.schema.value import Document, Value, refuse_duplicates
 
 ROOT = "(root)"
 
@@ -101,14 +101,14 @@ class UnitKind(Value):
         return self
 
 
-class Needs(Value):
+class CallInputs(Value):
     """Inputs of a unit call or the loss besides the batch, as used by the code between units."""
 
     root: tuple[str, ...] = Field(default=(), description="parameters of the root")
-    outputs: tuple[Taken, ...] = Field(default=(), description="what earlier calls return")
+    outputs: tuple[StageInput, ...] = Field(default=(), description="what earlier calls return")
 
 
-class End(Value):
+class EndParameters(Value):
     """Parameters of the root used at one end of the model only."""
 
     names: tuple[str, ...] = ()
@@ -130,10 +130,12 @@ class RootUnit(Value):
     trainable: Count
     frozen_bytes: Count = 0
     buffer_bytes: Count = Field(default=0, description="all buffers of the model, replicated")
-    before: End = Field(
-        default=End(), description="of it, what only the code before the units looks up"
+    before: EndParameters = Field(
+        default=EndParameters(), description="of it, what only the code before the units looks up"
     )
-    after: End = Field(default=End(), description="of it, what only head and loss use")
+    after: EndParameters = Field(
+        default=EndParameters(), description="of it, what only head and loss use"
+    )
     parameters: tuple[RootParameter, ...] = Field(
         default=(), description="each of them; empty: not known"
     )
@@ -171,7 +173,7 @@ class ModelProfile(Value):
     compute_dtype: ComputeDtype = Field(default="fp32", description="that the bytes are of")
     calls: tuple[str, ...] = Field(min_length=1, description="module name of each unit call")
     kind_of_call: tuple[str, ...]
-    needs: tuple[Needs, ...] = Field(
+    needs: tuple[CallInputs, ...] = Field(
         default=(), description="of each call, then of the loss; empty: not known"
     )
     no_stages: str = Field(
@@ -194,12 +196,12 @@ class ModelProfile(Value):
             raise ValueError(f"{len(self.calls)} calls and a loss, but {len(self.needs)} needs")
         if self.waiting and len(self.waiting) != len(self.calls):
             raise ValueError(f"{len(self.calls)} calls, but {len(self.waiting)} have gradients")
-        refuse_twins("unit kind", (k.name for k in self.kinds))
+        refuse_duplicates("unit kind", (k.name for k in self.kinds))
         missing = set(self.kind_of_call) - {k.name for k in self.kinds}
         if missing:
             raise ValueError(f"unit kind '{min(missing)}' is used but not described")
         units = sorted(set(zip(self.calls, self.kind_of_call)))
-        refuse_twins("unit", (name for name, _ in units), "is of two kinds")
+        refuse_duplicates("unit", (name for name, _ in units), "is of two kinds")
         self._check_needs()
         return self
 
@@ -242,7 +244,7 @@ class ModelProfile(Value):
         """Return the kind called `name`; raise a KeyError if there is none."""
         return {k.name: k for k in self.kinds}[name]
 
-    def needs_of(self, begin: int, end: int) -> Needs:
+    def needs_of(self, begin: int, end: int) -> CallInputs:
         """Return the root parameters and earlier outputs needed by calls [begin, end). The last
         call includes the loss.
 
@@ -253,7 +255,7 @@ class ModelProfile(Value):
             raise ValueError("the profile does not say what calls need of each other")
         wanted = [*self.needs[begin:end], *(self.needs[-1:] if end == len(self.calls) else ())]
         outputs = {taken for needs in wanted for taken in needs.outputs if taken.call < begin}
-        return Needs(
+        return CallInputs(
             root=tuple(dict.fromkeys(name for needs in wanted for name in needs.root)),
             outputs=tuple(sorted(outputs, key=lambda taken: (taken.call, taken.output))),
         )
@@ -317,18 +319,20 @@ class ClassProfile(Value):
     compiled: bool = Field(default=False, description="whether the times are of compiled units")
     compute_dtype: ComputeDtype = Field(default="fp32", description="that the times are of")
     peak: Peak | None = Field(default=None, description="in that dtype; None: not known")
-    clocks: Clocks | None = Field(
+    clocks: GpuClocks | None = Field(
         default=None, description="of the GPU that was measured, when it was warm; None: not told"
     )
-    efficiency: Efficiency = Field(default=PLAIN_EFFICIENCY, description="that the times are of")
-    choices: tuple[Choice, ...] = Field(default=(), description="why it computes as it does")
+    efficiency: KernelSettings = Field(
+        default=PLAIN_EFFICIENCY, description="that the times are of"
+    )
+    choices: tuple[SettingChoice, ...] = Field(default=(), description="why it computes as it does")
 
     def disturbed(self) -> str:
         """Describe a time that drops sharply as the micro-batch grows; return "" if there is
         none."""
         for unit, times in self.units.items():
             for what, curve in times:
-                for (n, longer), (m, shorter) in combinations(_points(curve), 2):
+                for (n, longer), (m, shorter) in combinations(_get_points(curve), 2):
                     if longer > FALL * shorter and longer - shorter > LEAST_FALL_S:
                         return (
                             f"{what} of unit '{unit}' takes {show_seconds(longer)} for {n:g} "
@@ -337,14 +341,14 @@ class ClassProfile(Value):
         return ""
 
 
-def _points(curve: Curve | None) -> Iterable[tuple[float, float]]:
+def _get_points(curve: Curve | None) -> Iterable[tuple[float, float]]:
     return () if curve is None else zip(curve.sizes, curve.values)
 
 
 TeamOperation = Literal["all_reduce", "exchange", "reduce"]
 
 
-class TeamCollective(Value):
+class TensorParallelCollective(Value):
     """Collectives of one type run by a tensor-parallel group for a unit call: their number, and the
     total bytes sent by each rank, by samples of a micro-batch."""
 
@@ -353,14 +357,14 @@ class TeamCollective(Value):
     bytes: Curve
 
 
-class TeamTraffic(Value):
+class TensorParallelTraffic(Value):
     """Collectives of a tensor-parallel group by pass. `backward` includes recompute, `gradient`
     uses a saved graph. Under `ROOT`, forward is the code before the first unit, backward is head
     and loss in both passes."""
 
-    forward: tuple[TeamCollective, ...] = ()
-    backward: tuple[TeamCollective, ...] = ()
-    gradient: tuple[TeamCollective, ...] = ()
+    forward: tuple[TensorParallelCollective, ...] = ()
+    backward: tuple[TensorParallelCollective, ...] = ()
+    gradient: tuple[TensorParallelCollective, ...] = ()
     summed: Count = Field(
         default=0, description="elements of whose gradients each rank has a part, summed in a step"
     )
@@ -391,7 +395,7 @@ class TeamProfile(Value):
     model: ModelProfile
     other_models: tuple[ModelProfile, ...] = ()
     classes: tuple[ClassProfile, ...] = Field(min_length=1)
-    told: dict[str, dict[str, TeamTraffic]]
+    told: dict[str, dict[str, TensorParallelTraffic]]
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -490,17 +494,19 @@ class Profile(Document):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        refuse_twins("device class", (c.device_class for c in self.classes), "is described twice")
+        refuse_duplicates(
+            "device class", (c.device_class for c in self.classes), "is described twice"
+        )
         forms = (f"{t.operation} of {t.group} ranks, {t.form}" for t in self.network)
-        refuse_twins("collective", forms, "is described twice")
+        refuse_duplicates("collective", forms, "is described twice")
         measured = {c.device_class: c for c in self.classes}
         for name in sorted({d.device_class for d in self.cluster.devices}):
             if name not in measured:
                 raise ValueError(f"device class '{name}' was not measured")
             self.model.check_timed(measured[name])
-        refuse_twins("host's data", (one.host for one in self.inputs), "is described twice")
+        refuse_duplicates("host's data", (one.host for one in self.inputs), "is described twice")
         models = (self.model, *self.other_models)
-        refuse_twins("dtype", (m.compute_dtype for m in models), "is described twice")
+        refuse_duplicates("dtype", (m.compute_dtype for m in models), "is described twice")
         if len({(m.fingerprint, m.calls, m.kind_of_call) for m in models}) > 1:
             raise ValueError("the models of different dtypes are not the same model")
         for c in self.classes:
@@ -508,7 +514,7 @@ class Profile(Document):
                 raise ValueError(
                     f"class '{c.device_class}' runs the head in chunks, whose memory is not known"
                 )
-        refuse_twins(
+        refuse_duplicates(
             "team", (f"{t.degree}, {t.sequence}" for t in self.teams), "is described twice"
         )
         if any(team.model.fingerprint != self.model.fingerprint for team in self.teams):

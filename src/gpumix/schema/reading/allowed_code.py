@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import Job
-from gpumix.schema.reading.overrides import key_of
+from gpumix.schema.reading.overrides import parse_key
 
 
 def check_allowed(job: Job, path: Path, allowed: Sequence[str], overrides: Sequence[str]) -> None:
@@ -19,10 +19,14 @@ def check_allowed(job: Job, path: Path, allowed: Sequence[str], overrides: Seque
         allowed: modules, with everything inside, or functions as `module:function`.
         overrides: `key=value`, also from the command line. A factory named here is allowed.
     """
-    said = set(map(key_of, overrides))
+    said = set(map(parse_key, overrides))
     for part, factory in (("model", job.model.factory), ("data", job.data.factory)):
         key = f"{part}.factory"
-        if factory is None or said & {part, key} or any(_covers(name, factory) for name in allowed):
+        if (
+            factory is None
+            or said & {part, key}
+            or any(_allows_factory(name, factory) for name in allowed)
+        ):
             continue
         raise InputError(
             f"'{key}' is code that would be run, '{factory}'; this command does not allow it",
@@ -33,6 +37,6 @@ def check_allowed(job: Job, path: Path, allowed: Sequence[str], overrides: Seque
         )
 
 
-def _covers(name: str, factory: str) -> bool:
+def _allows_factory(name: str, factory: str) -> bool:
     module = factory.partition(":")[0]
     return name in (factory, module) or module.startswith(f"{name}.")

@@ -1,7 +1,7 @@
 """Cluster files: the format in which users write a cluster, in a file or inline in a job.
 
 The long form lists classes and then devices. In the short form each row of a list also defines its
-class. `assemble` turns either form into a `Cluster` or reports problems; `schema.reading.read`
+class. `build_cluster` turns either form into a `Cluster` or reports problems; `schema.reading.read`
 calls it. `written` converts a `Cluster` back.
 """
 
@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from gpumix.schema.cluster.cluster import CLASS_NAME, Cluster, Device, DeviceClass, HostName, Seen
 from gpumix.schema.cluster.network import Network
-from gpumix.schema.reading.error_text import Problem, nearest, suggest, validated
+from gpumix.schema.reading.error_text import Problem, find_nearest, suggest, validate_strictly
 from gpumix.schema.reading.yaml_places import Keys, show_value
 from gpumix.schema.units import Bytes, FlopRate, show_bytes, show_flops
 from gpumix.schema.value import Value
@@ -146,7 +146,7 @@ class ShortRow(ClassForm, DeviceRow):
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _ParsedCluster:
     """Common result of both forms: classes and rows, each with its keys in the file."""
 
     classes: tuple[tuple[Keys, DeviceClass], ...]
@@ -154,9 +154,13 @@ class _Parts:
     network: Network | None = None
 
 
-def assemble(written: object, keys: Keys = ()) -> tuple[Cluster | None, list[Problem]]:
+def build_cluster(written: object, keys: Keys = ()) -> tuple[Cluster | None, list[Problem]]:
     """Build the cluster `written` at `keys` of a file; return None and the problems on errors."""
-    parts, problems = _long(written, keys) if isinstance(written, dict) else _short(written, keys)
+    parts, problems = (
+        _parse_long_form(written, keys)
+        if isinstance(written, dict)
+        else _parse_short_form(written, keys)
+    )
     if parts is None:
         return None, problems
     problems = [*_class_problems(parts), *_row_problems(parts), *_network_problems(parts, keys)]
@@ -165,7 +169,7 @@ def assemble(written: object, keys: Keys = ()) -> tuple[Cluster | None, list[Pro
         problems.append(Problem(keys, what, "lower 'count'"))
     if problems:
         return None, problems
-    devices, problems = _devices(parts)
+    devices, problems = _build_devices(parts)
     if problems:
         return None, problems
     classes = {c.name: c for _, c in parts.classes}
@@ -173,7 +177,7 @@ def assemble(written: object, keys: Keys = ()) -> tuple[Cluster | None, list[Pro
     return cluster, []
 
 
-def written(cluster: Cluster) -> dict[str, Any]:
+def format_cluster(cluster: Cluster) -> dict[str, Any]:
     """Return a cluster in the long form of a cluster file, without empty values."""
     form: dict[str, Any] = {
         "classes": {one.name: _class_form(one) for one in cluster.classes},
@@ -205,29 +209,31 @@ def _row_form(device: Device, cluster: Cluster) -> dict[str, Any]:
     return row | places | ({"ordinal": device.ordinal} if gpu else {})
 
 
-def _long(written: object, keys: Keys) -> tuple[_Parts | None, list[Problem]]:
-    form, problems = validated(ClusterForm, written, keys)
+def _parse_long_form(written: object, keys: Keys) -> tuple[_ParsedCluster | None, list[Problem]]:
+    form, problems = validate_strictly(ClusterForm, written, keys)
     if form is None:
         return None, problems
     classes = (((*keys, "classes", n), c.named(n)) for n, c in form.classes.items())
     rows = (((*keys, "devices", i), row) for i, row in enumerate(form.devices))
-    return _Parts(tuple(classes), tuple(rows), form.network), []
+    return _ParsedCluster(tuple(classes), tuple(rows), form.network), []
 
 
-def _short(written: object, keys: Keys) -> tuple[_Parts | None, list[Problem]]:
+def _parse_short_form(written: object, keys: Keys) -> tuple[_ParsedCluster | None, list[Problem]]:
     if not isinstance(written, list) or not written:
         what = f"a cluster must be a mapping or a list of devices, it is {show_value(written)}"
         fix = "write [{class: rtx3090, memory: 24 GiB}]; a job may also say 'auto' or name a file"
         return None, [Problem(keys, what, fix)]
-    read = [((*keys, i), *validated(ShortRow, row, (*keys, i))) for i, row in enumerate(written)]
+    read = [
+        ((*keys, i), *validate_strictly(ShortRow, row, (*keys, i))) for i, row in enumerate(written)
+    ]
     problems = [problem for _, _, found in read for problem in found]
     if problems:
         return None, problems
     rows = tuple((at, row) for at, row, _ in read if row is not None)
-    return _Parts(tuple((at, row.named(row.device_class)) for at, row in rows), rows), []
+    return _ParsedCluster(tuple((at, row.named(row.device_class)) for at, row in rows), rows), []
 
 
-def _class_problems(parts: _Parts) -> Iterator[Problem]:
+def _class_problems(parts: _ParsedCluster) -> Iterator[Problem]:
     """Yield classes with conflicting definitions, and emulated classes mixed with real ones."""
     first_keys, first = parts.classes[0]
     known: dict[str, tuple[Keys, DeviceClass]] = {}
@@ -239,30 +245,32 @@ def _class_problems(parts: _Parts) -> Iterator[Problem]:
                 keys, what, "make the rows agree, or give the class another name", other_keys
             )
         elif device_class.emulated != first.emulated:
-            what = f"class '{device_class.name}' is {_kind(device_class)}, '{first.name}' is"
-            what += f" {_kind(first)}; a cluster is all one or all the other"
+            what = (
+                f"class '{device_class.name}' is {_describe_kind(device_class)}, '{first.name}' is"
+            )
+            what += f" {_describe_kind(first)}; a cluster is all one or all the other"
             yield Problem(keys, what, "give 'emulate' to every class or to none", first_keys)
 
 
-def _kind(device_class: DeviceClass) -> str:
+def _describe_kind(device_class: DeviceClass) -> str:
     return "emulated" if device_class.emulated else "real"
 
 
-def _row_problems(parts: _Parts) -> Iterator[Problem]:
+def _row_problems(parts: _ParsedCluster) -> Iterator[Problem]:
     """Yield rows of undefined classes, and ordinals without effect."""
     known = {c.name: c for _, c in parts.classes}
     for keys, row in parts.rows:
         device_class = known.get(row.device_class)
         if device_class is None:
             what = f"class '{row.device_class}' is not defined"
-            fix = suggest(nearest(row.device_class, known), known, "classes")
+            fix = suggest(find_nearest(row.device_class, known), known, "classes")
             yield Problem((*keys, "class"), what, fix)
         elif row.ordinal is not None and not device_class.is_gpu:
             what = f"'ordinal' has no effect: class '{row.device_class}' is not of GPUs"
             yield Problem((*keys, "ordinal"), what, "leave it out")
 
 
-def _network_problems(parts: _Parts, keys: Keys) -> Iterator[Problem]:
+def _network_problems(parts: _ParsedCluster, keys: Keys) -> Iterator[Problem]:
     """Yield network exceptions of undefined classes, and the problems of places."""
     known = {c.name for _, c in parts.classes}
     exceptions = () if parts.network is None else parts.network.exceptions
@@ -270,12 +278,12 @@ def _network_problems(parts: _Parts, keys: Keys) -> Iterator[Problem]:
         for place, name in enumerate(exception.classes):
             if name not in known:
                 at = (*keys, "network", "exceptions", number, "classes", place)
-                fix = suggest(nearest(name, known), sorted(known), "classes")
+                fix = suggest(find_nearest(name, known), sorted(known), "classes")
                 yield Problem(at, f"class '{name}' is not defined", fix)
     yield from _place_problems(parts, keys)
 
 
-def _place_problems(parts: _Parts, keys: Keys) -> Iterator[Problem]:
+def _place_problems(parts: _ParsedCluster, keys: Keys) -> Iterator[Problem]:
     """Yield links of islands or racks without any devices, and hosts in two racks."""
     for what in ("island", "rack"):
         stated = parts.network is not None and getattr(parts.network, what) is not None
@@ -290,7 +298,7 @@ def _place_problems(parts: _Parts, keys: Keys) -> Iterator[Problem]:
             yield Problem((*at, "rack"), problem, "give all devices of a host one rack", first)
 
 
-def _devices(parts: _Parts) -> tuple[tuple[Device, ...], list[Problem]]:
+def _build_devices(parts: _ParsedCluster) -> tuple[tuple[Device, ...], list[Problem]]:
     """Return all devices, and the rows that clash with an earlier row by id or by ordinal on a
     host."""
     gpus = {c.name for _, c in parts.classes if c.is_gpu}
@@ -298,7 +306,7 @@ def _devices(parts: _Parts) -> tuple[tuple[Device, ...], list[Problem]]:
     problems: dict[Keys, Problem] = {}
     ids: dict[str, Keys] = {}
     slots: dict[tuple[str, int], Keys] = {}
-    for keys, device in _expanded(parts):
+    for keys, device in _expand_rows(parts):
         devices.append(device)
         by_id = ids.setdefault(device.id, keys)
         slot = (device.host, device.ordinal)
@@ -312,7 +320,7 @@ def _devices(parts: _Parts) -> tuple[tuple[Device, ...], list[Problem]]:
     return tuple(devices), list(problems.values())
 
 
-def _expanded(parts: _Parts) -> Iterator[tuple[Keys, Device]]:
+def _expand_rows(parts: _ParsedCluster) -> Iterator[tuple[Keys, Device]]:
     """Yield each device with the keys of its row. Devices without an id are numbered per class."""
     gpus = {c.name for _, c in parts.classes if c.is_gpu}
     numbers: dict[str, int] = {}

@@ -12,25 +12,29 @@ _WITH = " with "
 
 
 @contextmanager
-def placed(place: str | Path) -> Iterator[None]:
+def locate_errors(place: str | Path) -> Iterator[None]:
     """Add the file or argument `place` to InputError and NoFeasiblePlanError raised inside. Errors
-    already naming a file, an argument or two files (`together`) stay unchanged."""
+    already naming a file, an argument or two files (`join_locations`) stay unchanged."""
     try:
         yield
     except (InputError, NoFeasiblePlanError) as error:
-        if _names_one(error.where) or error.where.partition(":")[0] == str(place) or not str(place):
+        if (
+            _has_location(error.where)
+            or error.where.partition(":")[0] == str(place)
+            or not str(place)
+        ):
             raise
         where = f"{place}: {error.where}" if error.where else str(place)
         kind = type(error)
         raise kind(error.what, where=where, why=error.why, fix=error.fix) from error
 
 
-def together(file: str | Path, other: str | Path | None) -> str:
+def join_locations(file: str | Path, other: str | Path | None) -> str:
     """Return the location of a conflict between two files, or just `file` without `other`."""
     return f"{file}{_WITH}{other}" if other else str(file)
 
 
-def _names_one(where: str) -> bool:
+def _has_location(where: str) -> bool:
     file = where.partition(":")[0].partition(_WITH)[0]
     try:
         return where.startswith("--") or (bool(file) and Path(file).exists())

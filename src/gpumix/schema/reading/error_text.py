@@ -67,7 +67,9 @@ class Problem:
     between: bool = False
 
 
-def validated(model: type[M], value: object, keys: Keys = ()) -> tuple[M | None, list[Problem]]:
+def validate_strictly(
+    model: type[M], value: object, keys: Keys = ()
+) -> tuple[M | None, list[Problem]]:
     """Validate `value`, found at `keys` of its file, as `model`; return None and problems on
     errors.
 
@@ -77,12 +79,12 @@ def validated(model: type[M], value: object, keys: Keys = ()) -> tuple[M | None,
     try:
         return model.model_validate_json(json.dumps(value), strict=True), []
     except ValidationError as error:
-        return None, problems(model, value, error.errors(), keys)
+        return None, translate_errors(model, value, error.errors(), keys)
 
 
-def input_error(problems: Iterable[Problem], tree: Tree) -> InputError:
+def combine_problems(problems: Iterable[Problem], tree: Tree) -> InputError:
     """Combine all `problems` into one error, in file order, followed by `--set` arguments."""
-    told = sorted((_told(p, tree) for p in problems), key=lambda t: _order(t[0]))
+    told = sorted((_locate_problem(p, tree) for p in problems), key=lambda t: _order(t[0]))
     place, what, fix = told[0]
     rest = [f"  also {p}: {w}" + (f" ({f})" if f else "") for p, w, f in told[1:]]
     return InputError("\n".join([what, *rest]), where=str(place), fix=fix)
@@ -98,7 +100,7 @@ def did_you_mean(meant: str | None) -> str:
     return "" if meant is None else f"did you mean '{meant}'?"
 
 
-def nearest(word: str, choices: Collection[str]) -> str | None:
+def find_nearest(word: str, choices: Collection[str]) -> str | None:
     """Return the choice closest to `word`, by initials ('learning_rate': 'lr') or by letters."""
     initials = "".join(part[:1] for part in re.split(r"[_\W]+", word))
     if len(initials) > 1 and initials in choices:
@@ -111,7 +113,7 @@ def _order(place: YamlPlace) -> tuple[bool, int, int]:
     return (place.line == 0, place.line, place.column)
 
 
-def _told(problem: Problem, tree: Tree) -> tuple[YamlPlace, str, str]:
+def _locate_problem(problem: Problem, tree: Tree) -> tuple[YamlPlace, str, str]:
     first = "" if problem.first is None else f" (first at {tree.place(problem.first)})"
     place, what = tree.place(problem.keys), problem.what
     if problem.between:
@@ -121,7 +123,7 @@ def _told(problem: Problem, tree: Tree) -> tuple[YamlPlace, str, str]:
     return place, what + first, problem.fix
 
 
-def problems(
+def translate_errors(
     model: type[BaseModel], value: object, errors: Sequence[ErrorDetails], top: Keys = ()
 ) -> list[Problem]:
     """Return the problems of a `value` that is not a valid `model`, one per location. A missing key
@@ -130,9 +132,11 @@ def problems(
     for error in errors:
         at.setdefault(_real_keys(value, error), []).append(error)
     unknown = {keys for keys, same in at.items() if same[0]["type"] == "extra_forbidden"}
-    meant = {(*keys[:-1], _meant(model, keys)) for keys in unknown}
+    meant = {(*keys[:-1], _guess_meant_key(model, keys)) for keys in unknown}
     return [
-        _unknown(model, keys, top) if keys in unknown else _wrong(model, keys, same, top)
+        _describe_unknown_key(model, keys, top)
+        if keys in unknown
+        else _describe_wrong_value(model, keys, same, top)
         for keys, same in at.items()
         if same[0]["type"] != "missing" or keys not in meant
     ]
@@ -152,23 +156,23 @@ def _real_keys(value: Any, error: ErrorDetails) -> Keys:
     return tuple(keys)
 
 
-def _unknown(model: type[BaseModel], below: Keys, top: Keys) -> Problem:
+def _describe_unknown_key(model: type[BaseModel], below: Keys, top: Keys) -> Problem:
     keys, valid = (*top, *below), list(_fields(_model_at(model, below[:-1])))
-    fix = suggest(_meant(model, below), valid, "valid keys")
+    fix = suggest(_guess_meant_key(model, below), valid, "valid keys")
     return Problem(keys, f"unknown key '{show_keys(keys)}'", fix)
 
 
-def _meant(model: type[BaseModel], keys: Keys) -> str | None:
+def _guess_meant_key(model: type[BaseModel], keys: Keys) -> str | None:
     """Guess the valid key meant by an unknown key: an equally named nested key, or a similar
     name."""
     name = str(keys[-1])
     deeper = [k for k in _dotted(model) if k.endswith(f".{name}")] if len(keys) == 1 else []
     if len(deeper) == 1:
         return deeper[0]
-    return nearest(name, list(_fields(_model_at(model, keys[:-1]))))
+    return find_nearest(name, list(_fields(_model_at(model, keys[:-1]))))
 
 
-def _wrong(
+def _describe_wrong_value(
     model: type[BaseModel], below: Keys, errors: Sequence[ErrorDetails], top: Keys
 ) -> Problem:
     """Return the problem for a missing or wrong value; for a union, list the types of all
@@ -212,7 +216,7 @@ def _nearest_choice(error: ErrorDetails) -> str:
     if error["type"] != "literal_error" or not isinstance(error["input"], str):
         return ""
     choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-    return did_you_mean(nearest(error["input"], choices))
+    return did_you_mean(find_nearest(error["input"], choices))
 
 
 def _fields(model: type[BaseModel]) -> dict[str, Any]:

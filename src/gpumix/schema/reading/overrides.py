@@ -21,12 +21,12 @@ from gpumix.schema.reading.yaml_places import (
 )
 
 
-def key_of(argument: str) -> str:
+def parse_key(argument: str) -> str:
     """Return the dotted key of an argument, without spaces around its parts."""
     return ".".join(part.strip() for part in argument.partition("=")[0].split("."))
 
 
-def overridden(tree: Tree, argument: str) -> Tree:
+def apply_override(tree: Tree, argument: str) -> Tree:
     """Return `tree` with one value set, creating missing mappings on the path.
 
     Raises:
@@ -35,7 +35,7 @@ def overridden(tree: Tree, argument: str) -> Tree:
     """
     source = YamlSource(f"--set {argument}", Path.cwd())
     key, equals, text = argument.partition("=")
-    keys: Keys = tuple(key_of(argument).split("."))
+    keys: Keys = tuple(parse_key(argument).split("."))
     if not equals or not all(keys) or UNFIT.search(key):
         raise InputError(
             f"'{argument}' is not of the form key=value",
@@ -47,10 +47,10 @@ def overridden(tree: Tree, argument: str) -> Tree:
     for depth in range(1, len(keys)):
         places.setdefault(keys[:depth], YamlPlace(source))
     places |= {(*keys, *k): p for k, p in new.places.items()}
-    return Tree(_with(tree.value, keys, 0, new.value, source), places)
+    return Tree(_set_value(tree.value, keys, 0, new.value, source), places)
 
 
-def _with(holder: object, keys: Keys, depth: int, value: object, source: YamlSource) -> object:
+def _set_value(holder: object, keys: Keys, depth: int, value: object, source: YamlSource) -> object:
     """Return `holder`, a mapping at keys[:depth], with `value` set at `keys`."""
     if depth == len(keys):
         return value
@@ -61,4 +61,4 @@ def _with(holder: object, keys: Keys, depth: int, value: object, source: YamlSou
             fix=f"set all of it: --set '{show_keys(keys[:depth])}=...'",
         )
     old: dict[str | int, object] = holder or {}
-    return {**old, keys[depth]: _with(old.get(keys[depth]), keys, depth + 1, value, source)}
+    return {**old, keys[depth]: _set_value(old.get(keys[depth]), keys, depth + 1, value, source)}

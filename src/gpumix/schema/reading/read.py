@@ -16,9 +16,14 @@ from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import read_text
 from gpumix.schema.job.job import Job
-from gpumix.schema.reading.cluster_file import assemble
-from gpumix.schema.reading.error_text import did_you_mean, input_error, nearest, validated
-from gpumix.schema.reading.overrides import overridden
+from gpumix.schema.reading.cluster_file import build_cluster
+from gpumix.schema.reading.error_text import (
+    combine_problems,
+    did_you_mean,
+    find_nearest,
+    validate_strictly,
+)
+from gpumix.schema.reading.overrides import apply_override
 from gpumix.schema.reading.yaml_places import Keys, Tree, YamlPlace, load_yaml, show_value
 from gpumix.schema.value import Value
 
@@ -55,12 +60,12 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
             f"this is a {kind}, and a job is wanted", where=str(path), fix=f"give the job{beside}"
         )
     for override in overrides:
-        tree = overridden(tree, override)
-    checked, written = _checked(tree)
-    job: Job = _with_paths(checked, tree, ())
+        tree = apply_override(tree, override)
+    checked, written = _validate_job(tree)
+    job: Job = _make_paths_absolute(checked, tree, ())
     if job.model.config is not None:
         _check_model_config(job.model.config, tree.place(("model", "config")))
-    cluster = _named_cluster(written, tree) if isinstance(written, str) else written
+    cluster = _read_named_cluster(written, tree) if isinstance(written, str) else written
     return job.model_copy(update={"cluster": cluster})
 
 
@@ -81,35 +86,37 @@ def read_cluster(path: Path) -> Cluster:
                 fix="give a file with classes and devices, or with a list of devices: "
                 "[{class: rtx3090, memory: 24 GiB}]",
             )
-    cluster, problems = assemble(tree.value)
+    cluster, problems = build_cluster(tree.value)
     if cluster is None:
-        raise input_error(problems, tree)
+        raise combine_problems(problems, tree)
     return cluster
 
 
-def _checked(tree: Tree) -> tuple[Job, Cluster | str]:
+def _validate_job(tree: Tree) -> tuple[Job, Cluster | str]:
     """Validate the job without its cluster; return both. The cluster is a value, a path or
     'auto'."""
     assert isinstance(tree.value, dict)
     written = tree.value.get("cluster", AUTO)
     cluster: Cluster | str | None
-    cluster, problems = (written, []) if isinstance(written, str) else assemble(written, CLUSTER)
-    job, found = validated(Job, {**tree.value, "cluster": AUTO})
+    cluster, problems = (
+        (written, []) if isinstance(written, str) else build_cluster(written, CLUSTER)
+    )
+    job, found = validate_strictly(Job, {**tree.value, "cluster": AUTO})
     if job is None or cluster is None:
-        raise input_error([*found, *problems], tree)
+        raise combine_problems([*found, *problems], tree)
     return job, cluster
 
 
-def _named_cluster(name: str, tree: Tree) -> Cluster | Literal["auto"]:
+def _read_named_cluster(name: str, tree: Tree) -> Cluster | Literal["auto"]:
     """Return the cluster named by `name`, a path or 'auto'."""
     if name == AUTO:
         return AUTO
     place = tree.place(CLUSTER)
-    path = _absolute(Path(name), place)
+    path = _make_absolute(Path(name), place)
     with suppress(OSError):  # a name may be too long for a file
         if name and path.exists():
             return read_cluster(path)
-    meant = did_you_mean(nearest(name, [AUTO]))
+    meant = did_you_mean(find_nearest(name, [AUTO]))
     raise InputError(
         f"'cluster': there is no cluster file {path}" if name else "'cluster' is empty",
         where=str(place),
@@ -117,21 +124,21 @@ def _named_cluster(name: str, tree: Tree) -> Cluster | Literal["auto"]:
     )
 
 
-def _with_paths(value: Any, tree: Tree, keys: Keys) -> Any:
+def _make_paths_absolute(value: Any, tree: Tree, keys: Keys) -> Any:
     """Return `value`, found at `keys`, with absolute paths."""
     if isinstance(value, Path):
-        return _absolute(value, tree.place(keys))
+        return _make_absolute(value, tree.place(keys))
     if isinstance(value, tuple):
-        return tuple(_with_paths(item, tree, (*keys, i)) for i, item in enumerate(value))
+        return tuple(_make_paths_absolute(item, tree, (*keys, i)) for i, item in enumerate(value))
     if isinstance(value, Value):
         names = type(value).model_fields
-        found = {n: _with_paths(getattr(value, n), tree, (*keys, n)) for n in names}
+        found = {n: _make_paths_absolute(getattr(value, n), tree, (*keys, n)) for n in names}
         changed = {n: item for n, item in found.items() if item != getattr(value, n)}
         return value.model_copy(update=changed)  # unset fields stay unset
     return value
 
 
-def _absolute(path: Path, place: YamlPlace) -> Path:
+def _make_absolute(path: Path, place: YamlPlace) -> Path:
     try:
         found = place.source.folder / path.expanduser()
         str(found).encode()

@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from gpumix.schema.errors import InputError, no_such_file
-from gpumix.schema.files import opened, why_unreadable
+from gpumix.schema.errors import InputError, make_missing_file_error
+from gpumix.schema.files import open_for_reading, why_unreadable
 
 Keys = tuple[str | int, ...]
 """Path from the top of a file to a value: mapping keys and list indices."""
@@ -85,11 +85,11 @@ def load_yaml(path: Path, what: str) -> Tree:
         InputError: the file is missing, a folder, not UTF-8, empty or not YAML.
     """
     try:
-        with opened(path) as file:
+        with open_for_reading(path) as file:
             data = file.read(MAX_BYTES + 1)
         text = data.decode("utf-8")
     except FileNotFoundError as error:
-        raise no_such_file(what, path) from error
+        raise make_missing_file_error(what, path) from error
     except IsADirectoryError as error:
         inside = path / f"{what}.yaml"
         raise InputError(
@@ -127,7 +127,7 @@ def parse_yaml(text: str, source: YamlSource, *, lines: bool = True) -> Tree | N
     Raises:
         InputError: not YAML, a repeated key, an unsupported tag, or too deep or too many values.
     """
-    reader = _Reader(source, lines)
+    reader = _NodeConverter(source, lines)
     node = _compose(text, reader)
     if node is None:
         return None
@@ -135,7 +135,7 @@ def parse_yaml(text: str, source: YamlSource, *, lines: bool = True) -> Tree | N
     return Tree(reader.value(node, ()), reader.places)
 
 
-class _TooMany(yaml.MarkedYAMLError):
+class _TooManyValuesError(yaml.MarkedYAMLError):
     """More values than allowed."""
 
 
@@ -148,17 +148,17 @@ class _Loader(yaml.SafeLoader):
         self.nodes += 1
         if self.nodes > 2 * MAX_VALUES:  # keys are nodes too
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise _TooMany(None, None, f"there are more than {MAX_VALUES} values", mark)
+            raise _TooManyValuesError(None, None, f"there are more than {MAX_VALUES} values", mark)
         node: yaml.Node | None = super().compose_node(parent, index)
         return node
 
 
-def _compose(text: str, reader: _Reader) -> yaml.Node | None:
+def _compose(text: str, reader: _NodeConverter) -> yaml.Node | None:
     """Return PyYAML's node tree, translating errors."""
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
         return node
-    except _TooMany as error:
+    except _TooManyValuesError as error:
         raise InputError(str(error.problem), where=reader.exact(error.problem_mark)) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -179,7 +179,7 @@ def _compose(text: str, reader: _Reader) -> yaml.Node | None:
         raise InputError("this is nested too deep", where=reader.source.name) from error
 
 
-class _Reader:
+class _NodeConverter:
     """Converts nodes of one text to values and records the location of each."""
 
     def __init__(self, source: YamlSource, lines: bool) -> None:

@@ -8,26 +8,26 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from gpumix.engine.comm.collective_progress import wait_of
-from gpumix.engine.comm.hang_attribution import Wait
+from gpumix.engine.comm.collective_progress import get_awaited_collective
+from gpumix.engine.comm.hang_attribution import AwaitedCollective
 
 T = TypeVar("T")
 
 
-class Overdue(Exception):
+class BackgroundTimeout(Exception):
     """Work exceeded the time limit, for example because of a disk.
 
     Args:
         wait: the wait for other ranks, if the work waits for some.
     """
 
-    def __init__(self, patience_s: float, wait: Wait | None) -> None:
+    def __init__(self, patience_s: float, wait: AwaitedCollective | None) -> None:
         super().__init__(f"after {patience_s:.0f} s")
         self.patience_s = patience_s
         self.wait = wait
 
 
-class Background(Generic[T]):
+class BackgroundTask(Generic[T]):
     """`work` in a daemon thread, running until it returns or raises.
 
     A caller leaving by an error does not join the thread, which may never end: it ends with the
@@ -69,7 +69,7 @@ class Background(Generic[T]):
             Overdue: the event is not set within the time limit.
         """
         if not event.wait(self._left_s()):
-            raise self._overdue()
+            raise self._make_timeout()
 
     def join(self, seconds: float) -> None:
         """Wait until the work has ended, at most for `seconds`."""
@@ -83,7 +83,7 @@ class Background(Generic[T]):
         """
         self._thread.join(self._left_s())
         if self._thread.is_alive():
-            raise self._overdue()
+            raise self._make_timeout()
         if self._error is not None:
             raise self._error
         return self._result[0]
@@ -91,5 +91,5 @@ class Background(Generic[T]):
     def _left_s(self) -> float:
         return min(max(0.0, self._deadline - time.monotonic()), threading.TIMEOUT_MAX)
 
-    def _overdue(self) -> Overdue:
-        return Overdue(self._patience_s, wait_of(self._thread.ident))
+    def _make_timeout(self) -> BackgroundTimeout:
+        return BackgroundTimeout(self._patience_s, get_awaited_collective(self._thread.ident))

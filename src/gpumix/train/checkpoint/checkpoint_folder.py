@@ -22,7 +22,7 @@ from gpumix.train.checkpoint.manifest import (
     Damaged,
     Manifest,
     SavedFile,
-    folder_of,
+    get_folder_name,
     read_manifest,
 )
 from gpumix.train.run_log import run_files
@@ -34,7 +34,7 @@ _FORMER = ".former.part"
 _GONE = ".gone.part"
 
 
-def choices(path: Path) -> list[Path]:
+def list_checkpoints(path: Path) -> list[Path]:
     """Return the checkpoints named by `path`, newest first: `path` itself, or the checkpoints in it
     or in its `checkpoints`.
 
@@ -45,7 +45,7 @@ def choices(path: Path) -> list[Path]:
         return [path]
     folders = (path, path / run_files.CHECKPOINTS)
     for folder in folders:
-        saved = [one for _, one in reversed(_in_order(folder))]
+        saved = [one for _, one in reversed(_list_in_order(folder))]
         if saved:
             return saved
     parts = [part.name for folder in folders for part in folder.glob(_PARTS)]
@@ -57,7 +57,9 @@ def choices(path: Path) -> list[Path]:
     )
 
 
-def first_whole(paths: Sequence[Path], take: Callable[[Path], T]) -> tuple[T, tuple[Damaged, ...]]:
+def take_first_intact(
+    paths: Sequence[Path], take: Callable[[Path], T]
+) -> tuple[T, tuple[Damaged, ...]]:
     """Return the result of `take` for the first intact checkpoint in `paths`, and the damage of
     earlier ones.
 
@@ -80,21 +82,21 @@ def first_whole(paths: Sequence[Path], take: Callable[[Path], T]) -> tuple[T, tu
     )
 
 
-def latest(folder: Path) -> Path | None:
+def find_latest(folder: Path) -> Path | None:
     """Return the checkpoint in `folder` saved last."""
-    saved = _in_order(folder)
+    saved = _list_in_order(folder)
     return saved[-1][1] if saved else None
 
 
-def _in_order(folder: Path) -> list[tuple[float, Path]]:
+def _list_in_order(folder: Path) -> list[tuple[float, Path]]:
     """Return (sequence, path) of the complete checkpoints in `folder`, oldest first. Unreadable
     checkpoints count as newest, so they are not passed over silently."""
     paths = [p for p in folder.glob("step-*") if STEP.fullmatch(p.name)]
-    paths += [former for former, _ in _formers(folder)]
+    paths += [former for former, _ in _find_replaced(folder)]
     return sorted((_sequence(p), p) for p in paths if (p / MANIFEST).exists())
 
 
-def _formers(folder: Path) -> list[tuple[Path, Path]]:
+def _find_replaced(folder: Path) -> list[tuple[Path, Path]]:
     """Return checkpoints interrupted while being replaced, with the free paths they had before."""
     formers = [f for f in folder.glob(f"step-*{_FORMER}") if (f / MANIFEST).exists()]
     found = [(f, f.with_name(f.name.removesuffix(_FORMER))) for f in formers]
@@ -108,14 +110,14 @@ def _sequence(path: Path) -> float:
         return math.inf
 
 
-def begin(folder: Path, step: int) -> Path:
+def begin_part(folder: Path, step: int) -> Path:
     """Make a new, empty part for a checkpoint of `step`; parts of earlier crashes are removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    for former, final in _formers(folder):
+    for former, final in _find_replaced(folder):
         files.move(former, final.name)
     for leftover in folder.glob(_PARTS):
         files.remove(leftover)
-    part = folder / f"{folder_of(step)}.part"
+    part = folder / f"{get_folder_name(step)}.part"
     files.make_folder(part)
     return part
 
@@ -137,10 +139,10 @@ def check_visible(part: Path, saved_files: Mapping[str, SavedFile]) -> None:
             )
 
 
-def finish(part: Path, manifest: Manifest) -> Path:
+def finish_part(part: Path, manifest: Manifest) -> Path:
     """Turn a completely written part into a checkpoint and return the path."""
     folder, final = part.parent, part.with_suffix("")
-    sequences = [sequence for sequence, _ in _in_order(folder) if sequence < math.inf]
+    sequences = [sequence for sequence, _ in _list_in_order(folder) if sequence < math.inf]
     manifest = manifest.model_copy(update={"sequence": int(max(sequences, default=0)) + 1})
     write_durably(part / MANIFEST, manifest.sealed())
     files.sync_folder(part)
@@ -153,18 +155,18 @@ def finish(part: Path, manifest: Manifest) -> Path:
     return final
 
 
-def abandon(part: Path) -> None:
-    """Remove an unfinished part; anything left is removed by the next `begin`."""
+def remove_part(part: Path) -> None:
+    """Remove an unfinished part; anything left is removed by the next `begin_part`."""
     files.remove_quietly(part)
 
 
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the `keep` newest checkpoints; unreadable checkpoints are left alone."""
-    readable = [path for sequence, path in _in_order(folder) if sequence < math.inf]
+    readable = [path for sequence, path in _list_in_order(folder) if sequence < math.inf]
     for path in readable[:-keep]:
         files.remove(files.move(path, path.name + _GONE))
 
 
 def write_durably(file: Path, text: str) -> None:
     """Write `text` durably: the file survives a crash of the machine."""
-    files.write_at_once(file, text, durable=True)
+    files.write_text_atomically(file, text, durable=True)

@@ -26,10 +26,20 @@ from gpumix.schema.errors import GpumixError, InputError
 from gpumix.schema.files import INDEX_BYTES, read_bytes
 from gpumix.train.checkpoint import checkpoint_folder
 from gpumix.train.checkpoint import content as content
-from gpumix.train.checkpoint.background import Background, Overdue
-from gpumix.train.checkpoint.collective_errors import NOTHING, CollectiveErrors, not_in_time
+from gpumix.train.checkpoint.background import BackgroundTask, BackgroundTimeout
+from gpumix.train.checkpoint.collective_errors import (
+    NONE_TYPE,
+    CollectiveActions,
+    make_timeout_error,
+)
 from gpumix.train.checkpoint.dcp_storage import Index, read, write
-from gpumix.train.checkpoint.host_copy import HostCopy, Tensors, no_room, room_for, size_of
+from gpumix.train.checkpoint.host_copy import (
+    HostCopy,
+    Tensors,
+    count_bytes,
+    format_no_room,
+    has_room_for,
+)
 from gpumix.train.checkpoint.manifest import (
     INDEX,
     METADATA,
@@ -38,11 +48,11 @@ from gpumix.train.checkpoint.manifest import (
     SavedFile,
     StateKind,
     check_written,
-    damaged,
-    described,
-    described_as,
+    describe_content,
+    describe_file,
+    make_damaged_error,
+    parse_step,
     read_manifest,
-    step_of,
     verify,
 )
 
@@ -50,9 +60,9 @@ from gpumix.train.checkpoint.manifest import (
 KINDS = TypeAdapter(dict[str, StateKind])
 MANIFEST = TypeAdapter(Manifest)
 FOLDER, FOLDERS = TypeAdapter(Path), TypeAdapter(list[Path])
-PERHAPS: TypeAdapter[Path | None] = TypeAdapter(Path | None)
+OPTIONAL_FOLDER: TypeAdapter[Path | None] = TypeAdapter(Path | None)
 STEPS = TypeAdapter(list[int])
-YES_NO = TypeAdapter(bool)
+BOOL = TypeAdapter(bool)
 FILES = TypeAdapter(dict[str, SavedFile])
 OPENED = TypeAdapter(tuple[Manifest, Index])
 
@@ -105,14 +115,14 @@ class Checkpointer:
             raise InputError(f"cannot keep {keep} checkpoints", fix="keep at least 1")
         self.folder = folder
         self.keep = keep
-        self._ranks = CollectiveErrors(group)
+        self._ranks = CollectiveActions(group)
         self._ranks_here = ranks_here
         self._patience_s = patience_s
         self.not_copied = ""
         """Reason why this rank's state is not copied first and training waits until it is written;
         empty if it is copied."""
         self._copy: HostCopy | None = None
-        self._saving: Background[Saved] | None = None
+        self._saving: BackgroundTask[Saved] | None = None
         self._settled = threading.Event()
 
     # -- saving ------------------------------------------------------------------------------------
@@ -156,7 +166,7 @@ class Checkpointer:
             to_save = error
         stream = content.copying_stream(engine.device)
         self._settled.clear()
-        self._saving = Background(
+        self._saving = BackgroundTask(
             lambda: self._save(step, to_save, stream),
             name="gpumix-checkpoint",
             patience_s=self._patience_s,
@@ -164,12 +174,14 @@ class Checkpointer:
 
     def common_step(self, steps: Iterable[int]) -> int | None:
         """Return the newest step common to all ranks, given the steps of each rank."""
-        every = self._ranks.each(lambda: list(steps), STEPS, "tell its copies", self.folder)
+        every = self._ranks.run_on_all(lambda: list(steps), STEPS, "tell its copies", self.folder)
         return max(set.intersection(*map(set, every)), default=None)
 
     def all_say(self, yes: bool, of: str) -> bool:
         """Return whether `yes` is true on all ranks."""
-        said: list[bool] = self._ranks.each(lambda: yes, YES_NO, f"tell whether {of}", self.folder)
+        said: list[bool] = self._ranks.run_on_all(
+            lambda: yes, BOOL, f"tell whether {of}", self.folder
+        )
         return all(said)
 
     def save_copy(self, copy: content.Content) -> Saved:
@@ -183,16 +195,16 @@ class Checkpointer:
             MachineError: the disk hangs.
         """
         if self._saving is not None:
-            with self._in_time():
+            with self._raise_if_overdue():
                 self._saving.wait(self._settled)
 
     @contextmanager
-    def _in_time(self) -> Iterator[None]:
+    def _raise_if_overdue(self) -> Iterator[None]:
         try:
             yield
-        except Overdue as error:
+        except BackgroundTimeout as error:
             what = "write a checkpoint"
-            raise not_in_time(error, what, self._ranks.rank, self.folder) from error
+            raise make_timeout_error(error, what, self._ranks.rank, self.folder) from error
 
     def wait(self, seconds: float) -> Saved | None:
         """Wait at most `seconds` for the checkpoint begun last; return it if written by then. None
@@ -235,7 +247,7 @@ class Checkpointer:
         """
         assert self._saving is not None, "no checkpoint was begun"
         saving, self._saving = self._saving, None
-        with self._in_time():
+        with self._raise_if_overdue():
             return saving.result()
 
     def _save(
@@ -277,11 +289,11 @@ class Checkpointer:
             optimizer = to_save.manifest.optimizer.model_copy(update={"states": kinds})
             return to_save.manifest.model_copy(update={"optimizer": optimizer})
 
-        every = ranks.each(take, KINDS, "take what is to be saved", self.folder)
+        every = ranks.run_on_all(take, KINDS, "take what is to be saved", self.folder)
         kinds = content.merged_kinds(every)
         manifest = ranks.first(describe, MANIFEST, "describe a checkpoint", self.folder)
         part = ranks.first(
-            lambda: checkpoint_folder.begin(self.folder, step),
+            lambda: checkpoint_folder.begin_part(self.folder, step),
             FOLDER,
             "make a folder for a checkpoint",
             self.folder,
@@ -290,16 +302,16 @@ class Checkpointer:
             return self._write(part, manifest, tensors)
         except GpumixError:
             if ranks.rank == 0:
-                checkpoint_folder.abandon(part)
+                checkpoint_folder.remove_part(part)
             raise
 
     def _copied(self, tensors: Tensors, stream: Stream | None) -> Tensors:
         """Return a copy of `tensors`, or `tensors` unchanged if memory is short: they may not
         change until written."""
         if self._copy is None or not self._copy.fits(tensors):
-            self._copy, size = None, size_of(tensors)
-            if not room_for(size, self._ranks_here):
-                self.not_copied = no_room(1, size, self._ranks_here)
+            self._copy, size = None, count_bytes(tensors)
+            if not has_room_for(size, self._ranks_here):
+                self.not_copied = format_no_room(1, size, self._ranks_here)
                 return tensors
             self._copy, self.not_copied = HostCopy(tensors, pinned=stream is not None), ""
         self._copy.fill(tensors, stream)
@@ -315,7 +327,7 @@ class Checkpointer:
                 check_written(part / name, saved)
             return own
 
-        files = ranks.each(read_back, FILES, "read back what it wrote", part)
+        files = ranks.run_on_all(read_back, FILES, "read back what it wrote", part)
         every_file = {name: saved for by_rank in files for name, saved in by_rank.items()}
         return ranks.first(
             lambda: self._finish(part, manifest, index, every_file),
@@ -330,9 +342,9 @@ class Checkpointer:
         checkpoint_folder.check_visible(part, files)
         text = index.model_dump_json()
         checkpoint_folder.write_durably(part / INDEX, text)
-        files |= {INDEX: described_as(text.encode()), METADATA: described(part / METADATA)}
+        files |= {INDEX: describe_content(text.encode()), METADATA: describe_file(part / METADATA)}
         check_written(part / INDEX, files[INDEX])
-        path = checkpoint_folder.finish(part, manifest.model_copy(update={"files": files}))
+        path = checkpoint_folder.finish_part(part, manifest.model_copy(update={"files": files}))
         checkpoint_folder.prune(self.folder, self.keep)
         return path
 
@@ -341,8 +353,8 @@ class Checkpointer:
     def latest(self) -> Path | None:
         """Return the checkpoint saved last, damaged or not."""
         return self._ranks.first(
-            lambda: checkpoint_folder.latest(self.folder),
-            PERHAPS,
+            lambda: checkpoint_folder.find_latest(self.folder),
+            OPTIONAL_FOLDER,
             "look for checkpoints",
             self.folder,
         )
@@ -372,14 +384,18 @@ class Checkpointer:
         ranks = self._ranks
         at = source or self.folder
         paths = ranks.first(
-            lambda: list(takewhile(lambda p: step_of(p) > after, checkpoint_folder.choices(at))),
+            lambda: list(
+                takewhile(lambda p: parse_step(p) > after, checkpoint_folder.list_checkpoints(at))
+            ),
             FOLDERS,
             "look for checkpoints",
             at,
         )
 
         def take(path: Path) -> tuple[Path, Manifest, Index]:
-            manifest, index = ranks.first(lambda: opened(path), OPENED, "open a checkpoint", path)
+            manifest, index = ranks.first(
+                lambda: open_checkpoint(path), OPENED, "open a checkpoint", path
+            )
             files = sorted(manifest.files.items())
 
             def check() -> None:
@@ -388,17 +404,17 @@ class Checkpointer:
                 if optimizer is not None:
                     content.check_optimizer(path, manifest, index, engine, optimizer)
 
-            ranks.each(check, NOTHING, "check a checkpoint", path)
+            ranks.run_on_all(check, NONE_TYPE, "check a checkpoint", path)
             return path, manifest, index
 
-        (path, manifest, index), passed = checkpoint_folder.first_whole(paths, take)
+        (path, manifest, index), passed = checkpoint_folder.take_first_intact(paths, take)
         content.restore(
             engine, optimizer, manifest, index, lambda tensors: read(path, index, tensors, ranks)
         )
         return LoadedState(path, manifest.step, dict(manifest.cursor), dict(manifest.extra), passed)
 
 
-def opened(path: Path) -> tuple[Manifest, Index]:
+def open_checkpoint(path: Path) -> tuple[Manifest, Index]:
     """Return manifest and index of the checkpoint at `path`; tensor files are not checked yet.
 
     Raises:
@@ -407,16 +423,16 @@ def opened(path: Path) -> tuple[Manifest, Index]:
     """
     manifest = read_manifest(path)
     if INDEX not in manifest.files:
-        raise damaged(path / INDEX, "the checkpoint does not say what it should be")
+        raise make_damaged_error(path / INDEX, "the checkpoint does not say what it should be")
     verify(path, [(INDEX, manifest.files[INDEX])])
     try:
         index = Index.model_validate_json(read_bytes(path / INDEX, INDEX_BYTES))
-        index.check_whole()
+        index.check_complete()
         index.check_fits({name: saved.bytes for name, saved in manifest.files.items()})
     except OSError as error:
-        raise damaged(path / INDEX, error.strerror or str(error)) from error
+        raise make_damaged_error(path / INDEX, error.strerror or str(error)) from error
     except ValidationError as error:
-        raise damaged(path / INDEX, error.errors()[0]["msg"]) from error
+        raise make_damaged_error(path / INDEX, error.errors()[0]["msg"]) from error
     except GpumixError as error:
-        raise damaged(path / INDEX, error.what) from error
+        raise make_damaged_error(path / INDEX, error.what) from error
     return manifest, index

@@ -18,21 +18,27 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from gpumix.engine.comm.collective_progress import begins
-from gpumix.engine.comm.communicator import CommunicationError, reported
-from gpumix.schema.errors import GpumixError, MachineError, TrainingError, error_from, in_a_line
+from gpumix.engine.comm.collective_progress import begin_collective
+from gpumix.engine.comm.communicator import CollectiveScope, CommunicationError
+from gpumix.schema.errors import (
+    GpumixError,
+    MachineError,
+    TrainingError,
+    format_in_one_line,
+    rebuild_error,
+)
 from gpumix.schema.files import FULL, how_to_write
-from gpumix.train.checkpoint.background import Overdue
+from gpumix.train.checkpoint.background import BackgroundTimeout
 
 T = TypeVar("T")
-NOTHING = TypeAdapter(None)
+NONE_TYPE = TypeAdapter(None)
 
-_OTHERWISE = dict.fromkeys(FULL, "if need be by removing this run's older checkpoints") | (
+_FURTHER_FIXES = dict.fromkeys(FULL, "if need be by removing this run's older checkpoints") | (
     dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "or choose another `output` in the job")
 )
 
 
-class CollectiveErrors:
+class CollectiveActions:
     """The ranks of `group`, a group of CPU tensors; None for a single process."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -40,7 +46,7 @@ class CollectiveErrors:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
 
-    def each(
+    def run_on_all(
         self, action: Callable[[], T], kind: TypeAdapter[T], doing: str, folder: Path
     ) -> list[T]:
         """Run `action` on every rank; return all results in rank order. Collective.
@@ -56,14 +62,16 @@ class CollectiveErrors:
 
     def first(self, action: Callable[[], T], kind: TypeAdapter[T], doing: str, folder: Path) -> T:
         """Run `action` on rank 0; return its result on all ranks. Collective; raises like
-        `each`."""
+        `run_on_all`."""
         return self._run(action if self.rank == 0 else None, kind, doing, folder)[0]
 
     def collect(self, text: str, doing: str) -> list[str]:
         """Return the texts of all ranks on rank 0, and an empty list elsewhere. Collective."""
         if self.group is None or self.world == 1:
             return [text]
-        with reported(f"exchange of who could {doing}", begins(self.group.group_name)):
+        with CollectiveScope(
+            f"exchange of who could {doing}", begin_collective(self.group.group_name)
+        ):
             mine, sizes = self._padded(text)
             every = [torch.empty_like(mine) for _ in sizes] if self.rank == 0 else None
             dist.gather(mine, every, group=self.group, group_dst=0)
@@ -72,7 +80,7 @@ class CollectiveErrors:
     def _run(
         self, action: Callable[[], T] | None, kind: TypeAdapter[T], doing: str, folder: Path
     ) -> list[T]:
-        """Run like `each`; a rank without an action has no result."""
+        """Run like `run_on_all`; a rank without an action has no result."""
         told: dict[str, Any] = {}
         results: list[Any] = [None] * self.world
         failed: GpumixError | None = None
@@ -81,7 +89,7 @@ class CollectiveErrors:
                 results[self.rank] = action()
                 told["result"] = kind.dump_json(results[self.rank]).decode()
         except Exception as error:  # the other ranks must know
-            failed = explained(error, f"rank {self.rank} could not {doing}", folder)
+            failed = make_joint_error(error, f"rank {self.rank} could not {doing}", folder)
             told["error"] = failed.as_dict()
             if failed is not error:
                 failed.__cause__ = error
@@ -89,7 +97,7 @@ class CollectiveErrors:
             one = json.loads(text)
             if "error" in one:
                 own = failed if rank == self.rank else None  # it has its traceback
-                raise own or error_from(one["error"])
+                raise own or rebuild_error(one["error"])
             if "result" in one and rank != self.rank:
                 results[rank] = kind.validate_json(one["result"])
         return results
@@ -98,7 +106,9 @@ class CollectiveErrors:
         """Return the texts of all ranks. Collective."""
         if self.group is None or self.world == 1:
             return [text]
-        with reported(f"exchange of who could {doing}", begins(self.group.group_name)):
+        with CollectiveScope(
+            f"exchange of who could {doing}", begin_collective(self.group.group_name)
+        ):
             mine, sizes = self._padded(text)
             every = [torch.empty_like(mine) for _ in sizes]
             dist.all_gather(every, mine, group=self.group)
@@ -119,25 +129,25 @@ def _texts(every: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[str]:
     return [one[:size].numpy().tobytes().decode() for one, size in zip(every, sizes)]
 
 
-def explained(error: BaseException, what: str, folder: Path) -> GpumixError:
+def make_joint_error(error: BaseException, what: str, folder: Path) -> GpumixError:
     """Return the error to raise on all ranks for a failed action on a single rank."""
     if isinstance(error, GpumixError):
         return error
     where = f"{socket.gethostname()}: {folder}"
     system = _system_error(error)
     if system is None:
-        return TrainingError(what, where=where, why=in_a_line(error))
+        return TrainingError(what, where=where, why=format_in_one_line(error))
     code = system.errno or 0
     file = f" ({system.filename})" if system.filename else ""
     return MachineError(
         what,
         where=where,
         why=f"{os.strerror(code) if code else system}{file}",
-        fix=", ".join(filter(None, [how_to_write(system), _OTHERWISE.get(code)])),
+        fix=", ".join(filter(None, [how_to_write(system), _FURTHER_FIXES.get(code)])),
     )
 
 
-def not_in_time(error: Overdue, what: str, rank: int, folder: Path) -> GpumixError:
+def make_timeout_error(error: BackgroundTimeout, what: str, rank: int, folder: Path) -> GpumixError:
     """Return the error for a timeout on this rank, caused by its peers or the disk."""
     late = f"rank {rank} could not {what} within {error.patience_s:.0f} s"
     where = f"{socket.gethostname()}: {folder}"

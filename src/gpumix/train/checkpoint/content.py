@@ -20,29 +20,35 @@ from torch.optim import Optimizer
 import gpumix
 from gpumix.engine.engine import Engine
 from gpumix.engine.model import extra_state
-from gpumix.engine.model.extra_state import with_extra_state
+from gpumix.engine.model.extra_state import find_extra_state_modules
 from gpumix.engine.model.module_buffers import persistent_buffers
-from gpumix.engine.optimizers.state_needed import needed
+from gpumix.engine.optimizers.state_needed import get_required_state
 from gpumix.engine.sharding.shard import Piece
 from gpumix.engine.sharding.state_dict import (
-    Cut,
     OptimizerState,
     Scalar,
     TensorPart,
+    TensorParts,
     WholeTensor,
-    beside,
+    append_part,
     check_names_and_shapes,
 )
 from gpumix.hardware import runtime
-from gpumix.hardware.memory_limit import host_memory
+from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.schema.errors import InputError
-from gpumix.train.checkpoint.dcp_storage import Boxed, Index, StoredTensor
+from gpumix.train.checkpoint.dcp_storage import BoxedTensor, Index, StoredTensor
 from gpumix.train.checkpoint.host_copy import Tensors
-from gpumix.train.checkpoint.manifest import INDEX, Manifest, SavedOptimizer, StateKind, damaged
+from gpumix.train.checkpoint.manifest import (
+    INDEX,
+    Manifest,
+    SavedOptimizer,
+    StateKind,
+    make_damaged_error,
+)
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
-OWN_JOB = "resume with the model settings of the job that saved it"
+OWN_JOB_FIX = "resume with the model settings of the job that saved it"
 
 _NUMBERS: dict[StateKind, type] = {"int": int, "float": float, "bool": bool}
 # Dtypes storing a Python number without rounding.
@@ -87,15 +93,15 @@ class Content:
             losses_counted=engine.losses_counted.item(),
             scaler=engine.scaler.state_dict() if engine.scaler.active else None,
             optimizer=SavedOptimizer(name=type(optimizer).__name__, states=kinds),
-            cursor=as_json(cursor, "cursor"),
-            extra=as_json(extra, "extra"),
-            extra_states=extra_state.packed(engine.model),
+            cursor=to_json_values(cursor, "cursor"),
+            extra=to_json_values(extra, "extra"),
+            extra_states=extra_state.pack_extra_state(engine.model),
         )
-        tensors = {MODEL: model_to_save(engine), OPTIMIZER: optimizer_to_save(engine, state)}
+        tensors = {MODEL: collect_model(engine), OPTIMIZER: collect_optimizer(engine, state)}
         return cls(tensors, kinds, manifest)
 
 
-def as_json(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+def to_json_values(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return `values` as loaded back from JSON."""
     try:
         return dict(json.loads(json.dumps(values)))
@@ -116,20 +122,20 @@ def copying_stream(device: torch.device) -> runtime.Stream | None:
     return stream
 
 
-def model_to_save(engine: Engine) -> dict[str, Boxed]:
+def collect_model(engine: Engine) -> dict[str, BoxedTensor]:
     """Return this rank's part of the model. Rank 0 has the buffers, copied because the next forward
     pass may change them."""
     tensors = _by_name((piece.name, _boxed(piece, piece.local)) for piece in _stored(engine))
     if engine.comm.rank == 0:
         buffers = persistent_buffers(engine.model)
-        tensors |= {name: Boxed.whole(buffer.clone()) for name, buffer in buffers.items()}
+        tensors |= {name: BoxedTensor.whole(buffer.clone()) for name, buffer in buffers.items()}
     return tensors
 
 
-def optimizer_to_save(engine: Engine, state: OptimizerState) -> dict[str, dict[str, Boxed]]:
+def collect_optimizer(engine: Engine, state: OptimizerState) -> dict[str, dict[str, BoxedTensor]]:
     """Return this rank's part of the optimizer state. State kept once per parameter is written by
     the rank storing the first element: a rank storing no element may lack it."""
-    found: dict[str, dict[str, Boxed]] = {}
+    found: dict[str, dict[str, BoxedTensor]] = {}
     for piece in _stored(engine):
         states = found.setdefault(piece.name, {})
         for name, value in state.get(piece.name, {}).items():
@@ -137,19 +143,19 @@ def optimizer_to_save(engine: Engine, state: OptimizerState) -> dict[str, dict[s
                 own = next(part for part in value if part.window == piece.window)
                 _add(states, name, _boxed(piece, own.local))
             elif piece.has_begin:
-                states[name] = Boxed.whole(_tensor(value))
+                states[name] = BoxedTensor.whole(_tensor(value))
     return found
 
 
-def _by_name(named: Iterable[tuple[str, Boxed]]) -> dict[str, Boxed]:
+def _by_name(named: Iterable[tuple[str, BoxedTensor]]) -> dict[str, BoxedTensor]:
     """Collect the boxes of each tensor."""
-    found: dict[str, Boxed] = {}
+    found: dict[str, BoxedTensor] = {}
     for name, boxed in named:
         _add(found, name, boxed)
     return found
 
 
-def _add(found: dict[str, Boxed], name: str, boxed: Boxed) -> None:
+def _add(found: dict[str, BoxedTensor], name: str, boxed: BoxedTensor) -> None:
     found[name] = found[name].beside(boxed) if name in found else boxed
 
 
@@ -163,10 +169,10 @@ def _stored(engine: Engine) -> Iterator[Piece]:
             yield piece
 
 
-def _boxed(piece: Piece, flat: torch.Tensor) -> Boxed:
+def _boxed(piece: Piece, flat: torch.Tensor) -> BoxedTensor:
     if piece.shape.numel() == 0:
-        return Boxed.whole(flat.view(piece.shape))
-    return Boxed.interval(piece.window, piece.start, flat)
+        return BoxedTensor.whole(flat.view(piece.shape))
+    return BoxedTensor.interval(piece.window, piece.start, flat)
 
 
 def _tensor(value: WholeTensor | Scalar) -> torch.Tensor:
@@ -199,7 +205,7 @@ def merged_kinds(found: Iterable[dict[str, StateKind]]) -> dict[str, StateKind]:
     return merged
 
 
-def _kind(value: Cut | WholeTensor | Scalar) -> StateKind:
+def _kind(value: TensorParts | WholeTensor | Scalar) -> StateKind:
     if isinstance(value, tuple):
         return "elements"
     if isinstance(value, WholeTensor):
@@ -226,13 +232,15 @@ def check_fits(engine: Engine, path: Path, manifest: Manifest, index: Index) -> 
         if name.startswith(prefix)
     }
     buffers = {name: b.shape for name, b in persistent_buffers(engine.model).items()}
-    check_names_and_shapes(engine.shapes() | buffers, stored, what, where=str(path), fix=OWN_JOB)
-    if differing := manifest.extra_states.keys() ^ with_extra_state(engine.model).keys():
+    check_names_and_shapes(
+        engine.shapes() | buffers, stored, what, where=str(path), fix=OWN_JOB_FIX
+    )
+    if differing := manifest.extra_states.keys() ^ find_extra_state_modules(engine.model).keys():
         raise InputError(
             what,
             where=str(path),
             why=f"states of modules differ: {', '.join(sorted(differing))}",
-            fix=OWN_JOB,
+            fix=OWN_JOB_FIX,
         )
     if manifest.model != engine.plan.model:
         raise InputError(
@@ -240,7 +248,7 @@ def check_fits(engine: Engine, path: Path, manifest: Manifest, index: Index) -> 
             where=str(path),
             why=f"names and shapes are the same, but units, dtypes or frozen parameters are not: "
             f"its fingerprint is {manifest.model}, this one's {engine.plan.model}",
-            fix=OWN_JOB,
+            fix=OWN_JOB_FIX,
         )
 
 
@@ -262,7 +270,7 @@ def check_optimizer(
             fix="resume with the optimizer of the job that saved it",
         )
     for wrong in _wrong_states(manifest.optimizer.states, index, engine, optimizer):
-        raise damaged(path / INDEX, wrong)
+        raise make_damaged_error(path / INDEX, wrong)
 
 
 def _wrong_states(
@@ -320,7 +328,7 @@ def _missing_states(
         for p in (p for p in group["params"] if id(p) in names):
             name = names[id(p)]
             states = stored.get(name, {})
-            for state, shape in needed(optimizer, group, p).items() if states else ():
+            for state, shape in get_required_state(optimizer, group, p).items() if states else ():
                 if state not in states:
                     yield f"'{name}' lacks the optimizer's state '{state}'"
                 elif shape is not None and states[state].shape != shape:
@@ -331,7 +339,7 @@ def _missing_states(
 class Read(Protocol):
     """Fills boxes with the values stored under the boxes' names."""
 
-    def __call__(self, tensors: Mapping[str, Boxed]) -> None: ...
+    def __call__(self, tensors: Mapping[str, BoxedTensor]) -> None: ...
 
 
 def restore(
@@ -340,10 +348,10 @@ def restore(
     """Restore engine and optimizer from a checkpoint; an optimizer of None loads the model
     alone."""
     kinds = manifest.optimizer.states if optimizer is not None else {}
-    with host_memory() if engine.state_on_host else nullcontext():
-        room = OptimizerRoom.made(engine, kinds, index)
-    read(model_to_load(engine) | room.boxed())
-    extra_state.unpack(engine.model, manifest.extra_states)
+    with count_as_host_memory() if engine.state_on_host else nullcontext():
+        room = OptimizerBuffers.made(engine, kinds, index)
+    read(box_model(engine) | room.boxed())
+    extra_state.load_extra_state(engine.model, manifest.extra_states)
     engine.values_changed()
     if optimizer is not None:
         engine.load_optimizer_state(optimizer, room.state())
@@ -353,41 +361,44 @@ def restore(
         engine.scaler.load_state_dict(manifest.scaler)
 
 
-def model_to_load(engine: Engine) -> dict[str, Boxed]:
+def box_model(engine: Engine) -> dict[str, BoxedTensor]:
     """Return this rank's part of the model as boxes within the engine's own memory."""
     boxed = _by_name(
         (f"{MODEL}.{piece.name}", _boxed(piece, piece.local)) for piece in engine.pieces()
     )
     for name, buffer in persistent_buffers(engine.model).items():
-        boxed[f"{MODEL}.{name}"] = Boxed.whole(buffer)
+        boxed[f"{MODEL}.{name}"] = BoxedTensor.whole(buffer)
     return boxed
 
 
-Room = Cut | WholeTensor | torch.Tensor
+StateBuffer = TensorParts | WholeTensor | torch.Tensor
 
 
 @dataclass(frozen=True)
-class OptimizerRoom:
+class OptimizerBuffers:
     """Memory for this rank's part of the optimizer state until loading is complete."""
 
     kinds: dict[str, StateKind]
-    tensors: dict[str, dict[str, Room]]
+    tensors: dict[str, dict[str, StateBuffer]]
 
     @classmethod
-    def made(cls, engine: Engine, kinds: dict[str, StateKind], index: Index) -> OptimizerRoom:
+    def made(cls, engine: Engine, kinds: dict[str, StateKind], index: Index) -> OptimizerBuffers:
         """Allocate memory for all stored states, including empty pieces of this rank: optimizers
         keep state for empty tensors too."""
-        tensors: dict[str, dict[str, Room]] = {}
+        tensors: dict[str, dict[str, StateBuffer]] = {}
         for piece in engine.pieces():
             for name, kind in kinds.items():
                 stored = index.tensors.get(f"{OPTIMIZER}.{piece.name}.{name}")
                 if stored is None:
                     continue
-                room, rooms = _room(piece, kind, stored), tensors.setdefault(piece.name, {})
-                rooms[name] = beside(rooms.get(name), room)
+                room, rooms = (
+                    _allocate_buffer(piece, kind, stored),
+                    tensors.setdefault(piece.name, {}),
+                )
+                rooms[name] = append_part(rooms.get(name), room)
         return cls(kinds, tensors)
 
-    def boxed(self) -> dict[str, Boxed]:
+    def boxed(self) -> dict[str, BoxedTensor]:
         return {
             f"{OPTIMIZER}.{parameter}.{name}": _boxed_room(room)
             for parameter, states in self.tensors.items()
@@ -401,23 +412,23 @@ class OptimizerRoom:
             for parameter, states in self.tensors.items()
         }
 
-    def _typed(self, name: str, room: Room) -> Cut | WholeTensor | Scalar:
+    def _typed(self, name: str, room: StateBuffer) -> TensorParts | WholeTensor | Scalar:
         number = _NUMBERS.get(self.kinds[name])
         if number is None or not isinstance(room, torch.Tensor):
             return room
         return number(room.item())
 
 
-def _boxed_room(room: Room) -> Boxed:
+def _boxed_room(room: StateBuffer) -> BoxedTensor:
     if isinstance(room, WholeTensor):
-        return Boxed.whole(room.tensor)
+        return BoxedTensor.whole(room.tensor)
     if isinstance(room, torch.Tensor):
-        return Boxed.whole(room)
-    first, *others = [Boxed.interval(part.window, part.start, part.local) for part in room]
-    return reduce(Boxed.beside, others, first)
+        return BoxedTensor.whole(room)
+    first, *others = [BoxedTensor.interval(part.window, part.start, part.local) for part in room]
+    return reduce(BoxedTensor.beside, others, first)
 
 
-def _room(piece: Piece, kind: StateKind, stored: StoredTensor) -> Room:
+def _allocate_buffer(piece: Piece, kind: StateKind, stored: StoredTensor) -> StateBuffer:
     if kind == "elements":
         flat = torch.zeros_like(piece.local, dtype=stored.torch_dtype)
         return (TensorPart(piece.window, piece.start, piece.end, flat.detach()),)

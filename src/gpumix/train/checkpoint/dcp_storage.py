@@ -49,15 +49,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
-from gpumix.hardware.memory_limit import host_memory
-from gpumix.schema.errors import GpumixError, first_line
+from gpumix.hardware.memory_limit import count_as_host_memory
+from gpumix.schema.errors import GpumixError, get_first_line
 from gpumix.schema.value import Value
-from gpumix.train.checkpoint.collective_errors import NOTHING, CollectiveErrors, explained
-from gpumix.train.checkpoint.manifest import INDEX, FileName, SavedFile, damaged
+from gpumix.train.checkpoint.collective_errors import NONE_TYPE, CollectiveActions, make_joint_error
+from gpumix.train.checkpoint.manifest import INDEX, FileName, SavedFile, make_damaged_error
 
 
 @dataclass(frozen=True)
-class Boxed:
+class BoxedTensor:
     """This rank's part of a global tensor of `shape`: views of local memory by offset.
 
     The methods with underscores are called by torch.distributed.checkpoint on a sharded tensor.
@@ -67,19 +67,19 @@ class Boxed:
     views: dict[torch.Size, torch.Tensor]
 
     @classmethod
-    def interval(cls, window: ParameterSlice, start: int, flat: torch.Tensor) -> Boxed:
+    def interval(cls, window: ParameterSlice, start: int, flat: torch.Tensor) -> BoxedTensor:
         """Box `flat`: the flattened elements from `start` on of the tensor part seen by a
         window."""
         views = window.boxes(start, flat.detach())
         return cls(window.shape, {torch.Size(offset): view for (offset, _), view in views})
 
     @classmethod
-    def whole(cls, tensor: torch.Tensor) -> Boxed:
+    def whole(cls, tensor: torch.Tensor) -> BoxedTensor:
         return cls(tensor.shape, {torch.Size((0,) * tensor.dim()): tensor.detach()})
 
-    def beside(self, other: Boxed) -> Boxed:
+    def beside(self, other: BoxedTensor) -> BoxedTensor:
         """Merge the boxes of two parts of a tensor."""
-        return Boxed(self.shape, {**self.views, **other.views})
+        return BoxedTensor(self.shape, {**self.views, **other.views})
 
     def size(self) -> torch.Size:
         return self.shape
@@ -159,7 +159,7 @@ class StoredBox(Value):
         return all(first >= 0 and 0 <= n <= of - first for first, n, of in every)
 
 
-def _possible(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _validate_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Validate a shape creatable by torch; the strides of an empty tensor must fit too."""
     if any(n < 0 for n in shape) or math.prod(max(n, 1) for n in shape) > MOST_ELEMENTS:
         raise ValueError(f"no tensor has the shape {list(shape)}")
@@ -168,7 +168,7 @@ def _possible(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 class StoredTensor(Value):
     dtype: Annotated[str, AfterValidator(_known_dtype)]
-    shape: Annotated[tuple[int, ...], AfterValidator(_possible)] = Field(max_length=64)
+    shape: Annotated[tuple[int, ...], AfterValidator(_validate_shape)] = Field(max_length=64)
     boxes: tuple[StoredBox, ...]
 
     @property
@@ -241,7 +241,7 @@ class Index(Value):
                 stored[name] = tensor
         return cls(tensors=stored)
 
-    def check_whole(self) -> None:
+    def check_complete(self) -> None:
         """Raise a GpumixError if elements of a tensor are in no box or in two boxes, or if there
         are more empty tensors than any model has."""
         empty = sum(not tensor.elements for tensor in self.tensors.values())
@@ -284,7 +284,7 @@ class Index(Value):
 
 
 def write(
-    folder: Path, tensors: Mapping[str, Mapping[str, Any]], ranks: CollectiveErrors
+    folder: Path, tensors: Mapping[str, Mapping[str, Any]], ranks: CollectiveActions
 ) -> tuple[Index, dict[str, SavedFile]]:
     """Write all ranks' boxes into `folder`, a file per rank. Collective.
 
@@ -292,7 +292,8 @@ def write(
     merges the results.
 
     Args:
-        tensors: nested dictionaries of `Boxed`; names are the keys joined by dots. Ranks must not
+        tensors: nested dictionaries of `BoxedTensor`; names are the keys joined by dots. Ranks must
+        not
             share a box.
 
     Returns:
@@ -307,19 +308,19 @@ def write(
     def save() -> _Written:
         planner = _SavePlanner(flatten_sharded_tensors=False)
         writer = _Writer(folder, ranks.rank)
-        with _alone(), host_memory():  # staging goes through host memory
+        with _run_single_process(), count_as_host_memory():  # staging goes through host memory
             metadata = dcp.save(dict(tensors), storage_writer=writer, planner=planner, no_dist=True)
         found = writer.files.written()
         return _Written(index=Index.of(metadata), paths=planner.mappings, files=found)
 
     own: list[_Written] = []
-    ranks.each(lambda: own.append(save()), NOTHING, doing, folder)
+    ranks.run_on_all(lambda: own.append(save()), NONE_TYPE, doing, folder)
     written = [
         _Written.model_validate_json(text)
         for text in ranks.collect(own[0].model_dump_json(), doing)
     ]
     index = Index.merged(one.index for one in written or own)
-    ranks.first(lambda: _describe(folder, index, written), NOTHING, "describe tensors", folder)
+    ranks.first(lambda: _describe(folder, index, written), NONE_TYPE, "describe tensors", folder)
     return index, own[0].files
 
 
@@ -333,23 +334,27 @@ class _Written(Value):
 
 def _describe(folder: Path, index: Index, written: Sequence[_Written]) -> None:
     """Write `.metadata` for readers based on torch.distributed.checkpoint."""
-    index.check_whole()
+    index.check_complete()
     metadata = index.metadata()
     metadata.planner_data = {name: path for one in written for name, path in one.paths.items()}
     results = [WriteResult(i, place.length, place) for i, place in metadata.storage_data.items()]
     dcp.FileSystemWriter(folder).finish(metadata, [results])
 
 
-def read(folder: Path, index: Index, tensors: Mapping[str, Boxed], ranks: CollectiveErrors) -> None:
+def read(
+    folder: Path, index: Index, tensors: Mapping[str, BoxedTensor], ranks: CollectiveActions
+) -> None:
     """Fill the boxes in `tensors` with the values stored under the boxes' names. Collective.
 
     Raises:
         GpumixError: a rank could not read; the same on all ranks.
     """
-    ranks.each(lambda: _load(tensors, _Reader(folder, index)), NOTHING, "read a checkpoint", folder)
+    ranks.run_on_all(
+        lambda: _load(tensors, _Reader(folder, index)), NONE_TYPE, "read a checkpoint", folder
+    )
 
 
-class Bytes(Protocol):
+class ByteSource(Protocol):
     """Source of boxes stored in no file of the host."""
 
     def fetch(self, wanted: Sequence[StoredBox]) -> None:
@@ -360,18 +365,18 @@ class Bytes(Protocol):
 
 
 def read_from(
-    index: Index, tensors: Mapping[str, Boxed], ranks: CollectiveErrors, source: Bytes
+    index: Index, tensors: Mapping[str, BoxedTensor], ranks: CollectiveActions, source: ByteSource
 ) -> None:
     """Fill the boxes in `tensors` like `read`, from memory."""
     reader = _BytesReader(index, source)
-    ranks.each(
-        lambda: _load(tensors, reader), NOTHING, "read a checkpoint in memory", Path("memory")
+    ranks.run_on_all(
+        lambda: _load(tensors, reader), NONE_TYPE, "read a checkpoint in memory", Path("memory")
     )
 
 
-def _load(tensors: Mapping[str, Boxed], reader: dcp.StorageReader) -> None:
+def _load(tensors: Mapping[str, BoxedTensor], reader: dcp.StorageReader) -> None:
     """Load this rank's boxes as a single process: each rank knows the location of all boxes."""
-    with _alone(), host_memory():
+    with _run_single_process(), count_as_host_memory():
         dcp.load(
             dict(tensors),
             storage_reader=reader,
@@ -381,7 +386,7 @@ def _load(tensors: Mapping[str, Boxed], reader: dcp.StorageReader) -> None:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _run_single_process() -> Iterator[None]:
     """Run torch.distributed.checkpoint as a single process: suppress the warning, and raise the
     cause instead of its CheckpointException."""
     with warnings.catch_warnings():
@@ -427,7 +432,7 @@ class _Files(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
-            hashed = _Hashed(stream)
+            hashed = _HashingStream(stream)
             yield hashed
             self._written[Path(path).name] = hashed.length, hashed.digest
 
@@ -438,7 +443,7 @@ class _Files(FileSystem):
         }
 
 
-class _Hashed:
+class _HashingStream:
     """A file hashed while written sequentially."""
 
     def __init__(self, stream: Any) -> None:
@@ -470,7 +475,7 @@ class _Writer(dcp.FileSystemWriter):
             return super().write_data(plan, planner)
         except Exception as error:
             what = f"rank {self._own_rank} could not write its part of a checkpoint"
-            raise explained(error, what, self._folder) from error
+            raise make_joint_error(error, what, self._folder) from error
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         prefix = _StoragePrefix(f"__{self._own_rank}_")
@@ -495,16 +500,18 @@ class _Reader(dcp.FileSystemReader):
         try:
             return super().read_data(plan, planner)
         except OSError as error:
-            raise explained(error, "a rank could not read a checkpoint", self._folder) from error
+            raise make_joint_error(
+                error, "a rank could not read a checkpoint", self._folder
+            ) from error
         except Exception as error:  # unpickling may raise anything
-            why = f"its tensors cannot be read: {first_line(error)}"
-            raise damaged(self._folder / INDEX, why) from error
+            why = f"its tensors cannot be read: {get_first_line(error)}"
+            raise make_damaged_error(self._folder / INDEX, why) from error
 
 
 class _BytesReader(dcp.StorageReader):
     """Reader taking boxes from memory."""
 
-    def __init__(self, index: Index, source: Bytes) -> None:
+    def __init__(self, index: Index, source: ByteSource) -> None:
         self._index, self._source = index, source
 
     def reset(self, checkpoint_id: Any = None) -> None:

@@ -21,30 +21,30 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import gpumix
-from gpumix.data.core.tokenizer import FileTokenizer, bytes_as_file
+from gpumix.data.core.tokenizer import FileTokenizer, make_byte_tokenizer_files
 from gpumix.schema import files
-from gpumix.schema.errors import GpumixError, InputError, MachineError, first_line
-from gpumix.train.checkpoint.checkpoint_folder import choices, first_whole
-from gpumix.train.checkpoint.checkpointer import opened
-from gpumix.train.checkpoint.collective_errors import CollectiveErrors
+from gpumix.schema.errors import GpumixError, InputError, MachineError, get_first_line
+from gpumix.train.checkpoint.checkpoint_folder import list_checkpoints, take_first_intact
+from gpumix.train.checkpoint.checkpointer import open_checkpoint
+from gpumix.train.checkpoint.collective_errors import CollectiveActions
 from gpumix.train.checkpoint.content import MODEL
-from gpumix.train.checkpoint.dcp_storage import Boxed, Index, StoredTensor, read
-from gpumix.train.checkpoint.manifest import MANIFEST, Manifest, damaged, verify
+from gpumix.train.checkpoint.dcp_storage import BoxedTensor, Index, StoredTensor, read
+from gpumix.train.checkpoint.manifest import MANIFEST, Manifest, make_damaged_error, verify
 
 # Size of weight files accepted by any file system and download.
 FILE_BYTES = 5 * 10**9
-AT_ONCE = 100  # exports into one folder
+MOST_CONCURRENT_EXPORTS = 100  # exports into one folder
 # Marks a folder as an export, and lists its files.
 RECORD = "gpumix.json"
 
 TOKENIZER = "tokenizer.json"
-END = "eos_token_id"
+END_TOKEN_KEY = "eos_token_id"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # Files possibly next to the tokenizer, in a folder named by a job.
-BESIDE_IT = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_SIDE_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
 # Without a config, transformers would take the model's own tokenizer class, which reads the file
 # differently.
-AS_IT_IS = {"tokenizer_class": "PreTrainedTokenizerFast"}
+PLAIN_TOKENIZER_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 # Not fp16: values beyond its range would become infinite.
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -79,7 +79,7 @@ def export(
         raise InputError(f"cannot export as '{dtype}'", fix=f"give one of {', '.join(_DTYPES)}")
     to = to.absolute()
     _check_replaceable(to)
-    (path, manifest, index), passed = first_whole(choices(source), _checked)
+    (path, manifest, index), passed = take_first_intact(list_checkpoints(source), _open_verified)
     for error in passed:
         tell(f"{error.where} is damaged: {error.why}")
     if passed:
@@ -87,14 +87,14 @@ def export(
     config = model_config if model_config is not None else _stored_config(path, manifest)
     part = to.with_name(secrets.token_hex(8).join((".gpumix-", ".part")))
     try:
-        files.forget_parts(to.parent)
+        files.remove_partial_files(to.parent)
         part.mkdir(parents=True)
         _write_weights(part, path, index, _DTYPES[dtype], file_bytes)
         _copy_tokenizer(part, manifest, tell)
         ends = _end_of_text(part)
         if config is not None:
             own = _configuration(config, _DTYPES[dtype])
-            _write_json(part / "config.json", own | (ends if END in own else {}))
+            _write_json(part / "config.json", own | (ends if END_TOKEN_KEY in own else {}))
         generation = manifest.extra.get("generation_config")
         if isinstance(generation, dict):
             _write_json(part / "generation_config.json", generation | ends)
@@ -105,7 +105,7 @@ def export(
         raise MachineError(
             "cannot write the exported model",
             where=str(to),
-            why=first_line(error),
+            why=get_first_line(error),
             fix=f"{files.how_to_write(system)}, or choose another folder",
         ) from error
     finally:
@@ -113,8 +113,8 @@ def export(
     return to
 
 
-def _checked(path: Path) -> tuple[Path, Manifest, Index]:
-    manifest, index = opened(path)
+def _open_verified(path: Path) -> tuple[Path, Manifest, Index]:
+    manifest, index = open_checkpoint(path)
     verify(path, manifest.files.items())
     return path, manifest, index
 
@@ -123,7 +123,7 @@ def _stored_config(path: Path, manifest: Manifest) -> Mapping[str, Any] | None:
     stored = manifest.extra.get("model_config")
     if stored is None or isinstance(stored, dict):
         return stored
-    raise damaged(path / MANIFEST, "its model_config is none")
+    raise make_damaged_error(path / MANIFEST, "its model_config is none")
 
 
 def _copy_tokenizer(part: Path, manifest: Manifest, tell: Callable[[str], None]) -> None:
@@ -134,9 +134,9 @@ def _copy_tokenizer(part: Path, manifest: Manifest, tell: Callable[[str], None])
     told, data = (job.get("tokenizer"), job.get("data")) if isinstance(job, dict) else (None, None)
     if told == "bytes" and isinstance(data, dict):
         if data.get("text") or data.get("tokenize") == "on-the-fly":
-            content, config = bytes_as_file()
+            content, config = make_byte_tokenizer_files()
             _write_json(part / TOKENIZER, content)
-            _write_json(part / TOKENIZER_CONFIG, AS_IT_IS | config)
+            _write_json(part / TOKENIZER_CONFIG, PLAIN_TOKENIZER_CONFIG | config)
         else:
             tell("no tokenizer is written: its data may be tokens already, not bytes of texts")
     if not isinstance(told, str) or told == "bytes":
@@ -144,34 +144,34 @@ def _copy_tokenizer(part: Path, manifest: Manifest, tell: Callable[[str], None])
     place = Path(told)
     named = {TOKENIZER: place}
     if place.is_dir():
-        named = {name: place / name for name in (TOKENIZER, *BESIDE_IT)}
+        named = {name: place / name for name in (TOKENIZER, *TOKENIZER_SIDE_FILES)}
     present = {name: file for name, file in named.items() if file.is_file()}
     if TOKENIZER not in present:
         tell(f"its tokenizer is not at {place} any more: copy it into the folder by hand")
         return
     try:
         FileTokenizer(present[TOKENIZER])
-        for name in present.keys() & {*BESIDE_IT}:
-            _check_beside(present[name])
+        for name in present.keys() & {*TOKENIZER_SIDE_FILES}:
+            _check_side_file(present[name])
     except GpumixError as error:
-        why = first_line(error)
+        why = get_first_line(error)
         tell(f"its tokenizer at {place} is not copied, for it cannot be seen to be one: {why}")
         return
     tell(f"its tokenizer is copied from {place}")
     for name, file in present.items():
         files.write_bytes(part / name, files.read_bytes(file))
     if TOKENIZER_CONFIG not in present:
-        _write_json(part / TOKENIZER_CONFIG, AS_IT_IS)
+        _write_json(part / TOKENIZER_CONFIG, PLAIN_TOKENIZER_CONFIG)
 
 
 def _end_of_text(part: Path) -> dict[str, int]:
     """Return the end-of-text token, as transformers aligns a model's configuration with the
     tokenizer before training: a configuration's default belongs to another vocabulary."""
     tokenizer = part / TOKENIZER
-    return {END: FileTokenizer(tokenizer).end_of_text} if tokenizer.is_file() else {}
+    return {END_TOKEN_KEY: FileTokenizer(tokenizer).end_of_text} if tokenizer.is_file() else {}
 
 
-def _check_beside(file: Path) -> None:
+def _check_side_file(file: Path) -> None:
     """Raise InputError unless a file has the content of its name: a JSON object, or a template."""
     try:
         text = files.read_text(file)
@@ -185,7 +185,7 @@ def _check_replaceable(to: Path) -> None:
     """Raise InputError unless `to` is absent, empty or only a former export."""
     if to.is_dir():
         present = {file.name for file in to.iterdir()}
-        foreign = present - _recorded(to)
+        foreign = present - _read_recorded_files(to)
         if not foreign:
             return
         why = f"it holds {', '.join(sorted(foreign)[:4])}"
@@ -201,7 +201,7 @@ def _check_replaceable(to: Path) -> None:
     )
 
 
-def _recorded(folder: Path) -> set[str]:
+def _read_recorded_files(folder: Path) -> set[str]:
     """Return the files written into `folder` by a former export."""
     try:
         recorded = json.loads(files.read_text(folder / RECORD))["files"]
@@ -215,7 +215,7 @@ def _write_weights(
 ) -> None:
     prefix = f"{MODEL}."
     model = {n: t for n, t in index.tensors.items() if n.startswith(prefix)}
-    names_of_files = list(_cut(model, dtype, file_bytes))
+    names_of_files = list(_group_by_file(model, dtype, file_bytes))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(names_of_files, 1):
         of = f"-{number:05d}-of-{len(names_of_files):05d}" if len(names_of_files) > 1 else ""
@@ -240,7 +240,7 @@ def _umask() -> int:
     return mask
 
 
-def _cut(
+def _group_by_file(
     model: Mapping[str, StoredTensor], dtype: torch.dtype, file_bytes: int
 ) -> Iterator[list[str]]:
     """Yield the names of the tensors of each file, in order."""
@@ -272,8 +272,8 @@ def _read(
     for name in names:
         tensor = index.tensors[name]
         tensors[name] = torch.empty(tensor.shape, dtype=_saved_dtype(tensor, dtype))
-    boxed = {name: Boxed.whole(tensor) for name, tensor in tensors.items()}
-    read(checkpoint, index, boxed, CollectiveErrors(None))
+    boxed = {name: BoxedTensor.whole(tensor) for name, tensor in tensors.items()}
+    read(checkpoint, index, boxed, CollectiveActions(None))
     return tensors
 
 
@@ -294,13 +294,13 @@ def _record(part: Path, checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    files.write_at_once(file, json.dumps(content, indent=2) + "\n")
+    files.write_text_atomically(file, json.dumps(content, indent=2) + "\n")
 
 
 def _replace(to: Path, part: Path) -> None:
     """Replace `to` by `part`; of concurrent exports the last remains."""
     former = part.with_suffix(".former.part")
-    for last in (*[False] * AT_ONCE, True):
+    for last in (*[False] * MOST_CONCURRENT_EXPORTS, True):
         with suppress(FileNotFoundError):
             files.move(to, former.name)
         try:

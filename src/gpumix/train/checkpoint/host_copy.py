@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from gpumix.cost.layout.buffer_slots import aligned
+from gpumix.cost.layout.buffer_slots import align_size
 from gpumix.hardware import runtime
 from gpumix.hardware.host.environment import COPIES_PART, available_host_bytes
-from gpumix.hardware.host.pinned import pinned_memory
-from gpumix.hardware.memory_limit import host_memory
+from gpumix.hardware.host.pinned import allocate_pinned
+from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.schema.units import show_bytes
-from gpumix.train.checkpoint.dcp_storage import Boxed, Index, StoredBox, StoredTensor
+from gpumix.train.checkpoint.dcp_storage import BoxedTensor, Index, StoredBox, StoredTensor
 
 # Tensors by nested names, as saved.
 Tensors = Mapping[str, Any]
@@ -24,29 +24,29 @@ class HostCopy:
 
     Args:
         pinned: for tensors of a GPU, to copy faster.
-        memory: destination, `size_of(tensors)` bytes; default: newly allocated.
+        memory: destination, `count_bytes(tensors)` bytes; default: newly allocated.
     """
 
     def __init__(
         self, tensors: Tensors, *, pinned: bool, memory: torch.Tensor | None = None
     ) -> None:
-        self._form = _form(tensors)
+        self._form = _describe_layout(tensors)
         self._places: list[torch.Tensor] = []
         if memory is None and pinned:
-            memory = pinned_memory(size_of(tensors))
+            memory = allocate_pinned(count_bytes(tensors))
         elif memory is None:
-            with host_memory():
-                memory = torch.empty(size_of(tensors), dtype=torch.uint8)
-        pieces = memory.split([aligned(view.nbytes) for view in _views(tensors)])
+            with count_as_host_memory():
+                memory = torch.empty(count_bytes(tensors), dtype=torch.uint8)
+        pieces = memory.split([align_size(view.nbytes) for view in _views(tensors)])
         self.boxed = self._in(iter(pieces), tensors)
 
     def _in(self, pieces: Iterator[torch.Tensor], tensors: Tensors) -> dict[str, Any]:
         """Return the names of `tensors` with a piece of memory for each box."""
         found: dict[str, Any] = {}
         for name, value in tensors.items():
-            if isinstance(value, Boxed):
+            if isinstance(value, BoxedTensor):
                 views = {o: self._place(next(pieces), view) for o, view in value.views.items()}
-                found[name] = Boxed(value.shape, views)
+                found[name] = BoxedTensor(value.shape, views)
             else:
                 found[name] = self._in(pieces, value)
         return found
@@ -58,7 +58,7 @@ class HostCopy:
 
     def fits(self, tensors: Tensors) -> bool:
         """Return whether names, shapes and dtypes of `tensors` match the allocated memory."""
-        return _form(tensors) == self._form
+        return _describe_layout(tensors) == self._form
 
     def fill(self, tensors: Tensors, stream: runtime.Stream | None = None) -> None:
         """Copy `tensors`; on a GPU on `stream`, and wait for the end."""
@@ -71,43 +71,43 @@ class HostCopy:
                 stream.synchronize()
 
 
-def index_of(tensors: Tensors, file: str) -> Index:
+def make_index(tensors: Tensors, file: str) -> Index:
     """Return the index of the boxes of `tensors` in the memory of a `HostCopy`, described like a
     file."""
     stored: dict[str, StoredTensor] = {}
     begin = 0
-    for name, boxed in _named(tensors):
+    for name, boxed in _iterate_boxed(tensors):
         boxes = []
         for offset, view in boxed.views.items():
             box = StoredBox(
                 offset=offset, size=view.shape, file=file, start=begin, length=view.nbytes
             )
             boxes.append(box)
-            begin += aligned(view.nbytes)
+            begin += align_size(view.nbytes)
         dtype = next((str(v.dtype).removeprefix("torch.") for v in boxed.views.values()), "float32")
         stored[name] = StoredTensor(dtype=dtype, shape=boxed.shape, boxes=tuple(boxes))
     return Index(tensors=stored)
 
 
-def _named(tensors: Tensors, prefix: str = "") -> Iterator[tuple[str, Boxed]]:
+def _iterate_boxed(tensors: Tensors, prefix: str = "") -> Iterator[tuple[str, BoxedTensor]]:
     for name, value in tensors.items():
-        if isinstance(value, Boxed):
+        if isinstance(value, BoxedTensor):
             yield f"{prefix}{name}", value
         else:
-            yield from _named(value, f"{prefix}{name}.")
+            yield from _iterate_boxed(value, f"{prefix}{name}.")
 
 
-def size_of(tensors: Tensors) -> int:
+def count_bytes(tensors: Tensors) -> int:
     """Return the bytes of a copy."""
-    return sum(aligned(view.nbytes) for view in _views(tensors))
+    return sum(align_size(view.nbytes) for view in _views(tensors))
 
 
-def room_for(size: int, ranks: int) -> bool:
+def has_room_for(size: int, ranks: int) -> bool:
     """Return whether the host has memory for a copy of `size` bytes for each of `ranks` ranks."""
     return size * ranks <= COPIES_PART * available_host_bytes()
 
 
-def no_room(copies: int, size: int, ranks: int) -> str:
+def format_no_room(copies: int, size: int, ranks: int) -> str:
     """Return the message for missing host memory: `copies` copies of `size` bytes for each rank."""
     what = "a copy" if copies == 1 else f"{copies} copies"
     return f"the host has no memory for {what} of {show_bytes(size)} for each of {ranks} ranks"
@@ -115,15 +115,15 @@ def no_room(copies: int, size: int, ranks: int) -> str:
 
 def _views(tensors: Tensors) -> Iterator[torch.Tensor]:
     for value in tensors.values():
-        yield from value.views.values() if isinstance(value, Boxed) else _views(value)
+        yield from value.views.values() if isinstance(value, BoxedTensor) else _views(value)
 
 
-def _form(tensors: Tensors) -> tuple[Any, ...]:
+def _describe_layout(tensors: Tensors) -> tuple[Any, ...]:
     return tuple(
         (
             name,
-            _form(value)
-            if not isinstance(value, Boxed)
+            _describe_layout(value)
+            if not isinstance(value, BoxedTensor)
             else (value.shape, *((o, v.shape, v.dtype) for o, v in value.views.items())),
         )
         for name, value in tensors.items()

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
-from gpumix.train.checkpoint.checkpoint_folder import choices
-from gpumix.train.checkpoint.checkpointer import opened
+from gpumix.train.checkpoint.checkpoint_folder import list_checkpoints
+from gpumix.train.checkpoint.checkpointer import open_checkpoint
 from gpumix.train.checkpoint.content import MODEL, OPTIMIZER
 from gpumix.train.checkpoint.dcp_storage import Index, StoredTensor
-from gpumix.train.checkpoint.manifest import Damaged, Manifest, of_steps, verify
+from gpumix.train.checkpoint.manifest import Damaged, Manifest, get_job_steps, verify
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointContents:
     """Content of a checkpoint. With `damage` set, little else may be known.
 
     Attributes:
@@ -45,58 +45,58 @@ class Contents:
     plan: Plan | None = None
 
 
-def inspect(source: Path) -> list[Contents]:
+def inspect(source: Path) -> list[CheckpointContents]:
     """Return the content of a checkpoint, or of all in a run, newest first. Reads every file.
 
     Raises:
         InputError: there is no checkpoint, or it is of another schema.
     """
-    return [_contents(path) for path in choices(source)]
+    return [_contents(path) for path in list_checkpoints(source)]
 
 
-def _contents(path: Path) -> Contents:
+def _contents(path: Path) -> CheckpointContents:
     try:
-        manifest, index = opened(path)
+        manifest, index = open_checkpoint(path)
     except Damaged as error:
-        return Contents(path=str(path), damage=f"{error.where}: {error.why}")
+        return CheckpointContents(path=str(path), damage=f"{error.where}: {error.why}")
     try:
         verify(path, sorted(manifest.files.items()))
         damage = None
     except Damaged as error:
         damage = f"{error.where}: {error.why}"
     files = {name: saved.bytes for name, saved in sorted(manifest.files.items())}
-    position, samples = (_number(manifest.cursor.get(key)) for key in ("position", "n"))
-    return Contents(
+    position, samples = (_int_or_none(manifest.cursor.get(key)) for key in ("position", "n"))
+    return CheckpointContents(
         path=str(path),
         damage=damage,
         step=manifest.step,
-        of_steps=of_steps(manifest.extra),
+        of_steps=get_job_steps(manifest.extra),
         bytes=sum(files.values()),
         files=files,
         model=manifest.model,
-        parameters=sum(tensor.elements for tensor in _under(index, MODEL)),
+        parameters=sum(tensor.elements for tensor in _select_tensors(index, MODEL)),
         tensors=len(index.tensors),
-        model_bytes=sum(tensor.bytes for tensor in _under(index, MODEL)),
+        model_bytes=sum(tensor.bytes for tensor in _select_tensors(index, MODEL)),
         optimizer=manifest.optimizer.name,
         states=dict(manifest.optimizer.states),
-        optimizer_bytes=sum(tensor.bytes for tensor in _under(index, OPTIMIZER)),
+        optimizer_bytes=sum(tensor.bytes for tensor in _select_tensors(index, OPTIMIZER)),
         position=position,
         epoch=position // samples if position is not None and samples else None,
         gpumix=manifest.gpumix,
         torch=manifest.torch,
-        plan=_plan(manifest),
+        plan=_read_plan(manifest),
     )
 
 
-def _under(index: Index, prefix: str) -> list[StoredTensor]:
+def _select_tensors(index: Index, prefix: str) -> list[StoredTensor]:
     return [tensor for name, tensor in index.tensors.items() if name.startswith(f"{prefix}.")]
 
 
-def _number(value: object) -> int | None:
+def _int_or_none(value: object) -> int | None:
     return value if type(value) is int else None
 
 
-def _plan(manifest: Manifest) -> Plan | None:
+def _read_plan(manifest: Manifest) -> Plan | None:
     """Return the saved plan: a user's own training loop may save none, a hostile file anything."""
     try:
         return Plan.model_validate(manifest.extra["plan"])

@@ -23,12 +23,12 @@ from pydantic import Field, JsonValue, ValidationError
 
 import gpumix
 from gpumix.schema.errors import InputError, MachineError
-from gpumix.schema.files import NotAFileError, TooLargeError, opened, read_text
+from gpumix.schema.files import NotAFileError, TooLargeError, open_for_reading, read_text
 from gpumix.schema.value import Value
 
 SCHEMA = 1
 # Other system errors, for example of a network disk, may pass: they do not damage a checkpoint.
-_UNUSABLE = (
+_UNREADABLE_ERRORS = (
     FileNotFoundError, IsADirectoryError, NotADirectoryError, NotAFileError, TooLargeError,
 )  # fmt: skip
 MANIFEST = "checkpoint.json"
@@ -42,12 +42,12 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]*[A-Za-z0-9_]$")]
 StateKind = Literal["elements", "whole", "tensor", "int", "float", "bool"]
 
 
-def folder_of(step: int) -> str:
+def get_folder_name(step: int) -> str:
     """Return the folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
-def step_of(path: Path) -> int:
+def parse_step(path: Path) -> int:
     """Return the step of the checkpoint at `path`, by the folder's name."""
     found = STEP.match(path.name)
     return int(found[1]) if found else 0
@@ -102,12 +102,12 @@ class Manifest(Value):
         return json.dumps({**seal, "checkpoint": content}, indent=1) + "\n"
 
 
-def of_steps(extra: Mapping[str, Any]) -> int | None:
-    """Return the steps of the job having saved a checkpoint; see `number_of_job`."""
-    return number_of_job(extra, "steps")
+def get_job_steps(extra: Mapping[str, Any]) -> int | None:
+    """Return the steps of the job having saved a checkpoint; see `get_job_number`."""
+    return get_job_number(extra, "steps")
 
 
-def number_of_job(extra: Mapping[str, Any], key: str) -> int | None:
+def get_job_number(extra: Mapping[str, Any], key: str) -> int | None:
     """Return an integer of the job having saved a checkpoint, by the `extra` content, or None if no
     job did."""
     job = extra.get("job")
@@ -127,12 +127,12 @@ def read_manifest(path: Path) -> Manifest:
         sealed: Any = json.loads(read_text(file))
         kind, schema, content = sealed["kind"], sealed["schema_version"], sealed["checkpoint"]
         digest, version = sealed["digest"], content["gpumix"]
-    except (*_UNUSABLE, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (*_UNREADABLE_ERRORS, ValueError, KeyError, TypeError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else repr(error)
-        raise damaged(file, f"it cannot be read: {why}") from error
+        raise make_damaged_error(file, f"it cannot be read: {why}") from error
     if (kind, schema) != ("checkpoint", SCHEMA):
         if version == gpumix.__version__:
-            raise damaged(file, f"it is a {kind} of schema {schema}")
+            raise make_damaged_error(file, f"it is a {kind} of schema {schema}")
         raise InputError(
             f"this is a {kind} of schema {schema}, a checkpoint of schema {SCHEMA} is wanted",
             where=str(file),
@@ -142,11 +142,11 @@ def read_manifest(path: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate(content)
     except ValidationError as error:
-        raise damaged(file, str(error.errors()[0]["msg"])) from error
+        raise make_damaged_error(file, str(error.errors()[0]["msg"])) from error
     if manifest.digest() != digest:
-        raise damaged(file, "its content is not what was saved")
-    if STEP.fullmatch(path.name) and path.name != folder_of(manifest.step):
-        raise damaged(file, f"it is of step {manifest.step}")
+        raise make_damaged_error(file, "its content is not what was saved")
+    if STEP.fullmatch(path.name) and path.name != get_folder_name(manifest.step):
+        raise make_damaged_error(file, f"it is of step {manifest.step}")
     return manifest
 
 
@@ -158,15 +158,17 @@ def verify(path: Path, files: Iterable[tuple[str, SavedFile]]) -> None:
     """
     for name, saved in files:
         try:
-            with opened(path / name) as stream:
+            with open_for_reading(path / name) as stream:
                 size = os.fstat(stream.fileno()).st_size
                 if size != saved.bytes:  # before reading: it may have no end
-                    raise damaged(path / name, f"it has {size} bytes, {saved.bytes} were saved")
+                    raise make_damaged_error(
+                        path / name, f"it has {size} bytes, {saved.bytes} were saved"
+                    )
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        except _UNUSABLE as error:
-            raise damaged(path / name, error.strerror or str(error)) from error
+        except _UNREADABLE_ERRORS as error:
+            raise make_damaged_error(path / name, error.strerror or str(error)) from error
         if digest != saved.sha256:
-            raise damaged(path / name, "its content is not what was saved")
+            raise make_damaged_error(path / name, "its content is not what was saved")
 
 
 def check_written(file: Path, wanted: SavedFile) -> None:
@@ -175,7 +177,7 @@ def check_written(file: Path, wanted: SavedFile) -> None:
     Raises:
         MachineError: the content differs.
     """
-    if described(file) != wanted:
+    if describe_file(file) != wanted:
         raise MachineError(
             "what was written is not what is there",
             where=f"{socket.gethostname()}: {file}",
@@ -184,19 +186,19 @@ def check_written(file: Path, wanted: SavedFile) -> None:
         )
 
 
-def described_as(content: bytes) -> SavedFile:
+def describe_content(content: bytes) -> SavedFile:
     """Return the expected size and digest of a file with `content`."""
     return SavedFile(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
-def described(file: Path) -> SavedFile:
+def describe_file(file: Path) -> SavedFile:
     """Read a file and return size and digest."""
-    with opened(file) as stream:
+    with open_for_reading(file) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return SavedFile(bytes=stream.tell(), sha256=digest)
 
 
-def damaged(file: Path, why: str) -> Damaged:
+def make_damaged_error(file: Path, why: str) -> Damaged:
     """Return the error for an unusable file of a checkpoint."""
     return Damaged(
         "this checkpoint is damaged",

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def saved_config(model: nn.Module) -> dict[str, Any] | None:
+def dump_model_config(model: nn.Module) -> dict[str, Any] | None:
     """Return the configuration of a `transformers` model as JSON; None for other models. Numbers
     that are not finite appear as in files of transformers."""
     config: Any = getattr(model, "config", None)
@@ -19,10 +19,10 @@ def saved_config(model: nn.Module) -> dict[str, Any] | None:
     return {**told, "architectures": [type(model).__name__]}
 
 
-def saved_beside_weights(model: nn.Module) -> dict[str, Any]:
+def dump_model_files(model: nn.Module) -> dict[str, Any]:
     """Return a checkpoint's files of a `transformers` model in addition to weights: `model_config`,
     and `generation_config` if the model generates text. Empty for other models."""
-    config = saved_config(model)
+    config = dump_model_config(model)
     if config is None:
         return {}
     found = {"model_config": config}

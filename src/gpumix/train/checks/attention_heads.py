@@ -13,13 +13,13 @@ from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.search_space import Space
-from gpumix.schema.job.tensor_parallel_degrees import degrees_of, refuse_too_large
+from gpumix.schema.job.tensor_parallel_degrees import check_degrees_fit, get_allowed_degrees
 from gpumix.schema.plan.plan import Plan
-from gpumix.schema.reading.error_location import placed
-from gpumix.train.worker.model import config_of
+from gpumix.schema.reading.error_location import locate_errors
+from gpumix.train.worker.model import make_config
 
 
-def check_plan(plan: Plan, job: Job) -> None:
+def check_plan_heads(plan: Plan, job: Job) -> None:
     """Refuse a plan with a tensor-parallel group unable to divide the heads.
 
     Raises:
@@ -27,30 +27,30 @@ def check_plan(plan: Plan, job: Job) -> None:
     """
     if job.model.config is None:
         return
-    config = config_of(job.model)
+    config = make_config(job.model)
     for number, stage in enumerate(plan.stages, 1):
-        with placed(f"stage {number}"):
+        with locate_errors(f"stage {number}"):
             check_heads(config, stage.tensor)
 
 
-def check_job(job: Job, cluster: Cluster) -> None:
+def check_job_heads(job: Job, cluster: Cluster) -> None:
     """Refuse a job wanting tensor parallelism if no degree can divide the heads.
 
     Raises:
         InputError: no degree divides the heads, or no host has enough devices for a group.
     """
-    refuse_too_large(cluster, job.techniques)
+    check_degrees_fit(cluster, job.techniques)
     if job.model.config is not None:
-        check_techniques(config_of(job.model), cluster, job.techniques)
+        check_config_heads(make_config(job.model), cluster, job.techniques)
 
 
-def check_techniques(config: Any, cluster: Cluster, techniques: Space) -> None:
+def check_config_heads(config: Any, cluster: Cluster, techniques: Space) -> None:
     """Refuse a model configuration if no tensor-parallel degree can divide the heads.
 
     Raises:
         InputError: the error of the smallest degree.
     """
-    every = degrees_of(cluster, techniques).values()
+    every = get_allowed_degrees(cluster, techniques).values()
     failures: list[InputError] = []
     for degree in sorted({degree for degrees in every for degree in degrees}):
         try:

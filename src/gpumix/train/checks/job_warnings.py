@@ -8,30 +8,30 @@ from __future__ import annotations
 
 from gpumix.data.core.source import Source
 from gpumix.schema.job.job import Job
-from gpumix.schema.units import plural
+from gpumix.schema.units import format_count
 
-MOST_HELD_OUT = 0.5  # of the samples; more is a slip, such as the part to train on
+MOST_HELD_OUT_SHARE = 0.5  # of the samples; more is a slip, such as the part to train on
 
 
-def of_schedule(job: Job) -> list[str]:
+def warn_of_schedule(job: Job) -> list[str]:
     """Warn of a learning rate whose peak is never reached."""
     warmup_steps = job.schedule.warmup_steps
     if warmup_steps <= job.steps:
         return []
     return [
-        f"schedule.warmup_steps is {warmup_steps:,}, but the run has {plural(job.steps, 'step')}: "
-        "the learning rate ends at "
+        f"schedule.warmup_steps is {warmup_steps:,}, but the run has "
+        f"{format_count(job.steps, 'step')}: the learning rate ends at "
         f"{job.optimizer.lr * job.steps / warmup_steps:g}, below optimizer.lr {job.optimizer.lr:g}"
     ]
 
 
-def of_data(train: Source, held_out: Source, global_batch: int) -> list[str]:
+def warn_of_data(train: Source, held_out: Source, global_batch: int) -> list[str]:
     """Warn of odd data, a line per finding; nothing for a stream, whose length is unknown."""
     if train.in_order:
         return []
     count, kept = len(train), len(held_out)
     found = []
-    if kept > MOST_HELD_OUT * (count + kept):
+    if kept > MOST_HELD_OUT_SHARE * (count + kept):
         found.append(
             f"data.held_out keeps {kept} of {count + kept} samples for evaluation, {count} "
             f"{'is' if count == 1 else 'are'} left to train on"

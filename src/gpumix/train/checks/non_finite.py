@@ -8,7 +8,7 @@ from pathlib import Path
 from gpumix.schema.errors import TrainingError
 
 
-def spoilt(wrong: str, who: str) -> TrainingError:
+def make_corrupt_weights_error(wrong: str, who: str) -> TrainingError:
     """Return the error of weights spoilt by an earlier step."""
     return TrainingError(
         wrong,
@@ -19,7 +19,7 @@ def spoilt(wrong: str, who: str) -> TrainingError:
     )
 
 
-def without_labels(step: int, who: str, samples: Sequence[int], saved: Path) -> TrainingError:
+def make_no_labels_error(step: int, who: str, samples: Sequence[int], saved: Path) -> TrainingError:
     """Return the error of a mean over no labels. `samples` are of `who`; `saved` is the state."""
     return TrainingError(
         f"step {step} has no loss: none of its labels counts",
@@ -30,7 +30,7 @@ def without_labels(step: int, who: str, samples: Sequence[int], saved: Path) -> 
     )
 
 
-def overflowed(wrong: str, who: str, saved: Path) -> TrainingError:
+def make_overflow_error(wrong: str, who: str, saved: Path) -> TrainingError:
     """Return the error of good weights, saved in `saved`."""
     return TrainingError(
         wrong,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import not_a_file
+from gpumix.schema.files import find_special_kind
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.step_trace import Trace
 from gpumix.schema.profile.profile import Profile
@@ -30,7 +30,7 @@ def check_folder(folder: Path, *, traces: bool = False) -> None:
         InputError: a pipe, a socket or a device is there, or a document that may not be replaced.
     """
     for name in sorted(run_files.ALL):
-        if thing := not_a_file(folder / name):
+        if thing := find_special_kind(folder / name):
             raise InputError(
                 f"it is {thing}, where a run has a file",
                 where=str(folder / name),

@@ -11,12 +11,12 @@ import torch
 from gpumix.engine.engine import Engine
 from gpumix.schema.errors import InputError
 
-_LENGTH = 8  # tokens of each document, at most
-_FIRSTS = ([0, 1, 2, 3] * 2, [3, 2, 1, 0] * 2)
-_SECOND = [1, 0, 2, 1, 3, 0, 2, 2]
+_MOST_TOKENS = 8  # tokens of each document, at most
+_FIRST_DOCUMENTS = ([0, 1, 2, 3] * 2, [3, 2, 1, 0] * 2)
+_SECOND_DOCUMENT = [1, 0, 2, 1, 3, 0, 2, 2]
 # Without attention across documents only experts change the loss, rounding by token counts.
 _ROUNDING = 1e-6  # of the loss
-_PART = 0.02  # of the change with attention across documents
+_LEAK_SHARE = 0.02  # of the change with attention across documents
 
 
 def check_documents(engine: Engine) -> str:
@@ -28,12 +28,12 @@ def check_documents(engine: Engine) -> str:
     Raises:
         InputError: attention crosses documents.
     """
-    length = min(_LENGTH, engine.plan.sequence_length // 2)  # the model has no more positions
+    length = min(_MOST_TOKENS, engine.plan.sequence_length // 2)  # the model has no more positions
     together, apart = list(range(2 * length)), list(range(length)) * 2
-    one, other = (_loss(engine, first, together) for first in _FIRSTS)
+    one, other = (_evaluate_second(engine, first, together) for first in _FIRST_DOCUMENTS)
     seen = abs(one - other)
-    one, other = (_loss(engine, first, apart) for first in _FIRSTS)
-    if abs(one - other) > max(_ROUNDING * abs(one), _PART * seen):
+    one, other = (_evaluate_second(engine, first, apart) for first in _FIRST_DOCUMENTS)
+    if abs(one - other) > max(_ROUNDING * abs(one), _LEAK_SHARE * seen):
         raise InputError(
             "this model lets documents that are packed into one sample see each other",
             where="data.packing: documents",
@@ -50,10 +50,10 @@ def check_documents(engine: Engine) -> str:
     )
 
 
-def _loss(engine: Engine, first: list[int], positions: list[int]) -> float:
+def _evaluate_second(engine: Engine, first: list[int], positions: list[int]) -> float:
     """Return the loss of the second document after `first`."""
     length = len(positions) // 2
-    tokens = torch.tensor([*first[:length], *_SECOND[:length]])
+    tokens = torch.tensor([*first[:length], *_SECOND_DOCUMENT[:length]])
     labels = tokens.clone()
     labels[: length + 1] = -100
     sample = {"input_ids": tokens, "labels": labels, "position_ids": torch.tensor(positions)}

@@ -12,21 +12,21 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import Job
 from gpumix.train.checkpoint import checkpoint_folder
 from gpumix.train.checkpoint.manifest import Manifest, read_manifest
-from gpumix.train.checkpoint.model_files import saved_config
+from gpumix.train.checkpoint.model_files import dump_model_config
 from gpumix.train.run_log import run_files
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from gpumix.train.worker.context import Context
+    from gpumix.train.worker.context import RankContext
 
 # Keys deciding on the samples and their order; the batch only with streams and buckets.
 _OF_DATA = ("data", "tokenizer", "sequence_length", "seed", "global_batch")
 # Keys whose change alone makes a checkpoint unusable.
-_ALONE = {"seed": "other data", "optimizer.name": "another optimizer"}
-_HOW_READ = ("workers", "prefetch", "bad_samples")  # no influence on the samples
+_DECISIVE_KEYS = {"seed": "other data", "optimizer.name": "another optimizer"}
+_READ_KEYS = ("workers", "prefetch", "bad_samples")  # no influence on the samples
 # Keys of a transformers configuration without influence on the model.
-_NO_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+_NON_MODEL_KEYS = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 LONGEST = 100  # length of a reported value
 
 
@@ -43,12 +43,12 @@ def check_keys(job: Job) -> None:
 
 
 def _check_keys(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    for key, what in _ALONE.items():
-        if differing := list(_at(key, before, now)):
+    for key, what in _DECISIVE_KEYS.items():
+        if differing := list(_compare_key(key, before, now)):
             _refuse(what, differing, where)
 
 
-def check_goes_on(context: Context, model: nn.Module, fingerprint: str) -> None:
+def check_resume(context: RankContext, model: nn.Module, fingerprint: str) -> None:
     """Check the model, data and optimizer of the newest checkpoint in the job's output, if there is
     any. Collective: the first rank reads it.
 
@@ -58,7 +58,10 @@ def check_goes_on(context: Context, model: nn.Module, fingerprint: str) -> None:
     Raises:
         InputError: they differ from the job's.
     """
-    from gpumix.data.order.sampler import ByLength, begin_of  # imports torch, unlike the launcher
+    from gpumix.data.order.sampler import (  # imports torch, unlike the launcher
+        ByLength,
+        make_start_cursor,
+    )
 
     found = _newest(context.job.output / run_files.CHECKPOINTS) if context.first else None
     told = found and json.dumps([found[0], found[1].model_dump_json()])
@@ -71,28 +74,34 @@ def check_goes_on(context: Context, model: nn.Module, fingerprint: str) -> None:
     if not isinstance(before, dict):  # no job saved it
         return
     now = job.model_dump(mode="json")
-    if saved.model not in (fingerprint, _as_planned(model, saved)):
-        differing = list(_of_model(saved, model, before, now))
+    if saved.model not in (fingerprint, _fingerprint_as_planned(model, saved)):
+        differing = list(_compare_models(saved, model, before, now))
         same = "its configuration or factory gives other units, shapes, dtypes or frozen parameters"
         _refuse("another model", differing or [same], where)
     source, by_length = context.train_data, ByLength(job.data.bucketing)
     try:
-        begin_of(source, job.seed, by_length, job.global_batch).load_state_dict(saved.cursor)
+        make_start_cursor(source, job.seed, by_length, job.global_batch).load_state_dict(
+            saved.cursor
+        )
     except InputError:
-        differing = list(_of_data(before, now, job))
+        differing = list(_compare_data(before, now, job))
         same = "its samples are of other content, or there are more or fewer of them"
         _refuse("other data", differing or [same], where)
     _check_keys(before, now, where)
 
 
-def _as_planned(model: nn.Module, saved: Manifest) -> str:
+def _fingerprint_as_planned(model: nn.Module, saved: Manifest) -> str:
     """Return the model's fingerprint with the units of the saved plan, which may lack units never
     called by its samples; empty if the model lacks some of these units."""
-    from gpumix.engine.sharding.unit_discovery import dissect  # imports torch, unlike the launcher
+    from gpumix.engine.sharding.unit_discovery import (
+        split_into_units,  # imports torch, unlike the launcher
+    )
 
     try:
         stages: Any = saved.extra["plan"]["stages"]  # type: ignore[index,call-overload]
-        return dissect(model, [unit for stage in stages for unit in stage["units"]]).fingerprint()
+        return split_into_units(
+            model, [unit for stage in stages for unit in stage["units"]]
+        ).fingerprint()
     except (InputError, LookupError, TypeError):
         return ""
 
@@ -101,46 +110,48 @@ def _newest(folder: Path) -> tuple[str, Manifest] | None:
     """Return path and manifest of the newest checkpoint with a readable manifest; loading checks
     the rest."""
     try:
-        paths = checkpoint_folder.choices(folder)
-        (path, saved), _ = checkpoint_folder.first_whole(paths, lambda p: (p, read_manifest(p)))
+        paths = checkpoint_folder.list_checkpoints(folder)
+        (path, saved), _ = checkpoint_folder.take_first_intact(
+            paths, lambda p: (p, read_manifest(p))
+        )
     except InputError:
         return None
     return str(path), saved
 
 
-def _of_model(
+def _compare_models(
     saved: Manifest, model: nn.Module, before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> Iterator[str]:
     old = saved.extra.get("model_config")
-    here = saved_config(model)
+    here = dump_model_config(model)
     if isinstance(old, dict) and here is not None:
-        for key in sorted({*old, *here} - {*_NO_MODEL}):
-            yield from _differing(old.get(key), here.get(key), f"model.config.{key}")
+        for key in sorted({*old, *here} - {*_NON_MODEL_KEYS}):
+            yield from _compare_values(old.get(key), here.get(key), f"model.config.{key}")
     for key in ("task", "factory", "arguments", "units"):
-        yield from _at(f"model.{key}", before, now)
+        yield from _compare_key(f"model.{key}", before, now)
 
 
-def _of_data(before: Mapping[str, Any], now: Mapping[str, Any], job: Job) -> Iterator[str]:
+def _compare_data(before: Mapping[str, Any], now: Mapping[str, Any], job: Job) -> Iterator[str]:
     for key in _OF_DATA:
         if key != "global_batch" or job.data.factory or job.data.bucketing:
-            yield from _at(key, before, now)
+            yield from _compare_key(key, before, now)
 
 
-def _at(key: str, before: Any, now: Any) -> Iterator[str]:
+def _compare_key(key: str, before: Any, now: Any) -> Iterator[str]:
     """Yield the differences at or below a dotted key; none if either job lacks the key."""
     for part in key.split("."):
         if not all(isinstance(one, dict) and part in one for one in (before, now)):
             return
         before, now = before[part], now[part]
-    yield from _differing(before, now, key)
+    yield from _compare_values(before, now, key)
 
 
-def _differing(before: Any, now: Any, key: str) -> Iterator[str]:
+def _compare_values(before: Any, now: Any, key: str) -> Iterator[str]:
     """Yield the differences at or below `key`."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted({*before, *now}):
-            if name not in _HOW_READ:
-                yield from _differing(before.get(name), now.get(name), f"{key}.{name}")
+            if name not in _READ_KEYS:
+                yield from _compare_values(before.get(name), now.get(name), f"{key}.{name}")
     elif before != now:
         yield f"`{key}` was {_shown(before)}, here it is {_shown(now)}"
 

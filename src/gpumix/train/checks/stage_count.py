@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from torch import nn
 
-from gpumix.engine.sharding.unit_discovery import dissect
-from gpumix.planner.common.stage_preconditions import refuse_number, refuse_one_unit, wants_stages
-from gpumix.planner.pipeline_parallel.candidate import rounds_of
+from gpumix.engine.sharding.unit_discovery import split_into_units
+from gpumix.planner.common.stage_preconditions import (
+    check_stage_count,
+    needs_several_stages,
+    refuse_one_unit,
+)
+from gpumix.planner.pipeline_parallel.candidate import get_stages_per_group
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.job.job import Job
 
 
-def check_number(model: nn.Module, job: Job, cluster: Cluster) -> None:
+def check_job_stage_count(model: nn.Module, job: Job, cluster: Cluster) -> None:
     """Refuse a job wanting more stages than the model's units or the devices allow.
 
     Measuring may leave fewer, if calls of units cannot be separated.
@@ -24,17 +28,17 @@ def check_number(model: nn.Module, job: Job, cluster: Cluster) -> None:
         InputError: too many stages are wanted.
     """
     space = job.techniques
-    if not wants_stages(job.strategy, space):
+    if not needs_several_stages(job.strategy, space):
         return
-    units = len(dissect(model, job.model.units).units)
+    units = len(split_into_units(model, job.model.units).units)
     refuse_one_unit(units)
     if job.strategy == "model":
         return
     degree = min(space.tensor)
-    refuse_number(
+    check_stage_count(
         space,
         most_groups=len(cluster.devices) // degree,
         units=units,
-        rounds=max(map(rounds_of, space.schedules)),
+        rounds=max(map(get_stages_per_group, space.schedules)),
         degree=degree,
     )

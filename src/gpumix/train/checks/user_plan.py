@@ -8,32 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpumix.cost.model_match import FIX, check_units, check_use
+from gpumix.cost.model_match import FIX, check_settings_have_effect, check_units
 from gpumix.cost.peak_memory import usable_bytes
 from gpumix.cost.predict import predict
-from gpumix.hardware.estimates.stated_peak import stated_peak
-from gpumix.hardware.estimates.what_if import with_less_memory
+from gpumix.hardware.estimates.stated_peak import find_stated_peak
+from gpumix.hardware.estimates.what_if import scale_memory
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.search_space import EVERYTHING
-from gpumix.schema.plan.dtypes import communication_dtype, compute_dtypes
+from gpumix.schema.plan.dtypes import choose_communication_dtype, choose_compute_dtypes
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.units import show_bytes, show_flops
 
-SAME_MEMORY = 0.02  # drivers reserve a little more or less of a GPU's memory
+MEMORY_TOLERANCE_SHARE = 0.02  # drivers reserve a little more or less of a GPU's memory
 
 
-def check_job(plan: Plan, job: Job, cluster: Cluster) -> None:
+def check_plan_fits_job(plan: Plan, job: Job, cluster: Cluster) -> None:
     """Refuse a plan made for a different job.
 
     Raises:
         InputError: batch, length, precision or devices differ, or the engine cannot run the plan.
     """
     _check_devices(plan, cluster)
-    check_use(plan)
-    dtypes = compute_dtypes(job.precision, cluster)
+    check_settings_have_effect(plan)
+    dtypes = choose_compute_dtypes(job.precision, cluster)
     for what, planned, wanted in (
         ("global_batch", plan.global_batch, job.global_batch),
         ("sequence_length", plan.sequence_length, job.sequence_length),
@@ -44,7 +44,7 @@ def check_job(plan: Plan, job: Job, cluster: Cluster) -> None:
                 f"the plan is for {what} {planned}, the job has {wanted}",
                 fix="make a plan for this job: gpumix plan JOB.yaml",
             )
-    sent = communication_dtype(w.compute_dtype for w in plan.workers)
+    sent = choose_communication_dtype(w.compute_dtype for w in plan.workers)
     if plan.communication_dtype != sent:
         raise InputError(
             f"the plan's communication_dtype is {plan.communication_dtype}, what its devices "
@@ -77,7 +77,7 @@ def _check_devices(plan: Plan, cluster: Cluster) -> None:
                 )
 
 
-def check_model(plan: Plan, profile: Profile) -> None:
+def check_plan_fits_model(plan: Plan, profile: Profile) -> None:
     """Refuse a plan made for another model than the profile's.
 
     Raises:
@@ -92,7 +92,7 @@ def check_model(plan: Plan, profile: Profile) -> None:
     check_units(plan, profile.model)
 
 
-def foretold_again(plan: Plan, profile: Profile, tell: Callable[[str], None]) -> Plan:
+def predict_again(plan: Plan, profile: Profile, tell: Callable[[str], None]) -> Plan:
     """Return the plan with a new prediction. The plan's reasons are kept only if the prediction is
     unchanged.
 
@@ -100,9 +100,9 @@ def foretold_again(plan: Plan, profile: Profile, tell: Callable[[str], None]) ->
         tell: receives a line for people if the plan's own prediction is outdated.
 
     Raises:
-        InputError: see `check_model`.
+        InputError: see `check_plan_fits_model`.
     """
-    check_model(plan, profile)
+    check_plan_fits_model(plan, profile)
     if plan.prediction is None:
         return plan
     try:
@@ -116,13 +116,13 @@ def foretold_again(plan: Plan, profile: Profile, tell: Callable[[str], None]) ->
     return plan.model_copy(update={"prediction": expected, "reasons": None})
 
 
-def other_speeds(plan: Plan, cluster: Cluster) -> list[str]:
+def describe_speed_changes(plan: Plan, cluster: Cluster) -> list[str]:
     """Return lines for people on classes computing faster or slower than stated by the plan."""
     found = []
     peaks = plan.prediction.peaks if plan.prediction is not None else {}
     for name, worker in sorted({w.device_class: w for w in plan.workers}.items()):
         was, here = peaks.get(name), cluster.class_named(name)
-        own = stated_peak(here, worker.compute_dtype, tf32=worker.efficiency.tf32)
+        own = find_stated_peak(here, worker.compute_dtype, tf32=worker.efficiency.tf32)
         if was is not None and own is not None and was.source != "measured" and was != own:
             found.append(
                 f"class '{name}' computed {show_flops(was.flops_per_s)}, here it computes "
@@ -131,19 +131,19 @@ def other_speeds(plan: Plan, cluster: Cluster) -> list[str]:
     return found
 
 
-def within_memory(profile: Profile, cluster: Cluster) -> Profile:
+def limit_profile_memory(profile: Profile, cluster: Cluster) -> Profile:
     """Return the profile limited to each class's memory in the cluster: the class may have been
     profiled with more."""
     here = {one.name: one.memory_bytes for one in cluster.classes}
     parts = {
         one.name: here[one.name] / one.memory_bytes
         for one in profile.cluster.classes
-        if here.get(one.name, one.memory_bytes) < one.memory_bytes * (1 - SAME_MEMORY)
+        if here.get(one.name, one.memory_bytes) < one.memory_bytes * (1 - MEMORY_TOLERANCE_SHARE)
     }
-    return with_less_memory(profile, parts) if parts else profile
+    return scale_memory(profile, parts) if parts else profile
 
 
-def check_memory(plan: Plan, cluster: Cluster) -> None:
+def check_plan_fits_memory(plan: Plan, cluster: Cluster) -> None:
     """Refuse a plan predicted not to fit into memory.
 
     Raises:
@@ -161,7 +161,7 @@ def check_memory(plan: Plan, cluster: Cluster) -> None:
             )
 
 
-def overruled(plan: Plan, job: Job) -> list[str]:
+def describe_overruled_settings(plan: Plan, job: Job) -> list[str]:
     """Return lines for people on the job's settings for plans overruled by this plan."""
     lines = []
     if "strategy" in job.model_fields_set and job.strategy != plan.strategy:

@@ -24,12 +24,12 @@ class DevicePace(NamedTuple):
     def times(self, factor: float) -> DevicePace:
         return DevicePace(self.fixed_s * factor, self.sample_s * factor)
 
-    def for_each(self, samples: int) -> DevicePace:
+    def scale_samples(self, samples: int) -> DevicePace:
         """Return the pace counted in units of `samples` samples."""
         return DevicePace(self.fixed_s, self.sample_s * samples)
 
 
-def planned_pace(plan: Plan, worker: Worker) -> DevicePace:
+def predict_pace(plan: Plan, worker: Worker) -> DevicePace:
     """Return a worker's pace by the plan's prediction. Without a prediction all time is per sample,
     equal for all workers."""
     told = plan.prediction.workers if plan.prediction is not None else ()
@@ -40,7 +40,7 @@ def planned_pace(plan: Plan, worker: Worker) -> DevicePace:
     return DevicePace(expected.optimizer_s, sample_s)
 
 
-def with_data(
+def limit_by_reading(
     paces: Sequence[DevicePace], hosts: Sequence[str], read_per_s: Mapping[str, float]
 ) -> list[DevicePace]:
     """Slow down groups that, together on a host, compute faster than the host reads samples. Groups
@@ -60,13 +60,13 @@ def slowest_s(paces: Sequence[DevicePace], samples: Sequence[int]) -> float:
     return max(pace.seconds(n) for pace, n in zip(paces, samples))
 
 
-def bound_s(paces: Sequence[DevicePace], total: int) -> float:
+def compute_lower_bound_s(paces: Sequence[DevicePace], total: int) -> float:
     """Return the lower bound of any split: all groups end at once, with divisible samples."""
     rate = sum(1.0 / pace.sample_s for pace in paces)
     return (total + sum(p.fixed_s / p.sample_s for p in paces)) / rate
 
 
-def split(
+def split_samples(
     total: int, paces: Sequence[DevicePace], most: Sequence[int], least: Sequence[int] | None = None
 ) -> tuple[int, ...] | None:
     """Split samples over groups to minimize the slowest group's time; None if `most` or `least`

@@ -18,20 +18,20 @@ from pydantic import ValidationError
 
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import lines_in, opened
+from gpumix.schema.files import lines_in, open_for_reading
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
-from gpumix.schema.units import plural, show_seconds
+from gpumix.schema.units import format_count, show_seconds
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import RunEvent
-from gpumix.train.run_log.run_id import is_later
+from gpumix.train.run_log.run_id import is_newer_than_run_id
 from gpumix.train.run_manifest import RunRecord
 
 EVENT = "plan"
 _MARK = f'"{EVENT}"'.encode()  # in the line of an event
 BEFORE = "_before"  # suffix of fields
 ALWAYS = ("samples", "shares")  # reported even if unchanged
-MOST = 6  # devices listed in a text
+MOST_LISTED_DEVICES = 6  # devices listed in a text
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _described(cluster: Cluster, devices: Iterable[str]) -> dict[str, str]:
     return {device: there[device].describe() for device in devices if device in there}
 
 
-def change(before: PlanParts, after: PlanParts) -> dict[str, Any]:
+def diff_plan_parts(before: PlanParts, after: PlanParts) -> dict[str, Any]:
     """Return the event's fields: changed values, new and old; empty without changes."""
     both = before.devices.keys() & after.devices.keys()
     before, after = (
@@ -99,13 +99,13 @@ def change(before: PlanParts, after: PlanParts) -> dict[str, Any]:
     return fields
 
 
-def started(before: PlanParts, now: PlanParts, why: str) -> RunEvent | None:
+def make_start_event(before: PlanParts, now: PlanParts, why: str) -> RunEvent | None:
     """Return the event of a start by a plan unlike `before`; None if equal."""
-    fields = change(before, now)
+    fields = diff_plan_parts(before, now)
     return RunEvent(EVENT, {"why": why, "live": False} | fields, "") if fields else None
 
 
-def dealt_anew(
+def make_rebalance_event(
     before: Plan,
     after: Plan,
     why: str,
@@ -124,38 +124,38 @@ def dealt_anew(
     fields = {
         "why": why,
         "live": True,
-        **change(PlanParts.of(before), PlanParts.of(after)),
+        **diff_plan_parts(PlanParts.of(before), PlanParts.of(after)),
         "expected_s": after_s,
         "expected_before_s": before_s,
     }
     if moving_s is not None:
         fields["moving_s"] = moving_s
     expected = f"{what} is to take {show_seconds(after_s)} instead of {show_seconds(before_s)}"
-    return RunEvent(EVENT, fields, f"split anew, for {why}: {in_words(fields)}; {expected}")
+    return RunEvent(EVENT, fields, f"split anew, for {why}: {describe_changes(fields)}; {expected}")
 
 
-def in_force(folder: Path, *, fresh: bool = False) -> PlanParts | None:
-    """Return the parts of a run's last plan; see `plan_in_force`."""
-    plan = plan_in_force(folder, fresh=fresh)
+def load_parts_in_force(folder: Path, *, fresh: bool = False) -> PlanParts | None:
+    """Return the parts of a run's last plan; see `load_plan_in_force`."""
+    plan = load_plan_in_force(folder, fresh=fresh)
     return None if plan is None else PlanParts.of(plan, _devices_of(folder))
 
 
-def plan_in_force(folder: Path, *, fresh: bool = False) -> Plan | None:
+def load_plan_in_force(folder: Path, *, fresh: bool = False) -> Plan | None:
     """Return a run's last plan, with later rebalances applied; None without a plan.
 
     Args:
         fresh: the run did not resume, maybe in a folder with another run's plan and record.
     """
     plan_file, record = folder / run_files.PLAN, folder / run_files.METRICS
-    if fresh and not is_later(plan_file):
+    if fresh and not is_newer_than_run_id(plan_file):
         return None
     try:
         plan = Plan.load(plan_file)
     except InputError:  # no plan, or of another version
         return None
-    told = _newest_first(record) if not fresh or is_later(record) else iter(())
+    told = _newest_first(record) if not fresh or is_newer_than_run_id(record) else iter(())
     newest = next(told, None)
-    return plan if newest is None else split_anew(plan, newest)
+    return plan if newest is None else apply_split(plan, newest)
 
 
 def _devices_of(folder: Path) -> Cluster | None:
@@ -167,7 +167,7 @@ def _devices_of(folder: Path) -> Cluster | None:
         return None
 
 
-def split_anew(plan: Plan, told: Mapping[str, Any]) -> Plan:
+def apply_split(plan: Plan, told: Mapping[str, Any]) -> Plan:
     """Apply the samples and shares of an event; return the plan unchanged if the event is of
     another plan. The prediction stays the original plan's."""
 
@@ -192,7 +192,7 @@ def split_anew(plan: Plan, told: Mapping[str, Any]) -> Plan:
 
 def _lines(path: Path) -> list[str]:
     """Return the lines with possible events; the record of a long run has many more."""
-    with opened(path) as stream:
+    with open_for_reading(path) as stream:
         return [line.decode(errors="replace") for line in lines_in(stream) if _MARK in line]
 
 
@@ -213,28 +213,28 @@ def _plain(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _part(value: Any) -> str:
+def _format_percent(value: Any) -> str:
     return f"{value:.1%}" if isinstance(value, float | int) else str(value)
 
 
 # Fields in order of appearance, with labels and formats.
-WORDS: dict[str, tuple[str, Callable[[Any], str]]] = {
+FIELD_FORMATS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "strategy": ("strategy", _plain),
     "zero_stage": ("ZeRO stage", _plain),
     "stages": ("stages", _plain),
     "blocks": ("blocks", _plain),
     "samples": ("samples", _plain),
-    "shares": ("of the state", _part),
+    "shares": ("of the state", _format_percent),
     "micro_batches": ("largest micro-batches", _plain),
     "modes": ("modes", _plain),
     "devices": ("devices", _plain),
 }
 
 
-def in_words(told: Mapping[str, Any]) -> str:
+def describe_changes(told: Mapping[str, Any]) -> str:
     """Describe the changes of an event; of many devices only a few."""
     found = []
-    for name, (what, shown) in WORDS.items():
+    for name, (what, shown) in FIELD_FORMATS.items():
         before, after = told.get(f"{name}{BEFORE}"), told.get(name)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             changed = list(_devices(before, after, shown))
@@ -245,7 +245,7 @@ def in_words(told: Mapping[str, Any]) -> str:
     return "; ".join(found)
 
 
-def devices_in_words(before: Plan, there: Cluster, taking: Cluster) -> str:
+def describe_device_changes(before: Plan, there: Cluster, taking: Cluster) -> str:
     """Describe devices joined or gone since the plan `before`; empty without changes.
 
     Args:
@@ -256,14 +256,14 @@ def devices_in_words(before: Plan, there: Cluster, taking: Cluster) -> str:
     new = [device for device in taking.in_rank_order() if device.id not in had]
     joined = [f"{device.id} on host {device.host}" for device in new]
     gone = [f"{device} on host {host}" for device, host in had.items() if device not in now]
-    found = [f"{plural(len(joined), 'device')} joined: {_listed(joined)}"] if joined else []
+    found = [f"{format_count(len(joined), 'device')} joined: {_listed(joined)}"] if joined else []
     found += [f"no longer there: {_listed(gone)}"] if gone else []
     return "; ".join(found)
 
 
 def _listed(told: Sequence[str]) -> str:
-    more = f" and {len(told) - MOST} more" if len(told) > MOST else ""
-    return f"{', '.join(told[:MOST])}{more}"
+    more = f" and {len(told) - MOST_LISTED_DEVICES} more" if len(told) > MOST_LISTED_DEVICES else ""
+    return f"{', '.join(told[:MOST_LISTED_DEVICES])}{more}"
 
 
 def _devices(

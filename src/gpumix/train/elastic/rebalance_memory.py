@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gpumix.cost.input_time import rates_of
-from gpumix.cost.network.link_times import on_hosts, wire_for
+from gpumix.cost.input_time import compute_host_read_rates
+from gpumix.cost.network.link_times import build_link_model, count_devices_by_host
 from gpumix.cost.predict import predict
 from gpumix.schema.plan.plan import Plan, Prediction
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.elastic.device_pace import DevicePace, planned_pace, split, with_samples
-from gpumix.train.elastic.rebalancer import WINDOW_STEPS, Fixed, MovedShares, Rebalancer
+from gpumix.train.elastic.device_pace import DevicePace, predict_pace, split_samples, with_samples
+from gpumix.train.elastic.rebalancer import WINDOW_STEPS, FixedSplitLimits, MovedShares, Rebalancer
 
 # Part used of the predicted room for state: cuts are rounded.
-USED = 0.98
+USED_ROOM_SHARE = 0.98
 # Parts to try of the samples gained by moves: all, then less.
-PARTS = (1.0, 0.75, 0.5, 0.25)
+TRIED_MOVE_SHARES = (1.0, 0.75, 0.5, 0.25)
 
 
-def most_by_memory(profile: Profile, plan: Plan) -> tuple[int, ...]:
+def limit_samples_by_memory(profile: Profile, plan: Plan) -> tuple[int, ...]:
     """Return the most samples fitting each group's memory by the cost model, at least the plan's.
     Groups without samples may get some."""
     (stage,) = plan.stages
@@ -32,10 +32,10 @@ def most_by_memory(profile: Profile, plan: Plan) -> tuple[int, ...]:
         fits = [worker.peak_bytes <= worker.memory_limit_bytes for worker in expected]
         return [all(fits[rank] for rank in ranks) for ranks in plan.teams_of(0)]
 
-    return _most([team[0].samples for team in stage.teams], plan.global_batch, fits)
+    return _bisect_limits([team[0].samples for team in stage.teams], plan.global_batch, fits)
 
 
-def _most(
+def _bisect_limits(
     least: Sequence[int], batch: int, fits: Callable[[Sequence[int]], list[bool]]
 ) -> tuple[int, ...]:
     """Return the most samples fitting each group, by bisection."""
@@ -60,10 +60,10 @@ def idle_paces(profile: Profile, plan: Plan) -> dict[int, DevicePace]:
     busy = with_samples(plan, [count or 1 for count in counts])
     busy = busy.model_copy(update={"prediction": predict(profile, busy)})
     leaders = [team[0] for team in busy.stages[0].teams]
-    return {n: planned_pace(busy, leaders[n]) for n, count in enumerate(counts) if not count}
+    return {n: predict_pace(busy, leaders[n]) for n, count in enumerate(counts) if not count}
 
 
-class Movable:
+class MovableSplitLimits:
     """Room of the devices of a one-stage plan without tensor parallelism, with movable state."""
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
@@ -72,8 +72,8 @@ class Movable:
         self._shares = plan.stages[0].shares
         self._least = [int(worker.samples > 0) for worker in plan.workers]
         self._slopes = self._bytes_per_share()
-        self.most = most_by_memory(profile, plan)
-        self._most_without = _most(
+        self.most = limit_samples_by_memory(profile, plan)
+        self._most_without = _bisect_limits(
             self.most,
             plan.global_batch,
             lambda samples: [room >= 0 for room in self._room(samples)],
@@ -85,18 +85,18 @@ class Movable:
         Args:
             paces: of the devices, in the order of the plan.
         """
-        for part in PARTS:
+        for part in TRIED_MOVE_SHARES:
             every = zip(self.most, self._most_without)
             most = [here + int(part * (without - here)) for here, without in every]
-            samples = split(self._plan.global_batch, paces, most, self._least)
-            shares = None if samples is None else self._shares_beside(samples)
+            samples = split_samples(self._plan.global_batch, paces, most, self._least)
+            shares = None if samples is None else self._fit_state_shares(samples)
             if samples is not None and shares is not None:
                 return MovedShares(samples, shares, self._seconds(shares))
         return None
 
-    def _shares_beside(self, samples: Sequence[int]) -> tuple[float, ...] | None:
+    def _fit_state_shares(self, samples: Sequence[int]) -> tuple[float, ...] | None:
         """Return state shares with as little moved as possible; None without room for all state."""
-        most = [USED * min(room, self._largest) for room in self._room(samples)]
+        most = [USED_ROOM_SHARE * min(room, self._largest) for room in self._room(samples)]
         if min(most) < 0 or sum(most) < 1.0:
             return None
         kept = [min(share, limit) for share, limit in zip(self._shares, most)]
@@ -145,21 +145,23 @@ class Movable:
         most = max(abs(after - before) * slope for after, before, slope in every)
         ranks = len(shares)
         workers = self._plan.workers
-        wire = wire_for(self._profile, on_hosts((w.host, w.device_class) for w in workers))
+        wire = build_link_model(
+            self._profile, count_devices_by_host((w.host, w.device_class) for w in workers)
+        )
         form = self._plan.collectives.reduce
         size = most * ranks / (ranks - 1)
         return wire.seconds("reduce", "native" if form == "padded" else form, "all", size)
 
 
-def settled(profile: Profile, plan: Plan) -> Plan:
+def predict_rebalanced_plan(profile: Profile, plan: Plan) -> Plan:
     """Return the plan after a run's first steps, if devices are as fast as profiled."""
     if len(plan.stages) > 1 or len(plan.workers) == 1 or plan.prediction is None:
         return plan
     rebalancer = Rebalancer(
         plan,
-        Fixed(most_by_memory(profile, plan)),
+        FixedSplitLimits(limit_samples_by_memory(profile, plan)),
         steps=WINDOW_STEPS,
-        read_per_s=rates_of(profile),
+        read_per_s=compute_host_read_rates(profile),
         idle=idle_paces(profile, plan),
     )
     times = {worker.device: worker.busy_s for worker in plan.prediction.workers}

@@ -9,35 +9,35 @@ from __future__ import annotations
 from gpumix.cost.predict import predict
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.elastic.device_pace import planned_pace, slowest_s, split, with_samples_in
+from gpumix.train.elastic.device_pace import predict_pace, slowest_s, split_samples, with_samples_in
 from gpumix.train.elastic.rebalancer import LEAST_GAIN_EACH
 
 # Most trials with fewer micro-batches for workers out of memory.
 MOST_TRIALS = 64
 
 
-def redealt(profile: Profile, plan: Plan) -> Plan | None:
+def redeal_micro_batches(profile: Profile, plan: Plan) -> Plan | None:
     """Return the predicted plan with each stage's micro-batches dealt to minimize the slowest
     worker's time; None without changes.
 
     Args:
         plan: predicted by `profile`, which has the present speeds of devices.
     """
-    size = _dealt_at_once(plan)
+    size = _compute_exchange_size(plan)
     if size is None:
         return None
     dealt = plan
     for number in range(len(plan.stages)):
-        dealt = _stage_dealt(profile, dealt, number, size)
+        dealt = _redeal_stage(profile, dealt, number, size)
     return None if dealt is plan else dealt
 
 
-def samples_in(plan: Plan) -> list[list[int]]:
+def list_samples_by_stage(plan: Plan) -> list[list[int]]:
     """Return the samples of each group of each stage."""
     return [[team[0].samples for team in stage.teams] for stage in plan.stages]
 
 
-def _dealt_at_once(plan: Plan) -> int | None:
+def _compute_exchange_size(plan: Plan) -> int | None:
     """Return the smallest number of samples for workers to exchange; None if none can move. All
     micro-batches have one size, and equally many of each wave move: the batch is cut as before."""
     if plan.schedule == "interleaved":  # devices would change in several stages at once
@@ -46,19 +46,19 @@ def _dealt_at_once(plan: Plan) -> int | None:
     if len(sizes) > 1:
         return None
     size = sizes.pop() * plan.waves
-    counts = (n for of_stage in samples_in(plan) for n in of_stage)
+    counts = (n for of_stage in list_samples_by_stage(plan) for n in of_stage)
     return None if any(n % size for n in counts) else size
 
 
-def _stage_dealt(profile: Profile, plan: Plan, number: int, size: int) -> Plan:
+def _redeal_stage(profile: Profile, plan: Plan, number: int, size: int) -> Plan:
     """Deal the micro-batches of a stage; return the plan itself without a clear gain."""
-    teams, every = plan.stages[number].teams, samples_in(plan)
+    teams, every = plan.stages[number].teams, list_samples_by_stage(plan)
     now = [count // size for count in every[number]]
-    paces = [planned_pace(plan, team[0]).for_each(size) for team in teams]
+    paces = [predict_pace(plan, team[0]).scale_samples(size) for team in teams]
     clearly_s = slowest_s(paces, now) * (1.0 - LEAST_GAIN_EACH)
     most = [plan.global_batch // size if count else 0 for count in now]
     for _ in range(MOST_TRIALS):
-        counts = split(plan.global_batch // size, paces, most)
+        counts = split_samples(plan.global_batch // size, paces, most)
         if counts is None or slowest_s(paces, counts) > clearly_s:
             return plan
         every[number] = [count * size for count in counts]

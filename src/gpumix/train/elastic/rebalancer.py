@@ -22,11 +22,11 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.units import show_seconds
 from gpumix.train.elastic.device_pace import (
     DevicePace,
-    bound_s,
-    planned_pace,
+    compute_lower_bound_s,
+    limit_by_reading,
+    predict_pace,
     slowest_s,
-    split,
-    with_data,
+    split_samples,
 )
 
 # Least gain, by the shortest times of WINDOW_STEPS steps in a row, that changes a split: a single
@@ -48,7 +48,7 @@ WORTH = 2.0
 
 
 @dataclass(frozen=True)
-class Change:
+class SplitChange:
     """New split of the samples by tensor-parallel group, with the reason. Times are the longest
     compute time of a device in a step.
 
@@ -72,7 +72,7 @@ class MovedShares:
     seconds: float
 
 
-class Room(Protocol):
+class SplitLimits(Protocol):
     """Memory limits of devices. `most` samples fit each group's memory, next to its state."""
 
     @property
@@ -84,7 +84,7 @@ class Room(Protocol):
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedSplitLimits:
     """Room without moves of state."""
 
     most: Sequence[int]
@@ -132,7 +132,7 @@ class Rebalancer:
     def __init__(
         self,
         plan: Plan,
-        room: Room,
+        room: SplitLimits,
         *,
         steps: int,
         read_per_s: Mapping[str, float] = {},
@@ -157,7 +157,7 @@ class Rebalancer:
         self._failures = 0
         self._last: _Last | None = None
 
-    def go_on(self, plan: Plan, room: Room) -> None:
+    def go_on(self, plan: Plan, room: SplitLimits) -> None:
         """Take paces and memory limits of the devices from `plan`, after state moved."""
         leaders = [team[0] for team in plan.stages[0].teams]
         self._room = room
@@ -166,12 +166,12 @@ class Rebalancer:
             for team, (least, limit) in enumerate(zip(self._least, room.most))
         ]
         self._planned = [
-            self._idle.get(team) or planned_pace(plan, worker)
+            self._idle.get(team) or predict_pace(plan, worker)
             for team, worker in enumerate(leaders)
         ]
         self._refused: list[DevicePace] = []  # paces for which no state moves
 
-    def observe(self, compute_s: Sequence[float]) -> Change | None:
+    def observe(self, compute_s: Sequence[float]) -> SplitChange | None:
         """Record the compute times of the step before this one; return a worthwhile change of the
         samples from the next step on.
 
@@ -191,8 +191,8 @@ class Rebalancer:
             self._last.took_s += took_s
             self._last.instead_s += instead_s
         window = self._window()
-        undone = self._if_each_gains(self._undone, WINDOW_STEPS) if self._last else None
-        change = undone or self._if_each_gains(self._better, window)
+        undone = self._if_each_gains(self._find_undo, WINDOW_STEPS) if self._last else None
+        change = undone or self._if_each_gains(self._find_better_split, window)
         if self._last and len(self._times) >= window:
             self._judge(max(self._shortest(window)))
         if change is None:
@@ -213,8 +213,8 @@ class Rebalancer:
         return change
 
     def _if_each_gains(
-        self, find: Callable[[list[float]], Change | None], window: int
-    ) -> Change | None:
+        self, find: Callable[[list[float]], SplitChange | None], window: int
+    ) -> SplitChange | None:
         """Return the change found from the last `window` steps, if right in each of the steps."""
         if len(self._times) < window:
             return None
@@ -225,7 +225,7 @@ class Rebalancer:
     def _shortest(self, window: int) -> list[float]:
         return list(map(min, *list(self._times)[-window:]))
 
-    def _undone(self, seconds: list[float]) -> Change | None:
+    def _find_undo(self, seconds: list[float]) -> SplitChange | None:
         """Return to the previous samples, if the last change lost more than it gained."""
         last = self._last
         if last is None or last.samples is None or last.gained_s >= 0:
@@ -235,7 +235,7 @@ class Rebalancer:
         before_s, after_s = self._take_s(seconds, self.samples, last.samples)
         if after_s > before_s * (1.0 - LEAST_GAIN):
             return None
-        return Change(last.samples, before_s, after_s, last.why_undone())
+        return SplitChange(last.samples, before_s, after_s, last.why_undone())
 
     def _judge(self, seconds: float) -> None:
         """Judge the last change, once its effect is known."""
@@ -256,28 +256,28 @@ class Rebalancer:
         warier = WARIER_STEPS * recent + FAILED_STEPS * self._failures
         return min(MOST_WINDOW_STEPS, WINDOW_STEPS + warier)
 
-    def _better(self, seconds: list[float]) -> Change | None:
+    def _find_better_split(self, seconds: list[float]) -> SplitChange | None:
         now, paces = self.samples, self._paces(seconds)
         before_s = slowest_s(paces, now)
         may = [pace for pace, limit in zip(paces, self._most) if limit]
-        if before_s * (1.0 - LEAST_GAIN) <= bound_s(may, sum(now)):
+        if before_s * (1.0 - LEAST_GAIN) <= compute_lower_bound_s(may, sum(now)):
             return None
-        samples = split(sum(now), paces, self._most, self._least)
+        samples = split_samples(sum(now), paces, self._most, self._least)
         after_s = before_s if samples is None else slowest_s(paces, samples)
         moved = self._moved(paces, min(before_s, after_s))
         if moved is not None:
             after_s = slowest_s(paces, moved.samples)
             why = self._why(seconds)
-            return Change(moved.samples, before_s, after_s, why, moved.shares, moved.seconds)
+            return SplitChange(moved.samples, before_s, after_s, why, moved.shares, moved.seconds)
         if samples is None or after_s > before_s * (1.0 - LEAST_GAIN):
             return None
-        return Change(samples, before_s, after_s, self._why(seconds))
+        return SplitChange(samples, before_s, after_s, self._why(seconds))
 
     def _moved(self, paces: list[DevicePace], still_s: float) -> MovedShares | None:
         """Return a split with moved state, if clearly faster than `still_s` without moves, and if
         the remaining steps make up for the move."""
         limits = [sum(self.samples) if most else 0 for most in self._most]
-        best = split(sum(self.samples), paces, limits, self._least)
+        best = split_samples(sum(self.samples), paces, limits, self._least)
         if best is None or slowest_s(paces, best) > still_s * (1.0 - LEAST_GAIN):
             return None
         if self._refused and all(map(_alike, paces, self._refused)):
@@ -298,14 +298,14 @@ class Rebalancer:
         usual = _median(factors.values())
         paces = [pace.times(factors.get(team, usual)) for team, pace in enumerate(self._planned)]
         reads = [host if n else "" for host, n in zip(self._hosts, self.samples)]
-        return with_data(paces, reads, self._read_per_s)
+        return limit_by_reading(paces, reads, self._read_per_s)
 
     def _factors(self, seconds: Sequence[float]) -> dict[int, float]:
         """Return actual over planned time of each group with samples."""
         every = enumerate(zip(self._planned, self.samples, seconds))
         return {team: s / planned.seconds(n) for team, (planned, n, s) in every if n}
 
-    def _gains(self, change: Change, seconds: Sequence[float]) -> bool:
+    def _gains(self, change: SplitChange, seconds: Sequence[float]) -> bool:
         """Return True if the change would have been right in a step."""
         after_s, before_s = self._take_s(seconds, change.samples, self.samples)
         return after_s <= before_s * (1.0 - LEAST_GAIN_EACH)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gpumix.hardware.estimates.what_if import with_less_memory, with_slower, without
+from gpumix.hardware.estimates.what_if import drop_devices, scale_memory, with_slower
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import (
     DeviceFailure,
@@ -23,12 +23,12 @@ from gpumix.schema.errors import (
 )
 from gpumix.schema.plan.plan import Plan, WorkerPrediction
 from gpumix.schema.profile.profile import Profile
-from gpumix.schema.units import plural
-from gpumix.train.elastic.plan_change import PlanParts, change, devices_in_words
+from gpumix.schema.units import format_count
+from gpumix.train.elastic.plan_change import PlanParts, describe_device_changes, diff_plan_parts
 
 # A device losing its rank this often in a row, without a step between, is left out. A restart some
 # steps later tries it once more, and leaves it out if its rank is lost at once.
-BLAMED = 2
+BLAMED_TIMES = 2
 # Factors on a class's plannable memory after it ran out: of its limit, of the predicted peak.
 LESS_MEMORY = 0.92
 BELOW_PEAK = 0.97
@@ -88,7 +88,7 @@ class Lessons:
 
 
 @dataclass(frozen=True)
-class Again:
+class RestartTerms:
     """Terms of a restart: devices left out, memory planned for classes, speeds of devices."""
 
     without: frozenset[str] = frozenset()
@@ -102,8 +102,8 @@ class Again:
 
     def known(self, profile: Profile) -> Profile:
         """Return the profile without the devices left out, with the lessons applied."""
-        left = without(profile, self.without)
-        return with_slower(with_less_memory(left, self.memory_by_class), dict(self.slower))
+        left = drop_devices(profile, self.without)
+        return with_slower(scale_memory(left, self.memory_by_class), dict(self.slower))
 
 
 class Recovery:
@@ -120,7 +120,7 @@ class Recovery:
         self._newest = lessons.newest if lessons else -1
         self._blamed: Counter[str] = Counter(dict(lessons.blamed) if lessons else {})
         self._left_out = set(lessons.ever if lessons else ())  # at some time
-        self.again = Again(
+        self.again = RestartTerms(
             without=frozenset(lessons.without if lessons else ()),
             memory=lessons.memory if lessons else (),
             slower=lessons.slower if lessons else (),
@@ -143,7 +143,7 @@ class Recovery:
 
     def after(
         self, error: DeviceFailure | RankInterrupted | PlanOutdated, newest: int, plan: Plan | None
-    ) -> Again:
+    ) -> RestartTerms:
         """Decide how to restart after an error.
 
         Args:
@@ -160,22 +160,22 @@ class Recovery:
             self._blamed.clear()
             self.again = replace(self.again, without=frozenset())
         if isinstance(error, PlanOutdated):
-            return self._with_slower(error)
+            return self._plan_with_slower_devices(error)
         self._tried += 1
         if isinstance(error, OutOfMemory) and plan is not None:
-            return self._with_less(error, plan)
+            return self._plan_with_less_memory(error, plan)
         if self._tried > self._most:
             raise _in_a_row(error, self._tried)
         if isinstance(error, DeviceFailure):
             self._blamed[error.device] += 1
             alone = plan is not None and {w.device for w in plan.workers} <= {error.device}
-            times = 1 if error.device in self._left_out else BLAMED
+            times = 1 if error.device in self._left_out else BLAMED_TIMES
             if error.device and not alone and self._blamed[error.device] >= times:
-                return self._without(error.device)
+                return self._leave_out_device(error.device)
         self.again = replace(self.again, told="starting again")
         return self.again
 
-    def _with_slower(self, error: PlanOutdated) -> Again:
+    def _plan_with_slower_devices(self, error: PlanOutdated) -> RestartTerms:
         slower = dict(self.again.slower)
         for device, factor in error.slower.items():
             slower[device] = slower.get(device, 1.0) * factor
@@ -183,16 +183,16 @@ class Recovery:
         self.again = replace(self.again, slower=tuple(slower.items()), told=told)
         return self.again
 
-    def _without(self, device: str) -> Again:
+    def _leave_out_device(self, device: str) -> RestartTerms:
         self._tried = 0  # may succeed without the device
         self._blamed.clear()
-        often = "again" if device in self._left_out else f"{BLAMED} times in a row"
+        often = "again" if device in self._left_out else f"{BLAMED_TIMES} times in a row"
         told = f"device '{device}' is left out: its rank was lost {often}"
         self._left_out.add(device)
         self.again = replace(self.again, without=self.again.without | {device}, told=told)
         return self.again
 
-    def _with_less(self, error: OutOfMemory, plan: Plan) -> Again:
+    def _plan_with_less_memory(self, error: OutOfMemory, plan: Plan) -> RestartTerms:
         """Plan with so little memory that the plan must change. Planning ends the retries, once no
         plan fits."""
         memory = self.again.memory_by_class
@@ -209,7 +209,7 @@ class Recovery:
         return self.again
 
 
-def taken_up(
+def complete_restart(
     restart: Restart, before: Plan | None, after: Plan, there: Cluster, taking: Cluster
 ) -> Restart:
     """Complete a restart with the knowledge of the processes making it: present devices and plan.
@@ -223,15 +223,15 @@ def taken_up(
         changes, otherwise = "", "it was ended before it trained"
         how = "trains with {}, by its first plan"
     else:
-        changes = devices_in_words(before, there, taking)
+        changes = describe_device_changes(before, there, taking)
         otherwise = "a rank was lost, or failed: the same devices are there"
-        other = change(PlanParts.of(before), PlanParts.of(after))
+        other = diff_plan_parts(PlanParts.of(before), PlanParts.of(after))
         how = "trains on with {}, by " + ("another plan" if other else "the same plan")
     if restart.decided and not changes:
         return restart
     why = [restart.why, changes] if restart.why or changes else [otherwise]
     number = len({worker.device for worker in after.workers})
-    decided = [restart.decided, how.format(plural(number, "device"))]
+    decided = [restart.decided, how.format(format_count(number, "device"))]
     return replace(
         restart, why="; ".join(filter(None, why)), decided="; ".join(filter(None, decided))
     )

@@ -16,30 +16,30 @@ from statistics import median
 
 from gpumix.cost.predict import predict
 from gpumix.hardware.estimates.what_if import with_slower
-from gpumix.planner.common.strategy import with_classes_of
+from gpumix.planner.common.strategy import restore_device_classes
 from gpumix.schema.errors import PlanOutdated
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.units import show_seconds
 from gpumix.train.elastic.device_pace import with_samples_in
-from gpumix.train.elastic.rebalance_stages import redealt, samples_in
+from gpumix.train.elastic.rebalance_stages import list_samples_by_stage, redeal_micro_batches
 
 # Factor by which a device is slower or faster than the others, against the plan, in each of
 # WINDOW_STEPS steps.
-CLEARLY = 1.2
+CLEAR_FACTOR = 1.2
 WINDOW_STEPS = 8
 # Each change while the run trains doubles the window, up to this.
 MOST_WINDOW_STEPS = 64
 # Least gain of a new plan, and of the remaining steps in multiples of the time of a restart.
 LEAST_GAIN = 0.1
 WORTH = 2.0
-START_S = 10.0
+RESTART_S = 10.0
 # Deviations are examined again once they differ by this factor.
-AGAIN = 1.1
+REEXAMINE_FACTOR = 1.1
 
 
 @dataclass(frozen=True)
-class Redealt:
+class MicroBatchExchange:
     """Plan of the next step, with micro-batches exchanged within stages, and the reason. Times are
     per step."""
 
@@ -49,7 +49,7 @@ class Redealt:
     why: str
 
 
-class Restaging:
+class StageReplanner:
     """Decisions by the compute times of ranks, step by step.
 
     Args:
@@ -83,7 +83,7 @@ class Restaging:
         self._factors: deque[list[float]] = deque(maxlen=self._window)
         self._of_before = True  # the next times are of the step before the change
 
-    def observe(self, compute_s: Sequence[float]) -> Redealt | PlanOutdated | None:
+    def observe(self, compute_s: Sequence[float]) -> MicroBatchExchange | PlanOutdated | None:
         """Record the compute times of the step before this one; return the plan from the next step
         on, or the error to raise if another plan is worth a restart.
 
@@ -106,25 +106,27 @@ class Restaging:
         factors = {
             device: factor
             for device, of_steps in zip(devices, zip(*self._factors), strict=True)
-            if (factor := _lasting(of_steps)) != 1.0
+            if (factor := _get_lasting_factor(of_steps)) != 1.0
         }
         if _alike(factors, self._seen) or (not factors and not self._dealt):
             return None
         self._seen = factors
-        return self._judged(factors, usual)
+        return self._choose_change(factors, usual)
 
-    def _judged(self, factors: Mapping[str, float], usual: float) -> Redealt | PlanOutdated | None:
+    def _choose_change(
+        self, factors: Mapping[str, float], usual: float
+    ) -> MicroBatchExchange | PlanOutdated | None:
         profile = with_slower(self._profile, factors)
         now = _relabelled(self._plan, profile)
         now = now.model_copy(update={"prediction": predict(profile, now)})
-        dealt = redealt(profile, now)
+        dealt = redeal_micro_batches(profile, now)
         before_s, still_s = _step_s(now), _step_s(dealt or now)
         new_s = still_s
         if self._replan is not None:
             new_s = _step_s(self._replan(profile))
-        why = _why(factors)
+        why = _describe_deviation(factors)
         gained_s = usual * (still_s - new_s) * self._left
-        if new_s <= still_s * (1.0 - LEAST_GAIN) and gained_s >= WORTH * START_S:
+        if new_s <= still_s * (1.0 - LEAST_GAIN) and gained_s >= WORTH * RESTART_S:
             return PlanOutdated(
                 f"{why}: by another one a step is to take {show_seconds(usual * new_s)} instead of "
                 f"{show_seconds(usual * before_s)}",
@@ -134,16 +136,16 @@ class Restaging:
             return None
         self._dealt = bool(factors)
         self._window = min(2 * self._window, MOST_WINDOW_STEPS)
-        plan = with_samples_in(self._plan, samples_in(dealt))
+        plan = with_samples_in(self._plan, list_samples_by_stage(dealt))
         self._go_on(plan.model_copy(update={"prediction": predict(self._profile, plan)}))
-        return Redealt(self._plan, usual * before_s, usual * still_s, why)
+        return MicroBatchExchange(self._plan, usual * before_s, usual * still_s, why)
 
 
 def _step_s(plan: Plan) -> float:
     return plan.prediction.step_s if plan.prediction is not None else inf
 
 
-def _why(factors: Mapping[str, float]) -> str:
+def _describe_deviation(factors: Mapping[str, float]) -> str:
     """Describe the device deviating most from the rest."""
     if not factors:
         return "all devices are as fast against each other as planned again"
@@ -153,20 +155,20 @@ def _why(factors: Mapping[str, float]) -> str:
     )
 
 
-def _lasting(factors: Sequence[float]) -> float:
+def _get_lasting_factor(factors: Sequence[float]) -> float:
     """Return the smallest deviation of all steps; 1 if small."""
-    if min(factors) >= CLEARLY:
+    if min(factors) >= CLEAR_FACTOR:
         return min(factors)
-    return max(factors) if max(factors) <= 1.0 / CLEARLY else 1.0
+    return max(factors) if max(factors) <= 1.0 / CLEAR_FACTOR else 1.0
 
 
 def _alike(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
     return one.keys() == other.keys() and all(
-        1.0 / AGAIN < one[device] / other[device] < AGAIN for device in one
+        1.0 / REEXAMINE_FACTOR < one[device] / other[device] < REEXAMINE_FACTOR for device in one
     )
 
 
 def _relabelled(plan: Plan, profile: Profile) -> Plan:
     """Return the plan with the device classes of a profile, without a prediction."""
-    relabelled = with_classes_of(profile.cluster, plan)
+    relabelled = restore_device_classes(profile.cluster, plan)
     return relabelled.model_copy(update={"prediction": None, "reasons": None})

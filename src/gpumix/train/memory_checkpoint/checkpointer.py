@@ -20,25 +20,25 @@ import torch
 from torch.optim import Optimizer
 
 from gpumix.engine.engine import Engine
-from gpumix.hardware.host.pinned import pinned_memory
+from gpumix.hardware.host.pinned import allocate_pinned
 from gpumix.hardware.runtime import Stream
-from gpumix.schema.errors import GpumixError, MachineError, RankLost, first_line
-from gpumix.schema.files import remove, write_at_once
+from gpumix.schema.errors import GpumixError, MachineError, RankLost, get_first_line
+from gpumix.schema.files import remove, write_text_atomically
 from gpumix.train.checkpoint import content as content
-from gpumix.train.checkpoint.background import Background, Overdue
-from gpumix.train.checkpoint.collective_errors import not_in_time
+from gpumix.train.checkpoint.background import BackgroundTask, BackgroundTimeout
+from gpumix.train.checkpoint.collective_errors import make_timeout_error
 from gpumix.train.checkpoint.host_copy import (
     HostCopy,
     Tensors,
-    index_of,
-    no_room,
-    room_for,
-    size_of,
+    count_bytes,
+    format_no_room,
+    has_room_for,
+    make_index,
 )
 from gpumix.train.memory_checkpoint import memory_folder as folder
-from gpumix.train.memory_checkpoint.memory_folder import Home
-from gpumix.train.memory_checkpoint.mmap_file import made
-from gpumix.train.memory_checkpoint.replication import Buddies
+from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder
+from gpumix.train.memory_checkpoint.mmap_file import create_mapped_file
+from gpumix.train.memory_checkpoint.replication import BuddyReplicator
 
 
 class MemoryCheckpointer:
@@ -55,7 +55,7 @@ class MemoryCheckpointer:
 
     def __init__(
         self,
-        home: Home,
+        home: MemoryFolder,
         generation: int,
         *,
         rank: int,
@@ -63,7 +63,7 @@ class MemoryCheckpointer:
         ranks_here: int,
         tidies: bool,
         extra: Mapping[str, Any],
-        buddies: Buddies | None = None,
+        buddies: BuddyReplicator | None = None,
         patience_s: float = math.inf,
     ) -> None:
         self._folder = home.make(generation)
@@ -74,12 +74,12 @@ class MemoryCheckpointer:
         self._home, self._generation = home, generation
         self._rank, self._world, self._ranks_here = rank, world, ranks_here
         self._tidies = tidies
-        self._extra = content.as_json(extra, "extra")
+        self._extra = content.to_json_values(extra, "extra")
         self._copies: dict[int, HostCopy] = {}
         self._whole: dict[int, content.Content] = {}  # complete copies by slot
         self._turn, self._held = threading.Condition(), False
         self._begun = 0
-        self._copying: Background[None] | None = None
+        self._copying: BackgroundTask[None] | None = None
         self.refused = ""
         """Reason why copying has stopped; empty otherwise."""
 
@@ -99,13 +99,13 @@ class MemoryCheckpointer:
         with self._turn:
             self._wait_for_turn()
             self._settled.clear()
-            self._copying = Background(
+            self._copying = BackgroundTask(
                 lambda: self._copy(slot, now, stream),
                 name="gpumix-memory",
                 patience_s=self._patience_s,
             )
 
-    def hold(self, limit_s: float) -> dict[int, content.Content]:
+    def pause_copying(self, limit_s: float) -> dict[int, content.Content]:
         """Return the complete copies by step, waiting at most `limit_s` for a copy in progress.
         Copying pauses until `go_on`: the main thread waits before it would copy or change the
         state. For another thread."""
@@ -117,7 +117,7 @@ class MemoryCheckpointer:
         return {one.manifest.step: one for one in self._whole.values()}
 
     def go_on(self) -> None:
-        """Resume copying after `hold`."""
+        """Resume copying after `pause_copying`."""
         with self._turn:
             self._held = False
             self._turn.notify_all()
@@ -133,25 +133,25 @@ class MemoryCheckpointer:
         if self._copying is not None:
             try:
                 self._copying.wait(self._settled)
-            except Overdue as error:
-                raise self._stuck(error) from error
+            except BackgroundTimeout as error:
+                raise self._make_stuck_error(error) from error
 
     def _wait_for_turn(self) -> None:
         """Wait until no thread holds the copies; called with `_turn`."""
         if not self._turn.wait_for(lambda: not self._held, self._limit_s):
-            raise self._not_in_time(Overdue(self._patience_s, None))
+            raise self._make_timeout_error(BackgroundTimeout(self._patience_s, None))
 
     @property
     def _limit_s(self) -> float:
         return min(self._patience_s, threading.TIMEOUT_MAX)
 
-    def _not_in_time(self, error: Overdue) -> GpumixError:
-        return not_in_time(error, "copy its state into memory", self._rank, self._folder)
+    def _make_timeout_error(self, error: BackgroundTimeout) -> GpumixError:
+        return make_timeout_error(error, "copy its state into memory", self._rank, self._folder)
 
-    def _stuck(self, error: Overdue) -> GpumixError:
+    def _make_stuck_error(self, error: BackgroundTimeout) -> GpumixError:
         """Return the error for a copy that does not end. No disk is involved: unless it waits for
         another rank, this rank hangs, and restarting all ranks may help."""
-        found = self._not_in_time(error)
+        found = self._make_timeout_error(error)
         if error.wait is not None:
             return found
         return RankLost(
@@ -176,10 +176,10 @@ class MemoryCheckpointer:
         copying, self._copying = self._copying, None
         try:
             copying.result()
-        except Overdue as error:
-            raise self._stuck(error) from error
+        except BackgroundTimeout as error:
+            raise self._make_stuck_error(error) from error
         except (OSError, MachineError, RuntimeError) as error:
-            self.refused = first_line(error)
+            self.refused = get_first_line(error)
             return
         if self._begun == folder.SLOTS and self._tidies:
             self._home.forget_before(self._generation)
@@ -188,14 +188,14 @@ class MemoryCheckpointer:
         """Copy in the background thread."""
         whole = False
         try:
-            self._copy_here(slot, now, stream)
+            self._copy_to_slot(slot, now, stream)
             whole = True
         finally:
             self._settled.set()
             if self._buddies is not None:
                 self._buddies.exchange(slot, whole=whole)
 
-    def _copy_here(self, slot: int, now: content.Content, stream: Stream | None) -> None:
+    def _copy_to_slot(self, slot: int, now: content.Content, stream: Stream | None) -> None:
         seal = self._folder / folder.seal_file(self._rank, slot)
         self._whole.pop(slot, None)
         remove(seal)
@@ -204,7 +204,7 @@ class MemoryCheckpointer:
             copy = self._room(slot, now.tensors, pinned=stream is not None)
         copy.fill(now.tensors, stream)
         told = {"world": self._world, "manifest": now.manifest.model_dump(mode="json")}
-        write_at_once(seal, json.dumps(told))
+        write_text_atomically(seal, json.dumps(told))
         manifest = now.manifest.model_copy(update={"extra": self._extra})
         self._whole[slot] = replace(now, tensors=copy.boxed, manifest=manifest)
 
@@ -214,25 +214,25 @@ class MemoryCheckpointer:
         Raises:
             MachineError: the host has none.
         """
-        size = size_of(tensors)
-        copies = folder.copies(hosts=1 if self._buddies is None else 2)
-        if not self._copies and not room_for(copies * size, self._ranks_here):
-            raise MachineError(no_room(copies, size, self._ranks_here))
+        size = count_bytes(tensors)
+        copies = folder.count_copies(hosts=1 if self._buddies is None else 2)
+        if not self._copies and not has_room_for(copies * size, self._ranks_here):
+            raise MachineError(format_no_room(copies, size, self._ranks_here))
         self._copies.pop(slot, None)
         file = self._folder / folder.data_file(self._rank, slot)
-        memory = _memory_in(file, size, pinned=pinned)
-        index = index_of(tensors, file.name).model_dump(mode="json")
+        memory = _create_memory(file, size, pinned=pinned)
+        index = make_index(tensors, file.name).model_dump(mode="json")
         told = json.dumps({"extra": self._extra, "index": index})
-        write_at_once(self._folder / folder.index_file(self._rank, slot), told)
+        write_text_atomically(self._folder / folder.index_file(self._rank, slot), told)
         self._copies[slot] = HostCopy(tensors, pinned=False, memory=memory)
         return self._copies[slot]
 
 
-def _memory_in(file: Path, size: int, *, pinned: bool) -> torch.Tensor:
+def _create_memory(file: Path, size: int, *, pinned: bool) -> torch.Tensor:
     """Map a new file of `size` bytes as memory, pinned for faster copies of a GPU's tensors.
 
     Raises:
         OSError: there is no memory for it.
     """
-    memory = made(file, size)
-    return pinned_memory(size, file) if pinned else memory
+    memory = create_mapped_file(file, size)
+    return allocate_pinned(size, file) if pinned else memory

@@ -32,17 +32,17 @@ WITHOUT_COPIES = "a run that loses a rank goes on from its last checkpoint"
 _GENERATION = re.compile(r"generation-(\d{8})")
 SEAL = ".seal"
 _SEAL = re.compile(r"rank_(\d{4,})\.slot_(\d)\.seal")
-_NAME, _WHOSE = "gpumix-", "whose.json"
+_NAME, _OWNER_FILE = "gpumix-", "whose.json"
 
 
-def copies(hosts: int) -> int:
+def count_copies(hosts: int) -> int:
     """Return the number of copies of each rank's state in memory, given one or several hosts: with
     several, another host has copies too."""
     return SLOTS * (1 if hosts == 1 else 2)
 
 
 @dataclass(frozen=True)
-class HeldState:
+class StateCopy:
     """A complete copy of a rank's state: slot, step, and number of ranks."""
 
     generation: int
@@ -64,10 +64,10 @@ class NewestState:
     generation: int
     step: int
     slots: tuple[int, ...]
-    givers: tuple[int, ...]
+    senders: tuple[int, ...]
 
 
-class Home:
+class MemoryFolder:
     """The folder of a run's copies on a host.
 
     Args:
@@ -101,14 +101,16 @@ class Home:
                 where=str(self.folder),
                 fix="remove it, or ask its owner to",
             ) from error
-        files.write_at_once(self.folder / _WHOSE, json.dumps(self._whose))
+        files.write_text_atomically(self.folder / _OWNER_FILE, json.dumps(self._whose))
         folder = self.generation(generation)
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder
 
-    def held(self) -> list[HeldState]:
+    def held(self) -> list[StateCopy]:
         """Return the complete copies of the run on this host."""
-        return [one for path, number in self._generations() for one in _held_in(path, number)]
+        return [
+            one for path, number in self._generations() for one in _find_copies_in(path, number)
+        ]
 
     def _generations(self) -> Iterator[tuple[Path, int]]:
         for path in sorted(self.folder.iterdir()) if files.is_private(self.folder) else ():
@@ -138,7 +140,7 @@ class Home:
         for place in sorted(self._root.glob(f"{_NAME}*")):
             if files.is_private(place):
                 with suppress(OSError, ValueError, TypeError, KeyError):
-                    whose = json.loads(files.read_text(place / _WHOSE, files.MARK_BYTES))
+                    whose = json.loads(files.read_text(place / _OWNER_FILE, files.MARK_BYTES))
                     yield place, {name: str(whose[name]) for name in self._whose}
 
 
@@ -154,7 +156,7 @@ def index_file(rank: int, slot: int) -> str:
     return f"{data_file(rank, slot)}.index"
 
 
-def _held_in(path: Path, generation: int) -> Iterator[HeldState]:
+def _find_copies_in(path: Path, generation: int) -> Iterator[StateCopy]:
     for file in path.iterdir():
         if found := _SEAL.fullmatch(file.name):
             with suppress(OSError, ValueError, KeyError, TypeError):
@@ -162,19 +164,19 @@ def _held_in(path: Path, generation: int) -> Iterator[HeldState]:
                 rank, slot = int(found[1]), int(found[2])
                 step, world = int(told["manifest"]["step"]), int(told["world"])
                 if (path / data_file(rank, slot)).is_file():
-                    yield HeldState(generation, world, rank, slot, step)
+                    yield StateCopy(generation, world, rank, slot, step)
 
 
-def to_text(held: Iterable[HeldState]) -> str:
+def to_text(held: Iterable[StateCopy]) -> str:
     """Return the copies as text for other ranks."""
     return json.dumps([asdict(one) for one in held])
 
 
-def from_text(text: str) -> list[HeldState]:
-    return [HeldState(**one) for one in json.loads(text)]
+def from_text(text: str) -> list[StateCopy]:
+    return [StateCopy(**one) for one in json.loads(text)]
 
 
-def newest(told: Sequence[Sequence[HeldState]]) -> NewestState | None:
+def find_newest_state(told: Sequence[Sequence[StateCopy]]) -> NewestState | None:
     """Return the newest state to resume from, given the copies found by each current rank on its
     host: the latest state of the latest start with a copy of every rank."""
     givers: dict[tuple[int, int, int], dict[int, tuple[int, int]]] = {}
@@ -191,10 +193,10 @@ def newest(told: Sequence[Sequence[HeldState]]) -> NewestState | None:
         generation,
         step,
         slots=tuple(ranks[rank][1] for rank in range(world)),
-        givers=tuple(ranks[rank][0] for rank in range(world)),
+        senders=tuple(ranks[rank][0] for rank in range(world)),
     )
 
 
-def latest_generation(told: Iterable[Iterable[HeldState]]) -> int:
+def latest_generation(told: Iterable[Iterable[StateCopy]]) -> int:
     """Return the latest generation, 0 without copies."""
     return max((one.generation for held in told for one in held), default=0)

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from gpumix.schema.files import opened_anew, remove_quietly
+from gpumix.schema.files import create_private_file, remove_quietly
 
 
-def made(file: Path, size: int) -> torch.Tensor:
+def create_mapped_file(file: Path, size: int) -> torch.Tensor:
     """Create a file of `size` bytes and map its content.
 
     Raises:
         OSError: no room for the file.
     """
-    descriptor = opened_anew(file)
+    descriptor = create_private_file(file)
     try:
         if size:  # allocate now: a page without room later ends the process
             os.posix_fallocate(descriptor, 0, size)
@@ -25,10 +25,10 @@ def made(file: Path, size: int) -> torch.Tensor:
         raise
     finally:
         os.close(descriptor)
-    return mapped(file)
+    return map_file(file)
 
 
-def mapped(file: Path) -> torch.Tensor:
+def map_file(file: Path) -> torch.Tensor:
     """Map the bytes of a file without reading them."""
     size = file.stat().st_size
     if not size:

@@ -11,26 +11,26 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from gpumix.engine.comm.communicator import reported
+from gpumix.engine.comm.communicator import CollectiveScope
 from gpumix.engine.engine import Engine
-from gpumix.engine.rank_group import Ranks
+from gpumix.engine.rank_group import RankGroup
 from gpumix.schema.files import INDEX_BYTES, read_text
 from gpumix.train.checkpoint import content as content
-from gpumix.train.checkpoint.collective_errors import CollectiveErrors
-from gpumix.train.checkpoint.dcp_storage import Boxed, Index, StoredBox, read_from
+from gpumix.train.checkpoint.collective_errors import CollectiveActions
+from gpumix.train.checkpoint.dcp_storage import BoxedTensor, Index, StoredBox, read_from
 from gpumix.train.checkpoint.manifest import Manifest
 from gpumix.train.memory_checkpoint import memory_folder as folder
-from gpumix.train.memory_checkpoint.memory_folder import HeldState, Home, NewestState
-from gpumix.train.memory_checkpoint.mmap_file import mapped
+from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder, NewestState, StateCopy
+from gpumix.train.memory_checkpoint.mmap_file import map_file
 
-PIECE_BYTES = 1 << 28  # per message
+MESSAGE_BYTES = 1 << 28  # per message
 
 
 def load(
-    home: Home,
-    held: Sequence[HeldState],
+    home: MemoryFolder,
+    held: Sequence[StateCopy],
     found: NewestState,
-    ranks: Ranks,
+    ranks: RankGroup,
     group: dist.ProcessGroup | None,
     engine: Engine,
     optimizer: Optimizer,
@@ -45,30 +45,32 @@ def load(
         InputError: the state is of another model or optimizer; nothing was changed.
         CommunicationError: a rank is gone.
     """
-    manifest, index = _described(home, found, ranks)
+    manifest, index = _gather_description(home, found, ranks)
     where = home.generation(found.generation)
     content.check_fits(engine, where, manifest, index)
     content.check_optimizer(where, manifest, index, engine, optimizer)
-    copies = _Copies(home, held, found, ranks, group)
+    copies = _CopySource(home, held, found, ranks, group)
 
-    def read(tensors: Mapping[str, Boxed]) -> None:
-        read_from(index, tensors, CollectiveErrors(group), copies)
+    def read(tensors: Mapping[str, BoxedTensor]) -> None:
+        read_from(index, tensors, CollectiveActions(group), copies)
 
     content.restore(engine, optimizer, manifest, index, read)
     return manifest
 
 
-def _described(home: Home, found: NewestState, ranks: Ranks) -> tuple[Manifest, Index]:
+def _gather_description(
+    home: MemoryFolder, found: NewestState, ranks: RankGroup
+) -> tuple[Manifest, Index]:
     """Return the merged manifest and index of all copies. Collective."""
     own = {
-        rank: _description(home, found.generation, rank, found.slots[rank])
-        for rank, giver in enumerate(found.givers)
+        rank: _read_description(home, found.generation, rank, found.slots[rank])
+        for rank, giver in enumerate(found.senders)
         if giver == ranks.rank
     }
     told: dict[str, Any] = {}
     for text in ranks.gather("copies in memory", json.dumps(own)):
         told |= json.loads(text)
-    every = [told[str(rank)] for rank in range(len(found.givers))]
+    every = [told[str(rank)] for rank in range(len(found.senders))]
     manifests = [Manifest.model_validate(one["manifest"]) for one in every]
     kinds = content.merged_kinds(m.optimizer.states for m in manifests)
     optimizer = manifests[0].optimizer.model_copy(update={"states": kinds})
@@ -77,7 +79,7 @@ def _described(home: Home, found: NewestState, ranks: Ranks) -> tuple[Manifest, 
     return manifests[0].model_copy(update=known), index
 
 
-def _description(home: Home, generation: int, rank: int, slot: int) -> dict[str, Any]:
+def _read_description(home: MemoryFolder, generation: int, rank: int, slot: int) -> dict[str, Any]:
     """Return the manifest and index of a copy on this host."""
     place = home.generation(generation)
     seal = json.loads(read_text(place / folder.seal_file(rank, slot)))
@@ -86,13 +88,13 @@ def _description(home: Home, generation: int, rank: int, slot: int) -> dict[str,
 
 
 @dataclass
-class _Copies:
+class _CopySource:
     """Bytes of the copies, local or fetched."""
 
-    home: Home
-    held: Sequence[HeldState]
+    home: MemoryFolder
+    held: Sequence[StateCopy]
     found: NewestState
-    ranks: Ranks
+    ranks: RankGroup
     group: dist.ProcessGroup | None
     _files: dict[str, torch.Tensor] = field(default_factory=dict)
     _fetched: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
@@ -104,7 +106,7 @@ class _Copies:
         for rank, slot in enumerate(self.found.slots):
             if (self.found.generation, self.found.step, rank, slot) in here:
                 name = folder.data_file(rank, slot)
-                self._files[name] = mapped(place / name)
+                self._files[name] = map_file(place / name)
 
     def bytes_of(self, box: StoredBox) -> torch.Tensor:
         file = self._files.get(box.file)
@@ -118,7 +120,7 @@ class _Copies:
         missing: dict[int, dict[tuple[str, int], int]] = {}
         for box in wanted:
             if box.file not in self._files:
-                giver = self.found.givers[_rank_of(self.found, box.file)]
+                giver = self.found.senders[_find_saving_rank(self.found, box.file)]
                 missing.setdefault(giver, {})[box.file, box.start] = box.length
         asked = {
             str(giver): [[file, start, length] for (file, start), length in boxes.items()]
@@ -131,19 +133,19 @@ class _Copies:
                     self._pass_on(giver, taker, boxes)
 
     def _pass_on(self, giver: int, taker: int, boxes: list[list[Any]]) -> None:
-        with reported(f"copies in memory of rank {giver} for rank {taker}"):
+        with CollectiveScope(f"copies in memory of rank {giver} for rank {taker}"):
             for file, start, length in boxes:
                 if self.ranks.rank == giver:
-                    for piece in self._files[file][start : start + length].split(PIECE_BYTES):
+                    for piece in self._files[file][start : start + length].split(MESSAGE_BYTES):
                         dist.send(piece, taker, self.group)
                 else:
                     room = torch.empty(length, dtype=torch.uint8)
-                    for piece in room.split(PIECE_BYTES):
+                    for piece in room.split(MESSAGE_BYTES):
                         dist.recv(piece, giver, self.group)
                     self._fetched[file, start] = room
 
 
-def _rank_of(found: NewestState, file: str) -> int:
+def _find_saving_rank(found: NewestState, file: str) -> int:
     """Return the rank that saved a file."""
     names = [folder.data_file(rank, slot) for rank, slot in enumerate(found.slots)]
     return names.index(file)

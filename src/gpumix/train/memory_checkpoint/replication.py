@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from gpumix.schema.files import remove
 from gpumix.train.memory_checkpoint import memory_folder as folder
-from gpumix.train.memory_checkpoint.mmap_file import made, mapped
+from gpumix.train.memory_checkpoint.mmap_file import create_mapped_file, map_file
 
-PIECE_BYTES = 1 << 28  # sent at once
+MESSAGE_BYTES = 1 << 28  # sent at once
 
 
-def buddies(hosts: Sequence[str]) -> list[int]:
+def assign_buddies(hosts: Sequence[str]) -> list[int]:
     """Return by rank the buddy for its second copy: a rank on the next host, in turn. `hosts` are
     the ranks' hosts, more than one."""
     names = list(dict.fromkeys(hosts))
@@ -27,7 +27,7 @@ def buddies(hosts: Sequence[str]) -> list[int]:
     return found
 
 
-class Buddies:
+class BuddyReplicator:
     """Exchange of copies between a rank and the rank's buddies.
 
     Args:
@@ -39,7 +39,7 @@ class Buddies:
         self._place = place
         self._group = group
         self._rank = dist.get_rank(group)
-        every = buddies(hosts)
+        every = assign_buddies(hosts)
         self._taker = every[self._rank]
         self._givers = [rank for rank, buddy in enumerate(every) if buddy == self._rank]
         self._kept: dict[str, torch.Tensor] = {}
@@ -51,7 +51,7 @@ class Buddies:
             RuntimeError: a rank is gone, or late.
             OSError: there is no memory here; the copies of other ranks were received and dropped.
         """
-        own = [self._place / name for name in _files(self._rank, slot)] if whole else []
+        own = [self._place / name for name in _name_files(self._rank, slot)] if whole else []
         sizes = torch.tensor([path.stat().st_size for path in own] or [0, 0, 0])
         told = {giver: torch.empty_like(sizes) for giver in self._givers}
         self._pass([sizes], {giver: [room] for giver, room in told.items()})
@@ -64,43 +64,47 @@ class Buddies:
             except OSError as error:
                 short = error
                 rooms[giver] = [torch.empty(size, dtype=torch.uint8) for size in lengths.tolist()]
-        self._pass([mapped(path) for path in own], rooms)
+        self._pass([map_file(path) for path in own], rooms)
         if short is not None:
             raise short
         for giver, lengths in told.items():
             seal = self._place / folder.seal_file(giver, slot)
             if lengths.any():
-                _part(seal).replace(seal)
+                _get_partial_path(seal).replace(seal)
 
     def _rooms(self, giver: int, slot: int, sizes: list[int]) -> list[torch.Tensor]:
         """Allocate files for another rank's copy; its seal, marking a complete copy, under a
         temporary name."""
-        *names, seal = _files(giver, slot)
+        *names, seal = _name_files(giver, slot)
         for name, size in zip(names, sizes):
             if name not in self._kept or len(self._kept[name]) != size:
                 self._kept.pop(name, None)
-                self._kept[name] = made(self._place / name, size)
-        return [*(self._kept[name] for name in names), made(_part(self._place / seal), sizes[-1])]
+                self._kept[name] = create_mapped_file(self._place / name, size)
+        return [
+            *(self._kept[name] for name in names),
+            create_mapped_file(_get_partial_path(self._place / seal), sizes[-1]),
+        ]
 
     def _pass(self, sent: list[torch.Tensor], rooms: dict[int, list[torch.Tensor]]) -> None:
         works = [
-            dist.isend(piece, group=self._group, group_dst=self._taker) for piece in _pieces(sent)
+            dist.isend(piece, group=self._group, group_dst=self._taker)
+            for piece in _split_pieces(sent)
         ]
         works += [
             dist.irecv(piece, group=self._group, group_src=giver)
             for giver, tensors in rooms.items()
-            for piece in _pieces(tensors)
+            for piece in _split_pieces(tensors)
         ]
         for work in works:
             assert work is not None
             work.wait()
 
 
-def _pieces(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [piece for tensor in tensors for piece in tensor.split(PIECE_BYTES) if len(piece)]
+def _split_pieces(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [piece for tensor in tensors for piece in tensor.split(MESSAGE_BYTES) if len(piece)]
 
 
-def _files(rank: int, slot: int) -> tuple[str, str, str]:
+def _name_files(rank: int, slot: int) -> tuple[str, str, str]:
     """Return the names of a copy's files, the seal last."""
     return (
         folder.data_file(rank, slot),
@@ -109,5 +113,5 @@ def _files(rank: int, slot: int) -> tuple[str, str, str]:
     )
 
 
-def _part(path: Path) -> Path:
+def _get_partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")

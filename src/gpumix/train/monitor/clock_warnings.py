@@ -11,7 +11,7 @@ from gpumix.schema.profile.profile import Profile
 from gpumix.train.run_log.metrics import RankRecord, RunEvent
 
 
-class ClockWatch:
+class ClockMonitor:
     """Comparison of clocks at each exchange of records, reporting each device class once.
 
     Args:
@@ -26,7 +26,7 @@ class ClockWatch:
         self._before: set[int] = set()  # ranks apart the last time: once is no reason
         self._told: set[str] = set()
 
-    def differ(self, plan: Plan, records: Sequence[RankRecord]) -> list[RunEvent]:
+    def find_clock_changes(self, plan: Plan, records: Sequence[RankRecord]) -> list[RunEvent]:
         """Return the reports for the ranks' last records."""
         apart = {rank for rank, one in enumerate(records) if self._is_apart(one)}
         lasting, self._before = apart & self._before, apart

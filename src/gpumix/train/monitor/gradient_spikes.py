@@ -14,9 +14,9 @@ from statistics import median
 
 WINDOW_STEPS = 32
 # Steps before the usual norm is known.
-KNOWN_STEPS = 16
-SPIKE = 10.0  # times the usual norm
-QUIET = 3.0  # most of the other ranks' median
+LEAST_HISTORY_STEPS = 16
+SPIKE_FACTOR = 10.0  # times the usual norm
+QUIET_FACTOR = 3.0  # most of the other ranks' median
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Spike:
     others: float
 
 
-class Spikes:
+class SpikeDetector:
     """Detection of spikes, step by step."""
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class Spikes:
         times = {
             rank: mean / usual
             for rank, mean in means.items()
-            if (usual := self._usual_of(rank)) is not None
+            if (usual := self._get_usual_norm(rank)) is not None
         }
         spikes = []
         for rank, own in times.items():
             others = [value for other, value in times.items() if other != rank]
-            quiet = not others or median(others) <= QUIET
-            if not own <= SPIKE and quiet:  # also NaN
+            quiet = not others or median(others) <= QUIET_FACTOR
+            if not own <= SPIKE_FACTOR and quiet:  # also NaN
                 spikes.append(Spike(rank, own, median(others) if others else 1.0))
         for rank, mean in means.items():
             if mean < float("inf"):
@@ -61,7 +61,7 @@ class Spikes:
                 steps.append(mean)
         return spikes
 
-    def _usual_of(self, rank: int) -> float | None:
+    def _get_usual_norm(self, rank: int) -> float | None:
         steps = self._usual.get(rank, ())
-        usual = median(steps) if len(steps) >= KNOWN_STEPS else 0.0
+        usual = median(steps) if len(steps) >= LEAST_HISTORY_STEPS else 0.0
         return usual or None

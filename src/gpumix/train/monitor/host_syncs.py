@@ -13,12 +13,15 @@ import torch
 import gpumix
 from gpumix.hardware import runtime
 
-SIGN = "called a synchronizing CUDA operation"  # in torch's warning
-_OTHERS = (Path(gpumix.__file__).parent, Path(torch.__file__).parent)  # synchronize on purpose
+SYNC_WARNING = "called a synchronizing CUDA operation"  # in torch's warning
+_IGNORED_FOLDERS = (
+    Path(gpumix.__file__).parent,
+    Path(torch.__file__).parent,
+)  # synchronize on purpose
 
 
 @contextmanager
-def syncs_of(device: torch.device | None) -> Iterator[Callable[[], list[tuple[str, float]]]]:
+def record_syncs(device: torch.device | None) -> Iterator[Callable[[], list[tuple[str, float]]]]:
     """Yield a function returning the lines that waited for `device` in the block, most frequent
     first; empty without a GPU."""
     if device is None or not runtime.is_gpu(device):
@@ -29,17 +32,17 @@ def syncs_of(device: torch.device | None) -> Iterator[Callable[[], list[tuple[st
         warnings.simplefilter("always")
         runtime.set_sync_debug_mode("warn")
         try:
-            yield lambda: lines_of(caught)
+            yield lambda: count_lines(caught)
         finally:
             runtime.set_sync_debug_mode(before)
 
 
-def lines_of(caught: list[warnings.WarningMessage]) -> list[tuple[str, float]]:
+def count_lines(caught: list[warnings.WarningMessage]) -> list[tuple[str, float]]:
     """Count the places in torch's warnings outside of gpumix and torch."""
     places = Counter(
         f"{one.filename}:{one.lineno}"
         for one in caught
-        if SIGN in str(one.message)
-        and not any(Path(one.filename).is_relative_to(folder) for folder in _OTHERS)
+        if SYNC_WARNING in str(one.message)
+        and not any(Path(one.filename).is_relative_to(folder) for folder in _IGNORED_FOLDERS)
     )
     return [(place, float(times)) for place, times in places.most_common()]

@@ -29,7 +29,7 @@ class Verdict:
     sure: bool
 
 
-def comparable(plan: Plan) -> list[list[int]]:
+def group_comparable_ranks(plan: Plan) -> list[list[int]]:
     """Group ranks computing equal units, and equal parts in tensor-parallel groups; only ranks with
     samples, in groups of two or more."""
     places: dict[int, tuple[int, ...]] = {}
@@ -46,9 +46,9 @@ def comparable(plan: Plan) -> list[list[int]]:
     return [ranks for ranks in found.values() if len(ranks) > 1]
 
 
-def not_replayed(plan: Plan) -> str:
+def explain_no_replay(plan: Plan) -> str:
     """Explain why no devices of a plan can be compared; empty if some can."""
-    if comparable(plan):
+    if group_comparable_ranks(plan):
         return ""
     if sum(worker.samples > 0 for worker in plan.workers) < 2:
         return "one device alone computes"
@@ -56,7 +56,7 @@ def not_replayed(plan: Plan) -> str:
     return f"no two devices compute {part}"
 
 
-def tolerance(workers: Sequence[Worker]) -> float:
+def get_tolerance(workers: Sequence[Worker]) -> float:
     """Return the tolerance between devices computing like the given workers."""
     kinds = [
         "tf32" if w.compute_dtype == "fp32" and w.efficiency.tf32 else w.compute_dtype
@@ -65,7 +65,7 @@ def tolerance(workers: Sequence[Worker]) -> float:
     return max(TOLERANCE[kind] for kind in kinds)
 
 
-def verdict(prints: Mapping[int, Prints], tolerated: float) -> Verdict | None:
+def find_deviating_ranks(prints: Mapping[int, Prints], tolerated: float) -> Verdict | None:
     """Find deviating ranks; None if all agree, with fewer than two ranks, or without a finite
     gradient.
 
@@ -80,7 +80,9 @@ def verdict(prints: Mapping[int, Prints], tolerated: float) -> Verdict | None:
     for bucket in prints[ranks[0]]:
         for rank in ranks:
             mine = prints[rank][bucket]
-            apart = median_low([_apart(mine, prints[o][bucket]) for o in ranks if o != rank])
+            apart = median_low(
+                [_compute_distance(mine, prints[o][bucket]) for o in ranks if o != rank]
+            )
             if apart > tolerated:
                 worst[rank] = max(worst.get(rank, 0.0), apart)
                 first.setdefault(rank, bucket)
@@ -94,7 +96,7 @@ def _norm(prints: Prints) -> float:
     return math.hypot(*(values[0] for values in prints.values()))
 
 
-def _apart(one: Sequence[float], other: Sequence[float]) -> float:
+def _compute_distance(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the distance of two ranks' gradients of a bucket, relative to the norms."""
     difference = math.dist(one, other)
     if not math.isfinite(difference):

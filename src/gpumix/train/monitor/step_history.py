@@ -8,13 +8,19 @@ from typing import TypeVar, overload
 
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.schema.plan.plan import Plan
-from gpumix.train.run_log.metrics import WARM_UP_STEPS, ComputedPart, RankSpeed, speed_of, typical_s
+from gpumix.train.run_log.metrics import (
+    WARM_UP_STEPS,
+    ComputedPart,
+    RankSpeed,
+    compute_median_s,
+    speed_of,
+)
 
 T = TypeVar("T")
 KEPT_STEPS = 1000
 
 
-class Newest(Sequence[T]):
+class NewestValues(Sequence[T]):
     """Values of all steps so far, by number, with only the newest kept: a run may take millions of
     steps. Slices leave out dropped values."""
 
@@ -47,7 +53,7 @@ class Newest(Sequence[T]):
         return self._kept[index if index < 0 else index - self._dropped]
 
 
-class StepsTaken:
+class StepHistory:
     """Measurements of the steps since this rank began; statistics are of the newest at most.
 
     Attributes:
@@ -60,11 +66,11 @@ class StepsTaken:
     def __init__(self, runtime: DeviceRuntime) -> None:
         self._runtime = runtime
         self._overruns_before = 0
-        self.times_s = Newest[float]()
-        self.tokens = Newest[int]()
-        self.own_tokens = Newest[int]()
-        self.parts = Newest[ComputedPart]()
-        self.losses = Newest[float]()
+        self.times_s = NewestValues[float]()
+        self.tokens = NewestValues[int]()
+        self.own_tokens = NewestValues[int]()
+        self.parts = NewestValues[ComputedPart]()
+        self.losses = NewestValues[float]()
 
     def add(
         self, step_s: float, loss: float, tokens: int, own_tokens: int, part: ComputedPart
@@ -78,7 +84,7 @@ class StepsTaken:
             self._overruns_before = self._runtime.overruns
 
     @property
-    def counting(self) -> int:
+    def counted_steps(self) -> int:
         """Number of steps counted for speed: all after the warm-up, or all if none are left."""
         return len(self.times_s[WARM_UP_STEPS:]) or len(self.times_s)
 
@@ -91,7 +97,7 @@ class StepsTaken:
 
     def step_s(self, last: int) -> float:
         """Return the typical time of the last steps."""
-        return typical_s(self.times_s[-last:])
+        return compute_median_s(self.times_s[-last:])
 
     def tokens_per_s(self, last: int) -> float:
         """Return the speed of all ranks in the last steps; 0 without steps."""

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from gpumix.cost.input_time import STARVED_SHARE
-from gpumix.hardware.timestamps import Stamps
-from gpumix.train.run_log.time_breakdown import Account, Shares
+from gpumix.cost.input_time import MIN_STARVED_SHARE
+from gpumix.hardware.timestamps import DeviceClock
+from gpumix.train.run_log.time_breakdown import TimeBreakdown, TimeShares
 
 WINDOW_STEPS = 20  # fewer report noise as a finding
 
@@ -38,7 +38,7 @@ class Clock(Protocol):
         ...
 
 
-class Ticks(NamedTuple):
+class StepStamps(NamedTuple):
     """Stamps and clock marks of a step issued to the device: `begun`, first `work`, `ended`. The
     host `waited_s` for the batch."""
 
@@ -63,7 +63,7 @@ class StepTimer:
 
     def __init__(
         self,
-        stamps: Stamps[Any],
+        stamps: DeviceClock[Any],
         communication: Clock,
         copies: Clock,
         *,
@@ -78,7 +78,7 @@ class StepTimer:
         self._last = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._steps = 0
         self._gap_s = self._starved_s = self._busy_s = self._waits_s = self._copying_s = 0.0
-        self.starvation = Starvation()
+        self.starvation = StarvationDetector()
 
     def begin(self) -> None:
         self._communicated, self._copied = self._communication.mark(), self._copies.mark()
@@ -95,9 +95,9 @@ class StepTimer:
     def computes(self) -> None:
         self._work = self._now()
 
-    def given(self) -> Ticks:
+    def given(self) -> StepStamps:
         """Return the step, to be read when the device is done with it."""
-        return Ticks(
+        return StepStamps(
             self._begun,
             self._work,
             self._now(),
@@ -110,7 +110,7 @@ class StepTimer:
         """Read the step at once: the device is done with it."""
         self.read(self.given())
 
-    def read(self, step: Ticks) -> None:
+    def read(self, step: StepStamps) -> None:
         """Account for a step; wait until the device is done with it."""
         gap, busy = self._between(step.begun, step.work), self._between(step.work, step.ended)
         starved = step.waited_s if step.waited_s < gap else gap
@@ -127,7 +127,7 @@ class StepTimer:
         self._copying_s += copying
         self.starvation.add(gap + busy, starved)
 
-    def _of_clocks(self, step: Ticks) -> tuple[float, float]:
+    def _of_clocks(self, step: StepStamps) -> tuple[float, float]:
         """Return the seconds of waits for communication and for copies."""
         begun, ended = map(self._communication.at_s, step.communicated)
         copies_begun, copies_ended = map(self._copies.at_s, step.copied)
@@ -141,15 +141,15 @@ class StepTimer:
     @property
     def computed_s(self) -> float:
         """Compute time of the last step."""
-        return Account.of(1, *self._last).compute
+        return TimeBreakdown.of(1, *self._last).compute
 
-    def last(self) -> Shares:
+    def last(self) -> TimeShares:
         """Return the shares of the last step."""
-        return Account.of(1, *self._last).shares()
+        return TimeBreakdown.of(1, *self._last).shares()
 
-    def take(self) -> Account:
+    def take(self) -> TimeBreakdown:
         """Return the account of the steps since the last call."""
-        taken = Account.of(
+        taken = TimeBreakdown.of(
             self._steps,
             self._gap_s,
             self._starved_s,
@@ -162,7 +162,7 @@ class StepTimer:
         return taken
 
 
-class Starvation:
+class StarvationDetector:
     """Detection of a device idle for lack of data. `share` is the idle part of the window with the
     finding, None before; two windows in a row must show it."""
 
@@ -181,7 +181,7 @@ class Starvation:
 
     def _close_window(self) -> None:
         share = self._starved / self._seconds if self._seconds > 0 else 0.0
-        found = share > STARVED_SHARE
+        found = share > MIN_STARVED_SHARE
         if found and self._before and self.share is None:
             self.share = share
         self._before = found

@@ -15,18 +15,26 @@ from operator import itemgetter
 from gpumix.engine.comm.step_recorder import Activity, RecordedMove, RecordedStep
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Worker
-from gpumix.schema.plan.step_trace import Cause, Span, Trace, cause_of, event, process_of, wait
+from gpumix.schema.plan.step_trace import (
+    Cause,
+    Span,
+    Trace,
+    format_process_name,
+    get_wait_cause,
+    make_wait_span,
+    make_work_span,
+)
 from gpumix.schema.profile.profile import ROOT
 
 
-def trace_of(plan: Plan, recordings: Sequence[RecordedStep]) -> Trace:
+def build_trace(plan: Plan, recordings: Sequence[RecordedStep]) -> Trace:
     """Build the trace of a step from the recordings of all ranks, in rank order."""
-    keys = [tuple(_keys(recording.moves)) for recording in recordings]
+    keys = [tuple(_key_collectives(recording.moves)) for recording in recordings]
     begun_s: dict[_Key, float] = {}
     for key, move in zip(chain(*keys), chain(*(recording.moves for recording in recordings))):
         begun_s[key] = max(move.issued_s, begun_s.get(key, 0.0))
     ranks = (
-        _Rank(plan, worker, recording, tuple(begun_s[key] for key in own))
+        _RankActivities(plan, worker, recording, tuple(begun_s[key] for key in own))
         for worker, recording, own in zip(plan.workers, recordings, keys)
     )
     return Trace.of(chain.from_iterable(rank.spans() for rank in ranks))
@@ -35,7 +43,7 @@ def trace_of(plan: Plan, recordings: Sequence[RecordedStep]) -> Trace:
 _Key = tuple[str, int]
 
 
-def _keys(moves: Sequence[RecordedMove]) -> Iterator[_Key]:
+def _key_collectives(moves: Sequence[RecordedMove]) -> Iterator[_Key]:
     """Yield a key per collective, equal on all participants: the name, and the count of earlier
     uses."""
     before: Counter[str] = Counter()
@@ -45,7 +53,7 @@ def _keys(moves: Sequence[RecordedMove]) -> Iterator[_Key]:
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _RankActivities:
     """Activities of a rank. `begun_s` is when the last participant had issued each collective."""
 
     plan: Plan
@@ -55,11 +63,11 @@ class _Rank:
 
     def spans(self) -> Iterator[Span]:
         worker = self.worker
-        process = process_of(worker, emulated=self.plan.emulated)
+        process = format_process_name(worker, emulated=self.plan.emulated)
         for done in self.recording.activities:
             if done.kind == "waiting":
-                for cause, start_s, end_s in self._causes(done):
-                    yield wait(cause, process=process, start_s=start_s, end_s=end_s)
+                for cause, start_s, end_s in self._split_wait(done):
+                    yield make_wait_span(cause, process=process, start_s=start_s, end_s=end_s)
                 continue
             if (
                 done.kind == "overhead"
@@ -67,10 +75,12 @@ class _Rank:
                 or done.kind == "other stage"
                 or done.kind == "slower rank"
             ):
-                span = wait(done.kind, process=process, start_s=done.start_s, end_s=done.end_s)
+                span = make_wait_span(
+                    done.kind, process=process, start_s=done.start_s, end_s=done.end_s
+                )
                 yield span
                 continue
-            yield event(
+            yield make_work_span(
                 done.kind,
                 done.unit,
                 process=process,
@@ -85,7 +95,7 @@ class _Rank:
             return (done.batch,)
         return () if done.kind == "optimizer" else self.worker.micro_batches
 
-    def _causes(self, waited: Activity) -> Iterator[tuple[Cause, float, float]]:
+    def _split_wait(self, waited: Activity) -> Iterator[tuple[Cause, float, float]]:
         """Split a wait: for the last rank to issue the collective, then for the collective."""
         move = self.recording.moves[waited.move]
         begun_s = min(max(self.begun_s[waited.move], waited.start_s), waited.end_s)
@@ -100,7 +110,7 @@ class _Rank:
         assert move.kind != "receive", "that is a message"
         first = self.plan.stages[0].units[0]
         ends = move.unit == ROOT or (move.kind == "reduce" and move.unit == first)
-        return cause_of(move.kind, exposed=ends and len(self.plan.stages) == 1)
+        return get_wait_cause(move.kind, exposed=ends and len(self.plan.stages) == 1)
 
     def _moves(self, process: str) -> Iterator[Span]:
         """Yield spans of collectives, and of messages at the sender. Concurrent transfers follow
@@ -113,7 +123,7 @@ class _Rank:
             start_s = max(end_s, min(begun_s, move.ended_s))
             end_s = max(start_s, move.ended_s)
             batches = () if move.batch is None else (move.batch,)
-            yield event(
+            yield make_work_span(
                 move.kind,
                 move.unit,
                 process=process,

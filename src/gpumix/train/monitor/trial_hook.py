@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 
-class Watcher(Protocol):
+class TrialObserver(Protocol):
     """Observer sent to each rank, and entered before the rank opens its device.
 
     Attributes:

@@ -16,13 +16,13 @@ from gpumix.schema.errors import (
     InputError,
     MachineError,
     TrainingError,
-    first_line,
-    in_a_line,
+    format_in_one_line,
+    get_first_line,
 )
 
 _PACKAGE = Path(gpumix.__file__).parent
 # Code passed by every operation, or by every call of an examined function.
-_BETWEEN = (
+_WRAPPER_FILES = (
     "hardware/emulation/pacer.py",
     "profiler/compute/memory_counter.py",
     "doctor/function/attention.py",
@@ -33,7 +33,7 @@ _BETWEEN = (
     "doctor/function/steps.py",
 )
 # Here gpumix calls code of the job: a model, a factory, a dataset.
-_CALLS_JOB = {
+_JOB_CALLERS = {
     "engine/loss/objective.py",
     "engine/unit/unit_call.py",
     "data/core/factory.py",
@@ -41,31 +41,41 @@ _CALLS_JOB = {
 }
 
 
-def in_words(error: BaseException, where: str) -> GpumixError:
+def translate_error(error: BaseException, where: str) -> GpumixError:
     """Return `error` as a `GpumixError`; a foreign error happened at `where`.
 
     Without the traceback, which is for `--debug`.
     """
     if isinstance(error, GpumixError):
         return error
-    if _is_of_store(error):
+    if _is_store_error(error):
         from gpumix.engine.rank_group import store_gone
 
-        return store_gone(where, first_line(error))
+        return store_gone(where, get_first_line(error))
     frames = traceback.extract_tb(error.__traceback__)
-    own = [number for number, frame in enumerate(frames) if _place(frame) not in (None, *_BETWEEN)]
+    own = [
+        number
+        for number, frame in enumerate(frames)
+        if _get_package_path(frame) not in (None, *_WRAPPER_FILES)
+    ]
     last = own[-1] if own else -1
-    jobs = [f for f in frames[last + 1 :] if not _of_torch(f) and _place(f) is None]
-    of_job = bool(own and jobs) and _place(frames[last]) in _CALLS_JOB
-    at = [_line(jobs[-1] if of_job else frames[last])] if frames else []
+    jobs = [
+        f for f in frames[last + 1 :] if not _is_torch_frame(f) and _get_package_path(f) is None
+    ]
+    of_job = bool(own and jobs) and _get_package_path(frames[last]) in _JOB_CALLERS
+    at = [_format_frame(jobs[-1] if of_job else frames[last])] if frames else []
     where = ", ".join(filter(None, [where, *at]))
     if isinstance(error, OSError):
         file = f" ({error.filename})" if error.filename else ""
         return MachineError(f"{error.strerror or error}{file}", where=where)
-    what = in_a_line(error)
+    what = format_in_one_line(error)
     if of_job:
         # A factory is part of the input; the rest runs in training.
-        kind = InputError if _place(frames[last]) == "data/core/factory.py" else TrainingError
+        kind = (
+            InputError
+            if _get_package_path(frames[last]) == "data/core/factory.py"
+            else TrainingError
+        )
         return kind(
             f"the job's own code failed: {what}",
             where=where,
@@ -78,20 +88,20 @@ def in_words(error: BaseException, where: str) -> GpumixError:
     )
 
 
-def _is_of_store(error: BaseException) -> bool:
+def _is_store_error(error: BaseException) -> bool:
     dist = sys.modules.get("torch.distributed")
     return dist is not None and isinstance(error, dist.DistStoreError | dist.DistNetworkError)
 
 
-def _place(frame: traceback.FrameSummary) -> str | None:
+def _get_package_path(frame: traceback.FrameSummary) -> str | None:
     """Return the file of a frame within the package; None if elsewhere."""
     path = Path(frame.filename)
     return path.relative_to(_PACKAGE).as_posix() if path.is_relative_to(_PACKAGE) else None
 
 
-def _of_torch(frame: traceback.FrameSummary) -> bool:
+def _is_torch_frame(frame: traceback.FrameSummary) -> bool:
     return "/torch/" in Path(frame.filename).as_posix()
 
 
-def _line(frame: traceback.FrameSummary) -> str:
+def _format_frame(frame: traceback.FrameSummary) -> str:
     return f"{frame.filename}:{frame.lineno} in {frame.name}"

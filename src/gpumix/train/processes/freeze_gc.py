@@ -15,18 +15,18 @@ gc.freeze()
 # Libraries warn of leftovers when the process ends.
 atexit.register(gc.unfreeze)
 
-_of_ranks = [signal.signal(signal.SIGTERM, signal.SIG_IGN)]
+_sigterm_handlers = [signal.signal(signal.SIGTERM, signal.SIG_IGN)]
 
 
-def outlive_sigterm() -> None:
+def ignore_sigterm() -> None:
     """Ignore SIGTERM in a process forked from the server and forking ranks itself."""
-    if not _of_ranks:
-        _of_ranks.append(signal.signal(signal.SIGTERM, signal.SIG_IGN))
+    if not _sigterm_handlers:
+        _sigterm_handlers.append(signal.signal(signal.SIGTERM, signal.SIG_IGN))
 
 
-def _in_rank() -> None:
-    if _of_ranks:  # child processes of a rank decide for themselves
-        signal.signal(signal.SIGTERM, _of_ranks.pop())
+def _restore_sigterm() -> None:
+    if _sigterm_handlers:  # child processes of a rank decide for themselves
+        signal.signal(signal.SIGTERM, _sigterm_handlers.pop())
 
 
-os.register_at_fork(after_in_child=_in_rank)
+os.register_at_fork(after_in_child=_restore_sigterm)

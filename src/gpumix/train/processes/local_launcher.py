@@ -27,16 +27,26 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gpumix.data.core.read_policy import NO_SAMPLE, NOTHING_READ, tell_into, told_in
-from gpumix.engine.comm.hang_attribution import held_up_by, known
-from gpumix.engine.comm.heartbeat import LOOK_S, STOPPED_S, Pulse, stand_in
+from gpumix.data.core.read_policy import NO_SAMPLE, NOTHING_READ, read_shared_note, share_note_in
+from gpumix.engine.comm.hang_attribution import drop_unknown, find_blocking_ranks
+from gpumix.engine.comm.heartbeat import (
+    CHECK_INTERVAL_S,
+    STOPPED_TIMEOUT_S,
+    SilenceDetector,
+    parse_heartbeat,
+)
 from gpumix.hardware.host.environment import count_gpus_by_nvml, is_stopped
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import DeviceFailure, GpumixError, Interrupted, RankInterrupted, RankLost
-from gpumix.schema.files import opened_lock, scratch_folder, write_bytes
-from gpumix.train.processes.error_translation import in_words
+from gpumix.schema.files import open_lock_file, scratch_folder, write_bytes
+from gpumix.train.processes.error_translation import translate_error
 from gpumix.train.processes.spare_fork import ensure_running, keep_spare
-from gpumix.train.processes.stop_signals import SIGNALS, StopRequest, is_once_more, to_take
+from gpumix.train.processes.stop_signals import (
+    SIGNALS,
+    StopRequest,
+    asks_immediate_end,
+    get_handled_signals,
+)
 
 LOOPBACK = "127.0.0.1"
 # The first optimizer imports torch's compiler in every rank.
@@ -50,7 +60,7 @@ STOPPING = b"gpumix: finishing this step, then saving; Ctrl-C ends it at once, w
 # unnoticed by them.
 GRACE_S = 15.0
 SHORT_GRACE_S = 0.2
-GIVE_BACK_S = 1.0
+FINALIZERS_S = 1.0
 # Time to wait for a killed process: a process blocked by a disk does not end.
 KILLED_S = 10.0
 
@@ -113,7 +123,7 @@ def launch(
         stop: a first Ctrl-C or SIGTERM is answered by the ranks (`StopRequest`) and noted here;
             only a later Ctrl-C ends them. None: the first one does.
         silence_s: time limit of a rank without heartbeats after its first; such a rank is killed. A
-            rank whose process is stopped is killed after `STOPPED_S`, if shorter.
+            rank whose process is stopped is killed after `STOPPED_TIMEOUT_S`, if shorter.
         spare: keep a spare server of ranks, for callers restarting ranks.
 
     Raises:
@@ -125,7 +135,7 @@ def launch(
     warm_up()
     context = multiprocessing.get_context("forkserver")
     with loopback_store() as (store, port), scratch_folder() as notes:
-        children: list[_Child] = []
+        children: list[_RankProcess] = []
         try:
             for rank, device in enumerate(devices):
                 asked_at = None if stop is None else stop.at
@@ -134,12 +144,12 @@ def launch(
                 note = notes / str(rank)
                 write_bytes(note, NOTHING_READ)
                 process = context.Process(
-                    target=_child, args=(work, seat, args, theirs, note, debug), daemon=False
+                    target=_run_rank, args=(work, seat, args, theirs, note, debug), daemon=False
                 )
                 _start(process)
                 theirs.close()
-                children.append(_Child(seat, process, mine, note))
-            with _stops_taken(children, stop):
+                children.append(_RankProcess(seat, process, mine, note))
+            with _forward_stops(children, stop):
                 return _watch(children, store, silence_s, spare)
         finally:
             for child in children:
@@ -194,12 +204,12 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 @contextmanager
-def _stops_taken(children: list[_Child], stop: StopTime | None) -> Iterator[None]:
+def _forward_stops(children: list[_RankProcess], stop: StopTime | None) -> Iterator[None]:
     """Note the first Ctrl-C or SIGTERM and forward it to `children`; a later Ctrl-C raises
     KeyboardInterrupt, as does the first without `stop`."""
 
     def take(number: int, frame: FrameType | None) -> None:
-        if stop is None or (stop.at is not None and is_once_more(number)):
+        if stop is None or (stop.at is not None and asks_immediate_end(number)):
             raise KeyboardInterrupt
         if stop.at is not None:
             return
@@ -208,7 +218,7 @@ def _stops_taken(children: list[_Child], stop: StopTime | None) -> Iterator[None
         for child in children:
             child.ask_to_stop()
 
-    before = {s: signal.signal(s, take) for s in to_take()} if _in_main_thread() else {}
+    before = {s: signal.signal(s, take) for s in get_handled_signals()} if _in_main_thread() else {}
     try:
         yield
     finally:
@@ -221,7 +231,7 @@ def _in_main_thread() -> bool:
 
 
 @dataclass
-class _Child:
+class _RankProcess:
     seat: RankAddress
     process: Any
     pipe: Connection
@@ -235,7 +245,7 @@ class _Child:
         return f"rank {self.seat.rank} (device '{self.seat.device.id}', pid {self.process.pid})"
 
     @property
-    def signs(self) -> tuple[Connection, int]:
+    def wait_handles(self) -> tuple[Connection, int]:
         """Handles ready once the rank has sent its last message or has ended. The pipe alone may
         stay open: processes forked by the rank inherit it."""
         return self.pipe, self.process.sentinel
@@ -251,7 +261,7 @@ class _Child:
         except (EOFError, OSError):
             self.process.join()
             code = self.process.exitcode
-            self.error = self._orphaned() if self._lives else self._died(code)
+            self.error = self._orphaned() if self._is_alive else self._died(code)
             return
         if kind == "result":
             self.result = value
@@ -261,7 +271,7 @@ class _Child:
     def _sample(self) -> str:
         """Return the sample being read when the rank ended, by its note."""
         with _mapped(self.note) as memory:
-            index, dataset = told_in(memory)
+            index, dataset = read_shared_note(memory)
         return "" if index == NO_SAMPLE else f"sample {index} of {dataset}"
 
     def __post_init__(self) -> None:
@@ -302,7 +312,7 @@ class _Child:
         long."""
         return isinstance(self.error, RankLost) and self.process.exitcode == -signal.SIGABRT
 
-    def waited_for(self, others: Sequence[_Child], told: str) -> None:
+    def blame_stragglers(self, others: Sequence[_RankProcess], told: str) -> None:
         """Attribute the rank's abort to the ranks it waited for, or to none if unknown.
 
         Args:
@@ -327,7 +337,7 @@ class _Child:
         )
 
     @property
-    def _lives(self) -> bool:
+    def _is_alive(self) -> bool:
         """True if the process is alive although reported as ended: the parent, which would report
         an exit code, is gone."""
         try:
@@ -382,39 +392,39 @@ class _Child:
     def kill(self) -> None:
         if self.process.is_alive():
             self.process.kill()
-        elif not self.ended and self._lives:
+        elif not self.ended and self._is_alive:
             self._orphaned()
         self.process.join(KILLED_S)
         self.pipe.close()
 
 
 def _mapped(note: Path) -> mmap.mmap:
-    descriptor = opened_lock(note, make=False)
+    descriptor = open_lock_file(note, make=False)
     try:
         return mmap.mmap(descriptor, 0)
     finally:
         os.close(descriptor)
 
 
-def _watch(children: list[_Child], store: Any, silence_s: float, spare: bool) -> list[Any]:
+def _watch(children: list[_RankProcess], store: Any, silence_s: float, spare: bool) -> list[Any]:
     """Wait for all ranks; after a failure, only as long as the others need to notice."""
     import torch.distributed as dist
 
     from gpumix.engine.rank_group import report_failure
 
     run_store = dist.PrefixStore(children[0].seat.run, store)
-    lookout = _Lookout(children, run_store, silence_s)
+    lookout = _RankMonitor(children, run_store, silence_s)
     deadline = math.inf
     while waiting := [c for c in children if not c.ended]:
         if spare:
             keep_spare()
-        signs = [sign for child in waiting for sign in child.signs]
-        ready = wait(signs, max(0.0, min(LOOK_S, deadline - time.monotonic())))
+        signs = [sign for child in waiting for sign in child.wait_handles]
+        ready = wait(signs, max(0.0, min(CHECK_INTERVAL_S, deadline - time.monotonic())))
         silent = lookout.silent()
         speaking = [c for c in waiting if c.seat.rank not in silent]
-        others = _told_of_stands(run_store, speaking) if silent else ""
+        others = _describe_positions(run_store, speaking) if silent else ""
         for child in waiting:
-            if any(sign in ready for sign in child.signs):
+            if any(sign in ready for sign in child.wait_handles):
                 child.collect()
             elif child.seat.rank in silent:
                 child.end_silent(silent[child.seat.rank], others)
@@ -430,22 +440,22 @@ def _watch(children: list[_Child], store: Any, silence_s: float, spare: bool) ->
     return [child.result for child in children]
 
 
-class _Lookout:
+class _RankMonitor:
     """Detection of silent ranks and stragglers, by heartbeats and process states.
 
     A heartbeat needs the GIL, which a call may hold for long, so it may pause for up to
     `silence_s`. A stopped process does nothing, so there is no need to wait for it.
     """
 
-    def __init__(self, children: list[_Child], store: Any, silence_s: float) -> None:
+    def __init__(self, children: list[_RankProcess], store: Any, silence_s: float) -> None:
         from gpumix.engine.rank_group import beat_of
 
         self._children = children
         self._store = store
         self._beat_of = lambda rank: beat_of(store, rank)
         self._looks = [
-            Pulse(self._beat_of, len(children), silence_s),
-            Pulse(self._stop_of, len(children), min(silence_s, STOPPED_S)),
+            SilenceDetector(self._beat_of, len(children), silence_s),
+            SilenceDetector(self._stop_of, len(children), min(silence_s, STOPPED_TIMEOUT_S)),
         ]
         self._on = silence_s < math.inf
 
@@ -454,40 +464,42 @@ class _Lookout:
         looks = self._looks if self._on else []
         return {rank: look.silence_s for look in looks for rank in look.silent()}
 
-    def find_fault(self, child: _Child) -> None:
+    def find_fault(self, child: _RankProcess) -> None:
         """Attribute a waiting rank's abort to the ranks responsible for the delay."""
         living = [one for one in self._children if not one.ended]
         stopped = [one for one in living if one.is_stopped]
         ranks = [one.seat.rank for one in [child, *living]]
-        stands = known({rank: stand_in(self._beat_of(rank)) for rank in ranks})
+        stands = drop_unknown({rank: parse_heartbeat(self._beat_of(rank)) for rank in ranks})
         own = stands.get(child.seat.rank)
         if own is None or not own.waits:
             return
-        behind = set(held_up_by(stands, child.seat.rank))
+        behind = set(find_blocking_ranks(stands, child.seat.rank))
         for one in () if behind else living:
-            behind.update(held_up_by(stands, one.seat.rank) if one.seat.rank in stands else ())
+            behind.update(
+                find_blocking_ranks(stands, one.seat.rank) if one.seat.rank in stands else ()
+            )
         if child.seat.rank not in behind:
             others = stopped or [self._children[rank] for rank in sorted(behind)]
-            told = f", {own.doing}" if own.doing else ""
-            child.waited_for(others, told + _told_of_stands(self._store, others))
+            told = f", {own.activity}" if own.activity else ""
+            child.blame_stragglers(others, told + _describe_positions(self._store, others))
 
     def _stop_of(self, rank: int) -> str:
         return "stopped" if self._children[rank].is_stopped else ""
 
 
-def _told_of_stands(store: Any, children: Sequence[_Child]) -> str:
+def _describe_positions(store: Any, children: Sequence[_RankProcess]) -> str:
     """Return a text on where ranks are, grouped by place."""
-    from gpumix.engine.rank_group import ask_stands
+    from gpumix.engine.rank_group import request_positions
     from gpumix.engine.sharding.state_dict import some_of
 
-    places = ask_stands(store, [c.seat.rank for c in children]) if children else {}
+    places = request_positions(store, [c.seat.rank for c in children]) if children else {}
     at: dict[str, list[str]] = {}
     for rank, place in places.items():
         at.setdefault(place, []).append(f"rank {rank}")
     return "".join(f"; {some_of(ranks)} stood at {place}" for place, ranks in at.items())
 
 
-def _raise_cause(children: list[_Child]) -> None:
+def _raise_cause(children: list[_RankProcess]) -> None:
     """Raise the error explaining the others."""
     if any(child.died_of_stop for child in children):
         raise KeyboardInterrupt
@@ -503,13 +515,13 @@ def _raise_cause(children: list[_Child]) -> None:
         raise error
 
 
-def _child(
+def _run_rank(
     work: Work, seat: RankAddress, args: tuple[Any, ...], pipe: Connection, note: Path, debug: bool
 ) -> None:
     """Run a rank's process, reporting any error to the parent."""
-    StopRequest.asked_before = seat.stop_asked_at
+    StopRequest.pending_since = seat.stop_asked_at
     try:
-        tell_into(_mapped(note))
+        share_note_in(_mapped(note))
     except FileNotFoundError:  # the launcher was interrupted while starting this process
         os._exit(1)
     os.dup2(2, 1)  # stdout is for the launcher's data; ranks print to stderr
@@ -520,8 +532,8 @@ def _child(
     except BaseException as error:
         if debug and not isinstance(error, Interrupted):
             traceback.print_exc()
-        _give_back()
-        told = in_words(error, f"rank {seat.rank} (device '{seat.device.id}')")
+        _release_resources()
+        told = translate_error(error, f"rank {seat.rank} (device '{seat.device.id}')")
         with suppress(OSError):  # the parent may be gone
             pipe.send(("error", told))
         pipe.close()
@@ -530,7 +542,7 @@ def _child(
         os._exit(0)
 
 
-def _give_back() -> None:
+def _release_resources() -> None:
     """Release system resources: libraries make semaphores (tqdm, and so datasets), whose tracker
     warns of leftovers. Hanging finalizers are abandoned."""
     thread = threading.Thread(
@@ -539,7 +551,7 @@ def _give_back() -> None:
         daemon=True,
     )
     thread.start()
-    thread.join(GIVE_BACK_S)
+    thread.join(FINALIZERS_S)
 
 
 def end_with_launcher() -> None:

@@ -22,24 +22,24 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from gpumix.engine.comm.heartbeat import LOOK_S, STOPPED_S, Pulse
-from gpumix.engine.comm.thread_shutdown import leave_together
+from gpumix.engine.comm.heartbeat import CHECK_INTERVAL_S, STOPPED_TIMEOUT_S, SilenceDetector
+from gpumix.engine.comm.thread_shutdown import join_threads
 from gpumix.engine.rank_group import STORE_ERRORS, beat_of, report_failure, store_gone
-from gpumix.hardware.host.environment import begun, is_stopped
+from gpumix.hardware.host.environment import is_stopped, read_start_time
 from gpumix.schema.cluster.cluster import Device
-from gpumix.schema.errors import GpumixError, RankLost, first_line
+from gpumix.schema.errors import GpumixError, RankLost, get_first_line
 from gpumix.train.processes.local_launcher import RankAddress
-from gpumix.train.processes.store import store_of
+from gpumix.train.processes.store import connect_store
 from gpumix.train.processes.tcp_liveness import Presence, WatchedConnection
 from gpumix.train.processes.torchrun_runner import Arrival
 
 # Time for a rank whose store is gone to report it itself.
-OWN_ACCOUNT_S = 10.0
+SELF_REPORT_S = 10.0
 ANSWER_S = 5.0
-MOST_ASKED = 64  # hosts at once
+MOST_CONCURRENT_PROBES = 64  # hosts at once
 
 
-class Lookout:
+class PeerWatchdog:
     """Monitor running during its `with` block.
 
     Args:
@@ -72,7 +72,7 @@ class Lookout:
         self._threads: list[threading.Thread] = []
         self._looks = 0
 
-    def __enter__(self) -> Lookout:
+    def __enter__(self) -> PeerWatchdog:
         for work in (self._run, self._watch_store) if self._seat.world > 1 else ():
             thread = threading.Thread(target=work, name="gpumix-lookout", daemon=True)
             thread.start()
@@ -86,35 +86,37 @@ class Lookout:
         trace: TracebackType | None,
     ) -> None:
         self._over.set()
-        leave_together(self._threads)
+        join_threads(self._threads)
         for line in self._lines.values():
             line.close()
 
     def _run(self) -> None:
         try:
-            self._look(store_of(self._seat, STOPPED_S))
+            self._look(connect_store(self._seat, STOPPED_TIMEOUT_S))
         except (GpumixError, *STORE_ERRORS) as gone:
-            if not self._over.wait(OWN_ACCOUNT_S):
-                self._without_store(first_line(gone))
+            if not self._over.wait(SELF_REPORT_S):
+                self._end_without_store(get_first_line(gone))
 
     def _watch_store(self) -> None:
         """Check that the store still answers `_look`."""
-        pulse = Pulse(lambda _: str(self._looks), 1, STOPPED_S)
-        while not self._over.wait(LOOK_S):
+        pulse = SilenceDetector(lambda _: str(self._looks), 1, STOPPED_TIMEOUT_S)
+        while not self._over.wait(CHECK_INTERVAL_S):
             if pulse.silent():
-                self._without_store(f"it has not answered for {STOPPED_S:.0f} s")
+                self._end_without_store(f"it has not answered for {STOPPED_TIMEOUT_S:.0f} s")
 
-    def _without_store(self, why: str) -> None:
+    def _end_without_store(self, why: str) -> None:
         """End this process: the store is gone, or its host is cut off, perhaps with more hosts."""
-        found = self._presence(self._elsewhere)
+        found = self._probe_ranks(self._elsewhere)
         mute = {rank: what for rank, what in found.items() if what == "without answer"}
         own = self._name(self._seat.rank)
         self._end(self._lost(mute) if mute else store_gone(own, why))
 
     def _look(self, store: dist.Store) -> None:
-        stops = Pulse(self._stop_of, self._seat.world, STOPPED_S)
-        hosts = Pulse(lambda n: beat_of(store, self._elsewhere[n]), len(self._elsewhere), STOPPED_S)
-        while not self._over.wait(LOOK_S):
+        stops = SilenceDetector(self._stop_of, self._seat.world, STOPPED_TIMEOUT_S)
+        hosts = SilenceDetector(
+            lambda n: beat_of(store, self._elsewhere[n]), len(self._elsewhere), STOPPED_TIMEOUT_S
+        )
+        while not self._over.wait(CHECK_INTERVAL_S):
             self._looks += 1
             stopped, silent = stops.silent(), [self._elsewhere[n] for n in hosts.silent()]
             running = [rank for rank in self._here if rank not in stopped]
@@ -122,7 +124,7 @@ class Lookout:
                 continue
             for rank in stopped:
                 self._end_stopped(store, rank)
-            found = self._presence(silent)
+            found = self._probe_ranks(silent)
             lost = {rank: what for rank, what in found.items() if what != "there"}
             if lost and not self._over.is_set():
                 error = self._lost(lost)
@@ -133,16 +135,16 @@ class Lookout:
     def _stop_of(self, rank: int) -> str:
         one = self._arrivals[rank]
         # In a container of an equal host name the process may be a different one.
-        here = rank in self._here and begun(one.process) == one.begun
+        here = rank in self._here and read_start_time(one.process) == one.begun
         return "stopped" if here and is_stopped(one.process) else ""
 
-    def _presence(self, ranks: Sequence[int]) -> dict[int, Presence]:
+    def _probe_ranks(self, ranks: Sequence[int]) -> dict[int, Presence]:
         """Return the presence of the ranks' processes, asking many at once: each may take
         `ANSWER_S`."""
-        with ThreadPoolExecutor(MOST_ASKED) as pool:
-            return dict(zip(ranks, pool.map(self._presence_of, ranks)))
+        with ThreadPoolExecutor(MOST_CONCURRENT_PROBES) as pool:
+            return dict(zip(ranks, pool.map(self._probe_rank, ranks)))
 
-    def _presence_of(self, rank: int) -> Presence:
+    def _probe_rank(self, rank: int) -> Presence:
         self._looks += 1
         return self._lines[rank].look(within_s=ANSWER_S) if self._arrivals[rank].port else "there"
 
@@ -157,7 +159,7 @@ class Lookout:
             device_class=self._devices[rank].device_class,
         )
         report_failure(store, rank, error)
-        _say(error)
+        _print_error(error)
         with suppress(ProcessLookupError):
             os.kill(self._arrivals[rank].process, signal.SIGKILL)
 
@@ -172,7 +174,7 @@ class Lookout:
         return RankLost(
             f"{' and '.join(map(self._name, ranks))} stopped answering",
             where=self._name(self._seat.rank),
-            why=f"nothing was heard of it for {STOPPED_S:.0f} s, and {' and '.join(every)}",
+            why=f"nothing was heard of it for {STOPPED_TIMEOUT_S:.0f} s, and {' and '.join(every)}",
             fix="look at that host and the link to it; then run the same command with --resume",
             device=only.id if only else "",
             device_class=only.device_class if only else "",
@@ -184,10 +186,10 @@ class Lookout:
     def _end(self, error: GpumixError) -> None:
         """End this process regardless of the main thread, which may wait forever."""
         self._tell(error)
-        _say(error)
+        _print_error(error)
         os._exit(error.exit_code)
 
 
-def _say(error: GpumixError) -> None:
+def _print_error(error: GpumixError) -> None:
     sys.stderr.write(f"gpumix: {error}\n")
     sys.stderr.flush()

@@ -29,25 +29,25 @@ from torch.distributed.elastic.rendezvous.utils import (
     parse_rendezvous_endpoint,
 )
 
-from gpumix.hardware.host.environment import keep_ranks_store_apart
-from gpumix.schema.errors import MachineError, first_line
+from gpumix.hardware.host.environment import disable_agent_store
+from gpumix.schema.errors import MachineError, get_first_line
 from gpumix.schema.value import Value
-from gpumix.train.processes.store import listening_store
-from gpumix.train.processes.tcp_liveness import own_address
+from gpumix.train.processes.store import create_listening_store
+from gpumix.train.processes.tcp_liveness import find_own_address
 
 NAME = "gpumix"
-PORT = 29400  # where the endpoint names none, as in torch
-READ = timedelta(seconds=60)
+DEFAULT_PORT = 29400  # where the endpoint names none, as in torch
+READ_TIMEOUT = timedelta(seconds=60)
 
 
-def handler(parameters: RendezvousParameters) -> RendezvousHandler:
+def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """Return an agent's rendezvous handler; `parameters` are as in `c10d`. The ranks' address
     announced to other hosts is the agent's address towards the endpoint, unless given."""
-    keep_ranks_store_apart()
-    host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=PORT)
+    disable_agent_store()
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=DEFAULT_PORT)
     store = _store(host, port, parameters)
-    parameters.local_addr = parameters.local_addr or own_address(host, store.port)
-    return torchs.create_handler(store, Backend(store, parameters.run_id), parameters)
+    parameters.local_addr = parameters.local_addr or find_own_address(host, store.port)
+    return torchs.create_handler(store, JsonRendezvousBackend(store, parameters.run_id), parameters)
 
 
 def _store(host: str, port: int, parameters: RendezvousParameters) -> dist.TCPStore:
@@ -55,16 +55,18 @@ def _store(host: str, port: int, parameters: RendezvousParameters) -> dist.TCPSt
     told = parameters.get_as_bool("is_host")
     if _matches_machine_hostname(host) if told is None else told:
         try:
-            return listening_store(host, port, one_host=parameters.max_nodes == 1)
+            return create_listening_store(host, port, one_host=parameters.max_nodes == 1)
         except MachineError as error:
             taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == EADDRINUSE
             if told or not taken:
                 raise RendezvousConnectionError(str(error)) from error
-    with _torchs_errors():
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=READ)
+    with _convert_store_errors():
+        return dist.TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=READ_TIMEOUT
+        )
 
 
-class Backend(torchs.RendezvousBackend):
+class JsonRendezvousBackend(torchs.RendezvousBackend):
     """State shared by agents: one value of a store, changed only by an agent knowing the last.
 
     torch's side of it is in pickles, each written and read within one process.
@@ -79,17 +81,17 @@ class Backend(torchs.RendezvousBackend):
         return NAME
 
     def get_state(self) -> tuple[bytes, str] | None:
-        with _torchs_errors():
+        with _convert_store_errors():
             if not self._store.check([self._key]):
                 return None
             text = self._store.get(self._key).decode()
-        return _pickled(text), text
+        return _pickle_state(text), text
 
     def set_state(self, state: bytes, token: str | None = None) -> tuple[bytes, str, bool]:
         text = _State.of(pickle.loads(state)).model_dump_json()
-        with _torchs_errors():
+        with _convert_store_errors():
             now = self._store.compare_set(self._key, token or "", text).decode()
-        return _pickled(now), now, now == text
+        return _pickle_state(now), now, now == text
 
 
 class _Node(Value):
@@ -143,7 +145,7 @@ class _State(Value):
         return state
 
 
-def _pickled(text: str) -> bytes:
+def _pickle_state(text: str) -> bytes:
     """Return the state pickled for torch, within this process."""
     try:
         return pickle.dumps(_State.model_validate_json(text).torchs())
@@ -152,9 +154,11 @@ def _pickled(text: str) -> bytes:
 
 
 @contextmanager
-def _torchs_errors() -> Iterator[None]:
+def _convert_store_errors() -> Iterator[None]:
     """Convert the errors of a store into errors known to torch's agents."""
     try:
         yield
     except (ValueError, RuntimeError, TimeoutError) as error:
-        raise RendezvousConnectionError(f"the agents' store fails: {first_line(error)}") from error
+        raise RendezvousConnectionError(
+            f"the agents' store fails: {get_first_line(error)}"
+        ) from error

@@ -11,8 +11,8 @@ def backend() -> Callable[[Any], Any]:
     """Return the factory of the handler of `torchrun --rdzv-backend gpumix`."""
 
     def handler(parameters: Any) -> Any:
-        from gpumix.train.processes.rendezvous_handler import handler
+        from gpumix.train.processes.rendezvous_handler import make_handler
 
-        return handler(parameters)
+        return make_handler(parameters)
 
     return handler

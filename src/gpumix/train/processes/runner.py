@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from gpumix.hardware.discovery.discover import discover
-from gpumix.hardware.host.environment import refuse_part_of_a_place, torchrun_place
+from gpumix.hardware.discovery.discover import discover_cluster
+from gpumix.hardware.host.environment import check_rendezvous_variables, torchrun_place
 from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.errors import GpumixError, InputError
 from gpumix.train.elastic.recovery import Lessons
@@ -87,7 +87,7 @@ class Runner(Protocol):
         ...
 
 
-def runner(
+def make_runner(
     *,
     debug: bool = False,
     imports: tuple[str, ...] = (),
@@ -107,7 +107,7 @@ def runner(
     place = torchrun_place()
     if place is not None:
         return TorchrunRunner(place, silence_s)
-    refuse_part_of_a_place()
+    check_rendezvous_variables()
     return LocalRunner(debug, imports, silence_s, restarts)
 
 
@@ -124,7 +124,7 @@ class LocalRunner:
     _stop: StopTime = field(default_factory=StopTime)
 
     def cluster(self, wanted: Cluster | None) -> Cluster:
-        return wanted or discover()
+        return wanted or discover_cluster()
 
     def devices(self, cluster: Cluster) -> tuple[Device, ...]:
         here = {socket.gethostname(), "localhost"}

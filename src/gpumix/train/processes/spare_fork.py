@@ -29,7 +29,7 @@ _FRAMES = sys.getrecursionlimit()
 
 
 @dataclass
-class Spare:
+class SpareServer:
     """Spare of the server: address, the pipe watched by the spare for its end, and the pipe with
     its pid from the server."""
 
@@ -54,8 +54,8 @@ class Spare:
         return self._pid
 
     @property
-    def lives(self) -> bool:
-        return _is_read(self.alive)
+    def is_alive(self) -> bool:
+        return _has_reader(self.alive)
 
     def end(self) -> None:
         for file in (self.alive, self.told):
@@ -64,47 +64,47 @@ class Spare:
         remove_quietly(Path(self.address))
 
 
-_spare: Spare | None = None
+_spare: SpareServer | None = None
 
 
 def ensure_running() -> None:
     """Start the server, unless it runs. A spare replaces a killed server."""
     with _lock:
-        if _server._forkserver_pid is not None and not _is_read(_server._forkserver_alive_fd):
-            _replace()
+        if _server._forkserver_pid is not None and not _has_reader(_server._forkserver_alive_fd):
+            _replace_server()
         if _server._forkserver_pid is None:
             _start()
 
 
-def keep_spare() -> Spare | None:
+def keep_spare() -> SpareServer | None:
     """Let the server fork a spare, unless there is one; None if the server was killed just now.
     Does not wait: the server forks when it can."""
     global _spare
     with _lock:
-        if _spare is not None and not _spare.lives:
+        if _spare is not None and not _spare.is_alive:
             _spare.end()
             _spare = None
         if _spare is None and _server._forkserver_pid is not None:
             with suppress(OSError):
-                _spare = _forked()
+                _spare = _fork_spare()
             # multiprocessing's own version waits for a child of this process; a spare is none.
             _server.ensure_running = ensure_running
         return _spare
 
 
-def _is_read(pipe: int) -> bool:
+def _has_reader(pipe: int) -> bool:
     """Return True while another process has the far end of a pipe."""
     look = select.poll()
     look.register(pipe, 0)
     return not look.poll(0)
 
 
-def _replace() -> None:
+def _replace_server() -> None:
     """Replace the dead server by its spare, if alive, or by none."""
     global _spare
     with suppress(ChildProcessError):  # a former spare is no child
         os.waitpid(_server._forkserver_pid, 0)
-    Spare(_server._forkserver_address, _server._forkserver_alive_fd, None).end()
+    SpareServer(_server._forkserver_address, _server._forkserver_alive_fd, None).end()
     _server._forkserver_address = _server._forkserver_alive_fd = _server._forkserver_pid = None
     spare, _spare = _spare, None
     if spare is None:
@@ -113,7 +113,7 @@ def _replace() -> None:
         pid = spare.pid
     except EOFError:
         pid = 0
-    if not pid or not spare.lives:
+    if not pid or not spare.is_alive:
         spare.end()
         return
     _server._forkserver_address = spare.address
@@ -121,7 +121,7 @@ def _replace() -> None:
     _server._forkserver_pid = pid
 
 
-def _forked() -> Spare:
+def _fork_spare() -> SpareServer:
     """Fork a spare, as `ForkServer` starts a server and `Popen` a process, without the user's
     module."""
     address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
@@ -131,12 +131,12 @@ def _forked() -> Spare:
             Path(address).chmod(0o600)
         listener.listen()
         end, alive = os.pipe()
-        spare = Spare(address, alive, None)
+        spare = SpareServer(address, alive, None)
         try:
             spare.told, data = forkserver.connect_to_new_process([listener.fileno(), end])
             with os.fdopen(data, "wb") as file:
                 pickle.dump({"sys_path": spawn.get_preparation_data("")["sys_path"]}, file)
-                pickle.dump(_Served(), file)
+                pickle.dump(_SpareProcess(), file)
         except BaseException:
             spare.end()
             raise
@@ -145,13 +145,13 @@ def _forked() -> Spare:
     return spare
 
 
-class _Served:
+class _SpareProcess:
     """Work of a spare, in the form of a multiprocessing process."""
 
     def _bootstrap(self, parent_sentinel: int) -> int:
         from gpumix.train.processes import freeze_gc
 
-        freeze_gc.outlive_sigterm()
+        freeze_gc.ignore_sigterm()
         listener, end = _server._inherited_fds
         tracker: Any = resource_tracker._resource_tracker
         for file in (parent_sentinel, _server._forkserver_alive_fd, tracker._fd):

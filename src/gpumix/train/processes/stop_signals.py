@@ -16,13 +16,13 @@ from gpumix.schema.errors import Interrupted
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def is_once_more(number: int) -> bool:
+def asks_immediate_end(number: int) -> bool:
     """Return True if a repeated signal asks for an immediate end, as Ctrl-C does. SIGTERM may come
     twice, or to a process and its group, and grants no less time."""
     return number == signal.SIGINT
 
 
-def to_take() -> list[signal.Signals]:
+def get_handled_signals() -> list[signal.Signals]:
     """Return the signals to handle; under nohup a closing terminal ends nothing."""
     kept = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
     return [one for one in SIGNALS if one not in kept]
@@ -33,12 +33,12 @@ class StopRequest:
     the process ends: torchrun's agent sends it as soon as one rank has ended, and the others have
     yet to report which."""
 
-    asked_before: float | None = None
+    pending_since: float | None = None
     """Time of an unanswered request to stop, by `time.monotonic()`: ranks were lost, or failed, and
     restart to answer it."""
 
     def __init__(self) -> None:
-        self.asked_at = StopRequest.asked_before
+        self.asked_at = StopRequest.pending_since
         """Time of the request, by `time.monotonic()`."""
         self._before: dict[signal.Signals, Any] = {}
         self._error: BaseException | None = None
@@ -49,7 +49,7 @@ class StopRequest:
         for end in (self._read, self._written):
             end.setblocking(False)
         self._open = True
-        self._before = {s: signal.signal(s, self._take) for s in to_take()}
+        self._before = {s: signal.signal(s, self._take) for s in get_handled_signals()}
         self._fd_before = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         return self
 
@@ -63,7 +63,7 @@ class StopRequest:
         signal.set_wakeup_fd(self._fd_before)
         failed = isinstance(error, Exception) and not isinstance(error, Interrupted)
         if failed:
-            StopRequest.asked_before = self.asked_at
+            StopRequest.pending_since = self.asked_at
         for number, handler in self._before.items():
             if not (failed and number == signal.SIGTERM):
                 signal.signal(number, handler)
@@ -104,4 +104,4 @@ class StopRequest:
     def _note(self) -> None:
         self.asked_at = self.asked_at or time.monotonic()
         if not self._open:
-            StopRequest.asked_before = self.asked_at
+            StopRequest.pending_since = self.asked_at

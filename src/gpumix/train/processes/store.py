@@ -12,19 +12,23 @@ from functools import cache
 
 import torch.distributed as dist
 
-from gpumix.engine.comm.heartbeat import STOPPED_S
-from gpumix.hardware.host.environment import talk_inside_of_host
-from gpumix.schema.errors import MachineError, first_line
+from gpumix.engine.comm.heartbeat import STOPPED_TIMEOUT_S
+from gpumix.hardware.host.environment import restrict_to_loopback
+from gpumix.schema.errors import MachineError, get_first_line
 from gpumix.train.processes.local_launcher import RankAddress
-from gpumix.train.processes.tcp_liveness import give_up_after, listen_at, wait_until_left
+from gpumix.train.processes.tcp_liveness import (
+    listen_at,
+    set_connection_timeouts,
+    wait_for_disconnects,
+)
 
 # How long the process with the store stays for the others at its end.
-STAY_S = 10.0
+LINGER_S = 10.0
 LOOK_S = 0.05
-MISSED_S = 2.0  # until a store that does not answer is looked up again
+RETRY_S = 2.0  # until a store that does not answer is looked up again
 
 
-def store_of(seat: RankAddress, timeout_s: float) -> dist.Store:
+def connect_store(seat: RankAddress, timeout_s: float) -> dist.Store:
     """Connect to the rendezvous store, with keys of the seat's run. A process with the store keeps
     it until the end, and ends after the processes connected.
 
@@ -32,39 +36,39 @@ def store_of(seat: RankAddress, timeout_s: float) -> dist.Store:
         MachineError: no connection within the timeout.
     """
     if seat.one_host:
-        talk_inside_of_host()
+        restrict_to_loopback()
     if seat.holds_store:
-        _keep(seat.host, seat.port, one_host=seat.one_host)
+        _serve_store(seat.host, seat.port, one_host=seat.one_host)
     store = _connect(seat, timeout_s)
-    give_up_after(min(timeout_s, STOPPED_S), port=seat.port)
+    set_connection_timeouts(min(timeout_s, STOPPED_TIMEOUT_S), port=seat.port)
     return dist.PrefixStore(seat.run, store)
 
 
-def leave(seat: RankAddress, start: int) -> None:
+def leave_store(seat: RankAddress, start: int) -> None:
     """Leave the store before the `start`th restart of all processes. The process with the store
     waits until no rank needs it."""
-    store = dist.PrefixStore("leaving", _connect(seat, STAY_S))
+    store = dist.PrefixStore("leaving", _connect(seat, LINGER_S))
     store.set(f"{start}/{seat.rank}", "")
-    deadline = time.monotonic() + (STAY_S if seat.holds_store else 0.0)
+    deadline = time.monotonic() + (LINGER_S if seat.holds_store else 0.0)
     keys = [f"{start}/{rank}" for rank in range(seat.world)]
     while time.monotonic() < deadline and not all(store.check([key]) for key in keys):
         time.sleep(LOOK_S)
 
 
-def meet_anew(seat: RankAddress, start: int, timeout_s: float) -> None:
-    """Wait for the store of a restart, after `leave`. The store may have ended with its process,
-    and starts with it again.
+def wait_for_restarted_store(seat: RankAddress, start: int, timeout_s: float) -> None:
+    """Wait for the store of a restart, after `leave_store`. The store may have ended with its
+    process, and starts with it again.
 
     Raises:
         MachineError: no store within the timeout.
     """
     key, deadline = f"began/{start}", time.monotonic() + timeout_s
     if seat.rank == 0:
-        store_of(seat, timeout_s).set(key, "")
+        connect_store(seat, timeout_s).set(key, "")
         return
     while time.monotonic() < deadline:
         with suppress(MachineError, RuntimeError):
-            if store_of(seat, MISSED_S).check([key]):
+            if connect_store(seat, RETRY_S).check([key]):
                 return
         time.sleep(LOOK_S)
     raise MachineError(
@@ -87,21 +91,21 @@ def _connect(seat: RankAddress, timeout_s: float) -> dist.TCPStore:
         raise MachineError(
             f"rank {seat.rank} does not reach the first host at {seat.host}:{seat.port}",
             where=socket.gethostname(),
-            why=first_line(error),
+            why=get_first_line(error),
             fix=f"open port {seat.port} there, or name an address that all hosts reach: "
             "torchrun --local-addr or --master-addr",
         ) from error
 
 
 @cache
-def _keep(host: str, port: int, *, one_host: bool) -> dist.TCPStore:
+def _serve_store(host: str, port: int, *, one_host: bool) -> dist.TCPStore:
     """Create the store in this process, until the process ends."""
-    store = listening_store(host, port, one_host=one_host)
-    atexit.register(wait_until_left, port, limit_s=STAY_S)
+    store = create_listening_store(host, port, one_host=one_host)
+    atexit.register(wait_for_disconnects, port, limit_s=LINGER_S)
     return store
 
 
-def listening_store(host: str, port: int, *, one_host: bool) -> dist.TCPStore:
+def create_listening_store(host: str, port: int, *, one_host: bool) -> dist.TCPStore:
     """Create a store listening at the given address; torch alone listens at all addresses of the
     host.
 

@@ -58,14 +58,14 @@ def listen_at(host: str, port: int, *, one_host: bool) -> socket.socket:
         ) from error
 
 
-def own_address(host: str, port: int, *, within_s: float = 60.0) -> str | None:
+def find_own_address(host: str, port: int, *, within_s: float = 60.0) -> str | None:
     """Return the address of this host in a connection to a server; None if unreachable."""
     with suppress(OSError), socket.create_connection((host, port), within_s) as connection:
         return str(connection.getsockname()[0])
     return None
 
 
-def watched_at(host: str) -> socket.socket | None:
+def listen_for_watchers(host: str) -> socket.socket | None:
     """Return a socket listening at an address of this host and never accepting, or None if
     impossible. The system ends the connections when this process is gone, see
     `WatchedConnection`."""
@@ -77,7 +77,7 @@ def watched_at(host: str) -> socket.socket | None:
 
 
 class WatchedConnection:
-    """A connection to a process listening by `watched_at`, made by the first `look`."""
+    """A connection to a process listening by `listen_for_watchers`, made by the first `look`."""
 
     def __init__(self, host: str, port: int) -> None:
         self.address = host, port
@@ -89,7 +89,7 @@ class WatchedConnection:
             if self._connection is None:
                 self._connection = socket.create_connection(self.address, within_s)
                 self._connection.setblocking(False)
-                _fail_after(within_s, self._connection)
+                _set_timeout(within_s, self._connection)
             return "gone" if not self._connection.recv(1) else "there"
         except BlockingIOError:
             return "there"
@@ -103,25 +103,25 @@ class WatchedConnection:
             self._connection.close()
 
 
-def give_up_after(timeout_s: float, *, port: int) -> None:
+def set_connection_timeouts(timeout_s: float, *, port: int) -> None:
     """Let connections to a port fail after a silence of `timeout_s`, whether sending or waiting:
     the other host is gone, or the link is cut. The rendezvous store would wait for a quarter of an
     hour, or forever. Nothing changes on a system without a list of a process's connections."""
     for connection in _connections():
         with suppress(OSError):
             if connection.getpeername()[1] == port:
-                _fail_after(timeout_s, connection)
+                _set_timeout(timeout_s, connection)
 
 
-def wait_until_left(port: int, *, limit_s: float) -> None:
+def wait_for_disconnects(port: int, *, limit_s: float) -> None:
     """Wait until no other process is connected to a server of this process, at most for `limit_s`.
     Waits that long on a system without a list of a process's connections."""
     deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline and is_visited(port):
+    while time.monotonic() < deadline and has_visitors(port):
         time.sleep(LOOK_S)
 
 
-def is_visited(port: int) -> bool:
+def has_visitors(port: int) -> bool:
     """Return whether other processes are connected to a server of this process. True on a system
     without a list of a process's connections."""
     if not _OPEN_FILES.is_dir():
@@ -130,7 +130,10 @@ def is_visited(port: int) -> bool:
     visitors: set[tuple[str, int]] = set()
     for connection in _connections():
         with suppress(OSError):
-            here, there = _plain(connection.getsockname()), _plain(connection.getpeername())
+            here, there = (
+                _normalize_address(connection.getsockname()),
+                _normalize_address(connection.getpeername()),
+            )
             if there[1] == port:
                 own.add(here)
             if here[1] == port:
@@ -138,7 +141,7 @@ def is_visited(port: int) -> bool:
     return bool(visitors - own)
 
 
-def _plain(address: tuple[Any, ...]) -> tuple[str, int]:
+def _normalize_address(address: tuple[Any, ...]) -> tuple[str, int]:
     """Return host and port, normalized for both ends: torch may use IPv6 at a single end."""
     return str(address[0]).removeprefix("::ffff:"), int(address[1])
 
@@ -157,7 +160,7 @@ def _connections() -> Iterator[socket.socket]:
                     yield connection
 
 
-def _fail_after(timeout_s: float, connection: socket.socket) -> None:
+def _set_timeout(timeout_s: float, connection: socket.socket) -> None:
     for level, option, value in _options(timeout_s):
         connection.setsockopt(level, option, value)
 

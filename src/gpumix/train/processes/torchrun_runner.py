@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from pydantic import ValidationError
 
-from gpumix.engine.comm.heartbeat import BEAT_S, ENDED, Pulse
-from gpumix.hardware.discovery.discover import discover
-from gpumix.hardware.host.environment import TorchrunPlace, begin_anew, begun
+from gpumix.engine.comm.heartbeat import ENDED, HEARTBEAT_INTERVAL_S, SilenceDetector
+from gpumix.hardware.discovery.discover import discover_cluster
+from gpumix.hardware.host.environment import TorchrunPlace, read_start_time, restart_process
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.errors import (
     GpumixError,
@@ -34,15 +34,15 @@ from gpumix.schema.errors import (
     RankLost,
     StoreGone,
     TrainingError,
-    first_line,
+    get_first_line,
 )
-from gpumix.schema.files import read_text, remove, write_at_once
+from gpumix.schema.files import read_text, remove, write_text_atomically
 from gpumix.train.elastic.recovery import Lessons, Restart
 from gpumix.train.processes.local_launcher import RankAddress
 from gpumix.train.processes.stop_signals import StopRequest
-from gpumix.train.processes.tcp_liveness import own_address, watched_at
+from gpumix.train.processes.tcp_liveness import find_own_address, listen_for_watchers
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.progress import last_failure, last_heard, mark_failed
+from gpumix.train.run_log.progress import mark_failed, read_last_failure, read_last_update
 from gpumix.train.run_log.summary import Summary
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class TorchrunRunner:
     decides_alone = False
 
     def __init__(self, place: TorchrunPlace, silence_s: float = math.inf) -> None:
-        StopRequest.asked_before = place.stop_asked_at
+        StopRequest.pending_since = place.stop_asked_at
         self.speaks = place.rank == 0
         self._place = place
         self._silence_s = silence_s
@@ -102,7 +102,7 @@ class TorchrunRunner:
         world = self._place.world
         if len(wanted.devices) > world and self._place.elastic:
             _, arrivals = self._arrive()
-            self._met = found = seats(wanted, arrivals)
+            self._met = found = assign_devices(wanted, arrivals)
             return wanted.only(device.id for device in found)
         if len(wanted.devices) != world:
             raise InputError(
@@ -137,16 +137,16 @@ class TorchrunRunner:
         store = self._store(f"{word}/again")
         if self.speaks:
             may_be = self._place.has_agent or self._place.starts > 0
-            there = may_be and _was_there(output, self._agents())
+            there = may_be and _has_same_agent(output, self._agents())
             store.set("again", _lessons(output).at(newest()).to_text() if there else "")
-        told = _heard(store, "again", "rank 0")
+        told = _wait_for_key(store, "again", "rank 0")
         return Lessons.from_text(told) if told else None
 
     def take_part(self, cluster: Cluster, without: Collection[str]) -> bool:
         """Leave out devices; the first rank taking part speaks for the run from here on."""
         if not self._met:
             _, arrivals = self._arrive()
-            self._met = seats(cluster, arrivals)
+            self._met = assign_devices(cluster, arrivals)
         own = self._place.rank
         self._taking = [
             rank
@@ -155,10 +155,10 @@ class TorchrunRunner:
         ]
         self.speaks = self._taking[0] == own
         if self.speaks and len(self._taking) < self._place.world:
-            from gpumix.engine.rank_group import Heart
+            from gpumix.engine.rank_group import HeartbeatThread
 
             # Ranks left out listen to the heartbeat.
-            heart = Heart(self._apart(), 0, runs_ahead=False)
+            heart = HeartbeatThread(self._connect_idle_store(), 0, runs_ahead=False)
             atexit.register(heart.stop)
         return own in self._taking
 
@@ -167,8 +167,8 @@ class TorchrunRunner:
 
         name = f"rank {self._place.rank}, which takes no part"
         try:
-            store = self._apart()
-            pulse = Pulse(lambda _: beat_of(store, 0), 1, self._silence_s)
+            store = self._connect_idle_store()
+            pulse = SilenceDetector(lambda _: beat_of(store, 0), 1, self._silence_s)
             while not store.check([OUTCOME]):
                 silent, ended = bool(pulse.silent()), beat_of(store, 0) == ENDED
                 if silent or (ended and not store.check([OUTCOME])):
@@ -177,29 +177,29 @@ class TorchrunRunner:
                         where=name,
                         fix="look at what the other ranks say",
                     )
-                time.sleep(BEAT_S)
-            told = _now(store, OUTCOME)
+                time.sleep(HEARTBEAT_INTERVAL_S)
+            told = _get_if_set(store, OUTCOME)
         except STORE_ERRORS as error:
-            raise store_gone(name, first_line(error)) from error
+            raise store_gone(name, get_first_line(error)) from error
         if told == ANEW:
             self._begin_anew()
         return Summary(**json.loads(told))
 
     def tell_outcome(self, summary: Summary) -> None:
-        self._tell_apart(json.dumps(asdict(summary)))
+        self._send_to_idle_ranks(json.dumps(asdict(summary)))
 
-    def _tell_apart(self, outcome: str) -> None:
+    def _send_to_idle_ranks(self, outcome: str) -> None:
         if self.speaks and len(self._taking) < self._place.world:
-            self._apart().set(OUTCOME, outcome)
+            self._connect_idle_store().set(OUTCOME, outcome)
 
-    def _apart(self) -> dist.Store:
+    def _connect_idle_store(self) -> dist.Store:
         """Return the store for ranks left out."""
         word, _ = self._arrive()
         return self._store(f"{word}/apart")
 
     def begins(self, output: Path, lessons: Lessons | None) -> None:
         self._output = output
-        write_at_once(output / run_files.AGENTS, json.dumps(self._agents()))
+        write_text_atomically(output / run_files.AGENTS, json.dumps(self._agents()))
         if lessons is None:
             remove(output / run_files.LESSONS)
 
@@ -211,26 +211,26 @@ class TorchrunRunner:
     def learns(self, output: Path, lessons: Lessons) -> None:
         """Save lessons, on every rank with any: the speaking rank may be the lost rank."""
         with suppress(OSError):  # on a host not sharing the run's folder
-            write_at_once(output / run_files.LESSONS, lessons.to_text())
+            write_text_atomically(output / run_files.LESSONS, lessons.to_text())
 
     def starts_again(self, output: Path, lessons: Lessons) -> None:
         """Restart all ranks in place, unnoticed by torchrun."""
         if self.speaks:
-            write_at_once(output / run_files.LESSONS, lessons.to_text())
-        self._tell_apart(ANEW)
+            write_text_atomically(output / run_files.LESSONS, lessons.to_text())
+        self._send_to_idle_ranks(ANEW)
         self._begin_anew()
 
     def _begin_anew(self) -> NoReturn:
-        from gpumix.train.processes.store import leave
+        from gpumix.train.processes.store import leave_store
 
         starts = self._place.starts + 1
-        leave(seat_in(self._place, NO_DEVICE), starts)
-        begin_anew(starts, StopRequest.asked_before)
+        leave_store(make_rank_address(self._place, NO_DEVICE), starts)
+        restart_process(starts, StopRequest.pending_since)
 
     def run(
         self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
     ) -> Any:
-        from gpumix.train.processes.peer_watchdog import Lookout
+        from gpumix.train.processes.peer_watchdog import PeerWatchdog
 
         self._runs += 1
         word, arrivals = self._arrive()
@@ -239,19 +239,19 @@ class TorchrunRunner:
             raise self._no_device
         rank = self._taking.index(self._place.rank)
         seat = replace(
-            seat_in(self._place, devices[rank]),
+            make_rank_address(self._place, devices[rank]),
             rank=rank,
             world=len(devices),
             run=f"{word}/run{self._runs}",
         )
         there = [arrivals[rank] for rank in self._taking]
         try:
-            with Lookout(seat, there, devices, self._tell_of_end):
+            with PeerWatchdog(seat, there, devices, self._record_failure):
                 return work(seat, *args)
         except StoreGone as error:
-            raise self._who_had_it(error) from error
+            raise self._blame_store_owner(error) from error
 
-    def _who_had_it(self, error: StoreGone) -> TrainingError:
+    def _blame_store_owner(self, error: StoreGone) -> TrainingError:
         """Return the rank lost with the store, if a rank had the store."""
         first = self._met[0]
         if self._place.agent_has_store or first is None:
@@ -265,9 +265,9 @@ class TorchrunRunner:
             device_class=first.device_class,
         )
 
-    def _tell_of_end(self, error: GpumixError) -> None:
+    def _record_failure(self, error: GpumixError) -> None:
         if self.speaks and self._output is not None:
-            mark_failed(self._output, first_line(error))
+            mark_failed(self._output, get_first_line(error))
 
     def _meet(self) -> Cluster:
         """Return the cluster of the devices found by all ranks, in the order of ranks."""
@@ -289,40 +289,44 @@ class TorchrunRunner:
             if self._place.starts:
                 self._meet_anew()
             store, place = self._store("arrivals"), self._place
-            address = own_address(place.master_address, place.master_port) or ""
+            address = find_own_address(place.master_address, place.master_port) or ""
             process = os.getpid()
-            self._watched = watched_at(address) if address else None
+            self._watched = listen_for_watchers(address) if address else None
             own = Arrival(
                 host=socket.gethostname(),
                 local_rank=place.local_rank,
                 agent=agent(),
                 address=address,
                 process=process,
-                begun=begun(process),
+                begun=read_start_time(process),
                 port=self._watched.getsockname()[1] if self._watched else 0,
             )
             self._arrived = arrive(store, place.rank, place.world, own)
-            from gpumix.engine.comm.init_distributed import tell_of_open_agents
+            from gpumix.engine.comm.init_distributed import warn_of_open_agents
 
-            tell_of_open_agents()
+            warn_of_open_agents()
         return self._arrived
 
     def _meet_anew(self) -> None:
-        from gpumix.train.processes.store import meet_anew
+        from gpumix.train.processes.store import wait_for_restarted_store
 
-        meet_anew(seat_in(self._place, NO_DEVICE), self._place.starts, MEETING_S)
+        wait_for_restarted_store(
+            make_rank_address(self._place, NO_DEVICE), self._place.starts, MEETING_S
+        )
 
     def _agents(self) -> list[str]:
         _, arrivals = self._arrive()
         return sorted({arrival.agent for arrival in arrivals})
 
     def _store(self, prefix: str) -> dist.Store:
-        from gpumix.train.processes.store import store_of
+        from gpumix.train.processes.store import connect_store
 
-        return store_of(replace(seat_in(self._place, NO_DEVICE), run=prefix), MEETING_S)
+        return connect_store(
+            replace(make_rank_address(self._place, NO_DEVICE), run=prefix), MEETING_S
+        )
 
 
-def seat_in(place: TorchrunPlace, device: Device) -> RankAddress:
+def make_rank_address(place: TorchrunPlace, device: Device) -> RankAddress:
     """Return the seat of a process started by torchrun."""
     return RankAddress(
         rank=place.rank,
@@ -341,7 +345,7 @@ def own_device(place: TorchrunPlace) -> tuple[Device, DeviceClass]:
     Raises:
         InputError: there are more processes than devices.
     """
-    mine = discover()
+    mine = discover_cluster()
     if place.local_rank >= len(mine.devices):
         raise InputError(
             f"process {place.local_rank} of this host has no device of its own",
@@ -363,7 +367,9 @@ def meet_devices(
         TrainingError: a rank said nothing.
     """
     store.set(str(place.rank), json.dumps([value.model_dump() for value in own or ()]))
-    told = [json.loads(_heard(store, str(rank), f"rank {rank}")) for rank in range(place.world)]
+    told = [
+        json.loads(_wait_for_key(store, str(rank), f"rank {rank}")) for rank in range(place.world)
+    ]
     devices = tuple(Device(**one[0]) if one else None for one in told)
     # A class that differs between hosts (another driver, say) is there twice, and refused.
     classes = dict.fromkeys(DeviceClass(**one[1]) for one in told if one)
@@ -397,12 +403,12 @@ def arrive(
     others, repeated = range(1, world), ""
     while time.monotonic() < deadline:
         if rank == 0:
-            told = [mine, *(_now(store, f"here/{other}") for other in others)]
+            told = [mine, *(_get_if_set(store, f"here/{other}") for other in others)]
             if all(told) and json.dumps(told) != repeated:
                 repeated = json.dumps(told)
                 store.set("all", repeated)
         else:
-            told = json.loads(_now(store, "all") or "[]")
+            told = json.loads(_get_if_set(store, "all") or "[]")
             if len(told) == world and told[rank] == mine:
                 store.set(f"{_word(told[0])}/{rank}", "here")
         if len(told) == world and all(told) and told[rank] == mine:
@@ -419,7 +425,7 @@ def arrive(
     )
 
 
-def _now(store: Store, key: str) -> str:
+def _get_if_set(store: Store, key: str) -> str:
     return str(store.get(key).decode()) if store.check([key]) else ""
 
 
@@ -427,26 +433,26 @@ def _word(told: str) -> str:
     return str(json.loads(told)[0])
 
 
-def _heard(store: Store, key: str, who: str) -> str:
+def _wait_for_key(store: Store, key: str, who: str) -> str:
     deadline = time.monotonic() + MEETING_S
     while not store.check([key]):
         if time.monotonic() > deadline:
             raise TrainingError(f"{who} said nothing within {MEETING_S:.0f} s")
         time.sleep(LOOK_S)
-    return _now(store, key)
+    return _get_if_set(store, key)
 
 
 def agent() -> str:
     """Identify the parent process: host, pid and start time, as pids are reused."""
     parent = os.getppid()
-    return f"{socket.gethostname()}/{parent}/{begun(parent)}"
+    return f"{socket.gethostname()}/{parent}/{read_start_time(parent)}"
 
 
 def _lessons(output: Path) -> Lessons:
     """Return the lessons left by ranks of the last start; earlier lessons without the reason of the
     restart."""
-    failed = last_failure(output) if _of_last_start(output, run_files.PROGRESS) else ""
-    by_torchrun = Restart(failed, last_heard(output) or time.time())
+    failed = read_last_failure(output) if _of_last_start(output, run_files.PROGRESS) else ""
+    by_torchrun = Restart(failed, read_last_update(output) or time.time())
     with suppress(OSError, ValueError, TypeError, KeyError):
         found = Lessons.from_text(read_text(output / run_files.LESSONS))
         known = _of_last_start(output, run_files.LESSONS)
@@ -462,14 +468,14 @@ def _of_last_start(output: Path, name: str) -> bool:
     return False
 
 
-def _was_there(output: Path, agents: Sequence[str]) -> bool:
+def _has_same_agent(output: Path, agents: Sequence[str]) -> bool:
     with suppress(OSError, ValueError, TypeError):
         noted = json.loads(read_text(output / run_files.AGENTS))
         return bool(set(noted) & set(agents))
     return False
 
 
-def seats(cluster: Cluster, arrivals: Sequence[Arrival]) -> tuple[Device, ...]:
+def assign_devices(cluster: Cluster, arrivals: Sequence[Arrival]) -> tuple[Device, ...]:
     """Assign devices to ranks. If all ranks' hosts are in the cluster, by local rank on the host;
     with as many ranks as devices, all hosts must match. Otherwise in order.
 

@@ -12,17 +12,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gpumix.cost.layout.causes import in_parts
+from gpumix.cost.layout.causes import group_by_part
 from gpumix.data.workers.autotune import Limit
 from gpumix.schema.units import show_bytes, show_seconds
 from gpumix.train.run_log.metrics import ClassRecord, RankRecord, RunLog, StepRecord
 from gpumix.train.run_log.tables import EMULATED, new_table
-from gpumix.train.run_log.terminal import stderr
+from gpumix.train.run_log.terminal import get_stderr_console
 
 ROWS = 8
 SHARES = ("compute", "input", "communication", "copies", "other")
 # Rows of memory; the allocator's reserved memory includes the part free for reuse.
-MEMORY = (
+MEMORY_ROWS = (
     ("memory", "peak_bytes"),
     ("planned", "planned_peak_bytes"),
     ("allocator", "reserved_bytes"),
@@ -40,7 +40,7 @@ class Display:
     def __init__(self, log: RunLog, every_steps: int, console: Console | None = None) -> None:
         self._log = log
         self._every = every_steps
-        self._console = console or stderr()
+        self._console = console or get_stderr_console()
         self._rows: list[StepRecord] = []
         self._classes: list[ClassRecord] = []
         self._evaluation = ""
@@ -118,8 +118,9 @@ class Display:
         for c in self._classes:
             table.add_row(
                 c.device_class, str(c.samples), f"{c.busy_share:.0%}",
-                part(c.shares.input if c.shares else None), part(c.mfu), part(c.hfu),
-                _bytes(c.peak_bytes), _bytes(c.planned_peak_bytes),
+                format_share(c.shares.input if c.shares else None),
+                format_share(c.mfu), format_share(c.hfu),
+                _format_bytes(c.peak_bytes), _format_bytes(c.planned_peak_bytes),
             )  # fmt: skip
         return table
 
@@ -132,23 +133,23 @@ def classes_table(classes: Sequence[Mapping[str, Any]]) -> RenderableType:
     table.add_row("devices", *(str(one["devices"]) for one in classes))
     table.add_row("tokens/s each", *(f"{one['tokens_per_s']:.0f}" for one in classes))
     for name in SHARES:
-        table.add_row(name, *(part(of_class.get(name)) for of_class in shares))
+        table.add_row(name, *(format_share(of_class.get(name)) for of_class in shares))
     for name in ("mfu", "hfu"):
-        table.add_row(name.upper(), *(part(one[name]) for one in classes))
-    for name, key in MEMORY:
+        table.add_row(name.upper(), *(format_share(one[name]) for one in classes))
+    for name, key in MEMORY_ROWS:
         if key == "reserved_bytes" and all(one.get(key) is None for one in classes):
             continue  # no device reserves memory
-        table.add_row(name, *(_bytes(one[key]) for one in classes))
-    notes = [Text(line, style="dim") for line in _notes(classes)]
+        table.add_row(name, *(_format_bytes(one[key]) for one in classes))
+    notes = [Text(line, style="dim") for line in _iterate_notes(classes)]
     return Group(table, *notes)
 
 
-def _notes(classes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _iterate_notes(classes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the sources of peaks and the purposes of planned memory."""
     sources = {c["device_class"]: c["peak_source"] or "not known" for c in classes}
     yield f"peaks: {', '.join(f'{name} {source}' for name, source in sources.items())}"
     for one in classes:
-        parts = in_parts(one["planned_memory"]) if one["planned_memory"] else {}
+        parts = group_by_part(one["planned_memory"]) if one["planned_memory"] else {}
         if measured := one["measured_memory"]:
             found = (
                 f"{name} {show_bytes(size)}"
@@ -167,16 +168,16 @@ def _notes(classes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"planned memory of {one['device_class']}: {', '.join(told)}"
 
 
-def part(value: float | None) -> str:
+def format_share(value: float | None) -> str:
     """Format a fraction as a percentage."""
     return "unknown" if value is None else f"{value:.1%}"
 
 
-def _bytes(n: int | None) -> str:
+def _format_bytes(n: int | None) -> str:
     return "unknown" if n is None else show_bytes(n)
 
 
-def input_bound(names: Sequence[str], records: Sequence[RankRecord]) -> str:
+def describe_input_bound_ranks(names: Sequence[str], records: Sequence[RankRecord]) -> str:
     """Return a text naming input-bound ranks and known causes, given by rank. Empty if no rank
     waits for data."""
     told = []
@@ -189,7 +190,7 @@ def input_bound(names: Sequence[str], records: Sequence[RankRecord]) -> str:
     return f"the run is input-bound: of each step stand idle for their data {', '.join(told)}"
 
 
-def first_of(names: Sequence[str], whys: Iterable[str]) -> str:
+def describe_first_reason(names: Sequence[str], whys: Iterable[str]) -> str:
     """Return the first rank with a reason against something, given reasons by rank, empty where
     there is none. Empty if no rank has one."""
     told = [f"{name}: {why}" for name, why in zip(names, whys) if why]
@@ -197,7 +198,7 @@ def first_of(names: Sequence[str], whys: Iterable[str]) -> str:
     return told[0] + more if told else ""
 
 
-def unread(names: Sequence[str], records: Sequence[RankRecord]) -> str:
+def describe_skipped_samples(names: Sequence[str], records: Sequence[RankRecord]) -> str:
     """Return a text on skipped unreadable samples by rank. Empty if there are none."""
     told = [f"{one.skipped} of {name}" for name, one in zip(names, records) if one.skipped]
     if not told:

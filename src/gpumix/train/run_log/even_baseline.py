@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
 
 if TYPE_CHECKING:
     from gpumix.schema.job.job import Job
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from gpumix.train.run_log.summary import TrialResult
 
 # A plan predicted slower than the fastest by more than this share is not tried.
-DOUBT = 0.05
-MOST_TRIED = 3
+PREDICTION_DOUBT_SHARE = 0.05
+MOST_TRIED_PLANS = 3
 
 
 @dataclass(frozen=True)
-class EvenSplit:
+class EvenBaseline:
     """The fastest even plan, its trial, and the number of plans tried; `overruns` of all trials."""
 
     plan: Plan
@@ -41,19 +41,19 @@ class EvenSplit:
         return f"ZeRO stage {self.plan.zero_stage}, {kept}, micro-batches of {micro_batch}"
 
 
-def best_even_split(pipeline: JobController, profile: Profile, steps: int) -> EvenSplit:
+def measure_best_even_plan(pipeline: JobController, profile: Profile, steps: int) -> EvenBaseline:
     """Try the possibly fastest even plans for `steps` steps each.
 
     Raises:
         NoFeasiblePlanError: no even split fits.
     """
-    plans = even_plans(pipeline.job, profile)
+    plans = select_even_plans(pipeline.job, profile)
     trials = [pipeline.try_out(plan, steps) for plan in plans]
     plan, trial = min(zip(plans, trials, strict=True), key=lambda tried: tried[1].step_s)
-    return EvenSplit(plan, trial, len(plans), sum(trial.overruns for trial in trials))
+    return EvenBaseline(plan, trial, len(plans), sum(trial.overruns for trial in trials))
 
 
-def even_plans(job: Job, profile: Profile) -> list[Plan]:
+def select_even_plans(job: Job, profile: Profile) -> list[Plan]:
     """Return the possibly fastest even plans, best prediction first: at most one per ZeRO stage
     with activation checkpointing, and one without.
 
@@ -65,9 +65,12 @@ def even_plans(job: Job, profile: Profile) -> list[Plan]:
     space = job.techniques.with_all_devices()
     request = PlanRequest(global_batch=job.global_batch, space=space)
     found: dict[tuple[int, bool], Plan] = {}
-    for plan in even.even_plans(profile, request):
+    for plan in even.iterate_even_plans(profile, request):
         first = next(iter(found.values()), plan)
-        if predicted(plan).step_s > (1 + DOUBT) * predicted(first).step_s:
+        if (
+            get_prediction(plan).step_s
+            > (1 + PREDICTION_DOUBT_SHARE) * get_prediction(first).step_s
+        ):
             break
         found.setdefault((plan.zero_stage, plan.workers[0].mode.recompute), plan)
-    return list(found.values())[:MOST_TRIED]
+    return list(found.values())[:MOST_TRIED_PLANS]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Interlude:
+class InterruptionCost:
     """Cost of work done once in several steps.
 
     Attributes:
@@ -17,14 +17,14 @@ class Interlude:
         beside_s: duration of concurrent work; the next such work waits for its end.
     """
 
-    still_s: float = 0.0
-    slows_s: float = 0.0
-    beside_s: float = 0.0
+    pause_s: float = 0.0
+    slowdown_s: float = 0.0
+    overlapped_s: float = 0.0
 
     @classmethod
     def of_steps(
         cls, still_s: float, beside_s: float, *, usual_s: float, took_s: float
-    ) -> Interlude:
+    ) -> InterruptionCost:
         """Build from work during some steps; any steps beyond are assumed to slow down as much.
 
         Args:
@@ -34,12 +34,12 @@ class Interlude:
         longer_s = max(0.0, took_s - usual_s)
         return cls(still_s, longer_s * max(1.0, beside_s / took_s), beside_s)
 
-    def each_s(self, steps_s: float) -> float:
+    def compute_added_s(self, steps_s: float) -> float:
         """Return the time added to steps taking `steps_s` seconds in total."""
-        return self.still_s + max(self.slows_s, self.beside_s - steps_s)
+        return self.pause_s + max(self.slowdown_s, self.overlapped_s - steps_s)
 
 
-def seconds_of(work: Callable[[], object]) -> float:
+def measure_s(work: Callable[[], object]) -> float:
     """Return the duration of `work`."""
     begun = time.perf_counter()
     work()

@@ -19,32 +19,32 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from gpumix.cost.layout.causes import PARTS
-from gpumix.schema.errors import Interrupted, MachineError, first_line
+from gpumix.cost.layout.causes import MEMORY_PARTS
+from gpumix.schema.errors import Interrupted, MachineError, get_first_line
 from gpumix.schema.files import (
     copy_bytes,
     how_to_write,
     lines_from_end,
     lines_in,
-    opened,
-    opened_log,
-    replacing,
-    write_at_once,
+    open_for_reading,
+    open_log,
+    replace_atomically,
+    write_text_atomically,
 )
 from gpumix.schema.peak_flops import Peak
 from gpumix.schema.plan.plan import Plan, WorkerPrediction
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.time_breakdown import Shares
+from gpumix.train.run_log.time_breakdown import TimeShares
 
 # Steps counted in the displayed speed.
-WINDOW = 20
+SPEED_WINDOW_STEPS = 20
 # Largest relative uncertainty of FLOPs at which utilization is reported.
-APART = 0.05
+MOST_FLOPS_UNCERTAINTY = 0.05
 _OF_STEP = b'"step"'  # in the line of a step event
 WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
 
 
-def typical_s(times: Iterable[float]) -> float:
+def compute_median_s(times: Iterable[float]) -> float:
     """Return the median, always an element (the upper of two); 0 without times."""
     ordered = sorted(times)
     return ordered[len(ordered) // 2] if ordered else 0.0
@@ -70,7 +70,7 @@ class StepRecord:
     step_s: float
     tokens_per_s: float
     tokens: int
-    shares: Shares | None = None  # of the rank writing the record
+    shares: TimeShares | None = None  # of the rank writing the record
     samples: int = 0  # of the plan's batch
 
 
@@ -101,7 +101,7 @@ class RankRecord:
     retries: int = 0
     sm_mhz: float | None = None
     sent_bytes: float = 0.0
-    shares: Shares | None = None
+    shares: TimeShares | None = None
     starved_share: float | None = None
     input_limit: str = ""
     skipped: int = 0
@@ -119,7 +119,7 @@ class RankRecord:
     def from_json(cls, text: str) -> RankRecord:
         told = json.loads(text)
         shares = told.pop("shares")
-        return cls(**told, shares=None if shares is None else Shares(**shares))
+        return cls(**told, shares=None if shares is None else TimeShares(**shares))
 
 
 class RankSpeed(NamedTuple):
@@ -164,7 +164,7 @@ class ComputedPart(NamedTuple):
     def known(self) -> float | None:
         """The mean of both fractions; None if they are too far apart."""
         low, high = sorted(self)
-        return (low + high) / 2 if high - low <= APART * high else None
+        return (low + high) / 2 if high - low <= MOST_FLOPS_UNCERTAINTY * high else None
 
 
 ALL_PLANNED = ComputedPart()
@@ -183,11 +183,11 @@ def speed_of(
     expected, peak = plan.expected_of(rank), _peak_of(plan, worker.device_class)
     if (done := part.known) is None:
         return RankSpeed(tokens_per_s)
-    used = utilisation(expected, peak, step_s)
+    used = compute_utilization(expected, peak, step_s)
     return RankSpeed(tokens_per_s, *(None if one is None else one * done for one in used))
 
 
-def utilisation(
+def compute_utilization(
     expected: WorkerPrediction | None, peak: Peak | None, step_s: float
 ) -> tuple[float | None, float | None]:
     """Return MFU and HFU of a device doing the expected work in `step_s`; None if FLOPs or peak are
@@ -226,7 +226,7 @@ class ClassRecord:
     measured_memory: dict[str, int] = field(default_factory=dict)
     reserved_bytes: int | None = None
     retries: int = 0
-    shares: Shares | None = None
+    shares: TimeShares | None = None
     tokens_per_s: float = 0.0  # of one device
     mfu: float | None = None
     hfu: float | None = None
@@ -303,7 +303,7 @@ def _measured_memory(told: Sequence[RankRecord]) -> dict[str, int]:
     if not known:
         return {}
     peak, laid_out = max(known)
-    return dict(zip(PARTS, (laid_out, peak - laid_out)))
+    return dict(zip(MEMORY_PARTS, (laid_out, peak - laid_out)))
 
 
 def _most(values: Sequence[int | None]) -> int | None:
@@ -317,11 +317,11 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if len(known) == len(values) else None
 
 
-def _mean_shares(every: Sequence[Shares | None]) -> Shares | None:
+def _mean_shares(every: Sequence[TimeShares | None]) -> TimeShares | None:
     known = [asdict(shares) for shares in every if shares is not None]
     if len(known) < len(every):
         return None
-    return Shares(**{name: fmean(one[name] for one in known) for name in known[0]})
+    return TimeShares(**{name: fmean(one[name] for one in known) for name in known[0]})
 
 
 @dataclass
@@ -338,8 +338,8 @@ class RunLog:
     steps: int | None
     done: int = 0
     loss: float | None = None
-    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    recent_tokens: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=SPEED_WINDOW_STEPS))
+    recent_tokens: deque[float] = field(default_factory=lambda: deque(maxlen=SPEED_WINDOW_STEPS))
     _file: TextIO | None = None
     _told_of_starvation: bool = False
     _rule: str = ""
@@ -347,10 +347,10 @@ class RunLog:
     def __enter__(self) -> RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / run_files.METRICS
-        with replacing(path) as file:
+        with replace_atomically(path) as file:
             if self.done:
                 _copy_until(path, self.done, file)
-        self._file = opened_log(path)
+        self._file = open_log(path)
         self.progress("training")
         return self
 
@@ -368,7 +368,7 @@ class RunLog:
                 if isinstance(error, Interrupted):
                     self.progress("interrupted", error.what)
                 else:
-                    self.progress("failed", first_line(error))
+                    self.progress("failed", get_first_line(error))
         with suppress(OSError):  # retries what failed before
             self._file.close()
 
@@ -385,7 +385,7 @@ class RunLog:
     def ranks(self, step: int, records: list[RankRecord]) -> None:
         self._write("ranks", {"step": step, "ranks": [asdict(r) for r in records]})
 
-    def starved(self, step: int, records: list[RankRecord]) -> bool:
+    def report_starvation(self, step: int, records: list[RankRecord]) -> bool:
         """Report devices idle for lack of data, once per run; return True if reported now."""
         told = [
             {"device": r.device, "share": r.starved_share, "limit": r.input_limit}
@@ -444,8 +444,8 @@ class RunLog:
             "time": time.time(),
         }
         path = self.folder / run_files.PROGRESS
-        with _in_words(path):
-            write_at_once(path, json.dumps(value) + "\n")
+        with _raise_unwritable(path):
+            write_text_atomically(path, json.dumps(value) + "\n")
 
     @property
     def predicted_step_s(self) -> float | None:
@@ -453,7 +453,7 @@ class RunLog:
 
     def step_s(self) -> float:
         """Return the typical time of recent steps; 0 before the first."""
-        return typical_s(self.recent_s)
+        return compute_median_s(self.recent_s)
 
     def remaining_s(self) -> float | None:
         """Return the time of the remaining steps; None if their number is unknown."""
@@ -465,13 +465,13 @@ class RunLog:
 
     def _write(self, event: str, fields: dict[str, Any]) -> None:
         assert self._file is not None
-        with _in_words(self.folder / run_files.METRICS):
+        with _raise_unwritable(self.folder / run_files.METRICS):
             self._file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
             self._file.flush()
 
 
 @contextmanager
-def _in_words(file: Path) -> Iterator[None]:
+def _raise_unwritable(file: Path) -> Iterator[None]:
     """Raise MachineError if `file` cannot be written."""
     try:
         yield
@@ -485,10 +485,10 @@ def _in_words(file: Path) -> Iterator[None]:
         ) from error
 
 
-def tell_afterwards(folder: Path, step: int, told: RunEvent) -> None:
+def append_event(folder: Path, step: int, told: RunEvent) -> None:
     """Append a later finding to the `metrics.jsonl` of an ended run."""
     line = json.dumps({"event": told.event, "time": time.time(), "step": step, **told.fields})
-    with opened_log(folder / run_files.METRICS) as file:
+    with open_log(folder / run_files.METRICS) as file:
         file.write(line + "\n")
 
 
@@ -498,7 +498,7 @@ def _copy_until(path: Path, step: int, into: BinaryIO) -> None:
     Steps are in order, so only the end of a long file is searched. Records of concurrent work, such
     as a slow checkpoint, may follow later.
     """
-    with suppress(FileNotFoundError), opened(path) as file:
+    with suppress(FileNotFoundError), open_for_reading(path) as file:
         begin = _end_of_step(file, step)
         file.seek(0)
         copy_bytes(file, into, begin)

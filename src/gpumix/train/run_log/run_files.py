@@ -17,7 +17,7 @@ AGENTS = ".agents"  # of torchrun, which started it
 LESSONS = ".lessons"  # from failures
 TRACKERS = ".trackers"  # progress of reports to trackers, and the runs there
 
-OF_SCRIPT = "gpumix"  # folder of these files in a script's output folder
+SCRIPT_FOLDER = "gpumix"  # folder of these files in a script's output folder
 
 ALL = frozenset(
     {

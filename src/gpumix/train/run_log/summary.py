@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gpumix.train.run_log.interruption_cost import Interlude
+from gpumix.train.run_log.interruption_cost import InterruptionCost
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class TrialResult:
     busy_shares: list[float]
     input_shares: list[float]
     padding_share: float | None
-    save: Interlude
-    evaluation: Interlude
+    save: InterruptionCost
+    evaluation: InterruptionCost
     overruns: int
     limits: list[str]
     retries: list[int]

@@ -10,17 +10,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpumix.cost.input_time import STARVED_SHARE
+from gpumix.cost.input_time import MIN_STARVED_SHARE
 from gpumix.schema.cluster.cluster import Cluster
-from gpumix.schema.cluster.kernels import Choice
-from gpumix.schema.plan.explanation import Binding, Mixing, Worth
+from gpumix.schema.cluster.kernels import SettingChoice
+from gpumix.schema.plan.explanation import Bottlenecks, ClassWorth, MixingComparison
 from gpumix.schema.plan.plan import Plan, Prediction
 from gpumix.schema.plan.stage import PLAIN, Stage, Worker
 from gpumix.schema.profile.profile import ROOT, Profile
 from gpumix.schema.units import show_bytes, show_seconds
 
-WIDEST = 56  # of a text column: terminals have a hundred columns
-HARDLY = 1.01  # a smaller speed-up is no reason to mix
+WIDEST_COLUMN = 56  # of a text column: terminals have a hundred columns
+HARDLY_WORTH_SPEEDUP = 1.01  # a smaller speed-up is no reason to mix
 PLAN_WIDTHS = {"state share": 8, "memory": 12, "backward": 16}
 EMULATED = "emulated devices: times are of the emulation, not of any real card"
 ESTIMATE = "an estimate from datasheets: measured ones may be a third longer or shorter"
@@ -31,7 +31,7 @@ def devices_table(cluster: Cluster) -> RenderableType:
     table = new_table("devices", "class", "devices", "memory", "what", "hosts")
     for row in cluster.rows():
         table.add_row(*(str(row[key]) for key in ("class", "devices", "memory", "what", "hosts")))
-    return labelled(table, cluster.emulated)
+    return add_notes(table, cluster.emulated)
 
 
 def profile_table(profile: Profile) -> RenderableType:
@@ -66,7 +66,7 @@ def profile_table(profile: Profile) -> RenderableType:
         f"torch {profile.torch_version}",
         style="dim",
     )
-    return Group(labelled(table, profile.cluster.emulated), note)
+    return Group(add_notes(table, profile.cluster.emulated), note)
 
 
 def efficiency_table(profile: Profile) -> RenderableType:
@@ -75,8 +75,8 @@ def efficiency_table(profile: Profile) -> RenderableType:
     for column in table.columns:
         column.justify = "left"
     table.columns[0].no_wrap = False
-    table.columns[-1].max_width = WIDEST
-    alike: dict[tuple[Choice, ...], list[str]] = {}
+    table.columns[-1].max_width = WIDEST_COLUMN
+    alike: dict[tuple[SettingChoice, ...], list[str]] = {}
     for measured in profile.classes:
         alike.setdefault(measured.choices, []).append(measured.device_class)
     for choices, names in alike.items():
@@ -122,10 +122,10 @@ def plan_table(plan: Plan) -> RenderableType:
             cells += _worth(worth[name]) if name in worth and name not in seen else ["", ""]
         seen.add(name)
         table.add_row(*cells)
-    first, *rest = why(plan) or [""]
+    first, *rest = explain_plan(plan) or [""]
     return Group(
         *([Text(first, style="bold")] if first else []),
-        labelled(table, plan.emulated, plan.estimated),
+        add_notes(table, plan.emulated, plan.estimated),
         *(Text(line) for line in rest),
     )
 
@@ -137,18 +137,18 @@ def _rows(plan: Plan) -> Iterator[tuple[str, Stage, list[Worker]]]:
             yield str(number), stage, list(members)
 
 
-def why(plan: Plan) -> list[str]:
+def explain_plan(plan: Plan) -> list[str]:
     """Explain whether mixing pays, the prediction, the bottleneck and the alternatives."""
     expected, reasons = plan.prediction, plan.reasons
     if expected is None:
         return []
     predicted = (
         f"predicted: {show_seconds(expected.step_s)} a step, {expected.tokens_per_s:.0f} tokens/s"
-        f"{_gap(expected)}"
+        f"{_describe_gap(expected)}"
     )
     if reasons is None:  # of an edited plan
-        return [predicted, _how(plan)]
-    lines = [] if reasons.mixing is None else [mixing(reasons.mixing, plan.strategy)]
+        return [predicted, _describe_choices(plan)]
+    lines = [] if reasons.mixing is None else [describe_mixing(reasons.mixing, plan.strategy)]
     if reasons.hosts_left_out:
         named = _few("hosts", reasons.hosts_left_out)
         lines.append(f"{named} left out: the links between hosts would cost more than they give")
@@ -163,11 +163,11 @@ def why(plan: Plan) -> list[str]:
         named = _few("devices", reasons.in_no_team)
         lines.append(f"{named} left out: too few of a class on a host for a team")
     lines.append(predicted)
-    if expected.input_s >= expected.step_s * (1.0 - STARVED_SHARE):
+    if expected.input_s >= expected.step_s * (1.0 - MIN_STARVED_SHARE):
         lines.append(f"what binds: reading samples, {show_seconds(expected.input_s)} on the host")
     else:
-        lines.append(f"what binds: {binds(reasons.binds)}")
-    lines.append(_how(plan))
+        lines.append(f"what binds: {describe_bottlenecks(reasons.binds)}")
+    lines.append(_describe_choices(plan))
     for of_class in reasons.dtypes:
         named = f"{of_class.device_class} computes in {of_class.compute_dtype}"
         lines.append(f"{named}: {of_class.why}")
@@ -184,7 +184,7 @@ def _few(what: str, names: Sequence[str]) -> str:
     return f"{len(names)} {what} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
 
 
-def mixing(found: Mixing, strategy: str = "optimal") -> str:
+def describe_mixing(found: MixingComparison, strategy: str = "optimal") -> str:
     """Explain in one line whether mixing pays by a strategy."""
     left_out = ", ".join(found.left_out)
     if found.pays:
@@ -192,7 +192,7 @@ def mixing(found: Mixing, strategy: str = "optimal") -> str:
         if found.speedup is None:
             return f"mixing pays: no class alone could train this batch with these techniques{more}"
         best = f"only {found.best_class}, the best single class{more}"
-        if found.speedup < HARDLY:
+        if found.speedup < HARDLY_WORTH_SPEEDUP:
             return f"mixing hardly pays: {found.speedup - 1:.1%} faster than {best}"
         return f"mixing pays: {found.speedup:.2f} times as fast as {best}"
     if left_out:
@@ -212,7 +212,7 @@ def mixing(found: Mixing, strategy: str = "optimal") -> str:
     )
 
 
-def binds(found: Binding) -> str:
+def describe_bottlenecks(found: Bottlenecks) -> str:
     """Name the bottlenecks of a step in a few words."""
     parts = [f"compute of {', '.join(found.compute)}"]
     parts += [f"memory of {', '.join(found.memory)}"] if found.memory else []
@@ -220,7 +220,7 @@ def binds(found: Binding) -> str:
     return "; ".join(parts)
 
 
-def _gap(expected: Prediction) -> str:
+def _describe_gap(expected: Prediction) -> str:
     """Describe the gap between a plan and the lower bound."""
     if expected.bound_s is None or expected.step_s <= 0:
         return ""
@@ -232,7 +232,7 @@ def _gap(expected: Prediction) -> str:
     return f"; no plan {others} takes less than {bound} ({gap:.2%} less)"
 
 
-def _how(plan: Plan) -> str:
+def _describe_choices(plan: Plan) -> str:
     """Describe the choices common to all devices."""
     among = "all devices" if plan.sharding == "all" else "the devices of each host"
     among = "the devices of each stage" if len(plan.stages) > 1 else among
@@ -257,7 +257,7 @@ def _schedule(plan: Plan) -> str:
     return f"; {len(plan.stages)} stages, schedule {plan.schedule}{waves}{teams}"
 
 
-def _worth(worth: Worth) -> list[str]:
+def _worth(worth: ClassWorth) -> list[str]:
     whole = "needed" if worth.whole is None else f"{worth.whole:+.1%}"
     return [whole, f"{worth.one_more:+.1%}"]
 
@@ -308,7 +308,7 @@ def new_table(title: str, *columns: str) -> Table:
     return table
 
 
-def labelled(table: Table, emulated: bool, estimated: Sequence[str] = ()) -> RenderableType:
+def add_notes(table: Table, emulated: bool, estimated: Sequence[str] = ()) -> RenderableType:
     """Return the table, with a note below on times not measured on real cards."""
     labels = [EMULATED] if emulated else []
     if estimated:

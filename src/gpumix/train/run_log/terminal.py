@@ -9,25 +9,25 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from gpumix.schema.untrusted_text import printable
+from gpumix.schema.untrusted_text import escape_invisible
 
-NO_WRAP = 10_000  # columns; wider than any table
+NO_WRAP_COLUMNS = 10_000  # columns; wider than any table
 
 
-def stderr() -> Console:
+def get_stderr_console() -> Console:
     """Return the console for people; stdout is for data. A run continues when nobody reads any
     more."""
-    console = _Console(stderr=True)
+    console = _LiteralConsole(stderr=True)
     # Files and pipes have no width to fit into.
-    return console if console.is_terminal else _Console(stderr=True, width=NO_WRAP)
+    return console if console.is_terminal else _LiteralConsole(stderr=True, width=NO_WRAP_COLUMNS)
 
 
-def stdout() -> Console:
+def get_stdout_console() -> Console:
     """Return the console for redrawn views of a run."""
-    return _Console(stderr=False)
+    return _LiteralConsole(stderr=False)
 
 
-class _Console(Console):
+class _LiteralConsole(Console):
     """Console printing strings literally: no markup in brackets, control characters escaped."""
 
     def __init__(self, *, stderr: bool, width: int | None = None) -> None:
@@ -35,14 +35,18 @@ class _Console(Console):
 
     def render_str(self, text: str, **how: Any) -> Text:
         """Escape text before measuring, for tables."""
-        return super().render_str(printable(text), **how)
+        return super().render_str(escape_invisible(text), **how)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             # Control segments are rich's own: to clear a line, to move the cursor.
-            yield segment if segment.control else segment._replace(text=printable(segment.text))
+            yield (
+                segment
+                if segment.control
+                else segment._replace(text=escape_invisible(segment.text))
+            )
 
     def on_broken_pipe(self) -> None:
         """Become quiet; by default the process ends."""

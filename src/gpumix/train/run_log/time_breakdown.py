@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
-class Shares:
+class TimeShares:
     """Parts of a time, adding up to 1. A device's idle gaps between the small kernels of a step
     count as computing."""
 
@@ -19,7 +19,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Account:
+class TimeBreakdown:
     """Seconds of some steps by cause."""
 
     steps: int
@@ -36,20 +36,22 @@ class Account:
     @classmethod
     def of(
         cls, steps: int, gap: float, starved: float, busy: float, waits: float, copying: float
-    ) -> Account:
+    ) -> TimeBreakdown:
         """Build from the time before devices compute, the loader's part of it, and the time after,
         with waits and copies."""
         return cls(steps, busy - waits - copying, starved, waits, copying, gap - starved)
 
-    def and_then(self, later: Account) -> Account:
+    def and_then(self, later: TimeBreakdown) -> TimeBreakdown:
         """Return the account of both ranges of steps."""
-        return Account(*(getattr(self, f.name) + getattr(later, f.name) for f in fields(self)))
+        return TimeBreakdown(
+            *(getattr(self, f.name) + getattr(later, f.name) for f in fields(self))
+        )
 
-    def shares(self) -> Shares:
+    def shares(self) -> TimeShares:
         whole = self.seconds
         if whole <= 0:
-            return Shares(1.0, 0.0, 0.0, 0.0, 0.0)
-        return Shares(
+            return TimeShares(1.0, 0.0, 0.0, 0.0, 0.0)
+        return TimeShares(
             self.compute / whole,
             self.input / whole,
             self.communication / whole,

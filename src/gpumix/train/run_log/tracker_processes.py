@@ -17,11 +17,11 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 
 from gpumix.hardware.host.environment import tracker_environment
-from gpumix.schema.errors import Interrupted, MachineError, error_from
+from gpumix.schema.errors import Interrupted, MachineError, rebuild_error
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import Trackers
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.terminal import stderr
+from gpumix.train.run_log.terminal import get_stderr_console
 
 MODULE = "gpumix.integrations.trackers"
 PACKAGES = {"prometheus": "prometheus_client"}  # where unlike the tracker's name
@@ -45,7 +45,7 @@ def check_installed(trackers: Trackers) -> None:
 
 
 @contextmanager
-def tracked(job: Job, *, fresh: bool) -> Iterator[None]:
+def run_trackers(job: Job, *, fresh: bool) -> Iterator[None]:
     """Run the trackers of a run, while it trains in the block.
 
     Args:
@@ -55,7 +55,7 @@ def tracked(job: Job, *, fresh: bool) -> Iterator[None]:
         MachineError: a tracker cannot start.
     """
     beginning = {"job": job.model_dump_json(), "since": time.time() if fresh else 0.0}
-    followers = [_Follower(name, beginning) for name in job.trackers.named()]
+    followers = [_TrackerProcess(name, beginning) for name in job.trackers.named()]
     state = "failed"
     try:
         for follower in followers:
@@ -73,7 +73,7 @@ def tracked(job: Job, *, fresh: bool) -> Iterator[None]:
             follower.end(deadline)
 
 
-class _Follower:
+class _TrackerProcess:
     """Process of a tracker: receives the run's description, reports readiness, and receives the
     outcome."""
 
@@ -108,7 +108,7 @@ class _Follower:
             )
         answer = json.loads(told)
         if "error" in answer:
-            raise error_from(answer)
+            raise rebuild_error(answer)
         self._ready = True
 
     def say(self, state: str) -> None:
@@ -122,13 +122,15 @@ class _Follower:
         try:
             code = self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            stderr().print(
+            get_stderr_console().print(
                 f"tracker '{self._name}' did not take the rest within {END_S:.0f} s and is left; "
                 f"the run's {run_files.METRICS} has all of it"
             )
         else:
             if code and self._ready:
-                stderr().print(f"tracker '{self._name}' had died, with exit code {code}")
+                get_stderr_console().print(
+                    f"tracker '{self._name}' had died, with exit code {code}"
+                )
         finally:
             self._process.kill()
             self._process.wait()

@@ -16,22 +16,22 @@ import torch
 from gpumix.data.core.read_policy import Reading
 from gpumix.data.core.source import Source
 from gpumix.data.sources.open_data import open_data
-from gpumix.data.workers.fetch import fetch_in_time
+from gpumix.data.workers.fetch import fetch_with_timeout
 from gpumix.engine.comm.communicator import CommunicationError
-from gpumix.engine.rank_group import STORE_ERRORS, Ranks
+from gpumix.engine.rank_group import STORE_ERRORS, RankGroup
 from gpumix.hardware.device import DeviceRuntime, is_device_error, open_device
 from gpumix.hardware.host.environment import cache_folder, hide_gpus, record_collectives
-from gpumix.hardware.memory_limit import host_memory, is_fragmented, is_out_of_memory
+from gpumix.hardware.memory_limit import count_as_host_memory, is_fragmented, is_out_of_memory
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
-from gpumix.schema.errors import InputError, OutOfMemory, RankLost, first_line
+from gpumix.schema.errors import InputError, OutOfMemory, RankLost, get_first_line
 from gpumix.schema.job.job import Job
 from gpumix.schema.units import show_bytes
-from gpumix.train.processes.error_translation import in_words
+from gpumix.train.processes.error_translation import translate_error
 from gpumix.train.processes.local_launcher import RankAddress
-from gpumix.train.processes.store import store_of
+from gpumix.train.processes.store import connect_store
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.terminal import stderr
-from gpumix.train.worker.model import check_fits, vocabulary_of
+from gpumix.train.run_log.terminal import get_stderr_console
+from gpumix.train.worker.model import check_model_fits_data, get_vocabulary_size
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Context:
+class RankContext:
     """A rank of a run, ready to work."""
 
     task: Task
     device: Device
     runtime: DeviceRuntime
-    ranks: Ranks
+    ranks: RankGroup
     train_data: Source
     held_out: Source
 
@@ -71,24 +71,24 @@ class Context:
     def batch(self, samples: int) -> dict[str, torch.Tensor]:
         """Return some batch of `samples` samples, for measurements."""
         indices = np.arange(samples) % len(self.train_data)
-        return fetch_in_time(self.train_data, indices, self.reading, specimen=True)[0]
+        return fetch_with_timeout(self.train_data, indices, self.reading, specimen=True)[0]
 
 
 @contextmanager
-def joined(seat: RankAddress, task: Task) -> Iterator[Context]:
+def join_run(seat: RankAddress, task: Task) -> Iterator[RankContext]:
     """Take `seat`: open the device, join the group of ranks, open the data.
 
     Raises:
         TrainingError: also for errors inside the context: out of memory, a lost rank.
     """
     device_class = task.cluster.class_named(seat.device.device_class)
-    store = store_of(seat, task.job.timeout)
+    store = connect_store(seat, task.job.timeout)
     if device_class.accelerator == "cpu":
         hide_gpus()
     else:
         _record_collectives(task.job.output / run_files.COLLECTIVES)
-    with _opened(seat.device, device_class) as runtime:
-        ranks = Ranks(
+    with _open_device(seat.device, device_class) as runtime:
+        ranks = RankGroup(
             store,
             rank=seat.rank,
             world=seat.world,
@@ -99,14 +99,14 @@ def joined(seat: RankAddress, task: Task) -> Iterator[Context]:
         with ranks:
             try:
                 if ranks.rank == 0 and runtime.uncounted:
-                    stderr().print(
+                    get_stderr_console().print(
                         f"memory is neither counted nor limited here: {runtime.uncounted}; a C++ "
                         "compiler (apt-get install g++, xcode-select --install) makes limits real"
                     )
-                _same_job(task.job, ranks)
-                check_fits(task.job, task.folder)
-                train_data, held_out = _same_data(task, ranks)
-                yield Context(task, seat.device, runtime, ranks, train_data, held_out)
+                _check_same_job(task.job, ranks)
+                check_model_fits_data(task.job, task.folder)
+                train_data, held_out = _open_same_data(task, ranks)
+                yield RankContext(task, seat.device, runtime, ranks, train_data, held_out)
             except (CommunicationError, *STORE_ERRORS) as error:
                 raise ranks.explain(error) from error
             except Exception as error:
@@ -114,8 +114,8 @@ def joined(seat: RankAddress, task: Task) -> Iterator[Context]:
                     raise _out_of_memory(error, seat.device, runtime, ranks) from error
                 if is_device_error(error):
                     name = ranks.names[ranks.rank]
-                    raise _device_lost(error, seat.device, name) from error
-                raise in_words(error, ranks.names[ranks.rank]) from error
+                    raise _make_device_lost_error(error, seat.device, name) from error
+                raise translate_error(error, ranks.names[ranks.rank]) from error
 
 
 def _record_collectives(folder: Path) -> None:
@@ -124,9 +124,9 @@ def _record_collectives(folder: Path) -> None:
         record_collectives(folder / "rank_")
 
 
-def _same_job(job: Job, ranks: Ranks) -> None:
+def _check_same_job(job: Job, ranks: RankGroup) -> None:
     """Raise InputError if hosts were started with different job files; only paths may differ."""
-    told = ranks.gather("job", json.dumps(without_paths(job.model_dump())))
+    told = ranks.gather("job", json.dumps(mask_paths(job.model_dump())))
     first = json.loads(told[0])
     for rank, other in enumerate(map(json.loads, told)):
         for key in first:
@@ -138,23 +138,23 @@ def _same_job(job: Job, ranks: Ranks) -> None:
                 )
 
 
-def without_paths(value: Any) -> Any:
+def mask_paths(value: Any) -> Any:
     """Return a job's values to compare across hosts: paths may differ."""
     if isinstance(value, dict):
-        return {key: without_paths(item) for key, item in value.items()}
+        return {key: mask_paths(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [without_paths(item) for item in value]
+        return [mask_paths(item) for item in value]
     return "a path" if isinstance(value, Path) else value
 
 
-def _same_data(task: Task, ranks: Ranks) -> tuple[Source, Source]:
+def _open_same_data(task: Task, ranks: RankGroup) -> tuple[Source, Source]:
     """Open the data, checking that all hosts have equal files: a run would train on a mixture."""
-    with host_memory():  # where a device is a CPU too
+    with count_as_host_memory():  # where a device is a CPU too
         train, held_out = open_data(
             task.job,
             task.folder,
             cache_folder() / "tokens",
-            vocabulary=vocabulary_of(task.job.model),
+            vocabulary=get_vocabulary_size(task.job.model),
         )
     if task.job.evaluation.every_steps and not len(held_out):
         raise InputError(
@@ -173,13 +173,13 @@ def _same_data(task: Task, ranks: Ranks) -> tuple[Source, Source]:
 
 
 def _out_of_memory(
-    error: Exception, device: Device, runtime: DeviceRuntime, ranks: Ranks
+    error: Exception, device: Device, runtime: DeviceRuntime, ranks: RankGroup
 ) -> OutOfMemory:
     return OutOfMemory(
         "out of memory",
         where=f"{ranks.names[ranks.rank]}, host {socket.gethostname()}, limit "
         f"{show_bytes(runtime.memory_limit_bytes)}",
-        why=first_line(error),
+        why=get_first_line(error),
         fix="profile again (`gpumix profile JOB.yaml --fresh`), or give the class a smaller "
         "`memory` in the cluster file, so that the plan leaves more room",
         device=device.id,
@@ -189,20 +189,20 @@ def _out_of_memory(
     )
 
 
-def _opened(device: Device, device_class: DeviceClass) -> DeviceRuntime:
+def _open_device(device: Device, device_class: DeviceClass) -> DeviceRuntime:
     try:
         return open_device(device_class, device.ordinal, device_id=device.id)
     except Exception as error:
         if is_device_error(error):
-            raise _device_lost(error, device, f"device '{device.id}'") from error
+            raise _make_device_lost_error(error, device, f"device '{device.id}'") from error
         raise
 
 
-def _device_lost(error: Exception, device: Device, name: str) -> RankLost:
+def _make_device_lost_error(error: Exception, device: Device, name: str) -> RankLost:
     return RankLost(
         f"device '{device.id}' failed",
         where=f"{name}, host {socket.gethostname()}",
-        why=first_line(error),
+        why=get_first_line(error),
         fix="look at `dmesg | grep -i xid` and `nvidia-smi -q -d ECC` there, then run the same "
         "command with --resume",
         device=device.id,

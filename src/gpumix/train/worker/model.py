@@ -20,18 +20,18 @@ from gpumix.schema.errors import (
     InputError,
     MachineError,
     NoFeasiblePlanError,
-    first_line,
+    get_first_line,
 )
 from gpumix.schema.files import read_text
 from gpumix.schema.job.job import MOST_LAYERS, Job, ModelSpec
-from gpumix.schema.reading.error_text import did_you_mean, nearest
+from gpumix.schema.reading.error_text import did_you_mean, find_nearest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 LONGEST_WHY = 300
 # Keys accepted by configurations without a value of that name.
-BESIDE_VALUES = (
+EXTRA_CONFIG_KEYS = (
     "add_cross_attention", "architectures", "attn_implementation", "auto_map",
     "bos_token_id", "cross_attention_hidden_size", "decoder_start_token_id", "dtype",
     "eos_token_id", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label",
@@ -49,7 +49,7 @@ _AUTO_CLASSES = {
 }
 
 
-def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
+def build_model(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
     """Build the model, without its large tensors (see `engine.model.deferred_init`).
 
     Raises:
@@ -58,9 +58,9 @@ def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
         MachineError: transformers is not installed.
     """
     if spec.factory is not None:
-        return build(partial(_by_factory, spec.factory, spec.arguments, folder), seed)
-    config = config_of(spec)
-    auto_class = getattr(_transformers(), _AUTO_CLASSES[spec.task])
+        return build(partial(_call_model_factory, spec.factory, spec.arguments, folder), seed)
+    config = make_config(spec)
+    auto_class = getattr(_import_transformers(), _AUTO_CLASSES[spec.task])
     try:
         return build(lambda: auto_class.from_config(config), seed)
     except GpumixError:
@@ -68,18 +68,18 @@ def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
     except torch.OutOfMemoryError as error:  # of a device; hosts raise other errors
         raise NoFeasiblePlanError(
             "a device has not even the memory in which a model is built",
-            why=first_line(error),
+            why=get_first_line(error),
             fix="give its class more memory, or leave it out of the cluster",
         ) from error
     except Exception as error:  # sizes that are negative, huge or inconsistent
         raise InputError(
             f"transformers cannot build a {spec.task} model of this configuration",
             where=f"model.config of type '{config.model_type}'",
-            why=first_line(error),
+            why=get_first_line(error),
         ) from error
 
 
-def _by_factory(factory: str, arguments: Mapping[str, Any], folder: Path) -> nn.Module:
+def _call_model_factory(factory: str, arguments: Mapping[str, Any], folder: Path) -> nn.Module:
     model = call_factory(factory, arguments, folder, key="model")
     if not isinstance(model, nn.Module):
         raise InputError(
@@ -89,21 +89,22 @@ def _by_factory(factory: str, arguments: Mapping[str, Any], folder: Path) -> nn.
     return model
 
 
-def config_of(spec: ModelSpec) -> PretrainedConfig:
+def make_config(spec: ModelSpec) -> PretrainedConfig:
     """Return the `transformers` configuration of a job's model.
 
     Raises:
         InputError: unknown model type, or invalid values.
     """
-    values = _values(spec)
+    values = _read_config_values(spec)
     model_type = values.pop("model_type", None)
     where = f"model.config of type '{model_type}'"
-    types = list(_transformers().CONFIG_MAPPING)
+    types = list(_import_transformers().CONFIG_MAPPING)
     if model_type not in types:
         raise InputError(
-            f"transformers {_transformers().__version__} knows no model of type '{model_type}'",
+            f"transformers {_import_transformers().__version__} knows no model of type "
+            f"'{model_type}'",
             where="model.config.model_type",
-            fix=did_you_mean(nearest(str(model_type), types))
+            fix=did_you_mean(find_nearest(str(model_type), types))
             or "python -c 'import transformers; print(*transformers.CONFIG_MAPPING)' shows those "
             "that it knows",
         )
@@ -114,7 +115,7 @@ def config_of(spec: ModelSpec) -> PretrainedConfig:
                 where=where,
                 fix=f"correct `{key}` in the configuration",
             )
-    make = _transformers().AutoConfig.for_model
+    make = _import_transformers().AutoConfig.for_model
     try:
         config, usual = make(model_type, **values), make(model_type)
     except Exception as error:  # each model type checks its values in its own way
@@ -124,19 +125,19 @@ def config_of(spec: ModelSpec) -> PretrainedConfig:
             why=shorten(str(error), LONGEST_WHY, placeholder=" …"),
         ) from error
     shown = [*usual.to_dict(), *config.attribute_map]
-    known = {*shown, *BESIDE_VALUES}
+    known = {*shown, *EXTRA_CONFIG_KEYS}
     unknown = [key for key in values if key not in known]
     # A config.json may contain keys of other tools.
     if unknown and isinstance(spec.config, dict):
         raise InputError(
             f"unknown key 'model.config.{unknown[0]}'",
             where=where,
-            fix=did_you_mean(nearest(unknown[0], known)) or f"valid keys: {', '.join(shown)}",
+            fix=did_you_mean(find_nearest(unknown[0], known)) or f"valid keys: {', '.join(shown)}",
         )
     return config
 
 
-def check_fits(job: Job, folder: Path) -> None:
+def check_model_fits_data(job: Job, folder: Path) -> None:
     """Check that a `transformers` model has room for every position and token of the job's data.
     Unchecked, the run fails midway, on a GPU without a message.
 
@@ -145,7 +146,7 @@ def check_fits(job: Job, folder: Path) -> None:
     """
     if job.model.config is None:
         return
-    config = config_of(job.model).get_text_config()
+    config = make_config(job.model).get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < job.sequence_length:
         raise InputError(
@@ -173,9 +174,9 @@ def attention_cost(model: nn.Module) -> float:
     return 1 / (6 * width) if isinstance(width, int) and width > 0 else 0.0
 
 
-def vocabulary_of(spec: ModelSpec) -> int | None:
+def get_vocabulary_size(spec: ModelSpec) -> int | None:
     """Return the vocabulary size of a `transformers` model; None if not configured."""
-    return None if spec.config is None else _vocabulary(config_of(spec).get_text_config())
+    return None if spec.config is None else _vocabulary(make_config(spec).get_text_config())
 
 
 def _vocabulary(config: PretrainedConfig) -> int | None:
@@ -183,13 +184,13 @@ def _vocabulary(config: PretrainedConfig) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _values(spec: ModelSpec) -> dict[str, Any]:
+def _read_config_values(spec: ModelSpec) -> dict[str, Any]:
     if isinstance(spec.config, Path):
         return dict(json.loads(read_text(spec.config)))
     return dict(spec.config or {})
 
 
-def _transformers() -> Any:
+def _import_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:

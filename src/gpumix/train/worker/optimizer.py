@@ -13,12 +13,12 @@ from torch import nn
 from gpumix.engine.optimizers.adafactor import Adafactor
 from gpumix.engine.optimizers.layout import OptimizerLayout
 from gpumix.engine.optimizers.muon import Muon
-from gpumix.engine.optimizers.parameter_groups import matches
+from gpumix.engine.optimizers.parameter_groups import match_names
 from gpumix.engine.sharding.shard import Piece
 from gpumix.schema.job.job import Job, OptimizerSpec, ParameterGroup, ScheduleSpec
 
 
-def optimizer_for(
+def build_optimizer(
     spec: OptimizerSpec,
     pieces: Iterable[Piece],
     layout: Callable[[], OptimizerLayout] | None = None,
@@ -39,20 +39,22 @@ def optimizer_for(
     """
     trained = [p for p in pieces if p.local.requires_grad]
     patterns = [group.match for group in spec.groups]
-    numbers = matches(patterns, [p.name for p in trained], names)
+    numbers = match_names(patterns, [p.name for p in trained], names)
     made: dict[tuple[int, bool], dict[str, Any]] = {}
     for piece, number in zip(trained, numbers):
         of_job = spec.groups[number] if number < len(spec.groups) else None
         matrix = len(piece.shape) >= 2
-        made.setdefault((number, not matrix), _group(spec, of_job, matrix=matrix))["params"].append(
-            piece.local
-        )
+        made.setdefault((number, not matrix), _make_parameter_group(spec, of_job, matrix=matrix))[
+            "params"
+        ].append(piece.local)
     # torch requires a group, even on a rank whose stage trains nothing.
-    groups = [made[key] for key in sorted(made)] or [_group(spec, None, matrix=True)]
-    return _make(spec, groups, layout, fused=fused)
+    groups = [made[key] for key in sorted(made)] or [_make_parameter_group(spec, None, matrix=True)]
+    return _construct_optimizer(spec, groups, layout, fused=fused)
 
 
-def _group(spec: OptimizerSpec, of_job: ParameterGroup | None, *, matrix: bool) -> dict[str, Any]:
+def _make_parameter_group(
+    spec: OptimizerSpec, of_job: ParameterGroup | None, *, matrix: bool
+) -> dict[str, Any]:
     decay = spec.weight_decay if matrix else 0.0
     rate = spec.lr
     if of_job is not None:
@@ -62,15 +64,15 @@ def _group(spec: OptimizerSpec, of_job: ParameterGroup | None, *, matrix: bool) 
     return {"params": [], "weight_decay": decay, "lr": rate, "initial_lr": rate}
 
 
-def trial_optimizer(
+def build_trial_optimizer(
     spec: OptimizerSpec, parameters: list[nn.Parameter], *, fused: bool = True
 ) -> torch.optim.Optimizer:
     """Return the optimizer over full parameters, for the profiler to time."""
     groups = [{"params": parameters, "weight_decay": spec.weight_decay}]
-    return _make(spec, groups, None, fused=fused)
+    return _construct_optimizer(spec, groups, None, fused=fused)
 
 
-def _make(
+def _construct_optimizer(
     spec: OptimizerSpec,
     groups: list[dict[str, Any]],
     layout: Callable[[], OptimizerLayout] | None,
@@ -103,19 +105,19 @@ def _make(
     return make[spec.name](groups, lr=spec.lr)
 
 
-def learning_rate(job: Job, step: int) -> float:
+def compute_learning_rate(job: Job, step: int) -> float:
     """Return the learning rate of `step`, counted from 0."""
-    return job.optimizer.lr * _factor(job.schedule, step, job.steps)
+    return job.optimizer.lr * _compute_schedule_factor(job.schedule, step, job.steps)
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, job: Job, step: int) -> None:
     """Set the learning rates of `step`: one schedule, scaled by each group's peak."""
-    factor = _factor(job.schedule, step, job.steps)
+    factor = _compute_schedule_factor(job.schedule, step, job.steps)
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
 
 
-def _factor(schedule: ScheduleSpec, step: int, steps: int) -> float:
+def _compute_schedule_factor(schedule: ScheduleSpec, step: int, steps: int) -> float:
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
     # A trial may take more steps than the job.
