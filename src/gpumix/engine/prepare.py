@@ -113,10 +113,8 @@ def prepare(
     inventory = ParameterIndex.of(model, anatomy, plan)
     head = _head_in_chunks(model, anatomy, plan, comm.rank)
     forwards = _own_forwards(anatomy)
-    # Tensor.
     teams = make_tensor_parallel_groups(plan, comm)
     anatomy, changes = _apply_tensor_parallel(plan, anatomy, comm.rank, teams, tensor, head)
-    # Stages and shards.
     dtypes = Dtypes(TORCH_DTYPE[worker.compute_dtype], TORCH_DTYPE[plan.communication_dtype])
     storage = Storage(comm.device, dtypes, make_source(model, weights), head)
     parts, places = _make_stages(plan, anatomy, changes, comm, storage, teams)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gpumix.data.core.read_policy import DEFAULT_READING
+from gpumix.data.core.source import Source
 from gpumix.data.sources.iterable import is_stream
 from gpumix.data.sources.map_style import Collate, as_source
 from gpumix.engine.comm.init_distributed import ensure_process_group
@@ -37,6 +38,7 @@ from gpumix.hardware.host.environment import (
     torchrun_place,
 )
 from gpumix.hardware.runtime import current_device, device_uuid, is_available
+from gpumix.profiler.cache.measurement_files import MeasurementFiles
 from gpumix.profiler.cache.program_cache import open_program_cache
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.input_pipeline import measure_input
@@ -115,44 +117,61 @@ def profile(
             found, devices = _devices(ranks, cluster)
         if cluster is None and ranks.rank == 0 and not any(c.is_gpu for c in found.classes):
             progress(describe_cpu_run())
-        device = devices[ranks.rank]
-        dtypes = choose_compute_dtypes(precision, found)
-        compiled = choose_compiled_classes(compile, found, cpp_compiler=has_cpp_compiler())
+        settings = _choose_settings(found, precision, compile, efficiency)
         subject = Workload(
             build=partial(deferred, build, 0),
             make_batch=make_batch,
             optimizer_of=optimizer or partial(torch.optim.AdamW, fused=True),
             shape=WorkloadShape(sequence_length, global_batch),
             budget_s=budget_s,
-            dtypes=dtypes,
             loss=loss,
             units=tuple(units),
-            compiled=compiled,
-            chosen=choose(
-                efficiency or EfficiencySpec(),
-                found,
-                dtypes=dtypes,
-                compiled=compiled,
-                installed=installed(),
-            ),
             tensor=tensor,
             degrees=get_allowed_degrees(found, space),
             sequence=space.sequence,
             requires_tensor_parallel=1 not in space.tensor,
+            **settings,
         )
-        device_class = found.class_named(device.device_class)
-        with open_runtime(device_class, device.ordinal, device_id=device.id) as runtime:
-            ranks.device = runtime.torch_device
-            cache = None if same_as is None else open_program_cache(same_as, subject, found)
-            profiler = ClusterProfiler(
-                subject, found, ranks=ranks, devices=devices, runtime=runtime, cache=cache
-            )
-            measured = profiler.run(progress)
-            if dataset is None or is_stream(dataset):
-                return measured
-            source = as_source(dataset, collate)
-            inputs = measure_input(source, found, devices, ranks, reading=DEFAULT_READING)
-            return measured.model_copy(update={"inputs": inputs})
+        cache = None if same_as is None else open_program_cache(same_as, subject, found)
+        source = None if dataset is None or is_stream(dataset) else as_source(dataset, collate)
+        return _measure_devices(subject, found, devices, ranks, cache, source, progress)
+
+
+def _measure_devices(
+    subject: Workload,
+    cluster: Cluster,
+    devices: tuple[Device, ...],
+    ranks: RankGroup,
+    cache: MeasurementFiles | None,
+    source: Source | None,
+    progress: Callable[[str], None],
+) -> Profile:
+    """Measure the devices, and the input rate of `source` if given. Collective."""
+    device = devices[ranks.rank]
+    device_class = cluster.class_named(device.device_class)
+    with open_runtime(device_class, device.ordinal, device_id=device.id) as runtime:
+        ranks.device = runtime.torch_device
+        measured = ClusterProfiler(
+            subject, cluster, ranks=ranks, devices=devices, runtime=runtime, cache=cache
+        ).run(progress)
+        if source is None:
+            return measured
+        inputs = measure_input(source, cluster, devices, ranks, reading=DEFAULT_READING)
+        return measured.model_copy(update={"inputs": inputs})
+
+
+def _choose_settings(
+    cluster: Cluster,
+    precision: Precision,
+    compile: bool | Mapping[str, bool],
+    efficiency: EfficiencySpec | None,
+) -> dict[str, Any]:
+    """Return settings of a `Workload`: compute dtypes, compiled classes, and kernels."""
+    dtypes = choose_compute_dtypes(precision, cluster)
+    compiled = choose_compiled_classes(compile, cluster, cpp_compiler=has_cpp_compiler())
+    wanted = efficiency or EfficiencySpec()
+    chosen = choose(wanted, cluster, dtypes=dtypes, compiled=compiled, installed=installed())
+    return {"dtypes": dtypes, "compiled": compiled, "chosen": chosen}
 
 
 def open_device(cluster: Cluster | None = None) -> DeviceRuntime:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,97 +45,114 @@ def register(app: typer.Typer) -> None:
     )(launch)
 
 
+ProgramWords = Annotated[
+    list[str], typer.Argument(metavar="PROGRAM", help="JOB.yaml, SCRIPT.py or, with -m, MODULE.")
+]
+IsModule = Annotated[bool, typer.Option("-m", help="The program is a module.")]
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option("--cluster", help="A cluster file: which devices there are, or to emulate."),
+]
+Processes = Annotated[
+    int | None,
+    typer.Option("--processes", min=1, help="On this host; default: one for each device."),
+]
+Hosts = Annotated[
+    str | None,
+    typer.Option(
+        "--hosts",
+        metavar="HOSTS",
+        help="As ssh knows them: a,b or a:4,b:8 (processes), a file with one on each line, or "
+        "a cluster file that names them.",
+    ),
+]
+Pythons = Annotated[
+    list[str],
+    typer.Option(
+        "--python",
+        metavar="[HOSTS=]PATH",
+        help="Interpreter on the hosts, or on some: a,b=/opt/py311/bin/python; default: the "
+        "path of this one. May be repeated.",
+    ),
+]
+Folder = Annotated[
+    Path | None,
+    typer.Option("--folder", help="Working directory on the hosts; default: this one."),
+]
+Variables = Annotated[
+    list[str],
+    typer.Option(
+        "--env",
+        metavar="NAME[=VALUE]",
+        help="A variable for the program; without a value as it is here. May be repeated.",
+    ),
+]
+Logs = Annotated[
+    Path | None, typer.Option("--logs", help="A folder for a file of each host's lines.")
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address", help="Of the first host, as the others reach it; default: as ssh does."
+    ),
+]
+Port = Annotated[
+    int | None,
+    typer.Option("--port", min=1, max=65535, help="There; default: one that is free."),
+]
+TimeoutS = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        min=1.0,
+        help=f"Seconds that a host may take to answer; default: {TIMEOUT_S:.0f}.",
+    ),
+]
+GraceS = Annotated[
+    float | None,
+    typer.Option(
+        "--grace",
+        min=0.0,
+        help=f"Seconds to save in, when it is stopped; default: {GRACE_S:.0f}, under SLURM "
+        f"{SLURM_GRACE_S:.0f}.",
+    ),
+]
+SshCommand = Annotated[
+    str | None,
+    typer.Option("--ssh", help="The ssh to use, with options if need be; default: ssh."),
+]
+PrintsCommands = Annotated[
+    bool,
+    typer.Option(
+        "--print-commands", help="Print what each host would run, to be typed; ask nobody."
+    ),
+]
+PrintedTemplate = Annotated[
+    Template | None,
+    typer.Option("--template", help="Print a template for a scheduler: slurm or k8s."),
+]
+
+
 # One parameter per option, as typer requires.
 @make_command
 def launch(
     called: typer.Context,
-    program: Annotated[
-        list[str],
-        typer.Argument(metavar="PROGRAM", help="JOB.yaml, SCRIPT.py or, with -m, MODULE."),
-    ],
-    module: Annotated[bool, typer.Option("-m", help="The program is a module.")] = False,
-    cluster: Annotated[
-        Path | None,
-        typer.Option("--cluster", help="A cluster file: which devices there are, or to emulate."),
-    ] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option("--processes", min=1, help="On this host; default: one for each device."),
-    ] = None,
-    hosts: Annotated[
-        str | None,
-        typer.Option(
-            "--hosts",
-            metavar="HOSTS",
-            help="As ssh knows them: a,b or a:4,b:8 (processes), a file with one on each line, or "
-            "a cluster file that names them.",
-        ),
-    ] = None,
-    python: Annotated[
-        list[str],
-        typer.Option(
-            "--python",
-            metavar="[HOSTS=]PATH",
-            help="Interpreter on the hosts, or on some: a,b=/opt/py311/bin/python; default: the "
-            "path of this one. May be repeated.",
-        ),
-    ] = [],  # noqa: B006
-    folder: Annotated[
-        Path | None,
-        typer.Option("--folder", help="Working directory on the hosts; default: this one."),
-    ] = None,
-    env: Annotated[
-        list[str],
-        typer.Option(
-            "--env",
-            metavar="NAME[=VALUE]",
-            help="A variable for the program; without a value as it is here. May be repeated.",
-        ),
-    ] = [],  # noqa: B006
-    logs: Annotated[
-        Path | None, typer.Option("--logs", help="A folder for a file of each host's lines.")
-    ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            "--address", help="Of the first host, as the others reach it; default: as ssh does."
-        ),
-    ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option("--port", min=1, max=65535, help="There; default: one that is free."),
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            "--timeout",
-            min=1.0,
-            help=f"Seconds that a host may take to answer; default: {TIMEOUT_S:.0f}.",
-        ),
-    ] = None,
-    grace: Annotated[
-        float | None,
-        typer.Option(
-            "--grace",
-            min=0.0,
-            help=f"Seconds to save in, when it is stopped; default: {GRACE_S:.0f}, under SLURM "
-            f"{SLURM_GRACE_S:.0f}.",
-        ),
-    ] = None,
-    ssh: Annotated[
-        str | None,
-        typer.Option("--ssh", help="The ssh to use, with options if need be; default: ssh."),
-    ] = None,
-    print_commands: Annotated[
-        bool,
-        typer.Option(
-            "--print-commands", help="Print what each host would run, to be typed; ask nobody."
-        ),
-    ] = False,
-    template: Annotated[
-        Template | None,
-        typer.Option("--template", help="Print a template for a scheduler: slurm or k8s."),
-    ] = None,
+    program: ProgramWords,
+    module: IsModule = False,
+    cluster: ClusterFile = None,
+    processes: Processes = None,
+    hosts: Hosts = None,
+    python: Pythons = [],  # noqa: B006
+    folder: Folder = None,
+    env: Variables = [],  # noqa: B006
+    logs: Logs = None,
+    address: Address = None,
+    port: Port = None,
+    timeout: TimeoutS = None,
+    grace: GraceS = None,
+    ssh: SshCommand = None,
+    print_commands: PrintsCommands = False,
+    template: PrintedTemplate = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -145,46 +162,13 @@ def launch(
     from gpumix.launch.program import parse_program
     from gpumix.launch.schedulers.kubernetes import PYTHON
 
-    asking: dict[str, object] = {"--timeout": timeout, "--ssh": ssh}
-    printed: dict[str, object] = {
-        "--processes": processes,
-        "--logs": logs,
-        "--print-commands": print_commands,
-    }
-    if template is not None:
-        _refuse_options(printed | asking, "has no effect on a template", fix="leave it out")
-    elif print_commands:
-        unused: dict[str, object] = {"--logs": logs, "--timeout": timeout}
-        _refuse_options(unused, "has no effect where commands are printed", fix="leave it out")
-    there: dict[str, object] = {
-        "--address": address,
-        "--logs": logs,
-        "--python": python,
-        "--folder": folder,
-    }
-    if hosts is None and template is None:
-        _refuse_options(
-            there | asking, "has an effect on several hosts only", fix="name them: --hosts a,b"
-        )
-    if hosts is not None:
-        _refuse_options({"--processes": processes}, "is of this host", fix="--hosts a:4,b:8")
     named = parse_program(program, module=module)
+    _refuse_unused_options(called, named.kind == "job")
     if named.kind == "job":
         _refuse_misplaced_options(named.arguments, called)
     devices, file, on = _read_devices(named, cluster, hosts)
-    if hosts is None and named.kind == "job" and template is None:
-        _refuse_options(
-            {"--processes": processes, "--port": port, "--grace": grace is not None},
-            "has no effect on a job on one host",
-            fix="leave it out: its cluster says which devices it has",
-        )
     usual = PYTHON if template is Template.k8s else sys.executable
     default, pythons = parse_pythons(python, on, usual)
-    if template is not None:
-        one = "is for one host: nodes of a template have one interpreter"
-        _refuse_options(
-            {f"--python {word}": "=" in word for word in python}, one, fix="--python PATH"
-        )
     if grace is None:
         grace = SLURM_GRACE_S if template is Template.slurm else GRACE_S
     asked = pass_cluster(
@@ -217,6 +201,41 @@ def launch(
         _run_program(asked)
 
 
+def _refuse_unused_options(called: typer.Context, is_job: bool) -> None:
+    """Refuse options without effect on what is wanted.
+
+    Args:
+        is_job: the program is a job.
+    """
+    given = called.params
+    unused: tuple[str, ...]
+    if given["template"] is not None:
+        unused = ("processes", "logs", "print_commands", "timeout", "ssh")
+        _refuse_options(given, unused, "has no effect on a template", fix="leave it out")
+        one = "is for one host: nodes of a template have one interpreter"
+        of_hosts = {f"python {word}": "=" in word for word in given["python"] or ()}
+        _refuse_options(of_hosts, of_hosts, one, fix="--python PATH")
+    elif given["print_commands"]:
+        unused = ("logs", "timeout")
+        _refuse_options(
+            given, unused, "has no effect where commands are printed", fix="leave it out"
+        )
+    if given["hosts"] is not None:
+        _refuse_options(given, ["processes"], "is of this host", fix="--hosts a:4,b:8")
+    elif given["template"] is None:
+        unused = ("address", "logs", "python", "folder", "timeout", "ssh")
+        _refuse_options(
+            given, unused, "has an effect on several hosts only", fix="name them: --hosts a,b"
+        )
+        if is_job:
+            _refuse_options(
+                {**given, "grace": given["grace"] is not None},
+                ["processes", "port", "grace"],
+                "has no effect on a job on one host",
+                fix="leave it out: its cluster says which devices it has",
+            )
+
+
 def _refuse_misplaced_options(arguments: Sequence[str], called: typer.Context) -> None:
     """Refuse options of `gpumix launch` behind a job; arguments there are for `gpumix train`."""
     assert called.parent is not None
@@ -233,10 +252,12 @@ def _refuse_misplaced_options(arguments: Sequence[str], called: typer.Context) -
             )
 
 
-def _refuse_options(options: Mapping[str, object], what: str, *, fix: str) -> None:
-    for name, value in options.items():
-        if value:
-            raise InputError(f"{name} {what}", fix=fix)
+def _refuse_options(
+    given: Mapping[str, object], names: Iterable[str], what: str, *, fix: str
+) -> None:
+    for name in names:
+        if given[name]:
+            raise InputError(f"--{name.replace('_', '-')} {what}", fix=fix)
 
 
 def _read_devices(
@@ -272,7 +293,8 @@ def _print_template(template: Template, asked: LaunchRequest) -> None:
         text = make_sbatch_script(components, program, around, address=asked.address, port=port)
     else:
         _refuse_options(
-            {"--address": asked.address},
+            {"address": asked.address},
+            ["address"],
             "has no effect: the first pod has its name",
             fix="leave it out",
         )

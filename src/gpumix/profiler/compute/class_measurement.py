@@ -171,11 +171,7 @@ def _sweep_class(
     dtype, team = subject.dtypes[device_class], None
     if degree > 1:
         team = FakeTensorParallelGroup(degree, runtime.torch_device)
-        styles = resolve_tensor_plan(model, subject.tensor)
-        every = [unit.name for unit in anatomy.units] if sequence else []
-        anatomy, _ = parallelize_model(
-            anatomy, team, styles, part=select_whole_model(anatomy), sequence=every
-        )
+        anatomy = _split_units(subject, model, anatomy, team, sequence=sequence)
     specimens = UnitFixture(
         model,
         anatomy,
@@ -225,6 +221,21 @@ def _sweep_class(
         found = replace(found, compiled=True, compile_finding=told)
     profile = _model_profile(anatomy, fingerprint, found, model, dtype, runtime.memory_limit_bytes)
     return found, anatomy, profile
+
+
+def _split_units(
+    subject: Workload,
+    model: nn.Module,
+    anatomy: ModelUnits,
+    team: FakeTensorParallelGroup,
+    *,
+    sequence: bool,
+) -> ModelUnits:
+    """Replace units by one rank's part of them in a tensor-parallel group."""
+    styles = resolve_tensor_plan(model, subject.tensor)
+    every = [unit.name for unit in anatomy.units] if sequence else []
+    whole = select_whole_model(anatomy)
+    return parallelize_model(anatomy, team, styles, part=whole, sequence=every)[0]
 
 
 def _measure_groups(
