@@ -109,3 +109,7 @@ def show_flops(rate: float) -> str:
 
 def format_count(number: int, one: str) -> str:
     return f"{number:,} {one}{'' if number == 1 else 's'}"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"

@@ -10,7 +10,7 @@ from gpumix.check.finding import Finding, Severity
 from gpumix.hardware.discovery.gpu_health import THROTTLE_REASONS, GpuHealth
 from gpumix.hardware.estimates.gpu_catalogue import Card, PcieLink, find_card
 from gpumix.schema.errors import InputError
-from gpumix.schema.units import show_bytes, show_flops
+from gpumix.schema.units import format_rate, show_bytes, show_flops
 
 SLOWER = 0.8  # fraction of the class's median speed below which a GPU counts as slow
 OF_DATASHEET = 0.6  # part of the datasheet's memory bandwidth reached by copies on any healthy card
@@ -126,11 +126,11 @@ def _slower(
     """Yield the name, a description and the value of each slow speed."""
     kinds = {
         "compute": ([one.flops_per_s for one in like], own.flops_per_s, show_flops),
-        "memory": ([one.memory_bytes_per_s for one in like], own.memory_bytes_per_s, _rate),
+        "memory": ([one.memory_bytes_per_s for one in like], own.memory_bytes_per_s, format_rate),
         "host link": (
             [one.host_bytes_per_s for one in like if one.host_bytes_per_s],
             own.host_bytes_per_s,
-            _rate,
+            format_rate,
         ),
     }
     told = set()
@@ -143,7 +143,9 @@ def _slower(
     if card is not None and "memory" not in told:
         stated = float(card.memory_bandwidth)
         if own.memory_bytes_per_s < OF_DATASHEET * stated:
-            what = f"{_rate(own.memory_bytes_per_s)}, its datasheet says {_rate(stated)}"
+            what = (
+                f"{format_rate(own.memory_bytes_per_s)}, its datasheet says {format_rate(stated)}"
+            )
             yield "memory", what, own.memory_bytes_per_s
 
 
@@ -190,7 +192,7 @@ def describe_speed(survey: Survey) -> str:
             classes.setdefault(rank.device_class, []).append(rank.speed)
     return "; ".join(
         f"{name} {show_flops(median(one.flops_per_s for one in found))} in {found[0].dtype}, "
-        f"memory {_rate(median(one.memory_bytes_per_s for one in found))}"
+        f"memory {format_rate(median(one.memory_bytes_per_s for one in found))}"
         for name, found in classes.items()
     )
 
@@ -214,10 +216,6 @@ def card_of(product: str) -> Card | None:
 
 def _title(rank: RankFacts) -> str:
     return rank.device_class if rank.health is None else f"GPU {rank.health.index}"
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
 def _of(

@@ -12,7 +12,7 @@ from gpumix.check.finding import Finding, Severity
 from gpumix.check.rules.gpus import card_of
 from gpumix.hardware.estimates.cluster_shorthand import links_inside
 from gpumix.schema.cluster.network import Link
-from gpumix.schema.units import format_count, show_seconds
+from gpumix.schema.units import format_count, format_rate, show_seconds
 
 OF_STATED = 0.5  # fraction of a link's stated rate
 OF_LIKE = 0.5  # fraction of the median rate of pairs of the same classes
@@ -100,7 +100,7 @@ def _slow(survey: Survey, pair: PairFacts, ranks: dict[int, RankFacts]) -> Itera
     stated = stated_link(survey, one, other)
     found = ""
     if stated is not None and rate < OF_STATED * _rate_at(stated, pair.message_bytes):
-        found = f"{stated.name or 'its link'} should give {_rate(_rate_at(stated, 2**26))}"
+        found = f"{stated.name or 'its link'} should give {format_rate(_rate_at(stated, 2**26))}"
     like = [
         p.bytes_per_s
         for p in survey.pairs
@@ -109,13 +109,13 @@ def _slow(survey: Survey, pair: PairFacts, ranks: dict[int, RankFacts]) -> Itera
     # Rates between processes of one CPU vary with the machine's load.
     real = one.has_gpu or one.host != other.host
     if not found and real and not one.emulated and len(like) > 1 and rate < OF_LIKE * median(like):
-        found = f"pairs of the same classes {_rate(median(like))}"
+        found = f"pairs of the same classes {format_rate(median(like))}"
     if found:
         apart = one.host != other.host
         yield Finding(
             check="links",
             severity=Severity.WARNING,
-            what=f"{_named(one)} and {_named(other)} move {_rate(rate)}, {found}",
+            what=f"{_named(one)} and {_named(other)} move {format_rate(rate)}, {found}",
             fix="ethtool and ibstat show what the card agreed on with the switch; name the fast "
             "interface: export NCCL_SOCKET_IFNAME=eth0, NCCL_IB_HCA=mlx5_0"
             if apart
@@ -185,7 +185,7 @@ def describe_links(survey: Survey) -> str:
 
 
 def _slowest(name: str, pairs: list[PairFacts]) -> str:
-    rate = _rate(min(pair.bytes_per_s or 0.0 for pair in pairs))
+    rate = format_rate(min(pair.bytes_per_s or 0.0 for pair in pairs))
     latency = show_seconds(max(pair.latency_s or 0.0 for pair in pairs))
     return f"{format_count(len(pairs), 'pair')} {name}, the slowest {rate} and {latency}"
 
@@ -233,7 +233,3 @@ def collect_clock_skews(survey: Survey) -> dict[str, float]:
 
 def _named(rank: RankFacts) -> str:
     return f"rank {rank.rank} on {rank.host}"
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.3g} GB/s"

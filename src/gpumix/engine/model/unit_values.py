@@ -102,3 +102,7 @@ class ArgumentsStructure(NamedTuple):
         """Return the arguments, with the given leaves."""
         rest = iter(leaves)
         return unflatten(self.args, rest), unflatten(self.kwargs, rest)
+
+
+def wants_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.model.captured_outputs import OutputCapture
+from gpumix.engine.model.unit_values import wants_gradient
 from gpumix.engine.sequence_parallel.collective_regions import copy_to_region, reduce_from_region
 
 Unit = Callable[[Any, Any, Any], Any]
@@ -173,7 +174,7 @@ class _Run:
     def _backward(self, ends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         named = dict(self._subject.module.named_parameters())
         parameters = {name: named[name] for name in self._subject.parts if name in named}
-        inputs = [value if _has_gradient(value) else None for value in self._given]
+        inputs = [value if wants_gradient(value) else None for value in self._given]
         wanted = [value for value in (*inputs, *parameters.values()) if value is not None]
         self.wanted = bool(ends and wanted)
         found: Iterator[torch.Tensor | None] = iter(())
@@ -351,10 +352,6 @@ def _leaf(value: Any, like: Any = None) -> Any:
     return value.detach().clone().requires_grad_(like.requires_grad)
 
 
-def _has_gradient(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
 def _noise(like: torch.Tensor) -> torch.Tensor:
     """Return noise in the shape of a tensor, equal on every rank."""
     drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(like.numel()))
@@ -362,7 +359,7 @@ def _noise(like: torch.Tensor) -> torch.Tensor:
 
 
 def _like_noise(value: Any) -> torch.Tensor | None:
-    return _noise(value) if _has_gradient(value) else None
+    return _noise(value) if wants_gradient(value) else None
 
 
 def _compare_gradients(found: torch.Tensor | None, expected: torch.Tensor | None, of: str) -> None:

@@ -83,10 +83,6 @@ class ModelUnits:
         """The root unit, followed by all units."""
         return (self.root, *self.units)
 
-    def unit(self, name: str) -> Unit:
-        """Return the unit called `name`; raise KeyError without any."""
-        return {u.name: u for u in self.units}[name]
-
     def of_kinds(self, kinds: Mapping[str, str]) -> ModelUnits:
         """Return a copy with new kinds, by names of units; the rest keep theirs."""
         units = (replace(unit, kind=kinds.get(unit.name, unit.kind)) for unit in self.units)

@@ -27,6 +27,7 @@ from gpumix.engine.model.unit_values import (
     Structure,
     flatten,
     unflatten,
+    wants_gradient,
 )
 from gpumix.engine.offload.host_offload import OffloadStore
 from gpumix.engine.sequence_parallel.collective_regions import own_part
@@ -95,7 +96,7 @@ class UnitBoundary:
         self._versions = get_versions(self._inputs)
         refuse_inputs(unit.name, self._inputs)
         # The inputs that want a gradient: outputs of earlier units, or made from them.
-        self._wanted = [call.state.gradients and _wants_gradient(t) for t in self._inputs]
+        self._wanted = [call.state.gradients and wants_gradient(t) for t in self._inputs]
         self.links = [
             GradientTarget.of(t) for t, wanted in zip(self._inputs, self._wanted) if wanted
         ]
@@ -152,7 +153,7 @@ class UnitBoundary:
         refuse_outputs(self.unit, outputs)
         self.sent = self._copy_sent_outputs(outputs, structure)
         for place, output in enumerate(outputs):
-            if not _wants_gradient(output):
+            if not wants_gradient(output):
                 self._edges.append(None)
                 self._leaves.append(None)
                 continue
@@ -390,7 +391,3 @@ def _list_contents(value: Any) -> list[Any]:
 def _make_leaf(output: torch.Tensor) -> torch.Tensor:
     """Return a leaf without memory in place of `output`; only the gradient is used."""
     return expand_zeros_like(output).requires_grad_()
-
-
-def _wants_gradient(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad

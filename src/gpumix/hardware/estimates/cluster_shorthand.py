@@ -102,7 +102,7 @@ def parse_cluster(
             fix=f"give it: {option} 25GbE (or 100GbE, ib-hdr, '12 GB/s'); cards of one host are "
             "joined by commas",
         )
-    between = None if network is None else _link(network, option)
+    between = None if network is None else read_link(network, option)
     known = {c.card.name: c.card for host in hosts for c in host}
     check_vendors(known.values())
     check_count(sum(c.count for host in hosts for c in host))
@@ -215,7 +215,12 @@ def _devices(hosts: list[tuple[CardCount, ...]]) -> Iterator[Device]:
                 ordinal += 1
 
 
-def _link(text: str, option: str) -> Link:
+def read_link(text: str, option: str) -> Link:
+    """Parse a link.
+
+    Args:
+        option: of the command line, for errors.
+    """
     try:
         return parse_link(text)
     except ValueError as error:

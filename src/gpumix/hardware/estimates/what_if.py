@@ -17,13 +17,14 @@ from gpumix.hardware.estimates.cluster_shorthand import (
     check_vendors,
     links_inside,
     make_device_class,
+    read_link,
     split_count,
     with_peak,
 )
 from gpumix.hardware.estimates.estimate import estimate_class, make_slower_class, scale_estimates
 from gpumix.hardware.estimates.gpu_catalogue import Card, find_card
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
-from gpumix.schema.cluster.network import Link, Network, parse_link
+from gpumix.schema.cluster.network import Link, Network
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.dtypes import get_dtype_support
@@ -166,7 +167,7 @@ def set_link_between_hosts(profile: Profile, text: str) -> Profile:
     Raises:
         InputError: the text names no link, or there is only one host.
     """
-    new = _link(text, "--network")
+    new = read_link(text, "--network")
     known = profile.cluster.network
     if len({d.host for d in profile.cluster.devices}) == 1:
         raise InputError(
@@ -186,7 +187,7 @@ def set_link_inside_hosts(profile: Profile, text: str) -> Profile:
     Raises:
         InputError: the text names no link, or the link between several hosts is not stated.
     """
-    new = _link(text, "--inside")
+    new = read_link(text, "--inside")
     known = profile.cluster.network
     if len({d.host for d in profile.cluster.devices}) == 1:
         return _with_network(profile, Network(inside=new))
@@ -198,13 +199,6 @@ def set_link_inside_hosts(profile: Profile, text: str) -> Profile:
         )
     between = tuple(e for e in known.exceptions if e.where == "between")
     return _with_network(profile, known.model_copy(update={"inside": new, "exceptions": between}))
-
-
-def _link(text: str, option: str) -> Link:
-    try:
-        return parse_link(text)
-    except ValueError as error:
-        raise InputError(str(error), where=option) from None
 
 
 def _with_network(profile: Profile, stated: Network) -> Profile:

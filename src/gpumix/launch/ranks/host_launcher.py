@@ -19,6 +19,7 @@ from contextlib import suppress
 from gpumix.hardware.host.environment import restrict_to_loopback, unbuffer_output
 from gpumix.launch.commands import HOST_MODULE
 from gpumix.launch.orders import Order, Orders
+from gpumix.launch.probes.survey import LOST_EXIT_CODE
 from gpumix.launch.ranks.host_ranks import HostAssignment, start_ranks, wait_for_ranks
 from gpumix.schema.errors import GpumixError
 from gpumix.train.processes.tcp_liveness import has_visitors, listen_at
@@ -27,7 +28,6 @@ LOOPBACK = "127.0.0.1"
 STORE_KEPT_S = 300.0  # time the first host keeps the store for ranks elsewhere
 NAME_RESOLUTION_S = 60.0  # time until the name of a new pod or host is known
 POLL_S = 0.1
-LOST_EXIT_CODE = 255  # ssh's exit code for a lost connection
 
 
 def run_host_ranks(

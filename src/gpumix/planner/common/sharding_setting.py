@@ -176,15 +176,13 @@ def make_setting(
     devices: tuple[Device, ...],
     *,
     zero_stage: ZeroStage = 3,
-    sharding: Sharding = "all",
-    collectives: Collectives | None = None,
     cap: float = float("inf"),
     modes: tuple[Mode, ...] = (PLAIN,),
 ) -> ShardingSetting:
-    """Build a setting; without `collectives`, by the forms best for unequal intervals."""
+    """Build a setting with state sharded over all devices, by the collectives best for unequal
+    intervals."""
     fleet = Fleet.of(profile, devices)
-    collectives = collectives or select_collective_forms(profile)
-    layout = _layout(fleet, zero_stage, sharding, collectives, cap)
+    layout = _layout(fleet, zero_stage, "all", select_collective_forms(profile), cap)
     return _setting(fleet, layout, cap, fleet.measured(modes))
 
 

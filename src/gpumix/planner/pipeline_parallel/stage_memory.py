@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import numpy.typing as npt
 
@@ -45,21 +43,13 @@ class StageMemory:
         workers: WorkerCounts,
         elements: FloatArray,
         zero_stage: ZeroStage,
-        held: Mapping[str, FloatArray] | None = None,
-        rounds: int = 1,
     ) -> npt.NDArray[np.bool_]:
-        """Return a mask of room: each worker for undivided state, all together for the rest.
-
-        Args:
-            held: bytes of anything else, by class.
-            rounds: stages of each worker, dividing its memory equally.
-        """
+        """Return a mask of room: each worker for undivided state, all together for the rest."""
         fits = np.ones(1, dtype=bool)
         room, needed = np.zeros(1), np.zeros(1)
         for name, count in workers:
             whole, owned = element_bytes(self._profile, name, zero_stage)
-            left = free_bytes(self._profile, name) / rounds - elements * whole
-            left = left - held[name] if held else left
+            left = free_bytes(self._profile, name) - elements * whole
             fits = fits & (left >= 0)
             room = room + count * left
             needed = np.maximum(needed, elements * owned)
