@@ -215,13 +215,13 @@ class Rounds(Regression):
 
     def __init__(self, rounds: bool = True) -> None:
         super().__init__([Block() for _ in range(5)])
-        self.stages_per_group = rounds
+        self.rounds = rounds
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.enter(x)
         side = self.blocks[1](self.blocks[0](x.detach()))
         x = self.blocks[3](self.blocks[2](x))
-        side = (side > 0).float() if self.stages_per_group else side
+        side = (side > 0).float() if self.rounds else side
         return self.error(self.blocks[4](x + side), target)
 
 
@@ -330,7 +330,7 @@ EVERY = (
             "halves": Halves,
             "shares_by_dict": SharesByDict,
             "rounds": Rounds,
-            "never_rounds": partial(Rounds, stages_per_group=False),
+            "never_rounds": partial(Rounds, rounds=False),
             "looks_inside": looks_inside,
             "goes_by_numbers": GoesByNumbers,
             "frozen_bottom": frozen_bottom,

@@ -316,7 +316,7 @@ def test_lengths_are_counted_once(tmp_path, save, monkeypatch):
     given = {"dataset": save("texts", text=["ab", "c"]), "tokenize": "on-the-fly"}
     given |= {"packing": "none", "bucketing": True}
     first = opened(tmp_path, **given).lengths.tolist()
-    monkeypatch.setattr("gpumix.data.sources.tokenize_on_read.TokenizedTexts.measure", None)
+    monkeypatch.setattr("gpumix.data.sources.tokenize_on_read.TokenizedTexts.count_tokens", None)
     assert opened(tmp_path, **given).lengths.tolist() == first == [3, 2]
     (file,) = (tmp_path / "cache").glob("*.npy")
     file.write_bytes(b"torn")

@@ -43,7 +43,7 @@ def seen(job: dict[str, Any], **given: Any) -> Evidence:
         "other_dtypes": False,
         "tf32": (),
         "planned_s": 0.1,
-        "foretold_s": lambda changes: None if "global_batch" in changes else 0.05,
+        "predict_step_s": lambda changes: None if "global_batch" in changes else 0.05,
         "plan": Plan.model_construct(stages=()),
     }
     return Evidence(job=Job.model_validate(HEALTHY | job), **evidence | given)
@@ -162,7 +162,7 @@ def test_bf16_of_a_cpu_is_left_to_the_user():
 
 
 def test_small_batches_come_last_and_are_left_to_the_user():
-    *_, found = find_suspects(seen({"strategy": "even"}, foretold_s=lambda changes: 0.08))
+    *_, found = find_suspects(seen({"strategy": "even"}, predict_step_s=lambda changes: 0.08))
     assert (found.name, found.changes) == ("batch", {"global_batch": 8})
     assert found.changes_training and "`global_batch: 8`" in found.change_text
 
@@ -197,14 +197,14 @@ def test_what_is_given_up_is_told(job, given, told):
 @pytest.mark.parametrize(
     ("job", "given"),
     [
-        ({}, {"foretold_s": lambda changes: 0.09}),  # of twice as many samples, by half of them
-        ({}, {"foretold_s": lambda changes: 0.05, "input_share": 0.2}),
+        ({}, {"predict_step_s": lambda changes: 0.09}),  # of twice as many samples, by half of them
+        ({}, {"predict_step_s": lambda changes: 0.05, "input_share": 0.2}),
         (data(workers=0), {"input_share": 0.02}),
         (data(packing="documents", tokenize="on-the-fly"), {"input_share": 0.2}),
         ({"precision": "fp32"}, {}),  # what its classes compute in by themselves
-        ({"strategy": "even"}, {"foretold_s": lambda changes: 0.099}),
-        ({"strategy": "even"}, {"foretold_s": lambda changes: None}),  # there is no such plan
-        ({"techniques": {"recompute": True}}, {"foretold_s": lambda changes: 0.2}),
+        ({"strategy": "even"}, {"predict_step_s": lambda changes: 0.099}),
+        ({"strategy": "even"}, {"predict_step_s": lambda changes: None}),  # there is no such plan
+        ({"techniques": {"recompute": True}}, {"predict_step_s": lambda changes: 0.2}),
         ({"checkpoint": {"every_steps": 100}}, {"save": InterruptionCost(0.1)}),
         ({}, {"inside": RankObservations(syncs=(replace(ITEM, calls=3),))}),  # not in each step
         ({}, {"inside": RankObservations(syncs=(replace(ITEM, what="__bool__"),))}),

@@ -147,5 +147,3 @@ def test_state_has_room_where_workers_can_divide_it():
     room, elements = StageMemory(found), np.array([1e6, 2e6, 3e6])
     assert list(room.fits((("one", 2),), elements, 0)) == [True, False, False]
     assert list(room.fits((("one", 2),), elements, 3)) == [True, True, False]
-    held = {"one": np.array([19e6])}
-    assert not room.fits((("one", 2),), elements, 3, held).any()

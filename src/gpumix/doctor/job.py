@@ -188,7 +188,7 @@ class JobPatient:
             != choose_compute_dtypes("auto", self.pipeline.cluster),
             tf32=tuple(c.name for c in classes if _has_tf32(c)),
             planned_s=plan.prediction.step_s if plan.prediction else 0.0,
-            predict_step_s=lambda changes: _foretold_s(self.with_changes(changes)),
+            predict_step_s=lambda changes: _predict_step_s(self.with_changes(changes)),
         )
 
     def remarks(self) -> Iterator[str]:
@@ -226,7 +226,7 @@ def open_job_patient(
         yield JobPatient(path, given, steps + SETTLING, scratch, allowed, debug)
 
 
-def _foretold_s(patient: JobPatient) -> float | None:
+def _predict_step_s(patient: JobPatient) -> float | None:
     try:
         expected = patient.plan.prediction
     except GpumixError:

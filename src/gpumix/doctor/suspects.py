@@ -48,7 +48,7 @@ class Evidence:
         other_dtypes: whether `precision: auto` would select another dtype for some class.
         tf32: names of classes supporting TF32 for fp32 products.
         planned_s: predicted step time of the job's current plan.
-        foretold_s: plans the job with changes, and returns the predicted step time for the same
+        predict_step_s: plans the job with changes, and returns the predicted step time for the same
             number of samples; None without a plan.
     """
 
@@ -164,10 +164,10 @@ def _pins(seen: Evidence) -> Iterator[Suspect]:
 def _suspect_if_predicted(
     seen: Evidence, name: str, what: str, changes: Changes
 ) -> Iterator[Suspect]:
-    foretold_s = seen.predict_step_s(changes)
-    if foretold_s is None or foretold_s >= seen.planned_s * (1.0 - LEAST_PREDICTED_SAVING):
+    predicted_s = seen.predict_step_s(changes)
+    if predicted_s is None or predicted_s >= seen.planned_s * (1.0 - LEAST_PREDICTED_SAVING):
         return
-    gain = seen.planned_s / foretold_s
+    gain = seen.planned_s / predicted_s
     yield Suspect(name, what, f"the cost model promises {gain:.2f} times the speed", changes)
 
 
@@ -273,13 +273,14 @@ def _batch(seen: Evidence) -> Iterator[Suspect]:
     changes = {"global_batch": 2 * seen.job.global_batch}
     if seen.input_share > MIN_STARVED_SHARE or changes["global_batch"] > LARGEST_BATCH:
         return
-    foretold_s = seen.predict_step_s(changes)
-    if foretold_s is None or foretold_s >= seen.planned_s * (1.0 - SMALL_BATCH):
+    predicted_s = seen.predict_step_s(changes)
+    if predicted_s is None or predicted_s >= seen.planned_s * (1.0 - SMALL_BATCH):
         return
     yield Suspect(
         name="batch",
         what="batches are small",
-        why=f"the cost model promises {seen.planned_s / foretold_s:.2f} times the samples a second",
+        why=f"the cost model promises {seen.planned_s / predicted_s:.2f} times the samples a "
+        "second",
         changes=changes,
         note=BATCH_NOTE,
         changes_training=True,

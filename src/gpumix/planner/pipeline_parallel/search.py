@@ -43,7 +43,6 @@ from gpumix.planner.common.strategy import (
     PlanRequest,
     attach_bound,
     compute_time_to_beat,
-    get_prediction,
     ranked_devices,
 )
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
@@ -147,21 +146,24 @@ def plan_staged_below(
 
 def _search_below(profile: Profile, request: PlanRequest, below_s: float) -> Searched:
     few = len(ranked_devices(profile, request)) <= FEW_DEVICES
-    plan, bound_s = _Search(
-        profile, request, below_s * NEIGHBOR_LIMIT_FACTOR if few else below_s
-    ).run()
-    if plan is not None and get_prediction(plan).step_s >= below_s:
-        plan = None
-    return plan, bound_s
+    return _Search(profile, request, below_s, NEIGHBOR_LIMIT_FACTOR if few else 1.0).run()
 
 
 class _Search:
-    def __init__(self, profile: Profile, request: PlanRequest, below_s: float) -> None:
+    """Search of plans faster than `below_s`.
+
+    Args:
+        margin: factor of `below_s`: neighbors of plans within are tried too.
+    """
+
+    def __init__(
+        self, profile: Profile, request: PlanRequest, below_s: float, margin: float
+    ) -> None:
         self._profile = profile
         self._batch = request.global_batch
         self._space = request.space
         self._devices = select_groupable_devices(profile, request)
-        self._below_s = below_s
+        self._wanted_s, self._below_s = below_s, below_s * margin
         refuse_one_stage(profile, self._devices)
         check_space_includes(request.space)
         teams = measured_teams(profile).intersection(teams_of_space(request.space))
@@ -188,6 +190,8 @@ class _Search:
         if bound_s < self._best_s * (1 - MIN_RELATIVE_GAIN):
             self._count_estimated()
             self._evaluate_neighbors()
+        self._drop_slow()
+        if bound_s < self._best_s * (1 - MIN_RELATIVE_GAIN):
             bound_s = max(bound_s, self._prove())
         bound_s = min(bound_s, self._best_s)
         if self._best is None:
@@ -198,6 +202,12 @@ class _Search:
         bound_s = min(bound_s, expected.step_s)
         expected = expected.model_copy(update={"bound_s": bound_s})
         return self._best.plan.model_copy(update={"prediction": expected}), bound_s
+
+    def _drop_slow(self) -> None:
+        """Return to the limit without the margin."""
+        self._below_s = self._wanted_s
+        if self._best is not None and self._best.seconds >= self._below_s:
+            self._best = None
 
     def _refuse_schedules(self) -> None:
         """Drop schedules without plans; raise a NoFeasiblePlanError if none remains."""
