@@ -46,7 +46,7 @@ def main() -> None:
         try:
             job = Job.model_validate_json(given["job"])
             marks, path = stack.enter_context(lock_position(job.output, name, given["since"]))
-            tracker: Tracker = import_module(f"{TRACKERS_PACKAGE}.{name}").of(
+            tracker: Tracker = import_module(f"{TRACKERS_PACKAGE}.{name}").make_tracker(
                 job.trackers.named()[name], job
             )
             tracker.prepare()
