@@ -60,9 +60,7 @@ def main() -> None:
         arguments.model, width=arguments.width, layers=arguments.layers, sequence=arguments.sequence
     )
     every = [
-        Results.of(
-            Study(setting, (*others(setting), *ours()), arguments.stages_per_group, arguments.steps)
-        )
+        Results.of(Study(setting, (*others(setting), *ours()), arguments.rounds, arguments.steps))
         for setting in _settings(model, arguments)
     ]
     clocks: dict[int, Clock] = {n: _clock(n, arguments.clock) for n in (1, *arguments.ranks)}

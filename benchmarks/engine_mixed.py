@@ -102,7 +102,7 @@ class Result:
 def main() -> None:
     arguments = _arguments()
     begun = time.perf_counter()
-    size = Size(1, 1) if arguments.quick else Size(arguments.stages_per_group, arguments.steps)
+    size = Size(1, 1) if arguments.quick else Size(arguments.rounds, arguments.steps)
     results = []
     for mixture in MIXTURES:
         if mixture.name in arguments.only:

@@ -58,9 +58,7 @@ def main() -> int:
     every = []
     for setting in _settings(arguments):
         entrants = (OURS, *_forms_of_fsdp2(setting), *([PLAIN] if setting.world == 1 else []))
-        every.append(
-            Results.of(Study(setting, entrants, arguments.stages_per_group, arguments.steps))
-        )
+        every.append(Results.of(Study(setting, entrants, arguments.rounds, arguments.steps)))
         _show(every[-1])
     figures = _figures(every) | growths()
     look_ups_ms = {name: round(1e3 * seconds, 4) for name, seconds in look_ups_s().items()}

@@ -241,7 +241,7 @@ def through_lightning(folder: Path, rounds: int) -> list[float]:
                 default_root_dir=folder,
             )
             loader = torch.utils.data.DataLoader(Tokens(), batch_size=BATCH, shuffle=True)
-            trainer.can_fit(Module(), loader)
+            trainer.fit(Module(), loader)
             return step_s()
 
     ratios = []
@@ -272,9 +272,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         if "losses" in wanted:
             figures |= losses(Path(name))
-        figures |= overhead(
-            Path(name), args.stages_per_group, [one for one in MEASURED if one in wanted]
-        )
+        figures |= overhead(Path(name), args.rounds, [one for one in MEASURED if one in wanted])
     print_figures(figures, as_json=args.json)
 
 

@@ -47,7 +47,7 @@ def main() -> None:
     arguments = _arguments()
     begun = time.perf_counter()
     sizes = {"global_batch": 16, "sequence": 64} if arguments.quick else {}
-    rounds, steps = (1, 1) if arguments.quick else (arguments.stages_per_group, arguments.steps)
+    rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
     size = Size(rounds, steps, arguments.every)
     mixed = hold(Setting(MIXED, WIDTH, LAYERS, HEADS, **sizes), size)
     equal = hold(Setting(EQUAL, WIDTH, LAYERS, HEADS, **sizes), size, splits=(EVEN,))

@@ -104,7 +104,7 @@ class Data:
         in_a_row: ranks read in a row: also their order in a batch is to be that one.
     """
 
-    open_tensor: Callable[[], Any]
+    opened: Callable[[], Any]
     order: np.ndarray
     given: dict[str, Any]
     shares: tuple[Shares, ...]
@@ -172,9 +172,7 @@ class Configuration:
     def open(self, shares: Shares) -> list[Loader]:
         how: dict[str, Any] = {"by_length": DEFAULT_BY_LENGTH, **self.data.given}
         how |= {"seed": SEED, "workers": self.workers, "kind": self.kind}
-        return [
-            Loader(self.data.open_tensor(), shares, rank, **how) for rank in range(_ranks(shares))
-        ]
+        return [Loader(self.data.opened(), shares, rank, **how) for rank in range(_ranks(shares))]
 
     def run(self, truth: list[list[Row]]) -> str:
         """The hash of all samples. Those of a step that are read by several ranks, for they are of

@@ -182,11 +182,11 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "cpu_has_bf16": bool(torch.cpu._is_avx512_bf16_supported()),
         "threads": arguments.threads,
-        "rounds": arguments.stages_per_group,
+        "rounds": arguments.rounds,
     }
     for way in ways():
         if not arguments.only or way.name in arguments.only:
-            figures |= compare(way, arguments.stages_per_group, arguments.width)
+            figures |= compare(way, arguments.rounds, arguments.width)
     figures["seconds"] = round(time.perf_counter() - begun, 1)
     print_figures(figures, as_json=arguments.json)
 

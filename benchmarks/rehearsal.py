@@ -112,7 +112,7 @@ def main() -> None:
     figures: common.Figures = {}
     for name in MODELS:
         measured(name)  # what is imported and compiled the first time
-        rounds = [measured(name) for _ in range(args.stages_per_group)]
+        rounds = [measured(name) for _ in range(args.rounds)]
         figures[f"{name}_rehearsal_s"] = round(median(one for one, _ in rounds), 4)
         figures[f"{name}_of_a_step"] = round(median(one / step for one, step in rounds), 3)
     common.print_figures(figures, as_json=args.json)

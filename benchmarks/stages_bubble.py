@@ -87,7 +87,7 @@ def main() -> int:
     begun = time.perf_counter()
     bubbles = list(equal_stages(arguments.steps))
     contests = [
-        all_splits(cluster, layers, least, arguments.steps, arguments.stages_per_group)
+        all_splits(cluster, layers, least, arguments.steps, arguments.rounds)
         for cluster, layers, least in MIXTURES
     ]
     every = [*bubbles, *(found for contest in contests for found in contest)]

@@ -173,7 +173,7 @@ def main() -> int:
         print(f"{case}{mark}", flush=True)
     ratios, in_stages, overruns = [], 0, 0
     for job in JOBS:
-        case, turns = run(job, arguments.steps, arguments.stages_per_group)
+        case, turns = run(job, arguments.steps, arguments.rounds)
         in_stages += case.stages > 1
         own = turns.pop("optimal")
         ratios.append(own.step_s / min((t.step_s for t in turns.values()), default=float("inf")))

@@ -111,7 +111,7 @@ def main() -> int:
     try:
         with two_hosts(RATE) as hosts:
             for case in CASES:
-                outcomes.append(outcome(case, hosts, arguments.steps, arguments.stages_per_group))
+                outcomes.append(outcome(case, hosts, arguments.steps, arguments.rounds))
                 print(*outcomes[-1].lines(), sep="\n", flush=True)
     except CannotEmulateError as error:
         print(error, file=sys.stderr)

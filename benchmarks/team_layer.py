@@ -57,7 +57,7 @@ def main() -> None:
     arguments = parser.parse_args()
     figures: Figures = {}
     for hidden in HIDDEN:
-        ours_s, theirs_s, ours, theirs = run_ranks(_timed, 2, hidden, arguments.stages_per_group)[0]
+        ours_s, theirs_s, ours, theirs = run_ranks(_timed, 2, hidden, arguments.rounds)[0]
         figures[f"dtensor_vs_ours_{hidden}"] = theirs_s / ours_s
         figures["collectives_ours"], figures["collectives_dtensor"] = ours, theirs
     print_figures(figures, as_json=arguments.json)

@@ -60,7 +60,7 @@ def main() -> None:
     arguments = parser.parse_args()
     figures: Figures = {}
     for name in MODES:
-        found: Measured = run_ranks(_measured, 2, name, arguments.stages_per_group)[0]
+        found: Measured = run_ranks(_measured, 2, name, arguments.rounds)[0]
         step, held, given = (divided / whole for divided, whole in zip(found[True], found[False]))
         figures[f"step_{name}"], figures[f"activations_{name}"] = step, held
         if name == "recomputed":

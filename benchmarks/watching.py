@@ -55,7 +55,7 @@ def main() -> int:
     work = _work(device)
     others_s, _ = _watching_s(watch, work, device, tells=False)
     calls_s, step_s = _watching_s(watch, work, device, tells=True)
-    ratios = [_pair(watch, batches, work, device) for _ in range(arguments.stages_per_group)]
+    ratios = [_pair(watch, batches, work, device) for _ in range(arguments.rounds)]
     low, _, high = quantiles(ratios, n=4)
     reports_s = _timed(_reports(device), work, device)
     norm_s = _timed(_norm(device), work, device)
@@ -73,7 +73,7 @@ def main() -> int:
             "judged_share": round((calls_s + reports_s + norm_s) / STEP_S, 6),
             "paired_share": round(median(ratios) - 1, 5),
             "paired_spread": round((high - low) / 2, 5),
-            "rounds": arguments.stages_per_group,
+            "rounds": arguments.rounds,
         },
         as_json=arguments.json,
     )

@@ -105,7 +105,7 @@ def main() -> None:
         default_root_dir=args.output_dir,
     )
     batch = args.per_device_batch_size
-    trainer.can_fit(
+    trainer.fit(
         Bytes(args.block_size),
         DataLoader(training, batch, shuffle=True),
         DataLoader(held_out, batch),

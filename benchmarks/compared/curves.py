@@ -52,7 +52,7 @@ class Case:
     name: str
     model: Model
     shares: tuple[Share, ...]
-    delegated: Callable[[nn.Module], Optimizers]
+    theirs: Callable[[nn.Module], Optimizers]
     ours: Callable[[Engine], torch.optim.Optimizer]
     dtype: ComputeDtype = "fp32"
 
@@ -117,7 +117,7 @@ def _single(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = _model_alone(case)
-    optimizers = case.delegated(model)
+    optimizers = case.theirs(model)
     scaler = torch.amp.GradScaler(
         "cpu",
         init_scale=LossScaler(active=True).scale,

@@ -39,7 +39,7 @@ class Study:
 
     setting: Setting
     entrants: tuple[Entrant, ...]
-    stages_per_group: int
+    rounds: int
     steps: int
     device: Literal["cpu", "cuda"] = "cpu"
     backend: Literal["gloo", "nccl"] = "gloo"
@@ -94,7 +94,7 @@ class _Bench:
         study = self.study
         systems = {e.name: self._warmed(e) for e in study.entrants}
         names = list(systems)
-        for number in range(study.stages_per_group):
+        for number in range(study.rounds):
             shift = number % len(names)
             for name in (*names[shift:], *names[:shift]):
                 self._turn(name, systems[name])

@@ -36,7 +36,7 @@ EFFICIENCY_TOLERANCE = 0.02
 class Size:
     """How much is measured. `every`: try ways too that others cover."""
 
-    stages_per_group: int
+    rounds: int
     steps: int
     every: bool = False
 
@@ -137,7 +137,7 @@ def hold(
     for split, ways in found.items():
         if ways.best is not None:
             contestants.append(OnTorch(split, samples[split], ways.best.way))
-    study = Study(fleet, tuple(contestants), size.stages_per_group, size.steps, recorded)
+    study = Study(fleet, tuple(contestants), size.rounds, size.steps, recorded)
     return Contest(setting, fleet, profile, plan, found, alone, Results.of(study))
 
 

@@ -63,7 +63,7 @@ class Study:
 
     setting: Setting
     contestants: tuple[Contestant, ...]
-    stages_per_group: int
+    rounds: int
     steps: int
     recorded: bool = False
 
@@ -81,7 +81,7 @@ def work(seat: RankAddress, study: Study) -> Outcome:
     with joined(seat):
         bench = Bench(seat.rank, study.setting, study.steps)
         runs = []
-        for number in range(study.stages_per_group):
+        for number in range(study.rounds):
             shift = number % len(study.contestants)
             for contestant in (*study.contestants[shift:], *study.contestants[:shift]):
                 runs.append(bench.repeated(contestant, number))

@@ -41,7 +41,7 @@ class Variant:
     dtype: ComputeDtype = "bf16"
 
     @property
-    def reload(self) -> bool:
+    def on_device(self) -> bool:
         """Whether its whole state is there."""
         return self.worker.get("state_on") != "host"
 
@@ -155,7 +155,7 @@ class _Smoke:
         return figures, self._bars(variant, figures)
 
     def _bars(self, variant: Variant, figures: dict[str, Any]) -> Sequence[Bar]:
-        bars = [Bar("waits_in_step", most=0, judges="gpu")] if variant.reload else []
+        bars = [Bar("waits_in_step", most=0, judges="gpu")] if variant.on_device else []
         if variant.dtype == "fp32":
             return (*bars, Bar("loss_off", most=1e-4))
         trained_off = self._loss_off(self.plains["bf16"], "fp32")

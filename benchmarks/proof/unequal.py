@@ -71,7 +71,7 @@ class Sizes:
     fast: Llama = FAST
     batch: int = 1024
     micro_batch: int = 64
-    stages_per_group: int = 3
+    rounds: int = 3
     steps: int = 4
     unit_times: int = 30
     side: int = 4096
@@ -239,7 +239,7 @@ class _Unequal:
             ranks.all("steps", name=name, steps=1)  # warms up
         step_s: dict[str, list[float]] = {name: [] for name in runs}
         waiting: list[float] = []
-        for number in range(sizes.stages_per_group):
+        for number in range(sizes.rounds):
             if number and self.bench.left_s < 2.0 * sizes.steps * sum(map(max, step_s.values())):
                 break
             for name in runs if number % 2 else reversed(runs):

@@ -147,7 +147,7 @@ class GlooOnDevices(dist.ProcessGroup):
         if tensors[0].device.type == "cpu":
             return self._host.broadcast(tensors, options)
         mine, root = _host_views(tensors), options.rootRank
-        return self._begin(tensors, lambda: self._earlier_broadcasts(mine[0], root))
+        return self._begin(tensors, lambda: self._broadcast(mine[0], root))
 
     def reduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
         if tensors[0].device.type == "cpu":
@@ -239,7 +239,7 @@ class GlooOnDevices(dist.ProcessGroup):
                 if averages:
                     tensor.div_(self.size())
 
-    def _earlier_broadcasts(self, tensor: torch.Tensor, root: int) -> None:
+    def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         if tensor.numel():
@@ -250,7 +250,7 @@ class GlooOnDevices(dist.ProcessGroup):
         if places[self.rank()].data_ptr() != mine.data_ptr():
             places[self.rank()].copy_(mine)
         for owner, place in enumerate(places):
-            self._earlier_broadcasts(place, owner)
+            self._broadcast(place, owner)
 
     def _scatter(self, mine: torch.Tensor, parts: Tensors, op: Any) -> None:
         whole = torch.cat(list(parts))

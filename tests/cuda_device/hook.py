@@ -79,15 +79,15 @@ class _Measurements(SourceFileLoader):
 
 
 SIZES: dict[str, dict[str, Any]] = {
-    "gpumix.profiler.compute.peak_flops": {"LARGEST": {"cuda": 256}},
+    "gpumix.profiler.compute.peak_flops": {"MAX_MATRIX_ROWS": {"cuda": 256}},
     "gpumix.profiler.compute.optimizer_times": {"OPTIMIZER_NUMEL": 2**18},
     # Kernels of Triton run in its interpreter.
     "gpumix.profiler.compute.numerics_check": {
         "ROOT_ELEMENTS": 2**18,
-        "GPU_MOST_ROWS": 8,
+        "GPU_MAX_CHUNK_ROWS": 8,
         "REPEATS": 1,
     },
-    "gpumix.profiler.network": {"MOST_PRODUCT": 256},
+    "gpumix.profiler.network": {"MAX_PRODUCT_ROWS": 256},
 }
 _LOADERS: dict[str, type[SourceFileLoader]] = {
     "torch": _Torch,

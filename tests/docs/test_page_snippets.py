@@ -238,7 +238,7 @@ class Calls(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        if (called := self._require_call(node)) is not None:
+        if (called := self._called(node)) is not None:
             self._bind(ast.unparse(node.func), called, node, [])
         elif isinstance(node.func, ast.Attribute):
             kind, name = self._types.get(ast.unparse(node.func.value)), node.func.attr
@@ -246,7 +246,7 @@ class Calls(ast.NodeVisitor):
                 self._bind(f"{kind.__name__}.{name}", getattr(kind, name), node, [None])
         self.generic_visit(node)
 
-    def _require_call(self, node: ast.expr) -> Any:
+    def _called(self, node: ast.expr) -> Any:
         """What `gpumix.NAME(...)`, or the call of something imported, calls."""
         if not isinstance(node, ast.Call):
             return None
@@ -256,7 +256,7 @@ class Calls(ast.NodeVisitor):
 
     def _name(self, target: ast.expr | None, value: ast.expr) -> None:
         """Remember the type of a variable that gets the result of a call."""
-        thing = self._require_call(value)
+        thing = self._called(value)
         if thing is None or not isinstance(target, ast.Name):
             return
         kind = thing if inspect.isclass(thing) else get_type_hints(thing)["return"]

@@ -108,11 +108,11 @@ class Boxed(nn.Module):
     def __init__(self, takes, gives):
         super().__init__()
         self.block = Block()
-        self.takes, self.outgoing_outputs = takes, gives
+        self.takes, self.gives = takes, gives
 
     def forward(self, x):
         x = self.block(x.x if self.takes else x)
-        return State(x) if self.outgoing_outputs else x
+        return State(x) if self.gives else x
 
 
 class Boxes(Regression):
@@ -120,7 +120,7 @@ class Boxes(Regression):
         x = self.enter(x)
         for block in self.blocks:
             x = block(State(x) if block.takes else x)
-            x = x.x if block.outgoing_outputs else x
+            x = x.x if block.gives else x
         return self.error(x, target)
 
 

@@ -203,12 +203,12 @@ def _fitted(folder: Path) -> dict[str, Any]:
         settings = {"logger": False, "enable_progress_bar": False, "max_epochs": 1}
         trainer = Trainer(default_root_dir=folder / kind, accelerator="cpu", **settings, **more)
         (before,) = trainer.validate(module, loader, verbose=False)
-        trainer.can_fit(module, loader, loader)
+        trainer.fit(module, loader, loader)
         trainer.save_checkpoint(folder / f"{kind}.ckpt")
         saved = torch.load(folder / f"{kind}.ckpt", weights_only=True)["state_dict"]
         more = more and {"strategy": GpumixStrategy()}
         another = Trainer(default_root_dir=folder / kind, accelerator="cpu", **settings, **more)
-        another.can_fit(module, loader)
+        another.fit(module, loader)
         (after,) = another.validate(module, loader, verbose=False)
         losses = before["val_loss"], after["val_loss"], trainer.callback_metrics["loss"].item()
         found[kind] = losses, saved, another.predict(module, loader)

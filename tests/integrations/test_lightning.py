@@ -40,7 +40,7 @@ def module() -> Any:
             super().__init__()
             self.model = model()
             self.first_words = MeanMetric()
-            self.copy_context = MeanSquaredError(squared=False)  # no mean of parts is the whole's
+            self.apart = MeanSquaredError(squared=False)  # no mean of parts is the whole's
             self.mean_loss, self.counted_rows = MeanMetric(), SumMetric()
             self.counted, self.words = 0, []
 
@@ -50,8 +50,8 @@ def module() -> Any:
             self.log("rows", float(batch["input_ids"].shape[0]), reduce_fx="max")
             sums = (batch["input_ids"] * batch["attention_mask"]).sum(1)
             self.log("highest", sums.max().float(), reduce_fx="sum")
-            self.copy_context(batch["input_ids"][:, 0].float(), batch["input_ids"][:, 1].float())
-            self.log("apart", self.copy_context)  # of each step, not of the epoch
+            self.apart(batch["input_ids"][:, 0].float(), batch["input_ids"][:, 1].float())
+            self.log("apart", self.apart)  # of each step, not of the epoch
             self.mean_loss(loss)  # one number a batch, not one a micro-batch
             self.log("mean_loss", self.mean_loss, on_step=True, on_epoch=True)
             self.counted_rows.update(len(batch["input_ids"]))
@@ -148,7 +148,7 @@ def trained(folder: Path, plan: str = "", resumes: str = "") -> dict[str, Any]:
 
     class Listener(Callback):
         def on_train_epoch_start(self, trainer, module):
-            told["kept"].append(module.copy_context.total.item())
+            told["kept"].append(module.apart.total.item())
 
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             told["losses"].append(trainer.callback_metrics["loss"].item())
@@ -195,7 +195,7 @@ def trained(folder: Path, plan: str = "", resumes: str = "") -> dict[str, Any]:
     loader = DataLoader(Texts(), batch_size=GLOBAL_BATCH // world, shuffle=True)
     evaluated = DataLoader(Texts(11, seed=2), batch_size=6 // world)
     begin = folder / resumes / CHECKPOINT if resumes else None
-    trainer.can_fit(language, loader, evaluated, ckpt_path=begin)
+    trainer.fit(language, loader, evaluated, ckpt_path=begin)
     trainer.save_checkpoint(output / "final.ckpt")
     predicted = trainer.predict(language, DataLoader(Texts(7, seed=3), batch_size=6 // world))
     again = trainer.validate(language, evaluated, verbose=False)
@@ -358,8 +358,8 @@ def validated_first(folder: Path, ours: bool) -> list[float]:
     texts = DataLoader(Texts(), batch_size=GLOBAL_BATCH // processes)
     if ours:
         with pytest.raises(InputError, match="another module already"):
-            trainer.can_fit(Validated(), texts, evaluated)
-    trainer.can_fit(validated, texts, evaluated)
+            trainer.fit(Validated(), texts, evaluated)
+    trainer.fit(validated, texts, evaluated)
     (after,) = trainer.validate(validated, evaluated, verbose=False)
     return [before["val_loss"], after["val_loss"]]
 
@@ -384,7 +384,7 @@ def mean_over_ranks(folder: Path) -> str:
     trainer = quiet_trainer(strategy=GpumixStrategy(plan=other_ranks()))
     loaders = DataLoader(Texts(), batch_size=6), DataLoader(Texts(11, seed=2), batch_size=3)
     try:
-        trainer.can_fit(Averages(), *loaders)
+        trainer.fit(Averages(), *loaders)
     except InputError as error:
         return f"{trainer.global_step} {error}"
     return "trained"

@@ -194,7 +194,7 @@ def trained(folder: Path, ours: bool, names: list[str]) -> dict[str, dict[str, A
         module, batch = network(**changes), changes.get("batch", 12) // (2 if ours else 1)
         for fit in range(changes.get("fits", 1)):
             trainer.fit_loop.max_epochs = settings["max_epochs"] * (fit + 1)
-            trainer.can_fit(module, DataLoader(data, batch, **changes.get("loader", {})))
+            trainer.fit(module, DataLoader(data, batch, **changes.get("loader", {})))
         found[name] = {
             "told": told,
             "right": [trainer.callback_metrics[name].item() for name in OF_EPOCHS],

@@ -82,7 +82,7 @@ def fit(module: Any = None, loader: Any = None, **settings: Any) -> None:
         enable_progress_bar=False,
         **{"devices": 1, **settings},
     )
-    trainer.can_fit(module or Plain(), loader or DataLoader(DATA, 4))
+    trainer.fit(module or Plain(), loader or DataLoader(DATA, 4))
 
 
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -135,7 +135,7 @@ def test_metrics_are_reported_to_ray_tune(trained, folder):
         tune.with_resources(trial, {"CPU": 1}),
         param_space={"lr": 1e-2},
         run_config=tune.RunConfig(storage_path=str(folder / "tune"), verbose=0),
-    ).can_fit()[0]
+    ).fit()[0]
     assert found.error is None
     assert found.metrics["step"] == 4
     assert found.metrics["loss"] == trained[0]["losses"][-1]

@@ -52,7 +52,7 @@ class Climb:
         """Seconds of the fastest plan that was found; infinite where none fits."""
         first = int(self._left * (1 - RANDOM_PART))
         while self._left > first:
-            self._try(self._allow_random_draws())
+            self._try(self._drawn())
         while self._best is not None and self._left > 0:
             before = self._best_s
             others = list(self._neighbours(self._best))
@@ -73,7 +73,7 @@ class Climb:
         if found is not None:
             self._best, self._best_s, self.plan = candidate, found.seconds, found.plan
 
-    def _allow_random_draws(self) -> CutCandidate | None:
+    def _drawn(self) -> CutCandidate | None:
         random = self._random
         devices = list(self._devices)
         random.shuffle(devices)

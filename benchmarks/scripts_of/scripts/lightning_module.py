@@ -69,7 +69,7 @@ trainer = Trainer(
     default_root_dir=folder(),
 )
 module = Sorter()
-trainer.can_fit(module, train, held_out)
+trainer.fit(module, train, held_out)
 validated = {name: value.item() for name, value in trainer.callback_metrics.items()}
 trainer.save_checkpoint(f"{folder()}/end.ckpt")
 weights = torch.load(f"{folder()}/end.ckpt", weights_only=True)["state_dict"] if MAIN else {}
