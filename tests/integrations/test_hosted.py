@@ -35,7 +35,7 @@ def test_what_a_newer_gpumix_left_is_kept(tmp_path, monkeypatch, kind):
 
 @pytest.mark.parametrize("asked, told", [("bf16", True), ("fp32", False), ("auto", False)])
 def test_a_given_plan_that_computes_in_another_dtype_is_told(monkeypatch, asked, told):
-    for name in ("refuse_other_models", "own_device", "leave_at_end", "prepare"):
+    for name in ("check_equal_models", "own_device", "register_leave_at_exit", "prepare"):
         monkeypatch.setattr(plan_and_shard, name, Mock())
     plan, said = staged_plan("gpt2", rows([1])), []
     batch = plan.global_batch
@@ -55,7 +55,7 @@ class Trained:
 
 
 def test_memory_of_what_was_trained_before_is_free_for_what_comes(monkeypatch):
-    for name in ("refuse_other_models", "own_device", "leave_at_end"):
+    for name in ("check_equal_models", "own_device", "register_leave_at_exit"):
         monkeypatch.setattr(plan_and_shard, name, Mock())
     plan = staged_plan("gpt2", rows([1]))
     training = plan_and_shard.TrainingSetup(
