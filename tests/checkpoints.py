@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(16, 16)
         self.filters = nn.Parameter(torch.randn(3, 4, 5))
         self.gain = nn.Parameter(torch.tensor(0.5))
-        self.of_zeros = nn.Parameter(torch.empty(0, 3))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
         self.unused = nn.Parameter(torch.randn(5))
         self.frozen = nn.Parameter(torch.randn(16, 16) / 4, requires_grad=False)
         self.order = nn.Parameter(torch.randperm(16), requires_grad=False)
@@ -42,7 +42,7 @@ class Block(nn.Module):
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mixed = self.linear(x)[..., self.order] * self.filters.sum() + self.of_zeros.sum()
+        mixed = self.linear(x)[..., self.order] * self.filters.sum() + self.nothing.sum()
         return x + torch.tanh(mixed @ self.frozen) * self.gain * self.scale
 
 

@@ -25,7 +25,7 @@ class Keeps(nn.Module):
         self.lists = defaultdict(list)
         self.recent = deque([1, 2], maxlen=2)
         self.known = {1}
-        self.total, self.measure_added = torch.zeros(2), torch.zeros(2)
+        self.total, self.added = torch.zeros(2), torch.zeros(2)
         self.many = list(range(MAX_COPIED_ELEMENTS + 1))
 
     def forward(self, x):
@@ -40,7 +40,7 @@ class Keeps(nn.Module):
         self.recent.append(3)
         self.known.add(2)
         self.total = self.total + x.sum()
-        self.measure_added += 1
+        self.added += 1
         self.many.append(0)
         return self.inner(x)
 

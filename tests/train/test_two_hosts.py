@@ -73,7 +73,7 @@ class Run:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.folder = folder
-        self._collective_guard = meeting
+        self._meeting = meeting
         job = _job(folder, timeout_s=timeout_s)
         plan = plan_for(job, (4, 4), (0.5, 0.5))
         (folder / "plan.json").write_text(plan.model_dump_json(), encoding="utf-8")
@@ -86,7 +86,7 @@ class Run:
 
     def _command(self, number: int) -> list[str]:
         where = ["--master-addr", ADDRESSES[HOSTS[0]], "--master-port", PORT]
-        meeting = self._collective_guard or ["--nnodes", "2", "--node-rank", str(number), *where]
+        meeting = self._meeting or ["--nnodes", "2", "--node-rank", str(number), *where]
         return [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", *meeting,
             "-m", "gpumix", "train", "job.yaml", "--plan", "plan.json",
