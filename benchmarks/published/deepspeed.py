@@ -63,7 +63,7 @@ class DeepSpeedStep(StagedStep):
             max(end for action, end in self.times.end_s.items() if action.stage == number)
             for number in range(len(self.stages))
         ]
-        after = [cost.after_s(beside=False) for cost in self.stages]
+        after = [cost.after_s(overlapped=False) for cost in self.stages]
         return (
             StageReductions({n: (end, end + s) for n, (end, s) in enumerate(zip(ended, after))}),
         )

@@ -123,13 +123,17 @@ def exposed_seconds(profile: Profile, links: CollectiveSeconds) -> float:
 def compute_idle_pass_seconds(links: CollectiveSeconds) -> tuple[float, float]:
     """Return the seconds of both passes of a rank without samples: it waits for collectives."""
     forward = links.gather_s[links.buckets.kind(0)]
-    for beside, count in links.buckets.forward_counts:
-        forward += count * links.gather_s.get(beside.gathered, 0.0)
+    for overlap, count in links.buckets.forward_counts:
+        forward += count * links.gather_s.get(overlap.gathered, 0.0)
     backward = 0.0
-    for beside, count in links.buckets.backward_counts:
-        moved = links.regather_s.get(beside.gathered, 0.0)
-        backward += count * (moved + links.reduce_s.get(beside.reduced, 0.0))
+    for overlap, count in links.buckets.backward_counts:
+        backward += count * _sum_backward_collectives(links, overlap)
     return forward, backward
+
+
+def _sum_backward_collectives(links: CollectiveSeconds, overlap: OverlappedRun) -> float:
+    moved = links.regather_s.get(overlap.gathered, 0.0)
+    return moved + links.reduce_s.get(overlap.reduced, 0.0)
 
 
 def optimizer_seconds(
@@ -255,11 +259,11 @@ class _Work:
         computing, gathers = self.computing, self.links.gather_s
         first = gathers[self.links.buckets.kind(0)]
         total = self._beside([computing.forward_curve(ROOT)], first, self._first)
-        for beside, count in self.links.buckets.forward_counts:
-            moved = gathers.get(beside.gathered, 0.0)
-            curves = [computing.forward_curve(kind) for kind in beside.kinds]
+        for overlap, count in self.links.buckets.forward_counts:
+            moved = gathers.get(overlap.gathered, 0.0)
+            curves = [computing.forward_curve(kind) for kind in overlap.kinds]
             total = total + count * self._no_less_than_copies(
-                self._beside(curves, moved, self._first), beside.kinds
+                self._beside(curves, moved, self._first), overlap.kinds
             )
         return total
 
@@ -267,8 +271,8 @@ class _Work:
         if self.kept_graphs is not None and self.kept_graphs.any():
             return self._backward_with_graphs(self.kept_graphs)
         total = self.computing.backward_s(ROOT)
-        for beside, count in self.links.buckets.backward_counts:
-            total = total + count * self._backward_of(beside)
+        for overlap, count in self.links.buckets.backward_counts:
+            total = total + count * self._backward_of(overlap)
         return total
 
     def split_seconds(self) -> tuple[FloatArray, FloatArray]:
@@ -276,11 +280,11 @@ class _Work:
         part, units during the second; each part gathers its parameters."""
         computing, links = self.computing, self.links
         inputs, weights = computing.backward_s(ROOT), np.zeros(computing.micro.size.shape)
-        for beside, count in links.buckets.backward_counts:
-            gathered = links.regather_s.get(beside.gathered, 0.0)
-            reduced = links.reduce_s.get(beside.reduced, 0.0)
-            of_head = reduced if beside.reduced == AFTER else 0.0
-            first, second = zip(*map(computing.split_curves, beside.kinds))
+        for overlap, count in links.buckets.backward_counts:
+            gathered = links.regather_s.get(overlap.gathered, 0.0)
+            reduced = links.reduce_s.get(overlap.reduced, 0.0)
+            of_head = reduced if overlap.reduced == AFTER else 0.0
+            first, second = zip(*map(computing.split_curves, overlap.kinds))
             inputs = inputs + count * self._beside([*first], gathered + of_head, self._last)
             moved = gathered + reduced - of_head
             weights = weights + count * self._beside([*second], moved, self._last)
@@ -288,32 +292,27 @@ class _Work:
         last = links.buckets.kind(len(links.buckets.runs) - 1)
         return inputs, weights + links.regather_s.get(last, 0.0)
 
-    def _backward_of(self, beside: OverlappedRun) -> FloatArray:
-        curves = [self.computing.backward_curve(kind) for kind in beside.kinds]
-        taken = self._beside(curves, self._sum_backward_collectives(beside), self._last)
-        return self._no_less_than_copies(taken, beside.kinds)
+    def _backward_of(self, overlap: OverlappedRun) -> FloatArray:
+        curves = [self.computing.backward_curve(kind) for kind in overlap.kinds]
+        taken = self._beside(curves, _sum_backward_collectives(self.links, overlap), self._last)
+        return self._no_less_than_copies(taken, overlap.kinds)
 
     def _backward_with_graphs(self, kept: IntArray) -> FloatArray:
         """Sum run by run: each may keep other graphs."""
         computing, total = self.computing, self.computing.backward_s(ROOT)
         call = len(computing.model.calls)
-        for beside in reversed(self.links.buckets.backward):
+        for overlap in reversed(self.links.buckets.backward):
             computed = np.zeros(computing.micro.size.shape)
-            for kind in reversed(beside.kinds):
+            for kind in reversed(overlap.kinds):
                 call -= 1
                 computed = computed + computing.backward_with_graphs(kind, kept, call)
             hiding = computed
             if computing.mode.order == "sequential":
-                curves = [computing.backward_curve(kind) for kind in beside.kinds]
+                curves = [computing.backward_curve(kind) for kind in overlap.kinds]
                 hiding = np.minimum(sum(map(self._last, curves), np.zeros(1)), computed)
-            moved = self._sum_backward_collectives(beside)
+            moved = _sum_backward_collectives(self.links, overlap)
             total = total + computed + self._overlap_seconds(hiding, moved) - hiding
         return total
-
-    def _sum_backward_collectives(self, beside: OverlappedRun) -> float:
-        links = self.links
-        moved = links.regather_s.get(beside.gathered, 0.0)
-        return moved + links.reduce_s.get(beside.reduced, 0.0)
 
     def _no_less_than_copies(self, taken: FloatArray, kinds: Names) -> FloatArray:
         if self.computing.mode.boundary == "device":

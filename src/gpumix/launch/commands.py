@@ -16,6 +16,7 @@ from gpumix.launch.hosts import Host, HostRanks
 from gpumix.launch.program import Program
 
 HOST_MODULE = "gpumix.launch.ranks.host_launcher"
+LOST_EXIT_CODE = 255  # ssh's exit code without a connection
 NO_FOLDER = 91  # the shell's exit code without the working directory
 # ssh notices a cut link after some 30 s, regardless of the user's settings.
 KEEPALIVE_OPTIONS = ("ServerAliveInterval=10", "ServerAliveCountMax=3")

@@ -28,7 +28,7 @@ from gpumix.engine.rank_group import RankGroup
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.device import open_device as open_runtime
 from gpumix.hardware.discovery.discover import describe_cpu_run, discover_cluster
-from gpumix.hardware.estimates.kernel_choice import choose
+from gpumix.hardware.estimates.kernel_choice import ChosenSettings, choose
 from gpumix.hardware.host.environment import (
     CLUSTER,
     cluster_file,
@@ -50,6 +50,7 @@ from gpumix.schema.job.compile_choice import choose_compiled_classes
 from gpumix.schema.job.search_space import EVERYTHING, Space
 from gpumix.schema.job.tensor_parallel_degrees import get_allowed_degrees
 from gpumix.schema.plan.dtypes import Precision, choose_compute_dtypes
+from gpumix.schema.plan.stage import ComputeDtype
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.reading.error_location import locate_errors
 from gpumix.schema.reading.read import read_cluster
@@ -117,20 +118,22 @@ def profile(
             found, devices = _devices(ranks, cluster)
         if cluster is None and ranks.rank == 0 and not any(c.is_gpu for c in found.classes):
             progress(describe_cpu_run())
-        settings = _choose_settings(found, precision, compile, efficiency)
+        dtypes, compiled, chosen = _choose_settings(found, precision, compile, efficiency)
         subject = Workload(
             build=partial(deferred, build, 0),
             make_batch=make_batch,
             optimizer_of=optimizer or partial(torch.optim.AdamW, fused=True),
             shape=WorkloadShape(sequence_length, global_batch),
             budget_s=budget_s,
+            dtypes=dtypes,
             loss=loss,
             units=tuple(units),
+            compiled=compiled,
+            chosen=chosen,
             tensor=tensor,
             degrees=get_allowed_degrees(found, space),
             sequence=space.sequence,
             requires_tensor_parallel=1 not in space.tensor,
-            **settings,
         )
         cache = None if same_as is None else open_program_cache(same_as, subject, found)
         source = None if dataset is None or is_stream(dataset) else as_source(dataset, collate)
@@ -165,13 +168,13 @@ def _choose_settings(
     precision: Precision,
     compile: bool | Mapping[str, bool],
     efficiency: EfficiencySpec | None,
-) -> dict[str, Any]:
-    """Return settings of a `Workload`: compute dtypes, compiled classes, and kernels."""
+) -> tuple[dict[str, ComputeDtype], frozenset[str], dict[str, ChosenSettings]]:
+    """Return the compute dtypes, the compiled classes and the kernels of a workload."""
     dtypes = choose_compute_dtypes(precision, cluster)
     compiled = choose_compiled_classes(compile, cluster, cpp_compiler=has_cpp_compiler())
     wanted = efficiency or EfficiencySpec()
     chosen = choose(wanted, cluster, dtypes=dtypes, compiled=compiled, installed=installed())
-    return {"dtypes": dtypes, "compiled": compiled, "chosen": chosen}
+    return dtypes, compiled, chosen
 
 
 def open_device(cluster: Cluster | None = None) -> DeviceRuntime:

@@ -212,9 +212,12 @@ def _refuse_unused_options(called: typer.Context, is_job: bool) -> None:
     if given["template"] is not None:
         unused = ("processes", "logs", "print_commands", "timeout", "ssh")
         _refuse_options(given, unused, "has no effect on a template", fix="leave it out")
-        one = "is for one host: nodes of a template have one interpreter"
-        of_hosts = {f"python {word}": "=" in word for word in given["python"] or ()}
-        _refuse_options(of_hosts, of_hosts, one, fix="--python PATH")
+        for word in given["python"] or ():
+            if "=" in word:
+                raise InputError(
+                    f"--python {word} is for one host: nodes of a template have one interpreter",
+                    fix="--python PATH",
+                )
     elif given["print_commands"]:
         unused = ("logs", "timeout")
         _refuse_options(
@@ -292,12 +295,10 @@ def _print_template(template: Template, asked: LaunchRequest) -> None:
     if template is Template.slurm:
         text = make_sbatch_script(components, program, around, address=asked.address, port=port)
     else:
-        _refuse_options(
-            {"address": asked.address},
-            ["address"],
-            "has no effect: the first pod has its name",
-            fix="leave it out",
-        )
+        if asked.address:
+            raise InputError(
+                "--address has no effect: the first pod has its name", fix="leave it out"
+            )
         text = make_manifests(components, program, around, asked.files, port=port)
     if asked.as_json:
         print_json({"template": template.value, "text": text})

@@ -179,12 +179,15 @@ class StageCost:
         """Return the seconds of the gathers done once, before any computation."""
         return self.links.gather_s[ROOT] + self.links.gather_s[BEFORE]
 
-    def after_s(self, *, beside: bool) -> float:
-        """Return the seconds of the reductions after the last backward; with `beside`, unit buckets
-        are already reduced concurrently with it."""
+    def after_s(self, *, overlapped: bool) -> float:
+        """Return the seconds of the reductions after the last backward.
+
+        Args:
+            overlapped: unit buckets are already reduced concurrently with it.
+        """
         reduce_s, buckets = self.links.reduce_s, self.links.buckets
         ends = reduce_s[ROOT] + reduce_s[BEFORE]
-        return ends if beside else ends + sum(reduce_s[name] for name in buckets.kinds)
+        return ends if overlapped else ends + sum(reduce_s[name] for name in buckets.kinds)
 
     def update_s(self, worker: int) -> float:
         one, plan = self.workers[worker], self.plan

@@ -158,8 +158,8 @@ class StagedStep:
             of_stage = {a: end for a, end in self.times.end_s.items() if a.stage == number}
             computed = max(of_stage.values())
             begun = max(end + self._compute_all_reduce_tail_s(a) for a, end in of_stage.items())
-            beside = self.in_waves or self._can_overlap_all_reduce(number)
-            own[number] = computed, begun + cost.after_s(beside=beside)
+            overlapped = self.in_waves or self._can_overlap_all_reduce(number)
+            own[number] = computed, begun + cost.after_s(overlapped=overlapped)
         found = [StageReductions(own)]
         for shared in self.cut.shared:
             before = found[-1].of_stages

@@ -33,11 +33,9 @@ from gpumix.schema.plan.batch_shares import get_batch_share, get_micro_batch_row
 from gpumix.schema.plan.splitting import split_rows
 from gpumix.schema.plan.stage import Worker
 
-COMPARED_STEPS = (
-    0,
-    *REHEARSAL_STEPS,
-)  # numbers of steps done before steps that are checked closely
-MAX_REHEARSALS = 3  # at most, until a batch's samples are told apart
+# Numbers of steps done before the steps that are checked closely.
+COMPARED_STEPS = (0, *REHEARSAL_STEPS)
+MAX_REHEARSALS = 3  # of a batch, until no other rule fits
 
 
 class RehearsingEngine(TrialSteps):

@@ -72,14 +72,14 @@ class ExampleBatches:
                 )
             except (ValueError, TypeError, RuntimeError):
                 return None
-        beside = select_samples(both, slice(1))
-        if isinstance(beside, dict) and (width := find_padding_starts(beside, [range(1)])[0]):
+        padded = select_samples(both, slice(1))
+        if isinstance(padded, dict) and (width := find_padding_starts(padded, [range(1)])[0]):
             # Cut from the padded batch: random values of the collator stay equal.
-            alone = {key: value[:, :width].contiguous() for key, value in beside.items()}
-        if _shapes(alone) == _shapes(beside):
+            alone = {key: value[:, :width].contiguous() for key, value in padded.items()}
+        if _shapes(alone) == _shapes(padded):
             return None
         return add_label_before_padding(alone), fill_padding_with_tokens(
-            add_label_before_padding(beside)
+            add_label_before_padding(padded)
         )
 
 

@@ -554,11 +554,10 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
                     planned, description, True, None, metric_key_prefix
                 ).metrics[name]
             return told
-        if not self.has_engine:  # evaluated before training
-            begun = time.time()
-            self._hosted(dataloader.whole, dataloader.collated)
-            self.model_preparation_time = round(time.time() - begun, 4)
+        begun, is_first = time.time(), not self.has_engine  # evaluated before training
         engine = self._hosted(dataloader.whole, dataloader.collated)
+        if is_first:
+            self.model_preparation_time = round(time.time() - begun, 4)
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         if callable(getattr(self.optimizer, "eval", None)):

@@ -11,7 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpumix.launch.commands import NO_FOLDER, LaunchEnvironment, Ssh, make_probe_line
+from gpumix.launch.commands import (
+    LOST_EXIT_CODE,
+    NO_FOLDER,
+    LaunchEnvironment,
+    Ssh,
+    make_probe_line,
+)
 from gpumix.launch.hosts import Host
 from gpumix.launch.probes import probe
 from gpumix.launch.probes.readiness import ProbeFacts, raise_problems
@@ -19,7 +25,6 @@ from gpumix.schema.errors import GpumixError, MachineError
 from gpumix.schema.files import read_text
 
 PROBE_S = 60.0  # beyond the time to connect: imports from a slow disk
-LOST_EXIT_CODE = 255  # ssh's exit code without a connection
 # Messages of ssh, and their fixes.
 _SSH_FIXES = {
     "host key": "connect once by hand and look at its key: ssh {host}",

@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from gpumix.hardware.host.environment import restrict_to_loopback, unbuffer_output
-from gpumix.launch.commands import HOST_MODULE
+from gpumix.launch.commands import HOST_MODULE, LOST_EXIT_CODE
 from gpumix.launch.orders import Order, Orders
-from gpumix.launch.probes.survey import LOST_EXIT_CODE
 from gpumix.launch.ranks.host_ranks import HostAssignment, start_ranks, wait_for_ranks
 from gpumix.schema.errors import GpumixError
 from gpumix.train.processes.tcp_liveness import has_visitors, listen_at

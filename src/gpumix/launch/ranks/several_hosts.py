@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from gpumix.launch.commands import LOST_EXIT_CODE
 from gpumix.launch.hosts import HostRanks
 from gpumix.launch.orders import HEARTBEAT_S, Order, Orders
-from gpumix.launch.probes.survey import LOST_EXIT_CODE
 from gpumix.launch.ranks.line_forwarding import LineForwarder
 from gpumix.schema.errors import EXIT_INTERRUPTED, MachineError, TrainingError
 from gpumix.schema.files import open_log
