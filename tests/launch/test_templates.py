@@ -153,7 +153,7 @@ UNTOLD: list[tuple[list[str], str]] = [
     (["--hosts", "zz:9", *TWO], "the hosts are not those of the cluster"),
     (["--hosts", "x:8,y:8,z:9", *TWO], "has 4 devices in the cluster, and --hosts says 9"),
     (["--hosts", "a,b", "--cluster", "here.yaml"], "how many processes a, b run is not said"),
-    (["--hosts", "a:8,b:8", "--python", "a=/opt/x"], "--python a=/opt/x is for one host"),
+    (["--hosts", "a:8,b:8", "--python", "a=/opt/my_x"], "--python a=/opt/my_x is for one host"),
 ]
 
 
