@@ -56,7 +56,7 @@ def test_the_contest_is_won_within_what_the_cards_compute(cards, published_s, bo
 @pytest.mark.slow
 @pytest.mark.parametrize(("cards", "wanted_s"), [((80, 240), 1.8)])
 def test_the_contest_is_won_by_far_if_all_that_the_planner_knows_is_weighed(cards, wanted_s):
-    assert sailor.compute_bound_s(*cards) < sailor.weight_for_mean(*cards).step_s < wanted_s
+    assert sailor.compute_bound_s(*cards) < sailor.weighed(*cards).step_s < wanted_s
 
 
 def test_no_run_holds_more_than_was_predicted():

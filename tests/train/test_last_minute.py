@@ -77,12 +77,12 @@ def test_a_save_that_does_not_end_is_waited_for_as_long_as_one_may_take(tmp_path
     ranks = SimpleNamespace(rank=3, claim=lambda *_: word, claimed=lambda _: word)
     job = SimpleNamespace(steps=6, grace=0.1, output=tmp_path)
     keeping = SimpleNamespace(
-        nothing_new=lambda done, deadline: False,
+        is_step_saved=lambda done, deadline: False,
         checkpointer=SimpleNamespace(writing_since=None),
         save_s=None,
         patience_s=0.1,
         save_copies=lambda deadline, needs_s: goes_on.wait() and None,
-        go_on_copying=lambda: None,
+        resume_copying=lambda: None,
     )
     stop: Any = SimpleNamespace(asked_at=None, wait=lambda _: None, wake=lambda: None)
     late = r"rank 3 could not save the end of the run within 0 s"
