@@ -23,7 +23,7 @@ from gpumix.engine.batch import batch_split
 from gpumix.engine.batch.batch_split import MicroBatchTask
 from gpumix.engine.comm import collective_progress
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.comm.step_exchange import LossComposition, StepTable, compute_gradient_scale
+from gpumix.engine.comm.step_exchange import StepTable, compute_gradient_scale
 from gpumix.engine.comm.wait_clock import WaitClock
 from gpumix.engine.loss.reduction import Objective, ObjectiveWithRule
 from gpumix.engine.model import module_buffers
@@ -136,7 +136,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self.computed: list[tuple[int, int | None]] = []
         self.copies = WaitClock(self.device)
         self._host = OffloadStore(self.device, self.copies)
-        elementwise_check.FirstUpdateCheck(self)
+        elementwise_check.UpdateChecks(self)
         if self.state_on_host:
             HostStepHooks(self, self.parameters())
 
@@ -582,9 +582,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
     ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
         """Exchange losses and counts. Returns the table and a function that waits for the table and
         returns the scale from gradients of losses * `scale` to the loss's gradient."""
-        norm = self._own_norm.take() / self.scaler.scale if in_step else 0.0
-        made = self._makeup() if in_step else LossComposition()
-        row = StepTable.row(self.device, self.notice, self.report, norm, made)
+        row = self._report(in_step=in_step)
         for loss, count in results if self.tells_losses else ():
             row[0] += loss
             row[1] += count

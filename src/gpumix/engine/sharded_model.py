@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.model import extra_state, module_buffers
 from gpumix.engine.optimizers import elementwise_check
+from gpumix.engine.optimizers.gradient_scaling import GradientScalingCheck
 from gpumix.engine.sharding import state_dict as state
 from gpumix.engine.sharding.bucket import Bucket
 from gpumix.engine.sharding.flat_group import FlatGroup
@@ -38,6 +39,9 @@ class ShardedModel:
         ]
         self._inventory = inventory
         self._nothing = nn.Parameter(torch.empty(0, device=comm.device))
+        self.gradient_scaling: GradientScalingCheck | None = None
+        if comm.world > 1:
+            self.gradient_scaling = GradientScalingCheck(list(self.parameters()))
 
     def groups(self) -> Iterator[FlatGroup]:
         """Yield the flat groups of all buckets, the root's first, then the units' in order."""
@@ -100,6 +104,8 @@ class ShardedModel:
         norm = self.gradient_norm()
         parameters = [p for p in self.parameters() if p.grad is not None]
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        if self.gradient_scaling is not None:
+            self.gradient_scaling.begin()
         return norm
 
     def drop_overflowed(self) -> bool:

@@ -28,7 +28,7 @@ from gpumix.schema.plan.plan import Plan
 _STEP_ATTRIBUTES = (  # left by a step in the engine, in addition to buffers and gradients
     "_rows", "_own_norm", "scaler", "steps", "losses_counted", "exchanged", "overflowed",
     "computed", "guard", "_to_take_back", "_objective", "_trims", "_settled", "_tells_samples",
-    "_watch",
+    "_watch", "gradient_scaling",
 )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ class TrialSteps(ShardedModel):
         for parameter, *_ in kept:
             parameter.grad = None
         self._own_norm, self.scaler = SampledGradientNorm(self.device), copy(self.scaler)
-        self.guard = self._watch = None
+        self.guard = self._watch = self.gradient_scaling = None
         self._observe_gradients(see)
         try:
             with find_layer_drop_rates(self.model):

@@ -161,18 +161,23 @@ def _updated(
     return [parameter.detach().flatten() for parameter in parameters]
 
 
-class FirstUpdateCheck:
-    """Check of every optimizer of an engine's pieces before its first update."""
+class UpdateChecks:
+    """Checks of every optimizer of an engine's pieces before its first update, and of gradients
+    before each update."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)
-        self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._checked: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         handle = register_optimizer_step_pre_hook(self._before_step)
         weakref.finalize(engine, handle.remove)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         engine = self._engine()
-        if engine is not None and optimizer not in self._checked:
-            if check_optimizer(optimizer, engine.parameters()) and engine.comm.world > 1:
+        if engine is None:
+            return
+        if optimizer not in self._checked:
+            self._checked[optimizer] = check_optimizer(optimizer, engine.parameters())
+            if self._checked[optimizer] and engine.comm.world > 1:
                 check_on_pieces(optimizer)
-            self._checked.add(optimizer)
+        if self._checked[optimizer] and engine.gradient_scaling is not None:
+            engine.gradient_scaling.before_update()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gpumix.engine.batch.batch_split import copied, count_samples
 from gpumix.engine.batch.ragged_batch import select_samples
-from gpumix.engine.comm.step_exchange import LossComposition
+from gpumix.engine.comm.step_exchange import LossComposition, StepTable
 from gpumix.engine.loss.reduction import ObjectiveWithRule
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.model.rng import OtherGenerators
@@ -46,6 +46,8 @@ class RehearsingEngine(TrialSteps):
     """
 
     reduction: str
+    notice: float
+    report: float
     _reduces: ObjectiveWithRule
     _couples: str
     _worker: Worker
@@ -166,12 +168,24 @@ class RehearsingEngine(TrialSteps):
         """Let the model draw random numbers by any generator inside."""
         return self._others.of_step(looks=self.steps in COMPARED_STEPS)
 
-    def _makeup(self) -> LossComposition:
-        """Return this rank's report about the losses of a step."""
-        return LossComposition() if self._watch is None else self._watch.take()
+    def _report(self, *, in_step: bool) -> Tensor:
+        """Return this rank's row of the table of a step, without losses."""
+        if not in_step:
+            return StepTable.row(self.device, self.notice, self.report, 0.0)
+        norm = self._own_norm.take() / self.scaler.scale
+        factor = 0.0 if self.gradient_scaling is None else self.gradient_scaling.take()
+        made = LossComposition() if self._watch is None else self._watch.take()
+        return StepTable.row(self.device, self.notice, self.report, norm, factor, made)
 
     def _note(self, table: Tensor) -> None:
-        """Note the exchanged reports of all ranks, after giving a step to the device."""
+        """Note the exchanged reports of all ranks, after giving a step to the device.
+
+        Raises:
+            InputError: gradients were scaled by a rank's own factor.
+        """
+        if self.gradient_scaling is not None:
+            self.gradient_scaling.note(self.steps, table)
+            self.gradient_scaling.begin()
         if self._watch is not None:
             self._watch.note(self.steps, table)
 
