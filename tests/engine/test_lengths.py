@@ -150,7 +150,7 @@ def widths_seen(source: Source) -> list[list[int]]:
         numbers = loader.last_indices.reshape(3, 2)
         batch = source.rows(numbers.reshape(-1))
         batch["odd"] = batch["input_ids"]  # what it holds for each token is not known
-        parts = engine._cut(batch, engine._rows)
+        parts = engine._cut(batch, engine._state.rows)
     ((held, _),) = evaluation_batches(source, [6], 0, batches=1)
     engine.evaluate(held)
     longest = [source.lengths[numbers].max(1), source.lengths[:6].reshape(3, 2).max(1)]

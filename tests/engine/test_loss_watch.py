@@ -162,7 +162,7 @@ def test_a_micro_batch_that_leaves_out_all_blocks_has_a_loss_like_others():
         engine.step(a_batch())
         left_out = not left_out
     engine.look_back()
-    assert len(engine._watch._known) == 2
+    assert len(engine._state.watch._known) == 2
 
 
 def test_what_a_rehearsal_does_not_repeat_is_refused():
@@ -429,7 +429,7 @@ def test_a_loss_that_is_nothing_teaches_nothing():
     engine = an_engine(later)
     for _ in range(3):
         engine.step(a_batch())
-    assert not engine._watch._known
+    assert not engine._state.watch._known
     weight = 1.0
     with pytest.raises(ModelError, match="made of the losses of its parts"):
         engine.step(a_batch())

@@ -25,7 +25,7 @@ from gpumix.engine.comm import collective_progress
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.comm.step_exchange import StepTable, compute_gradient_scale
 from gpumix.engine.comm.wait_clock import WaitClock
-from gpumix.engine.loss.reduction import Objective, ObjectiveWithRule
+from gpumix.engine.loss.reduction import ObjectiveWithRule
 from gpumix.engine.model import module_buffers
 from gpumix.engine.model.forward_coroutine import UnitCallHandlers
 from gpumix.engine.model.kernel_selection import to_channels_last
@@ -52,11 +52,11 @@ from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.sharding.parameter_index import ParameterIndex
 from gpumix.engine.sharding.unit_discovery import make_untrainable_error
 from gpumix.engine.sharding.unused_parameters import UnusedParameters
+from gpumix.engine.step_state import StepState
 from gpumix.engine.tensor_parallel.parallelize import ModuleChanges
 from gpumix.engine.undo import StepUndo
 from gpumix.engine.unit import own_checkpointing
 from gpumix.engine.unit.sharded_units import ShardedUnits
-from gpumix.engine.update_guard import UpdateGuard
 from gpumix.schema.errors import GpumixError, InputError, TrainingError, format_in_one_line
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Worker
@@ -93,9 +93,6 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         buckets = dict.fromkeys((*shared, *(b for one in parts for b in one.buckets)))
         super().__init__(model, comm, list(buckets), inventory)
         self.plan = plan
-        self.steps = 0
-        self.scaler = LossScaler(active=any(w.compute_dtype == "fp16" for w in plan.workers))
-        self.overflowed = False
         self.notice = self.report = 0.0
         self.places = places
         self._pipeline = MicroBatchSchedule.of(plan) if places else None
@@ -103,7 +100,6 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self._heads = [one.head for one in parts if one.head is not None]
         self._calls = calls
         self._reduces = objective
-        self._objective: Objective = objective
         self._couples = couples
         self._seed = seed
         self._worker = plan.workers[comm.rank]
@@ -112,28 +108,29 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         last = len(plan.stages) - 1
         computes_them = last in plan.stages_of(comm.rank)
         self.tells_losses = computes_them and plan.team_of(comm.rank, last)[0] == comm.rank
-        self._rows = plan.rows_of(comm.rank)
-        self.exchanged = StepTable.of_zeros(comm.world)
-        self._own_norm = SampledGradientNorm(comm.device)
         self._unused = UnusedParameters(comm, self._buckets, inventory)
-        self._observe_gradients(self._own_norm.see)
-        # Ranks that need the same samples check this in their first step.
-        self._tells_samples = bool(places) or plan.in_teams
         tokens = float(plan.global_batch * plan.sequence_length)
-        self.losses_counted = torch.full((), tokens, dtype=torch.float64, device=comm.device)
+        self._state = StepState(
+            plan.rows_of(comm.rank),
+            objective,
+            trims=objective.trims,
+            settled=objective.rule is not None,
+            scaler=LossScaler(active=any(w.compute_dtype == "fp16" for w in plan.workers)),
+            losses_counted=torch.full((), tokens, dtype=torch.float64, device=comm.device),
+            own_norm=SampledGradientNorm(comm.device),
+            exchanged=StepTable.of_zeros(comm.world),
+            compares_samples=bool(places) or plan.in_teams,
+        )
+        self._observe_gradients(self._state.own_norm.see)
         self.keepers = module_buffers.find_buffer_owners(model)
         self._switches = find_unit_conflicts(model)
         self._leaves_out = bool(find_layer_drop_rates(model).on)
         self._others = OtherGenerators()
-        self._to_take_back: tuple[StepUndo, ...] = ()
-        self.guard: UpdateGuard | None = None
         self.changes = changes
         self.outside = calls.outside = OutsideSteps(self, forwards)
-        self._settled, self._trims = objective.rule is not None, objective.trims
         self.reduction = objective.rule.name if objective.rule is not None else ""
         self._failed, self.ended = "", False
         self._updates: OverlappedUpdates | None = None
-        self.computed: list[tuple[int, int | None]] = []
         self.copies = WaitClock(self.device)
         self._host = OffloadStore(self.device, self.copies)
         elementwise_check.UpdateChecks(self)
@@ -175,19 +172,20 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self, batch: Any, optimizer: Optimizer | None = None, samples: int | None = None
     ) -> torch.Tensor:
         """Run a step by the known rule."""
+        state = self._state
         # Exact for a mean loss if losses are counted as in the last step: gradients are then not
         # scaled again. The exact count is known when the heads are done.
-        scale = self.scaler.scale / self.losses_counted
+        scale = state.scaler.scale / state.losses_counted
         updates = self._get_updates(optimizer)
         self._reduces.whole = samples or self.plan.global_batch
         with self._in_step():
             rows = self._rows_of_step(samples)
             cut = self._cut(batch, rows)
-            self.computed = [(len(of_one), one.width) for of_one, one in zip(rows, cut)]
-            if self._tells_samples:  # first: wrong samples may have lengths that no rank expects
+            state.computed = [(len(of_one), one.width) for of_one, one in zip(rows, cut)]
+            if state.compares_samples:  # first: wrong samples may have lengths that no rank expects
                 batch_split.compare_samples(self.comm, self.plan, batch, rows)
-                self._tells_samples = False
-            undo = StepUndo.before(self.keepers, self.losses_counted)
+                state.compares_samples = False
+            undo = StepUndo.before(self.keepers, state.losses_counted)
             self.round_ahead()
             with preserve_torch_rng(self.device), torch.enable_grad(), self._compared():
                 if self.places:
@@ -203,15 +201,15 @@ class Engine(RehearsingEngine, BlockwiseEngine):
             if self.state_on_host:
                 self.comm.transfers.arrived()  # complete before gradients are read
             self._leave()
-            self._to_take_back = undo.after(self._to_take_back)
-            self.steps += 1
-            self.exchanged = StepTable(table)
+            state.undos = undo.after(state.undos)
+            state.steps += 1
+            state.exchanged = StepTable(table)
             self._note(table)
             counted = table[:, 1].sum()
-            self.losses_counted = torch.where(counted > 0, counted, self.losses_counted)
-            if self.scaler.active:
-                self.overflowed = self.drop_overflowed()
-                self.scaler.update(overflow=self.overflowed)
+            state.losses_counted = torch.where(counted > 0, counted, state.losses_counted)
+            if state.scaler.active:
+                state.overflowed = self.drop_overflowed()
+                state.scaler.update(overflow=state.overflowed)
         return table[:, 0].sum() / table[:, 1].sum()
 
     def replan(self, plan: Plan, optimizer: Optimizer | None = None) -> None:
@@ -231,7 +229,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
             self._pipeline = MicroBatchSchedule.of(plan)
         self.plan = plan
         self._worker = plan.workers[self.comm.rank]
-        self._rows = plan.rows_of(self.comm.rank)
+        self._state.rows = plan.rows_of(self.comm.rank)
 
     @property
     def state_on_host(self) -> bool:
@@ -241,7 +239,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
     def may_update_early(self, optimizer: Optimizer) -> bool:
         """Return whether `optimizer` can step some parameters before all gradients are computed: it
         updates element-wise, and no gradient can overflow."""
-        return overlapped_step.is_elementwise(optimizer) and not self.scaler.active
+        return overlapped_step.is_elementwise(optimizer) and not self._state.scaler.active
 
     def _get_updates(self, optimizer: Optimizer | None) -> OverlappedUpdates | None:
         if optimizer is None:
@@ -254,7 +252,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         if self._updates is None or self._updates.optimizer is not optimizer:
             arrivals = self.comm.transfers.to_host if self.state_on_host else None
             self._updates = OverlappedUpdates(optimizer, self._buckets, arrivals=arrivals)
-        self._updates.guard = self.guard
+        self._updates.guard = self._state.guard
         return self._updates
 
     def _reductions(
@@ -392,7 +390,8 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self.look_back()
         self.settle(batch, samples)
         with use_eval_mode(self.model), self._in_step():
-            results = self._forward_only(self._objective, batch, self._rows_given(batch, samples))
+            rows = self._rows_given(batch, samples)
+            results = self._forward_only(self._state.objective, batch, rows)
             table, gradient_scale = self._exchange_losses(results, torch.ones(()), in_step=False)
             gradient_scale()
         return table[:, 0].sum() / table[:, 1].sum()
@@ -556,7 +555,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
                 "plan.rows_of(rank) says",
             )
         widths: list[int | None] = [None] * len(rows)
-        if self._trims and objective in (None, self._objective):
+        if self._state.trims and objective in (None, self._state.objective):
             # Asks the host, before any copy to the device.
             widths = batch_split.find_padding_starts(batch, rows)
         with self.copies:
@@ -565,7 +564,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
             MicroBatchTask.of(
                 part,
                 functools.partial(own, self.model, part),
-                Randomness(self._seed, self.steps, of_one.start, self.device, self._others),
+                Randomness(self._seed, self._state.steps, of_one.start, self.device, self._others),
             )
             for of_one, part in zip(rows, batch_split.iterate_micro_batches(batch, rows, widths))
         ]
@@ -591,8 +590,9 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         @functools.cache
         def gradient_scale() -> torch.Tensor:
             made = compute_gradient_scale(table, exchanged, scale)
-            if in_step and self.guard is not None:
-                self.guard.see(table[:, 0].sum() / table[:, 1].sum())
+            guard = self._state.guard
+            if in_step and guard is not None:
+                guard.see(table[:, 0].sum() / table[:, 1].sum())
             return made
 
         return table, gradient_scale

@@ -6,30 +6,24 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from typing import Any
 
 import torch
 from torch import nn
 
 from gpumix.engine.batch.batch_split import count_samples, repeat_sample
+from gpumix.engine.comm.step_exchange import StepTable
 from gpumix.engine.loss.reduction import Objective
 from gpumix.engine.model.model_settings import find_layer_drop_rates
 from gpumix.engine.model.rng import use_eval_mode
-from gpumix.engine.rehearsal.loss_watch import LossWatch
 from gpumix.engine.schedule.micro_batch import Loss
 from gpumix.engine.schedule.pipeline_parallel import PipelineStage
 from gpumix.engine.sharded_model import ShardedModel
-from gpumix.engine.sharding.gradient_fingerprint import SampledGradientNorm, See
+from gpumix.engine.sharding.gradient_fingerprint import See
 from gpumix.engine.sharding.mixed_precision import LossScaler
-from gpumix.engine.undo import StepUndo
+from gpumix.engine.step_state import StepState
+from gpumix.engine.update_guard import UpdateGuard
 from gpumix.schema.plan.plan import Plan
-
-_STEP_ATTRIBUTES = (  # left by a step in the engine, in addition to buffers and gradients
-    "_rows", "_own_norm", "scaler", "steps", "losses_counted", "exchanged", "overflowed",
-    "computed", "guard", "_to_take_back", "_objective", "_trims", "_settled", "_tells_samples",
-    "_watch", "gradient_scaling",
-)  # fmt: skip
 
 
 class TrialSteps(ShardedModel):
@@ -41,22 +35,48 @@ class TrialSteps(ShardedModel):
 
     plan: Plan
     places: Sequence[PipelineStage]
-    scaler: LossScaler
-    steps: int
-    overflowed: bool
-    losses_counted: torch.Tensor
-    guard: Any
     keepers: list[nn.Module]
     tells_losses: bool
-    _objective: Objective
-    _rows: tuple[range, ...]
-    _own_norm: SampledGradientNorm
-    _trims: bool
-    _settled: bool
-    _tells_samples: bool
-    _to_take_back: tuple[StepUndo, ...]
-    _watch: LossWatch | None = None
+    _state: StepState
     _failed: str
+
+    @property
+    def steps(self) -> int:
+        """Number of steps done."""
+        return self._state.steps
+
+    @steps.setter
+    def steps(self, number: int) -> None:
+        self._state.steps = number
+
+    @property
+    def scaler(self) -> LossScaler:
+        return self._state.scaler
+
+    @property
+    def overflowed(self) -> bool:
+        return self._state.overflowed
+
+    @property
+    def losses_counted(self) -> torch.Tensor:
+        return self._state.losses_counted
+
+    @property
+    def computed(self) -> list[tuple[int, int | None]]:
+        return self._state.computed
+
+    @property
+    def exchanged(self) -> StepTable:
+        return self._state.exchanged
+
+    @property
+    def guard(self) -> UpdateGuard | None:
+        """Guard that holds back bad updates, if set."""
+        return self._state.guard
+
+    @guard.setter
+    def guard(self, guard: UpdateGuard | None) -> None:
+        self._state.guard = guard
 
     @abstractmethod
     def _step(self, batch: Any) -> torch.Tensor: ...
@@ -71,9 +91,10 @@ class TrialSteps(ShardedModel):
         """Undo the last step, except for gradients: restore the buffers and the count of steps. For
         a step whose gradients are not used; the next step draws the same dropout again. The step
         before may be taken back next, and no more."""
-        undo, self._to_take_back = self._to_take_back[-1], self._to_take_back[:-1]
-        self.steps -= 1
-        self.losses_counted = undo.losses_counted
+        state = self._state
+        undo, state.undos = state.undos[-1], state.undos[:-1]
+        state.steps -= 1
+        state.losses_counted = undo.losses_counted
         undo.buffers.restore()
 
     def replay(self, batch: Any, see: See) -> int:
@@ -90,14 +111,14 @@ class TrialSteps(ShardedModel):
             Number of times this rank has computed the batch.
         """
         times = 1
-        rows = self._rows
+        rows = self._state.rows
         if self.places:
-            times = sum(map(len, self._rows))
+            times = sum(map(len, self._state.rows))
             batch = repeat_sample(batch, times)
         else:
             rows = (range(count_samples(batch)),) if batch is not None else ()
-        with use_eval_mode(self.model), self._restore_after(see):
-            self._rows = rows
+        with use_eval_mode(self.model), self._restore_after(see) as state:
+            state.rows = rows
             self._step(batch)
         return times
 
@@ -119,15 +140,15 @@ class TrialSteps(ShardedModel):
             trims: True to cut off padding columns.
             backward: False: no gradients.
         """
-        with self._restore_after(self._own_norm.see):
-            self._rows, self._objective, self._trims = rows, objective, trims
-            self.losses_counted = torch.ones_like(self.losses_counted)
-            self._settled, self._tells_samples = True, False
+        with self._restore_after() as state:
+            state.rows, state.objective, state.trims = rows, objective, trims
+            state.losses_counted = torch.ones_like(state.losses_counted)
+            state.settled, state.compares_samples = True, False
             if backward:
-                steps = self.steps
+                steps = state.steps
                 self._step(batch)
-                while self.overflowed and self.scaler.scale > 1:  # each attempt halves the scale
-                    self.steps = steps
+                while state.overflowed and state.scaler.scale > 1:  # each attempt halves the scale
+                    state.steps = steps
                     self._step(batch)
             else:
                 with self._in_step():
@@ -135,22 +156,21 @@ class TrialSteps(ShardedModel):
             return seen(self.parameters())
 
     @contextlib.contextmanager
-    def _restore_after(self, see: See) -> Iterator[None]:
-        """Undo all changes of a step inside, including gradients. Gradients of earlier steps, to be
-        added to, are restored."""
-        before = {name: getattr(self, name) for name in _STEP_ATTRIBUTES}
+    def _restore_after(self, see: See | None = None) -> Iterator[StepState]:
+        """Undo all changes of a step inside, including gradients; yield the state of that step.
+        Gradients of earlier steps, to be added to, are restored."""
+        before = self._state, self.gradient_scaling
         kept = [(p, p.grad, p.grad.clone()) for p in self.parameters() if p.grad is not None]
         for parameter, *_ in kept:
             parameter.grad = None
-        self._own_norm, self.scaler = SampledGradientNorm(self.device), copy(self.scaler)
-        self.guard = self._watch = self.gradient_scaling = None
-        self._observe_gradients(see)
+        self._state, self.gradient_scaling = self._state.make_trial(), None
+        self._observe_gradients(see or self._state.own_norm.see)
         try:
             with find_layer_drop_rates(self.model):
-                yield
+                yield self._state
         finally:
-            vars(self).update(before)
-            self._observe_gradients(self._own_norm.see)
+            self._state, self.gradient_scaling = before
+            self._observe_gradients(self._state.own_norm.see)
             for parameter in self.parameters():
                 parameter.grad = None
             for parameter, gradient, values in kept:

@@ -68,7 +68,7 @@ class RehearsingEngine(TrialSteps):
         if in_step and self.plan.is_uncut:
             return True
         is_due = self._is_due() if in_step else self._in_training_alone
-        return (self._settled or is_known) and not is_due
+        return (self._state.settled or is_known) and not is_due
 
     def settle(self, batch: Any, samples: int | None = None, *, in_step: bool = False) -> None:
         """Find the rule by which losses of micro-batches add up, if unknown, by a rehearsal with
@@ -81,7 +81,7 @@ class RehearsingEngine(TrialSteps):
             return
         if in_step and self._is_due():
             self._settle_again(batch, samples)
-        if not self._settled:
+        if not self._state.settled:
             self._find_rule(batch, samples, in_step=in_step)
         if self._in_training_alone and not in_step:
             rows = self._rows_of(batch, samples, in_step=False)
@@ -103,10 +103,10 @@ class RehearsingEngine(TrialSteps):
                 break
         else:
             self._refuse_rivals()
-        self._settled = reduces.rule is not None and not reduces.rivals
-        self._trims = reduces.trims
+        self._state.settled = reduces.rule is not None and not reduces.rivals
+        self._state.trims = reduces.trims
         self._in_training_alone = found.training and not self.accepts_coupling
-        if found.adds_up and self._watch is None and not self.accepts_coupling:
+        if found.adds_up and self._state.watch is None and not self.accepts_coupling:
             self._watch_losses(found.known)
             self._no_samples = copied(select_samples(batch, slice(0)))
 
@@ -136,13 +136,13 @@ class RehearsingEngine(TrialSteps):
         # On a CPU, the values exchanged in a step are available at once.
         late = any(told for (told,) in all_gather_values(self, [float(is_gpu(self.device))]))
         by_values = rule is not None and rule.kind == "graph" and not rule.labels
-        self._watch = LossWatch(self.device, kinds, late=int(late), by_values=by_values)
+        self._state.watch = LossWatch(self.device, kinds, late=int(late), by_values=by_values)
         self._rehearsed_at = self.steps
 
     def _seen(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the objective's (summed loss, count) of a micro-batch of a step, and watch it."""
-        summed, count = self._objective(model, batch)
-        watch = self._watch if self._reduces.is_watched else None
+        summed, count = self._state.objective(model, batch)
+        watch = self._state.watch if self._reduces.is_watched else None
         if watch is not None and torch.is_grad_enabled():
             watch.see(summed, count, batch)
         return summed, count
@@ -172,9 +172,9 @@ class RehearsingEngine(TrialSteps):
         """Return this rank's row of the table of a step, without losses."""
         if not in_step:
             return StepTable.row(self.device, self.notice, self.report, 0.0)
-        norm = self._own_norm.take() / self.scaler.scale
+        norm = self._state.own_norm.take() / self.scaler.scale
         factor = 0.0 if self.gradient_scaling is None else self.gradient_scaling.take()
-        made = LossComposition() if self._watch is None else self._watch.take()
+        made = LossComposition() if self._state.watch is None else self._state.watch.take()
         return StepTable.row(self.device, self.notice, self.report, norm, factor, made)
 
     def _note(self, table: Tensor) -> None:
@@ -186,16 +186,16 @@ class RehearsingEngine(TrialSteps):
         if self.gradient_scaling is not None:
             self.gradient_scaling.note(self.steps, table)
             self.gradient_scaling.begin()
-        if self._watch is not None:
-            self._watch.note(self.steps, table)
+        if self._state.watch is not None:
+            self._state.watch.note(self.steps, table)
 
     def _is_due(self) -> bool:
         """Return True if a rehearsal is due, by schedule or by reports of earlier steps."""
-        if self._watch is None or not self._reduces.is_watched:
+        if self._state.watch is None or not self._reduces.is_watched:
             return False
-        self._watch.read()
+        self._state.watch.read()
         again = next((step for step in REHEARSAL_STEPS if step > self._rehearsed_at), math.inf)
-        return bool(self._watch.doubts) or self.steps >= again
+        return bool(self._state.watch.doubts) or self.steps >= again
 
     def look_back(self) -> None:
         """Check that losses of the last steps add up as before, as the next step would check.
@@ -204,9 +204,9 @@ class RehearsingEngine(TrialSteps):
         Raises:
             ModelError: the losses do not add up.
         """
-        if self._watch is not None and not self._failed:
-            self._watch.read(all_of_them=True)
-            while self._watch.doubts:
+        if self._state.watch is not None and not self._failed:
+            self._state.watch.read(all_of_them=True)
+            while self._state.watch.doubts:
                 self._settle_again(None)
 
     def _settle_again(self, batch: Any | None, samples: int | None = None) -> None:
@@ -218,7 +218,7 @@ class RehearsingEngine(TrialSteps):
         Raises:
             ModelError: the losses do not add up.
         """
-        watch = self._watch
+        watch = self._state.watch
         assert watch is not None, "something is due"
         doubt = watch.doubts.popleft() if watch.doubts else None
         step = self.steps if doubt is None else doubt.step
@@ -243,10 +243,10 @@ class RehearsingEngine(TrialSteps):
     def _rehearse_kind(self, kind: int, batch: Any, samples: int | None) -> Sequence[int]:
         """Rehearse with a micro-batch whose kind of loss is new to rehearsals. With several stages,
         not all of whose ranks keep it, rehearse a batch, if given. Collective."""
-        assert self._watch is not None, "it has seen it"
+        assert self._state.watch is not None, "it has seen it"
         rows = self._rows_of_step(samples)
         if not self.places:
-            batch, rows = self._kept(self._watch.kept(kind))
+            batch, rows = self._kept(self._state.watch.kept(kind))
         elif batch is None:
             return [kind]
         found = additivity.rehearse_again(self, batch, rows, self._reduces)
@@ -306,7 +306,7 @@ class RehearsingEngine(TrialSteps):
 
     def _rows_of_step(self, samples: int | None) -> tuple[range, ...]:
         return (
-            self._rows
+            self._state.rows
             if samples is None
             else get_micro_batch_rows(self.plan, self.comm.rank, samples)
         )
