@@ -14,6 +14,7 @@ from gpumix.engine.traceless_steps import TrialSteps
 
 PARTS, COLUMNS = 16, 61  # number of sums compared of a gradient
 MIN_PART_ELEMENTS = 4096  # least number of elements in a part
+MAX_COPIED_ELEMENTS = 2**20  # in float64 at a time, unless a part has more
 # Relative deviation of losses, and of gradients, explained by rounding, by compute dtype.
 TOLERANCE = {"fp32": (1e-4, 1e-3), "fp16": (1e-2, 5e-2), "bf16": (2e-2, 1e-1)}
 PADDING_TOLERANCE = (3e-6, 3e-5)  # in fp32, for samples that differ in padding alone
@@ -140,15 +141,23 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def _add_sums(gradient: Tensor, row: Tensor) -> None:
-    """Add the sums of a gradient to `row`, part by part: summing in another dtype copies the
-    summands."""
-    length = max(MIN_PART_ELEMENTS, math.ceil(gradient.numel() / PARTS))
-    for number, part in enumerate(gradient.split(math.ceil(length / COLUMNS) * COLUMNS)):
-        wide = part.double()
-        row[number] = wide.sum()
-        whole = len(wide) // COLUMNS * COLUMNS
-        row[PARTS:] += wide[:whole].view(-1, COLUMNS).sum(0)
-        row[PARTS : PARTS + len(wide) - whole] += wide[whole:]
+    """Add the sums of a gradient to `row`, a few parts at a time: summing in another dtype copies
+    the summands."""
+    rows = math.ceil(max(MIN_PART_ELEMENTS, gradient.numel() / PARTS) / COLUMNS)
+    length = rows * COLUMNS
+    parts = gradient.numel() // length
+    at_once = max(1, MAX_COPIED_ELEMENTS // length)
+    for first in range(0, parts, at_once):
+        some = gradient[first * length : min(parts, first + at_once) * length]
+        sums = some.double().view(-1, rows, COLUMNS).sum(1)
+        row[first : first + len(sums)] = sums.sum(1)
+        row[PARTS:] += sums.sum(0)
+    rest = gradient[parts * length :].double()
+    if len(rest):
+        row[parts] = rest.sum()
+        inside = len(rest) // COLUMNS * COLUMNS
+        row[PARTS:] += rest[:inside].view(-1, COLUMNS).sum(0)
+        row[PARTS : PARTS + len(rest) - inside] += rest[inside:]
 
 
 def has_unequal_denominators(trials: Sequence[TrialLoss]) -> bool:
