@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from gpumix.cost.schedule import MicroBatchSchedule
 from gpumix.engine.batch import batch_split
-from gpumix.engine.batch.batch_split import MicroBatchTask
+from gpumix.engine.batch.batch_split import Loss, MicroBatchTask
 from gpumix.engine.comm import collective_progress
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.comm.step_exchange import StepTable, compute_gradient_scale
@@ -38,15 +38,13 @@ from gpumix.engine.optimizers.overlapped_step import HostStepHooks, OverlappedUp
 from gpumix.engine.outside_steps import BlockwiseEngine, OutsideSteps
 from gpumix.engine.rehearsal.settling_engine import RehearsingEngine
 from gpumix.engine.reshard import move_state, needs_state_move
-from gpumix.engine.schedule import layered, pipeline_parallel, sequential
-from gpumix.engine.schedule.micro_batch import (
-    Loss,
-    MicroBatch,
-    close_micro_batches,
-    select_kept_graphs,
+from gpumix.engine.schedule.pipeline_parallel import PipelineStage
+from gpumix.engine.schedule.schedules import (
+    LayeredSchedule,
+    PipelineSchedule,
+    Schedule,
+    SequentialSchedule,
 )
-from gpumix.engine.schedule.pipeline_parallel import InFlightMicroBatch, PipelineStage, StageInputs
-from gpumix.engine.sharding.bucket import BucketReductions
 from gpumix.engine.sharding.gradient_fingerprint import SampledGradientNorm
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.sharding.parameter_index import ParameterIndex
@@ -59,7 +57,6 @@ from gpumix.engine.unit import own_checkpointing
 from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.schema.errors import GpumixError, InputError, TrainingError, format_in_one_line
 from gpumix.schema.plan.plan import Plan
-from gpumix.schema.plan.stage import Worker
 
 Function = Callable[[nn.Module, Any], Any]
 
@@ -95,7 +92,6 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self.plan = plan
         self.notice = self.report = 0.0
         self.places = places
-        self._pipeline = MicroBatchSchedule.of(plan) if places else None
         self._parts = parts[0]  # of the first of its stages
         self._heads = [one.head for one in parts if one.head is not None]
         self._calls = calls
@@ -133,6 +129,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self._updates: OverlappedUpdates | None = None
         self.copies = WaitClock(self.device)
         self._host = OffloadStore(self.device, self.copies)
+        self._schedule = self._make_schedule()
         elementwise_check.UpdateChecks(self)
         if self.state_on_host:
             HostStepHooks(self, self.parameters())
@@ -187,13 +184,17 @@ class Engine(RehearsingEngine, BlockwiseEngine):
                 state.compares_samples = False
             undo = StepUndo.before(self.keepers, state.losses_counted)
             self.round_ahead()
+            done = None if updates is None else updates.update
+            tables: list[torch.Tensor] = []
+
+            def exchange(results: list[Loss]) -> Callable[[], torch.Tensor]:
+                table, gradient_scale = self._exchange_losses(results, scale)
+                tables.append(table)
+                return gradient_scale
+
             with preserve_torch_rng(self.device), torch.enable_grad(), self._compared():
-                if self.places:
-                    table = self._step_in_stages(cut, rows, scale, updates)
-                elif self._worker.mode.order == "sequential":
-                    table = self._step_sequentially(cut, scale, updates)
-                else:
-                    table = self._step_in_layers(cut, scale, updates)
+                self._schedule.run_step(cut, rows, scale, exchange, done)
+            [table] = tables
             self._unused.drop()
             if updates is not None:
                 updates.finish()
@@ -226,10 +227,10 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         if self.places:
             self.places[0].wires.replan(plan)
             self.places = [replace(place, plan=plan) for place in self.places]
-            self._pipeline = MicroBatchSchedule.of(plan)
         self.plan = plan
         self._worker = plan.workers[self.comm.rank]
         self._state.rows = plan.rows_of(self.comm.rank)
+        self._schedule = self._make_schedule()
 
     @property
     def state_on_host(self) -> bool:
@@ -255,122 +256,15 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self._updates.guard = self._state.guard
         return self._updates
 
-    def _reductions(
-        self, gradient_scale: Callable[[], torch.Tensor], updates: OverlappedUpdates | None
-    ) -> BucketReductions:
-        return BucketReductions(
-            gradient_scale,
-            at_once=self._parts.division.replicated and not self._parts.division.others,
-            done=None if updates is None else updates.update,
-        )
-
-    def _step_in_layers(
-        self, cut: list[MicroBatchTask], scale: torch.Tensor, updates: OverlappedUpdates | None
-    ) -> torch.Tensor:
-        batches = [self._micro_batch(self._parts, cut, n, keep=True) for n in range(len(cut))]
-        with close_micro_batches(batches), contextlib.ExitStack() as stack:
-            if self._leaves_out and self._parts.head is not None:
-                stack.enter_context(self._parts.head.whole())
-            turns = layered.MicroBatchOrder(batches, in_order=bool(self.keepers))
-            begun = layered.GradientProgress()
-            layered.forward(self._parts, turns, keep=True, leaves_out=self._leaves_out)
-            results = layered.run_head(self._parts, turns, scale.float(), begun)
-            table, gradient_scale = self._exchange_losses(results, scale)
-            reductions = self._reductions(gradient_scale, updates)
-            layered.backward(self._parts, turns, reductions, begun)
-            layered.finish_reductions([self._parts], reductions, begun)
-        return table
-
-    def _step_in_stages(
-        self,
-        cut: list[MicroBatchTask],
-        rows: Sequence[range],
-        scale: torch.Tensor,
-        updates: OverlappedUpdates | None,
-    ) -> torch.Tensor:
-        results = self._forward_stages(cut, rows, scale.float())
-        table, gradient_scale = self._exchange_losses(results, scale)
-        self.comm.record.meets("other stage")
-        gradient_scale()
-        self.comm.record.goes_on()
-        for bucket in self._buckets:
-            bucket.settle(gradient_scale)
-            if updates is not None:
-                updates.update(bucket)
-        return table
-
-    def _batch_factory(self, cut: list[MicroBatchTask], *, keep: bool) -> pipeline_parallel.Make:
-        """Return a function that begins micro-batches in stages; `keep`: for backward."""
-
-        def make(place: PipelineStage, number: int) -> InFlightMicroBatch:
-            own = place.batches.index(number)
-            entrance = StageInputs(place, number, cut[own].looks)
-            batch = self._micro_batch(
-                place.parts,
-                cut,
-                own,
-                keep=keep,
-                worker=place.worker,
-                earlier=place.earlier,
-                entry=entrance,
-                sends=place.sends,
-            )
-            return InFlightMicroBatch(number, batch, entrance)
-
-        return make
-
-    def _micro_batch(
-        self,
-        parts: ShardedUnits,
-        cut: list[MicroBatchTask],
-        place: int,
-        *,
-        keep: bool,
-        worker: Worker | None = None,
-        **in_stage: Any,
-    ) -> MicroBatch:
-        """Make the micro-batch of the samples at `place`; `keep`: for backward, in the mode of the
-        stage's worker."""
-        worker = worker or self._worker
-        keeps = select_kept_graphs(worker, len(parts.calls), place, len(cut))
-        return MicroBatch(
-            cut[place].compute_loss,
-            calls=parts.calls,
-            randomness=cut[place].randomness,
-            compute_dtype=self._dtype,
-            keeps=keeps if keep else lambda call: False,
-            host=self._host if keep and worker.mode.boundary == "host" else None,
-            **in_stage,
-        )
-
-    def _step_sequentially(
-        self, cut: list[MicroBatchTask], scale: torch.Tensor, updates: OverlappedUpdates | None
-    ) -> torch.Tensor:
-        batches = [
-            sequential.InlineBatch(
-                one.compute_loss,
-                one.randomness,
-                self._dtype,
-                select_kept_graphs(self._worker, len(self._parts.calls), place, len(cut)),
-            )
-            for place, one in enumerate(cut)
-        ]
-        tables: list[torch.Tensor] = []
-
-        def exchange(results: list[Loss]) -> BucketReductions:
-            table, gradient_scale = self._exchange_losses(results, scale)
-            tables.append(table)
-            return self._reductions(gradient_scale, updates)
-
-        sequential.run(
-            self._parts,
-            self._calls,
-            batches,
-            scale.float(),
-            exchange,
-            leaves_out=self._leaves_out,
-        )
-        return tables[0]
+    def _make_schedule(self) -> Schedule:
+        shared = self._worker, self._dtype, self._host, bool(self.keepers)
+        if self.places:
+            actions = MicroBatchSchedule.of(self.plan).actions_of(self.plan, self.comm.rank)
+            return PipelineSchedule(*shared, actions, self.comm, self.places, self._buckets)
+        in_one_stage = *shared, self._parts, self._leaves_out
+        if self._worker.mode.order == "sequential":
+            return SequentialSchedule(*in_one_stage, self._calls)
+        return LayeredSchedule(*in_one_stage)
 
     def _leave(self) -> None:
         """Release the parameters after a step; the optimizer may change them."""
@@ -450,38 +344,9 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self.agree_on_buffers()
         self.round_ahead()
         with preserve_torch_rng(self.device), self._allow_random_draws(), torch.no_grad():
-            if self.places:
-                results = self._forward_stages(cut, rows, None)
-            else:
-                results = self._forward_one_stage(cut)
+            results = self._schedule.run_forward(cut, rows)
         self._leave()
         return results
-
-    def _forward_one_stage(self, cut: list[MicroBatchTask]) -> list[Loss]:
-        batches = [self._micro_batch(self._parts, cut, n, keep=False) for n in range(len(cut))]
-        # With full parameters here, one after another, for the lowest memory use.
-        whole = self._parts.division.whole_parameters and len(batches) > 1
-        results: list[Loss] = []
-        with close_micro_batches(batches):
-            for some in [[b] for b in batches] if whole else [batches]:
-                turns = layered.MicroBatchOrder(some, in_order=bool(self.keepers))
-                layered.forward(self._parts, turns, keep=False, leaves_out=self._leaves_out)
-                results += layered.run_head(self._parts, turns, None, layered.GradientProgress())
-        return results
-
-    def _forward_stages(
-        self, cut: list[MicroBatchTask], rows: Sequence[range], scale: torch.Tensor | None
-    ) -> list[Loss]:
-        """Run this rank's part of the pipeline; without a `scale` of losses, forward only."""
-        assert self._pipeline is not None
-        actions = self._pipeline.actions_of(self.plan, self.comm.rank)
-        if scale is None:
-            actions = tuple(action for action in actions if action.kind == "forward")
-        make = self._batch_factory(cut, keep=scale is not None)
-        empty = [number for number, own in zip(self.places[0].batches, rows) if not own]
-        return pipeline_parallel.PipelineStep(
-            self.places, actions, make, scale, in_order=bool(self.keepers), empty=empty
-        ).run()
 
     def layout(self) -> OptimizerLayout:
         """Return the ranks storing each part of every parameter, for `gpumix.Adafactor` and
@@ -503,7 +368,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         """End training, and free the memory of parameters, gradients and masters."""
         self.ended, self._failed = True, why
         self._buckets, self._heads, self.places = [], [], ()
-        del self._parts
+        del self._parts, self._schedule
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -1,0 +1,243 @@
+"""Schedules of a rank: the orders in which micro-batches go through units, behind one interface."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gpumix.cost.schedule import Action
+from gpumix.engine.batch.batch_split import Loss, MicroBatchTask
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.model.forward_coroutine import UnitCallHandlers
+from gpumix.engine.offload.host_offload import OffloadStore
+from gpumix.engine.schedule import layered, pipeline_parallel, sequential
+from gpumix.engine.schedule.micro_batch import (
+    MicroBatch,
+    close_micro_batches,
+    select_kept_graphs,
+)
+from gpumix.engine.schedule.pipeline_parallel import InFlightMicroBatch, PipelineStage, StageInputs
+from gpumix.engine.sharding.bucket import Bucket, BucketReductions
+from gpumix.engine.unit.sharded_units import ShardedUnits
+from gpumix.schema.plan.stage import Worker
+
+# Exchanges (summed loss, count) of each micro-batch; returns the scale of gradients, when known.
+Exchange = Callable[[list[Loss]], Callable[[], torch.Tensor]]
+Done = Callable[[Bucket], None]  # called with a bucket whose gradient is in its pieces
+
+
+@dataclass(frozen=True)
+class Schedule(ABC):
+    """Schedule of the micro-batches of a rank.
+
+    Attributes:
+        worker: of this rank, in the first of its stages.
+        dtype: of computation.
+        host: keeps inputs of units on the host.
+        in_order: whether each unit takes micro-batches in order, because it updates buffers.
+    """
+
+    worker: Worker
+    dtype: torch.dtype
+    host: OffloadStore
+    in_order: bool
+
+    @abstractmethod
+    def run_step(
+        self,
+        cut: list[MicroBatchTask],
+        rows: Sequence[range],
+        scale: torch.Tensor,
+        exchange: Exchange,
+        done: Done | None,
+    ) -> None:
+        """Run forward and backward of micro-batches, and reduce gradients.
+
+        Args:
+            cut, rows: micro-batches, and the places of their samples in the global batch.
+            scale: factor of each loss before its backward.
+            done: None: buckets are not needed before the end.
+        """
+
+    @abstractmethod
+    def run_forward(self, cut: list[MicroBatchTask], rows: Sequence[range]) -> list[Loss]:
+        """Run forward of micro-batches; return (summed loss, count) of each."""
+
+    def _make_micro_batch(
+        self,
+        parts: ShardedUnits,
+        cut: list[MicroBatchTask],
+        place: int,
+        *,
+        keep: bool,
+        stage: PipelineStage | None = None,
+        entry: StageInputs | None = None,
+    ) -> MicroBatch:
+        """Make the micro-batch at `place` of `cut`; `keep`: for backward, in the mode of the
+        stage's worker."""
+        worker = self.worker if stage is None else stage.worker
+        keeps = select_kept_graphs(worker, len(parts.calls), place, len(cut))
+        return MicroBatch(
+            cut[place].compute_loss,
+            calls=parts.calls,
+            randomness=cut[place].randomness,
+            compute_dtype=self.dtype,
+            keeps=keeps if keep else lambda call: False,
+            host=self.host if keep and worker.mode.boundary == "host" else None,
+            earlier=() if stage is None else stage.earlier,
+            entry=entry,
+            sends=None if stage is None else stage.sends,
+        )
+
+
+@dataclass(frozen=True)
+class LayeredSchedule(Schedule):
+    """Unit k of every micro-batch, then unit k + 1 of any: see `engine.schedule.layered`.
+
+    Attributes:
+        leaves_out: whether the model may skip its last units, and so reach the head early.
+    """
+
+    parts: ShardedUnits
+    leaves_out: bool
+
+    def run_step(
+        self,
+        cut: list[MicroBatchTask],
+        rows: Sequence[range],
+        scale: torch.Tensor,
+        exchange: Exchange,
+        done: Done | None,
+    ) -> None:
+        parts = self.parts
+        batches = [self._make_micro_batch(parts, cut, n, keep=True) for n in range(len(cut))]
+        with close_micro_batches(batches), contextlib.ExitStack() as stack:
+            if self.leaves_out and parts.head is not None:
+                stack.enter_context(parts.head.whole())
+            turns = layered.MicroBatchOrder(batches, in_order=self.in_order)
+            begun = layered.GradientProgress()
+            layered.forward(parts, turns, keep=True, leaves_out=self.leaves_out)
+            results = layered.run_head(parts, turns, scale.float(), begun)
+            reductions = self._make_reductions(exchange(results), done)
+            layered.backward(parts, turns, reductions, begun)
+            layered.finish_reductions([parts], reductions, begun)
+
+    def run_forward(self, cut: list[MicroBatchTask], rows: Sequence[range]) -> list[Loss]:
+        parts = self.parts
+        batches = [self._make_micro_batch(parts, cut, n, keep=False) for n in range(len(cut))]
+        # With full parameters here, one after another, for the lowest memory use.
+        whole = parts.division.whole_parameters and len(batches) > 1
+        results: list[Loss] = []
+        with close_micro_batches(batches):
+            for some in [[b] for b in batches] if whole else [batches]:
+                turns = layered.MicroBatchOrder(some, in_order=self.in_order)
+                layered.forward(parts, turns, keep=False, leaves_out=self.leaves_out)
+                results += layered.run_head(parts, turns, None, layered.GradientProgress())
+        return results
+
+    def _make_reductions(
+        self, gradient_scale: Callable[[], torch.Tensor], done: Done | None
+    ) -> BucketReductions:
+        division = self.parts.division
+        at_once = division.replicated and not division.others
+        return BucketReductions(gradient_scale, at_once=at_once, done=done)
+
+
+@dataclass(frozen=True)
+class SequentialSchedule(LayeredSchedule):
+    """One micro-batch after another: see `engine.schedule.sequential`.
+
+    Attributes:
+        calls: where the model's unit calls arrive.
+    """
+
+    calls: UnitCallHandlers
+
+    def run_step(
+        self,
+        cut: list[MicroBatchTask],
+        rows: Sequence[range],
+        scale: torch.Tensor,
+        exchange: Exchange,
+        done: Done | None,
+    ) -> None:
+        calls = len(self.parts.calls)
+        batches = [
+            sequential.InlineBatch(
+                one.compute_loss,
+                one.randomness,
+                self.dtype,
+                select_kept_graphs(self.worker, calls, place, len(cut)),
+            )
+            for place, one in enumerate(cut)
+        ]
+        sequential.run(
+            self.parts,
+            self.calls,
+            batches,
+            scale.float(),
+            lambda results: self._make_reductions(exchange(results), done),
+            leaves_out=self.leaves_out,
+        )
+
+
+@dataclass(frozen=True)
+class PipelineSchedule(Schedule):
+    """Micro-batches through the pipeline stages of a rank: see
+    `engine.schedule.pipeline_parallel`.
+
+    Attributes:
+        actions: of this rank in a step.
+        stages: of this rank.
+        buckets: of all of its stages.
+    """
+
+    actions: Sequence[Action]
+    comm: Communicator
+    stages: Sequence[PipelineStage]
+    buckets: Sequence[Bucket]
+
+    def run_step(
+        self,
+        cut: list[MicroBatchTask],
+        rows: Sequence[range],
+        scale: torch.Tensor,
+        exchange: Exchange,
+        done: Done | None,
+    ) -> None:
+        gradient_scale = exchange(self._run(cut, rows, scale.float()))
+        self.comm.record.meets("other stage")
+        gradient_scale()
+        self.comm.record.goes_on()
+        for bucket in self.buckets:
+            bucket.settle(gradient_scale)
+            if done is not None:
+                done(bucket)
+
+    def run_forward(self, cut: list[MicroBatchTask], rows: Sequence[range]) -> list[Loss]:
+        return self._run(cut, rows, None)
+
+    def _run(
+        self, cut: list[MicroBatchTask], rows: Sequence[range], scale: torch.Tensor | None
+    ) -> list[Loss]:
+        """Run this rank's part of the pipeline; without a `scale` of losses, forward only."""
+        actions = self.actions
+        if scale is None:
+            actions = [action for action in actions if action.kind == "forward"]
+
+        def make(stage: PipelineStage, number: int) -> InFlightMicroBatch:
+            own = stage.batches.index(number)
+            entry = StageInputs(stage, number, cut[own].looks)
+            batch = self._make_micro_batch(
+                stage.parts, cut, own, keep=scale is not None, stage=stage, entry=entry
+            )
+            return InFlightMicroBatch(number, batch, entry)
+
+        empty = [number for number, own in zip(self.stages[0].batches, rows) if not own]
+        return pipeline_parallel.PipelineStep(
+            self.stages, actions, make, scale, in_order=self.in_order, empty=empty
+        ).run()
