@@ -41,7 +41,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.train.controller import JobController
 from gpumix.train.processes.local_launcher import RankAddress, launch
 from gpumix.train.processes.runner import LocalRunner
-from gpumix.train.trainer import Trainer
+from gpumix.train.trainer_builder import build_trainer
 from gpumix.train.worker.context import Task, join_run
 from harness import run_ranks
 from reference import Share
@@ -75,7 +75,7 @@ def saving(
 ) -> list[dict[str, Any]]:
     """In one rank: what each save took, beside steps."""
     with join_run(seat, task) as context:
-        trainer = Trainer(context, plan.for_devices([d.id for d in devices]))
+        trainer = build_trainer(context, plan.for_devices([d.id for d in devices]))
         found, alone = [], []
         with trainer.loader:
             for _ in range(2):
@@ -103,7 +103,7 @@ def loading(
 ) -> float:
     """Seconds, in one rank."""
     with join_run(seat, task) as context:
-        trainer = Trainer(context, plan.for_devices([d.id for d in devices]))
+        trainer = build_trainer(context, plan.for_devices([d.id for d in devices]))
         context.ranks.gather("ready", "")
         begun = time.perf_counter()
         trainer.keeping.checkpointer.load(trainer.engine, trainer.optimizer, source=Path(source))

@@ -33,7 +33,7 @@ from gpumix.schema.profile.profile import Profile
 from gpumix.train.controller import JobController
 from gpumix.train.processes.local_launcher import RankAddress, launch
 from gpumix.train.processes.runner import LocalRunner
-from gpumix.train.trainer import Trainer
+from gpumix.train.trainer_builder import build_trainer
 from gpumix.train.worker.context import Task, join_run
 
 RATE = 4e9  # FLOP/s
@@ -146,7 +146,7 @@ def _training(
 ) -> dict[str, Any]:
     """In one rank; the last one is slow for a while."""
     with join_run(seat, task) as context:
-        trainer = Trainer(context, plan.for_devices([d.id for d in devices]), profile)
+        trainer = build_trainer(context, plan.for_devices([d.id for d in devices]), profile)
         timeline = context.runtime._pacer.timeline  # type: ignore[attr-defined]
         usual, step = timeline.flops_per_s, trainer.issue_step
 

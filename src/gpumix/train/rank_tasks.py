@@ -30,7 +30,7 @@ from gpumix.train.run_log import run_files
 from gpumix.train.run_log.summary import Summary, TrialResult
 from gpumix.train.run_log.terminal import get_stderr_console
 from gpumix.train.run_manifest import RunRecord
-from gpumix.train.trainer import Trainer
+from gpumix.train.trainer_builder import build_trainer
 from gpumix.train.worker.context import RankContext, Task, join_run
 from gpumix.train.worker.model import build_model
 from gpumix.train.worker.optimizer import build_trial_optimizer
@@ -131,7 +131,7 @@ def train(
     """
     with join_run(seat, task) as context:
         own = plan.for_devices([d.id for d in devices])
-        trainer = Trainer(context, own, profile, resume=resume, restart=restart)
+        trainer = build_trainer(context, own, profile, resume=resume, restart=restart)
         if context.first:
             job = task.job
             odd = warn_of_data(context.train_data, context.held_out, job.global_batch)
@@ -156,5 +156,5 @@ def try_out(
     """Train a few steps by the plan, to measure speed and memory; see `Trainer.try_out`. Every rank
     returns the trial."""
     with watcher or nullcontext(), join_run(seat, task) as context:
-        trainer = Trainer(context, plan.for_devices([d.id for d in devices]))
+        trainer = build_trainer(context, plan.for_devices([d.id for d in devices]))
         return trainer.try_out(steps, beside=beside, watcher=watcher)

@@ -6,36 +6,30 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NoReturn
 
-from torch import nn
+from torch.optim import Optimizer
 
 from gpumix.data.loader import Loader, evaluation_batches
-from gpumix.data.order.sampler import ByLength
 from gpumix.engine.comm.step_exchange import StepTable
 from gpumix.engine.comm.step_recorder import SILENT, Recorder
+from gpumix.engine.engine import Engine
 from gpumix.engine.optimizers.overlapped_step import is_elementwise
-from gpumix.engine.prepare import prepare
 from gpumix.engine.reshard import can_move_state
-from gpumix.engine.sharding.initial_weights import find_unused_tensors
-from gpumix.engine.sharding.state_dict import some_of
 from gpumix.schema.errors import Interrupted
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.train.checkpoint.checkpointer import Saved
-from gpumix.train.checkpoint.manifest import get_job_number
 from gpumix.train.checks.non_finite import (
     make_corrupt_weights_error,
     make_no_labels_error,
     make_overflow_error,
 )
-from gpumix.train.checks.packed_documents import check_documents
-from gpumix.train.checks.resume_check import check_resume
-from gpumix.train.elastic.plan_change import load_parts_in_force
+from gpumix.train.elastic.plan_change import PlanParts
 from gpumix.train.elastic.recovery import Restart
 from gpumix.train.issued_steps import BadStep, IssuedSteps, ReadStep
 from gpumix.train.monitor.clock_warnings import ClockMonitor
@@ -48,12 +42,9 @@ from gpumix.train.rebalance_controller import RebalanceController
 from gpumix.train.run_log.interruption_cost import InterruptionCost, measure_s
 from gpumix.train.run_log.metrics import WARM_UP_STEPS, RunEvent, StepRecord, compute_median_s
 from gpumix.train.run_log.summary import Summary, TrialResult
-from gpumix.train.run_log.terminal import get_stderr_console
 from gpumix.train.run_logger import RunLogger
-from gpumix.train.state_keeper import MEASURED_STEPS, StateKeeper
+from gpumix.train.state_keeper import MEASURED_STEPS, ResumedState, StateKeeper
 from gpumix.train.worker.context import RankContext
-from gpumix.train.worker.model import attention_cost, build_model
-from gpumix.train.worker.optimizer import build_optimizer
 
 # Notices sent through the engine; the largest counts.
 WRITING = 0.5  # a checkpoint is being written
@@ -64,121 +55,76 @@ MOST_STALL_S = 5.0
 MOST_OVERLAPPED_STEPS = 8  # measured during a checkpoint
 
 
+@dataclass(frozen=True)
+class TrainingStart:
+    """Start of a run, or of a later part of it.
+
+    Attributes:
+        state: state of an earlier part, already restored.
+        plan_before: the plan's parts in force before; on the first rank.
+        restart: reason for the restart of the run.
+    """
+
+    state: ResumedState | None = None
+    plan_before: PlanParts | None = None
+    restart: Restart | None = None
+
+
 class Trainer:
-    """Training of a job by a plan, on a single rank.
+    """Training of a job by a plan, on a single rank; `train.trainer_builder` builds it.
 
     Args:
         context: this rank's device, peers and data.
-        plan: the workers in the order of the ranks; `profile` is the plan's source, if known.
-        resume: continue from the newest state.
-        restart: reason for a restart of the run; it continues from the newest state, if there is
-            any.
+        plan: the workers in the order of the ranks.
+        engine, optimizer, loader: of this rank, whose state `keeping` saves.
+        profile: the plan's source, if known.
     """
 
     def __init__(
         self,
         context: RankContext,
         plan: Plan,
-        profile: Profile | None = None,
-        *,
-        resume: bool = False,
-        restart: Restart | None = None,
+        engine: Engine,
+        optimizer: Optimizer,
+        loader: Loader,
+        keeping: StateKeeper,
+        start: TrainingStart,
+        profile: Profile | None,
     ) -> None:
-        self.context = context
-        self.plan = plan
-        job, ranks = context.job, context.ranks
-        self.job = job
-        self.engine = prepare(
-            self._built(resume),
-            plan,
-            comm=ranks.communicator(plan),
-            weights=job.model.weights,
-            units=job.model.units,
-            tensor=job.model.tensor_plan,
-            seed=job.seed,
-            couples=job.model.couples or "",
-        )
-        self.optimizer = build_optimizer(
-            job.optimizer,
-            self.engine.pieces(),
-            self.engine.layout,
-            names=self.engine.trained_names(),
-            fused=plan.workers[ranks.rank].efficiency.fused_optimizer,
-        )
-        self.loader = self._opened_loader()
-        if job.data.packing == "documents":
-            warning = check_documents(self.engine)
-            if warning and context.first:
-                get_stderr_console().print(warning)
-        self.keeping = StateKeeper(context, plan, self.engine, self.optimizer, self.loader)
-        self._last_minute = PreemptionSaver(context, self.keeping, lambda: self.step)
-        self.step = 0  # the last step read
+        self.context, self.job, self.plan = context, context.job, plan
+        self.engine, self.optimizer, self.loader = engine, optimizer, loader
+        self.keeping = keeping
+        self._start = start
+        self._begun_at = self.step = start.state.step if start.state is not None else 0
+        self._last_minute = PreemptionSaver(context, keeping, lambda: self.step)
         self._at_once_until = 0
         self._stopping = False
         self._found: list[RunEvent] = []  # on a coming change of the plan
-        self._nothing_left: Path | None = None  # the checkpoint of the last step
         self._put_off = False  # a checkpoint is due and was put off
-        self._restart = restart
-        again = context.first and (resume or restart is not None)
-        self._plan_before = load_parts_in_force(job.output, fresh=not resume) if again else None
-        self._kept_in = ""  # where the resumed state was
-        if resume or restart is not None:
-            self._take_up(needed=restart is None)
-        self._begun_at = self.step
-        context.runtime.reset_peak()
+        self._restart = start.restart  # until told
         self.steps = IssuedSteps(
             context,
-            self.engine,
-            self.optimizer,
-            self.loader,
-            self.keeping,
+            engine,
+            optimizer,
+            loader,
+            keeping,
             done=self.step,
             not_finite=self._not_finite,
         )
         self.taken, self.watch = self.steps.taken, self.steps.watch
         self._telling = RunLogger(
-            context,
-            self.engine,
-            self.loader,
-            self.keeping,
-            self.watch,
-            self.taken,
-            begun_at=self.step,
+            context, engine, loader, keeping, self.watch, self.taken, begun_at=self.step
         )
-        moves = can_move_state(plan) and is_elementwise(self.optimizer)
-        step_s = restart.step_s if restart is not None else None
-        balancing = RebalanceController(
-            plan, profile, context, state_moves=moves, step_before_s=step_s
-        )
-        self._balancing = balancing if job.rebalance else None
+        self._balancing = self._make_controller(profile) if self.job.rebalance else None
         self._clocks = ClockMonitor(profile)
-        self._soundness = CorruptionMonitor(context, plan, self.engine)
+        self._soundness = CorruptionMonitor(context, plan, engine)
 
-    def _opened_loader(self) -> Loader:
-        """Return the loader of this rank's part of each batch."""
-        context, job = self.context, self.job
-        return Loader(
-            context.train_data,
-            self.plan,
-            context.ranks.rank,
-            seed=job.seed,
-            device=context.runtime.torch_device,
-            workers=job.data.workers,
-            prefetch=job.data.prefetch,
-            bad_samples=job.data.bad_samples,
-            timeout_s=job.timeout,
-            by_length=ByLength(job.data.bucketing, attention_cost(self.engine.model)),
+    def _make_controller(self, profile: Profile | None) -> RebalanceController:
+        moves = can_move_state(self.plan) and is_elementwise(self.optimizer)
+        step_s = self._restart.step_s if self._restart is not None else None
+        return RebalanceController(
+            self.plan, profile, self.context, state_moves=moves, step_before_s=step_s
         )
-
-    def _built(self, resume: bool) -> nn.Module:
-        """Build the job's model, checked against the saved run on resume."""
-        context, spec = self.context, self.job.model
-        model = build_model(spec, folder=context.task.folder, seed=self.job.seed)
-        if resume:
-            check_resume(context, model, self.plan.model)
-        if context.first and spec.weights is not None:
-            _tell_of_unused(find_unused_tensors(model, spec.weights))
-        return model
 
     def run(self) -> Summary:
         """Train to the end.
@@ -187,14 +133,15 @@ class Trainer:
             Interrupted: asked to stop; the state is saved.
             TrainingError: the loss is not finite; the state before that step is saved.
         """
-        if self._nothing_left is not None:
-            return self._summary(self._nothing_left)
+        saved = self._start.state.path if self._start.state is not None else None
+        if saved is not None and self.step >= self.job.steps:
+            return self._summary(saved)  # nothing is left to train or to write
         with ExitStack() as stack:
             stack.enter_context(self.loader)
             stop = stack.enter_context(StopRequest())
             self._telling.open(stack)
             stack.push(self._tell_of_what_is_there)
-            self._telling.start(self._plan_before, self._restart)
+            self._telling.start(self._start.plan_before, self._start.restart)
             self._telling.copies(self.keeping.open_memory())
             stack.enter_context(self._last_minute.beside(stop))
             if self._soundness.no_replay_reason:
@@ -412,7 +359,9 @@ class Trainer:
         self._telling.step(step.record)
         restart, self._restart = self._restart, None
         if restart is not None:
-            self._telling.restart(self.step, restart, self._kept_in)
+            state = self._start.state
+            kept_in = "" if state is None else "memory" if state.path is None else "disk"
+            self._telling.restart(self.step, restart, kept_in)
 
     def _evaluate(self) -> None:
         losses = [
@@ -503,34 +452,6 @@ class Trainer:
     def _check_corruption(self, exchanged: StepTable) -> None:
         self._telling.tell(self.step, self._soundness.after_step(self.step, exchanged))
 
-    def _take_up(self, *, needed: bool) -> None:
-        state = self.keeping.restore_newest_state(needed=needed)
-        if state is None:
-            return
-        self.step = state.step
-        self._kept_in = "memory" if state.path is None else "disk"
-        if state.path is not None and self.step >= self.job.steps:
-            self._nothing_left = state.path  # or to write
-        if not self.context.first:
-            return
-        for damage in state.passed_over:
-            get_stderr_console().print(f"passed over: {damage.where} is damaged: {damage.why}")
-        get_stderr_console().print(f"going on from {state.where}")
-        if self.job.trace_step is not None and self.job.trace_step <= self.step:
-            get_stderr_console().print(f"step {self.job.trace_step} is done, and is not traced")
-        batch = get_job_number(state.extra, "global_batch")
-        if batch not in (None, self.job.global_batch):
-            get_stderr_console().print(
-                f"steps now take {self.job.global_batch} samples, they took {batch}"
-            )
-        before, goes_on = state.of_steps, self.step < self.job.steps
-        varies = self.job.schedule.kind != "constant"
-        if before not in (None, self.job.steps) and varies and goes_on:
-            get_stderr_console().print(
-                f"the schedule of the learning rate now ends at step {self.job.steps}, it "
-                f"ended at step {before}: the rate may jump here"
-            )
-
     def _stop(self) -> None:
         self._report_last_split()
         path = self.save()
@@ -579,9 +500,3 @@ class Trainer:
 
 def _is_due(step: int, every_steps: int) -> bool:
     return every_steps > 0 and step % every_steps == 0
-
-
-def _tell_of_unused(names: list[str]) -> None:
-    """Warn of unused weights: a wrong prefix is a mistake, though another task's head is not."""
-    if names:
-        get_stderr_console().print(f"the weights hold tensors without a place: {some_of(names)}")
