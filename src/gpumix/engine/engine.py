@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,26 @@ from gpumix.schema.plan.plan import Plan
 Function = Callable[[nn.Module, Any], Any]
 
 
+@dataclass(frozen=True)
+class ShardedParts:
+    """Parts of a sharded model on a rank.
+
+    Attributes:
+        stages: units of each of the rank's stages.
+        places: the rank's pipeline stages; empty if there is one stage of all.
+        calls: where the model's unit calls arrive.
+        changes: of modules, undone when the model is ordinary again.
+        forwards: of units that override the forward of their class, by unit name.
+    """
+
+    stages: Sequence[ShardedUnits]
+    places: Sequence[PipelineStage]
+    inventory: ParameterIndex
+    calls: UnitCallHandlers
+    changes: ModuleChanges
+    forwards: Mapping[str, Callable[..., Any]]
+
+
 class Engine(RehearsingEngine, BlockwiseEngine):
     """A model sharded over ranks by a plan, made by `prepare`.
 
@@ -74,27 +94,23 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self,
         model: nn.Module,
         plan: Plan,
-        parts: Sequence[ShardedUnits],
-        calls: UnitCallHandlers,
-        *,
+        parts: ShardedParts,
         comm: Communicator,
         objective: ObjectiveWithRule,
+        *,
         seed: int,
-        inventory: ParameterIndex,
-        places: Sequence[PipelineStage] = (),
         couples: str = "",
-        changes: ModuleChanges,
-        forwards: Mapping[str, Callable[..., Any]],
     ) -> None:
+        places = parts.places
         shared = places[0].shared if places else ()  # all ranks go through buckets in this order
-        buckets = dict.fromkeys((*shared, *(b for one in parts for b in one.buckets)))
-        super().__init__(model, comm, list(buckets), inventory)
+        buckets = dict.fromkeys((*shared, *(b for one in parts.stages for b in one.buckets)))
+        super().__init__(model, comm, list(buckets), parts.inventory)
         self.plan = plan
         self.notice = self.report = 0.0
         self.places = places
-        self._parts = parts[0]  # of the first of its stages
-        self._heads = [one.head for one in parts if one.head is not None]
-        self._calls = calls
+        self._parts = parts.stages[0]
+        self._heads = [one.head for one in parts.stages if one.head is not None]
+        self._calls = parts.calls
         self._reduces = objective
         self._couples = couples
         self._seed = seed
@@ -104,7 +120,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         last = len(plan.stages) - 1
         computes_them = last in plan.stages_of(comm.rank)
         self.tells_losses = computes_them and plan.team_of(comm.rank, last)[0] == comm.rank
-        self._unused = UnusedParameters(comm, self._buckets, inventory)
+        self._unused = UnusedParameters(comm, self._buckets, parts.inventory)
         tokens = float(plan.global_batch * plan.sequence_length)
         self._state = StepState(
             plan.rows_of(comm.rank),
@@ -122,8 +138,8 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self._switches = find_unit_conflicts(model)
         self._leaves_out = bool(find_layer_drop_rates(model).on)
         self._others = OtherGenerators()
-        self.changes = changes
-        self.outside = calls.outside = OutsideSteps(self, forwards)
+        self.changes = parts.changes
+        self.outside = parts.calls.outside = OutsideSteps(self, parts.forwards)
         self.reduction = objective.rule.name if objective.rule is not None else ""
         self._failed, self.ended = "", False
         self._updates: OverlappedUpdates | None = None

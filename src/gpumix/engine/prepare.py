@@ -23,7 +23,7 @@ from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.comm.failure_report import FailureReports
 from gpumix.engine.comm.init_distributed import ensure_process_group
 from gpumix.engine.comm.process_groups import get_own_device, make_communicator, needs_gpu
-from gpumix.engine.engine import Engine
+from gpumix.engine.engine import Engine, ShardedParts
 from gpumix.engine.loss.chunked_head import ChunkedHead
 from gpumix.engine.loss.objective import make_objective
 from gpumix.engine.loss.reduction import Objective, wrap_objective
@@ -127,20 +127,9 @@ def prepare(
         compile_units(own_units, sizes=worker.micro_batches, device=comm.device)
     for unit in anatomy.units:
         intercept(unit.name, unit.module, calls)
-    return Engine(
-        model,
-        plan,
-        parts,
-        calls,
-        comm=comm,
-        objective=make_objective(model) if loss is None else wrap_objective(loss),
-        seed=seed,
-        inventory=inventory,
-        places=places,
-        couples=couples,
-        changes=changes,
-        forwards=forwards,
-    )
+    objective = make_objective(model) if loss is None else wrap_objective(loss)
+    sharded = ShardedParts(parts, places, inventory, calls, changes, forwards)
+    return Engine(model, plan, sharded, comm, objective, seed=seed, couples=couples)
 
 
 def _check_coupling(plan: Plan, couples: str) -> None:

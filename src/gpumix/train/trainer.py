@@ -70,13 +70,22 @@ class TrainingStart:
     restart: Restart | None = None
 
 
+@dataclass(frozen=True)
+class TrainingParts:
+    """Parts of a rank's training whose state `keeping` saves."""
+
+    engine: Engine
+    optimizer: Optimizer
+    loader: Loader
+    keeping: StateKeeper
+
+
 class Trainer:
     """Training of a job by a plan, on a single rank; `train.trainer_builder` builds it.
 
     Args:
         context: this rank's device, peers and data.
         plan: the workers in the order of the ranks.
-        engine, optimizer, loader: of this rank, whose state `keeping` saves.
         profile: the plan's source, if known.
     """
 
@@ -84,19 +93,16 @@ class Trainer:
         self,
         context: RankContext,
         plan: Plan,
-        engine: Engine,
-        optimizer: Optimizer,
-        loader: Loader,
-        keeping: StateKeeper,
+        parts: TrainingParts,
         start: TrainingStart,
         profile: Profile | None,
     ) -> None:
         self.context, self.job, self.plan = context, context.job, plan
-        self.engine, self.optimizer, self.loader = engine, optimizer, loader
-        self.keeping = keeping
+        self.engine, self.optimizer, self.loader = parts.engine, parts.optimizer, parts.loader
+        self.keeping = parts.keeping
         self._start = start
         self._begun_at = self.step = start.state.step if start.state is not None else 0
-        self._last_minute = PreemptionSaver(context, keeping, lambda: self.step)
+        self._last_minute = PreemptionSaver(context, self.keeping, lambda: self.step)
         self._at_once_until = 0
         self._stopping = False
         self._found: list[RunEvent] = []  # on a coming change of the plan
@@ -104,20 +110,26 @@ class Trainer:
         self._restart = start.restart  # until told
         self.steps = IssuedSteps(
             context,
-            engine,
-            optimizer,
-            loader,
-            keeping,
+            self.engine,
+            self.optimizer,
+            self.loader,
+            self.keeping,
             done=self.step,
             not_finite=self._not_finite,
         )
         self.taken, self.watch = self.steps.taken, self.steps.watch
         self._telling = RunLogger(
-            context, engine, loader, keeping, self.watch, self.taken, begun_at=self.step
+            context,
+            self.engine,
+            self.loader,
+            self.keeping,
+            self.watch,
+            self.taken,
+            begun_at=self.step,
         )
         self._balancing = self._make_controller(profile) if self.job.rebalance else None
         self._clocks = ClockMonitor(profile)
-        self._soundness = CorruptionMonitor(context, plan, engine)
+        self._soundness = CorruptionMonitor(context, plan, self.engine)
 
     def _make_controller(self, profile: Profile | None) -> RebalanceController:
         moves = can_move_state(self.plan) and is_elementwise(self.optimizer)

@@ -20,7 +20,7 @@ from gpumix.train.elastic.plan_change import load_parts_in_force
 from gpumix.train.elastic.recovery import Restart
 from gpumix.train.run_log.terminal import get_stderr_console
 from gpumix.train.state_keeper import ResumedState, StateKeeper
-from gpumix.train.trainer import Trainer, TrainingStart
+from gpumix.train.trainer import Trainer, TrainingParts, TrainingStart
 from gpumix.train.worker.context import RankContext
 from gpumix.train.worker.model import attention_cost, build_model
 from gpumix.train.worker.optimizer import build_optimizer
@@ -70,7 +70,8 @@ def build_trainer(
         if context.first and state is not None:
             _print_resumed(context, state)
     context.runtime.reset_peak()
-    return Trainer(context, plan, engine, optimizer, loader, keeping, start, profile)
+    parts = TrainingParts(engine, optimizer, loader, keeping)
+    return Trainer(context, plan, parts, start, profile)
 
 
 def _build_model(context: RankContext, plan: Plan, *, resume: bool) -> nn.Module:

@@ -24,8 +24,19 @@ from gpumix.engine.unit.unit_call import UnitBoundary, divide_call_inputs
 from gpumix.schema.plan.stage import Worker
 
 
-class StageInputSource(Protocol):
-    """Source of earlier stages' outputs for a micro-batch."""
+class StageEntry(Protocol):
+    """Entry of a micro-batch into a later stage, with outputs of earlier stages.
+
+    Attributes:
+        earlier: calls of earlier stages.
+        sends: for each call of the stage, places of the outputs sent to later stages.
+    """
+
+    @property
+    def earlier(self) -> Sequence[str]: ...
+
+    @property
+    def sends(self) -> Mapping[int, Sequence[int]]: ...
 
     def returned(self, call: UnitCall) -> Any:
         """Return the result of the next call, computed in an earlier stage."""
@@ -39,11 +50,9 @@ class MicroBatch:
         compute_loss: runs the model and returns (summed loss, count).
         calls: names of the stage's units in the order of the model's calls; calls are numbered from
             0 here.
-        earlier: calls of earlier stages.
-        entry: returns the results of earlier calls.
-        sends: for each call, places of the outputs sent to later stages, which are put into `sent`.
         keeps: whether the graph of a unit call, given by number, is kept instead of recomputed.
         host: where inputs for the recompute are kept; None: on the device.
+        entry: None if there is one stage. Outputs sent to later stages are put into `sent`.
     """
 
     def __init__(
@@ -55,14 +64,12 @@ class MicroBatch:
         compute_dtype: torch.dtype,
         keeps: Callable[[int], bool],
         host: OffloadStore | None = None,
-        earlier: Sequence[str] = (),
-        entry: StageInputSource | None = None,
-        sends: Mapping[int, Sequence[int]] | None = None,
+        entry: StageEntry | None = None,
     ) -> None:
         self._coroutine = Coroutine(compute_loss)
-        self._earlier = earlier
         self._entry = entry
-        self._sends = sends or {}
+        self._earlier: Sequence[str] = entry.earlier if entry is not None else ()
+        self._sends: Mapping[int, Sequence[int]] = entry.sends if entry is not None else {}
         self.sent: dict[tuple[int, int], torch.Tensor] = {}
         self._weights: dict[int, SplitBackward] = {}
         self._calls = calls

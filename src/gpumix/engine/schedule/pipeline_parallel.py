@@ -128,7 +128,8 @@ class PipelineStage:
 class StageInputs:
     """Arrival of a micro-batch at its stage, with outputs of earlier stages.
 
-    With gradients on, `leaves` collect the gradients of received tensors.
+    With gradients on, `leaves` collect the gradients of received tensors. `earlier` and `sends` are
+    those of the stage.
 
     Args:
         batch: number of the micro-batch.
@@ -140,6 +141,7 @@ class StageInputs:
         self._batch = batch
         self._looks = looks
         self._call = 0
+        self.earlier, self.sends = place.earlier, place.sends
         self.leaves: dict[StageInput, torch.Tensor] = {}
 
     def expect(self) -> bool:

@@ -88,9 +88,7 @@ class Schedule(ABC):
             compute_dtype=self.dtype,
             keeps=keeps if keep else lambda call: False,
             host=self.host if keep and worker.mode.boundary == "host" else None,
-            earlier=() if stage is None else stage.earlier,
             entry=entry,
-            sends=None if stage is None else stage.sends,
         )
 
 
