@@ -28,7 +28,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import DTYPE_BYTES, Worker, pair_replicas
 from gpumix.schema.profile.profile import ROOT, Profile
 
-EXCHANGE_BYTES = 10 * 8  # loss, count, notice, report, norm, and how losses are made
+EXCHANGE_BYTES = 11 * 8  # a row of `engine.comm.step_exchange.StepTable`
 OVERFLOW_BYTES = 4
 
 
