@@ -84,10 +84,8 @@ class ShardedParts:
 class Engine(RehearsingEngine, BlockwiseEngine):
     """A model sharded over ranks by a plan, made by `prepare`.
 
-    `ended`: the model is ordinary again. Of the last step: `overflowed`, fp16 gradients overflowed
-    and were dropped; `losses_counted`, the loss's denominator, float64 on the device; `computed`,
-    each micro-batch's samples and padded tokens per sample; `exchanged`, values of all ranks, to
-    which `notice` and `report` add in the next step at no extra cost. `copies` times copies.
+    `ended`: the model is ordinary again. `notice` and `report` go to all ranks in the next step, at
+    no extra cost, and arrive in `exchanged`. `copies` times copies.
     """
 
     def __init__(

@@ -51,22 +51,27 @@ class TrialSteps(ShardedModel):
 
     @property
     def scaler(self) -> LossScaler:
+        """Scale of losses, for fp16."""
         return self._state.scaler
 
     @property
     def overflowed(self) -> bool:
+        """Whether the last step's fp16 gradients overflowed, and were dropped."""
         return self._state.overflowed
 
     @property
     def losses_counted(self) -> torch.Tensor:
+        """Denominator of the last step's loss, float64 on the device."""
         return self._state.losses_counted
 
     @property
     def computed(self) -> list[tuple[int, int | None]]:
+        """Samples, and padded tokens per sample, of each micro-batch of the last step."""
         return self._state.computed
 
     @property
     def exchanged(self) -> StepTable:
+        """Values of all ranks in the last step."""
         return self._state.exchanged
 
     @property
