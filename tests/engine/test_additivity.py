@@ -3,6 +3,7 @@ the whole batch, and that a loss for which there is none is refused."""
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -270,6 +271,7 @@ def test_a_forward_that_changes_weights_is_refused():
     [
         (lambda: nn.Linear(2, 2, dtype=torch.complex64), "has complex values"),
         (lambda: nn.Embedding(4, 2, max_norm=1.0), "has max_norm=1: its forward changes"),
+        (lambda: nn.Embedding(4, 2, sparse=True), "has sparse=True: its gradients are sparse"),
     ],
 )
 def test_parameters_that_cannot_be_sharded_are_refused(other, what):
@@ -658,3 +660,40 @@ def test_a_model_whose_plan_cuts_no_batch_is_evaluated_on_larger_ones():
     expected = cross_entropy(plain(batch["x"]), batch["labels"]).item()
     assert engine.evaluate(batch).item() == pytest.approx(expected, rel=1e-5)
     assert engine.step(a_batch()).isfinite()
+
+
+class ByFrequency(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH, scale_grad_by_freq=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table((x[..., 0] > 0).long())
+
+
+def test_gradients_scaled_by_frequency_are_refused_where_batches_are_cut():
+    make = partial(Blocks, ByFrequency)
+    with pytest.raises(ModelError, match="has scale_grad_by_freq=True, and the plan cuts batches"):
+        an_engine(cross_entropy, make)
+    an_engine(cross_entropy, make, micro_batch=6)
+    an_engine(cross_entropy, make, couples="micro-batch")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_class_weights_by_what_training_has_seen_are_refused(dropout):
+    seen = torch.ones(CLASSES)
+    models: list[nn.Module] = []
+
+    def make() -> nn.Module:
+        models.append(Blocks(dropout=dropout))
+        return models[-1]
+
+    def weighted(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if models[-1].training:
+            seen.add_(torch.bincount(y.clamp(min=0).flatten(), minlength=CLASSES))
+        weights = seen.sum() / seen
+        losses = nn.functional.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="none")
+        return (losses * weights[y.clamp(min=0).flatten()]).mean()
+
+    with pytest.raises(ModelError, match="when it computes the same samples again"):
+        an_engine(weighted, make).step(a_batch())

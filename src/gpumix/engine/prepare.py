@@ -28,7 +28,7 @@ from gpumix.engine.loss.chunked_head import ChunkedHead
 from gpumix.engine.loss.objective import make_objective
 from gpumix.engine.loss.reduction import Objective, wrap_objective
 from gpumix.engine.model.equal_weights import broadcast_weights
-from gpumix.engine.model.forward_coroutine import UnitCallHandlers, intercept
+from gpumix.engine.model.forward_coroutine import ModelError, UnitCallHandlers, intercept
 from gpumix.engine.model.kernel_selection import apply_efficiency
 from gpumix.engine.schedule.pipeline_parallel import PipelineStage
 from gpumix.engine.schedule.point_to_point import PointToPointChannels
@@ -52,7 +52,7 @@ from gpumix.engine.unit.regional_compile import compile_units
 from gpumix.engine.unit.sharded_units import ShardedUnits, Storage, make_shared_bucket, shard
 from gpumix.hardware import runtime
 from gpumix.schema.errors import InputError
-from gpumix.schema.job.couples import NO_RULE, WHOLE_BATCH
+from gpumix.schema.job.couples import HOW_TO_COUPLE, NO_RULE, WHOLE_BATCH
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.dtypes import get_nvidia_dtype_support
 from gpumix.schema.plan.plan import Plan
@@ -101,7 +101,7 @@ def prepare(
     plan = _order_workers(plan, comm)
     anatomy = _dissect_as_planned(model, plan, units)
     _check_plan(plan, anatomy, comm)
-    _check_coupling(plan, couples)
+    _check_coupling(model, plan, couples)
     _check_parameter_holders(model)
     broadcast_weights(model, comm)
     worker = plan.workers[comm.rank]
@@ -132,7 +132,7 @@ def prepare(
     return Engine(model, plan, sharded, comm, objective, seed=seed, couples=couples)
 
 
-def _check_coupling(plan: Plan, couples: str) -> None:
+def _check_coupling(model: nn.Module, plan: Plan, couples: str) -> None:
     if couples not in ("", NO_RULE, WHOLE_BATCH):
         raise InputError(
             f"there is no couples='{couples}'", fix=f"use '{WHOLE_BATCH}', '{NO_RULE}', or none"
@@ -141,6 +141,17 @@ def _check_coupling(plan: Plan, couples: str) -> None:
         raise InputError(
             f"the plan cuts batches, and couples='{WHOLE_BATCH}' says that none may be cut",
             fix="plan with `--strategy undivided`, or give no plan",
+        )
+    # Rehearsals show it only if their samples share tokens.
+    by_frequency = next(
+        (name for name, one in model.named_modules() if getattr(one, "scale_grad_by_freq", False)),
+        None,
+    )
+    if by_frequency is not None and not plan.is_uncut and couples != NO_RULE:
+        raise ModelError(
+            f"module '{by_frequency}' has scale_grad_by_freq=True, and the plan cuts batches",
+            why="its gradient is divided by the counts of tokens in the whole batch",
+            fix=f"leave it out; {HOW_TO_COUPLE}",
         )
 
 

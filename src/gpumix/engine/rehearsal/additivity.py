@@ -28,7 +28,7 @@ from gpumix.engine.batch.ragged_batch import select_samples
 from gpumix.engine.loss.reduction import GRAPH, ObjectiveWithRule, ReducedLoss, Rival, Rule
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.rehearsal.computations import TrialRunner
-from gpumix.engine.rehearsal.module_attributes import get_numeric_attributes, preserve_attributes
+from gpumix.engine.rehearsal.module_attributes import preserve_attributes
 from gpumix.engine.rehearsal.observations import (
     SMALLEST,
     TOLERANCE,
@@ -291,14 +291,13 @@ class _Rehearsal(TrialRunner):
 
     def _trained(self, couples: str) -> TrialLoss:
         """Compute all samples in training mode."""
-        before = get_numeric_attributes(self._engine.model)
         trained = self._trial(self._slices()[0], training=True)
-        counts = before != get_numeric_attributes(self._engine.model)
-        if any(own for (own,) in all_gather_values(self._engine, [float(counts)])):
-            self._refuse_memory(trained)
         if couples != NO_RULE:
             refuse_any(self._engine, find_changed_buffers(self._engine.model, trained.changed))
         self._training = trained.changed  # such as batch norm, which couples samples in training
+        # A model or a loss may count what it has seen in training.
+        self._trial(self._slices()[2], training=True, backward=False)
+        self._refuse_memory(trained)
         return trained
 
     def _refuse_memory(self, trained: TrialLoss) -> None:

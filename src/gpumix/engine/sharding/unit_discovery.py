@@ -152,7 +152,8 @@ def _refuse_unfit(model: nn.Module) -> None:
     """Refuse parameters that cannot be sharded.
 
     Raises:
-        InputError: a parameter has complex values, or forward changes it by itself.
+        InputError: a parameter has complex values or sparse gradients, or forward changes it by
+            itself.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
@@ -163,7 +164,15 @@ def _refuse_unfit(model: nn.Module) -> None:
                 "torch.view_as_complex in forward",
             )
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.sparse:
+            raise InputError(
+                f"module '{name}' has sparse=True: its gradients are sparse",
+                why="gradients are added up in dense memory, and reduced over ranks from there",
+                fix="leave sparse=True out",
+            )
+        if module.max_norm is not None:
             raise InputError(
                 f"module '{name}' has max_norm={module.max_norm:g}: its forward changes its weight",
                 why="a rank computes with a copy of a weight, which is not what is updated",

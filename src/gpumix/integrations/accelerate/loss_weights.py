@@ -59,10 +59,10 @@ class LossWeigher:
 
         Raises:
             InputError: the graph does not show the reduction and ranks have unlike numbers of
-                samples, or the step before divided by 1.
+                samples, the step before divided by 1, or `count` is not that of all terms.
         """
         self._check_denominators()
-        terms = () if count is not None else find_denominators(loss)[:MOST_TERMS]
+        terms = find_denominators(loss)[:MOST_TERMS]
         if self._is_known and count is None and not terms:
             raise InputError(
                 "the loss is computed in another way than before",
@@ -124,6 +124,7 @@ def _choose_column(table: Sequence[Sequence[float]]) -> int:
     equal on all ranks."""
     known = [row for row in table if row[HAS_SAMPLES]]
     if not any(math.isnan(row[GIVEN_COUNT]) for row in known):
+        _check_terms(known)
         return GIVEN_COUNT
     alike = all(_have_equal_ratios(row[TERMS:VALUE], known[0][TERMS:VALUE]) for row in known)
     idle = len(known) < len(table)
@@ -148,6 +149,26 @@ def _choose_column(table: Sequence[Sequence[float]]) -> int:
         "different things",
         fix=FIX_GIVE_COUNT,
     )
+
+
+def _check_terms(known: Sequence[Sequence[float]]) -> None:
+    """Check that one count can weigh all terms of the ranks' losses.
+
+    Raises:
+        InputError: terms are means over numbers whose ratio differs between ranks.
+    """
+    terms = [[n for n in row[TERMS:VALUE] if not math.isnan(n)] for row in known]
+    if min(map(len, terms)) < 2 or len(set(map(len, terms))) > 1:
+        return
+    if not all(_have_equal_ratios(row, terms[0]) for row in terms):
+        raise InputError(
+            "terms of the loop's loss are means over different things, and one count was given",
+            where="accelerator.backward",
+            why="no number weighs all terms: "
+            + "; ".join("over " + " and ".join(f"{n:g}" for n in row) for row in terms[:2])
+            + " on two ranks",
+            fix="make all terms means over the same items, such as samples",
+        )
 
 
 def _have_equal_ratios(one: Sequence[float], other: Sequence[float]) -> bool:

@@ -115,6 +115,11 @@ class ModelProxy:
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise make_own_step_error(self._trainer)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise make_own_step_error(self._trainer)
+
     def train(self, mode: bool = True) -> None:
         self._trainer.model.train(mode)
 
