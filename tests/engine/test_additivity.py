@@ -697,3 +697,10 @@ def test_class_weights_by_what_training_has_seen_are_refused(dropout):
 
     with pytest.raises(ModelError, match="when it computes the same samples again"):
         an_engine(weighted, make).step(a_batch())
+
+
+def test_a_step_inside_of_autocast_is_rehearsed_in_its_precision():
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = an_engine(cross_entropy).step(a_batch())
+        expected, _ = plainly(cross_entropy)
+    assert loss.item() == pytest.approx(expected, rel=2e-2)

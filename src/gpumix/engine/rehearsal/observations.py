@@ -45,9 +45,13 @@ class TrialLoss:
 
 def tolerance_of(engine: TrialSteps) -> tuple[float, float]:
     """Return the tolerances of losses and gradients, for the coarsest arithmetic in the plan."""
-    workers = engine.plan.workers
-    of_tf32 = "fp16" if any(worker.efficiency.tf32 for worker in workers) else "fp32"
-    return max(TOLERANCE[dtype] for dtype in (of_tf32, *(w.compute_dtype for w in workers)))
+    workers, kind = engine.plan.workers, engine.device.type
+    dtypes = {worker.compute_dtype for worker in workers}
+    if any(worker.efficiency.tf32 for worker in workers):
+        dtypes.add("fp16")
+    if torch.is_autocast_enabled(kind):
+        dtypes.add("bf16" if torch.get_autocast_dtype(kind) == torch.bfloat16 else "fp16")
+    return max(TOLERANCE[dtype] for dtype in dtypes)
 
 
 def is_trial_close(

@@ -483,7 +483,7 @@ def _refuse_terms(loss: Tensor, begun: _PendingCall) -> None:
             "the loss has a term over parameters of the model",
             where="accelerator.backward",
             why="each rank has pieces of them, so the term would be another one on each",
-            fix="use weight_decay of the optimizer, or let the model's forward return the term",
+            fix="set weight_decay of the optimizer in place of the term",
         )
     if any(id(one) in numbers for one in leaves):
         raise InputError(
