@@ -12,7 +12,7 @@ GPT2 = ARCHITECTURES["gpt2"]
 
 
 def gradients(engine):
-    return {n: p.grad.numpy().copy() for n, p in engine.named_parameters()}
+    return {n: p.grad.numpy().reshape(-1).copy() for n, p in engine.named_parameters()}
 
 
 def expected_after(steps):

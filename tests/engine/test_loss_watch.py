@@ -334,7 +334,7 @@ def test_what_is_learned_settles_no_other_doubt():
     ]
     for step, makeup in enumerate(told, 1):
         watch.take()
-        watch.note(step, StepTable.row(cpu, 0.0, 0.0, 0.0, makeup=makeup)[None])
+        watch.note(step, StepTable.row(cpu, 0.0, 0.0, 0.0, makeup)[None])
     watch.read()
     assert [(one.step, one.kinds, one.unlike) for one in watch.doubts] == [
         (1, [7], None),

@@ -79,7 +79,7 @@ def test_gradients_do_not_depend_on_the_loss_scale():
         engine = engine_alone(GPT2.factory, 6, 2, compute_dtype="fp16", length=12)
         engine.scaler.scale = scale
         engine.step(same_batch())
-        gradients.append(np.concatenate([p.grad.numpy() for p in engine.parameters()]))
+        gradients.append(np.concatenate([p.grad.numpy().reshape(-1) for p in engine.parameters()]))
     np.testing.assert_allclose(gradients[0], gradients[1], rtol=0.05, atol=1e-4)
 
 

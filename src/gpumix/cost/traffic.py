@@ -28,7 +28,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import DTYPE_BYTES, Worker, pair_replicas
 from gpumix.schema.profile.profile import ROOT, Profile
 
-EXCHANGE_BYTES = 11 * 8  # a row of `engine.comm.step_exchange.StepTable`
+EXCHANGE_BYTES = 10 * 8  # a row of `engine.comm.step_exchange.StepTable`
 OVERFLOW_BYTES = 4
 
 

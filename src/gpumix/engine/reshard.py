@@ -114,7 +114,7 @@ def _move_shard(shard: Shard, division: Division, optimizer: Optimizer) -> None:
     # All ranks have the same keys: each rank has a piece of every parameter.
     kept = {}
     for key in _get_elementwise_keys(shard, optimizer):
-        states = [optimizer.state.get(piece.local, {}) for piece in shard.pieces]
+        states = [optimizer.state.get(piece.parameter, {}) for piece in shard.pieces]
         parts = [s.pop(key, p.local) for s, p in zip(states, shard.pieces)]
         moved = _exchange_interval(torch.cat(parts), before, after, comm, label)
         if division.on_host:
@@ -126,8 +126,8 @@ def _move_shard(shard: Shard, division: Division, optimizer: Optimizer) -> None:
     for key, flat in kept.items():
         sizes = [piece.end - piece.start for piece in shard.pieces]
         for piece, part in zip(shard.pieces, flat.split(sizes)):
-            if piece.local in optimizer.state:
-                optimizer.state[piece.local][key] = part
+            if piece.parameter in optimizer.state:
+                optimizer.state[piece.parameter][key] = part
 
 
 def _get_elementwise_keys(shard: Shard, optimizer: Optimizer) -> list[str]:
@@ -139,7 +139,7 @@ def _get_elementwise_keys(shard: Shard, optimizer: Optimizer) -> list[str]:
         {
             key
             for piece in shard.pieces
-            for key, value in optimizer.state.get(piece.local, {}).items()
+            for key, value in optimizer.state.get(piece.parameter, {}).items()
             if isinstance(value, torch.Tensor) and value.shape == piece.local.shape
         }
     )

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.model import extra_state, module_buffers
 from gpumix.engine.optimizers import elementwise_check
-from gpumix.engine.optimizers.gradient_scaling import GradientScalingCheck
 from gpumix.engine.sharding import state_dict as state
 from gpumix.engine.sharding.bucket import Bucket
 from gpumix.engine.sharding.flat_group import FlatGroup
@@ -39,9 +38,9 @@ class ShardedModel:
         ]
         self._inventory = inventory
         self._nothing = nn.Parameter(torch.empty(0, device=comm.device))
-        self.gradient_scaling: GradientScalingCheck | None = None
-        if comm.world > 1:
-            self.gradient_scaling = GradientScalingCheck(list(self.parameters()))
+        for piece in self.pieces():
+            if piece.exposed is not None:
+                piece.exposed.is_whole = self._ranks_are_whole()
 
     def groups(self) -> Iterator[FlatGroup]:
         """Yield the flat groups of all buckets, the root's first, then the units' in order."""
@@ -66,7 +65,18 @@ class ShardedModel:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield trainable pieces by the model's own parameter names, for parameter groups."""
-        return ((p.name, p.local) for p in self.pieces() if p.local.requires_grad)
+        return ((p.name, p.parameter) for p in self._trained_pieces())
+
+    def _trained_pieces(self) -> Iterator[Piece]:
+        return (piece for piece in self.pieces() if piece.local.requires_grad)
+
+    def _ranks_are_whole(self) -> bool:
+        """Return True if each rank has all elements of all parameters."""
+        divisions = (group.division for group in self.groups())
+        return self.comm.world == 1 or (
+            self._inventory.is_single_stage
+            and all(d.replicated and d.team is None for d in divisions)
+        )
 
     def trained_names(self) -> list[str]:
         """Return the names of all trained parameters, on any rank."""
@@ -102,10 +112,8 @@ class ShardedModel:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients to a global norm of at most `max_norm`; return the norm before."""
         norm = self.gradient_norm()
-        parameters = [p for p in self.parameters() if p.grad is not None]
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        if self.gradient_scaling is not None:
-            self.gradient_scaling.begin()
+        pieces = [p.local for p in self._trained_pieces() if p.local.grad is not None]
+        nn.utils.clip_grads_with_norm_(pieces, max_norm, norm)
         return norm
 
     def drop_overflowed(self) -> bool:

@@ -158,25 +158,26 @@ class TrialSteps(ShardedModel):
             else:
                 with self._in_step():
                     self._forward_only(objective, batch, rows)
-            return seen(self.parameters())
+            return seen(piece.local for piece in self._trained_pieces())
 
     @contextlib.contextmanager
     def _restore_after(self, see: See | None = None) -> Iterator[StepState]:
         """Undo all changes of a step inside, including gradients; yield the state of that step.
         Gradients of earlier steps, to be added to, are restored."""
-        before = self._state, self.gradient_scaling
-        kept = [(p, p.grad, p.grad.clone()) for p in self.parameters() if p.grad is not None]
+        before = self._state
+        pieces = [piece.local for piece in self._trained_pieces()]
+        kept = [(p, p.grad, p.grad.clone()) for p in pieces if p.grad is not None]
         for parameter, *_ in kept:
             parameter.grad = None
-        self._state, self.gradient_scaling = self._state.make_trial(), None
+        self._state = self._state.make_trial()
         self._observe_gradients(see or self._state.own_norm.see)
         try:
             with find_layer_drop_rates(self.model):
                 yield self._state
         finally:
-            self._state, self.gradient_scaling = before
+            self._state = before
             self._observe_gradients(self._state.own_norm.see)
-            for parameter in self.parameters():
+            for parameter in pieces:
                 parameter.grad = None
             for parameter, gradient, values in kept:
                 parameter.grad = gradient.copy_(values)

@@ -29,7 +29,7 @@ class LossComposition(NamedTuple):
     by_one: torch.Tensor | float = 0.0
 
 
-COLUMNS = 6 + len(LossComposition._fields)
+COLUMNS = 5 + len(LossComposition._fields)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,6 @@ class StepTable:
         notice: float,
         report: float,
         norm: torch.Tensor | float,
-        factor: torch.Tensor | float = 0.0,
         makeup: LossComposition = LossComposition(),  # noqa: B008
     ) -> torch.Tensor:
         """Make a rank's row, without losses (column 0) and their count (column 1).
@@ -64,7 +63,7 @@ class StepTable:
         copy it from memory that is not pinned, and wait for the copy.
         """
         row = torch.zeros(COLUMNS, dtype=torch.float64, device=device)
-        for place, value in enumerate((notice, report, norm, factor, *makeup), 2):
+        for place, value in enumerate((notice, report, norm, *makeup), 2):
             if isinstance(value, torch.Tensor):
                 row[place].copy_(value)
             elif value:
@@ -95,14 +94,8 @@ class StepTable:
         return self._columns[4]
 
     @property
-    def gradient_factors(self) -> list[float]:
-        """Factor by which each rank's gradients were scaled between the previous step and its
-        update; 0 if there is none."""
-        return self._columns[5]
-
-    @property
     def loss_compositions(self) -> list[LossComposition]:
-        return [LossComposition(*own) for own in zip(*self._columns[6:])]
+        return [LossComposition(*own) for own in zip(*self._columns[5:])]
 
 
 def compute_gradient_scale(

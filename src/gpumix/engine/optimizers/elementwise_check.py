@@ -7,14 +7,12 @@ update, and earlier if passed to gpumix.
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -26,8 +24,8 @@ _NORMS = "it goes by the norms of whole parameters, and this rank has a part of 
 _ALL = "it goes by all parameters together, and this rank has a part of them"
 _OWN_OPTIMIZER_FIX = "gpumix.{}(engine.parameters(), engine.layout(), ...)"
 _ELEMENTWISE = "use one that treats elements one by one, such as torch.optim.AdamW, or gpumix.Muon"
-_SHAPES, _CUT, _STEPS = ((4, 6), (5,)), 3, 3
-_PLAIN = (bool, int, float, str, type(None))  # of attributes that a copy may share
+# Their kernels get addresses of elements, and treat elements, or short runs of them, one by one.
+KERNEL_LIBRARIES = ("apex", "bitsandbytes", "deepspeed", "torchao", "transformer_engine")
 # By class name, of torch and of common libraries.
 REFUSED_OPTIMIZERS: dict[str, tuple[str, str]] = {
     "Adafactor": (_MATRICES, _OWN_OPTIMIZER_FIX.format("Adafactor")),
@@ -103,71 +101,14 @@ def check_optimizer_class(kind: type, fix: str = "") -> None:
         )
 
 
-def check_on_pieces(optimizer: Optimizer) -> None:
-    """Compare updates of small tensors with updates of their pieces, by a copy of an optimizer of
-    unknown kind. Optimizers that hold other objects, or fail alone, are not compared.
-
-    Raises:
-        InputError: pieces are updated otherwise.
-    """
-    kind = type(optimizer)
-    known = kind.__module__.startswith("torch.optim") or isinstance(
-        optimizer, FullParameterOptimizer
-    )
-    own = vars(optimizer).keys() - vars(Optimizer([torch.zeros(1)], {})).keys()
-    if known or not all(isinstance(vars(optimizer)[name], _PLAIN) for name in own):
-        return
-    generator = torch.Generator().manual_seed(0)
-    values, *gradients = (
-        [torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(_STEPS + 1)
-    )
-    try:
-        whole = _updated(optimizer, values, gradients)
-        pieces = [
-            _updated(
-                optimizer,
-                [value.flatten()[part] for value in values],
-                [[gradient.flatten()[part] for gradient in of_step] for of_step in gradients],
-            )
-            for part in (slice(_CUT), slice(_CUT, None))
-        ]
-    except Exception:  # it needs a closure, a GPU, or what only training has
-        return
-    together = [torch.cat(both) for both in zip(*pieces)]
-    if not all(torch.allclose(*both, rtol=1e-4, atol=1e-6) for both in zip(whole, together)):
-        raise InputError(
-            f"{kind.__module__}.{kind.__qualname__} cannot update a sharded model",
-            why="tried on small tensors, it updates their pieces otherwise than the whole",
-            fix=_ELEMENTWISE,
-        )
-
-
-def _updated(
-    optimizer: Optimizer, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
-) -> list[Tensor]:
-    """Return flat values after a step with each row of gradients, by a copy of the optimizer."""
-    trial = copy.copy(optimizer)
-    parameters = [nn.Parameter(value.clone()) for value in values]
-    options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    trial.param_groups = [{**copy.deepcopy(options), "params": parameters}]
-    trial.state = defaultdict(dict)
-    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        for of_step in gradients:
-            for parameter, gradient in zip(parameters, of_step):
-                parameter.grad = gradient.clone()
-            type(optimizer).step(trial)
-    return [parameter.detach().flatten() for parameter in parameters]
-
-
 class UpdateChecks:
-    """Checks of every optimizer of an engine's pieces before its first update, and of gradients
-    before each update."""
+    """Checks of every optimizer of an engine's pieces before its first update. Optimizers known to
+    treat elements one by one compute with pieces as with ordinary tensors."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)
-        self._checked: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._checked: weakref.WeakKeyDictionary[Optimizer, _UnguardedSteps | None]
+        self._checked = weakref.WeakKeyDictionary()
         handle = register_optimizer_step_pre_hook(self._before_step)
         weakref.finalize(engine, handle.remove)
 
@@ -176,8 +117,47 @@ class UpdateChecks:
         if engine is None:
             return
         if optimizer not in self._checked:
-            self._checked[optimizer] = check_optimizer(optimizer, engine.parameters())
-            if self._checked[optimizer] and engine.comm.world > 1:
-                check_on_pieces(optimizer)
-        if self._checked[optimizer] and engine.gradient_scaling is not None:
-            engine.gradient_scaling.before_update()
+            is_ours = check_optimizer(optimizer, engine.parameters()) and is_known(optimizer)
+            self._checked[optimizer] = _UnguardedSteps(optimizer) if is_ours else None
+        steps = self._checked[optimizer]
+        if steps is not None:
+            steps.stay_innermost(optimizer)
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Return True if `optimizer` is known to give the same result on pieces."""
+    package = type(optimizer).__module__.partition(".")[0]
+    return (
+        type(optimizer).__module__.startswith("torch.optim")
+        or isinstance(optimizer, FullParameterOptimizer)
+        or package in KERNEL_LIBRARIES
+    )
+
+
+class _UnguardedSteps:
+    """Hooks of an optimizer: innermost, so that other hooks see pieces as programs do."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._inside: Any = None
+        self._before_id = optimizer.register_step_pre_hook(self._before).id
+        self._after_id = optimizer.register_step_post_hook(self._after).id
+
+    def stay_innermost(self, optimizer: Optimizer) -> None:
+        """Let hooks that a program has added run outside of these."""
+        before: Any = optimizer._optimizer_step_pre_hooks
+        after: Any = optimizer._optimizer_step_post_hooks
+        before.move_to_end(self._before_id)
+        after.move_to_end(self._after_id, last=False)
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._leave()  # a step that failed
+        self._inside = torch._C.DisableTorchFunctionSubclass()
+        self._inside.__enter__()
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        inside, self._inside = self._inside, None
+        if inside is not None:
+            inside.__exit__(None, None, None)

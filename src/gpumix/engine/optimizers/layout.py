@@ -43,8 +43,8 @@ class OptimizerLayout:
         self.comm = comm
         self.speeds = tuple(speeds or [1.0] * comm.world)
         self._root = frozenset(root)
-        # The locals are kept, so no id can come to mean another tensor.
-        self._pieces = {id(piece.local): piece for piece in pieces}
+        # The pieces are kept, so no id can come to mean another tensor.
+        self._pieces = {id(piece.parameter): piece for piece in pieces}
         self._intervals = dict(zip(self._pieces, self._told()))
         self.of_engine = True
         for key, piece in self._pieces.items():

@@ -85,7 +85,7 @@ class OverlappedUpdates:
         self._members: dict[int, list[list[torch.nn.Parameter]]] = {}
         self._late: list[list[torch.nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for bucket in buckets:
-            own = {id(piece.local) for piece in bucket.pieces}
+            own = {id(piece.parameter) for piece in bucket.pieces}
             self._members[id(bucket)] = [
                 [p for p in group["params"] if id(p) in own] for group in optimizer.param_groups
             ]
@@ -96,7 +96,7 @@ class OverlappedUpdates:
         members = self._members[id(bucket)]
         unused = {name for group in bucket.trainable for name in group.unused_names()}
         if unused:
-            late = {piece.local for piece in bucket.pieces if piece.name in unused}
+            late = {piece.parameter for piece in bucket.pieces if piece.name in unused}
             for waiting, group in zip(self._late, members):
                 waiting += [p for p in group if p in late]
             members = [[p for p in group if p not in late] for group in members]

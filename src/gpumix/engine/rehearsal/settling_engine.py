@@ -173,19 +173,11 @@ class RehearsingEngine(TrialSteps):
         if not in_step:
             return StepTable.row(self.device, self.notice, self.report, 0.0)
         norm = self._state.own_norm.take() / self.scaler.scale
-        factor = 0.0 if self.gradient_scaling is None else self.gradient_scaling.take()
         made = LossComposition() if self._state.watch is None else self._state.watch.take()
-        return StepTable.row(self.device, self.notice, self.report, norm, factor, made)
+        return StepTable.row(self.device, self.notice, self.report, norm, made)
 
     def _note(self, table: Tensor) -> None:
-        """Note the exchanged reports of all ranks, after giving a step to the device.
-
-        Raises:
-            InputError: gradients were scaled by a rank's own factor.
-        """
-        if self.gradient_scaling is not None:
-            self.gradient_scaling.note(self.steps, table)
-            self.gradient_scaling.begin()
+        """Note the exchanged reports of all ranks, after giving a step to the device."""
         if self._state.watch is not None:
             self._state.watch.note(self.steps, table)
 

@@ -18,6 +18,7 @@ from gpumix.engine.offload.copy_lanes import CopyLane
 from gpumix.engine.offload.host_offload import allocate_on_host
 from gpumix.engine.offload.state_transfers import HostMasters
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
+from gpumix.engine.sharding.piece_parameter import PieceParameter
 from gpumix.engine.sharding.shard_layout import Division
 
 # Returns initial values of a parameter's flat interval [start, end), in any dtype, on any device.
@@ -32,10 +33,10 @@ Scale = Callable[[], torch.Tensor]
 class Piece:
     """Part of a parameter on one rank: elements [start, end) of its window, flattened.
 
-    `local` is the optimizer's parameter: 1-D, a view into the master shard; empty where this rank
-    owns nothing of the parameter, so that every rank has a piece of every parameter. If several
-    ranks have the same elements, there are `copies`; this is number `copy`. Number 0 is the
-    `first`, which represents all.
+    `local` is a 1-D view into the master shard, and `exposed` the same for programs. Both are empty
+    where this rank owns nothing of the parameter, so that every rank has a piece of every
+    parameter. If several ranks have the same elements, there are `copies`; this is number `copy`.
+    Number 0 is the `first`, which represents all.
     """
 
     name: str
@@ -45,6 +46,12 @@ class Piece:
     local: nn.Parameter
     copy: int = 0
     copies: int = 1
+    exposed: PieceParameter | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter for optimizers and programs."""
+        return self.local if self.exposed is None else self.exposed
 
     @property
     def first(self) -> bool:
@@ -147,7 +154,8 @@ class Shard:
             if member.window.whole:
                 copy = copy * division.parts + division.part
                 copies *= division.parts
-            yield Piece(member.name, member.window, start, end, local, copy, copies)
+            exposed = PieceParameter.of(local, member.name, member.window.shape)
+            yield Piece(member.name, member.window, start, end, local, copy, copies, exposed)
             begin += numel
 
     def _part(self, begin: int, numel: int) -> tuple[int, int, int]:
@@ -184,6 +192,8 @@ class Shard:
             start, end, offset = self._part(begin, numel)
             piece.local.grad = None
             piece.local.data = self.master[offset : offset + end - start]
+            if piece.exposed is not None:
+                piece.exposed.follow_local()
             pieces.append(replace(piece, start=start, end=end))
             begin += numel
         self.pieces = pieces

@@ -187,10 +187,10 @@ def collect_optimizer_state(pieces: Iterable[Piece], optimizer: Optimizer) -> Op
     wholes: Collection[str] = getattr(optimizer, "whole_states", ())
     found: OptimizerState = {}
     for piece in pieces:
-        if piece.local not in optimizer.state:
+        if piece.parameter not in optimizer.state:
             continue
         states = found.setdefault(piece.name, {})
-        for name, value in optimizer.state[piece.local].items():
+        for name, value in optimizer.state[piece.parameter].items():
             if value is None:
                 continue
             new = (
@@ -210,7 +210,7 @@ def append_part(before: TensorParts | T | None, more: TensorParts | T) -> Tensor
 
 
 def _check_optimizer_parameters(pieces: Iterable[Piece], optimizer: Optimizer) -> None:
-    ours = {id(piece.local) for piece in pieces}
+    ours = {id(piece.parameter) for piece in pieces}
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [p for p in updated if id(p) not in ours and p.numel()]
     if foreign:
@@ -249,7 +249,7 @@ def load_optimizer_state(
     """
     pieces = list(pieces)
     _check_optimizer_parameters(pieces, optimizer)
-    by_local = {id(piece.local): piece for piece in pieces}
+    by_local = {id(piece.parameter): piece for piece in pieces}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     updated = [(n, by_local[id(p)]) for n, p in enumerate(parameters) if id(p) in by_local]
     names = {piece.name for _, piece in updated}

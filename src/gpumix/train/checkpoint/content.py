@@ -323,7 +323,7 @@ def _missing_states(
 ) -> Iterator[str]:
     """Yield descriptions of states needed by the optimizer and missing, for parameters with
     state."""
-    names = {id(piece.local): piece.name for piece in engine.pieces() if piece.shape.numel()}
+    names = {id(piece.parameter): piece.name for piece in engine.pieces() if piece.shape.numel()}
     for group in optimizer.param_groups:
         for p in (p for p in group["params"] if id(p) in names):
             name = names[id(p)]

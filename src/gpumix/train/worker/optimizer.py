@@ -46,7 +46,7 @@ def build_optimizer(
         matrix = len(piece.shape) >= 2
         made.setdefault((number, not matrix), _make_parameter_group(spec, of_job, matrix=matrix))[
             "params"
-        ].append(piece.local)
+        ].append(piece.parameter)
     # torch requires a group, even on a rank whose stage trains nothing.
     groups = [made[key] for key in sorted(made)] or [_make_parameter_group(spec, None, matrix=True)]
     return _construct_optimizer(spec, groups, layout, fused=fused)

@@ -1,0 +1,298 @@
+"""Pieces of parameters as programs see them: only what is the same for any pieces can be computed.
+
+A program may do anything with the parameters of its optimizer: clip by a norm, subtract a mean,
+group by dimensions. On a flat piece most of it runs, and depends on the plan. So outside of
+optimizers that are known to treat elements one by one, operations on pieces are restricted to such
+operations; what they return is a piece again. Shapes are those of the full parameter. Where each
+rank has all elements, a piece is computed with as the full parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizers
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gpumix.schema.errors import InputError
+
+# Of tensors as such, not of their elements.
+METADATA = frozenset(
+    [
+        "__hash__",
+        "__repr__",
+        "__format__",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "_backward_hooks",
+        "_version",
+        "data_ptr",
+        "device",
+        "dtype",
+        "element_size",
+        "get_device",
+        "is_complex",
+        "is_contiguous",
+        "is_cpu",
+        "is_cuda",
+        "is_floating_point",
+        "is_leaf",
+        "is_meta",
+        "is_pinned",
+        "is_quantized",
+        "is_same_size",
+        "is_sparse",
+        "layout",
+        "names",
+        "nelement",
+        "numel",
+        "output_nr",
+        "requires_grad",
+        "requires_grad_",
+        "retains_grad",
+        "storage_offset",
+        "stride",
+        "tolist",
+        "numpy",
+        "item",
+        "untyped_storage",
+        "__array__",
+        "grad_fn",
+        "record_stream",
+        "is_xpu",
+        "is_mps",
+        "is_sparse_csr",
+        "is_inference",
+        "_is_view",
+        "_base",
+        "is_nested",
+        "_has_compatible_shallow_copy_type",
+    ]
+)
+# Of each element by itself, though torch does not mark them so.
+COPIES = frozenset(
+    [
+        "clone",
+        "contiguous",
+        "copy_",
+        "cpu",
+        "cuda",
+        "data",
+        "detach",
+        "detach_",
+        "double",
+        "empty_like",
+        "float",
+        "full_like",
+        "half",
+        "bfloat16",
+        "int",
+        "long",
+        "bool",
+        "ones_like",
+        "pin_memory",
+        "to",
+        "type",
+        "type_as",
+        "zeros_like",
+        "zero_",
+        "fill_",
+        "cast",
+        "_foreach_copy_",
+        "_foreach_zero_",
+        "multiply",
+        "divide",
+        "subtract",
+        "negative",
+        "absolute",
+        "__and__",
+        "__or__",
+        "__xor__",
+        "__invert__",
+        "_fused_adam_",
+        "_fused_adamw_",
+        "_fused_sgd_",
+        "_fused_adagrad_",
+        "_to_copy",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__idiv__",
+        "__itruediv__",
+        "__ipow__",
+        "__rsub__",
+        "__rdiv__",
+        "__rpow__",
+        "__radd__",
+        "__rmul__",
+        "__truediv__",
+    ]
+)
+REDUCTIONS = frozenset(("max", "min", "equal"))  # marked as element-wise for other arguments
+FLATTENING = frozenset(("view", "reshape", "flatten", "ravel"))
+SHAPES = frozenset(("shape", "size", "dim", "ndim", "ndimension"))
+RANDOM = (torch.Tag.nondeterministic_seeded,)
+
+
+class _Guarded(torch.Tensor):
+    """A rank's elements of a parameter, or values computed from them.
+
+    Attributes:
+        full_shape: of the parameter.
+        is_whole: whether each rank has all elements of all parameters.
+    """
+
+    full_shape: torch.Size
+    parameter_name: str
+    is_whole = False
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+            first = next(one for one in tensors if isinstance(one, _Guarded))
+            name = _name_of(func)
+            if name in METADATA:
+                return func(*args, **kwargs)
+            if first.is_whole or name in SHAPES:
+                return _compute_whole(func, args, kwargs, only_shapes=not first.is_whole)
+            flattens = name in FLATTENING and _flattens(args[1:], kwargs)
+            if not (flattens or name in COPIES or _is_elementwise(name)):
+                raise _make_error(first, f"{name} of it")
+            if any(one.numel() not in (1, first.numel()) or one.ndim > 1 for one in tensors):
+                raise _make_error(first, f"{name} with a tensor of another shape")
+            result = func(*args, **kwargs)
+            return tree_map(lambda value: _as_piece(value, first), result)
+
+
+class PieceTensor(_Guarded):
+    """Values computed from a piece, or its gradient. Saved as an ordinary tensor."""
+
+    def __deepcopy__(self, _: Any) -> PieceTensor:
+        return self.detach().clone()  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+class PieceParameter(_Guarded, nn.Parameter):
+    """A piece, which optimizers update. It shares memory and gradient with
+    a plain parameter, the local one."""
+
+    _local: nn.Parameter
+
+    @staticmethod
+    def of(local: nn.Parameter, name: str, full_shape: torch.Size) -> PieceParameter:
+        own = torch.Tensor._make_subclass(PieceParameter, local.data, local.requires_grad)
+        own._local, own.full_shape, own.parameter_name = local, full_shape, name
+        return own
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        gradient = self._local.grad
+        if gradient is None or not torch._C._is_torch_function_enabled():
+            return gradient
+        if self.is_whole:
+            return gradient.view(self.full_shape)
+        return _as_piece(gradient, self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is None:
+            self._local.grad = None
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            flat = value.as_subclass(torch.Tensor).reshape(-1)
+            before = self._local.grad
+            if before is None or before.data_ptr() != flat.data_ptr():
+                self._local.grad = flat
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._local.grad = None
+
+    def follow_local(self) -> None:
+        """Take the memory that the local parameter has now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.data = self._local.data
+
+
+if PieceParameter not in torch_optimizers._foreach_supported_types:
+    torch_optimizers._foreach_supported_types.append(PieceParameter)
+
+
+def _compute_whole(func: Callable[..., Any], args: Any, kwargs: Any, *, only_shapes: bool) -> Any:
+    """Call a function with full parameters in place of pieces."""
+
+    def full(value: Any) -> Any:
+        if not isinstance(value, _Guarded):
+            return value
+        if only_shapes:
+            return torch.empty(value.full_shape, device="meta")
+        return value.as_subclass(torch.Tensor).view(value.full_shape)
+
+    return func(*tree_map(full, args), **tree_map(full, kwargs))
+
+
+def _as_piece(value: Any, like: _Guarded) -> Any:
+    if not isinstance(value, torch.Tensor) or isinstance(value, _Guarded):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        piece = value.as_subclass(PieceTensor)
+    piece.full_shape, piece.parameter_name = like.full_shape, like.parameter_name
+    return piece
+
+
+def _name_of(func: Any) -> str:
+    """Return the name of an operation; of a property for its getter."""
+    name: str = getattr(func, "__name__", repr(func))
+    if name in ("__get__", "__set__"):
+        return str(getattr(func.__self__, "__name__", name))
+    return name
+
+
+@cache
+def _is_elementwise(name: str) -> bool:
+    """Return True if torch marks the operation as computing each element by itself."""
+    if name in REDUCTIONS:
+        return False
+    base = name.removeprefix("_foreach_").strip("_")
+    if name.startswith("__") and base.startswith(("i", "r")) and not hasattr(torch.ops.aten, base):
+        base = base[1:]
+    overloads = [
+        getattr(packet, overload)
+        for one in (base, f"{base}_")
+        if (packet := getattr(torch.ops.aten, one, None)) is not None
+        for overload in packet.overloads()
+    ]
+    tags = {tag for overload in overloads for tag in overload.tags}
+    return torch.Tag.pointwise in tags and not tags.intersection(RANDOM)
+
+
+def _flattens(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
+    sizes = [one for one in tree_leaves((list(args), kwargs)) if isinstance(one, int)]
+    return sizes in ([], [-1])
+
+
+def _make_error(piece: _Guarded, what: str) -> InputError:
+    return InputError(
+        f"this rank has a piece of parameter '{piece.parameter_name}', and a program asked for "
+        f"{what}",
+        why="norms, means, comparisons and parts of a piece are not those of the parameter, so the "
+        "result would depend on the plan",
+        fix="clip with engine.clip_grad_norm_(max_norm), or max_grad_norm of a Trainer; "
+        "engine.gradient_norm() is the norm of all gradients; compute element by element; or "
+        "change full weights inside of `with gpumix.whole(model):`",
+    )
