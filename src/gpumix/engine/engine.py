@@ -1,8 +1,8 @@
 """The engine: training steps of a model whose units are sharded over ranks by a plan.
 
-The engine has no optimizer. `parameters()` are this rank's flat pieces; element-wise optimizers
-give the same result on them as unsharded. Optimizers of full matrices need `layout()` too; others
-are refused.
+The engine has no optimizer. `parameters()` are this rank's pieces; element-wise optimizers give the
+same result on them as unsharded. Optimizers of full matrices need `layout()` too; others are
+refused.
 """
 
 from __future__ import annotations

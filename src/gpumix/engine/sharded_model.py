@@ -59,8 +59,9 @@ class ShardedModel:
             yield from group.pieces
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters for the optimizer: this rank's trainable pieces, 1-D, some of them
-        empty. A rank without any has one empty parameter, because optimizers require some."""
+        """Return the parameters for the optimizer: this rank's trainable pieces, some of them
+        without elements (`engine.sharding.piece_parameter`). A rank without any has one empty
+        parameter, because optimizers require some."""
         return iter([p for _, p in self.named_parameters()] or [self._nothing])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

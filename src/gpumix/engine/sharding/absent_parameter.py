@@ -57,8 +57,8 @@ class AbsentParameter(nn.Parameter):
                 f"the gradient of parameter '{named[0]}' is read, and this rank has a piece of it",
                 why="gradients are sharded over ranks as the optimizer's state is",
                 fix="clip gradients with clip_grad_norm_ of the Accelerator or engine, or with "
-                "max_grad_norm or gradient_clip_val of a Trainer; for anything else read the "
-                "gradients of `engine.parameters()`, or of the optimizer's groups",
+                "max_grad_norm or gradient_clip_val of a Trainer; gradients of the optimizer's "
+                "groups can be changed element by element",
             )
         raise ModelError(
             f"parameter '{named[0]}' is used while its unit is not computed",
