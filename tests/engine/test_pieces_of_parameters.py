@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.engine.sharding.piece_parameter import _is_elementwise
+from gpumix.engine.model.piece_parameter import _is_elementwise
 from gpumix.schema.errors import InputError
 from harness import run_ranks
 from models import ARCHITECTURES
@@ -130,8 +130,33 @@ class OfMatrices(Own):
 
 
 class Derived(torch.optim.AdamW):
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, foreach=True)
+
     def step(self, closure=None):
         return super().step(closure)
+
+
+class Lists(Own):
+    """Computes with lists of tensors, as torch's optimizers on GPUs."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            pieces = [p for p in group["params"] if p.grad is not None]
+            updates = torch._foreach_mul([p.grad for p in pieces], -group["lr"])
+            torch._foreach_add_(updates, torch._foreach_sign(updates), alpha=1e-3)
+            torch._foreach_add_(pieces, updates)
+
+
+class ListsOfNorms(Own):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            pieces = [p for p in group["params"] if p.grad is not None]
+            norms = torch._foreach_norm([p.grad for p in pieces])
+            for p, norm in zip(pieces, norms):
+                p.add_(p.grad / (norm + 1), alpha=-group["lr"])
 
 
 class ByNorms(Own):
@@ -211,7 +236,7 @@ def trained(shares, change, optimizer, **settings):
 
 EXACT = [
     *((change, sgd) for change in (by_engine, by_value, by_name, of_matrices)),
-    *((nothing, kind) for kind in (Own, Signs, OfMatrices, Derived, torch.optim.NAdam)),
+    *((nothing, kind) for kind in (Own, Signs, OfMatrices, Derived, Lists, torch.optim.NAdam)),
 ]
 REFUSED = [
     *(
@@ -228,6 +253,7 @@ REFUSED = [
         }.items()
     ),
     *((nothing, kind, "norm") for kind in (ByNorms, LateByNorms, Around)),
+    (nothing, ListsOfNorms, "_foreach_norm"),
     (nothing, hooked, "mean"),
 ]
 

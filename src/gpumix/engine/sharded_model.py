@@ -60,7 +60,7 @@ class ShardedModel:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters for the optimizer: this rank's trainable pieces, some of them
-        without elements (`engine.sharding.piece_parameter`). A rank without any has one empty
+        without elements (`engine.model.piece_parameter`). A rank without any has one empty
         parameter, because optimizers require some."""
         return iter([p for _, p in self.named_parameters()] or [self._nothing])
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from gpumix.engine.comm.communicator import Pending
+from gpumix.engine.model.piece_parameter import PieceParameter
 from gpumix.engine.offload.copy_lanes import CopyLane
 from gpumix.engine.offload.host_offload import allocate_on_host
 from gpumix.engine.offload.state_transfers import HostMasters
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
-from gpumix.engine.sharding.piece_parameter import PieceParameter
 from gpumix.engine.sharding.shard_layout import Division
 
 # Returns initial values of a parameter's flat interval [start, end), in any dtype, on any device.

@@ -22,117 +22,26 @@ from gpumix.schema.errors import InputError
 
 # Of tensors as such, not of their elements.
 METADATA = frozenset(
-    [
-        "__hash__",
-        "__repr__",
-        "__format__",
-        "__deepcopy__",
-        "__reduce_ex__",
-        "_backward_hooks",
-        "_version",
-        "data_ptr",
-        "device",
-        "dtype",
-        "element_size",
-        "get_device",
-        "is_complex",
-        "is_contiguous",
-        "is_cpu",
-        "is_cuda",
-        "is_floating_point",
-        "is_leaf",
-        "is_meta",
-        "is_pinned",
-        "is_quantized",
-        "is_same_size",
-        "is_sparse",
-        "layout",
-        "names",
-        "nelement",
-        "numel",
-        "output_nr",
-        "requires_grad",
-        "requires_grad_",
-        "retains_grad",
-        "storage_offset",
-        "stride",
-        "tolist",
-        "numpy",
-        "item",
-        "untyped_storage",
-        "__array__",
-        "grad_fn",
-        "record_stream",
-        "is_xpu",
-        "is_mps",
-        "is_sparse_csr",
-        "is_inference",
-        "_is_view",
-        "_base",
-        "is_nested",
-        "_has_compatible_shallow_copy_type",
-    ]
-)
+    ("_backward_hooks", "_base", "_has_compatible_shallow_copy_type", "_is_view", "_version",
+     "__array__", "__format__", "__hash__", "__repr__", "data_ptr", "device", "dtype",
+     "element_size", "get_device", "grad_fn", "is_complex", "is_contiguous", "is_cpu", "is_cuda",
+     "is_floating_point", "is_inference", "is_leaf", "is_meta", "is_mps", "is_nested", "is_pinned",
+     "is_quantized", "is_sparse", "is_sparse_csr", "is_xpu", "item", "layout", "names", "nelement",
+     "numel", "numpy", "output_nr", "record_stream", "requires_grad", "requires_grad_",
+     "retains_grad", "storage_offset", "stride", "tolist", "untyped_storage")
+)  # fmt: skip
 # Of each element by itself, though torch does not mark them so.
-COPIES = frozenset(
-    [
-        "clone",
-        "contiguous",
-        "copy_",
-        "cpu",
-        "cuda",
-        "data",
-        "detach",
-        "detach_",
-        "double",
-        "empty_like",
-        "float",
-        "full_like",
-        "half",
-        "bfloat16",
-        "int",
-        "long",
-        "bool",
-        "ones_like",
-        "pin_memory",
-        "to",
-        "type",
-        "type_as",
-        "zeros_like",
-        "zero_",
-        "fill_",
-        "cast",
-        "_foreach_copy_",
-        "_foreach_zero_",
-        "multiply",
-        "divide",
-        "subtract",
-        "negative",
-        "absolute",
-        "__and__",
-        "__or__",
-        "__xor__",
-        "__invert__",
-        "_fused_adam_",
-        "_fused_adamw_",
-        "_fused_sgd_",
-        "_fused_adagrad_",
-        "_to_copy",
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__idiv__",
-        "__itruediv__",
-        "__ipow__",
-        "__rsub__",
-        "__rdiv__",
-        "__rpow__",
-        "__radd__",
-        "__rmul__",
-        "__truediv__",
-    ]
-)
+ELEMENTWISE = frozenset(
+    ("__and__", "__iadd__", "__idiv__", "__imul__", "__invert__", "__ipow__", "__isub__",
+     "__itruediv__", "__or__", "__radd__", "__rdiv__", "__rmul__", "__rpow__", "__rsub__",
+     "__truediv__", "__xor__", "_foreach_copy_", "_foreach_zero_", "_fused_adagrad_",
+     "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "absolute", "bfloat16", "bool", "clone",
+     "contiguous", "copy_", "cpu", "cuda", "data", "detach", "detach_", "divide", "double",
+     "empty_like", "fill_", "float", "full_like", "half", "int", "long", "multiply", "negative",
+     "ones_like", "pin_memory", "subtract", "to", "type", "type_as", "zero_", "zeros_like")
+)  # fmt: skip
 REDUCTIONS = frozenset(("max", "min", "equal"))  # marked as element-wise for other arguments
+OF_LISTS = ("_foreach_", "_fused_")  # prefixes of operations on lists of tensors
 FLATTENING = frozenset(("view", "reshape", "flatten", "ravel"))
 SHAPES = frozenset(("shape", "size", "dim", "ndim", "ndimension"))
 RANDOM = (torch.Tag.nondeterministic_seeded,)
@@ -168,12 +77,19 @@ class _Guarded(torch.Tensor):
             if first.is_whole or name in SHAPES:
                 return _compute_whole(func, args, kwargs, only_shapes=not first.is_whole)
             flattens = name in FLATTENING and _flattens(args[1:], kwargs)
-            if not (flattens or name in COPIES or _is_elementwise(name)):
+            if not (flattens or name in ELEMENTWISE or _is_elementwise(name)):
                 raise _make_error(first, f"{name} of it")
-            if any(one.numel() not in (1, first.numel()) or one.ndim > 1 for one in tensors):
-                raise _make_error(first, f"{name} with a tensor of another shape")
+            if not name.startswith(OF_LISTS):
+                _check_shapes(name, first, tensors)
+                return tree_map(lambda value: _as_piece(value, first), func(*args, **kwargs))
+            lists = [one for one in (*args, *kwargs.values()) if _is_tensor_list(one)]
+            for row in zip(*lists):
+                _check_shapes(name, next((t for t in row if isinstance(t, _Guarded)), first), row)
             result = func(*args, **kwargs)
-            return tree_map(lambda value: _as_piece(value, first), result)
+            if not isinstance(result, list | tuple):
+                return result
+            likes = next(one for one in lists if any(isinstance(t, _Guarded) for t in one))
+            return [_as_piece(value, like) for value, like in zip(result, likes)]
 
 
 class PieceTensor(_Guarded):
@@ -188,8 +104,8 @@ class PieceTensor(_Guarded):
 
 
 class PieceParameter(_Guarded, nn.Parameter):
-    """A piece, which optimizers update. It shares memory and gradient with
-    a plain parameter, the local one."""
+    """A piece, which optimizers update. It shares memory and gradient with a plain parameter, the
+    local one."""
 
     _local: nn.Parameter
 
@@ -246,13 +162,27 @@ def _compute_whole(func: Callable[..., Any], args: Any, kwargs: Any, *, only_sha
     return func(*tree_map(full, args), **tree_map(full, kwargs))
 
 
-def _as_piece(value: Any, like: _Guarded) -> Any:
-    if not isinstance(value, torch.Tensor) or isinstance(value, _Guarded):
+def _as_piece(value: Any, like: torch.Tensor) -> Any:
+    if (
+        not isinstance(value, torch.Tensor)
+        or isinstance(value, _Guarded)
+        or not isinstance(like, _Guarded)
+    ):
         return value
     with torch._C.DisableTorchFunctionSubclass():
         piece = value.as_subclass(PieceTensor)
     piece.full_shape, piece.parameter_name = like.full_shape, like.parameter_name
     return piece
+
+
+def _check_shapes(name: str, first: _Guarded, tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse tensors that torch would broadcast with a piece."""
+    if any(one.numel() not in (1, first.numel()) or one.ndim > 1 for one in tensors):
+        raise _make_error(first, f"{name} with a tensor of another shape")
+
+
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(one, torch.Tensor) for one in value)
 
 
 def _name_of(func: Any) -> str:
