@@ -143,7 +143,7 @@ def gradient_of(engine: Engine, batch) -> np.ndarray:
     for parameter in engine.parameters():
         parameter.grad = None
     engine.step(batch)
-    return np.concatenate([p.grad.numpy() for p in engine.parameters()])
+    return np.concatenate([p.grad.numpy().reshape(-1) for p in engine.parameters()])
 
 
 def test_the_same_step_of_the_same_plan_draws_the_same_numbers():
