@@ -192,4 +192,4 @@ class _Smoke:
 
     def _pieces_of(self, engine: Engine) -> Weights:
         """Of one rank a piece is a whole parameter."""
-        return {n: p.detach().to(self.bench.device) for n, p in engine.named_parameters()}
+        return {n: p.detach().flatten().to(self.bench.device) for n, p in engine.named_parameters()}

@@ -704,3 +704,37 @@ def test_a_step_inside_of_autocast_is_rehearsed_in_its_precision():
         loss = an_engine(cross_entropy).step(a_batch())
         expected, _ = plainly(cross_entropy)
     assert loss.item() == pytest.approx(expected, rel=2e-2)
+
+
+class Unmasked(nn.Module):
+    """A model that attends forward too where no sample is padded, as some that skip a full mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList(Block(nn.Identity, 0.0) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, input_ids, attention_mask, labels):
+        x = self.table(input_ids) * attention_mask[..., None]
+        x = x.cumsum(1) if (attention_mask == 0).any() else x.sum(1, keepdim=True).expand_as(x)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=-100)
+
+
+@pytest.mark.parametrize("lengths", [(5, 4, 6, 3, 5, 8), (5, 4, 6, 3, 5, 7)])
+def test_a_model_that_skips_a_full_mask_is_refused(lengths):
+    """Where one sample is not padded, and where all are."""
+    inside = torch.arange(8)[None] < torch.tensor(lengths)[:, None]
+    ids = torch.arange(48).view(6, 8) % 15 + 1
+    batch = {
+        "input_ids": ids * inside,
+        "attention_mask": inside.long(),
+        "labels": torch.where(inside, ids, -100),
+    }
+    model = build(Unmasked, SEED)
+    engine = prepare(model, plan_for(model, [Share(6, 3, 1)]))
+    with pytest.raises(ModelError, match="is not made of the losses of its parts"):
+        engine.step(batch)

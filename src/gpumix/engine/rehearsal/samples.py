@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpumix.engine.batch.batch_split import IGNORED_LABEL, count_samples
+from gpumix.engine.batch.batch_split import (
+    IGNORED_LABEL,
+    MASK,
+    TOKENS,
+    count_samples,
+    fill_padding_with_tokens,
+)
 from gpumix.engine.batch.ragged_batch import select_samples
 from gpumix.engine.loss.reduction import ObjectiveWithRule
 from gpumix.engine.traceless_steps import TrialSteps
@@ -45,18 +51,24 @@ def choose_micro_batch(
     *,
     uncut: bool = False,
 ) -> RehearsalMicroBatch | None:
-    """Choose the micro-batch with samples that tell rules apart, most samples, and most labels.
-    Return None if the batch is not cut, unless `uncut` is set. Collective."""
+    """Choose the micro-batch with samples with and without padding, that tell rules apart, most
+    samples, and most labels. Return None if the batch is not cut, unless `uncut` is set.
+    Collective."""
     plan, rank = engine.plan, engine.comm.rank
     first = plan.team_of(rank, plan.stages_of(rank)[0])[0]
     numbers = list(engine.places[0].batches) if engine.places else [first]
     known = [
-        (int(_can_distinguish_rules(part, objective)), size, _labels_in(part, objective), -number)
+        (
+            *_find_merits(part, objective),
+            size,
+            _labels_in(part, objective),
+            -number,
+        )
         for size, part, number in zip(
             _sizes(engine, rows), _candidates(engine, batch, rows), numbers
         )
     ]
-    largest = max(known, default=(0, 0, 0, 0))
+    largest = max(known, default=(0, 0, 0, 0, 0))
     cut = engine.tells_losses * sum(bool(of) for of in rows)
     table = all_gather_values(engine, [*map(float, largest), float(cut)])
     if not uncut and sum(row[-1] for row in table) <= 1:
@@ -65,7 +77,7 @@ def choose_micro_batch(
     own = next((n for n, one in enumerate(known) if one == found), None)
     batches = [int(row[-1]) for row in table]
     there = (n for n, row in zip(batches, table) if tuple(map(int, row[:-1])) == found)
-    return RehearsalMicroBatch(own, found[1], min(filter(None, there), default=1), max(batches))
+    return RehearsalMicroBatch(own, found[2], min(filter(None, there), default=1), max(batches))
 
 
 def select_own_samples(
@@ -123,16 +135,36 @@ def _labels_in(batch: Any, objective: ObjectiveWithRule) -> int:
 
 def _select_unlike_samples(batch: Any, objective: ObjectiveWithRule, most: int) -> Any:
     """Select a few samples: with few labels, with unlike counts by rules, and with many labels. A
-    single sample with labels is taken twice."""
+    single sample with labels is taken twice. If samples are padded, the first is not, or no longer,
+    and others are: alone, a model may compute it without a mask."""
     counted = objective.counts_by_row(batch)
     order = _find_labeled_samples(counted, count_samples(batch))
     if counted is not None:
         order.sort(key=counted[0].tolist().__getitem__)
     order = [order[0], order[-1], *order[1:-1]]  # a single sample: twice
+    unpadded = _find_unpadded(batch)
+    if unpadded is not None:
+        without = [row for row in order if unpadded[row]]
+        order = [*without[:1], *(row for row in order if not unpadded[row]), *without[1:]]
     row, difference = _least_proportional(counted, order)
     if difference:
         order = [order[0], row, *(other for other in order[1:] if other != row)]
-    return select_samples(batch, order[:most])
+    return _fill_first(select_samples(batch, order[:most]))
+
+
+def _fill_first(batch: Any) -> Any:
+    """Return samples with tokens in place of the first one's padding, if all are padded."""
+    filled = fill_padding_with_tokens(batch)
+    if filled is batch or count_samples(batch) < 2:
+        return batch
+    tokens, mask = batch[TOKENS].clone(), batch[MASK].clone()
+    padding = mask == 0
+    if not padding.any(1).all() or torch.equal(
+        tokens[0][padding[0]], filled[TOKENS][0][padding[0]]
+    ):
+        return batch
+    tokens[0], mask[0] = filled[TOKENS][0], 1
+    return {**batch, TOKENS: tokens, MASK: mask}
 
 
 def _can_distinguish_rules(batch: Any, objective: ObjectiveWithRule) -> bool:
@@ -142,6 +174,22 @@ def _can_distinguish_rules(batch: Any, objective: ObjectiveWithRule) -> bool:
         counted, _find_labeled_samples(counted, count_samples(batch))
     )
     return difference > 0
+
+
+def _find_merits(batch: Any, objective: ObjectiveWithRule) -> tuple[int, int]:
+    """Return what samples show, most important first: after a rehearsal, which rule holds."""
+    padding = int(_find_unpadded(batch) is not None)
+    rules = int(_can_distinguish_rules(batch, objective))
+    return (rules, padding) if objective.rivals else (padding, rules)
+
+
+def _find_unpadded(batch: Any) -> Tensor | None:
+    """Return which samples have no padding, if some have and others have not."""
+    mask = batch.get(MASK) if isinstance(batch, dict) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    unpadded = mask.bool().all(1)
+    return unpadded if unpadded.any() and not unpadded.all() else None
 
 
 def _find_labeled_samples(counted: Tensor | None, samples: int) -> list[int]:
