@@ -47,6 +47,12 @@ def of_matrices(model):
                 parameter.data.mul_(0.9).add_(torch.zeros_like(parameter) + 0.001)
 
 
+def by_data(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.9
+        parameter.grad.data = parameter.grad.data * 0.5
+
+
 def by_norm(model):
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
@@ -235,7 +241,7 @@ def trained(shares, change, optimizer, **settings):
 
 
 EXACT = [
-    *((change, sgd) for change in (by_engine, by_value, by_name, of_matrices)),
+    *((change, sgd) for change in (by_engine, by_value, by_name, by_data, of_matrices)),
     *((nothing, kind) for kind in (Own, Signs, OfMatrices, Derived, Lists, torch.optim.NAdam)),
 ]
 REFUSED = [
@@ -277,7 +283,7 @@ def test_what_is_not_that_of_the_parameter_is_refused_before_it_is_used(change, 
 
 @pytest.mark.parametrize(
     ("change", "optimizer"),
-    [(change, kind) for change, kind, _ in REFUSED if change is not by_noise],
+    [*EXACT, *((change, kind) for change, kind, _ in REFUSED if change is not by_noise)],
 )
 def test_all_is_exact_where_every_rank_has_all(change, optimizer):
     expected = pytest.approx(losses_alone(change, optimizer), rel=1e-4)

@@ -23,13 +23,15 @@ from gpumix.schema.errors import InputError
 # Of tensors as such, not of their elements.
 METADATA = frozenset(
     ("_backward_hooks", "_base", "_has_compatible_shallow_copy_type", "_is_view", "_version",
-     "__array__", "__format__", "__hash__", "__repr__", "data_ptr", "device", "dtype",
-     "element_size", "get_device", "grad_fn", "is_complex", "is_contiguous", "is_cpu", "is_cuda",
-     "is_floating_point", "is_inference", "is_leaf", "is_meta", "is_mps", "is_nested", "is_pinned",
-     "is_quantized", "is_sparse", "is_sparse_csr", "is_xpu", "item", "layout", "names", "nelement",
-     "numel", "numpy", "output_nr", "record_stream", "requires_grad", "requires_grad_",
-     "retains_grad", "storage_offset", "stride", "tolist", "untyped_storage")
+     "__hash__", "data_ptr", "device", "dtype", "element_size", "get_device", "grad_fn",
+     "is_complex", "is_contiguous", "is_cpu", "is_cuda", "is_floating_point", "is_inference",
+     "is_leaf", "is_meta", "is_mps", "is_nested", "is_pinned", "is_quantized", "is_sparse",
+     "is_sparse_csr", "is_xpu", "layout", "names", "nelement", "numel", "output_nr",
+     "record_stream", "requires_grad", "requires_grad_", "retains_grad", "storage_offset", "stride",
+     "untyped_storage")
 )  # fmt: skip
+# Reads of the elements, which a program sees as this rank's.
+VALUES = frozenset(("__array__", "__format__", "__repr__", "item", "numpy", "tolist"))
 # Of each element by itself, though torch does not mark them so.
 ELEMENTWISE = frozenset(
     ("__and__", "__iadd__", "__idiv__", "__imul__", "__invert__", "__ipow__", "__isub__",
@@ -72,7 +74,9 @@ class _Guarded(torch.Tensor):
             tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
             first = next(one for one in tensors if isinstance(one, _Guarded))
             name = _name_of(func)
-            if name in METADATA:
+            if name == "data" and func.__name__ == "__set__":
+                return _set_values(args[0], args[1])
+            if name in METADATA or (name in VALUES and not first.is_whole):
                 return func(*args, **kwargs)
             if first.is_whole or name in SHAPES:
                 return _compute_whole(func, args, kwargs, only_shapes=not first.is_whole)
@@ -120,8 +124,6 @@ class PieceParameter(_Guarded, nn.Parameter):
         gradient = self._local.grad
         if gradient is None or not torch._C._is_torch_function_enabled():
             return gradient
-        if self.is_whole:
-            return gradient.view(self.full_shape)
         return _as_piece(gradient, self)  # type: ignore[no-any-return]
 
     @grad.setter
@@ -172,7 +174,17 @@ def _as_piece(value: Any, like: torch.Tensor) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         piece = value.as_subclass(PieceTensor)
     piece.full_shape, piece.parameter_name = like.full_shape, like.parameter_name
+    piece.is_whole = like.is_whole
     return piece
+
+
+def _set_values(piece: torch.Tensor, values: torch.Tensor) -> None:
+    """Assign to `data`: into the piece's own memory, which the engine knows."""
+    if not isinstance(piece, _Guarded):
+        raise _make_error(values, "its memory for another tensor")
+    if values.numel() != piece.numel():
+        raise _make_error(piece, "data of another shape")
+    piece.as_subclass(torch.Tensor).detach().copy_(values.as_subclass(torch.Tensor).reshape(-1))
 
 
 def _check_shapes(name: str, first: _Guarded, tensors: Iterable[torch.Tensor]) -> None:
@@ -216,7 +228,7 @@ def _flattens(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
     return sizes in ([], [-1])
 
 
-def _make_error(piece: _Guarded, what: str) -> InputError:
+def _make_error(piece: Any, what: str) -> InputError:
     return InputError(
         f"this rank has a piece of parameter '{piece.parameter_name}', and a program asked for "
         f"{what}",
