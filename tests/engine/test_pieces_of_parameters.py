@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from gpumix.engine.model.piece_parameter import _is_elementwise
 from gpumix.schema.errors import InputError
@@ -329,3 +330,11 @@ def test_pieces_have_the_shapes_of_parameters_and_can_be_read_and_saved():
 )
 def test_operations_are_told_apart_by_torchs_own_marks(names, expected):
     assert {_is_elementwise(name) for name in names.split()} == {expected}
+
+
+def test_torchs_optimizers_choose_fused_kernels_for_pieces_too():
+    engine = engine_for(GPT2.factory, [Share(4, 2, 1)])
+    plain = [nn.Parameter(torch.zeros(3))]
+    choose = _default_to_fused_or_foreach
+    assert choose([*engine.parameters()], False, True) == choose(plain, False, True)
+    assert choose([*engine.parameters()], False, True)[0]

@@ -147,8 +147,10 @@ class PieceParameter(_Guarded, nn.Parameter):
             self.data = self._local.data
 
 
-if PieceParameter not in torch_optimizers._foreach_supported_types:
-    torch_optimizers._foreach_supported_types.append(PieceParameter)
+# Types for which torch's optimizers choose their fused kernels by themselves.
+_fused_types = getattr(torch_optimizers, "_foreach_supported_types", [])
+if PieceParameter not in _fused_types:
+    _fused_types.append(PieceParameter)
 
 
 def _compute_whole(func: Callable[..., Any], args: Any, kwargs: Any, *, only_shapes: bool) -> Any:
