@@ -38,9 +38,10 @@ class ShardedModel:
         ]
         self._inventory = inventory
         self._nothing = nn.Parameter(torch.empty(0, device=comm.device))
+        is_whole = comm.world == 1 or self._is_replicated()
         for piece in self.pieces():
             if piece.exposed is not None:
-                piece.exposed.is_whole = self._ranks_are_whole()
+                piece.exposed.is_whole = is_whole
 
     def groups(self) -> Iterator[FlatGroup]:
         """Yield the flat groups of all buckets, the root's first, then the units' in order."""
@@ -71,12 +72,11 @@ class ShardedModel:
     def _trained_pieces(self) -> Iterator[Piece]:
         return (piece for piece in self.pieces() if piece.local.requires_grad)
 
-    def _ranks_are_whole(self) -> bool:
-        """Return True if each rank has all elements of all parameters."""
+    def _is_replicated(self) -> bool:
+        """Return True if each rank has all elements of all parameters, by the plan."""
         divisions = (group.division for group in self.groups())
-        return self.comm.world == 1 or (
-            self._inventory.is_single_stage
-            and all(d.replicated and d.team is None for d in divisions)
+        return self._inventory.is_single_stage and all(
+            d.replicated and d.team is None for d in divisions
         )
 
     def trained_names(self) -> list[str]:
@@ -148,11 +148,7 @@ class ShardedModel:
     def has_whole_state(self) -> bool:
         """True if `state_dict` needs no other rank: each rank has the full state, without
         statistics to agree on."""
-        of_one = self._inventory.is_single_stage and not module_buffers.find_buffer_owners(
-            self.model
-        )
-        divisions = (group.division for group in self.groups())
-        return of_one and all(d.replicated and d.team is None for d in divisions)
+        return self._is_replicated() and not module_buffers.find_buffer_owners(self.model)
 
     @property
     def trains(self) -> bool:
