@@ -13,6 +13,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from gpumix.engine.model.piece_parameter import _is_elementwise
 from gpumix.schema.errors import InputError
+from gpumix.schema.plan.stage import Mode
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, batches, engine_for, initialised, mean_loss, own_rows
@@ -338,3 +339,23 @@ def test_torchs_optimizers_choose_fused_kernels_for_pieces_too():
     choose = _default_to_fused_or_foreach
     assert choose([*engine.parameters()], False, True) == choose(plain, False, True)
     assert choose([*engine.parameters()], False, True)[0]
+
+
+def test_a_closure_of_a_step_runs_as_outside_of_it():
+    """Its steps may use a head in chunks, and its clipping goes by pieces."""
+    engine = engine_for(GPT2.factory, [Share(4, 2, 1, Mode(head="chunked"))])
+    optimizer = sgd(engine.parameters())
+    batch = next(batches(GPT2, 4, 1))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = engine.step(batch)
+        assert {p.dim() for p in engine.parameters()} == {1, 2}
+        return loss
+
+    losses = [optimizer.step(closure).item(), optimizer.step(closure=closure).item()]
+    assert losses[1] < losses[0] == pytest.approx(engine_alone_loss(batch), rel=1e-5)
+
+
+def engine_alone_loss(batch):
+    return mean_loss(initialised(GPT2.factory), batch).item()

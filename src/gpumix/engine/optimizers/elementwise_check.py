@@ -149,10 +149,15 @@ class _UnguardedSteps:
         before.move_to_end(self._before_id)
         after.move_to_end(self._after_id, last=False)
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._leave()  # a step that failed
         self._inside = torch._C.DisableTorchFunctionSubclass()
         self._inside.__enter__()
+        first, *others = args  # the optimizer
+        given = {name: _as_outside(value) for name, value in kwargs.items()}
+        return (first, *map(_as_outside, others)), given
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._leave()
@@ -161,3 +166,15 @@ class _UnguardedSteps:
         inside, self._inside = self._inside, None
         if inside is not None:
             inside.__exit__(None, None, None)
+
+
+def _as_outside(closure: Any) -> Any:
+    """Return a closure given to a step that runs as outside of the step; any other value as is."""
+    if not callable(closure):
+        return closure
+
+    def run() -> Any:
+        with torch._C._EnableTorchFunction():
+            return closure()
+
+    return run
