@@ -33,6 +33,7 @@ APART = "GPUMIX_APART"  # the launcher of a rank listens on the given address on
 GRACE = "GPUMIX_GRACE_S"  # time limit for ranks asked to end
 ALLOW = "GPUMIX_ALLOW"  # same as --allow, for all commands of a shell
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+TRACEBACK = "GPUMIX_TRACEBACK"  # tracebacks of errors that end a script
 CLUSTER = "GPUMIX_CLUSTER"  # cluster file for programs that name no devices
 OWN_RUN = "gpumix"  # run name set by `gpumix launch`
 STDERR = 2
@@ -189,6 +190,11 @@ def cluster_file() -> Path | None:
     """Return the cluster file for programs that name no devices."""
     name = os.environ.get(CLUSTER)
     return Path(name) if name else None
+
+
+def shows_tracebacks() -> bool:
+    """Return True if the user wants tracebacks of all errors."""
+    return os.environ.get(TRACEBACK, "0") not in ("", "0")
 
 
 def shared_memory_folder() -> Path | None:

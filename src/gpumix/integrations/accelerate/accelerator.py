@@ -70,6 +70,7 @@ from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.batch_shares import get_micro_batch_rows
 from gpumix.schema.plan.dtypes import Precision
 from gpumix.schema.plan.plan import Plan
+from gpumix.train.processes.script_errors import show_errors_without_traceback
 from gpumix.train.run_log import run_files
 
 __all__ = ["Accelerator"]
@@ -139,6 +140,7 @@ class Accelerator(accelerate.Accelerator):
         couples: str = "",
         **kwargs: Any,
     ) -> None:
+        show_errors_without_traceback()
         self._couples = couples
         self._width = PaddingScope()
         given = bind_arguments(args, kwargs)

@@ -69,6 +69,7 @@ from gpumix.schema.errors import InputError  # noqa: E402
 from gpumix.schema.job.search_space import EVERYTHING, Space  # noqa: E402
 from gpumix.schema.plan.batch_shares import get_micro_batch_rows  # noqa: E402
 from gpumix.schema.plan.plan import Plan  # noqa: E402
+from gpumix.train.processes.script_errors import show_errors_without_traceback  # noqa: E402
 from gpumix.train.run_log import run_files  # noqa: E402
 
 __all__ = ["GpumixStrategy"]
@@ -104,6 +105,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         compile: bool = False,
         seed: int = 0,
     ) -> None:
+        show_errors_without_traceback()
         self._planned_precision = PlannedPrecision()
         super().__init__(cluster_environment=LaunchedEnvironment())
         self._given = load_plan(plan)

@@ -82,6 +82,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.plan.batch_shares import get_micro_batch_rows
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.reading.error_location import locate_errors
+from gpumix.train.processes.script_errors import show_errors_without_traceback
 from gpumix.train.run_log import run_files
 
 # Private parts of transformers' trainer, subject to change.
@@ -160,6 +161,7 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
         couples: str = "",
         **kwargs: Any,
     ) -> None:
+        show_errors_without_traceback()
         self._given = load_plan(plan)
         self._couples = couples
         self._agreed = ControlSynchronizer()
@@ -196,11 +198,7 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
         self.accelerator.prepare_data_loader = lambda loader, *args, **kwargs: loader
 
     def _check_arguments(self) -> None:
-        """Check the arguments.
-
-        Raises:
-            InputError: an argument has no meaning here.
-        """
+        """Raise InputError if an argument has no meaning here."""
         check_arguments(self.args, *self._arguments)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
