@@ -1,6 +1,6 @@
 """BERT that sorts texts, with an accuracy, of datasets' own tables; the best checkpoint is kept."""
 
-# variants: A B numbers groups
+# variants: A B numbers groups accumulated
 import numpy as np
 from datasets import Dataset
 from transformers import Trainer
@@ -26,6 +26,7 @@ trainer = Trainer(
         load_best_model_at_end=True,
         max_steps=-1,
         num_train_epochs=2,
+        gradient_accumulation_steps=2 if VARIANT == "accumulated" else 1,
         train_sampling_strategy="group_by_length" if VARIANT == "groups" else "random",
     ),
     train_dataset=train,

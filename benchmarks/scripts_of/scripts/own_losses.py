@@ -1,6 +1,6 @@
 """A loss of one's own: in compute_loss, as a function, of two terms, or a penalty on weights."""
 
-# variants: weights sum function two penalty teacher smoothness
+# variants: weights sum function two penalty teacher smoothness accumulated
 import torch
 from torch.nn import functional
 from transformers import Trainer
@@ -50,7 +50,7 @@ model = bert("SequenceClassification", num_labels=3)
 start.update((name, 0.5 * weight.detach().clone()) for name, weight in model.named_parameters())
 trainer = OwnTrainer(
     model=model,
-    args=arguments(),
+    args=arguments(gradient_accumulation_steps=2 if VARIANT == "accumulated" else 1),
     train_dataset=rows,
     eval_dataset=rows[:8],
     data_collator=collate,

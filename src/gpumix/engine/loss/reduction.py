@@ -197,7 +197,6 @@ class ReducedLoss:
         labels_of: returns the integer labels of a batch, by name.
         rule: the valid rule, if known.
         may_trim: True if padding columns could be cut off.
-        steps: number of steps of another program in one batch; a sum is divided by it.
     """
 
     is_watched = True
@@ -209,7 +208,6 @@ class ReducedLoss:
         *,
         rule: Rule | None = None,
         may_trim: bool = False,
-        steps: int = 1,
     ) -> None:
         self._compute = compute
         self.labels_of = labels_of
@@ -218,15 +216,15 @@ class ReducedLoss:
         self.may_trim = may_trim
         self.trims = False
         self.whole = 1
-        self._steps = steps
 
     def __call__(
-        self, model: nn.Module, batch: Any, compute: Compute | None = None
+        self, model: nn.Module, batch: Any, compute: Compute | None = None, *, times: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Return (summed loss, count) of a micro-batch.
 
         Args:
             compute: replaces the common function for this micro-batch.
+            times: factor of the batch's loss.
         """
         compute = compute or self._compute
         labels = self.labels_of(batch)
@@ -235,7 +233,7 @@ class ReducedLoss:
             with torch.enable_grad():  # in evaluations too
                 loss = compute(model, batch, {}, None)
             divided_by = self.read_denominator(loss, batch)
-            summed = loss.float() * divided_by  # without counted labels, 0 / 0 times 0
+            summed = loss.float() * divided_by * times  # without counted labels, 0 / 0 times 0
             return torch.where(divided_by > 0, summed, torch.zeros_like(summed)), divided_by
         count = self.count(batch)
         # Without labels a mean is 0 / 0; with a filled-in label it is finite, and counts 0.
@@ -244,6 +242,7 @@ class ReducedLoss:
             for name, own in (labels.items() if rule.kind == "labels" else ())
         }
         factor = torch.ones_like(count) if rule.kind == "sum" else count
+        factor = factor if times == 1.0 else factor * times
         with expect_gradient(factor) as expected:
             loss = compute(model, batch, filled, count)
             expected.settle(loss)
@@ -284,8 +283,7 @@ class ReducedLoss:
         tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         device = next((tensor.device for tensor in tensors), None)
         samples = torch.full((), count_samples(batch), device=device)
-        count = rule.count(labels, samples, self.whole)
-        return count * self._steps if rule.kind == "sum" else count
+        return rule.count(labels, samples, self.whole)
 
     def rules(self, batch: Any) -> tuple[Rule, ...]:
         return (*list_candidate_rules(self.labels_of(batch)), GRAPH)

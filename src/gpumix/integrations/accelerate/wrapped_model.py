@@ -87,9 +87,11 @@ class LoopLoss(ReducedLoss):
     def rule(self, rule: Rule | None) -> None:
         self._rule = rule
 
-    def __call__(self, model: nn.Module, batch: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, model: nn.Module, batch: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if GRADIENTS not in batch:
-            return super().__call__(model, batch, *args)
+            return super().__call__(model, batch, *args, **kwargs)
         outputs = model(*batch[ARGS], **batch[KWARGS])
         pairs = zip(find_float_tensors(outputs), batch[GRADIENTS], strict=True)
         sums = [(made.float() * wanted).sum() for made, wanted in pairs]

@@ -178,7 +178,7 @@ def _compute_results(
     if has_loss(trainer, batch):
         loss: TrainerLoss = trainer._loss
         if loss_only:
-            found = LossAndOutputs(*loss(model, batch), outputs=None)
+            found = LossAndOutputs(*loss.evaluate(model, batch), outputs=None)
         else:
             found = loss.with_outputs(model, batch)
         outputs = found.outputs

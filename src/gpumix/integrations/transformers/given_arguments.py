@@ -6,11 +6,12 @@ trackers and saved files see the given arguments.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpumix.integrations.transformers.arguments import fold_accumulation
+from gpumix.integrations.transformers.arguments import COUNTS, fold_accumulation
 
 
 class FoldedArgumentsMixin:
@@ -42,6 +43,19 @@ class FoldedArgumentsMixin:
         """Use the given arguments inside the context."""
         now = self.args
         self.args = self._user_args
+        try:
+            yield
+        finally:
+            self.args = now
+
+    @contextmanager
+    def _given_counts(self) -> Iterator[None]:
+        """Use the given numbers of samples and accumulation steps inside the context, and nothing
+        else of the given arguments."""
+        now = self.args
+        self.args = copy.copy(now)
+        for name in COUNTS:
+            setattr(self.args, name, getattr(self._user_args, name))
         try:
             yield
         finally:

@@ -247,7 +247,8 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
         if self.optimizer is None and is_overridden(self, "create_optimizer", PlannedTrainerMixin):
             self.create_optimizer()  # by the program, for full parameters
         specimen = find_example(dataset, collate)
-        self._loss = TrainerLoss(self, self._accumulation_steps)
+        steps = self._accumulation_steps
+        self._loss = TrainerLoss(self, steps=steps, samples=self._global_batch // steps)
         training = TrainingSetup(
             specimen.batch,
             sequence_length=specimen.sequence_length,
@@ -478,7 +479,7 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
         if self._recorded is not None:
             self._recorded.computes()
         self._settle(inputs, in_step=True)
-        with disable_gathering(self.accelerator), self._log_step_means():
+        with self._loss.in_one_process(), self._log_step_means():
             loss = self._engine.step(dict(inputs), samples=inputs.samples)
         self._unrecorded_loss = loss
         return loss.float()
@@ -486,10 +487,12 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
     def _settle(self, inputs: Any, *, in_step: bool = False) -> None:
         """Find by the first batch how losses of its parts add up. Collective."""
         assert self._engine is not None
-        if not self._engine.is_settled(in_step=in_step):
-            with disable_gathering(self.accelerator), self._measured():
-                self._engine.settle(dict(inputs), inputs.samples, in_step=in_step)
         self._loss.whole = inputs.samples
+        if not self._engine.is_settled(in_step=in_step):
+            with self._loss.in_one_process(), self._measured():
+                self._engine.settle(dict(inputs), inputs.samples, in_step=in_step)
+            self._loss.settle(inputs, self._engine.comm)
+            self._loss.whole = inputs.samples  # the rehearsal set another number
 
     def _checked_step(self, step: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the program's own step, which must call ours."""
@@ -566,10 +569,7 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
         self.model.eval()
-        with (
-            self._folded(),
-            disable_gathering(self.accelerator),
-        ):  # losses would count for all processes
+        with self._folded(), self._loss.in_one_process():
             found = evaluate(
                 self,
                 engine,
