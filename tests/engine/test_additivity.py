@@ -699,6 +699,19 @@ def test_class_weights_by_what_training_has_seen_are_refused(dropout):
         an_engine(weighted, make).step(a_batch())
 
 
+def test_a_first_loss_that_is_no_number_leaves_the_rule_to_a_later_batch():
+    def loss(logits, labels):
+        return cross_entropy(logits, labels) * (torch.nan if labels[0, 0] == 3 else 1.0)
+
+    engine, batch = an_engine(loss, micro_batch=3), a_batch()
+    batch["labels"][:, 0] = 3
+    assert engine.step(batch).isnan()
+    assert engine.reduction.startswith("unknown")
+    batch["labels"][:, 0] = 2
+    engine.step(batch)
+    assert engine.reduction == "a mean over 'labels'"
+
+
 def test_a_step_inside_of_autocast_is_rehearsed_in_its_precision():
     with torch.autocast("cpu", torch.bfloat16):
         loss = an_engine(cross_entropy).step(a_batch())
