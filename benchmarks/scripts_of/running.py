@@ -38,9 +38,9 @@ from zoo_of.forking import (
 )
 
 SCRIPTS = Path(__file__).parent / "scripts"
-LIMIT_S = 300.0  # for a script
-STOCK_S = 60.0
-RANKS_S = 120.0
+LIMIT_S = 400.0  # for a script
+STOCK_S = 120.0
+RANKS_S = 240.0
 # What a script imports, and from where it does so when it is changed.
 CHANGED = {
     ("transformers", "Trainer"): "gpumix.integrations.transformers",
