@@ -44,6 +44,7 @@ from gpumix.engine.schedule.schedules import (
     PipelineSchedule,
     Schedule,
     SequentialSchedule,
+    StepTasks,
 )
 from gpumix.engine.sharding.gradient_fingerprint import SampledGradientNorm
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
@@ -207,7 +208,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
                 return gradient_scale
 
             with preserve_torch_rng(self.device), torch.enable_grad(), self._compared():
-                self._schedule.run_step(cut, rows, scale, exchange, done)
+                self._schedule.run_step(StepTasks(cut, rows, scale, exchange, done))
             [table] = tables
             self._unused.drop()
             if updates is not None:

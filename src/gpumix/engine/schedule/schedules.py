@@ -31,6 +31,25 @@ Done = Callable[[Bucket], None]  # called with a bucket whose gradient is in its
 
 
 @dataclass(frozen=True)
+class StepTasks:
+    """Tasks of a rank in a training step.
+
+    Attributes:
+        micro_batches: of this rank, in order.
+        rows: places of each micro-batch's samples in the global batch.
+        scale: factor of each loss before its backward, a scalar.
+        exchange: called once with all losses of the rank; see `Exchange`.
+        done: called with each finished bucket; None: buckets are not needed before the end.
+    """
+
+    micro_batches: list[MicroBatchTask]
+    rows: Sequence[range]
+    scale: torch.Tensor
+    exchange: Exchange
+    done: Done | None
+
+
+@dataclass(frozen=True)
 class Schedule(ABC):
     """Schedule of the micro-batches of a rank.
 
@@ -47,21 +66,8 @@ class Schedule(ABC):
     in_order: bool
 
     @abstractmethod
-    def run_step(
-        self,
-        cut: list[MicroBatchTask],
-        rows: Sequence[range],
-        scale: torch.Tensor,
-        exchange: Exchange,
-        done: Done | None,
-    ) -> None:
-        """Run forward and backward of micro-batches, and reduce gradients.
-
-        Args:
-            cut, rows: micro-batches, and the places of their samples in the global batch.
-            scale: factor of each loss before its backward.
-            done: None: buckets are not needed before the end.
-        """
+    def run_step(self, step: StepTasks) -> None:
+        """Run forward and backward of micro-batches, and reduce gradients."""
 
     @abstractmethod
     def run_forward(self, cut: list[MicroBatchTask], rows: Sequence[range]) -> list[Loss]:
@@ -103,15 +109,8 @@ class LayeredSchedule(Schedule):
     parts: ShardedUnits
     leaves_out: bool
 
-    def run_step(
-        self,
-        cut: list[MicroBatchTask],
-        rows: Sequence[range],
-        scale: torch.Tensor,
-        exchange: Exchange,
-        done: Done | None,
-    ) -> None:
-        parts = self.parts
+    def run_step(self, step: StepTasks) -> None:
+        parts, cut = self.parts, step.micro_batches
         batches = [self._make_micro_batch(parts, cut, n, keep=True) for n in range(len(cut))]
         with close_micro_batches(batches), contextlib.ExitStack() as stack:
             if self.leaves_out and parts.head is not None:
@@ -119,8 +118,8 @@ class LayeredSchedule(Schedule):
             turns = layered.MicroBatchOrder(batches, in_order=self.in_order)
             begun = layered.GradientProgress()
             layered.forward(parts, turns, keep=True, leaves_out=self.leaves_out)
-            results = layered.run_head(parts, turns, scale.float(), begun)
-            reductions = self._make_reductions(exchange(results), done)
+            results = layered.run_head(parts, turns, step.scale.float(), begun)
+            reductions = self._make_reductions(step.exchange(results), step.done)
             layered.backward(parts, turns, reductions, begun)
             layered.finish_reductions([parts], reductions, begun)
 
@@ -155,15 +154,8 @@ class SequentialSchedule(LayeredSchedule):
 
     calls: UnitCallHandlers
 
-    def run_step(
-        self,
-        cut: list[MicroBatchTask],
-        rows: Sequence[range],
-        scale: torch.Tensor,
-        exchange: Exchange,
-        done: Done | None,
-    ) -> None:
-        calls = len(self.parts.calls)
+    def run_step(self, step: StepTasks) -> None:
+        calls, cut = len(self.parts.calls), step.micro_batches
         batches = [
             sequential.InlineBatch(
                 one.compute_loss,
@@ -177,8 +169,8 @@ class SequentialSchedule(LayeredSchedule):
             self.parts,
             self.calls,
             batches,
-            scale.float(),
-            lambda results: self._make_reductions(exchange(results), done),
+            step.scale.float(),
+            lambda results: self._make_reductions(step.exchange(results), step.done),
             leaves_out=self.leaves_out,
         )
 
@@ -199,22 +191,15 @@ class PipelineSchedule(Schedule):
     stages: Sequence[PipelineStage]
     buckets: Sequence[Bucket]
 
-    def run_step(
-        self,
-        cut: list[MicroBatchTask],
-        rows: Sequence[range],
-        scale: torch.Tensor,
-        exchange: Exchange,
-        done: Done | None,
-    ) -> None:
-        gradient_scale = exchange(self._run(cut, rows, scale.float()))
+    def run_step(self, step: StepTasks) -> None:
+        gradient_scale = step.exchange(self._run(step.micro_batches, step.rows, step.scale.float()))
         self.comm.record.meets("other stage")
         gradient_scale()
         self.comm.record.goes_on()
         for bucket in self.buckets:
             bucket.settle(gradient_scale)
-            if done is not None:
-                done(bucket)
+            if step.done is not None:
+                step.done(bucket)
 
     def run_forward(self, cut: list[MicroBatchTask], rows: Sequence[range]) -> list[Loss]:
         return self._run(cut, rows, None)
