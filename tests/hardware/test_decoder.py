@@ -20,6 +20,7 @@ from gpumix.hardware.estimates.decoder_shapes import (
     decoder,
     make_llama_like,
 )
+from gpumix.profiler.class_settings import ClassSettings
 from gpumix.profiler.compute.class_measurement import measure_class
 from gpumix.profiler.compute.unit_fixture import FakeTensorParallelGroup
 from gpumix.profiler.subject import Workload, WorkloadShape
@@ -101,7 +102,7 @@ def measured(config: dict, batch: int = BATCH, length: int = LENGTH, degrees: tu
         optimizer_of=torch.optim.AdamW,
         shape=WorkloadShape(sequence_length=length, global_batch=batch),
         budget_s=20,
-        dtypes={"cpu": "fp32"},
+        settings=ClassSettings({"cpu": "fp32"}),
         degrees={"cpu": degrees},
         requires_tensor_parallel=True,
     )

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import gpumix
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.emulation import Pacer, device
+from gpumix.profiler.class_settings import ClassSettings
 from gpumix.profiler.compute import sweep
 from gpumix.profiler.compute.class_measurement import measure_class
 from gpumix.profiler.subject import Workload, WorkloadShape
@@ -110,7 +111,7 @@ def subject(
         optimizer_of=partial(torch.optim.SGD, lr=0.1),
         shape=WorkloadShape(sequence_length=ROWS, global_batch=largest),
         budget_s=budget_s,
-        dtypes={"one": "fp32"},
+        settings=ClassSettings({"one": "fp32"}),
     )
 
 

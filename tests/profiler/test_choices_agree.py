@@ -14,6 +14,7 @@ from extended import every_second
 from gpumix.engine.unit.regional_compile import CompiledForward
 from gpumix.hardware.device import open_device
 from gpumix.hardware.estimates.kernel_choice import PLAIN_SETTINGS, ChosenSettings
+from gpumix.profiler.class_settings import ClassSettings
 from gpumix.profiler.compute import numerics_check, unit_fixture
 from gpumix.profiler.compute.class_measurement import measure_class
 from gpumix.profiler.subject import Workload
@@ -48,6 +49,12 @@ def compared(what: Workload) -> tuple[Workload, list[str]]:
     return found, [line for line in told if "not used" in line]
 
 
+def of_one(
+    dtype: str = "fp32", chosen: ChosenSettings = PLAIN_SETTINGS, *, compiled: bool = False
+) -> ClassSettings:
+    return ClassSettings({"one": dtype}, frozenset(["one"] if compiled else []), {"one": chosen})
+
+
 def llama(*, dtype: str = "fp32", chosen: ChosenSettings = PLAIN_SETTINGS) -> Workload:
     architecture = ARCHITECTURES["llama"]
     # Another batch at each call, as a program's own may be.
@@ -55,7 +62,7 @@ def llama(*, dtype: str = "fp32", chosen: ChosenSettings = PLAIN_SETTINGS) -> Wo
     made = subject(
         architecture.factory, largest=1, make_batch=lambda n: architecture.batch(n, generator)
     )
-    return replace(made, dtypes={"one": dtype}, chosen={"one": chosen})
+    return replace(made, settings=of_one(dtype, chosen))
 
 
 @pytest.mark.parametrize("dtype", every_second(["bf16", "fp32"]))
@@ -63,9 +70,9 @@ def test_what_computes_the_same_is_used(dtype):
     settings = {"attention": "eager", "channels_last": True}
     found, told = compared(llama(dtype=dtype, chosen=wanted(**settings)))
     assert not told
-    chosen = found.chosen["one"]
+    chosen = found.settings.chosen["one"]
     assert chosen.efficiency == KernelSettings(**settings)
-    assert found.dtypes["one"] == dtype
+    assert found.settings.dtypes["one"] == dtype
     assert "off fp32" in chosen.why("attention")
     assert ("off fp32" in chosen.why("dtype")) == (dtype == "bf16")
 
@@ -125,7 +132,7 @@ def test_what_comes_before_the_first_unit_is_compared_too(monkeypatch, is_right)
         return convolve(self, images, weight, bias)
 
     monkeypatch.setattr(nn.Conv2d, "_conv_forward", with_other_gradients)
-    images = replace(made, dtypes={"one": "fp32"}, chosen={"one": wanted(channels_last=True)})
+    images = replace(made, settings=of_one(chosen=wanted(channels_last=True)))
     found, told = measured(images)
     assert met
     assert found.efficiency.channels_last is is_right
@@ -144,7 +151,7 @@ def test_attention_that_computes_something_else_is_not_used(monkeypatch):
 
     monkeypatch.setattr(numerics_check, "apply_efficiency", wrong)
     found, [told] = compared(llama(chosen=wanted(attention="eager")))
-    chosen = found.chosen["one"]
+    chosen = found.settings.chosen["one"]
     assert chosen.efficiency.attention == "own"
     assert "attention is not used: a unit is" in told
     assert chosen.why("attention").startswith("not used")
@@ -161,7 +168,7 @@ class BrokenInBf16(nn.Module):
 
 def test_a_dtype_that_computes_something_else_is_not_used():
     what = subject(lambda: Regression([BrokenInBf16() for _ in range(2)]), largest=1)
-    found, [told] = measured(replace(what, dtypes={"one": "bf16"}))
+    found, [told] = measured(replace(what, settings=of_one("bf16")))
     assert found.compute_dtype == "fp32"
     assert "dtype is not used" in told
 
@@ -172,13 +179,14 @@ def test_what_there_is_no_room_to_check_is_not_used_but_for_the_dtype(monkeypatc
 
     monkeypatch.setattr(numerics_check, "compute_results", full)
     found, [told] = compared(llama(dtype="bf16", chosen=wanted(attention="eager")))
-    assert (found.dtypes["one"], found.chosen["one"].efficiency.attention) == ("bf16", "own")
+    assert found.settings.dtypes["one"] == "bf16"
+    assert found.settings.chosen["one"].efficiency.attention == "own"
     assert "no room to check it" in told
 
 
 def test_a_model_without_a_choice_of_attention_keeps_its_own():
     what = subject(lambda: Regression([BrokenInBf16() for _ in range(2)]), largest=1)
-    found, [told] = measured(replace(what, chosen={"one": wanted(attention="sdpa")}))
+    found, [told] = measured(replace(what, settings=of_one(chosen=wanted(attention="sdpa"))))
     assert found.efficiency.attention == "own"
     assert "no choice of attention" in told
 
@@ -201,7 +209,7 @@ def test_compiled_code_that_computes_something_else_is_not_used(monkeypatch, fac
 
     monkeypatch.setattr(unit_fixture, "compile_units", compiled)
     what = subject(lambda: Regression([BrokenInBf16() for _ in range(2)]), largest=1)
-    what = replace(what, compiled=frozenset({"one"}), chosen={"one": wanted()})
+    what = replace(what, settings=of_one(chosen=wanted(), compiled=True))
     found, told = measured(what)
     assert found.compiled == (factor == 1.0)
     assert len(told) == (factor != 1.0)
@@ -220,7 +228,7 @@ def test_compiled_units_that_draw_are_not_said_to_agree(monkeypatch):
 
     monkeypatch.setattr(unit_fixture, "compile_units", compiled)
     what = subject(lambda: Regression([Dropping() for _ in range(2)]), largest=1)
-    what = replace(what, compiled=frozenset({"one"}), chosen={"one": wanted()})
+    what = replace(what, settings=of_one(chosen=wanted(), compiled=True))
     found, told = measured(what)
     assert found.compiled and not told
     [why] = [choice.why for choice in found.choices if choice.what == "compile"]
@@ -232,7 +240,7 @@ def test_compiled_units_are_measured_in_all_ways(monkeypatch):
     """Also with their backward in two parts, for which the graph runs twice."""
     compiled = partial(unit_fixture.compile_units, backend="aot_eager")
     monkeypatch.setattr(unit_fixture, "compile_units", compiled)
-    found, told = measured(replace(llama(chosen=wanted()), compiled=frozenset({"one"})))
+    found, told = measured(replace(llama(), settings=of_one(chosen=wanted(), compiled=True)))
     assert found.compiled
     assert not told
     [why] = [choice.why for choice in found.choices if choice.what == "compile"]
@@ -294,8 +302,9 @@ def test_a_fused_loss_is_used_where_it_computes_the_same_faster(monkeypatch, com
     )
     one = DeviceClass(name="one", accelerator="cpu", memory_bytes=64 * MIB)
     with open_device(one, 0) as runtime:
-        what = replace(what, chosen={"one": chosen})
-        found = numerics_check.keep_agreeing_settings(what, runtime, "one", print).chosen["one"]
+        what = replace(what, settings=of_one(chosen=chosen))
+        agreeing = numerics_check.keep_agreeing_settings(what, runtime, "one", print)
+    found = agreeing.settings.chosen["one"]
     assert asked == [(head.in_features, head.out_features)]
     assert found.efficiency.loss == loss
     assert found.why("loss") == why

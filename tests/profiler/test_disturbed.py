@@ -8,6 +8,7 @@ import torch
 import gpumix
 from extended import every_third
 from gpumix.hardware.device import open_device
+from gpumix.profiler.class_settings import ClassSettings
 from gpumix.profiler.compute import class_measurement
 from gpumix.profiler.compute.class_measurement import measure_class
 from gpumix.profiler.compute.sweep import Sweep
@@ -40,7 +41,7 @@ def test_a_time_above_that_of_more_work_is_lowered_to_it(monkeypatch, part):
         optimizer_of=torch.optim.AdamW,
         shape=WorkloadShape(sequence_length=LENGTH, global_batch=BATCH),
         budget_s=20,
-        dtypes={"cpu": "fp32"},
+        settings=ClassSettings({"cpu": "fp32"}),
     )
     with open_device(DeviceClass(name="cpu", accelerator="cpu", memory_bytes=2**26), 0) as runtime:
         made = measure_class(subject, runtime, device_class="cpu", progress=lambda line: None)

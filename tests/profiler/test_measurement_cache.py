@@ -321,8 +321,8 @@ def test_a_measurement_says_nothing_of_its_class_name(measured, tmp_path):
     assert ClassMeasurement.load(file).device_class.device_class == "big"
     renamed = measured.cluster.class_named("big").model_copy(update={"name": "other"})
     other = cache(tmp_path)
-    other.dtypes["other"] = other.dtypes["big"]
-    other.chosen["other"] = other.chosen["big"]
+    other.settings.dtypes["other"] = other.settings.dtypes["big"]
+    other.settings.chosen["other"] = other.settings.chosen["big"]
     assert other.class_file(renamed) == file
 
 

@@ -28,29 +28,25 @@ from gpumix.engine.rank_group import RankGroup
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.device import open_device as open_runtime
 from gpumix.hardware.discovery.discover import describe_cpu_run, discover_cluster
-from gpumix.hardware.estimates.kernel_choice import ChosenSettings, choose
 from gpumix.hardware.host.environment import (
     CLUSTER,
     cluster_file,
     count_gpus_by_nvml,
-    has_cpp_compiler,
-    installed,
     torchrun_place,
 )
 from gpumix.hardware.runtime import current_device, device_uuid, is_available
 from gpumix.profiler.cache.measurement_files import MeasurementFiles
 from gpumix.profiler.cache.program_cache import open_program_cache
+from gpumix.profiler.class_settings import ClassSettings
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.input_pipeline import measure_input
 from gpumix.profiler.subject import OptimizerOf, Workload, WorkloadShape
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.cluster.kernels import EfficiencySpec
 from gpumix.schema.errors import InputError
-from gpumix.schema.job.compile_choice import choose_compiled_classes
 from gpumix.schema.job.search_space import EVERYTHING, Space
 from gpumix.schema.job.tensor_parallel_degrees import get_allowed_degrees
-from gpumix.schema.plan.dtypes import Precision, choose_compute_dtypes
-from gpumix.schema.plan.stage import ComputeDtype
+from gpumix.schema.plan.dtypes import Precision
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.reading.error_location import locate_errors
 from gpumix.schema.reading.read import read_cluster
@@ -118,18 +114,17 @@ def profile(
             found, devices = _devices(ranks, cluster)
         if cluster is None and ranks.rank == 0 and not any(c.is_gpu for c in found.classes):
             progress(describe_cpu_run())
-        dtypes, compiled, chosen = _choose_settings(found, precision, compile, efficiency)
         subject = Workload(
             build=partial(deferred, build, 0),
             make_batch=make_batch,
             optimizer_of=optimizer or partial(torch.optim.AdamW, fused=True),
             shape=WorkloadShape(sequence_length, global_batch),
             budget_s=budget_s,
-            dtypes=dtypes,
+            settings=ClassSettings.choose(
+                found, precision, compile, efficiency or EfficiencySpec()
+            ),
             loss=loss,
             units=tuple(units),
-            compiled=compiled,
-            chosen=chosen,
             tensor=tensor,
             degrees=get_allowed_degrees(found, space),
             sequence=space.sequence,
@@ -161,20 +156,6 @@ def _measure_devices(
             return measured
         inputs = measure_input(source, cluster, devices, ranks, reading=DEFAULT_READING)
         return measured.model_copy(update={"inputs": inputs})
-
-
-def _choose_settings(
-    cluster: Cluster,
-    precision: Precision,
-    compile: bool | Mapping[str, bool],
-    efficiency: EfficiencySpec | None,
-) -> tuple[dict[str, ComputeDtype], frozenset[str], dict[str, ChosenSettings]]:
-    """Return the compute dtypes, the compiled classes and the kernels of a workload."""
-    dtypes = choose_compute_dtypes(precision, cluster)
-    compiled = choose_compiled_classes(compile, cluster, cpp_compiler=has_cpp_compiler())
-    wanted = efficiency or EfficiencySpec()
-    chosen = choose(wanted, cluster, dtypes=dtypes, compiled=compiled, installed=installed())
-    return dtypes, compiled, chosen
 
 
 def open_device(cluster: Cluster | None = None) -> DeviceRuntime:

@@ -11,9 +11,8 @@ from torch import nn
 
 from gpumix.engine.loss.reduction import Objective
 from gpumix.engine.sharding.unit_discovery import check_trainable
-from gpumix.hardware.estimates.kernel_choice import PLAIN_SETTINGS, ChosenSettings
+from gpumix.profiler.class_settings import ClassSettings
 from gpumix.profiler.compute.sweep import MakeBatch
-from gpumix.schema.plan.stage import ComputeDtype
 
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -37,12 +36,10 @@ class Workload:
         optimizer_of: makes the optimizer for given parameters.
         budget_s: the time limit for measuring one device.
         loss, units, tensor: as for `engine.prepare`.
-        dtypes: the compute dtype of each class.
-        compiled: the classes with compiled units.
+        settings: compute settings of each class.
         degrees: the tensor-parallel degrees of each class.
         sequence: without and with sequence parallelism.
-        must_divide: raise an error if no degree can divide the model.
-        chosen: other compute settings of each class; plain for classes not named.
+        requires_tensor_parallel: raise an error if no degree can divide the model.
     """
 
     build: Callable[[], nn.Module]
@@ -50,15 +47,13 @@ class Workload:
     optimizer_of: OptimizerOf
     shape: WorkloadShape
     budget_s: float
-    dtypes: Mapping[str, ComputeDtype]
+    settings: ClassSettings
     loss: Objective | None = None
     units: tuple[str, ...] = ()
-    compiled: frozenset[str] = frozenset()
     tensor: Mapping[str, Any] | None = None
     degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sequence: tuple[bool, ...] = (False, True)
     requires_tensor_parallel: bool = False
-    chosen: Mapping[str, ChosenSettings] = field(default_factory=dict)
 
     def model(self) -> nn.Module:
         """Build the model.
@@ -69,7 +64,3 @@ class Workload:
         model = self.build()
         check_trainable(model)
         return model
-
-    def get_settings(self, device_class: str) -> ChosenSettings:
-        """Return the compute settings of a class."""
-        return self.chosen.get(device_class, PLAIN_SETTINGS)

@@ -47,17 +47,15 @@ def profile(
             model = _build_checked_model(task)
             check_resume(context, model, split_into_units(model, job.model.units).fingerprint())
         cache = MeasurementCache(job, task.cluster, task.folder)
-        own = cache.chosen[seat.device.device_class].efficiency
+        own = cache.settings.get_chosen(seat.device.device_class).efficiency
         subject = Workload(
             build=partial(_build_checked_model, task),
             make_batch=context.batch,
             optimizer_of=partial(build_trial_optimizer, job.optimizer, fused=own.fused_optimizer),
             shape=WorkloadShape(job.sequence_length, job.global_batch),
             budget_s=job.profile.budget,
-            dtypes=cache.dtypes,
+            settings=cache.settings,
             units=job.model.units,
-            compiled=cache.compiled,
-            chosen=cache.chosen,
             tensor=job.model.tensor_plan,
             degrees=cache.degrees,
             sequence=job.techniques.sequence,

@@ -12,9 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from gpumix.hardware.estimates.kernel_choice import choose
 from gpumix.hardware.estimates.stated_peak import find_stated_peak
-from gpumix.hardware.host.environment import has_cpp_compiler, installed
 from gpumix.profiler.cache.measurement_files import (
     MeasurementFiles,
     hash_json,
@@ -24,15 +22,14 @@ from gpumix.profiler.cache.measurement_files import (
     write_measurement,
 )
 from gpumix.profiler.cache.source_hash import hash_factory_code
+from gpumix.profiler.class_settings import ClassSettings
 from gpumix.schema.cluster.cluster import Cluster, DeviceClass
 from gpumix.schema.cluster.link_islands import Links, add_found_islands
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import read_text
-from gpumix.schema.job.compile_choice import choose_compiled_classes
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.tensor_parallel_degrees import check_degrees_fit, get_allowed_degrees
-from gpumix.schema.plan.dtypes import choose_compute_dtypes
 from gpumix.schema.plan.stage import ComputeDtype
 from gpumix.schema.profile.measurements import ClassMeasurement, InputMeasurement, LinkMeasurement
 from gpumix.schema.profile.profile import (
@@ -58,9 +55,7 @@ class MeasurementCache(MeasurementFiles):
         cluster: its devices.
         folder: the base of relative paths in the job.
 
-    `dtypes` is the compute dtype of each class, `compiled` are the names of the classes measured
-    with compiled units, `chosen` holds each class's other compute settings, `degrees` gives the
-    tensor-parallel degrees of a class.
+    `settings` are the compute settings of each class, `degrees` its tensor-parallel degrees.
 
     Raises:
         InputError: the job asks a class for something unsupported.
@@ -70,18 +65,11 @@ class MeasurementCache(MeasurementFiles):
         self._job = job
         self._job_folder = folder
         check_degrees_fit(cluster, job.techniques)
-        dtypes = choose_compute_dtypes(job.precision, cluster)
-        compiled = choose_compiled_classes(job.compile, cluster, cpp_compiler=has_cpp_compiler())
-        chosen = choose(
-            job.efficiency, cluster, dtypes=dtypes, compiled=compiled, installed=installed()
-        )
         super().__init__(
             job.profile.cache or profiles_folder(),
             work_key(job, folder),
             cluster,
-            dtypes=dtypes,
-            compiled=compiled,
-            chosen=chosen,
+            settings=ClassSettings.choose(cluster, job.precision, job.compile, job.efficiency),
             degrees=get_allowed_degrees(cluster, job.techniques),
             sequence=job.techniques.sequence,
             budget_s=job.profile.budget,

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import gpumix
-from gpumix.hardware.estimates.kernel_choice import ChosenSettings
 from gpumix.hardware.host.environment import cache_folder
 from gpumix.profiler.cache.source_hash import hash_files
+from gpumix.profiler.class_settings import ClassSettings
 from gpumix.schema.cluster.cluster import Cluster, DeviceClass
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import remove
-from gpumix.schema.plan.stage import ComputeDtype
 from gpumix.schema.profile.measurements import ClassMeasurement, InputMeasurement, LinkMeasurement
 
 D = TypeVar("D", ClassMeasurement, LinkMeasurement, InputMeasurement)
@@ -35,7 +34,9 @@ class MeasurementFiles:
     Args:
         folder: of the files.
         work: a key for the model and its use, of JSON values.
-        dtypes, compiled, chosen, degrees, sequence: of each class; see `Subject`.
+        settings: of each class, all named.
+        degrees, sequence: the tensor-parallel degrees of each class, and whether positions are
+            divided; see `Workload`.
         budget_s: the time limit for measuring one device.
     """
 
@@ -45,16 +46,12 @@ class MeasurementFiles:
         work: Mapping[str, object],
         cluster: Cluster,
         *,
-        dtypes: Mapping[str, ComputeDtype],
-        compiled: frozenset[str],
-        chosen: Mapping[str, ChosenSettings],
+        settings: ClassSettings,
         degrees: Mapping[str, tuple[int, ...]],
         sequence: tuple[bool, ...],
         budget_s: float,
     ) -> None:
-        self.dtypes = dtypes
-        self.compiled = compiled
-        self.chosen = chosen
+        self.settings = settings
         self.degrees = degrees
         self._folder = folder
         self._work = work
@@ -68,9 +65,9 @@ class MeasurementFiles:
         work = {
             **self._work,
             "class": device_class.model_dump(exclude={"name"}),
-            "compiled": name in self.compiled,
-            "compute_dtype": self.dtypes[name],
-            "efficiency": self.chosen[name].efficiency.model_dump(),
+            "compiled": name in self.settings.compiled,
+            "compute_dtype": self.settings.dtypes[name],
+            "efficiency": self.settings.chosen[name].efficiency.model_dump(),
             "degrees": self.degrees.get(name, ()),
             "sequence": self._sequence if self.degrees.get(name) else (),
         }

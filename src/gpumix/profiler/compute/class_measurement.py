@@ -101,13 +101,14 @@ def _measured(
     begun = time.perf_counter()
     subject = keep_agreeing_settings(subject, runtime, device_class, progress)
     found, anatomy, measured = _sweep_class(subject, runtime, device_class, progress)
-    chosen = subject.get_settings(device_class)
-    compiled = device_class in subject.compiled and found.compiled
+    settings = subject.settings
+    dtype, chosen = settings.dtypes[device_class], settings.get_chosen(device_class)
+    compiled = device_class in settings.compiled and found.compiled
     if compiled:
         chosen = chosen.with_reason("compile", f"{chosen.why('compile')}; {found.compile_finding}")
     elif found.compile_finding:
         chosen = chosen.without("compile", f"not used: {found.compile_finding}")
-    clocks = warm_up(runtime, TORCH_DTYPE[subject.dtypes[device_class]])  # as in training
+    clocks = warm_up(runtime, TORCH_DTYPE[dtype])  # as in training
     optimizer = time_optimizer(runtime, subject.optimizer_of, _largest_shapes(anatomy))
     of_class = ClassProfile(
         device_class=device_class,
@@ -121,13 +122,11 @@ def _measured(
         host_copy=time_host_copies(runtime),
         host_optimizer_s_per_element=time_host_optimizer(runtime, subject.optimizer_of),
         compiled=compiled,
-        compute_dtype=subject.dtypes[device_class],
+        compute_dtype=dtype,
         efficiency=chosen.efficiency,
         choices=chosen.choices,
         clocks=clocks,
-        peak=None
-        if runtime.emulated
-        else measure_peak(runtime, TORCH_DTYPE[subject.dtypes[device_class]]),
+        peak=None if runtime.emulated else measure_peak(runtime, TORCH_DTYPE[dtype]),
     )
     kinds = {unit.name: unit.kind for unit in anatomy.units}
     del anatomy
@@ -166,9 +165,9 @@ def _sweep_class(
         anatomy = anatomy.of_kinds(kinds)
     find_unit_conflicts(model).switch_off()
     find_layer_drop_rates(model).switch_off()
-    efficiency = subject.get_settings(device_class).efficiency
+    settings, team = subject.settings, None
+    dtype, efficiency = settings.dtypes[device_class], settings.get_chosen(device_class).efficiency
     apply_efficiency(model, efficiency, runtime.torch_device)
-    dtype, team = subject.dtypes[device_class], None
     if degree > 1:
         team = FakeTensorParallelGroup(degree, runtime.torch_device)
         anatomy = _split_units(subject, model, anatomy, team, sequence=sequence)
@@ -193,7 +192,7 @@ def _sweep_class(
                 of_called, runtime, device_class, progress, degree, sequence=sequence
             )
         anatomy = anatomy.of_kinds(specimens.kind_of)
-    if device_class in subject.compiled and team is None:
+    if device_class in settings.compiled and team is None:
         specimens.compile(range(1, subject.shape.global_batch + 1))
     warm_up(runtime, TORCH_DTYPE[dtype])
     name = device_class if team is None else f"{device_class}, one of {degree}"
@@ -213,7 +212,8 @@ def _sweep_class(
             told = f"compiled units are {error:.2g} off the same units without"
         if error is not None and not error <= TOLERANCE[dtype]:
             progress(f"{name}: compiled code is not used: {told}")
-            plain = replace(subject, compiled=subject.compiled - {device_class})
+            uncompiled = replace(settings, compiled=settings.compiled - {device_class})
+            plain = replace(subject, settings=uncompiled)
             found, anatomy, profile = _sweep_class(
                 plain, runtime, device_class, progress, kinds=specimens.kind_of
             )

@@ -68,7 +68,8 @@ def keep_agreeing_settings(
 ) -> Workload:
     """Return the subject with only the choices that agree with fp32, and the findings. Nothing is
     computed if the device uses plain fp32 only."""
-    dtype, chosen = subject.dtypes[device_class], subject.get_settings(device_class)
+    settings = subject.settings
+    dtype, chosen = settings.dtypes[device_class], settings.get_chosen(device_class)
     check = _Check(subject, runtime)
     for name, way in _iterate_settings(dtype, chosen.efficiency):
         tolerance = TOLERANCE_OF_DTYPE if name == "dtype" else _tolerance(way, dtype)
@@ -87,11 +88,12 @@ def keep_agreeing_settings(
             chosen = chosen.with_reason(name, f"{chosen.why(name)}; {told}")
     chosen = _check_optimizer(subject, runtime, chosen)
     chosen = _check_loss_kernel(subject, runtime, chosen, TORCH_DTYPE[dtype])
-    return replace(
-        subject,
-        dtypes={**subject.dtypes, device_class: dtype},
-        chosen={**subject.chosen, device_class: chosen},
+    agreeing = replace(
+        settings,
+        dtypes={**settings.dtypes, device_class: dtype},
+        chosen={**settings.chosen, device_class: chosen},
     )
+    return replace(subject, settings=agreeing)
 
 
 def _iterate_settings(
