@@ -178,8 +178,7 @@ def _sweep_class(
         compute_dtype=TORCH_DTYPE[dtype],
         objective=subject.loss or make_objective(model),
         team=team,
-        images_last=efficiency.channels_last,
-        fused_loss=efficiency.loss == "triton",
+        efficiency=efficiency,
     )
     if kinds is None:
         calls = separate_kinds(specimens, copy_to_device(specimens, subject.make_batch(1)))

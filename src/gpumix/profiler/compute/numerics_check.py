@@ -181,7 +181,7 @@ def _computed(
         device=runtime.torch_device,
         compute_dtype=TORCH_DTYPE[dtype],
         objective=subject.loss or make_objective(model),
-        images_last=way.channels_last,
+        efficiency=way,
     )
     model.eval()  # dropout would draw
     separate_kinds(specimens, copy_to_device(specimens, batch))

@@ -46,6 +46,7 @@ from gpumix.engine.unit.sharded_units import ShardedUnit, Storage, make_standalo
 from gpumix.engine.unit.unit_call import UnitBoundary, cast_floating, divide_call_inputs
 from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.profiler.compute.call_order import CallOrder
+from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, KernelSettings
 from gpumix.schema.plan.splitting import ShardIntervals
 from gpumix.schema.profile.profile import TeamOperation
 
@@ -66,8 +67,7 @@ class UnitFixture:
         device: where it runs.
         objective: the loss of a batch, as for the engine.
         team: the tensor-parallel group, if the anatomy is divided.
-        images_last: channels come last in batches of images.
-        fused_loss: chunked cross-entropy uses the fused kernel.
+        efficiency: compute settings of the device, already applied to the model.
 
     `scale` multiplies summed losses before backward; `shared_by` maps units to their parameters of
     the root; `order` is the order of calls, checked in each walk.
@@ -82,11 +82,10 @@ class UnitFixture:
         compute_dtype: torch.dtype,
         objective: Objective,
         team: FakeTensorParallelGroup | None = None,
-        images_last: bool = False,
-        fused_loss: bool = False,
+        efficiency: KernelSettings = PLAIN_EFFICIENCY,
     ) -> None:
         self.model = model
-        self.images_last = images_last
+        self.images_last = efficiency.channels_last
         self.team = team
         self.device = device
         self.compute_dtype = compute_dtype
@@ -98,7 +97,7 @@ class UnitFixture:
             model,
             (unit.module for unit in anatomy.units),
             whole_because="" if team is None else "a team computes it together",
-            fused=fused_loss,
+            fused=efficiency.loss == "triton",
         )
         self.root = self._alive(anatomy.root)
         self.head.add_to_gradients_of(self.root.bucket.trainable)
