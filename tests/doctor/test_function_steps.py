@@ -11,6 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpumix.doctor.function import steps as module
+from gpumix.doctor.function.seen import WindowLength
 from gpumix.doctor.function.steps import StepCounter, WindowDone
 
 ENDS = ("ends", "leaves")
@@ -19,12 +20,10 @@ ENDS = ("ends", "leaves")
 class Events:
     """What happened when, by the number of steps that were done."""
 
-    def __init__(self, warm_up: int, steps: int, profiled: int = 0, **more: Any) -> None:
+    def __init__(self, length: WindowLength, **more: Any) -> None:
         self.seen: list[tuple[str, int]] = []
         self.steps = StepCounter(
-            warm_up,
-            steps,
-            profiled,
+            length,
             **more,
             begins=lambda: self._note("begins"),
             ends=lambda: self._note("ends"),
@@ -56,7 +55,7 @@ def optimizer() -> torch.optim.Optimizer:
 
 
 def test_a_function_is_ended_once_enough_was_seen(hooked):
-    events, sgd = hooked(Events(2, 3)), optimizer()
+    events, sgd = hooked(Events(WindowLength(2, 3))), optimizer()
     with pytest.raises(WindowDone):
         while True:
             sgd.step()
@@ -67,7 +66,7 @@ def test_a_function_is_ended_once_enough_was_seen(hooked):
 def test_of_short_steps_there_are_more(hooked, monkeypatch):
     seconds = count()  # a second later each time that somebody looks
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
-    events, sgd = hooked(Events(1, 2, least_s=20)), optimizer()
+    events, sgd = hooked(Events(WindowLength(1, 2, least_s=20))), optimizer()
     with pytest.raises(WindowDone):
         while True:
             sgd.step()
@@ -77,7 +76,7 @@ def test_of_short_steps_there_are_more(hooked, monkeypatch):
 
 def test_the_warm_up_lasts_until_steps_have_settled(hooked):
     asked = iter([False, False, True])
-    events, sgd = hooked(Events(2, 3, settled=lambda: next(asked))), optimizer()
+    events, sgd = hooked(Events(WindowLength(2, 3), settled=lambda: next(asked))), optimizer()
     with pytest.raises(WindowDone):
         while True:
             sgd.step()
@@ -85,7 +84,7 @@ def test_the_warm_up_lasts_until_steps_have_settled(hooked):
 
 
 def test_what_catches_all_errors_does_not_catch_that(hooked):
-    hooked(Events(1, 1))
+    hooked(Events(WindowLength(1, 1)))
     sgd = optimizer()
     with pytest.raises(WindowDone):
         for _ in range(3):
@@ -96,7 +95,7 @@ def test_what_catches_all_errors_does_not_catch_that(hooked):
 
 
 def test_steps_to_profile_come_behind(hooked):
-    events, sgd = hooked(Events(1, 2, 2)), optimizer()
+    events, sgd = hooked(Events(WindowLength(1, 2, profiled=2))), optimizer()
     with pytest.raises(WindowDone):
         while True:
             sgd.step()
@@ -105,7 +104,7 @@ def test_steps_to_profile_come_behind(hooked):
 
 
 def test_of_two_optimizers_the_first_counts(hooked):
-    events, one, other = hooked(Events(1, 10)), optimizer(), optimizer()
+    events, one, other = hooked(Events(WindowLength(1, 10))), optimizer(), optimizer()
     for _ in range(3):
         one.step()
         other.step()
@@ -113,7 +112,7 @@ def test_of_two_optimizers_the_first_counts(hooked):
 
 
 def test_an_optimizer_that_is_gone_makes_room_for_another(hooked):
-    events, one = hooked(Events(1, 10)), optimizer()
+    events, one = hooked(Events(WindowLength(1, 10))), optimizer()
     one.step()
     del one
     optimizer().step()
@@ -121,7 +120,7 @@ def test_an_optimizer_that_is_gone_makes_room_for_another(hooked):
 
 
 def test_a_function_that_ends_earlier(hooked):
-    events, sgd = hooked(Events(2, 10)), optimizer()
+    events, sgd = hooked(Events(WindowLength(2, 10))), optimizer()
     for _ in range(4):
         sgd.step()
     assert not events.steps.end_early()  # two steps say nothing

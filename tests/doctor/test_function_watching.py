@@ -23,7 +23,7 @@ from gpumix.data.workers.autotune import MEASURED_STEPS, Limit
 from gpumix.doctor.function.lines import WaitingLines
 from gpumix.doctor.function.patches import Patches
 from gpumix.doctor.function.roots import RootModules
-from gpumix.doctor.function.seen import Observations
+from gpumix.doctor.function.seen import Observations, WindowLength
 from gpumix.doctor.function.steps import StepCounter, WindowDone
 from gpumix.doctor.function.watching import FunctionWatch, get_batch_size
 
@@ -62,9 +62,7 @@ def seen_of(
         watch = FunctionWatch(roots := RootModules([]), WaitingLines(foreign))
         watch.install(patches, gpu=gpu)
         steps = StepCounter(
-            WARM_UP,
-            STEPS,
-            0,
+            WindowLength(WARM_UP, STEPS),
             settled=watch.settled,
             begins=lambda: (roots.found(), watch.begin()),
             ends=lambda: found.append(watch.end(steps)),

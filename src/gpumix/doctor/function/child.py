@@ -86,7 +86,7 @@ def watch_function(order: WindowRequest, patches: Patches, send: Any) -> None:
         nonlocal measured
         measured = steps.done
         found.append(watch.end(steps))
-        if order.profiled and steps.counted >= order.steps:
+        if order.length.profiled and steps.counted >= order.length.steps:
             kernels.begin()
 
     def leaves() -> None:
@@ -96,22 +96,13 @@ def watch_function(order: WindowRequest, patches: Patches, send: Any) -> None:
         places = tuple(attention.places)
         send(("seen", replace(found[0], kernels_s=computing_s, attention=places)))
 
-    profiled = order.profiled if gpu else 0
-    steps = StepCounter(
-        order.warm_up,
-        order.steps,
-        profiled,
-        least_s=order.least_s,
-        settled=watch.settled,
-        begins=begins,
-        ends=ends,
-        leaves=leaves,
-    )
+    length = order.length if gpu else replace(order.length, profiled=0)
+    steps = StepCounter(length, settled=watch.settled, begins=begins, ends=ends, leaves=leaves)
     for hook in (watch.stepped, steps.step):
         patches.callback(register_optimizer_step_post_hook(hook).remove)
     patches.callback(roots.end)
     roots.find()
-    if order.profiled:
+    if order.length.profiled:
         patches.callback(attention.end)
         attention.begin()
     try:
@@ -136,7 +127,7 @@ def _make_too_few_error(order: WindowRequest, steps: StepCounter, made: Any) -> 
         )
     return InputError(
         f"'{order.reference}' ended after {format_count(steps.done, 'step')}",
-        why=f"{order.warm_up} warm it up, and {LEAST_STEPS} at least are measured",
+        why=f"{order.length.warm_up} warm it up, and {LEAST_STEPS} at least are measured",
         fix="let it train longer: it is ended as soon as enough was seen",
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 from gpumix.doctor.change import Changes
 from gpumix.doctor.examine import TimedWindow
 from gpumix.doctor.function.alike import describe_loss_difference
-from gpumix.doctor.function.seen import Observations, WindowRequest
+from gpumix.doctor.function.seen import Observations, WindowLength, WindowRequest
 from gpumix.doctor.function.suspects import (
     describe_host_gap,
     describe_steering_reads,
@@ -141,10 +141,7 @@ class FunctionPatient:
             reference=self.reference,
             folder=str(self.folder),
             changes=self.changes,
-            warm_up=WARM_UP_STEPS,
-            steps=self.steps,
-            least_s=self.least_s,
-            profiled=profiled,
+            length=WindowLength(WARM_UP_STEPS, self.steps, profiled, self.least_s),
             threads=self.threads,
             debug=self.debug,
         )

@@ -8,16 +8,30 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class WindowLength:
+    """Length of a window, in steps of the function's optimizer.
+
+    Attributes:
+        warm_up, steps: uncounted and counted steps.
+        profiled: additional steps with profiled kernels.
+        least_s: minimal seconds of counted steps; short steps run more often.
+    """
+
+    warm_up: int
+    steps: int
+    profiled: int = 0
+    least_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class WindowRequest:
     """Instructions for a window's process.
 
     Attributes:
         reference: the function, as module:function; its module is searched in `folder`.
         changes: to apply; see `changing`.
-        warm_up, steps: uncounted and counted steps; counted steps increase until `least_s` is
-            reached.
-        profiled: additional steps with profiled kernels; 0 also turns off the search for unfused
-            attention during the warm-up.
+        length: of the window; without profiled steps, there is no search for unfused attention
+            during the warm-up either.
         threads: torch's threads, as in a process started by the user.
         debug: whether to show tracebacks.
     """
@@ -25,10 +39,7 @@ class WindowRequest:
     reference: str
     folder: str
     changes: Mapping[str, Any]
-    warm_up: int
-    steps: int
-    least_s: float
-    profiled: int
+    length: WindowLength
     threads: int
     debug: bool = False
 

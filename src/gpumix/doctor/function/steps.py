@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from gpumix.doctor.function.seen import WindowLength
 from gpumix.hardware import runtime
 
 LEAST_STEPS = 3  # counted steps required for a result
@@ -27,29 +28,25 @@ class StepCounter:
     """Steps of the first optimizer to step; steps of further optimizers belong to its steps.
 
     Args:
-        warm_up, steps, profiled: number of uncounted, counted and subsequent profiled steps.
-        least_s: minimal seconds of counted steps; short steps run more often, at most `MOST_STEPS`
-            times.
+        length: number of uncounted, counted and subsequent profiled steps; at most `MOST_STEPS` are
+            counted to reach its minimal seconds.
         settled: called after each step past the warm-up, which continues until True is returned.
-        begins: called at the start of the first counted step; `ends` after the last. leaves: called
-        after the last step. Then `WindowDone` is raised; if the function catches it, the
-            process exits at the next step.
+        begins: called at the start of the first counted step; `ends` after the last.
+        leaves: called after the last step. Then `WindowDone` is raised; if the function catches it,
+            the process exits at the next step.
     """
 
     def __init__(
         self,
-        warm_up: int,
-        steps: int,
-        profiled: int,
+        length: WindowLength,
         *,
-        least_s: float = 0.0,
         settled: Callable[[], bool] = lambda: True,
         begins: Callable[[], None],
         ends: Callable[[], None],
         leaves: Callable[[], None],
     ) -> None:
-        self._first, self._steps, self._profiled = warm_up, steps, profiled
-        self._least_s, self._settled = least_s, settled
+        self._length, self._settled = length, settled
+        self._profiled = length.profiled  # steps left
         self._begins, self._ends, self._leaves = begins, ends, leaves
         self._owner: Callable[[], Any] = lambda: None
         self._warm_s = self._begun_s = self._step_s = 0.0
@@ -76,7 +73,7 @@ class StepCounter:
         elif self._begun:
             self.counted += 1
             self._end_if_enough()
-        elif self.done >= self._first and self._is_warm():
+        elif self.done >= self._length.warm_up and self._is_warm():
             wait_for_gpu()
             self._begun = True
             self._begins()
@@ -93,8 +90,8 @@ class StepCounter:
         return self._settled() or time.perf_counter() - self._warm_s > UNSETTLED_S
 
     def _end_if_enough(self) -> None:
-        long = time.perf_counter() - self._begun_s >= self._least_s
-        if self.counted < self._steps or not (long or self.counted >= MOST_STEPS):
+        long = time.perf_counter() - self._begun_s >= self._length.least_s
+        if self.counted < self._length.steps or not (long or self.counted >= MOST_STEPS):
             return
         wait_for_gpu()
         self.seconds = time.perf_counter() - self._begun_s
