@@ -33,6 +33,7 @@ from gpumix.train.checkpoint.host_copy import HostCopy
 from gpumix.train.memory_checkpoint import memory_folder, reader
 from gpumix.train.memory_checkpoint.checkpointer import MemoryCheckpointer
 from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder
+from gpumix.train.memory_checkpoint.rank_on_host import RankOnHost
 from gpumix.train.memory_checkpoint.replication import BuddyReplicator, assign_buddies
 from harness import run_ranks
 from reference import random_shares
@@ -67,10 +68,7 @@ def copier(
     return MemoryCheckpointer(
         home,
         generation,
-        rank=ranks.rank,
-        world=ranks.world,
-        ranks_here=hosts.count(hosts[ranks.rank]),
-        tidies=hosts.index(hosts[ranks.rank]) == ranks.rank,
+        place=RankOnHost(ranks.rank, hosts),
         extra={"note": [0.1, None]},
         buddies=second,
         **settings,

@@ -25,6 +25,7 @@ from gpumix.train.checkpoint.model_files import dump_model_files
 from gpumix.train.memory_checkpoint import memory_folder, reader
 from gpumix.train.memory_checkpoint.checkpointer import MemoryCheckpointer
 from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder, NewestState, StateCopy
+from gpumix.train.memory_checkpoint.rank_on_host import RankOnHost
 from gpumix.train.memory_checkpoint.replication import BuddyReplicator
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import RunEvent
@@ -80,10 +81,7 @@ class StateKeeper:
         self._context = context
         self._engine, self._optimizer, self._loader = engine, optimizer, loader
         job, ranks = context.job, context.ranks
-        self._hosts = [worker.host for worker in plan.workers]
-        here = [rank for rank, host in enumerate(self._hosts) if host == context.device.host]
-        self._ranks_here = len(here)
-        self._first_here = here[0] == ranks.rank
+        self._place = RankOnHost(ranks.rank, [worker.host for worker in plan.workers])
         self.patience_s = job.timeout + _size_of(engine) / SLOWEST_BYTES_PER_S
         """Time limit of a checkpoint, or of a copy in memory."""
         self._group = self._group_of_ranks()
@@ -115,7 +113,7 @@ class StateKeeper:
             job.output / run_files.CHECKPOINTS,
             keep=job.checkpoint.keep,
             group=group,
-            ranks_here=self._ranks_here,
+            ranks_here=self._place.ranks_here,
             patience_s=self.patience_s,
         )
 
@@ -166,7 +164,7 @@ class StateKeeper:
         # For the thread next to the main thread, independent of its checkpoints.
         self._beside = self._checkpointer_of(self._group_of_ranks())
         ranks, home = self._context.ranks, self._home
-        if home is not None and self._first_here:
+        if home is not None and self._place.is_first_here:
             home.forget_other_runs()
         if not self._every_steps:
             return ""
@@ -178,10 +176,7 @@ class StateKeeper:
         self._memory = MemoryCheckpointer(
             home,
             generation,
-            rank=ranks.rank,
-            world=ranks.world,
-            ranks_here=self._ranks_here,
-            tidies=self._first_here,
+            place=self._place,
             extra=self._extra,
             buddies=self._buddies_in(home.generation(generation)),
             patience_s=self.patience_s,
@@ -198,14 +193,14 @@ class StateKeeper:
             return get_first_line(error)
         return ""
 
-    def _buddies_in(self, place: Path) -> BuddyReplicator | None:
+    def _buddies_in(self, folder: Path) -> BuddyReplicator | None:
         """Return the exchange with buddies, or None on a single host. Collective on several
         hosts."""
-        if len(set(self._hosts)) == 1:
+        if not self._place.has_other_hosts:
             return None
         group = self._group_of_ranks()
         assert group is not None
-        return BuddyReplicator(place, self._hosts, group)
+        return BuddyReplicator(folder, self._place.hosts, group)
 
     def _told(self) -> list[list[StateCopy]]:
         """Return the copies found by each rank on the rank's host."""
@@ -295,7 +290,7 @@ class StateKeeper:
 
     def forget(self) -> None:
         """Remove the copies in memory, no longer needed. Not collective."""
-        if self._home is not None and self._first_here:
+        if self._home is not None and self._place.is_first_here:
             self._home.remove()
 
     # -- both --------------------------------------------------------------------------------------

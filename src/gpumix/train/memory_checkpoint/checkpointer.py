@@ -38,6 +38,7 @@ from gpumix.train.checkpoint.host_copy import (
 from gpumix.train.memory_checkpoint import memory_folder as folder
 from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder
 from gpumix.train.memory_checkpoint.mmap_file import create_mapped_file
+from gpumix.train.memory_checkpoint.rank_on_host import RankOnHost
 from gpumix.train.memory_checkpoint.replication import BuddyReplicator
 
 
@@ -46,11 +47,10 @@ class MemoryCheckpointer:
 
     Args:
         home: folder of the copies; `generation` is the number of this start of the run.
-        ranks_here: number of ranks sharing this host's memory.
-        tidies: whether this rank removes the copies of earlier starts.
+        place: this rank on its host; the first rank of a host removes the copies of earlier starts.
+        extra: content next to the state, constant in this start.
         buddies: exchange of second copies, if there are several hosts.
         patience_s: time limit of a copy.
-        extra: content next to the state, constant in this start.
     """
 
     def __init__(
@@ -58,10 +58,7 @@ class MemoryCheckpointer:
         home: MemoryFolder,
         generation: int,
         *,
-        rank: int,
-        world: int,
-        ranks_here: int,
-        tidies: bool,
+        place: RankOnHost,
         extra: Mapping[str, Any],
         buddies: BuddyReplicator | None = None,
         patience_s: float = math.inf,
@@ -72,8 +69,7 @@ class MemoryCheckpointer:
         self._settled = threading.Event()
         self._settled.set()
         self._home, self._generation = home, generation
-        self._rank, self._world, self._ranks_here = rank, world, ranks_here
-        self._tidies = tidies
+        self._place = place
         self._extra = content.to_json_values(extra, "extra")
         self._copies: dict[int, HostCopy] = {}
         self._whole: dict[int, content.Content] = {}  # complete copies by slot
@@ -146,7 +142,9 @@ class MemoryCheckpointer:
         return min(self._patience_s, threading.TIMEOUT_MAX)
 
     def _make_timeout_error(self, error: BackgroundTimeout) -> GpumixError:
-        return make_timeout_error(error, "copy its state into memory", self._rank, self._folder)
+        return make_timeout_error(
+            error, "copy its state into memory", self._place.rank, self._folder
+        )
 
     def _make_stuck_error(self, error: BackgroundTimeout) -> GpumixError:
         """Return the error for a copy that does not end. No disk is involved: unless it waits for
@@ -181,7 +179,7 @@ class MemoryCheckpointer:
         except (OSError, MachineError, RuntimeError) as error:
             self.refused = get_first_line(error)
             return
-        if self._begun == folder.SLOTS and self._tidies:
+        if self._begun == folder.SLOTS and self._place.is_first_here:
             self._home.forget_before(self._generation)
 
     def _copy(self, slot: int, now: content.Content, stream: Stream | None) -> None:
@@ -196,14 +194,14 @@ class MemoryCheckpointer:
                 self._buddies.exchange(slot, whole=whole)
 
     def _copy_to_slot(self, slot: int, now: content.Content, stream: Stream | None) -> None:
-        seal = self._folder / folder.seal_file(self._rank, slot)
+        seal = self._folder / folder.seal_file(self._place.rank, slot)
         self._whole.pop(slot, None)
         remove(seal)
         copy = self._copies.get(slot)
         if copy is None or not copy.fits(now.tensors):
             copy = self._room(slot, now.tensors, pinned=stream is not None)
         copy.fill(now.tensors, stream)
-        told = {"world": self._world, "manifest": now.manifest.model_dump(mode="json")}
+        told = {"world": self._place.world, "manifest": now.manifest.model_dump(mode="json")}
         write_text_atomically(seal, json.dumps(told))
         manifest = now.manifest.model_copy(update={"extra": self._extra})
         self._whole[slot] = replace(now, tensors=copy.boxed, manifest=manifest)
@@ -216,14 +214,14 @@ class MemoryCheckpointer:
         """
         size = count_bytes(tensors)
         copies = folder.count_copies(hosts=1 if self._buddies is None else 2)
-        if not self._copies and not has_room_for(copies * size, self._ranks_here):
-            raise MachineError(format_no_room(copies, size, self._ranks_here))
+        if not self._copies and not has_room_for(copies * size, self._place.ranks_here):
+            raise MachineError(format_no_room(copies, size, self._place.ranks_here))
         self._copies.pop(slot, None)
-        file = self._folder / folder.data_file(self._rank, slot)
+        file = self._folder / folder.data_file(self._place.rank, slot)
         memory = _create_memory(file, size, pinned=pinned)
         index = make_index(tensors, file.name).model_dump(mode="json")
         told = json.dumps({"extra": self._extra, "index": index})
-        write_text_atomically(self._folder / folder.index_file(self._rank, slot), told)
+        write_text_atomically(self._folder / folder.index_file(self._place.rank, slot), told)
         self._copies[slot] = HostCopy(tensors, pinned=False, memory=memory)
         return self._copies[slot]
 
