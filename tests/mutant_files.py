@@ -294,7 +294,7 @@ def write_all(folder: Path) -> list[Good]:
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     job = read_job(folder / "job.yaml")
-    small = PlanOptions(folder / "small.yaml", [], cluster="2x rtx3090, 1x p40")
+    small = PlanOptions(folder / "small.yaml", cluster="2x rtx3090, 1x p40")
     small.source().profile.save(folder / "cards.json")
     profile = _estimated(job, folder)
     profile.save(folder / "profile.json")
@@ -350,7 +350,7 @@ def _estimated(job: Job, folder: Path) -> Profile:
     """Of the job's own model on its own devices, as if these were cards."""
     config = job.model.config
     assert isinstance(config, dict)
-    asked = PlanOptions(None, [], cluster="4x rtx3090, 2x p40", precision="fp32")
+    asked = PlanOptions(cluster="4x rtx3090, 2x p40", precision="fp32")
     found = asked._estimate(config, job.sequence_length, "fp32", job.optimizer)
     anatomy = split_into_units(build_model(job.model, folder=folder, seed=0))
     units = [unit.name for unit in anatomy.units]

@@ -35,7 +35,7 @@ def ran(*arguments) -> Result:
 def estimated(tmp_path_factory):
     """A plan for cards that nobody has."""
     path = tmp_path_factory.mktemp("estimated") / "plan.json"
-    asked = PlanOptions(None, [], cluster=CLUSTER, model="3B", sequence_length=1024)
+    asked = PlanOptions(cluster=CLUSTER, model="3B", sequence_length=1024)
     profile = asked.source().profile
     make_plan(profile, 48, strategy="even", space=FEW).save(path)
     profile.save(get_profile_path(path))

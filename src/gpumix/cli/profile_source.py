@@ -8,12 +8,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from inspect import Signature, signature
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gpumix.schema.job.search_space import Space
     from gpumix.schema.plan.dtypes import Precision
     from gpumix.schema.plan.plan import Plan
+    from gpumix.schema.plan.stage import ComputeDtype
     from gpumix.schema.profile.profile import Profile
 
 ClusterText = Annotated[
@@ -74,20 +75,58 @@ class PlanSource:
 
 
 @dataclass(frozen=True)
-class PlanOptions:
-    """Options of a verb that plans, or looks at a plan. `measures`: measure jobs not in the cache.
-    `link_option` is the verb's name for `network`."""
+class PlanArguments:
+    """Arguments of the command line of a verb that plans, or looks at a plan. Typer declares each
+    by its annotation."""
 
-    job: Path | None
-    overrides: list[str]
-    allowed: Sequence[str] = ()
-    profile: Path | None = None
-    cluster: str | None = None
-    network: str | None = None
-    model: str | None = None
-    sequence_length: int | None = None
-    global_batch: int | None = None
-    precision: Precision | None = None
+    job: Annotated[
+        Path | None,
+        typer.Argument(metavar="JOB", help="The job, a YAML file.", show_default=False),
+    ] = None
+    profile: Annotated[Path | None, typer.Option("--profile", help="Plan from this profile.")] = (
+        None
+    )
+    cluster: ClusterText = None
+    network: NetworkText = None
+    model: ModelText = None
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(
+            "--sequence-length",
+            min=2,
+            max=LARGEST_LENGTH,
+            help="Without a job: tokens in a sample; 2048.",
+        ),
+    ] = None
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--global-batch", min=1, max=LARGEST_BATCH, help="Without a job: samples per step; 128."
+        ),
+    ] = None
+    precision: Annotated[
+        Literal["auto", "bf16", "fp16", "fp32"] | None,
+        typer.Option(
+            "--precision",
+            help="Without a job: what is computed in; by default auto, what each card does best.",
+        ),
+    ] = None
+    overrides: Overrides = field(default_factory=list)
+    allowed: Allowed = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PlanOptions(PlanArguments):
+    """Arguments of a verb that plans, or looks at a plan, with the settings of the verb itself.
+
+    Attributes:
+        dtypes: compute dtype of each class without a job, in place of `precision`.
+        as_json: whether results and errors are printed as JSON.
+        measures: whether jobs not in the cache are measured.
+        link_option: the verb's name for `network`.
+    """
+
+    dtypes: dict[str, ComputeDtype] | None = None
     as_json: bool = False
     measures: bool = True
     link_option: str = "--network"
@@ -152,7 +191,7 @@ class PlanOptions:
         model = self.model or MODEL
         length = self.sequence_length or SEQUENCE_LENGTH
         batch = self.global_batch or GLOBAL_BATCH
-        precision = self.precision or "auto"
+        precision = self.dtypes or self.precision or "auto"
         size = _SIZE.match(model.strip())
         if size is None:
             config = _read_config(Path(model))
@@ -244,7 +283,7 @@ def add_planning_options(command: Callable[..., None]) -> Callable[..., None]:
     """
     own = dict(signature(command, eval_str=True).parameters)
     del own["asked"]
-    shared = dict(signature(_options, eval_str=True).parameters)
+    shared = {parameter.name: parameter for parameter in _declare_arguments()}
     link = "network"
     if link in own:
         link = "between"
@@ -266,43 +305,13 @@ def add_planning_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _options(
-    job: Annotated[
-        Path | None,
-        typer.Argument(metavar="JOB", help="The job, a YAML file.", show_default=False),
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option("--profile", help="Plan from this profile.")
-    ] = None,
-    cluster: ClusterText = None,
-    network: NetworkText = None,
-    model: ModelText = None,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option(
-            "--sequence-length",
-            min=2,
-            max=LARGEST_LENGTH,
-            help="Without a job: tokens in a sample; 2048.",
-        ),
-    ] = None,
-    global_batch: Annotated[
-        int | None,
-        typer.Option(
-            "--global-batch", min=1, max=LARGEST_BATCH, help="Without a job: samples per step; 128."
-        ),
-    ] = None,
-    precision: Annotated[
-        Literal["auto", "bf16", "fp16", "fp32"] | None,
-        typer.Option(
-            "--precision",
-            help="Without a job: what is computed in; by default auto, what each card does best.",
-        ),
-    ] = None,
-    overrides: Overrides = [],  # noqa: B006
-    allowed: Allowed = [],  # noqa: B006
-) -> None:
-    """Options added by `add_planning_options`."""
+def _declare_arguments() -> Iterator[Parameter]:
+    """Yield the fields of `PlanArguments` as parameters of a verb."""
+    hints = get_type_hints(PlanArguments, include_extras=True)
+    for each in fields(PlanArguments):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        kind = Parameter.POSITIONAL_OR_KEYWORD
+        yield Parameter(each.name, kind, default=default, annotation=hints[each.name])
 
 
 def describe_compute_dtypes(profile: Profile) -> str:

@@ -76,7 +76,7 @@ def simulate(
 
     planned = Plan.load(plan)
     asked = PlanOptions(
-        job, overrides, cluster=cluster, network=network, model=model, measures=False
+        job, overrides=overrides, cluster=cluster, network=network, model=model, measures=False
     )
     if cluster is not None and profile is None:
         with locate_errors(plan):
@@ -86,7 +86,7 @@ def simulate(
             asked,
             sequence_length=planned.sequence_length,
             global_batch=planned.global_batch,
-            precision={w.device_class: w.compute_dtype for w in planned.workers},
+            dtypes={w.device_class: w.compute_dtype for w in planned.workers},
         )
     if profile is None and job is None and cluster is None:
         profile = find_profile_beside(plan)
