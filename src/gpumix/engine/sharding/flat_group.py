@@ -31,7 +31,7 @@ from gpumix.engine.sharding.absent_parameter import (
     check_requires_grad,
 )
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
-from gpumix.engine.sharding.shard import Piece, Scale, Shard, ShardMember, Source
+from gpumix.engine.sharding.shard import Piece, Scale, Shard, ShardMember, ShardMemory, Source
 from gpumix.engine.sharding.shard_layout import Division, Kind
 from gpumix.engine.sharding.unit_discovery import ParameterSlot
 
@@ -204,11 +204,14 @@ class FlatGroup:
                 label,
                 alike.members(number),
                 division,
-                dtypes=(alike.master_dtype, alike.gathered_dtype),
-                device=full.device,
-                masters_in=full if division.whole_parameters and own_masters else None,
-                sums_in=gradient if in_place else None,
-                source=source,
+                ShardMemory(
+                    full.device,
+                    alike.master_dtype,
+                    alike.gathered_dtype,
+                    masters_in=full if division.whole_parameters and own_masters else None,
+                    sums_in=gradient if in_place else None,
+                ),
+                source,
             )
             for number, division in enumerate(alike.divisions)
         ]

@@ -82,16 +82,31 @@ class ShardMember(NamedTuple):
     window: ParameterSlice
 
 
+@dataclass(frozen=True)
+class ShardMemory:
+    """Memory of a shard.
+
+    Attributes:
+        device: of the gathered vector.
+        master_dtype, gathered_dtype: dtypes of the masters, and of gathered values.
+        masters_in, sums_in: full vectors whose interval of this rank serves as masters, or as sums
+            of gradients; None: separate memory.
+    """
+
+    device: torch.device
+    master_dtype: torch.dtype
+    gathered_dtype: torch.dtype
+    masters_in: torch.Tensor | None = None
+    sums_in: torch.Tensor | None = None
+
+
 class Shard:
     """This rank's interval of a flat vector.
 
     Args:
         label: the unit's name, for error messages.
         members: the vector's parameters, in order.
-        dtypes: dtypes of the masters, and of gathered values.
-        device: device of the gathered vector.
-        masters_in, sums_in: full vectors whose interval of this rank serves as masters, or as sums
-            of gradients; None: separate memory.
+        source: of initial values.
     """
 
     def __init__(
@@ -99,22 +114,15 @@ class Shard:
         label: str,
         members: Sequence[ShardMember],
         division: Division,
-        *,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        device: torch.device,
-        masters_in: torch.Tensor | None,
-        sums_in: torch.Tensor | None,
+        memory: ShardMemory,
         source: Source,
     ) -> None:
         self.label = label
         self.numel = sum(member.window.numel for member in members)
         self.trainable = members[0].parameter.requires_grad
-        self._device = device
-        self._dtypes = dtypes
+        self._memory = memory
         self._on_host = division.on_host and self.trainable
         self._host: HostMasters | None = None  # masters on the host
-        self._masters_in = masters_in
-        self._sums_in = sums_in
         self._set_division(division)
         self.master = self._masters()
         self.pieces = list(self._fill(members, source))
@@ -131,14 +139,15 @@ class Shard:
 
     def _masters(self) -> torch.Tensor:
         """Return memory for this rank's interval of the masters, uninitialized."""
-        own = self.end - self.start
-        if self._masters_in is not None:
-            return self._masters_in[self.start : self.end]
+        own, memory = self.end - self.start, self._memory
+        if memory.masters_in is not None:
+            return memory.masters_in[self.start : self.end]
         if self._on_host:
             transfers = self._division.comm.transfers
-            self._host = HostMasters(own, self._dtypes, transfers, self._device)
+            dtypes = memory.master_dtype, memory.gathered_dtype
+            self._host = HostMasters(own, dtypes, transfers, memory.device)
             return self._host.master
-        return torch.empty(own, dtype=self._dtypes[0], device=self._device)
+        return torch.empty(own, dtype=memory.master_dtype, device=memory.device)
 
     def _fill(self, members: Sequence[ShardMember], source: Source) -> Iterator[Piece]:
         """Fill the masters with initial values, and yield the pieces."""
@@ -167,14 +176,13 @@ class Shard:
 
     def _own_gradients(self) -> None:
         """Allocate this rank's interval of the sums of gradients."""
-        if self._sums_in is not None:
-            self.gradient = self._sums_in[self.start : self.end]
+        own, memory = self.end - self.start, self._memory
+        if memory.sums_in is not None:
+            self.gradient = memory.sums_in[self.start : self.end]
         elif self._on_host:
-            own = allocate_on_host(self.end - self.start, torch.float32, self._device)
-            self.gradient = own.zero_()
+            self.gradient = allocate_on_host(own, torch.float32, memory.device).zero_()
         else:
-            own = torch.empty(self.end - self.start, dtype=torch.float32, device=self._device)
-            self.gradient = own.zero_()
+            self.gradient = torch.empty(own, dtype=torch.float32, device=memory.device).zero_()
         self._piece_gradients = self.gradient.split(
             [piece.end - piece.start for piece in self.pieces]
         )
@@ -232,7 +240,7 @@ class Shard:
         """Gather the masters of all ranks into separate memory. Collective."""
         if self._division.replicated:
             return self.master.clone()
-        buffer = torch.empty(self.numel, dtype=self.master.dtype, device=self._device)
+        buffer = torch.empty(self.numel, dtype=self.master.dtype, device=self._memory.device)
         label = f"all-gather of the state of unit '{self.label}'"
         self._division.comm.gather(buffer, self.master, self.intervals, label).wait()
         return buffer
@@ -242,7 +250,7 @@ class Shard:
     def begin_gradient(self) -> None:
         """Begin the gradient of a step. If sums share the memory of gradients, save the gradients
         left by earlier steps, to be added."""
-        if self._sums_in is not None and not all(fresh := self._fresh()):
+        if self._memory.sums_in is not None and not all(fresh := self._fresh()):
             self._zero(fresh)
             self._carried = self.gradient.clone()
 
@@ -297,7 +305,7 @@ class Shard:
             self._add(rows)
             return
         fresh, own = self._fresh(), self.gradient
-        if all(fresh) or self._sums_in is not None:
+        if all(fresh) or self._memory.sums_in is not None:
             _sum(rows, own)
             _multiply(own, scale())
             if self._carried is not None:
@@ -342,7 +350,7 @@ class Shard:
 
     def _remember(self) -> None:
         """Save gradients left by earlier steps, before a step's first sum without a scale."""
-        if not self._summed and self._sums_in is None and not all(fresh := self._fresh()):
+        if not self._summed and self._memory.sums_in is None and not all(fresh := self._fresh()):
             self._zero(fresh)
             self._carried = self.gradient.clone()
 
