@@ -424,6 +424,34 @@ def test_elements_that_a_mask_selects_are_counted_though_it_selects_all_of_the_f
     assert engine.evaluate(batch).item() == pytest.approx(expected, rel=1e-5)
 
 
+def masked_mean(logits, labels):
+    mask = (labels != 0).float()
+    return (F.cross_entropy(logits, labels, reduction="none") * mask).sum() / mask.sum()
+
+
+def class_weighted(logits, labels):
+    return cross_entropy(logits, labels, weight=torch.tensor([0.0, 1.0, 2.0, 3.0]))
+
+
+@pytest.mark.parametrize("loss", [masked_mean, class_weighted])
+def test_a_micro_batch_with_nothing_to_count_has_gradients_of_nothing(loss):
+    def of_first_positions(logits, labels):
+        return loss(logits[:, 0, :4], labels[:, 0] % 4)
+
+    engine, batch = an_engine(of_first_positions, micro_batch=1), a_batch()
+    batch["labels"][:, 0] = torch.tensor([1, 2, 3, 1, 2, 3])
+    engine.step(batch)
+    batch["labels"][:, 0] = torch.tensor([1, 0, 3, 0, 0, 2])
+    model = initialised(Blocks)
+    expected = of_first_positions(model(batch["x"]), batch["labels"])
+    expected.backward()
+    for parameter in engine.parameters():
+        parameter.grad = None
+    assert engine.step(batch).item() == pytest.approx(expected.item(), rel=1e-5)
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    assert engine.gradient_norm().item() == pytest.approx(norm.item(), rel=1e-4)
+
+
 def test_a_term_with_another_denominator_is_refused_though_it_is_nothing_in_the_first_batch():
     """As a loss of the samples that a model is sure of, of which there are none at first."""
 

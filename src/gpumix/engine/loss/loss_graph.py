@@ -125,6 +125,18 @@ def divided_by_program(loss: Tensor) -> Tensor | None:
         return _to_tensor(loss.device, _quotient(1.0, terms[0].factor)).abs() if terms else None
 
 
+def drop_gradients(loss: Tensor, is_empty: Tensor) -> None:
+    """Let the terms of a loss give gradients of 0 if `is_empty`, a scalar: a mean over nothing has
+    gradients of 0 / 0, also where its loss is multiplied by 0."""
+
+    def drop(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        known = ((one, None if one is None else is_empty.to(one.device)) for one in gradients)
+        return tuple(None if one is None else one.masked_fill(empty, 0) for one, empty in known)
+
+    for term in _terms_of(loss):
+        term.node.register_hook(drop)
+
+
 def is_sum(loss: Tensor) -> bool:
     """Return whether a loss is a sum over items, or of sums, without a denominator."""
     terms = _terms_of(loss)
@@ -209,12 +221,14 @@ class _Term(NamedTuple):
     Attributes:
         is_coarse: whether a factor has a dtype of few digits.
         is_sum: whether its reduction divides by nothing.
+        node: the graph's node of the reduction.
     """
 
     divisor: _Number
     factor: _Number
     is_coarse: bool
     is_sum: bool
+    node: Any
 
 
 def _terms_of(loss: Tensor, *, shapes: bool = True) -> list[_Term]:
@@ -259,7 +273,9 @@ def _terms(node: Any, factor: _Number, shapes: bool, is_coarse: bool) -> list[_T
     count = _get_denominator(node, name)
     if count is not None and not shapes and not _is_weighted(node, name):
         count = 1.0
-    return [None if count is None else _Term(count, factor, is_coarse, _is_sum_node(node, name))]
+    if count is None:
+        return [None]
+    return [_Term(count, factor, is_coarse, _is_sum_node(node, name), node)]
 
 
 def _find_product_terms(

@@ -68,10 +68,10 @@ class ReturnedLoss(ReducedLoss):
         self._is_summed: bool | None = None  # as seen in the last forward
 
     def __call__(
-        self, model: nn.Module, batch: Any, compute: Compute | None = None
+        self, model: nn.Module, batch: Any, compute: Compute | None = None, *, times: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         if self.rule not in (None, SUM_AND_COUNT):
-            return super().__call__(model, batch, compute)
+            return super().__call__(model, batch, compute, times=times)
         # Without a rule the batch is not cut, so samples can replace any denominator of a mean.
         samples = self.count(batch, SAMPLES)
         upstream = samples if self._is_summed is False else torch.ones_like(samples)

@@ -17,7 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from gpumix.engine.batch.batch_split import IGNORED_LABEL, LABELS, count_samples
 from gpumix.engine.loss.chunked_head import expect_gradient
-from gpumix.engine.loss.loss_graph import find_denominators, find_ignored_label, selects_by_values
+from gpumix.engine.loss.loss_graph import (
+    drop_gradients,
+    find_denominators,
+    find_ignored_label,
+    selects_by_values,
+)
 from gpumix.engine.model.forward_coroutine import ModelError
 
 Objective = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
@@ -233,6 +238,7 @@ class ReducedLoss:
             with torch.enable_grad():  # in evaluations too
                 loss = compute(model, batch, {}, None)
             divided_by = self.read_denominator(loss, batch)
+            drop_gradients(loss, divided_by == 0)
             summed = loss.float() * divided_by * times  # without counted labels, 0 / 0 times 0
             return torch.where(divided_by > 0, summed, torch.zeros_like(summed)), divided_by
         count = self.count(batch)
