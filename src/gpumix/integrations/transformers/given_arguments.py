@@ -6,12 +6,13 @@ trackers and saved files see the given arguments.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpumix.integrations.transformers.arguments import COUNTS, fold_accumulation
+from gpumix.integrations.transformers.arguments import COUNTS, FOLDED, fold_accumulation
+
+_ABSENT = object()
 
 
 class FoldedArgumentsMixin:
@@ -19,6 +20,7 @@ class FoldedArgumentsMixin:
 
     args: Any
     _given_args: Any = None  # set while the loop runs with folded arguments
+    _known_fields: dict[str, Any]  # equal in both
 
     @property
     def _user_args(self) -> Any:
@@ -32,10 +34,11 @@ class FoldedArgumentsMixin:
             yield
             return
         given = self._given_args = self.args
-        self.args = fold_accumulation(given)
+        self.args, self._known_fields = fold_accumulation(given), dict(vars(given))
         try:
             yield
         finally:
+            self._copy_changes(self.args, given)
             self.args, self._given_args = given, None
 
     @contextmanager
@@ -52,17 +55,31 @@ class FoldedArgumentsMixin:
     def _given_counts(self) -> Iterator[None]:
         """Use the given numbers of samples and accumulation steps inside the context, and nothing
         else of the given arguments."""
-        now = self.args
-        self.args = copy.copy(now)
+        before = {name: getattr(self.args, name) for name in COUNTS}
         for name in COUNTS:
             setattr(self.args, name, getattr(self._user_args, name))
         try:
             yield
         finally:
-            self.args = now
+            for name, value in before.items():
+                setattr(self.args, name, value)
 
     def _call_callbacks(self, call: Any, event: str, args: Any, *more: Any, **kwargs: Any) -> Any:
-        return call(event, self._given_args or args, *more, **kwargs)
+        given = self._given_args
+        if given is None:
+            return call(event, args, *more, **kwargs)
+        self._copy_changes(self.args, given)
+        try:
+            return call(event, given, *more, **kwargs)
+        finally:
+            self._copy_changes(given, self.args)
+
+    def _copy_changes(self, args: Any, other: Any) -> None:
+        """Copy fields of arguments that a program changed, except those that differ in the loop."""
+        for name, value in vars(args).items():
+            if name not in FOLDED and self._known_fields.get(name, _ABSENT) is not value:
+                self._known_fields[name] = value
+                setattr(other, name, value)
 
     @property
     def _accumulation_steps(self) -> int:
