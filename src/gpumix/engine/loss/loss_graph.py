@@ -130,8 +130,10 @@ def drop_gradients(loss: Tensor, is_empty: Tensor) -> None:
     gradients of 0 / 0, also where its loss is multiplied by 0."""
 
     def drop(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-        known = ((one, None if one is None else is_empty.to(one.device)) for one in gradients)
-        return tuple(None if one is None else one.masked_fill(empty, 0) for one, empty in known)
+        return tuple(
+            None if one is None else one.masked_fill(is_empty.to(one.device), 0)
+            for one in gradients
+        )
 
     for term in _terms_of(loss):
         term.node.register_hook(drop)

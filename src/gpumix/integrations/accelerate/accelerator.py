@@ -38,6 +38,7 @@ from gpumix.integrations.accelerate.arguments import (
     needs_compile,
 )
 from gpumix.integrations.accelerate.call_signature import FIX_NAME_PARTS, KWARGS, bind_batch
+from gpumix.integrations.accelerate.clipping import select_clipped_pieces
 from gpumix.integrations.accelerate.loader import LoopLoader, get_current_part
 from gpumix.integrations.accelerate.loop_recorder import LoopRecorder
 from gpumix.integrations.accelerate.outputs import stand_in_loss
@@ -402,13 +403,27 @@ class Accelerator(accelerate.Accelerator):
         if not self.sync_gradients or self._engine is None:
             return None
         assert self._wrapped_model is not None
+        if self._clipped(parameters) is not None:
+            raise InputError(
+                "gradients of some parameters are clipped by their norm, and not of all",
+                where="Accelerator.clip_grad_norm_",
+                why="ranks know the norm of all gradients",
+                fix="clip all: accelerator.clip_grad_norm_(model.parameters(), max_norm)",
+            )
         norm = self._engine.clip_grad_norm_(max_norm)
         self._record.note_gradient_norm(norm)
         return get_reported_norm(norm, overflowed=self._wrapped_model.overflowed)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         if self.sync_gradients and self._engine is not None:
-            nn.utils.clip_grad_value_(list(self._engine.parameters()), clip_value)
+            some = self._clipped(parameters)
+            own = list(self._engine.parameters()) if some is None else some
+            nn.utils.clip_grad_value_(own, clip_value)
+
+    def _clipped(self, parameters: Any) -> list[nn.Parameter] | None:
+        assert self._engine is not None and self._wrapped_model is not None
+        module = self._wrapped_model.module
+        return select_clipped_pieces(parameters, module, self._engine, self._names)
 
     def gather(self, tensor: Any) -> Any:
         """Gather rows of all ranks, unlike in number; the last loss becomes the global loss."""

@@ -90,10 +90,11 @@ def take_over_optimizer(optimizer: Optimizer, engine: Engine, names: Mapping[int
         if unknown or optimizer.state:
             raise InputError(
                 "the optimizer cannot be taken over",
-                why="it has updated already"
+                why="it has state already, of updates or, as Adagrad, from its first moment"
                 if optimizer.state
                 else "it updates tensors that are no parameters of the model",
-                fix="make it of the model's parameters, and hand it over before it is used",
+                fix="make it of the model's parameters, and hand it over before it is used; with "
+                "transformers' Trainer: optim='adagrad'",
             )
         own = [pieces.get(names[id(p)], []) for p in group["params"]]
         group["params"] = [piece for of_name in own for piece in of_name]

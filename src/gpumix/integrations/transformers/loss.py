@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import PartialState
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -30,6 +31,7 @@ from gpumix.integrations.common.gather import gather_texts
 from gpumix.integrations.transformers.step_logs import collect_logs
 
 _LOG = logging.getLogger(__name__)
+PROCESSES = "num_processes"
 ITEMS, SHIFTED = "num_items_in_batch", "shift_labels"
 GATHERING_METHODS = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
@@ -314,11 +316,19 @@ def disable_gathering(accelerator: Any) -> Iterator[None]:
     before = {name: vars(accelerator).get(name) for name in GATHERING_METHODS}
     vars(accelerator).update(dict.fromkeys(GATHERING_METHODS, _return_unchanged))
     of_all = vars(PartialState)["_shared_state"]  # by `vars`: it is a descriptor
+    states = [of_all, vars(AcceleratorState)["_shared_state"]]  # of all objects of the classes
+    numbers = [state.get(PROCESSES) for state in states]
+    for state, number in zip(states, numbers):
+        if number is not None:
+            state[PROCESSES] = 1  # losses that ranks average are multiplied by it
     PartialState._shared_state = {}
     try:
         yield
     finally:
         PartialState._shared_state = of_all
+        for state, number in zip(states, numbers):
+            if number is not None:
+                state[PROCESSES] = number
         for name, own in before.items():
             if own is None:
                 delattr(accelerator, name)
