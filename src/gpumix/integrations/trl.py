@@ -32,7 +32,6 @@ from gpumix.integrations.transformers.arguments import (  # noqa: E402
     TRAINING_FIELDS,
     set_accelerate_use_cpu,
 )
-from gpumix.integrations.transformers.loss import disable_gathering  # noqa: E402
 from gpumix.integrations.transformers.trainer_mixin import PlannedTrainerMixin  # noqa: E402
 from gpumix.schema.errors import InputError  # noqa: E402
 from gpumix.schema.plan.plan import Plan  # noqa: E402
@@ -127,7 +126,7 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
         known = self._engine
         engine = super()._hosted(dataset, collate)
         if self.padding_free and engine is not known:
-            with disable_gathering(self.accelerator), self._measured():
+            with self._loss.in_one_process(), self._measured():
                 self.accelerator.print(_check_packing(engine, self.args.packing_strategy))
         return engine
 

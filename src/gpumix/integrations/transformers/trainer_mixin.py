@@ -66,7 +66,7 @@ from gpumix.integrations.transformers.arguments import (
 from gpumix.integrations.transformers.checkpoints import CheckpointMixin
 from gpumix.integrations.transformers.control import ControlSynchronizer
 from gpumix.integrations.transformers.evaluation import evaluate
-from gpumix.integrations.transformers.loss import TrainerLoss, disable_gathering
+from gpumix.integrations.transformers.loss import TrainerLoss
 from gpumix.integrations.transformers.overrides import (
     LOADER_METHODS,
     check_overrides,
@@ -264,7 +264,7 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
         )
         samples = self._global_batch
         plan = self._given or load_earlier_plan(self._goes_on, model, global_batch=samples)
-        with self._folded(), disable_gathering(self.accelerator), self._measured():
+        with self._folded(), self._loss.in_one_process(), self._measured():
             self._engine = shard_by_plan(model, training, plan=plan, folder=self._folder)
             if padded := specimen.padded():
                 self._widths.trained.is_global = padding_counts(self._engine, self._loss, *padded)
