@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import logging
 import math
@@ -91,6 +92,7 @@ class TrainerLoss(ReducedLoss):
         # Whether the loss divides by the number of labels of the step: a guess, until observed.
         self._takes_items = _may_use_items(trainer)
         self._observed: bool | None = None  # in the last call
+        self._has_told_difference = False
 
     def __call__(
         self, model: nn.Module, batch: Any, *args: Any, times: float | None = None
@@ -125,11 +127,12 @@ class TrainerLoss(ReducedLoss):
     def _tell_difference(self, batch: Any) -> None:
         """Log it if samples weigh differently in stock's mean of the means of batches."""
         rule = self.rule
-        if rule is None or rule.kind not in ("labels", "graph"):
+        if rule is None or rule.kind not in ("labels", "graph") or self._has_told_difference:
             return
         labels = self.labels_of(batch).get(rule.labels)
         if rule.kind == "labels" and labels is not None and labels.dim() == 1:
             return
+        self._has_told_difference = True
         _LOG.warning(
             "The loss is %s: of all %d batches of a step at once, each with the same weight. "
             "The stock Trainer adds the means of the batches, which differs where they have unlike "
@@ -157,11 +160,8 @@ class TrainerLoss(ReducedLoss):
         *,
         outputs: list[Any] | None = None,
     ) -> Tensor:
-        items = self._count_items(batch) if self._needs_items(batch) else None
         uses: set[str] = set()
-        if items is not None:
-            items = items.clamp(min=1).as_subclass(ItemCount)
-            items.uses = uses
+        items = self._make_items(batch, uses) if self._needs_items(batch) else None
         with collect_logs(count_samples(batch)), self._watch_loss_function(model, batch) as more:
             made = self._trainer.compute_loss(
                 model,
@@ -213,10 +213,10 @@ class TrainerLoss(ReducedLoss):
         return own or trainer.compute_loss_func is not None
 
     @contextmanager
-    def _watch_loss_function(self, model: nn.Module, batch: Any) -> Iterator[dict[str, None]]:
-        """Note if a model taking the number of labels passes it to its loss function, inside the
-        context; a model with its own loss takes its own mean. Yields extra arguments of forward:
-        the number as None, passed on like a number."""
+    def _watch_loss_function(self, model: nn.Module, batch: Any) -> Iterator[dict[str, Any]]:
+        """Note if a model taking the number of labels uses it, or passes it to its loss function,
+        inside the context; another model's loss is its own mean. Yields extra arguments of forward:
+        the number, or None to be passed on like a number."""
         trainer = self._trainer
         takes = trainer.model_accepts_loss_kwargs and self._count_items(batch) is not None
         if self._is_users:
@@ -225,6 +225,11 @@ class TrainerLoss(ReducedLoss):
         base: Any = model
         base = base.get_base_model() if hasattr(base, "get_base_model") else base
         smoothed = trainer.label_smoother is not None
+        if takes and not smoothed and _names_items(type(base).forward):
+            uses: set[str] = set()
+            yield {ITEMS: self._make_items(batch, uses)}
+            self._observed = bool(uses)
+            return
         if smoothed or not takes or getattr(base, "loss_function", None) is None:
             yield {}
             self._observed = takes and smoothed  # by transformers, which divides by the number
@@ -232,6 +237,15 @@ class TrainerLoss(ReducedLoss):
         with self._observer.collect(base) as arguments:
             yield {ITEMS: None}
         self._observed = ITEMS in arguments
+
+    def _make_items(self, batch: Any, uses: set[str]) -> ItemCount | None:
+        """Return the number of labels, which adds to `uses`; None without a count."""
+        items = self._count_items(batch)
+        if items is None:
+            return None
+        noted = items.clamp(min=1).as_subclass(ItemCount)
+        noted.uses = uses
+        return noted
 
     def _count_items(self, batch: Any) -> Tensor | None:
         """Return the number of labels as counted by transformers for the model's class: per sample
@@ -303,7 +317,12 @@ class LossFunctionObserver:
 def _may_use_items(trainer: Any) -> bool:
     """Return True if the function computing the loss names the number of labels of a step outside
     of its signature."""
-    function = trainer.compute_loss_func or type(trainer).compute_loss
+    return _names_items(trainer.compute_loss_func or type(trainer).compute_loss)
+
+
+@functools.cache
+def _names_items(function: Any) -> bool:
+    """Return True if a function's body names the number of labels of a step, or is unknown."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return code is None or any(one.argval == ITEMS for one in dis.get_instructions(code))
 
