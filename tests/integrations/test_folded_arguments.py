@@ -55,7 +55,7 @@ def test_a_loss_sees_the_given_counts_and_its_changes_stay(tmp_path):
     with trainer._folded():
         with trainer._given_counts():
             assert trainer.args.gradient_accumulation_steps == 3
-            assert trainer.args.per_device_train_batch_size == 2
+            assert trainer.args.per_device_train_batch_size == 2  # one process
             trainer.args.alpha = 1
         assert trainer.args.alpha == 1
         assert trainer.args.gradient_accumulation_steps == 1

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from gpumix.integrations.common.plan_and_shard import get_world_size
 from gpumix.integrations.transformers.arguments import COUNTS, FOLDED, fold_accumulation
 
 _ABSENT = object()
@@ -53,11 +54,14 @@ class FoldedArgumentsMixin:
 
     @contextmanager
     def _given_counts(self) -> Iterator[None]:
-        """Use the given numbers of samples and accumulation steps inside the context, and nothing
-        else of the given arguments."""
+        """Use the given number of accumulation steps inside the context, and the samples of a batch
+        of all processes as those of one process."""
         before = {name: getattr(self.args, name) for name in COUNTS}
-        for name in COUNTS:
-            setattr(self.args, name, getattr(self._user_args, name))
+        given = self._given_args
+        if given is not None:
+            self.args.gradient_accumulation_steps = given.gradient_accumulation_steps
+            samples = given.per_device_train_batch_size * get_world_size()
+            self.args.per_device_train_batch_size = samples
         try:
             yield
         finally:
