@@ -452,6 +452,23 @@ def test_a_micro_batch_with_nothing_to_count_has_gradients_of_nothing(loss):
     assert engine.gradient_norm().item() == pytest.approx(norm.item(), rel=1e-4)
 
 
+def test_a_count_of_at_least_one_is_refused_once_a_micro_batch_has_nothing_to_count():
+    def compute(model, batch, labels, count):
+        logits, mask = model(batch["x"])[:, 0, :4], batch["mask"]
+        lost = F.cross_entropy(logits, batch["labels"], reduction="none")
+        return (lost * mask).sum() / mask.sum().clamp(min=1)
+
+    model = build(Blocks, SEED)
+    plan = plan_for(model, [Share(6, 3, 1)])
+    engine = prepare(model, plan, loss=ReducedLoss(compute, integer_labels))
+    batch = {"x": a_batch()["x"], "labels": torch.arange(6) % 4, "mask": torch.ones(6)}
+    engine.step(batch)
+    batch["mask"][:3] = 0
+    engine.step(batch)
+    with pytest.raises(ModelError):
+        engine.step(batch)
+
+
 def test_a_term_with_another_denominator_is_refused_though_it_is_nothing_in_the_first_batch():
     """As a loss of the samples that a model is sure of, of which there are none at first."""
 

@@ -60,7 +60,7 @@ class LossWatch:
     Args:
         known: kinds of losses seen in the rehearsal.
         late: number of steps after which a step's findings are read, equal on all ranks.
-        by_values: whether counts are read from graphs, and are not numbers of labels.
+        by_values: whether counts are read from graphs.
     """
 
     def __init__(

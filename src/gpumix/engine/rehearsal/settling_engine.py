@@ -135,7 +135,7 @@ class RehearsingEngine(TrialSteps):
         rule = self._reduces.rule
         # On a CPU, the values exchanged in a step are available at once.
         late = any(told for (told,) in all_gather_values(self, [float(is_gpu(self.device))]))
-        by_values = rule is not None and rule.kind == "graph" and not rule.labels
+        by_values = rule is not None and rule.kind == "graph"
         self._state.watch = LossWatch(self.device, kinds, late=int(late), by_values=by_values)
         self._rehearsed_at = self.steps
 
