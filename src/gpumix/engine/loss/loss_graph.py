@@ -142,8 +142,10 @@ def drop_gradients(loss: Tensor, is_empty: Tensor) -> None:
 def is_sum(loss: Tensor) -> bool:
     """Return whether a loss is a sum over items, or of sums, without a denominator."""
     terms = _terms_of(loss)
-    plain = (one.is_sum and isinstance(one.factor, float) and abs(one.factor) == 1 for one in terms)
-    return bool(terms) and all(plain)
+    return bool(terms) and all(
+        _is_sum_node(one.node) and isinstance(one.factor, float) and abs(one.factor) == 1
+        for one in terms
+    )
 
 
 def kind_of(loss: Tensor) -> int:
@@ -222,14 +224,12 @@ class _Term(NamedTuple):
 
     Attributes:
         is_coarse: whether a factor has a dtype of few digits.
-        is_sum: whether its reduction divides by nothing.
         node: the graph's node of the reduction.
     """
 
     divisor: _Number
     factor: _Number
     is_coarse: bool
-    is_sum: bool
     node: Any
 
 
@@ -275,9 +275,7 @@ def _terms(node: Any, factor: _Number, shapes: bool, is_coarse: bool) -> list[_T
     count = _get_denominator(node, name)
     if count is not None and not shapes and not _is_weighted(node, name):
         count = 1.0
-    if count is None:
-        return [None]
-    return [_Term(count, factor, is_coarse, _is_sum_node(node, name), node)]
+    return [None if count is None else _Term(count, factor, is_coarse, node)]
 
 
 def _find_product_terms(
@@ -321,7 +319,7 @@ def _is_weighted(node: Any, name: str) -> bool:
 def _get_denominator(node: Any, name: str) -> _Number | None:
     """Return the denominator of a reducing node: 1 for a sum."""
     reduction = getattr(node, "_saved_reduction", None)
-    if _is_sum_node(node, name):
+    if _is_sum_node(node):
         return 1.0
     if name == "MeanBackward0":
         return float(node._saved_self_sym_numel)
@@ -333,8 +331,9 @@ def _get_denominator(node: Any, name: str) -> _Number | None:
     return None if of_chunks is None else _number(of_chunks())
 
 
-def _is_sum_node(node: Any, name: str) -> bool:
-    reduction = getattr(node, "_saved_reduction", None)
+def _is_sum_node(node: Any) -> bool:
+    """Return whether a node reduces without a denominator."""
+    name, reduction = type(node).__name__, getattr(node, "_saved_reduction", None)
     return name == "SumBackward0" or (name in _REDUCED and reduction == _SUM)
 
 

@@ -238,8 +238,10 @@ class ReducedLoss:
             with torch.enable_grad():  # in evaluations too
                 loss = compute(model, batch, {}, None)
             divided_by = self.read_denominator(loss, batch)
-            drop_gradients(loss, divided_by == 0)
-            summed = loss.float() * divided_by * times  # without counted labels, 0 / 0 times 0
+            if torch.is_grad_enabled():
+                drop_gradients(loss, divided_by == 0)
+            # Without counted labels, 0 / 0 times 0.
+            summed = loss.float() * _multiply(divided_by, times)
             return torch.where(divided_by > 0, summed, torch.zeros_like(summed)), divided_by
         count = self.count(batch)
         # Without labels a mean is 0 / 0; with a filled-in label it is finite, and counts 0.
@@ -247,8 +249,7 @@ class ReducedLoss:
             name: torch.where(count > 0, own, torch.zeros_like(own))
             for name, own in (labels.items() if rule.kind == "labels" else ())
         }
-        factor = torch.ones_like(count) if rule.kind == "sum" else count
-        factor = factor if times == 1.0 else factor * times
+        factor = _multiply(torch.ones_like(count) if rule.kind == "sum" else count, times)
         with expect_gradient(factor) as expected:
             loss = compute(model, batch, filled, count)
             expected.settle(loss)
@@ -324,6 +325,10 @@ class ReducedLoss:
         of_graph = denominators[0] if denominators else torch.full((), torch.nan)
         values = find_denominators(loss, shapes=selects_by_values(loss))
         return LossProbe(loss, (*counts, of_graph), denominators, find_ignored_label(loss), values)
+
+
+def _multiply(count: Tensor, times: float) -> Tensor:
+    return count if times == 1.0 else count * times
 
 
 def counts_by_row(rules: Sequence[Rule], labels: Mapping[str, Tensor]) -> Tensor | None:

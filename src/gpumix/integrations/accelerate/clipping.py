@@ -25,11 +25,10 @@ def select_clipped_pieces(
         InputError: none of them is a trained parameter of the model.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    known = dict(names) | {id(p): name for name, p in model.named_parameters()}
-    pieces = list(engine.named_parameters())
-    known |= {id(piece): name for name, piece in pieces}
+    full, pieces = list(model.named_parameters()), list(engine.named_parameters())
+    known = dict(names) | {id(one): name for name, one in (*full, *pieces)}
     asked = {known[id(one)] for one in given if id(one) in known}
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name for name, one in full if one.requires_grad}
     if asked >= trained:
         return None
     if not asked & trained:

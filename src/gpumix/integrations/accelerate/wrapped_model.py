@@ -282,11 +282,9 @@ class WrappedModel(nn.Module):
             )
         if worth is not None:
             rows = _rows(begun.batch)
+            weighted = ((_gradient(leaf), worth.weight.to(leaf)) for leaf in begun.leaves)
             # Without weight, as of a mean over nothing, the gradient may be no number.
-            wanted = [
-                (_gradient(leaf) * worth.weight.to(leaf)).masked_fill(worth.weight.to(leaf) == 0, 0)
-                for leaf in begun.leaves
-            ]
+            wanted = [(own * weight).masked_fill(weight == 0, 0) for own, weight in weighted]
             wanted = wanted if rows else take_zero_rows(wanted)
             weights = (worth.share / max(rows, 1)).expand(rows)
             batch = {**begun.batch, GRADIENTS: wanted, WEIGHTS: weights}

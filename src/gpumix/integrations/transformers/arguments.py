@@ -96,8 +96,8 @@ ACCELERATOR_FIELDS = FieldSupport.of(
 COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 SAMPLERS = ("random", "sequential", "group_by_length")
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
-AVERAGES_TOKENS = "average_tokens_across_devices"
-FOLDED = (*COUNTS, *CHECKPOINTING, AVERAGES_TOKENS)
+# Fields of arguments that `fold_accumulation` changes.
+FOLDED = (*COUNTS, *CHECKPOINTING, "average_tokens_across_devices")
 BLOCKS = "leave it out: whole blocks are computed again, by the plan"
 ARGUMENTS = "TrainingArguments"
 

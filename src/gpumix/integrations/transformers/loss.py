@@ -146,8 +146,7 @@ class TrainerLoss(ReducedLoss):
         trainer, steps = self._trainer, self._count_steps()
         is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
-            items = trainer.model_accepts_loss_kwargs and isinstance(batch.get(LABELS), Tensor)
-            is_scaled = items or trainer.compute_loss_func is not None
+            is_scaled = self._is_counted(batch) or trainer.compute_loss_func is not None
         comes_once = self._takes_items or (self.rule is not None and self.rule.kind == "sum")
         return (1.0 if comes_once else steps) / (1.0 if is_scaled else steps)
 
@@ -217,14 +216,13 @@ class TrainerLoss(ReducedLoss):
         """Note if a model taking the number of labels uses it, or passes it to its loss function,
         inside the context; another model's loss is its own mean. Yields extra arguments of forward:
         the number, or None to be passed on like a number."""
-        trainer = self._trainer
-        takes = trainer.model_accepts_loss_kwargs and self._count_items(batch) is not None
         if self._is_users:
             yield {}
             return
+        takes = self._is_counted(batch)
         base: Any = model
         base = base.get_base_model() if hasattr(base, "get_base_model") else base
-        smoothed = trainer.label_smoother is not None
+        smoothed = self._trainer.label_smoother is not None
         if takes and not smoothed and _names_items(type(base).forward):
             uses: set[str] = set()
             yield {ITEMS: self._make_items(batch, uses)}
@@ -237,6 +235,11 @@ class TrainerLoss(ReducedLoss):
         with self._observer.collect(base) as arguments:
             yield {ITEMS: None}
         self._observed = ITEMS in arguments
+
+    def _is_counted(self, batch: Any) -> bool:
+        """Return True if transformers counts the labels of a batch for the model."""
+        labels = batch.get(LABELS)
+        return self._trainer.model_accepts_loss_kwargs and isinstance(labels, Tensor)
 
     def _make_items(self, batch: Any, uses: set[str]) -> ItemCount | None:
         """Return the number of labels, which adds to `uses`; None without a count."""
