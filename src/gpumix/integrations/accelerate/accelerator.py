@@ -400,8 +400,8 @@ class Accelerator(accelerate.Accelerator):
         """Clip the total norm of the model's gradients, over all ranks."""
         if norm_type != 2:
             raise InputError(f"gradients are clipped by norm 2, not {norm_type}")
-        if not self.sync_gradients or self._engine is None:
-            return None
+        if self._engine is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
         assert self._wrapped_model is not None
         if self._clipped(parameters) is not None:
             raise InputError(
@@ -411,14 +411,17 @@ class Accelerator(accelerate.Accelerator):
                 fix="clip all: accelerator.clip_grad_norm_(model.parameters(), max_norm)",
             )
         norm = self._engine.clip_grad_norm_(max_norm)
-        self._record.note_gradient_norm(norm)
+        if self.sync_gradients:
+            self._record.note_gradient_norm(norm)
         return get_reported_norm(norm, overflowed=self._wrapped_model.overflowed)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        if self.sync_gradients and self._engine is not None:
-            some = self._clipped(parameters)
-            own = list(self._engine.parameters()) if some is None else some
-            nn.utils.clip_grad_value_(own, clip_value)
+        if self._engine is None:
+            super().clip_grad_value_(parameters, clip_value)
+            return
+        some = self._clipped(parameters)
+        own = list(self._engine.parameters()) if some is None else some
+        nn.utils.clip_grad_value_(own, clip_value)
 
     def _clipped(self, parameters: Any) -> list[nn.Parameter] | None:
         assert self._engine is not None and self._wrapped_model is not None

@@ -40,6 +40,63 @@ class LossWeight(NamedTuple):
     share: Tensor
 
 
+class LossFactors:
+    """Check on the factors by which ranks multiply the model's own loss, which is of all ranks'
+    samples: its gradients are right if the factors are equal.
+
+    The first factors are read at once; later factors one step later, for the host not to wait.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._is_checked = False  # a first factor
+        self._told: AsyncRead | None = None  # from the step before
+
+    def of(self, factor: Tensor, own: int) -> Tensor:
+        """Return the factor of the ranks with samples, on the device. Collective.
+
+        Args:
+            factor: of this rank, one element.
+            own: the number of this rank's samples; 0 if the factor is of a stand-in sample.
+
+        Raises:
+            InputError: ranks multiplied by unlike numbers, now at the first call, else one before.
+        """
+        self._check()
+        row = torch.stack([torch.full_like(factor, float(own > 0)), factor]).double().flatten()
+        table = self._comm.exchanged(row.to(self._comm.device), "factors of losses")
+        self._told = AsyncRead([table])
+        if not self._is_checked:
+            self._check()
+            self._is_checked = True
+        return table[table[:, 0].argmax(), 1]
+
+    def _check(self) -> None:
+        """Check the factors exchanged last, once.
+
+        Raises:
+            InputError: ranks multiplied by unlike numbers.
+        """
+        if self._told is None:
+            return
+        [table] = self._told.tensors()
+        self._told = None
+        factors = [value for has_samples, value in table.tolist() if has_samples]
+        if all(math.isclose(value, factors[0], rel_tol=1e-5) for value in factors):
+            return
+        if any(map(math.isnan, factors)):  # a loss that is no number is so on all ranks
+            return
+        raise InputError(
+            "processes multiply the model's loss by unlike numbers: "
+            + ", ".join(f"{value:g}" for value in factors),
+            where="accelerator.backward" + (", one call before" if self._is_checked else ""),
+            why="the loss that the model returned is of the samples of all processes already",
+            fix="multiply it by one number for all processes, such as accelerator.reduce(n, "
+            "'sum') of the own numbers; or call the model without labels, and compute the loss "
+            "from its outputs",
+        )
+
+
 class LossWeigher:
     """Weights of this rank's losses, step by step."""
 

@@ -27,7 +27,7 @@ from gpumix.integrations.accelerate.call_signature import ARGS, KWARGS
 from gpumix.integrations.accelerate.coupled_rows import check_row_coupling
 from gpumix.integrations.accelerate.loader import get_current_part
 from gpumix.integrations.accelerate.loop_recorder import LoopRecorder
-from gpumix.integrations.accelerate.loss_weights import LossWeigher, LossWeight
+from gpumix.integrations.accelerate.loss_weights import LossFactors, LossWeigher, LossWeight
 from gpumix.integrations.accelerate.outputs import (
     LoopOutputs,
     SumOfOutputs,
@@ -124,6 +124,7 @@ class WrappedModel(nn.Module):
     _loss: LoopLoss
     _record: LoopRecorder
     _weights: LossWeigher
+    _factors: LossFactors
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class WrappedModel(nn.Module):
             record: receives the loop's events.
         """
         self._engine, self._loss, self._record = engine, loss, record
-        self._weights = LossWeigher(engine.comm)
+        self._weights, self._factors = LossWeigher(engine.comm), LossFactors(engine.comm)
         self.is_planned = True
 
     def __getattr__(self, name: str) -> Any:
@@ -272,7 +273,8 @@ class WrappedModel(nn.Module):
         parameters.
 
         Raises:
-            InputError: no call of the model came before, or the loss does not depend on the model.
+            InputError: no call of the model came before, the loss does not depend on the model, or
+                processes multiply the model's loss by unlike numbers.
         """
         begun, self._begun = self._begun, None
         if begun is None or any(leaf.grad is None for leaf in begun.leaves[:1]):
@@ -291,8 +293,9 @@ class WrappedModel(nn.Module):
             _, made = self._computed(batch)
         else:
             assert begun.made is not None, "its gradients were made along with the loss"
-            made, times = begun.made, begun.leaves[0].grad
-            assert times is not None
+            made, own_factor = begun.made, begun.leaves[0].grad
+            assert own_factor is not None
+            times = self._factors.of(own_factor, _rows(begun.batch))
             for gradient in made.values():
                 gradient.mul_(times.to(gradient.device))
         self._record.computed(loss, None if worth is None else worth.weight)
