@@ -313,6 +313,10 @@ def counters() -> nn.Module:
     return Regression([CountedBlock() for _ in range(4)])
 
 
+LLAMAS_ENDS = {
+    "before": ("model.embed_tokens.weight",),
+    "after": ("lm_head.weight", "model.norm.weight"),
+}
 EVERY = (
     ARCHITECTURES
     | DEEP

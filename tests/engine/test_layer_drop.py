@@ -87,18 +87,24 @@ def train_alone() -> Trained:
     return Trained(losses, {name: p.detach().numpy() for name, p in model.named_parameters()})
 
 
+ENDS = {
+    "before": ("enter.weight", "enter.bias"),
+    "after": ("leave.weight", "leave.bias", "norm.weight", "norm.bias"),
+}
 CASES: list[tuple[list[Share], dict[str, Any]]] = [
     ([Share(4, 2, 1)], {"zero_stage": 3}),
     ([Share(4, 2, 1, INLINE)], {"zero_stage": 0}),
     ([Share(3, 2, 1), Share(1, 1, 2)], {"zero_stage": 3}),
     ([Share(3, 1, 1, INLINE), Share(1, 1, 2, INLINE)], {"zero_stage": 1}),
+    ([Share(3, 2, 1), Share(1, 1, 2)], {"zero_stage": 3, "stage": ENDS}),
+    ([Share(3, 1, 1, INLINE), Share(1, 1, 2, INLINE)], {"zero_stage": 1, "stage": ENDS}),
 ]
 
 
 @pytest.mark.parametrize(
     ("shares", "settings"),
-    left_out(CASES, [CASES[0], CASES[3]]),
-    ids=["alone", "alone, in a row", "two ranks", "two ranks, in a row"],
+    left_out(CASES, [CASES[0], CASES[3], CASES[5]]),
+    ids=["alone", "alone, in a row", "two ranks", "in a row", "ends", "ends in a row"],
 )
 def test_training_is_that_of_one_process(shares, settings):
     alone = len(shares) == 1

@@ -34,7 +34,7 @@ from reference import (
     own_rows,
     plan_for,
 )
-from staging import EVERY, Row, own_samples, run_in_turn, staged_engine, staged_plan
+from staging import EVERY, LLAMAS_ENDS, Row, own_samples, run_in_turn, staged_engine, staged_plan
 
 STEPS = 2
 SHARES = [Share(3, 2, 1), Share(2, 1, 2)]
@@ -187,38 +187,50 @@ def test_ranks_that_begin_with_unlike_weights_take_those_of_the_first():
     assert run_ranks(_prepared_unlike, 2) == pytest.approx([expected] * 2, rel=1e-6)
 
 
-def _use(zero_stage: int) -> tuple[Any, Any, Any, Any]:
-    engine = engine_for(EVERY["gpt2"].factory, SHARES, zero_stage=zero_stage)
-    train(engine, "gpt2", lambda batch: own_rows(batch, SHARES, engine.comm.rank))
+def _use(name: str, settings: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    engine = engine_for(EVERY[name].factory, SHARES, **settings)
+    train(engine, name, lambda batch: own_rows(batch, SHARES, engine.comm.rank))
     model = engine.model
-    called = output(model, "gpt2")
-    prompt = next(batches(EVERY["gpt2"], 2, 1))["input_ids"][:, :3]
+    called = output(model, name)
+    prompt = next(batches(EVERY[name], 2, 1))["input_ids"][:, :3]
     # The ranks' samples end at different times.
     more = {"max_new_tokens": 3 + engine.comm.rank, "do_sample": False, "pad_token_id": 0}
     generated = model.generate(input_ids=prompt, **more).numpy()
     with gpumix.whole(model):
-        norm = model.transformer.wte.weight.detach().norm().item()
-        inside = output(model, "gpt2")
+        tokens = model.get_input_embeddings().weight
+        norm = tokens.detach().norm().item()
+        inside = output(model, name)
         with torch.no_grad():
-            model.transformer.wte.weight.mul_(2)
+            tokens.mul_(2)
     gpumix.unshard(model)
-    doubled = model.transformer.wte.weight.detach().norm().item()
+    doubled = model.get_input_embeddings().weight.detach().norm().item()
     return called, generated, inside, (norm, doubled)
 
 
-@pytest.mark.parametrize("zero_stage", left_out([0, 3], [0]))
-def test_ranks_call_it_together(zero_stage):
+CALLED: list[tuple[str, dict[str, Any]]] = [
+    ("gpt2", {"zero_stage": 0}),
+    ("gpt2", {"zero_stage": 3}),
+    ("llama", {"zero_stage": 3, "stage": LLAMAS_ENDS}),  # whose buffers are shared with blocks
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    left_out(CALLED, CALLED[:1]),
+    ids=["whole", "sharded", "with ends apart"],
+)
+def test_ranks_call_it_together(name, settings):
     """Called, generating, whole, changed, and plain again."""
-    model, _ = trained("gpt2")
-    prompt = next(batches(EVERY["gpt2"], 2, 1))["input_ids"][:, :3]
-    for rank, (called, generated, inside, norms) in enumerate(run_ranks(_use, 2, zero_stage)):
-        assert np.allclose(called, output(model, "gpt2"), atol=1e-5)
+    model, _ = trained(name)
+    prompt = next(batches(EVERY[name], 2, 1))["input_ids"][:, :3]
+    for rank, (called, generated, inside, norms) in enumerate(run_ranks(_use, 2, name, settings)):
+        assert np.allclose(called, output(model, name), atol=1e-5)
         assert np.allclose(inside, called, atol=1e-5)
         expected = model.generate(
             input_ids=prompt, max_new_tokens=3 + rank, do_sample=False, pad_token_id=0
         )
         assert np.array_equal(generated, expected.numpy())
-        norm = model.transformer.wte.weight.detach().norm().item()
+        norm = model.get_input_embeddings().weight.detach().norm().item()
         assert norms == pytest.approx((norm, 2 * norm), rel=1e-5)
 
 

@@ -17,6 +17,7 @@ from reference import (
     train_by_plans,
     worst_error,
 )
+from staging import LLAMAS_ENDS
 
 STEPS = 2
 TOLERANCE = 2e-5
@@ -34,10 +35,6 @@ ORDERS = [
 ]
 TWO = [Share(3, 2, 1), Share(2, 1, 2)]
 ON_HOST = Mode(boundary="host")
-LLAMAS_ENDS = {
-    "before": ("model.embed_tokens.weight",),
-    "after": ("lm_head.weight", "model.norm.weight"),
-}
 
 
 def in_hosts(*states: int) -> list[Share]:

@@ -80,7 +80,7 @@ class BlockwiseEngine(ShardedModel):
         """
         self._refuse_stages()
         for bucket in self._root_buckets:
-            bucket.gathered()
+            bucket.gathered_apart()
 
     def leave_root(self) -> None:
         """Release the parameters of `gather_root`."""

@@ -30,6 +30,7 @@ from gpumix.engine.loss.reduction import Objective, wrap_objective
 from gpumix.engine.model.equal_weights import broadcast_weights
 from gpumix.engine.model.forward_coroutine import ModelError, UnitCallHandlers, intercept
 from gpumix.engine.model.kernel_selection import apply_efficiency
+from gpumix.engine.model.model_settings import find_layer_drop_rates
 from gpumix.engine.schedule.pipeline_parallel import PipelineStage
 from gpumix.engine.schedule.point_to_point import PointToPointChannels
 from gpumix.engine.schedule.stage_setup import (
@@ -219,8 +220,10 @@ def _make_stages(
 ) -> tuple[list[ShardedUnits], list[PipelineStage]]:
     """Make this rank's parts of the plan's stages; a single stage has no place. Collective."""
     if len(plan.stages) == 1:
-        whole = Division.of(plan, comm, teams.get(0))
-        return [shard(anatomy, plan.stages[0], whole, storage)], []
+        whole, [stage] = Division.of(plan, comm, teams.get(0)), plan.stages
+        if find_layer_drop_rates(anatomy.root.module).on:  # the head may come after any unit
+            stage = stage.model_copy(update={"after": ()})
+        return [shard(anatomy, stage, whole, storage)], []
     elsewhere = install_placeholders(anatomy, changes, plan, comm.rank, storage)
     division = make_divisions(plan, comm, teams)
     wires = PointToPointChannels(plan, comm, storage.dtypes.communication)

@@ -72,16 +72,11 @@ class GradientProgress:
         return id(bucket) in self._reduced
 
 
-def forward(
-    parts: ShardedUnits, turns: MicroBatchOrder, *, keep: bool, leaves_out: bool = False
-) -> None:
-    """Run all micro-batches through all units; each stops before the head.
-
-    Args:
-        leaves_out: whether the model may skip its last units, and so reach the head early.
-    """
+def forward(parts: ShardedUnits, turns: MicroBatchOrder, *, keep: bool) -> None:
+    """Run all micro-batches through all units; each stops before the head, or in it, if the model
+    skips its last units."""
     record = parts.record
-    first = (parts.before, *parts.always_used_buckets, *((parts.after,) if leaves_out else ()))
+    first = (parts.before, *parts.always_used_buckets)
     for bucket in (*first, parts.bucket(0)):
         bucket.start_gather()
     for bucket in first:

@@ -117,7 +117,7 @@ class LayeredSchedule(Schedule):
                 stack.enter_context(parts.head.whole())
             turns = layered.MicroBatchOrder(batches, in_order=self.in_order)
             begun = layered.GradientProgress()
-            layered.forward(parts, turns, keep=True, leaves_out=self.leaves_out)
+            layered.forward(parts, turns, keep=True)
             results = layered.run_head(parts, turns, step.scale.float(), begun)
             reductions = self._make_reductions(step.exchange(results), step.done)
             layered.backward(parts, turns, reductions, begun)
@@ -132,7 +132,7 @@ class LayeredSchedule(Schedule):
         with close_micro_batches(batches):
             for some in [[b] for b in batches] if whole else [batches]:
                 turns = layered.MicroBatchOrder(some, in_order=self.in_order)
-                layered.forward(parts, turns, keep=False, leaves_out=self.leaves_out)
+                layered.forward(parts, turns, keep=False)
                 results += layered.run_head(parts, turns, None, layered.GradientProgress())
         return results
 
@@ -171,7 +171,6 @@ class SequentialSchedule(LayeredSchedule):
             batches,
             step.scale.float(),
             lambda results: self._make_reductions(step.exchange(results), step.done),
-            leaves_out=self.leaves_out,
         )
 
 

@@ -70,8 +70,6 @@ def run(
     batches: Sequence[InlineBatch],
     scale: torch.Tensor,
     exchange: Callable[[list[Loss]], BucketReductions],
-    *,
-    leaves_out: bool = False,
 ) -> None:
     """Run forward and backward of all micro-batches, the last first: the last may be smaller, and
     there is more to reduce than to gather.
@@ -80,12 +78,8 @@ def run(
         calls: where the model's unit calls arrive.
         scale: factor of each loss before its backward.
         exchange: starts the exchange of losses and counts over all ranks; returns the reductions.
-        leaves_out: True if the model may leave out its last units: the parameters behind these are
-            gathered first.
     """
     gathering = _StepGathers(parts)
-    if leaves_out:
-        parts.after.gathered()
     results: list[Loss] = []
     reducing: _StepReductions | None = None
     if not batches:

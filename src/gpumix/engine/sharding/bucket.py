@@ -99,6 +99,14 @@ class Bucket:
         for group in self.groups:
             group.install()
 
+    def gathered_apart(self) -> None:
+        """Gather the parameters and wait for arrival, in memory of their own until `leave`, if
+        other buckets share the bucket's memory."""
+        self.gathered()
+        if not self._resident:
+            for group in self.groups:
+                group.install_copies()
+
     def release(self) -> None:
         """Release the parameters until the next gather; resident parameters stay."""
         if not self._resident:

@@ -330,6 +330,13 @@ class FlatGroup:
         for parameters, attribute, view, _ in self._places:
             parameters[attribute] = view
 
+    def install_copies(self) -> None:
+        """Install copies of the arrived parameters in the modules, without gradients: the buffer
+        may be filled with other parameters from now on."""
+        copies = {id(view): nn.Parameter(view.detach().clone(), False) for view in self.views}
+        for parameters, attribute, view, _ in self._places:
+            parameters[attribute] = copies[id(view)]
+
     def remove(self) -> None:
         """Install placeholders in the modules until the next gather: the parameters are away."""
         for parameters, attribute, _, away in self._places:
