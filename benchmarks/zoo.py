@@ -4,7 +4,7 @@ Every class with a head in the registry of `transformers`, and modules of plain 
 `diffusers` as far as they are installed, is made small, is given data that fits its forward, and is
 trained for three steps: by the Trainer of `transformers` in one process, and by that of gpumix
 
-    A  on two ranks of unlike shares, ZeRO 3
+    A  on two ranks of unlike shares, ZeRO 3, ends of the root apart as the planner puts them
     B  on three ranks, ZeRO 0, 1 or 2 by the class's place in the list; one stores nothing
     C  in two pipeline stages
 

@@ -18,7 +18,7 @@ from gpumix.engine.loss.reduction import SUM_AND_COUNT, SummedLoss
 from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.integrations.common.even_plan import record_unit_calls, select_called_units
 from gpumix.integrations.transformers import Trainer
-from gpumix.profiler.compute.dataflow import find_flows
+from gpumix.profiler.compute.dataflow import DataFlow, find_flows
 from gpumix.profiler.compute.unit_fixture import UnitFixture
 from gpumix.profiler.compute.unit_kinds import separate_kinds
 from gpumix.schema.errors import GpumixError
@@ -190,7 +190,8 @@ def _plan_of(kind: str, entry: Entry, found: Found, number: int) -> Plan | NoPla
     called = select_called_units(model, calls)
     if kind == "A":
         shares = [Share(4, 2, state=1), Share(2, 1, state=3)]
-        return plan_for(model, shares, calls=calls, units=called, zero_stage=3)
+        ends = _ends(entry, found, calls)
+        return plan_for(model, shares, calls=calls, units=called, zero_stage=3, stage=ends)
     shares = [Share(3, 2, state=1), Share(2, 2, state=0), Share(1, 1, state=2)]
     return plan_for(model, shares, calls=calls, units=called, zero_stage=number % 3)
 
@@ -200,12 +201,20 @@ def _calls(model: nn.Module, found: Found) -> list[str]:
     return record_unit_calls(model, lambda: model(**feed.collate(feed.samples(2, seed=0))))
 
 
-def _staged(entry: Entry, found: Found) -> Plan | NoPlan:
+def _ends(entry: Entry, found: Found, calls: list[str]) -> dict[str, tuple[str, ...]]:
+    """Return parameters used at one end of the model only, in memory of their own by the plan; of
+    a model without such a flow, none."""
+    try:
+        flows, _ = _flows(entry, found, calls)
+    except GpumixError:
+        return {}
+    return {"before": flows.before.names, "after": flows.after.names}
+
+
+def _flows(entry: Entry, found: Found, calls: list[str]) -> tuple[DataFlow, str]:
+    """Return the flow of values through the model, and the model's fingerprint."""
     model = found.model(entry)
     feed = found.feed(model)
-    calls = _calls(found.model(entry), found)
-    if len(calls) < 2:
-        return NoPlan("fewer than two unit calls")
     anatomy = split_into_units(model, select_called_units(model, calls))
     fingerprint = anatomy.fingerprint()
     specimens = UnitFixture(
@@ -217,7 +226,14 @@ def _staged(entry: Entry, found: Found) -> Plan | NoPlan:
     )
     batch = feed.collate(feed.samples(2, seed=0))
     separate_kinds(specimens, batch)
-    flows = find_flows(specimens, batch, in_chunks=False)
+    return find_flows(specimens, batch, in_chunks=False), fingerprint
+
+
+def _staged(entry: Entry, found: Found) -> Plan | NoPlan:
+    calls = _calls(found.model(entry), found)
+    if len(calls) < 2:
+        return NoPlan("fewer than two unit calls")
+    flows, fingerprint = _flows(entry, found, calls)
     if flows.no_stages:
         return NoPlan(flows.no_stages)
     cuts = [n for n in range(1, len(calls)) if not {*calls[:n]}.intersection(calls[n:])]
