@@ -232,6 +232,24 @@ def test_a_micro_batch_with_one_value_to_count_is_no_empty_one():
     assert engine.step(batch).item() > 0
 
 
+def test_an_evaluated_micro_batch_that_counts_nothing_is_refused():
+    engine, batch = an_engine(of_hidden), some_hidden()
+    engine.step(batch)
+    batch["labels"][:3] = 2
+    with pytest.raises(ModelError, match="divided by 1, and so is that of the same samples twice"):
+        engine.evaluate(batch)
+
+
+def test_an_evaluated_micro_batch_with_one_value_to_count_is_no_empty_one():
+    engine, batch = an_engine(of_hidden), some_hidden()
+    engine.step(batch)
+    batch["labels"][:3] = 2
+    batch["labels"][1, 1] = 1
+    found = [engine.evaluate(batch).item() for _ in range(2)]
+    expected = of_hidden(initialised(Blocks)(batch["x"]), batch["labels"]).item()
+    assert found == pytest.approx([expected] * 2, rel=1e-5)
+
+
 @pytest.mark.parametrize("nothing", [[0], [1, 2], [0, 1, 4]])
 def test_a_sample_that_has_nothing_to_count_is_no_item(nothing):
     """Its loss alone is divided by one at least."""

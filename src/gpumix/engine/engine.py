@@ -303,6 +303,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
             results = self._forward_only(self._state.objective, batch, rows)
             table, gradient_scale = self._exchange_losses(results, torch.ones(()), in_step=False)
             gradient_scale()
+        self._check_evaluated()
         return table[:, 0].sum() / table[:, 1].sum()
 
     def outputs(
@@ -340,6 +341,8 @@ class Engine(RehearsingEngine, BlockwiseEngine):
             for head in self._heads:
                 stack.enter_context(head.whole())
             self._forward_only(function, batch, rows, keep)
+        if not as_trained:
+            self._check_evaluated()
         return {of: made[of] for of in sorted(made, key=lambda of: of.start)}
 
     def _forward_only(

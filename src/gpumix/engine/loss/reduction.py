@@ -145,6 +145,10 @@ class ObjectiveWithRule(Protocol):
         """Count each sample's labels by the candidate rules, [rules, samples] on the host; None
         without labels."""
 
+    def take_evaluated_ones(self) -> list[Any]:
+        """Return the micro-batches evaluated since the last call whose loss was divided by 1, and
+        forget these."""
+
     def probe(self, model: nn.Module, batch: Any) -> LossProbe:
         """Return a micro-batch's loss with the candidate denominators."""
 
@@ -177,6 +181,9 @@ class SummedLoss:
 
     def counts_by_row(self, batch: Any) -> Tensor | None:
         return counts_by_row((), self.labels_of(batch))
+
+    def take_evaluated_ones(self) -> list[Any]:
+        return []
 
     def probe(self, model: nn.Module, batch: Any) -> LossProbe:
         return probe_of_sum(*self._function(model, batch))
@@ -221,6 +228,7 @@ class ReducedLoss:
         self.may_trim = may_trim
         self.trims = False
         self.whole = 1
+        self._evaluated: list[tuple[Tensor, Any]] = []  # whether divided by 1, and the micro-batch
 
     def __call__(
         self, model: nn.Module, batch: Any, compute: Compute | None = None, *, times: float = 1.0
@@ -276,12 +284,18 @@ class ReducedLoss:
             )
         # A factor of 0 stands for a mean over nothing: `loss.sum() * 0` where no sample counts.
         divisor = torch.where(found[0].isinf(), 0.0, found[0])
+        if not torch.is_grad_enabled():
+            self._evaluated.append((divisor == 1, batch))
         if self.rule is None or not self.rule.labels:
             return divisor
         # Without counted labels, a loss may divide by 1 instead of 0.
         labels = self.labels_of(batch)[self.rule.labels]
         own = count_row_labels(labels, shifted=self.rule.shifted).sum() > 0
         return torch.where(own.to(divisor.device), divisor, 0.0)
+
+    def take_evaluated_ones(self) -> list[Any]:
+        evaluated, self._evaluated = self._evaluated, []
+        return [batch for is_one, batch in evaluated if is_one]
 
     def count(self, batch: Any, rule: Rule | None = None) -> Tensor:
         """Return the denominator of a micro-batch's loss, by the given or the valid rule."""

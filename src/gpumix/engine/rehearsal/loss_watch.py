@@ -55,12 +55,12 @@ class LossWatch:
     """A rank's watch on losses.
 
     Attributes:
+        by_values: whether counts are read from graphs.
         doubts: doubts read so far, oldest first; equal on all ranks.
 
     Args:
         known: kinds of losses seen in the rehearsal.
         late: number of steps after which a step's findings are read, equal on all ranks.
-        by_values: whether counts are read from graphs.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LossWatch:
     ) -> None:
         self._device = device
         self._known = set(known)
-        self._late, self._by_values = late, by_values
+        self._late, self.by_values = late, by_values
         self._told: deque[tuple[int, AsyncRead, list[tuple[Tensor, Any]]]] = deque()
         self._left = MOST_DOUBTS
         self._doubted: tuple[int, Any] = (0, None)  # a kind, and a micro-batch of it
@@ -96,7 +96,7 @@ class LossWatch:
                 own = torch.where(counted > 0, weight, math.nan)
                 low, high = self._ends or (own, own)
                 self._ends = torch.fmin(low, own), torch.fmax(high, own)
-            if self._by_values and self._left:
+            if self.by_values and self._left:
                 self._ones.append((counted == 1, batch))
 
     def take(self) -> LossComposition:

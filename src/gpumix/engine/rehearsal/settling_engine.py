@@ -18,7 +18,7 @@ from gpumix.engine.loss.reduction import ObjectiveWithRule
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.model.rng import OtherGenerators
 from gpumix.engine.rehearsal import additivity
-from gpumix.engine.rehearsal.loss_watch import REHEARSAL_STEPS, LossWatch
+from gpumix.engine.rehearsal.loss_watch import MOST_DOUBTS, REHEARSAL_STEPS, LossWatch
 from gpumix.engine.rehearsal.refusals import (
     make_changed_kind_error,
     make_clamped_count_error,
@@ -54,6 +54,7 @@ class RehearsingEngine(TrialSteps):
     _leaves_out: bool
     _others: OtherGenerators
     _rehearsed_at = 0
+    _evaluations_left = MOST_DOUBTS  # with losses divided by 1, to check
     _in_training_alone = False  # only training losses were rehearsed; evaluation computes others
     _no_samples: Any  # a batch without samples
 
@@ -247,9 +248,24 @@ class RehearsingEngine(TrialSteps):
             raise make_changed_kind_error()
         return [*found.known, kind] if found.is_nonzero else ()
 
-    def _count_again(self, own: Sequence[Any]) -> None:
-        """Check that micro-batches with losses divided by 1 have something to count.
+    def _check_evaluated(self) -> None:
+        """Check that evaluated micro-batches with losses divided by 1 have something to count.
         Collective.
+
+        Raises:
+            ModelError: a micro-batch has nothing to count.
+        """
+        own = self._reduces.take_evaluated_ones()
+        watch = self._state.watch
+        if watch is None or not watch.by_values or self.places or not self._evaluations_left:
+            return
+        if self._count_again(own):
+            self._reduces.take_evaluated_ones()
+            self._evaluations_left -= 1
+
+    def _count_again(self, own: Sequence[Any]) -> int:
+        """Check that micro-batches with losses divided by 1 have something to count; return their
+        number on all ranks. Collective.
 
         Raises:
             ModelError: a micro-batch has nothing to count.
@@ -260,6 +276,7 @@ class RehearsingEngine(TrialSteps):
                 batch, rows = self._kept(own[place] if rank == self.comm.rank else None)
                 if not additivity.is_denominator_doubled(self, batch, rows, self._reduces):
                     raise make_clamped_count_error()
+        return sum(numbers)
 
     def _kept(self, batch: Any) -> tuple[Any, tuple[range, ...]]:
         """Return a kept micro-batch and its rows; an empty micro-batch for None."""

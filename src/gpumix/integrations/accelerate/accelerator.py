@@ -43,6 +43,7 @@ from gpumix.integrations.accelerate.loader import LoopLoader, get_current_part
 from gpumix.integrations.accelerate.loop_recorder import LoopRecorder
 from gpumix.integrations.accelerate.outputs import stand_in_loss
 from gpumix.integrations.accelerate.pending_objects import PendingObjects
+from gpumix.integrations.accelerate.unequal_means import UnequalMeans
 from gpumix.integrations.accelerate.wrapped_model import LABELS, LoopLoss, WrappedModel
 from gpumix.integrations.common.batch_rows import PlannedRows, get_loop_rows, split_rows_equally
 from gpumix.integrations.common.gather import gather_integers, gather_objects, gather_rows
@@ -163,6 +164,7 @@ class Accelerator(accelerate.Accelerator):
         self._engine: Engine | None = None
         self._wrapped_model: WrappedModel | None = None
         self._awaited = PendingObjects()
+        self._unequal_means = UnequalMeans(self.num_processes)
         self._alone: list[nn.Module] = []  # models called without a plan
 
     @property
@@ -393,7 +395,11 @@ class Accelerator(accelerate.Accelerator):
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce as Accelerate does; the mean of the last loss is the loss of the global batch."""
         if reduction == "mean" and self._wrapped_model is not None:
-            tensor = tree_map(self._wrapped_model.weight_for_mean, tensor)
+            own, tensor = tensor, tree_map(self._wrapped_model.weight_for_mean, tensor)
+            reduced = super().reduce(tensor, reduction, scale)
+            if own is tensor and isinstance(own, Tensor):
+                self._unequal_means.check(own * scale, reduced, "accelerator.reduce")
+            return reduced
         return super().reduce(tensor, reduction, scale)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
@@ -436,6 +442,8 @@ class Accelerator(accelerate.Accelerator):
         rows = len(next(t for t in tree_leaves(lifted)))
         begin = self.process_index * ROW_OFFSET_PER_RANK
         found = gather_rows({range(begin, begin + rows): lifted}, self._ranks(), "gather")
+        if isinstance(tensor, Tensor):
+            self._unequal_means.check(tensor, found.to(tensor), "accelerator.gather")
         return tree_map(lambda t: t.to(self.device), found)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
