@@ -232,6 +232,47 @@ def test_a_micro_batch_with_one_value_to_count_is_no_empty_one():
     assert engine.step(batch).item() > 0
 
 
+class OwnMean(torch.autograd.Function):
+    """A mean over rows whose mark is positive, as a kernel may compute it: its graph shows none."""
+
+    @staticmethod
+    def forward(ctx, z, marks):
+        counted = marks > 0
+        ctx.save_for_backward(z, counted)
+        return (z.square().mean(-1) * counted).sum() / counted.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        z, counted = ctx.saved_tensors
+        return gradient * 2 * z * counted[..., None] / z.shape[-1] / counted.sum(), None
+
+
+MARKS = {
+    "as many in each sample": (slice(None), slice(2), "nothing"),
+    "fewer in one sample": (0, slice(2), "the loss of a batch is not made of"),
+    "none in a micro-batch": (slice(3), slice(None), "losses are no numbers since"),
+}
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_rows_that_a_program_s_own_reduction_no_longer_counts_are_seen(name):
+    samples, rows, refusal = MARKS[name]
+    engine, batch = an_engine(OwnMean.apply), a_batch()
+    batch["labels"] = torch.ones(6, 5)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+    engine.step(batch)
+    assert engine.reduction == "a mean over samples"
+    batch["labels"][samples, rows] = 0
+    engine.step(batch)
+    optimizer.step()
+    if refusal == "nothing":
+        assert engine.step(batch).item() > 0
+        return
+    with pytest.raises(ModelError) as caught:
+        engine.step(batch)
+    assert refusal in str(caught.value)
+
+
 def test_an_evaluated_micro_batch_that_counts_nothing_is_refused():
     engine, batch = an_engine(of_hidden), some_hidden()
     engine.step(batch)

@@ -19,14 +19,14 @@ class LossComposition(NamedTuple):
         kind: kind of all losses; 0 if there are several kinds, or losses are not watched.
         new: a kind that no rehearsal has seen, or 0.
         lowest, highest: bounds of the factors of terms, apart from their count.
-        by_one: whether a count read from a graph is 1.
+        miscounts: whether a micro-batch may count otherwise than the rule.
     """
 
     kind: float = 0.0
     new: float = 0.0
     lowest: torch.Tensor | float = 0.0
     highest: torch.Tensor | float = 0.0
-    by_one: torch.Tensor | float = 0.0
+    miscounts: torch.Tensor | float = 0.0
 
 
 COLUMNS = 5 + len(LossComposition._fields)

@@ -139,6 +139,24 @@ def drop_gradients(loss: Tensor, is_empty: Tensor) -> None:
         term.node.register_hook(drop)
 
 
+def observe_unknown_rows(loss: Tensor, observe: Callable[[Tensor], object]) -> None:
+    """Let `observe` get the number of rows that a term of unknown reduction gives a gradient, in
+    the backward pass of a loss: those that it counts. int64 on the loss's device; nothing is
+    observed if all terms are known, or if the term is computed of single numbers."""
+
+    def count(gradients: tuple[Tensor | None, ...], _: Any) -> None:
+        given = [one for one in gradients if one is not None and one.dim()]
+        if given:
+            widest = max(given, key=Tensor.numel)
+            rows = widest if widest.dim() == 1 else widest.flatten(0, -2).abs().amax(-1)
+            observe((rows.abs() > 0).sum())  # NaN is of a mean over nothing
+
+    for term in _all_terms_of(loss):
+        if isinstance(term, _UnknownTerm):
+            term.node.register_hook(count)
+            return
+
+
 def is_sum(loss: Tensor) -> bool:
     """Return whether a loss is a sum over items, or of sums, without a denominator."""
     terms = _terms_of(loss)
@@ -233,18 +251,29 @@ class _Term(NamedTuple):
     node: Any
 
 
+class _UnknownTerm(NamedTuple):
+    """A term of a loss computed by a node whose reduction is not understood."""
+
+    node: Any
+
+
 def _terms_of(loss: Tensor, *, shapes: bool = True) -> list[_Term]:
     """Return the terms of a loss; empty if the graph has an unknown node."""
-    if loss.grad_fn is None or loss.numel() != 1:
-        return []
-    with torch.no_grad():
-        found = _terms(loss.grad_fn, 1.0, shapes, False)
-    known = [term for term in found if term is not None]
+    found = _all_terms_of(loss, shapes=shapes)
+    known = [term for term in found if isinstance(term, _Term)]
     return known if len(known) == len(found) else []
 
 
-def _terms(node: Any, factor: _Number, shapes: bool, is_coarse: bool) -> list[_Term | None]:
-    """Return the terms below a node; None for an unknown term.
+def _all_terms_of(loss: Tensor, *, shapes: bool = True) -> list[_Term | _UnknownTerm]:
+    """Return the terms of a loss, unknown terms too."""
+    if loss.grad_fn is None or loss.numel() != 1:
+        return []
+    with torch.no_grad():
+        return _terms(loss.grad_fn, 1.0, shapes, False)
+
+
+def _terms(node: Any, factor: _Number, shapes: bool, is_coarse: bool) -> list[_Term | _UnknownTerm]:
+    """Return the terms below a node.
 
     Args:
         node: None: a constant.
@@ -256,7 +285,9 @@ def _terms(node: Any, factor: _Number, shapes: bool, is_coarse: bool) -> list[_T
     name = type(node).__name__
     if name in _CHOICES:
         ends = [following for following, _ in node.next_functions if following is not None]
-        return _terms(ends[0], factor, shapes, is_coarse) if len(ends) == 1 else [None]
+        if len(ends) != 1:
+            return [_UnknownTerm(node)]
+        return _terms(ends[0], factor, shapes, is_coarse)
     if name in _UNCHANGED or _is_of_one(node, name):
         return _terms(node.next_functions[0][0], factor, shapes, is_coarse)
     if name in ("AddBackward0", "SubBackward0"):
@@ -271,23 +302,23 @@ def _terms(node: Any, factor: _Number, shapes: bool, is_coarse: bool) -> list[_T
     if name in _PRODUCTS | _QUOTIENTS:
         return _find_product_terms(node, factor, shapes, is_coarse, divides=name in _QUOTIENTS)
     if _is_of_losses(node, name):
-        return [None]
+        return [_UnknownTerm(node)]
     count = _get_denominator(node, name)
     if count is not None and not shapes and not _is_weighted(node, name):
         count = 1.0
-    return [None if count is None else _Term(count, factor, is_coarse, node)]
+    return [_UnknownTerm(node) if count is None else _Term(count, factor, is_coarse, node)]
 
 
 def _find_product_terms(
     node: Any, factor: _Number, shapes: bool, is_coarse: bool, *, divides: bool
-) -> list[_Term | None]:
+) -> list[_Term | _UnknownTerm]:
     """Return the terms of a product with a constant, or of a quotient by a constant."""
     places = [place for place, (n, _) in enumerate(node.next_functions) if n is not None]
     if len(places) != 1 or (divides and places != [0]):
-        return [None]
+        return [_UnknownTerm(node)]
     other = node._saved_self if places == [1] else node._saved_other
     if other is None or (isinstance(other, Tensor) and other.numel() != 1):
-        return [None]
+        return [_UnknownTerm(node)]
     is_coarse |= isinstance(other, Tensor) and other.dtype in _LOW_PRECISION_DTYPES
     number = _number(other)
     factor = _quotient(factor, number) if divides else factor * number

@@ -78,6 +78,7 @@ class RehearsalResult(NamedTuple):
         shows: whether the losses were nonzero; zero adds up by any rule.
         adds_up: whether the losses add up by a rule.
         training: whether samples were computed in training mode, because evaluation mode differs.
+        is_finite: whether the losses were numbers.
     """
 
     told: str
@@ -85,6 +86,7 @@ class RehearsalResult(NamedTuple):
     is_nonzero: bool = False
     adds_up: bool = False
     training: bool = False
+    is_finite: bool = True
 
     @property
     def known(self) -> Sequence[int]:
@@ -273,8 +275,15 @@ class _Rehearsal(TrialRunner):
     def _found_to_add_up(
         self, rule: Rule, trials: Sequence[TrialLoss], *, training: bool
     ) -> RehearsalResult:
-        shows, seen = trials[0].loss != 0, self._kinds_seen()
-        return RehearsalResult(rule.name, seen, is_nonzero=shows, adds_up=True, training=training)
+        loss = trials[0].loss
+        return RehearsalResult(
+            rule.name,
+            self._kinds_seen(),
+            is_nonzero=loss != 0,
+            adds_up=True,
+            training=training,
+            is_finite=math.isfinite(loss),
+        )
 
     def run_evaluation(self) -> None:
         """See `rehearse_evaluation`."""

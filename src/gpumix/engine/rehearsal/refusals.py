@@ -130,6 +130,15 @@ def make_unequal_weights_error(rule: Rule | None, low: float, high: float) -> Mo
     )
 
 
+def make_empty_mean_error() -> ModelError:
+    return ModelError(
+        NOT_OF_PARTS,
+        why="the loss of a micro-batch gave gradients to fewer rows than those before, and losses "
+        "are no numbers since: it is a mean over what there was none of in the micro-batch",
+        fix=BY_A_COUNT,
+    )
+
+
 def make_clamped_count_error() -> ModelError:
     return ModelError(
         NOT_OF_PARTS,

@@ -22,6 +22,7 @@ from gpumix.engine.rehearsal.loss_watch import MOST_DOUBTS, REHEARSAL_STEPS, Los
 from gpumix.engine.rehearsal.refusals import (
     make_changed_kind_error,
     make_clamped_count_error,
+    make_empty_mean_error,
     make_unequal_weights_error,
 )
 from gpumix.engine.rehearsal.samples import all_gather_values
@@ -225,8 +226,12 @@ class RehearsingEngine(TrialSteps):
                 kinds = self._rehearse_kind(settled, batch, samples)
             if doubt is not None and doubt.unlike is not None:
                 raise make_unequal_weights_error(self._reduces.rule, *doubt.unlike)
-            if doubt is not None and doubt.by_one and not self.places:
-                self._count_again(doubt.batches_divided_by_one)
+            if doubt is not None and doubt.miscounts and not self.places:
+                if watch.by_values:
+                    self._count_again(doubt.miscounted)
+                else:
+                    self._rehearse_each(doubt.miscounted, batch, samples)
+                    watch.accept_rows()
         except ModelError as error:
             error.where = f"{type(self.model).__name__}, step {step}"
             raise
@@ -247,6 +252,29 @@ class RehearsingEngine(TrialSteps):
         if kind not in found.seen and not (self.places or self._leaves_out):
             raise make_changed_kind_error()
         return [*found.known, kind] if found.is_nonzero else ()
+
+    def _rehearse_each(self, own: Sequence[Any], batch: Any, samples: int | None) -> None:
+        """Rehearse with micro-batches whose loss may count otherwise than the rule, or with the
+        next batch if all of them have a single sample. Collective.
+
+        Args:
+            own: of this rank.
+
+        Raises:
+            ModelError: the losses do not add up.
+        """
+        several = [one for one in own if count_samples(one) > 1]
+        numbers = [int(number) for (number,) in all_gather_values(self, [float(len(several))])]
+        for rank, number in enumerate(numbers):
+            for place in range(number):
+                kept, rows = self._kept(several[place] if rank == self.comm.rank else None)
+                self._rehearse_miscounted(kept, rows)
+        if not any(numbers) and batch is not None:
+            self._rehearse_miscounted(batch, self._rows_of_step(samples))
+
+    def _rehearse_miscounted(self, batch: Any, rows: tuple[range, ...]) -> None:
+        if not additivity.rehearse_again(self, batch, rows, self._reduces).is_finite:
+            raise make_empty_mean_error()
 
     def _check_evaluated(self) -> None:
         """Check that evaluated micro-batches with losses divided by 1 have something to count.
