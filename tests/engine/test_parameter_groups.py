@@ -201,3 +201,32 @@ def test_a_group_that_one_stage_has_alone(name, make):
 def test_groups_of_a_rank_that_has_several_parts_of_a_parameter(make):
     plan = staged_plan("gpt2", rows([4, 3], tensor=[(1, 2)]), zero_stage=1)
     _assert_trains_plainly("gpt2", plan, make, "transformer.h.1.*")
+
+
+ADAGRAD = {"lr": 0.05, "initial_accumulator_value": 0.1, "lr_decay": 0.01}
+
+
+def test_an_optimizer_with_state_before_its_first_update_is_taken_over():
+    engine, model = engine_alone(GPT2.factory, 4, 2), initialised(GPT2.factory)
+    names = {id(p): name for name, p in model.named_parameters()}
+    given = torch.optim.Adagrad(model.parameters(), **ADAGRAD)
+    take_over_optimizer(given, engine, names)
+    plain = torch.optim.Adagrad(model.parameters(), **ADAGRAD)
+    for batch in batches(GPT2, 4, STEPS):
+        for optimizer, step in ((given, engine.step), (plain, lambda b: mean_loss(model, b))):
+            optimizer.zero_grad()
+            loss = step(batch)
+            if optimizer is plain:
+                loss.backward()
+            optimizer.step()
+    expected = {n: p.detach().numpy() for n, p in model.named_parameters()}
+    assert max(tensor_errors(joined([pieces_of(engine)]), expected).values()) < 1e-4
+
+
+def test_an_optimizer_that_has_updated_is_not_taken_over():
+    engine, model = engine_alone(GPT2.factory, 4, 2), initialised(GPT2.factory)
+    optimizer = torch.optim.Adagrad(model.parameters(), **ADAGRAD)
+    mean_loss(model, next(batches(GPT2, 4, 1))).backward()
+    optimizer.step()
+    with pytest.raises(InputError, match="it has state of updates already"):
+        take_over_optimizer(optimizer, engine, {id(p): n for n, p in model.named_parameters()})

@@ -118,6 +118,8 @@ class UpdateChecks:
             return
         if optimizer not in self._checked:
             is_ours = check_optimizer(optimizer, engine.parameters()) and is_known(optimizer)
+            if is_ours:
+                _flatten_state(optimizer)
             self._checked[optimizer] = _UnguardedSteps(optimizer) if is_ours else None
         steps = self._checked[optimizer]
         if steps is not None:
@@ -132,6 +134,16 @@ def is_known(optimizer: Optimizer) -> bool:
         or isinstance(optimizer, FullParameterOptimizer)
         or package in KERNEL_LIBRARIES
     )
+
+
+def _flatten_state(optimizer: Optimizer) -> None:
+    """Flatten state that an optimizer such as Adagrad made when it was made, in the shapes of full
+    parameters, where each rank has all elements."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() > parameter.dim():
+                    state[name] = value.reshape(-1)
 
 
 class _UnguardedSteps:

@@ -56,10 +56,13 @@ def make_factory_from_optimizer(optimizer: Optimizer) -> OptimizerOf:
     """
     kind = type(optimizer)
     check_optimizer_class(kind, "torch.optim.AdamW, or another that treats elements one by one")
-    known = inspect.signature(kind).parameters
-    return partial(
-        _make_optimizer, kind, {k: v for k, v in optimizer.defaults.items() if k in known}
-    )
+    return partial(_make_optimizer, kind, _settings_of(optimizer))
+
+
+def _settings_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the arguments that an optimizer was made with, apart from its parameters."""
+    known = inspect.signature(type(optimizer)).parameters
+    return {name: value for name, value in optimizer.defaults.items() if name in known}
 
 
 def _make_optimizer(
@@ -85,18 +88,21 @@ def take_over_optimizer(optimizer: Optimizer, engine: Engine, names: Mapping[int
     ours = {id(piece) for of_name in pieces.values() for piece in of_name}
     if all(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
         return
+    has_updated = any(one.get("step", 1) > 0 for one in optimizer.state.values())
     for group in optimizer.param_groups:
         unknown = [p for p in group["params"] if id(p) not in names]
-        if unknown or optimizer.state:
+        if unknown or has_updated:
             raise InputError(
                 "the optimizer cannot be taken over",
-                why="it has state already, of updates or, as Adagrad, from its first moment"
-                if optimizer.state
+                why="it has state of updates already"
+                if has_updated
                 else "it updates tensors that are no parameters of the model",
-                fix="make it of the model's parameters, and hand it over before it is used; with "
-                "transformers' Trainer: optim='adagrad'",
+                fix="make it of the model's parameters, and hand it over before it is used",
             )
         own = [pieces.get(names[id(p)], []) for p in group["params"]]
         group["params"] = [piece for of_name in own for piece in of_name]
+    if optimizer.state:  # some kinds, such as Adagrad, have state before the first update
+        groups = [dict(group) for group in optimizer.param_groups]
+        optimizer.state = type(optimizer)(groups, **_settings_of(optimizer)).state
     if isinstance(optimizer, FullParameterOptimizer):
         optimizer.layout = engine.layout()
