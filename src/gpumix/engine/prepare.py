@@ -357,8 +357,9 @@ def _check_parameter_holders(model: nn.Module) -> None:
             raise InputError(
                 f"parameter '{name}' has a hook on its gradient, which would not be called",
                 why="a rank has the gradient of its own samples, and then a part of the sum",
-                fix="look at gradients after engine.step, or in a callback before the optimizer's "
-                "step; remove the hook",
+                fix="remove the hook; look at gradients after engine.step, or in a callback before "
+                "the optimizer's step; to train some rows only, make them a parameter of their "
+                "own, as PEFT's trainable_token_indices does",
             )
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():

@@ -135,7 +135,8 @@ def make_empty_mean_error() -> ModelError:
         NOT_OF_PARTS,
         why="the loss of a micro-batch gave gradients to fewer rows than those before, and losses "
         "are no numbers since: it is a mean over what there was none of in the micro-batch",
-        fix=BY_A_COUNT,
+        fix="let the function return a sum, and divide by the number of items outside of it, where "
+        f"the graph shows the number; or {BY_A_COUNT}",
     )
 
 
@@ -144,7 +145,8 @@ def make_clamped_count_error() -> ModelError:
         NOT_OF_PARTS,
         why="the loss of a micro-batch was divided by 1, and so is that of the same samples twice: "
         "there is nothing in it that the loss counts, and of the whole batch it would be no 1",
-        fix=BY_A_COUNT,
+        fix="divide by the number itself, not by 1 at least: a micro-batch without items then "
+        f"counts nothing; or {BY_A_COUNT}",
     )
 
 

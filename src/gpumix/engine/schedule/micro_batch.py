@@ -235,17 +235,20 @@ def is_skipping_units(calls: Sequence[str], number: int, called: str) -> bool:
 def make_call_order_error(calls: Sequence[str], number: int, called: str) -> ModelError:
     """Return the error of a model that calls `called` ("" for none) as call `number`, from 0,
     unlike the plan."""
-    wanted = "the loss was to come"
+    wanted, again = "the loss was to come", ""
     if number < len(calls):
         wanted = f"unit '{calls[number]}' was to be called as call {number + 1} of {len(calls)}"
     elif called in calls:
         wanted = f"units that are called behind '{called}' were called before it"
+    if number == len(calls):  # as an evaluation does that calls the model twice
+        again = "call the model as often as a training step does, and reuse its outputs; or "
     return ModelError(
         f"the model calls its units in another order than the plan: {wanted}, the model called "
         f"'{called or 'none'}'",
         why="the order of unit calls must be the same on every rank and in every step; a plan of "
         "one stage lets a pass leave units out",
-        fix="profile and plan again for this model and its current settings (a plan of "
+        fix=again
+        + "profile and plan again for this model and its current settings (a plan of "
         "gpumix.testing.plan_for takes all unit calls in order, as calls=...); for LayerDrop plan "
         "with techniques.most_stages=1",
     )
