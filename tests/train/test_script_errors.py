@@ -42,6 +42,7 @@ def test_an_error_names_the_line_of_the_script_and_shows_no_traceback(tmp_path):
     assert error[-1] == f"  called at: {tmp_path / 'script.py'}:6, {line}"
 
 
+@pytest.mark.extended
 def test_tracebacks_are_shown_on_request_and_of_other_errors(tmp_path):
     pytest.importorskip("accelerate")
     asked = run_script(tmp_path, 'mixed_precision="fp8"', GPUMIX_TRACEBACK="1")
