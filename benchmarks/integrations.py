@@ -96,7 +96,7 @@ def plan(network: nn.Module | None = None) -> Any:
     from reference import Share, plan_for
 
     shares = [Share(BATCH, 4, 1)] * 2
-    return plan_for(network or model(), shares, length=LENGTH, zero_stage=3)
+    return plan_for(network or model(), shares, sequence_length=LENGTH, zero_stage=3)
 
 
 class Plain:

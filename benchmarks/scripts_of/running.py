@@ -254,7 +254,7 @@ def plan_by_hand(kind: str, model: nn.Module, training: plan_and_shard.TrainingS
         shares,
         calls=calls,
         units=select_called_units(model, calls),
-        length=training.sequence_length,
+        sequence_length=training.sequence_length,
         zero_stage=zero_stage,
         compute_dtype=plan_and_shard.precision_of_weights(model) if dtype == "auto" else dtype,
     )

@@ -42,7 +42,7 @@ def trained(folder: Path, ours: bool) -> list[float]:
     if ours:
         from gpumix.integrations.transformers import Trainer
 
-        more["plan"] = plan_for(model, [Share(6, 4, 1)], length=LENGTH)
+        more["plan"] = plan_for(model, [Share(6, 4, 1)], sequence_length=LENGTH)
     else:
         from transformers import Trainer
     arguments = TrainingArguments(

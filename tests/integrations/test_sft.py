@@ -58,7 +58,7 @@ def plan(adapted: bool) -> Any:
     else:
         whole = model()
     shares = [Share(7, 3, 1), Share(1, 1, 3)]
-    return plan_for(whole, shares, length=16, zero_stage=3)
+    return plan_for(whole, shares, sequence_length=16, zero_stage=3)
 
 
 ADAPTED = ("adapters", "packs and adapters")
@@ -294,7 +294,7 @@ def _sees_all(folder: Path) -> None:
         SFTConfig(str(folder / "run"), per_device_train_batch_size=8, **settings),
         train_dataset=texts(),
         processing_class=tokenizer(),
-        plan=plan_for(model(), [Share(8, 4, 1)], length=16),
+        plan=plan_for(model(), [Share(8, 4, 1)], sequence_length=16),
     ).train()
 
 
@@ -341,7 +341,9 @@ def _balanced(folder: Path) -> tuple[list[float], list[float], str]:
         return [line["loss"] for line in training.state.log_history if "loss" in line]
 
     stock = losses(trl.SFTTrainer, "stock")
-    whole = losses(SFTTrainer, "whole", plan=plan_for(experts(), [Share(8, 8, 1)], length=16))
+    whole = losses(
+        SFTTrainer, "whole", plan=plan_for(experts(), [Share(8, 8, 1)], sequence_length=16)
+    )
     with pytest.raises(GpumixError) as refused:
-        losses(SFTTrainer, "cut", plan=plan_for(experts(), [Share(8, 4, 1)], length=16))
+        losses(SFTTrainer, "cut", plan=plan_for(experts(), [Share(8, 4, 1)], sequence_length=16))
     return stock, whole, str(refused.value)

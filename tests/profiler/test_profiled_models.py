@@ -46,7 +46,7 @@ def _profile(name: str) -> str:
     return profile_json(
         architecture.factory,
         lambda n: architecture.batch(n, generator),
-        length=LENGTH,
+        sequence_length=LENGTH,
         global_batch=BATCH,
         cluster=CLUSTER,
     )

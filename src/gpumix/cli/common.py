@@ -11,6 +11,8 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
@@ -50,14 +52,17 @@ Strategy = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+_shows_tracebacks = ContextVar("shows_tracebacks", default=False)
 
 
 def make_command(command: Callable[P, None]) -> Callable[P, None]:
-    """Make a function a command: errors become a clear message and the right exit code."""
+    """Make a function a command: errors become a clear message and the right exit code. It gets the
+    option `--debug`, see `shows_tracebacks`."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        debug, as_json = bool(kwargs.get("debug")), bool(kwargs.get("as_json"))
+        debug, as_json = bool(kwargs.pop("debug", False)), bool(kwargs.get("as_json"))
+        before = _shows_tracebacks.set(debug)
         try:
             with _interrupt_on_sigterm():
                 command(*args, **kwargs)
@@ -72,8 +77,19 @@ def make_command(command: Callable[P, None]) -> Callable[P, None]:
                 if as_json and not isinstance(error, _StdoutError):
                     print_json(error.as_dict())
             raise typer.Exit(error.exit_code) from None
+        finally:
+            _shows_tracebacks.reset(before)
 
+    own = signature(command, eval_str=True)
+    option = Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
+    run.__signature__ = own.replace(parameters=[*own.parameters.values(), option])  # type: ignore[attr-defined]
+    run.__annotations__ = command.__annotations__ | {"debug": Debug}
     return run
+
+
+def shows_tracebacks() -> bool:
+    """Return whether the command that runs was asked to show tracebacks."""
+    return _shows_tracebacks.get()
 
 
 @contextmanager

@@ -298,7 +298,7 @@ def add_planning_options(command: Callable[..., None]) -> Callable[..., None]:
         )
         command(asked=asked, **given)
 
-    last = {name: own.pop(name) for name in ("as_json", "debug")}
+    last = {"as_json": own.pop("as_json")}
     every = {"job": shared["job"]} | own | shared | last
     run.__signature__ = Signature(list(every.values()))  # type: ignore[attr-defined]
     run.__annotations__ = {name: parameter.annotation for name, parameter in every.items()}

@@ -47,7 +47,6 @@ def plan_for(
     *,
     calls: Sequence[str] = (),
     units: Sequence[str] = (),
-    length: int = 1,
     stage: Mapping[str, Any] | None = None,
     on_host: Collection[int] = (),
     head: Literal["whole", "chunked"] | None = None,
@@ -59,12 +58,12 @@ def plan_for(
     Args:
         calls: the order of the unit calls; default: the order of registration.
         units: class or module names of the units, as for `gpumix.prepare`; default: found.
-        length: tokens of a sample, recorded in the plan without effect.
         stage: further fields of the stage.
         on_host: ranks with CPU offload of their state.
         head: of all ranks, instead of their modes' head.
         compute_dtype: of all ranks, or of each.
-        settings: further fields of the plan, such as `zero_stage`.
+        settings: further fields of the plan, such as `zero_stage`; `sequence_length` is 1 if not
+            given, which has no effect.
 
     Raises:
         InputError: no units were found.
@@ -73,6 +72,7 @@ def plan_for(
     anatomy = split_into_units(model, units)
     if isinstance(compute_dtype, str):
         compute_dtype = [compute_dtype] * len(shares)
+    settings.setdefault("sequence_length", 1)
     settings.setdefault("communication_dtype", choose_communication_dtype(compute_dtype))
     by_host = settings.get("sharding") == "host"
     workers = tuple(
@@ -95,7 +95,6 @@ def plan_for(
     return Plan(
         strategy="by hand",
         model=anatomy.fingerprint(),
-        sequence_length=length,
         global_batch=sum(share.samples for share in shares),
         stages=(Stage(units=names, workers=workers, **(stage or {})),),
         **settings,

@@ -11,12 +11,12 @@ import typer
 
 from gpumix.cli.common import (
     Allowed,
-    Debug,
     Json,
     Overrides,
     make_command,
     print_result,
     refuse_set_without_job,
+    shows_tracebacks,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ def check(
     overrides: Overrides = [],  # noqa: B006
     allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     from gpumix.check.run import check as outcome_of
     from gpumix.schema.errors import MachineError
@@ -59,7 +58,9 @@ def check(
     refuse_set_without_job(job, overrides, fix="gpumix check JOB.yaml --set ...")
     leaving = context.with_resource(ExitStack())
     say = get_stderr_console().print
-    outcome = outcome_of(job, overrides, allowed=allowed, say=say, leaving=leaving, debug=debug)
+    outcome = outcome_of(
+        job, overrides, allowed=allowed, say=say, leaving=leaving, debug=shows_tracebacks()
+    )
     findings = outcome.findings
     if findings is not None:
         print_result(

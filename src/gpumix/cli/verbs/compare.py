@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from gpumix.cli.common import Debug, Json, make_command, print_result
+from gpumix.cli.common import Json, make_command, print_result
 from gpumix.cli.profile_source import PlanOptions, add_planning_options
 from gpumix.schema.reading.error_location import locate_errors
 
@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
 @make_command
 @add_planning_options
-def compare(asked: PlanOptions, as_json: Json = False, debug: Debug = False) -> None:
+def compare(asked: PlanOptions, as_json: Json = False) -> None:
     from gpumix.cli.tables import comparison_table
     from gpumix.planner.compare import compare as compared
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, make_command, print_json
+from gpumix.cli.common import Json, make_command, print_json, shows_tracebacks
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import remove, write_text_atomically
 from gpumix.train.run_log import run_files
@@ -52,7 +52,6 @@ def demo(
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the job.")
     ] = [],  # noqa: B006
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     from gpumix.cli.demo_devices import choose_demo_devices
     from gpumix.train.controller import JobController, format_overrun_warning
@@ -61,7 +60,9 @@ def demo(
 
     _check_output_folder(output)
     devices = choose_demo_devices()
-    pipeline = JobController.of_file(_write_job(output, steps, devices), overrides, debug=debug)
+    pipeline = JobController.of_file(
+        _write_job(output, steps, devices), overrides, debug=shows_tracebacks()
+    )
     pipeline.show(devices.said)
     _remove_former_run(output)
     summary = pipeline.train(None, resume=False)

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from gpumix.cli.common import (
-    Debug,
     Json,
     Overrides,
     make_command,
@@ -34,7 +33,6 @@ def devices(
     ] = None,
     overrides: Overrides = [],  # noqa: B006
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     from gpumix.hardware.discovery.discover import discover_cluster
     from gpumix.schema.errors import InputError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Allowed, Debug, Json, Overrides, make_command, print_json
+from gpumix.cli.common import Allowed, Json, Overrides, make_command, print_json, shows_tracebacks
 from gpumix.schema.errors import InputError
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ def doctor(
     overrides: Overrides = [],  # noqa: B006
     allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     from gpumix.doctor.change import merge_overrides, write_tuned
     from gpumix.doctor.examine import examine
@@ -67,9 +66,7 @@ def doctor(
         _refuse_job_options(target, apply=apply, overrides=overrides)
     _refuse_unknown_suspects(only, is_function)
     console = get_stderr_console()
-    with _open_patient(
-        target, is_function, overrides, allowed, steps=steps, debug=debug
-    ) as patient:
+    with _open_patient(target, is_function, overrides, allowed, steps=steps) as patient:
         report = examine(patient, say=console.print, pairs=pairs, only=tuple(only))
     if as_json:
         print_json(report.as_dict())
@@ -140,17 +137,22 @@ def _open_patient(
     allowed: list[str],
     *,
     steps: int,
-    debug: bool,
 ) -> Iterator[Patient]:
     from gpumix.doctor.function.patient import open_function_patient
     from gpumix.doctor.job import open_job_patient
 
     if is_function:
-        with open_function_patient(target, Path.cwd(), steps=steps, debug=debug) as function:
+        with open_function_patient(
+            target, Path.cwd(), steps=steps, debug=shows_tracebacks()
+        ) as function:
             yield function
     else:
         with open_job_patient(
-            Path(target), tuple(overrides), steps=steps, allowed=tuple(allowed), debug=debug
+            Path(target),
+            tuple(overrides),
+            steps=steps,
+            allowed=tuple(allowed),
+            debug=shows_tracebacks(),
         ) as job:
             yield job
 

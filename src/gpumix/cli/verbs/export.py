@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, make_command, print_json
+from gpumix.cli.common import Json, make_command, print_json
 
 
 def register(app: typer.Typer) -> None:
@@ -24,7 +24,6 @@ def export(
     to: Annotated[Path, typer.Option("--to", help="The folder to write.")],
     dtype: Annotated[str, typer.Option("--dtype", help="fp32 or bf16.")] = "fp32",
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     from gpumix.train.checkpoint.export import export as write
     from gpumix.train.run_log.terminal import get_stderr_console

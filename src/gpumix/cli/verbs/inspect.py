@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumix.cli.common import Debug, Json, make_command, print_result
+from gpumix.cli.common import Json, make_command, print_result
 from gpumix.schema.errors import InputError
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ def inspect(
         Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's folder.")
     ],
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     from rich.console import Group
 

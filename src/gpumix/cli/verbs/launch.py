@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumix.cli.common import Debug, Json, make_command, print_json
+from gpumix.cli.common import Json, make_command, print_json
 from gpumix.schema.errors import InputError
 
 if TYPE_CHECKING:
@@ -154,7 +154,6 @@ def launch(
     print_commands: PrintsCommands = False,
     template: PrintedTemplate = None,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     from gpumix.launch.commands import LaunchEnvironment, Ssh
     from gpumix.launch.launcher import LaunchRequest, pass_cluster

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, Strategy, make_command, print_result
+from gpumix.cli.common import Json, Strategy, make_command, print_result
 from gpumix.cli.profile_source import PlanOptions, add_planning_options, get_profile_path
 from gpumix.schema.reading.error_location import locate_errors
 
@@ -32,7 +32,6 @@ def plan(
         ),
     ] = None,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     from rich.console import Group
 

@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Allowed, Debug, JobFile, Json, Overrides, make_command, print_json
+from gpumix.cli.common import (
+    Allowed,
+    JobFile,
+    Json,
+    Overrides,
+    make_command,
+    print_json,
+    shows_tracebacks,
+)
 from gpumix.schema.reading.error_location import locate_errors
 
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what is in the cache.")]
@@ -30,13 +38,12 @@ def profile(
     overrides: Overrides = [],  # noqa: B006
     allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     from gpumix.train.controller import JobController
     from gpumix.train.run_log.tables import efficiency_table, profile_table
 
     with locate_errors(job):
-        pipeline = JobController.of_file(job, overrides, allowed=allowed, debug=debug)
+        pipeline = JobController.of_file(job, overrides, allowed=allowed, debug=shows_tracebacks())
         found = pipeline.profile(fresh=fresh)
     if not pipeline.speaks:
         return

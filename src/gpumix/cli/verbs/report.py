@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, make_command, print_json
+from gpumix.cli.common import Json, make_command, print_json
 
 
 def register(app: typer.Typer) -> None:
@@ -35,7 +35,6 @@ def report(
         bool, typer.Option("--open", help="Open the page in the browser of this machine.")
     ] = False,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     from gpumix.report.facts import RunFacts
     from gpumix.report.page import write_page

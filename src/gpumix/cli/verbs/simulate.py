@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumix.cli.common import Debug, Json, Overrides, make_command, print_result
+from gpumix.cli.common import Json, Overrides, make_command, print_result
 from gpumix.cli.profile_source import (
     ClusterText,
     ModelText,
@@ -66,7 +66,6 @@ def simulate(
     ] = None,
     overrides: Overrides = [],  # noqa: B006
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     from rich.console import Group
 

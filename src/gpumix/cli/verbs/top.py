@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, make_command, print_json
+from gpumix.cli.common import Json, make_command, print_json
 from gpumix.cli.verbs.report import RunFolder
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ def top(
         typer.Option("--every", min=0.1, max=3600, metavar="SECONDS", help="How often to look."),
     ] = 1.0,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     from gpumix.report.live import render_frame
     from gpumix.train.run_log.terminal import get_stdout_console

@@ -10,13 +10,13 @@ import typer
 
 from gpumix.cli.common import (
     Allowed,
-    Debug,
     JobFile,
     Json,
     Overrides,
     Strategy,
     make_command,
     print_json,
+    shows_tracebacks,
 )
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.error_location import locate_errors
@@ -61,7 +61,6 @@ def train(
     overrides: Overrides = [],  # noqa: B006
     allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     from gpumix.cli.profile_source import load_profile_beside
     from gpumix.schema.plan.plan import Plan
@@ -81,7 +80,7 @@ def train(
     found = load_profile_beside(plan, given) if plan is not None and given is not None else None
     made_from, made_from_file = found or (None, "")
     with locate_errors(job):
-        pipeline = JobController.of_file(job, overrides, allowed=allowed, debug=debug)
+        pipeline = JobController.of_file(job, overrides, allowed=allowed, debug=shows_tracebacks())
         summary = pipeline.train(
             given,
             resume=resume,

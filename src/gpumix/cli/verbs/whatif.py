@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, make_command, print_result
+from gpumix.cli.common import Json, make_command, print_result
 from gpumix.cli.profile_source import PlanOptions, add_planning_options
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.error_location import locate_errors
@@ -49,7 +49,6 @@ def whatif(
         typer.Option("--price", help="Of one device an hour, a100=1.80; adds cost per token."),
     ] = [],  # noqa: B006
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     from gpumix.cli.tables import outlook_table
     from gpumix.planner.cluster_change import forecast_clusters

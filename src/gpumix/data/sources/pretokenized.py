@@ -37,7 +37,6 @@ class OwnSamples(RaggedSource):
         dataset: as for `SampleSource`.
         name: name of the dataset in errors.
         pad_token: token for padding.
-        lengths: lengths of samples before cutting; default: as declared by the dataset.
         content: changes with the samples; default: the name.
         aligned: whether labels correspond to tokens one to one; labels of a decoder do not.
         reading: see `SampleSource`.
@@ -50,7 +49,6 @@ class OwnSamples(RaggedSource):
         *,
         longest: int,
         pad_token: int = 0,
-        lengths: np.ndarray | None = None,
         content: str = "",
         aligned: bool = True,
         reading: Reading = DEFAULT_READING,
@@ -59,8 +57,7 @@ class OwnSamples(RaggedSource):
         self._aligned = aligned
         self._source = SampleSource(dataset, name, reading=reading)
         self.name = name
-        if lengths is None:
-            lengths = declared_lengths(dataset, len(self._source), name)
+        lengths = declared_lengths(dataset, len(self._source), name)
         self._lengths = None if lengths is None else np.minimum(lengths, longest)
         told = b"" if self._lengths is None else self._lengths.tobytes()
         whole = hashlib.sha256(told).hexdigest()

@@ -69,12 +69,13 @@ def open_saved_documents(
         text = _pack_column(dataset, name, folder, tokenizer, sequence_length, cache, at_least=1)
         return TokenFileDocuments(text, pad_token=tokenizer.end_of_text)
     names = [name for name in PER_TOKEN_KEYS if name in dataset.column_names]
+    rows = dataset.select_columns(names).with_format("numpy")
+    rows.lengths = _row_lengths(dataset, names, folder)  # see `declared_lengths`
     return OwnSamples(
-        dataset.select_columns(names).with_format("numpy"),
+        rows,
         str(folder),
         longest=sequence_length,
         pad_token=tokenizer.end_of_text,
-        lengths=_row_lengths(dataset, names, folder),
         content=_hash_dataset(folder),
     )
 

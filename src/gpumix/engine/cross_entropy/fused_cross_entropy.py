@@ -42,11 +42,10 @@ def compute_fused_losses(
             logits,
             logits.stride(0),
             targets,
-            losses if factors is None else factors,
+            factors,
             losses,
             classes,
             label_smoothing,
-            GRADIENT=factors is not None,
             BLOCK=block,
             num_warps=max(4, min(16, block // 256)),
         )

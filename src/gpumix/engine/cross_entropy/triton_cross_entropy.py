@@ -17,7 +17,6 @@ def cross_entropy_kernel(
     losses: Any,
     classes: Any,
     smoothing: Any,
-    GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -39,7 +38,7 @@ def cross_entropy_kernel(
     own = logarithm - hit
     mean = logarithm - plain / classes
     tl.store(losses + row, own * (1.0 - smoothing) + mean * smoothing)
-    if GRADIENT:
+    if factors is not None:
         # Overwrite the logits. There is no barrier between the loops: each lane stores only where
         # it has loaded itself above, so no warp overwrites a logit that another has yet to load.
         factor = tl.load(factors + row)
