@@ -493,6 +493,26 @@ def test_a_loss_that_divides_by_one_at_least_counts_nothing_without_labels():
     assert engine.reduction == "a mean over what the loss itself divides by"
 
 
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_labels_of_another_name_are_counted_as_the_loss_does(micro_batch):
+    """The first batch has a label for each sample, a later one has not."""
+
+    class Named(Blocks):
+        def forward(self, x, y):
+            return F.cross_entropy(super().forward(x)[:, 0], y)
+
+    batch = a_batch()
+    first = {"x": batch["x"], "y": torch.arange(6) % CLASSES}
+    later = {"x": batch["x"], "y": first["y"].where(torch.arange(6) % 3 > 0, -100)}
+    model = build(Named, SEED)
+    engine = prepare(model, plan_for(model, [Share(6, micro_batch, 1)]))
+    for given in (first, later):
+        expected = initialised(Named)(**given).item()
+        assert engine.step(given).item() == pytest.approx(expected, rel=1e-5)
+    engine.look_back()
+    assert engine.reduction == "a mean over what the loss itself divides by"
+
+
 @pytest.mark.parametrize("micro_batch", [1, 2, 3])
 def test_samples_without_labels_do_not_tell_a_mean_from_a_sum(micro_batch):
     def loss(logits, labels):

@@ -434,7 +434,8 @@ class _Rehearsal(TrialRunner):
         if not holds:
             return min(range(len(errors)), key=lambda n: errors[n])
         graph = next((n for n in holds if self._rules[n] is GRAPH), None)
-        if trials[0].ignored not in (None, IGNORED_LABEL):  # rules count labels other than -100
+        counted = any(rule.kind == "labels" for rule in self._rules)  # those other than -100
+        if trials[0].ignored not in (None, IGNORED_LABEL if counted else None):
             return holds[0] if graph is None else graph
         read = [t for t in trials if t.denominators]
         all_read = len(read) == len(trials)
