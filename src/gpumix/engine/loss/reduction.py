@@ -31,6 +31,7 @@ Compute = Callable[[nn.Module, Any, Mapping[str, Tensor], Tensor | None], Tensor
 """Returns the loss of a micro-batch, given (model, batch, labels replacing the batch's own, the
 denominator as far as known)."""
 SHIFTED_LABELS = "shift_labels"
+HOW_TO_COUNT = "return (summed loss, count) from a loss function of your own"
 MOST_LABELS = 4  # names of labels in a batch for which rules are tried
 
 
@@ -123,9 +124,11 @@ class ObjectiveWithRule(Protocol):
         may_trim: True if trimming is possible at all.
         whole: number of samples of the step's global batch.
         is_watched: True if losses of later steps are checked.
+        how_to_count: the edit that says what the loss is a mean over, for errors.
     """
 
     is_watched: bool
+    how_to_count: str
     rule: Rule | None
     rivals: tuple[Rival, ...]
     trims: bool
@@ -159,6 +162,7 @@ class SummedLoss:
     Args:
         function: returns (summed loss, count) of a micro-batch.
         rule: `SUM_AND_COUNT` to skip the rehearsal.
+        how_to_count: see `ObjectiveWithRule`.
     """
 
     is_watched = True
@@ -166,9 +170,16 @@ class SummedLoss:
     rivals: tuple[Rival, ...] = ()
     whole = 1
 
-    def __init__(self, function: Objective, rule: Rule | None = None) -> None:
+    def __init__(
+        self,
+        function: Objective,
+        rule: Rule | None = None,
+        *,
+        how_to_count: str = HOW_TO_COUNT,
+    ) -> None:
         self._function = function
         self.rule = rule
+        self.how_to_count = how_to_count
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         return self._function(model, batch)
@@ -209,6 +220,7 @@ class ReducedLoss:
         labels_of: returns the integer labels of a batch, by name.
         rule: the valid rule, if known.
         may_trim: True if padding columns could be cut off.
+        how_to_count: see `ObjectiveWithRule`.
     """
 
     is_watched = True
@@ -220,12 +232,14 @@ class ReducedLoss:
         *,
         rule: Rule | None = None,
         may_trim: bool = False,
+        how_to_count: str = HOW_TO_COUNT,
     ) -> None:
         self._compute = compute
         self.labels_of = labels_of
         self.rule = rule
         self.rivals: tuple[Rival, ...] = ()
         self.may_trim = may_trim
+        self.how_to_count = how_to_count
         self.trims = False
         self.whole = 1
         self._evaluated: list[tuple[Tensor, Any]] = []  # whether divided by 1, and the micro-batch
@@ -280,7 +294,7 @@ class ReducedLoss:
             raise ModelError(
                 "the loss is computed in another way than when training began",
                 why="what it is a mean over was read from its graph, which is another one now",
-                fix="return (summed loss, count) from a loss function of your own",
+                fix=self.how_to_count,
             )
         # A factor of 0 stands for a mean over nothing: `loss.sum() * 0` where no sample counts.
         divisor = torch.where(found[0].isinf(), 0.0, found[0])

@@ -522,7 +522,7 @@ class _Rehearsal(TrialRunner):
         return ModelError(
             "the loss adds up in another way than when training began",
             why=f"it was {known.name}, and is {self._rules[found].name}",
-            fix="return (summed loss, count) from a loss function of your own",
+            fix=self._objective.how_to_count,
         )
 
 

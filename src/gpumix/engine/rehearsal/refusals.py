@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from gpumix.engine.loss.reduction import Rule
+from gpumix.engine.loss.reduction import ObjectiveWithRule
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.rehearsal.samples import all_gather_values
 from gpumix.engine.traceless_steps import TrialSteps
@@ -17,10 +17,6 @@ from gpumix.schema.job.couples import HOW_TO_COUPLE, NO_RULE
 # Message of `torch.autograd.grad` if a block lies between the loss and the tensor in question.
 UNUSED_GRAPH_MESSAGE = "appears to not have been used in the graph"
 NOT_OF_PARTS = "the loss of a batch is not made of the losses of its parts"
-BY_A_COUNT = (
-    "return (summed loss, count) from a loss function of your own, or train by a plan that does "
-    "not cut batches"
-)
 
 
 def versions(engine: TrialSteps) -> dict[str, int]:
@@ -119,35 +115,40 @@ def make_changed_kind_error() -> ModelError:
     )
 
 
-def make_unequal_weights_error(rule: Rule | None, low: float, high: float) -> ModelError:
+def make_unequal_weights_error(objective: ObjectiveWithRule, low: float, high: float) -> ModelError:
     """Return the error of two micro-batches whose losses are multiplied by unlike numbers."""
+    rule = objective.rule
     return ModelError(
         NOT_OF_PARTS,
         why=f"taken for {'a mean' if rule is None else rule.name}, the terms of the losses of two "
         f"micro-batches are multiplied with unlike numbers ({low:.6g} and {high:.6g} in sum): the "
         "loss divides by a number that differs, or its terms are means over unlike numbers",
-        fix=BY_A_COUNT,
+        fix=_count_or_keep_whole(objective),
     )
 
 
-def make_empty_mean_error() -> ModelError:
+def make_empty_mean_error(objective: ObjectiveWithRule) -> ModelError:
     return ModelError(
         NOT_OF_PARTS,
         why="the loss of a micro-batch gave gradients to fewer rows than those before, and losses "
         "are no numbers since: it is a mean over what there was none of in the micro-batch",
         fix="let the function return a sum, and divide by the number of items outside of it, where "
-        f"the graph shows the number; or {BY_A_COUNT}",
+        f"the graph shows the number; or {_count_or_keep_whole(objective)}",
     )
 
 
-def make_clamped_count_error() -> ModelError:
+def make_clamped_count_error(objective: ObjectiveWithRule) -> ModelError:
     return ModelError(
         NOT_OF_PARTS,
         why="the loss of a micro-batch was divided by 1, and so is that of the same samples twice: "
         "there is nothing in it that the loss counts, and of the whole batch it would be no 1",
         fix="divide by the number itself, not by 1 at least: a micro-batch without items then "
-        f"counts nothing; or {BY_A_COUNT}",
+        f"counts nothing; or {_count_or_keep_whole(objective)}",
     )
+
+
+def _count_or_keep_whole(objective: ObjectiveWithRule) -> str:
+    return f"{objective.how_to_count}, or train by a plan that does not cut batches"
 
 
 def refuse_any(engine: TrialSteps, found: ModelError | None) -> None:

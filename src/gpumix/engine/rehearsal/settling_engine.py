@@ -225,7 +225,7 @@ class RehearsingEngine(TrialSteps):
             elif settled:
                 kinds = self._rehearse_kind(settled, batch, samples)
             if doubt is not None and doubt.unlike is not None:
-                raise make_unequal_weights_error(self._reduces.rule, *doubt.unlike)
+                raise make_unequal_weights_error(self._reduces, *doubt.unlike)
             if doubt is not None and doubt.miscounts and not self.places:
                 if watch.by_values:
                     self._count_again(doubt.miscounted)
@@ -274,7 +274,7 @@ class RehearsingEngine(TrialSteps):
 
     def _rehearse_miscounted(self, batch: Any, rows: tuple[range, ...]) -> None:
         if not additivity.rehearse_again(self, batch, rows, self._reduces).is_finite:
-            raise make_empty_mean_error()
+            raise make_empty_mean_error(self._reduces)
 
     def _check_evaluated(self) -> None:
         """Check that evaluated micro-batches with losses divided by 1 have something to count.
@@ -303,7 +303,7 @@ class RehearsingEngine(TrialSteps):
             for place in range(number):
                 batch, rows = self._kept(own[place] if rank == self.comm.rank else None)
                 if not additivity.is_denominator_doubled(self, batch, rows, self._reduces):
-                    raise make_clamped_count_error()
+                    raise make_clamped_count_error(self._reduces)
         return sum(numbers)
 
     def _kept(self, batch: Any) -> tuple[Any, tuple[range, ...]]:
@@ -334,7 +334,7 @@ class RehearsingEngine(TrialSteps):
             where=type(self.model).__name__,
             why=f"it may be {' or '.join([reduces.rule.name, *names])}: these differ for samples "
             "of the batch, whose losses show no difference",
-            fix="return (summed loss, count) from a loss function of your own",
+            fix=reduces.how_to_count,
         )
 
     def _rows_of(self, batch: Any, samples: int | None, *, in_step: bool) -> tuple[range, ...]:

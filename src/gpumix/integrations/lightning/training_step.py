@@ -30,6 +30,10 @@ from gpumix.schema.errors import InputError
 LABELS = "labels"
 TRAINING = "training_step"
 METRIC_METHODS = ("forward", "update")  # methods of a metric, which torchmetrics wraps per instance
+HOW_TO_COUNT = (
+    "GpumixStrategy(count=lambda batch: N), N the number of items of a batch that its loss is a "
+    "mean over"
+)
 EMPTY_ROW_SHAPE = (0,)  # the row shape for a `predict_step` returning nothing
 
 
@@ -50,9 +54,9 @@ class ModuleSteps:
         self._is_first_prediction = True
         self._engine: Engine | None = None
         self.loss: ObjectiveWithRule = (
-            ReducedLoss(self._computed, integer_labels)
+            ReducedLoss(self._computed, integer_labels, how_to_count=HOW_TO_COUNT)
             if count is None
-            else SummedLoss(self._summed)
+            else SummedLoss(self._summed, how_to_count=HOW_TO_COUNT)
         )
 
     def begin(self, trainer: Any, module: LightningModule) -> None:
