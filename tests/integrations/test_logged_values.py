@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("lightning")
 
 from gpumix.integrations.lightning.combining import (
-    MAX_COMPARED_BATCHES,
+    MAX_COMPARISONS,
     CombiningRules,
     LoggedPart,
     find_fitting_rules,
@@ -32,16 +32,15 @@ LOGGED = {
 }
 
 
-def part(rows: slice, log) -> LoggedPart:
-    values, weights = SAMPLES[rows], LABELS[rows]
-    return LoggedPart(
-        {"value": (log(values, weights), sum(weights), sum(WEIGHTS[rows]))}, len(values)
-    )
+def part(rows: slice, log, labels=LABELS) -> LoggedPart:
+    values, weights = SAMPLES[rows], labels[rows]
+    counts = {"mean": sum(weights), "divided": sum(WEIGHTS[rows]), "samples": float(len(values))}
+    return LoggedPart({"value": log(values, LABELS[rows])}, {"value": counts})
 
 
-def ways_of(log, reduced="mean") -> list[str]:
-    parts = part(slice(0, 1), log), part(slice(1, 3), log)
-    return find_fitting_rules(part(slice(0, 3), log), parts, {"value": reduced})["value"]
+def ways_of(log, reduced="mean", labels=LABELS) -> list[str]:
+    whole, *parts = (part(rows, log, labels) for rows in (slice(3), slice(1), slice(1, 3)))
+    return find_fitting_rules(whole, tuple(parts), {"value": reduced})["value"]
 
 
 @pytest.mark.parametrize("reduced", ["mean", "sum"])
@@ -50,27 +49,31 @@ def test_the_way_is_found_whatever_steps_are_reduced_by(way, reduced):
     assert ways_of(LOGGED[way], reduced) == [way]
 
 
+def test_ways_that_differ_by_no_sample_are_rivals():
+    assert ways_of(LOGGED["samples"], labels=[1.0, 1.0, 1.0]) == ["mean", "samples"]
+
+
 def test_a_value_that_no_way_gives_is_combined_as_the_module_says():
     ways = CombiningRules()
     assert ways.take({"value": ways_of(lambda x, w: max(x) * min(x) + len(x))}) == ["value"]
-    assert ways.of("value", "max") == "max"
-    assert not ways.needs_comparison
+    assert ways.of("value", "max") == ["max"]
+    assert not ways.may_compare("value")
 
 
 def test_several_ways_that_fit_are_told_apart_by_later_batches():
     ways = CombiningRules()
-    assert not ways.take({"value": ["mean", "sum"]})
-    assert ways.of("value", "mean") == "mean"
-    assert ways.needs_comparison
-    ways.take({"value": ["sum", "max"]})
-    assert ways.of("value", "mean") == "sum"
-    assert not ways.needs_comparison
+    assert not ways.take({"value": ["mean", "sum"]}, ["value"])
+    assert ways.of("value", "mean") == ["mean", "sum"]
+    assert ways.may_compare("value")
+    ways.take({"value": ["sum", "max"]}, ["value"])
+    assert ways.of("value", "mean") == ["sum"]
+    assert not ways.may_compare("value")
 
 
 def test_they_are_not_compared_for_ever():
     ways = CombiningRules()
-    for _ in range(MAX_COMPARED_BATCHES):
-        assert ways.needs_comparison
-        ways.take({"value": ["max", "mean"]})
-    assert not ways.needs_comparison
-    assert ways.of("value", "mean") == "max"
+    for _ in range(MAX_COMPARISONS):
+        assert ways.may_compare("value")
+        ways.take({"value": ["max", "mean"]}, ["value"])
+    assert not ways.may_compare("value")
+    assert ways.of("value", "mean") == ["max", "mean"]

@@ -145,7 +145,7 @@ class TrialSteps(ShardedModel):
             trims: True to cut off padding columns.
             backward: False: no gradients.
         """
-        with self._restore_after() as state:
+        with self._restore_after(backward=backward) as state:
             state.rows, state.objective, state.trims = rows, objective, trims
             state.losses_counted = torch.ones_like(state.losses_counted)
             state.settled, state.compares_samples = True, False
@@ -161,12 +161,15 @@ class TrialSteps(ShardedModel):
             return seen(piece.local for piece in self._trained_pieces())
 
     @contextlib.contextmanager
-    def _restore_after(self, see: See | None = None) -> Iterator[StepState]:
+    def _restore_after(
+        self, see: See | None = None, *, backward: bool = True
+    ) -> Iterator[StepState]:
         """Undo all changes of a step inside, including gradients; yield the state of that step.
         Gradients of earlier steps, to be added to, are restored."""
         before = self._state
         pieces = [piece.local for piece in self._trained_pieces()]
-        kept = [(p, p.grad, p.grad.clone()) for p in pieces if p.grad is not None]
+        grads = [(p, p.grad) for p in pieces if p.grad is not None]
+        kept = [(p, own, own.clone() if backward else None) for p, own in grads]
         for parameter, *_ in kept:
             parameter.grad = None
         self._state = self._state.make_trial()
@@ -180,7 +183,7 @@ class TrialSteps(ShardedModel):
             for parameter in pieces:
                 parameter.grad = None
             for parameter, gradient, values in kept:
-                parameter.grad = gradient.copy_(values)
+                parameter.grad = gradient if values is None else gradient.copy_(values)
 
     def _observe_gradients(self, see: See) -> None:
         for bucket in self._buckets:

@@ -53,6 +53,7 @@ from gpumix.engine.rehearsal.refusals import (
 )
 from gpumix.engine.rehearsal.samples import (
     MORE_SAMPLES,
+    SAMPLES,
     RehearsalMicroBatch,
     all_gather_values,
     choose_micro_batch,
@@ -182,6 +183,7 @@ def in_parts(
     run: Callable[[nn.Module, Any], Any],
     *,
     start: int = 0,
+    turn: int | None = None,
 ) -> list[Any]:
     """Return the results of `run` on a few samples: all, the first, the rest. The list is empty on
     ranks without samples and where the batch is not cut. Runs without gradients and dropout.
@@ -191,21 +193,53 @@ def in_parts(
         run: called with the model and samples; calls the model's forward once.
         batch, rows: as in `rehearse`.
         start: place of the first sample in the batch, which determines the random numbers drawn.
+        turn: compute one micro-batch of each rank instead, another one each turn; with several
+            stages, one micro-batch.
     """
-    found = _rehearsal(engine, batch, rows, objective)
+    if turn is None or engine.places:
+        found = _rehearsal(engine, batch, rows, objective, whole=turn is not None)
+    else:
+        found = _rehearsal_of_each(engine, batch, rows, objective, turn)
     with preserve_attributes(engine.model):
         return [] if found is None else found.made(run, start)
 
 
 def _rehearsal(
-    engine: TrialSteps, batch: Any, rows: Sequence[range], objective: ObjectiveWithRule
+    engine: TrialSteps,
+    batch: Any,
+    rows: Sequence[range],
+    objective: ObjectiveWithRule,
+    *,
+    whole: bool = False,
 ) -> _Rehearsal | None:
-    """Make a rehearsal of a few samples; None where the batch is not cut. Collective."""
+    """Make a rehearsal of a few samples, or of a whole micro-batch; None where the batch is not
+    cut. Collective."""
     place = choose_micro_batch(engine, batch, rows, objective)
     if place is None:
         return None
-    own = select_own_samples(engine, batch, rows, place, objective, most=MORE_SAMPLES)
-    return _Rehearsal(engine, batch, own, place, objective)
+    most = max(MORE_SAMPLES, place.size) if whole else MORE_SAMPLES
+    own = select_own_samples(engine, batch, rows, place, objective, most=most)
+    return _Rehearsal(engine, batch, own, place, objective, place.size if whole else SAMPLES)
+
+
+def _rehearsal_of_each(
+    engine: TrialSteps,
+    batch: Any,
+    rows: Sequence[range],
+    objective: ObjectiveWithRule,
+    turn: int,
+) -> _Rehearsal:
+    """Make a rehearsal of a micro-batch of each rank that has several samples."""
+    sizes = [len(of) for of in rows if of]
+    samples = sum(sizes)
+    if samples < 2:
+        return _Rehearsal(engine, batch, None, RehearsalMicroBatch(None, 2), objective)
+    number = turn % len(sizes)
+    size = sizes[number] if sizes[number] > 1 else min(SAMPLES, samples)
+    begin = turn % size  # another first sample each turn
+    places = [(sum(sizes[:number]) + place) % samples for place in range(size)]
+    own = select_samples(batch, [*places[begin:], *places[:begin]])
+    return _Rehearsal(engine, batch, own, RehearsalMicroBatch(0, size), objective, size)
 
 
 def can_rule_out_rivals(engine: TrialSteps, batch: Any, objective: ObjectiveWithRule) -> bool:

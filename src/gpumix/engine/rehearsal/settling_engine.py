@@ -318,11 +318,18 @@ class RehearsingEngine(TrialSteps):
         *,
         in_step: bool = False,
         start: int = 0,
+        chosen: ObjectiveWithRule | None = None,
+        turn: int | None = None,
     ) -> list[Any]:
         """Return the results of `run` for a few samples of a batch, at once and in two parts; see
-        `engine.rehearsal.additivity.in_parts`."""
+        `engine.rehearsal.additivity.in_parts`.
+
+        Args:
+            chosen: by whose rules the samples are unlike; by default the loss's.
+        """
         rows = self._rows_of(batch, samples, in_step=in_step)
-        return additivity.in_parts(self, batch, rows, self._reduces, run, start=start)
+        chosen = chosen or self._reduces
+        return additivity.in_parts(self, batch, rows, chosen, run, start=start, turn=turn)
 
     def _refuse_rivals(self) -> None:
         reduces = self._reduces

@@ -2,20 +2,21 @@
 
 A module may log anything: a mean, a count, a maximum. A step computes the batch in micro-batches,
 and the module logs each. As with losses, a few samples are computed at once and in two unequal
-parts; the rule reproducing the full value is used.
+parts; the rules reproducing the full value are kept. Rules that no samples have told apart stay
+rivals; a batch for which they differ is compared before its values are used.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 MEAN, SAMPLES, SUM, MAX, MIN = "mean", "samples", "sum", "max", "min"
 DIVIDED = "divided"  # a mean weighted by the denominators in the values' graphs
 LOSS = "loss"  # a mean weighted like the loss, although the module gives a `batch_size`
-MEANS = (MEAN, SAMPLES, LOSS, DIVIDED)
-MAX_COMPARED_BATCHES = 8  # batches, until the first of several fitting rules is taken
+UNWEIGHTED = (SUM, MAX, MIN)  # all other rules are means
+MAX_COMPARISONS = 24  # of a value, until the first of its rivals is taken
 RELATIVE, ABSOLUTE = 1e-4, 1e-7
 
 
@@ -24,54 +25,76 @@ class LoggedPart:
     """Values logged for some samples.
 
     Attributes:
-        values: by name, each with its weight in a mean and its graph's denominator; NaN if unknown.
-        samples: number of samples.
-        weight: of the loss.
+        values: by name.
+        weights: by name, the value's weight by each rule that is a mean; NaN if unknown.
     """
 
-    values: Mapping[str, tuple[float, float, float]]
-    samples: int
-    weight: float = math.nan
+    values: Mapping[str, float]
+    weights: Mapping[str, Mapping[str, float]]
 
 
 class CombiningRules:
     """Rules combining values of parts, by name."""
 
     def __init__(self) -> None:
-        self._ways: dict[str, list[str]] = {}  # rules that fitted all compared batches
-        self._left: dict[str, int] = {}  # further batches to compare
-        self._compared = False
-
-    @property
-    def needs_comparison(self) -> bool:
-        """True if another batch should be compared."""
-        return not self._compared or any(self._left.values())
+        self._ways: dict[str, list[str]] = {}  # rules that fitted all comparisons
+        self._left: dict[str, int] = {}  # further comparisons
 
     @property
     def found(self) -> set[str]:
-        """Rules in use."""
-        return {ways[0] for ways in self._ways.values() if ways}
+        """Rules in use, rivals too."""
+        return {way for ways in self._ways.values() for way in ways}
 
-    def of(self, name: str, reduced: str) -> str:
-        """Return the rule for a name.
+    @property
+    def needs_graphs(self) -> bool:
+        """Whether the denominators of some values are known by their graphs alone."""
+        return [DIVIDED] in self._ways.values()
+
+    def is_compared(self, name: str) -> bool:
+        """Return whether a name's values were compared."""
+        return name in self._ways
+
+    def of(self, name: str, reduced: str, *, reads_graphs: bool = True) -> list[str]:
+        """Return the rules for a name, the likeliest first.
 
         Args:
             reduced: the module's own choice, for values that no rule fits.
+            reads_graphs: whether the batch's graphs are known.
         """
-        ways = self._ways.get(name)
-        return ways[0] if ways else reduced
+        ways = [way for way in self._ways.get(name, ()) if reads_graphs or way != DIVIDED]
+        return ways or [reduced]
 
-    def take(self, fitting: Mapping[str, list[str]]) -> list[str]:
-        """Narrow the rules by those fitting a batch; return names without any rule left."""
-        self._compared, lost = True, []
+    def may_compare(self, name: str) -> bool:
+        """Return whether a further comparison can narrow the rules of a name."""
+        ways = self._ways.get(name)
+        return self._left.get(name, MAX_COMPARISONS) > 0 and (ways is None or len(ways) > 1)
+
+    def take(self, fitting: Mapping[str, list[str]], compared: Iterable[str] = ()) -> list[str]:
+        """Narrow the rules by those fitting the samples of a comparison; return names without any
+        rule left.
+
+        Args:
+            compared: names for whose sake the comparison was made.
+        """
+        lost = []
+        for name in compared:
+            self._left[name] = self._left.get(name, MAX_COMPARISONS) - 1
         for name, ways in fitting.items():
-            left = self._left.get(name, MAX_COMPARED_BATCHES)
-            if left:
-                before = self._ways.get(name, ways)
+            before = self._ways.get(name, ways)
+            if before or name not in self._ways:
                 self._ways[name] = [way for way in before if way in ways]
-                self._left[name] = left - 1 if len(self._ways[name]) > 1 else 0
                 lost += [] if self._ways[name] else [name]
         return lost
+
+
+def is_alike(values: Sequence[float]) -> bool:
+    """Return whether values are equal within what a comparison can tell; NaN equals NaN."""
+    first = values[0]
+    return all(
+        math.isclose(one, first, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        or (math.isnan(one) and math.isnan(first))
+        for one in values
+    )
 
 
 def find_fitting_rules(
@@ -83,35 +106,30 @@ def find_fitting_rules(
         reduced: the module's choice for each name.
     """
     found = {}
-    for name, (value, *_) in whole.values.items():
+    for name, value in whole.values.items():
         if math.isfinite(value) and all(name in part.values for part in parts):
-            own = [(*part.values[name], float(part.samples), part.weight) for part in parts]
-            found[name] = _fit_rules(value, own, reduced[name])
+            weights = [part.weights[name] for part in parts]
+            found[name] = _fit_rules(
+                value, [part.values[name] for part in parts], weights, reduced[name]
+            )
     return found
 
 
-def _fit_rules(whole: float, parts: Sequence[tuple[float, ...]], reduced: str) -> list[str]:
-    values, weights, divided, samples, of_loss = zip(*parts)
-    told = {
-        MEAN: _mean(values, weights),
-        SAMPLES: math.nan if _alike(weights, samples) else _mean(values, samples),
-        LOSS: math.nan if _alike(weights, of_loss) else _mean(values, of_loss),
-        DIVIDED: math.nan if _alike(weights, divided) else _mean(values, divided),
-        SUM: math.fsum(values),
-        MAX: max(values),
-        MIN: min(values),
-    }
-    order = sorted(told, key=lambda way: way != reduced)
+def _fit_rules(
+    whole: float, values: Sequence[float], weights: Sequence[Mapping[str, float]], reduced: str
+) -> list[str]:
+    told = {way: _mean(values, [own[way] for own in weights]) for way in weights[0]}
+    if not any(map(math.isnan, values)):
+        told |= {SUM: math.fsum(values), MAX: max(values), MIN: min(values)}
+    # What a value is divided by is known by its graph; else the module's choice is the likeliest.
+    first = (*([] if reduced == MEAN else [reduced]), DIVIDED, MEAN, LOSS, SAMPLES, SUM)
+    order = sorted(told, key=lambda way: first.index(way) if way in first else len(first))
     return [
         way for way in order if math.isclose(told[way], whole, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
     ]
 
 
-def _alike(weights: tuple[float, ...], others: tuple[float, ...]) -> bool:
-    return math.isclose(weights[0] * others[1], weights[1] * others[0])
-
-
-def _mean(values: tuple[float, ...], weights: tuple[float, ...]) -> float:
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     total = math.fsum(weights)
     if not total:
         return math.nan

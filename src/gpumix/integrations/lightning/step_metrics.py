@@ -41,11 +41,17 @@ class StepMetrics:
         self._comm = comm
         self._note = note
         self._copies: dict[str, Metric] = {}
+        self._compares = False
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Show the copies what metrics are called with inside the context, from nothing on."""
-        for copy in self._copies.values():
+    def listening(self, *, compares: bool = False) -> Iterator[None]:
+        """Show the copies what metrics are called with inside the context, from nothing on.
+
+        Args:
+            compares: note numbers only, in a comparison of samples that are no step.
+        """
+        self._compares = compares
+        for copy in () if compares else self._copies.values():
             copy.reset()
         before: list[tuple[Metric, str, Any]] = []
         for path, metric in self._module.named_modules():
@@ -107,8 +113,9 @@ class StepMetrics:
                 value = torch.as_tensor(args[0]).detach()
                 vars(metric)["_forward_cache"] = value
                 return value
-            with torch.no_grad():
-                self._copy(path).update(*args, **kwargs)
+            if not self._compares:
+                with torch.no_grad():
+                    self._copy(path).update(*args, **kwargs)
             return forward(*args, **kwargs)
 
         def seen_update(*args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from gpumix.engine.rehearsal.additivity import padding_counts
 from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.integrations.accelerate.unlike_rows import check_row_independence
 from gpumix.integrations.common.forward import compute_by_place
+from gpumix.integrations.lightning.batch_counts import UNLIKE_SAMPLES
 from gpumix.integrations.lightning.collectives import is_output_rank
 from gpumix.integrations.lightning.combining import LoggedPart
 from gpumix.integrations.lightning.logging import MicroBatchLog, StepLogs, ignore_log
@@ -30,6 +31,7 @@ from gpumix.schema.errors import InputError
 LABELS = "labels"
 TRAINING = "training_step"
 METRIC_METHODS = ("forward", "update")  # methods of a metric, which torchmetrics wraps per instance
+MOST_ATTEMPTS = 5  # to tell rules for a batch's logged values apart
 HOW_TO_COUNT = (
     "GpumixStrategy(count=lambda batch: N), N the number of items of a batch that its loss is a "
     "mean over"
@@ -91,10 +93,10 @@ class ModuleSteps:
         if not self._engine.is_settled(in_step=True):
             with self._silence_logging():
                 self._engine.settle(values, samples, in_step=True)
-        if logs.compares:
-            self._compare(logs, self._counted, values, samples, in_step=True)
         with logs.listening():
-            return self._engine.step(values, samples=samples)
+            loss = self._engine.step(values, samples=samples)
+        self._settle(logs, self._counted, values, samples, in_step=True)
+        return loss
 
     def look_back(self) -> None:
         """Check, after training, that losses of the last steps added up."""
@@ -102,7 +104,7 @@ class ModuleSteps:
         with self._silence_logging():
             self._engine.look_back()
 
-    def _compare(
+    def _settle(
         self,
         logs: StepLogs,
         step: Callable[[Any, Any, MicroBatchLog], Any],
@@ -111,24 +113,39 @@ class ModuleSteps:
         *,
         in_step: bool = False,
     ) -> None:
-        """Let `logs` compare values of a batch with values of its parts. Collective."""
+        """Combine the values logged for a batch; where it is not known how, compare values of some
+        samples with values of their parts. Collective."""
         assert self._engine is not None
 
         def part(model: nn.Module, batch: Any) -> LoggedPart:
             told: list[LoggedPart] = []
-            samples = count_samples(batch)
-            with logs.part(self._weight(batch), samples, told) as noted, torch.enable_grad():
+            with logs.part(self._weight(batch), batch, told) as noted, torch.enable_grad():
                 step(model, batch, noted)
             return told[0]
 
-        with (
-            self._silence_logging(),
-            logs.listening(),
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):
-            parts = self._engine.in_parts(part, values, samples, in_step=in_step)
-        logs.compare(parts)
+        logs.exchange()
+        for attempt in range(MOST_ATTEMPTS):
+            if not logs.unsettled:
+                break
+            with torch.inference_mode(False):
+                values = tree_map(_copy_inference_tensor, values)
+            with (
+                self._silence_logging(),
+                logs.listening(compares=True),
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):
+                parts = self._engine.in_parts(
+                    part,
+                    values,
+                    samples,
+                    in_step=in_step,
+                    chosen=UNLIKE_SAMPLES,
+                    turn=None if logs.is_new and not attempt else attempt,
+                )
+            logs.compare(parts)
+            logs.exchange()
+        logs.warn_unsettled()
 
     def evaluate(self, hook: str, values: Any, others: tuple[Any, ...], samples: int) -> Any:
         """Run the module's step on this rank's samples; return predictions by places in the global
@@ -136,11 +153,13 @@ class ModuleSteps:
         assert self._engine is not None
         logs = self._noted(hook, samples)
         step = getattr(self._module, hook)
+        reads = logs.reads_graphs and hook != "predict_step"
+        if reads:
+            with torch.inference_mode(False):
+                values = tree_map(_copy_inference_tensor, values)
 
         def made(model: nn.Module, batch: Any) -> Any:
-            weight, samples = self._weight(batch), count_samples(batch)
-            reads = logs.reads_graphs and hook != "predict_step"
-            with logs.micro_batch(weight, samples), torch.set_grad_enabled(reads):
+            with logs.micro_batch(self._weight(batch), batch), torch.set_grad_enabled(reads):
                 told = step(batch, *others)
             if hook != "predict_step":
                 return torch.zeros(count_samples(batch))
@@ -155,10 +174,10 @@ class ModuleSteps:
                 with self._silence_logging():
                     check_row_independence(self._engine, made, values, samples)
             self._is_first_prediction = False
-        elif logs.compares:
-            self._compare(logs, lambda model, batch, noted: step(batch, *others), values, samples)
         with logs.listening(), torch.inference_mode(False), torch.no_grad():
-            return compute_by_place(self._engine, made, values, samples)
+            found = compute_by_place(self._engine, made, values, samples)
+        self._settle(logs, lambda model, batch, noted: step(batch, *others), values, samples)
+        return found
 
     def publish(self) -> None:
         """Pass values logged in the last step to Lightning. Collective."""
@@ -188,7 +207,7 @@ class ModuleSteps:
             with self._silence_logging():
                 return self._returned(model, batch)
         weight = _samples(batch) if count is None else count
-        with self._now[0].micro_batch(weight, count_samples(batch)) as noted:
+        with self._now[0].micro_batch(weight, batch) as noted:
             return self._counted(model, batch, noted)
 
     def _counted(self, model: Any, batch: Any, noted: MicroBatchLog) -> Tensor:
@@ -219,7 +238,11 @@ class ModuleSteps:
         if hook not in self._logs:
             counts = is_output_rank(self._engine.plan, self._engine.comm.rank)
             self._logs[hook] = StepLogs(
-                self._module, self._engine.comm, tells=counts, by_step=hook == TRAINING
+                self._module,
+                self._engine.comm,
+                tells=counts,
+                by_step=hook == TRAINING,
+                is_cut=not self._engine.plan.is_uncut,
             )
         self._now = (self._logs[hook], samples)
         return self._logs[hook]
@@ -227,7 +250,10 @@ class ModuleSteps:
     def _weight(self, batch: Any) -> Tensor:
         """Return the weight of values logged for a micro-batch."""
         if self._count is not None:
-            return torch.as_tensor(self._count(batch))
+            try:
+                return torch.as_tensor(self._count(batch))
+            except LookupError:  # batches of an evaluation may lack what is counted in training
+                return _samples(batch)
         assert isinstance(self.loss, ReducedLoss)
         return self.loss.count(batch)
 
@@ -281,6 +307,11 @@ def _silence(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
 
 def _nothing(*args: Any, **kwargs: Any) -> Tensor:
     return torch.zeros(())
+
+
+def _copy_inference_tensor(value: Any) -> Any:
+    """Return a value that a graph may keep."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def _copy_to_host(value: Any) -> Any:
