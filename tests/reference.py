@@ -73,7 +73,7 @@ def optimizer_for(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 def plan_for(model: nn.Module, shares: Sequence[Share], **settings: Any) -> Plan:
     """A plan of one stage for samples of `LENGTH` tokens; see `gpumix.testing.plan_for`."""
-    return plans.plan_for(model, shares, **{"length": LENGTH, **settings})
+    return plans.plan_for(model, shares, **{"sequence_length": LENGTH, **settings})
 
 
 def random_shares(world: int, rng: random.Random) -> list[Share]:

@@ -43,7 +43,7 @@ def alone_in_low_precision(dtype):
 
 
 def _losses(shares, dtype):
-    engine = engine_for(GPT2.factory, shares, compute_dtype=dtype, length=12)
+    engine = engine_for(GPT2.factory, shares, compute_dtype=dtype, sequence_length=12)
     optimizer = adamw(engine.parameters())
     mine = own_rows(same_batch(), shares, engine.comm.rank)
     losses = []
@@ -66,7 +66,7 @@ def test_the_loss_falls_as_in_one_process_of_that_precision(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parameters_are_in_it_and_state_is_not(dtype):
-    engine = engine_alone(GPT2.factory, 2, 1, compute_dtype=dtype, length=12)
+    engine = engine_alone(GPT2.factory, 2, 1, compute_dtype=dtype, sequence_length=12)
     engine.step({k: v[:2] for k, v in same_batch().items()})
     assert computed_in(engine) == {DTYPES[dtype]}
     assert {p.dtype for p in engine.parameters()} == {torch.float32}
@@ -76,7 +76,7 @@ def test_parameters_are_in_it_and_state_is_not(dtype):
 def test_gradients_do_not_depend_on_the_loss_scale():
     gradients = []
     for scale in (2.0**8, 2.0**13):
-        engine = engine_alone(GPT2.factory, 6, 2, compute_dtype="fp16", length=12)
+        engine = engine_alone(GPT2.factory, 6, 2, compute_dtype="fp16", sequence_length=12)
         engine.scaler.scale = scale
         engine.step(same_batch())
         gradients.append(np.concatenate([p.grad.numpy().reshape(-1) for p in engine.parameters()]))
@@ -84,7 +84,7 @@ def test_gradients_do_not_depend_on_the_loss_scale():
 
 
 def overflowing():
-    engine = engine_alone(GPT2.factory, 6, 2, compute_dtype="fp16", length=12)
+    engine = engine_alone(GPT2.factory, 6, 2, compute_dtype="fp16", sequence_length=12)
     engine.scaler.scale = 2.0**40
     return engine
 
@@ -121,7 +121,7 @@ def test_training_goes_on_after_overflows():
 
 
 def _overflow_on_one_rank(shares):
-    engine = engine_for(GPT2.factory, shares, compute_dtype="fp16", length=12)
+    engine = engine_for(GPT2.factory, shares, compute_dtype="fp16", sequence_length=12)
     mine = own_rows(same_batch(), shares, engine.comm.rank)
     if engine.comm.rank == 1:
         # the first rank's part of the state stays finite: only the others see the overflow
@@ -136,7 +136,7 @@ def test_all_ranks_drop_a_step_that_overflowed_on_one():
 
 
 def test_the_scale_grows_again():
-    engine = engine_alone(GPT2.factory, 2, 2, compute_dtype="fp16", length=12)
+    engine = engine_alone(GPT2.factory, 2, 2, compute_dtype="fp16", sequence_length=12)
     engine.scaler.load_state_dict({"scale": 16.0, "good_steps": 1999})
     engine.step({k: v[:2] for k, v in same_batch().items()})
     assert engine.scaler.state_dict() == {"scale": 32.0, "good_steps": 0}

@@ -67,7 +67,7 @@ def rounded_alone(communication, parts):
 
 
 def _trained(shares, settings):
-    engine = engine_for(GPT2.factory, shares, length=12, **settings)
+    engine = engine_for(GPT2.factory, shares, sequence_length=12, **settings)
     optimizer = sgd(engine.parameters())
     mine = own_rows(same_batch(), shares, engine.comm.rank)
     losses = []
@@ -144,7 +144,7 @@ def test_narrow_ranks_may_gather_in_fp32():
 
 
 def _overflow(shares):
-    engine = engine_for(GPT2.factory, shares, compute_dtype=("fp32", "fp16"), length=12)
+    engine = engine_for(GPT2.factory, shares, compute_dtype=("fp32", "fp16"), sequence_length=12)
     engine.scaler.scale = 2.0**40
     engine.step(own_rows(same_batch(), shares, engine.comm.rank))
     return engine.overflowed, engine.scaler.scale, all(p.grad is None for p in engine.parameters())
@@ -157,7 +157,7 @@ def test_all_drop_a_step_that_overflowed_in_fp16():
 
 
 def _frozen(shares):
-    engine = engine_for(frozen, shares, compute_dtype=("fp32", "bf16"), length=12)
+    engine = engine_for(frozen, shares, compute_dtype=("fp32", "bf16"), sequence_length=12)
     engine.step(own_rows(same_batch(), shares, engine.comm.rank))
     held = {n: v for n, v in engine.state_dict().items() if not frozen_names.get(n, True)}
     return {n: (str(v.dtype), v.float().numpy()) for n, v in held.items()}

@@ -36,6 +36,7 @@ from gpumix.engine.optimizers import elementwise_check, overlapped_step
 from gpumix.engine.optimizers.layout import OptimizerLayout, check_whole_matrices
 from gpumix.engine.optimizers.overlapped_step import HostStepHooks, OverlappedUpdates
 from gpumix.engine.outside_steps import BlockwiseEngine, OutsideSteps
+from gpumix.engine.rehearsal.samples import all_gather_values
 from gpumix.engine.rehearsal.settling_engine import RehearsingEngine
 from gpumix.engine.reshard import move_state, needs_state_move
 from gpumix.engine.schedule.pipeline_parallel import PipelineStage
@@ -141,6 +142,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self.outside = parts.calls.outside = OutsideSteps(self, parts.forwards)
         self.reduction = objective.rule.name if objective.rule is not None else ""
         self._failed, self.ended = "", False
+        self._evaluation_repeats: bool | None = None  # units, as far as known
         self._updates: OverlappedUpdates | None = None
         self.copies = WaitClock(self.device)
         self._host = OffloadStore(self.device, self.copies)
@@ -300,7 +302,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self.settle(batch, samples)
         with use_eval_mode(self.model), self._in_step():
             rows = self._rows_given(batch, samples)
-            results = self._forward_only(self._state.objective, batch, rows)
+            results = self._forward_only(self._state.objective, batch, rows, is_trial=False)
             table, gradient_scale = self._exchange_losses(results, torch.ones(()), in_step=False)
             gradient_scale()
         self._check_evaluated()
@@ -318,7 +320,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         Collective.
 
         Args:
-            function: called with the model and a micro-batch; calls the model's forward once.
+            function: called with the model and a micro-batch.
             batch, samples: as in `evaluate`.
             as_trained: use the dropout of the next step, whose batch this is, as in `step`; on a
                 rank without samples, `batch` may have others as a stand-in.
@@ -340,7 +342,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
                 stack.enter_context(use_eval_mode(self.model))
             for head in self._heads:
                 stack.enter_context(head.whole())
-            self._forward_only(function, batch, rows, keep)
+            self._forward_only(function, batch, rows, keep, as_trained=as_trained, is_trial=False)
         if not as_trained:
             self._check_evaluated()
         return {of: made[of] for of in sorted(made, key=lambda of: of.start)}
@@ -351,8 +353,15 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         batch: Any,
         rows: Sequence[range],
         keep: Callable[[range, Callable[[], Any]], Loss] | None = None,
+        *,
+        as_trained: bool = False,
+        is_trial: bool = True,
     ) -> list[Loss]:
-        """Run forward by micro-batch; return results of `objective`, or of `keep` around it."""
+        """Run forward by micro-batch; return results of `objective`, or of `keep` around it.
+
+        The first evaluation may call units again, after the calls of a training step; later ones
+        may if the first did, which no trial shows.
+        """
         cut = self._cut(batch, rows, objective)
         if keep is not None:
             cut = [
@@ -362,9 +371,18 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self.agree_on_buffers()
         self.round_ahead()
         with preserve_torch_rng(self.device), self._allow_random_draws(), torch.no_grad():
-            results = self._schedule.run_forward(cut, rows)
+            if as_trained or self._evaluation_repeats is False:
+                results = self._schedule.run_forward(cut, rows)
+            else:
+                results, repeats = self._schedule.run_repeatedly(cut, rows, self._is_any)
+                if not is_trial and self._evaluation_repeats is None:
+                    self._evaluation_repeats = repeats
         self._leave()
         return results
+
+    def _is_any(self, own: bool) -> bool:
+        """Return whether `own` is true on any rank. Collective."""
+        return any(told for (told,) in all_gather_values(self, [float(own)]))
 
     def layout(self) -> OptimizerLayout:
         """Return the ranks storing each part of every parameter, for `gpumix.Adafactor` and

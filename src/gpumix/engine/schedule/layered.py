@@ -8,7 +8,7 @@ compute of the current one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -126,6 +126,43 @@ def run_head(
             del loss
     parts.after.release()
     return results
+
+
+def run_repeatedly(
+    parts: ShardedUnits,
+    batches: Sequence[MicroBatch],
+    *,
+    is_any: Callable[[bool], bool],
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], bool]:
+    """Run all micro-batches through all units, without backward, until no rank has a micro-batch
+    left that calls a unit again: an evaluation may call the model twice. All of the root's
+    parameters are gathered throughout, and nothing is gathered ahead.
+
+    Args:
+        is_any: whether an argument is true on any rank. Collective.
+
+    Returns:
+        (summed loss, count) of each micro-batch, without graph; whether a unit was called again.
+    """
+    for bucket in (*parts.always_used_buckets, parts.before, parts.after):
+        bucket.gathered_apart()
+    for batch in batches:
+        batch.repeats = True
+        batch.start()
+    passes = 0
+    with parts.head.step(None) if parts.head else nullcontext():
+        while not passes or is_any(not all(batch.is_finished for batch in batches)):
+            passes += 1
+            for number in range(len(parts.calls)):
+                unit = parts.call(number)
+                unit.bucket.gathered()
+                parts.record.computes("forward", unit.name)
+                for batch in batches:
+                    batch.forward(number, unit, keep=False)
+                    batch.resume(number)
+                unit.bucket.release()
+        results = [batch.finish() for batch in batches]
+    return [(loss.detach(), count) for loss, count in results], passes > 1
 
 
 def backward(

@@ -53,6 +53,10 @@ class MicroBatch:
         keeps: whether the graph of a unit call, given by number, is kept instead of recomputed.
         host: where inputs for the recompute are kept; None: on the device.
         entry: None if there is one stage. Outputs sent to later stages are put into `sent`.
+
+    Attributes:
+        repeats: a forward without backward, in which units run again and in any order: the
+            micro-batch waits for the unit that the model calls, in a later pass if need be.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class MicroBatch:
         self._at: UnitCall | ForwardResult | None = None
         self._outputs: Any = None
         self._is_left_out = False  # whether the model skips the current call
+        self.repeats = False
 
     def start(self) -> None:
         """Run the code before the stage's first unit."""
@@ -116,11 +121,18 @@ class MicroBatch:
             self.sent[number, place] = value
         cut.sent = []
 
+    @property
+    def is_finished(self) -> bool:
+        """True if the model has returned."""
+        return isinstance(self._at, ForwardResult)
+
     def _leaves_out(self, number: int) -> bool:
         """Return whether the model has passed unit call `number` without calling it."""
         if self._entry is not None:  # stages wait for each other's outputs
             return False
         if isinstance(self._at, UnitCall):
+            if self.repeats and self._at.unit != self._calls[number]:
+                return self._at.unit in self._calls
             return is_skipping_units(self._calls, number, self._at.unit)
         return isinstance(self._at, ForwardResult)
 

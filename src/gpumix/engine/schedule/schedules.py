@@ -73,6 +73,23 @@ class Schedule(ABC):
     def run_forward(self, cut: list[MicroBatchTask], rows: Sequence[range]) -> list[Loss]:
         """Run forward of micro-batches; return (summed loss, count) of each."""
 
+    def run_repeatedly(
+        self,
+        cut: list[MicroBatchTask],
+        rows: Sequence[range],
+        is_any: Callable[[bool], bool],
+    ) -> tuple[list[Loss], bool]:
+        """Run forward of micro-batches that may call the model several times.
+
+        Args:
+            is_any: whether an argument is true on any rank. Collective.
+
+        Returns:
+            (summed loss, count) of each; whether a unit was called again on any rank, which is
+                possible with one stage.
+        """
+        return self.run_forward(cut, rows), False
+
     def _make_micro_batch(
         self,
         parts: ShardedUnits,
@@ -135,6 +152,25 @@ class LayeredSchedule(Schedule):
                 layered.forward(parts, turns, keep=False)
                 results += layered.run_head(parts, turns, None, layered.GradientProgress())
         return results
+
+    def run_repeatedly(
+        self,
+        cut: list[MicroBatchTask],
+        rows: Sequence[range],
+        is_any: Callable[[bool], bool],
+    ) -> tuple[list[Loss], bool]:
+        parts = self.parts
+        batches = [self._make_micro_batch(parts, cut, n, keep=False) for n in range(len(cut))]
+        with close_micro_batches(batches):
+            if not parts.division.whole_parameters:
+                return layered.run_repeatedly(parts, batches, is_any=is_any)
+            # With full parameters here, one after another; ranks need not go together.
+            results: list[Loss] = []
+            repeats = False
+            for some in [[b] for b in batches] or [[]]:
+                found, again = layered.run_repeatedly(parts, some, is_any=lambda own: own)
+                results, repeats = [*results, *found], repeats or again
+            return results, is_any(repeats)
 
     def _make_reductions(
         self, gradient_scale: Callable[[], torch.Tensor], done: Done | None
