@@ -47,6 +47,10 @@ from gpumix.integrations.dataloader.sharded_loader import RankPart
 from gpumix.schema.errors import InputError
 
 MOST_KINDS = 16  # of losses, to check
+HOW_TO_COUNT = (
+    "call the model without labels, compute the loss from its outputs, and say what it is a mean "
+    "over: accelerator.backward(loss, count=N)"
+)
 GRADIENTS, WEIGHTS = "gradients", "weights"
 LABELS = "labels"
 
@@ -69,7 +73,9 @@ class LoopLoss(ReducedLoss):
             outputs = model(*batch[ARGS], **{**batch[KWARGS], **labels})
             return sum_outputs(outputs) if stands_in and not has_loss(outputs) else loss_of(outputs)
 
-        super().__init__(computed, lambda batch: integer_labels(batch[KWARGS]))
+        super().__init__(
+            computed, lambda batch: integer_labels(batch[KWARGS]), how_to_count=HOW_TO_COUNT
+        )
 
     @property
     def by_loop(self) -> bool:

@@ -32,6 +32,10 @@ from gpumix.integrations.common.gather import gather_texts
 from gpumix.integrations.transformers.step_logs import collect_logs
 
 _LOG = logging.getLogger(__name__)
+HOW_TO_COUNT = (
+    "let compute_loss return a sum divided by the number of items that it counts, such as "
+    "(losses * mask).sum() / mask.sum(); or give items that do not count the label -100"
+)
 PROCESSES = "num_processes"
 ITEMS, SHIFTED = "num_items_in_batch", "shift_labels"
 GATHERING_METHODS = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
@@ -85,7 +89,8 @@ class TrainerLoss(ReducedLoss):
 
     def __init__(self, trainer: Any, *, steps: int, samples: int) -> None:
         names = (LABELS, *(name for name in trainer.label_names or () if name != LABELS))
-        super().__init__(self._computed, partial(integer_labels, names=names))
+        labels_of = partial(integer_labels, names=names)
+        super().__init__(self._computed, labels_of, how_to_count=HOW_TO_COUNT)
         self._trainer = trainer
         self._steps, self._samples = steps, samples
         self._observer = LossFunctionObserver()
