@@ -63,7 +63,9 @@ def main() -> int:
         told = "no GPU is here: nothing was measured (--cpu rehearses the script)"
         print(told, file=sys.stderr)
         print_figures({"stages": 0, "failed": 0, "seconds": 0.0}, as_json=arguments.json)
-        return 0
+        return 2
+    if arguments.done is not None and not arguments.done.is_file():
+        sys.exit(f"--done {arguments.done}: there is no such file")
     take_sigterm()
     stamp = Stamp(_device(place), _torch_version(), arguments.commit or _commit())
     out = arguments.out or Path(tempfile.mkdtemp(prefix="gpu-proof-results-"))
@@ -99,10 +101,24 @@ def _place(arguments: argparse.Namespace) -> Place | None:
     if arguments.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything looks
         return "cpu"
+    _hide_other_gpus()
     if first_card() is not None:
         return "gpu"
-    ask = [sys.executable, "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"]
-    return "gpu" if subprocess.run(ask, capture_output=True).returncode == 0 else None
+    ask = "import torch; print(torch.cuda.is_available(), torch.version.hip)"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    seen, *hip = done.stdout.split() or [""]
+    if seen == "True" and hip != ["None"]:
+        sys.exit("this script measures NVIDIA's GPUs; for others see docs/unproven.md")
+    return "gpu" if seen == "True" else None
+
+
+def _hide_other_gpus() -> None:
+    """Let all processes see one GPU: the first of CUDA_VISIBLE_DEVICES, or of the host."""
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the driver's own
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if first.startswith("MIG-"):
+        sys.exit("a slice of a GPU (MIG) is not measured: give the script a whole one")
+    os.environ["CUDA_VISIBLE_DEVICES"] = first
 
 
 def _use_test_device() -> None:

@@ -37,6 +37,7 @@ class Bench:
     card: Card | None = None
     begun: float = field(default_factory=time.monotonic)
     failed: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)  # measurements beyond a bar
 
     def __post_init__(self) -> None:
         self._last, self._before = self.begun, self._reading()
@@ -83,7 +84,12 @@ class Bench:
         before, clocks = asdict(self._before), asdict(after)
         nvml = {name: [before[name], clocks[name]] for name in READINGS}
         more = {"s": round(now - since, 2), **nvml, "error": error}
+        if what == STAGE:
+            figures = {**figures, "lines_missed": len(self.missed)}
+            bars = (*bars, Bar("lines_missed", most=0))
         line = self.lines.write(self.stage, what, figures, bars, **more)
+        if what != STAGE and not line["ok"] and not error:
+            self.missed.append(what)
         self._last, self._before = now, after
         print(f"{self.stage}, {what}: {figures} {line['bar'] or ''}", file=sys.stderr, flush=True)
         return line

@@ -61,6 +61,8 @@ class Proof:
         wanted.out.mkdir(parents=True, exist_ok=True)
         self.wanted = wanted
         self.results, self.log = wanted.out / RESULTS, wanted.out / LOG
+        # Before its file is removed, if it is that of the same folder.
+        self._earlier = ended_stages(wanted.done, wanted.stamp.commit) if wanted.done else {}
         self.results.unlink(missing_ok=True)
         self.log.unlink(missing_ok=True)
         self._lines = Lines(self.results, wanted.stamp)
@@ -87,13 +89,13 @@ class Proof:
 
     def _taken_over(self) -> set[str]:
         """The stages of earlier calls, whose lines are copied: the file then has all of them."""
-        if self.wanted.done is None:
-            return set()
-        ended = ended_stages(self.wanted.done, self.wanted.stamp.commit)
-        for stage, lines in ended.items():
+        if self.wanted.done is not None and not self._earlier:
+            commit = self.wanted.stamp.commit
+            self._say(f"no stage of commit {commit} has ended in {self.wanted.done}")
+        for stage, lines in self._earlier.items():
             append(self.results, lines)
             self._say(f"{stage}: ended in an earlier call")
-        return set(ended)
+        return set(self._earlier)
 
     def _run(self, stage: Stage) -> None:
         left_s = self._left_s - RESERVE_S
@@ -122,7 +124,7 @@ class Proof:
             quit_service()  # of a stage that could not do so itself
         if left := processes_on_gpu(self.wanted.place):
             self._say(f"{stage.name}: these processes are left on the GPU: {left}")
-        self._say(f"{stage.name}: {took_s:.1f} s{f', {error}' if error else ''}")
+        self._say(f"{stage.name}: {took_s:.1f} s, {error or self._describe_outcome(stage.name)}")
         self._after_env(stage)
 
     def _after_env(self, stage: Stage) -> None:
@@ -136,6 +138,17 @@ class Proof:
             )
             self._starter.forks = False
             self._run(replace(stage, least_s=0.0))
+
+    def _describe_outcome(self, stage: str) -> str:
+        """Return what became of a stage, in words: of its bars, and of what failed."""
+        lines = [one for one in read(self.results) if one["stage"] == stage]
+        bad = [one for one in lines if one["ok"] is False and one["what"] != STAGE]
+        of_stage = [one for one in lines if one["what"] == STAGE]
+        told = [f"{one['what']} failed" for one in bad if one["error"]]
+        for one in (*bad, *of_stage[-1:]):
+            missed = [name for name, bar in one["bar"].items() if bar.endswith("missed")]
+            told += [f"{one['what']} {name} {one['bar'][name]}" for name in missed]
+        return "; ".join(dict.fromkeys(told)) or "all bars met"
 
     def _has_ended(self, stage: str) -> bool:
         return any(one["stage"] == stage and one["what"] == STAGE for one in read(self.results))

@@ -48,6 +48,8 @@ class Starter:
     def __init__(self, place: Place, stamp: Stamp, *, forks: bool = True) -> None:
         self.place, self.stamp, self.forks = place, stamp, forks
         self._owns_server = forks
+        paths = [*map(str, (BENCHMARKS, TESTS, SOURCE)), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(paths)))
         if forks:
             self._begin_server()
 
@@ -81,8 +83,6 @@ class Starter:
     def _begin_server(self) -> None:
         from gpumix.train.processes.local_launcher import warm_up
 
-        paths = [*map(str, (BENCHMARKS, TESTS, SOURCE)), os.environ.get("PYTHONPATH", "")]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(paths)))
         warm_up(MODULES, preload=PRELOAD)
 
     def _started(self, task: Task) -> StageProcess | None:

@@ -213,6 +213,9 @@ def test_a_call_goes_on_where_an_earlier_one_was(tmp_path):
     again, _, none = prove(tmp_path / "third", mended, done=tmp_path / "second" / RESULTS)
     assert none == []
     assert again["stages"] == 5
+    same, _, none = prove(tmp_path / "third", mended, done=tmp_path / "third" / RESULTS)
+    assert none == []
+    assert same["stages"] == 5
 
 
 def test_another_commit_counts_for_nothing(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from compared.setting import Setting
 from proof import systems, waits
 from proof.bench import Bench
-from proof.lines import RESULTS, Lines, Stamp
+from proof.lines import RESULTS, STAGE, Bar, Lines, Stamp
 from proof.models import REHEARSED, SMALL, TINY_LLAMA
 from proof.rank import Run
 from proof.unequal import FOUR, TWO, by_speed
@@ -95,6 +95,15 @@ def test_a_measurement_that_fails_has_a_line_and_harms_no_other(bench):
     assert bench.failed == ["bad: ValueError"]
     text = bench.lines.file.read_text()
     assert "no such kernel" in text and '"x": 1.0' in text
+
+
+def test_a_stage_is_not_well_if_one_of_its_measurements_missed_a_bar(bench):
+    bench.measured("fast", lambda: ({"speed": 2.0}, [Bar("speed", least=1.0)]))
+    assert bench.tell(STAGE, {})["ok"]
+    bench.measured("slow", lambda: ({"speed": 0.5}, [Bar("speed", least=1.0)]))
+    line = bench.tell(STAGE, {"split": 1})
+    assert not line["ok"]
+    assert line["figures"] == {"split": 1, "lines_missed": 1}
 
 
 def test_figures_of_earlier_stages_are_those_of_the_same_device(bench):
