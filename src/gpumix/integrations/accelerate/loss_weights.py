@@ -69,7 +69,8 @@ class LossFactors:
         if not self._is_checked:
             self._check()
             self._is_checked = True
-        return table[table[:, 0].argmax(), 1]
+        first = table[:, 0].argmax(0, keepdim=True)
+        return table[:, 1].gather(0, first).squeeze(0)
 
     def _check(self) -> None:
         """Check the factors exchanged last, once.
