@@ -137,7 +137,9 @@ def test_low_precision_is_no_worse_than_with_whole_logits(name, dtype, small_chu
     loss, exact = plain_step(architecture.factory, batch)
     errors, losses = {}, {}
     for head in ("whole", "chunked"):
-        engine = engine_alone(architecture.factory, 6, 3, head=head, compute_dtype=dtype, length=12)
+        engine = engine_alone(
+            architecture.factory, 6, 3, head=head, compute_dtype=dtype, sequence_length=12
+        )
         losses[head] = engine.step(batch).item()
         found = joined([pieces_of(engine, gradients=True)])
         # A rounding of the input moves all gradients; what the loss alone adds would show in these.
