@@ -46,7 +46,7 @@ def _profile(name: str) -> str:
     return profile_json(
         architecture.factory,
         lambda n: architecture.batch(n, generator),
-        sequence_length=LENGTH,
+        length=LENGTH,
         global_batch=BATCH,
         cluster=CLUSTER,
     )

@@ -159,8 +159,12 @@ def run_repeatedly(
                 parts.record.computes("forward", unit.name)
                 for batch in batches:
                     batch.forward(number, unit, keep=False)
-                    batch.resume(number)
+                    if number < parts.last_call:
+                        batch.resume(number)
                 unit.bucket.release()
+            parts.record.computes("head", ROOT)
+            for batch in batches:
+                batch.resume(parts.last_call)
         results = [batch.finish() for batch in batches]
     return [(loss.detach(), count) for loss, count in results], passes > 1
 

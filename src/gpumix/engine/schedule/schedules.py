@@ -161,7 +161,9 @@ class LayeredSchedule(Schedule):
     ) -> tuple[list[Loss], bool]:
         parts = self.parts
         batches = [self._make_micro_batch(parts, cut, n, keep=False) for n in range(len(cut))]
-        with close_micro_batches(batches):
+        with close_micro_batches(batches), contextlib.ExitStack() as stack:
+            if self.leaves_out and parts.head is not None:
+                stack.enter_context(parts.head.whole())
             if not parts.division.whole_parameters:
                 return layered.run_repeatedly(parts, batches, is_any=is_any)
             # With full parameters here, one after another; ranks need not go together.

@@ -331,9 +331,14 @@ class FlatGroup:
             parameters[attribute] = view
 
     def install_copies(self) -> None:
-        """Install copies of the arrived parameters in the modules, without gradients: the buffer
-        may be filled with other parameters from now on."""
-        copies = {id(view): nn.Parameter(view.detach().clone(), False) for view in self.views}
+        """Install copies of the arrived parameters in the modules: the buffer may be filled with
+        other parameters from now on. Copies take no gradients."""
+        copies = {}
+        for view in self.views:
+            copy = nn.Parameter(view.detach().clone(), view.requires_grad)
+            copies[id(view)] = copy
+            if copy.requires_grad:
+                copy.register_post_accumulate_grad_hook(lambda _: self._receiving.check_active())
         for parameters, attribute, view, _ in self._places:
             parameters[attribute] = copies[id(view)]
 
