@@ -36,7 +36,7 @@ from gpumix.engine.optimizers import elementwise_check, overlapped_step
 from gpumix.engine.optimizers.layout import OptimizerLayout, check_whole_matrices
 from gpumix.engine.optimizers.overlapped_step import HostStepHooks, OverlappedUpdates
 from gpumix.engine.outside_steps import BlockwiseEngine, OutsideSteps
-from gpumix.engine.rehearsal.samples import all_gather_values
+from gpumix.engine.rehearsal.samples import is_any
 from gpumix.engine.rehearsal.settling_engine import RehearsingEngine
 from gpumix.engine.reshard import move_state, needs_state_move
 from gpumix.engine.schedule.pipeline_parallel import PipelineStage
@@ -374,15 +374,13 @@ class Engine(RehearsingEngine, BlockwiseEngine):
             if as_trained or self._evaluation_repeats is False:
                 results = self._schedule.run_forward(cut, rows)
             else:
-                results, repeats = self._schedule.run_repeatedly(cut, rows, self._is_any)
+                results, repeats = self._schedule.run_repeatedly(
+                    cut, rows, functools.partial(is_any, self)
+                )
                 if not is_trial and self._evaluation_repeats is None:
                     self._evaluation_repeats = repeats
         self._leave()
         return results
-
-    def _is_any(self, own: bool) -> bool:
-        """Return whether `own` is true on any rank. Collective."""
-        return any(told for (told,) in all_gather_values(self, [float(own)]))
 
     def layout(self) -> OptimizerLayout:
         """Return the ranks storing each part of every parameter, for `gpumix.Adafactor` and

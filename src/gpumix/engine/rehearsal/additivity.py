@@ -57,6 +57,7 @@ from gpumix.engine.rehearsal.samples import (
     RehearsalMicroBatch,
     all_gather_values,
     choose_micro_batch,
+    is_any,
     select_own_samples,
 )
 from gpumix.engine.traceless_steps import TrialSteps
@@ -245,7 +246,7 @@ def _rehearsal_of_each(
 def can_rule_out_rivals(engine: TrialSteps, batch: Any, objective: ObjectiveWithRule) -> bool:
     """Return whether samples of any rank distinguish the rule from its rivals. Collective."""
     own = isinstance(objective, ReducedLoss) and objective.can_distinguish_rivals(batch)
-    return any(told for (told,) in all_gather_values(engine, [float(own)]))
+    return is_any(engine, own)
 
 
 def padding_counts(

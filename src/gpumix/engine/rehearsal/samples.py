@@ -220,3 +220,8 @@ def all_gather_values(engine: TrialSteps, told: Sequence[float]) -> list[list[fl
     row = torch.tensor(told, dtype=torch.float64, device=engine.device)
     table = engine.comm.exchanged(row, "rehearsal of the first step")
     return table.tolist()  # type: ignore[no-any-return]
+
+
+def is_any(engine: TrialSteps, own: bool) -> bool:
+    """Return whether `own` is true on any rank. Collective."""
+    return any(told for (told,) in all_gather_values(engine, [float(own)]))

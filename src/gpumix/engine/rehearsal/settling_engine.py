@@ -25,7 +25,7 @@ from gpumix.engine.rehearsal.refusals import (
     make_empty_mean_error,
     make_unequal_weights_error,
 )
-from gpumix.engine.rehearsal.samples import all_gather_values
+from gpumix.engine.rehearsal.samples import all_gather_values, is_any
 from gpumix.engine.traceless_steps import TrialSteps
 from gpumix.engine.unit.activation_checkpoint import compare_reruns
 from gpumix.hardware.runtime import is_gpu
@@ -136,7 +136,7 @@ class RehearsingEngine(TrialSteps):
         """Watch losses from now on; losses of `kinds` are known to add up. Collective."""
         rule = self._reduces.rule
         # On a CPU, the values exchanged in a step are available at once.
-        late = any(told for (told,) in all_gather_values(self, [float(is_gpu(self.device))]))
+        late = is_any(self, is_gpu(self.device))
         by_values = rule is not None and rule.kind == "graph"
         self._state.watch = LossWatch(self.device, kinds, late=int(late), by_values=by_values)
         self._rehearsed_at = self.steps

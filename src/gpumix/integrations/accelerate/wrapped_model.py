@@ -22,7 +22,7 @@ from gpumix.engine.loss.reduction import SUM_AND_COUNT, ReducedLoss, Rule, integ
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.rehearsal.loss_watch import REHEARSAL_STEPS
 from gpumix.engine.rehearsal.refusals import NOT_OF_PARTS
-from gpumix.engine.rehearsal.samples import all_gather_values
+from gpumix.engine.rehearsal.samples import is_any
 from gpumix.integrations.accelerate.call_signature import ARGS, KWARGS
 from gpumix.integrations.accelerate.coupled_rows import check_row_coupling
 from gpumix.integrations.accelerate.loader import get_current_part
@@ -42,7 +42,7 @@ from gpumix.integrations.accelerate.outputs import (
     with_loss,
 )
 from gpumix.integrations.accelerate.unlike_rows import check_row_independence
-from gpumix.integrations.common.forward import detach_leaf
+from gpumix.integrations.common.forward import clone_inference_tensor, detach_leaf
 from gpumix.integrations.dataloader.sharded_loader import RankPart
 from gpumix.schema.errors import InputError
 
@@ -380,7 +380,7 @@ class WrappedModel(nn.Module):
             return call_model(model, part), torch.tensor(_rows(part))
 
         with torch.inference_mode(False), torch.no_grad():
-            batch = tree_map(_clone_inference_tensor, batch)
+            batch = tree_map(clone_inference_tensor, batch)
             labelled = LABELS in batch[KWARGS] and self._computes_loss(batch)
             if labelled:
                 self._loss.by_loop = False
@@ -406,8 +406,7 @@ class WrappedModel(nn.Module):
         """Return True if the model computes a loss from given labels. Collective."""
         if self._has_loss is None:
             found = self._engine.outputs(call_model, batch).values()
-            table = all_gather_values(self._engine, [float(any(map(has_loss, found)))])
-            self._has_loss = any(told for (told,) in table)
+            self._has_loss = is_any(self._engine, any(map(has_loss, found)))
         return self._has_loss
 
     def _joined(self, outputs: Sequence[Any]) -> Any:
@@ -524,8 +523,3 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 def _gradient(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
-def _clone_inference_tensor(value: Any) -> Any:
-    """Clone a tensor made in inference mode: units track in-place changes."""
-    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value

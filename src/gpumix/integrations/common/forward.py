@@ -53,3 +53,9 @@ def _split_by_place(found: Mapping[range, Any], rows: Sequence[int]) -> Iterator
 def detach_leaf(value: Any) -> Any:
     """Return a leaf of a model's outputs without its graph."""
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def clone_inference_tensor(value: Any) -> Any:
+    """Clone a tensor made in inference mode, which no graph may keep and whose in-place changes
+    units cannot track; return any other value as is."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value

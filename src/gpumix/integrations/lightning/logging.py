@@ -251,27 +251,25 @@ class StepLogs:
         for text in gather_texts(json.dumps(found), self._comm, COMPARED):
             lost += self._ways.take(json.loads(text), compared)
             compared = []
-        if lost and self._comm.rank == 0:
-            _log.warning(
-                "%s: no mean, sum, maximum or minimum of the values of micro-batches is that of a "
-                "batch; it is combined by its reduce_fx, and depends on the plan. Log what adds "
-                "up, and compute with it behind the epoch, or log a metric of torchmetrics",
-                ", ".join(map(repr, lost)),
-            )
+        self._warn(
+            "%s: no mean, sum, maximum or minimum of the values of micro-batches is that of a "
+            "batch; it is combined by its reduce_fx, and depends on the plan. Log what adds "
+            "up, and compute with it behind the epoch, or log a metric of torchmetrics",
+            lost,
+        )
         if not self._by_step and self._batches >= GRAPH_BATCHES:
-            self._warn_changed(
-                [n for n, way in unread.items() if way not in self._ways.of(n, MEAN)]
-            )
-
-    def _warn_changed(self, names: Sequence[str]) -> None:
-        """Warn of values of batches without graphs, combined by a rule that does not hold."""
-        if names and self._comm.rank == 0:
-            _log.warning(
+            # Values of batches without graphs, combined by a rule that does not hold.
+            self._warn(
                 "%s: what it is a mean over is seen in this batch for the first time; in earlier "
                 "ones it may have been another number. Say it: self.log(..., batch_size=...), or "
                 "log a metric of torchmetrics",
-                ", ".join(map(repr, names)),
+                [n for n, way in unread.items() if way not in self._ways.of(n, MEAN)],
             )
+
+    def _warn(self, text: str, names: Sequence[str]) -> None:
+        """Warn of logged names, if there are any, once for all ranks."""
+        if names and self._comm.rank == 0:
+            _log.warning(text, ", ".join(map(repr, names)))
 
     def warn_unsettled(self) -> None:
         """Warn of values of the batch that no comparison could tell, unless they were said to be

@@ -21,7 +21,7 @@ from gpumix.engine.loss.reduction import ObjectiveWithRule, ReducedLoss, SummedL
 from gpumix.engine.rehearsal.additivity import padding_counts
 from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.integrations.accelerate.unlike_rows import check_row_independence
-from gpumix.integrations.common.forward import compute_by_place
+from gpumix.integrations.common.forward import clone_inference_tensor, compute_by_place
 from gpumix.integrations.lightning.batch_counts import UNLIKE_SAMPLES
 from gpumix.integrations.lightning.collectives import is_output_rank
 from gpumix.integrations.lightning.combining import LoggedPart
@@ -128,7 +128,7 @@ class ModuleSteps:
             if not logs.unsettled:
                 break
             with torch.inference_mode(False):
-                values = tree_map(_copy_inference_tensor, values)
+                values = tree_map(clone_inference_tensor, values)
             with (
                 self._silence_logging(),
                 logs.listening(compares=True),
@@ -156,7 +156,7 @@ class ModuleSteps:
         reads = logs.reads_graphs and hook != "predict_step"
         if reads:
             with torch.inference_mode(False):
-                values = tree_map(_copy_inference_tensor, values)
+                values = tree_map(clone_inference_tensor, values)
 
         def made(model: nn.Module, batch: Any) -> Any:
             with logs.micro_batch(self._weight(batch), batch), torch.set_grad_enabled(reads):
@@ -307,11 +307,6 @@ def _silence(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
 
 def _nothing(*args: Any, **kwargs: Any) -> Tensor:
     return torch.zeros(())
-
-
-def _copy_inference_tensor(value: Any) -> Any:
-    """Return a value that a graph may keep."""
-    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def _copy_to_host(value: Any) -> Any:
