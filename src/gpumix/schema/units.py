@@ -63,6 +63,17 @@ Seconds = Annotated[
 ]
 
 
+def parse_bytes(text: str) -> int:
+    """Parse an amount of memory such as "64 GiB".
+
+    Raises:
+        ValueError: `text` is no such amount.
+    """
+    found = _parse_bytes(text)
+    assert isinstance(found, int)
+    return found
+
+
 def parse_rate(text: str) -> float:
     """Parse a rate such as "12 GB/s" or "900 GiB/s".
 

@@ -28,6 +28,9 @@ from gpumix.schema.reading.error_location import locate_errors
 
 _HOSTS = re.compile(r"^(\d+)\s+hosts?\s+of\s+(.+)$")
 _CARDS = re.compile(r"^(?:(\d{1,12})\s*[xX×*]\s*)?([A-Za-z0-9].*)$")
+_COUNT_BEHIND = re.compile(r"^([A-Za-z0-9].*?)(?:\s+|(?<=\d))[xX×*]\s*(\d{1,12})$")
+_COUNT_FIRST = re.compile(r"^\d+\s*[xX×*]")
+_COUNT_ALONE = re.compile(r"^(\d{1,12})\s+([A-Za-z].*)$")
 MOST_DEVICES = 200_000
 
 # NVLink and Infinity Fabric shared by all cards of a host; a bridge joins only two.
@@ -54,12 +57,18 @@ def parse_cards(text: str) -> CardCount:
 
 
 def split_count(text: str) -> tuple[int | None, str]:
-    """Split "4x rtx3090" into the number, None if missing, and the rest.
+    """Split "4x rtx3090", "4 rtx3090" or "rtx3090 x4" into the number, None if missing, and the
+    rest.
 
     Raises:
         InputError: the format is wrong, or the number is zero.
     """
-    found = _CARDS.match(text.strip())
+    wanted = text.strip()
+    if (behind := _COUNT_BEHIND.match(wanted)) and not _COUNT_FIRST.match(wanted):
+        wanted = f"{behind[2]}x {behind[1]}"
+    elif alone := _COUNT_ALONE.match(wanted):
+        wanted = f"{alone[1]}x {alone[2]}"
+    found = _CARDS.match(wanted)
     if found is None or (found[1] and int(found[1]) == 0):
         raise InputError(
             f"'{text.strip()}' is not a number of cards", fix="write them as '4x rtx3090'"
@@ -111,9 +120,79 @@ def parse_cluster(
         devices=tuple(_devices(hosts)),
         network=network_of(list(known.values()), between),
     )
-    dtypes = choose_compute_dtypes(precision, there)
-    classes = tuple(with_peak(c, known[c.name], dtypes[c.name]) for c in there.classes)
-    return there.model_copy(update={"classes": classes})
+    return _with_peaks(there, known, precision)
+
+
+def with_catalogue_cards(cluster: Cluster, precision: Precision) -> Cluster:
+    """Return an existing or described cluster with classes named as in the catalogue, with their
+    datasheet rates, and with the cards' own links unless the cluster states others.
+
+    Raises:
+        InputError: devices are emulated or unknown to the catalogue, a card does not support the
+            dtype, or nothing says how hosts are linked.
+    """
+    if cluster.emulated:
+        raise InputError(
+            "emulated devices have no datasheet to estimate from",
+            fix="measure them with a job: gpumix plan JOB.yaml",
+        )
+    cards = {c.name: _card_of_class(c) for c in cluster.classes}
+    network = cluster.network
+    if network is None:
+        if len({d.host for d in cluster.devices}) > 1:
+            raise InputError(
+                "nothing says how the hosts are linked",
+                fix="state it in the cluster file: `network: {between: 25GbE}`",
+            )
+        network = network_of(list(cards.values()), None)
+    else:
+        new = {card.name: name for name, card in cards.items() if card.name != name}
+        network = network.as_of(new).among([card.name for card in cards.values()])
+    memory = {
+        card.name: min(c.memory_bytes for c in cluster.classes if cards[c.name] is card)
+        for card in cards.values()
+    }
+    classes = [
+        make_device_class(card).model_copy(update={"memory_bytes": memory[card.name]})
+        for card in {card.name: card for card in cards.values()}.values()
+    ]
+    there = Cluster(
+        classes=tuple(classes),
+        devices=tuple(
+            d.model_copy(update={"device_class": cards[d.device_class].name})
+            for d in cluster.devices
+        ),
+        network=network,
+    )
+    return _with_peaks(there, {card.name: card for card in cards.values()}, precision)
+
+
+def _with_peaks(cluster: Cluster, known: Mapping[str, Card], precision: Precision) -> Cluster:
+    """Return the cluster with the datasheet rate of each class in its compute dtype."""
+    dtypes = choose_compute_dtypes(precision, cluster)
+    classes = tuple(with_peak(c, known[c.name], dtypes[c.name]) for c in cluster.classes)
+    return cluster.model_copy(update={"classes": classes})
+
+
+def _card_of_class(device_class: DeviceClass) -> Card:
+    card = find_class_card(device_class)
+    if card is None:
+        name = device_class.product or device_class.name
+        raise InputError(
+            f"the catalogue has no card '{name}', so there is nothing to estimate from",
+            fix="measure it with a job: gpumix plan JOB.yaml",
+        )
+    return card
+
+
+def find_class_card(device_class: DeviceClass) -> Card | None:
+    """Return the card of a class; None if the catalogue does not know it."""
+    for name in (device_class.product, device_class.name):
+        try:
+            return find_card(name)
+        except InputError:
+            continue
+    return None
 
 
 def check_count(devices: int) -> None:
@@ -224,4 +303,4 @@ def read_link(text: str, option: str) -> Link:
     try:
         return parse_link(text)
     except ValueError as error:
-        raise InputError(str(error), where=option) from None
+        raise InputError(str(error), where=option, fix=f"write it as {option} 25GbE") from None

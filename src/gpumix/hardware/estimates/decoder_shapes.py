@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpumix.cost.layout.chunk_rows import compute_chunk_bytes
+from gpumix.hardware.estimates.adapters import BlockSizes, LinearSizes
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import MOST_LAYERS
@@ -153,6 +154,20 @@ class Decoder:
         attention = self.hidden * (inputs + self.attention_width)
         feed_forward = (3 if self.gated else 2) * self.hidden * self.feed_forward
         return attention + (self.hidden * self.experts if self.experts else feed_forward)
+
+    @property
+    def block_sizes(self) -> BlockSizes:
+        """Sizes of a block; experts, stored in a stack of matrices, are not linear layers."""
+        key_width = self.kv_heads * self.head_dim
+        linears = [
+            LinearSizes(self.hidden, self.attention_width),
+            LinearSizes(self.hidden, key_width, 2),
+            LinearSizes(self.attention_width, self.hidden),
+        ]
+        if not self.experts:
+            linears.append(LinearSizes(self.hidden, self.feed_forward, 2 if self.gated else 1))
+            linears.append(LinearSizes(self.feed_forward, self.hidden))
+        return BlockSizes(self.block_parameters, tuple(linears))
 
     @property
     def parameters(self) -> int:

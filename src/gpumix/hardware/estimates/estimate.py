@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from gpumix.hardware.estimates.decoder_shapes import DividedDecoder
 from gpumix.hardware.estimates.gpu_catalogue import Card, find_card
 from gpumix.hardware.estimates.roofline import (
+    BACKWARD_FLOPS,
     add_curves,
     forward_curve,
     get_peak_flops_per_s,
     gradient_curve,
     half_gradient_curve,
+    host_optimizer_s_per_element,
     make_host_copy_curve,
+    make_memory_curve,
     optimizer_s_per_element,
 )
 from gpumix.schema.cluster.cluster import Cluster
@@ -28,7 +32,9 @@ from gpumix.schema.profile.profile import (
     ClassProfile,
     ModelProfile,
     Profile,
+    RootUnit,
     TeamProfile,
+    UnitKind,
     UnitTimes,
 )
 
@@ -53,36 +59,48 @@ def estimate_class(
     model: ModelProfile,
     name: str,
     optimizer_bytes: float = ADAMW_STATE_BYTES,
+    *,
+    on_host: int = 1,
+    ram_bytes: int | None = None,
 ) -> ClassProfile:
-    """Estimate a card's times for each unit of a model in its dtype, with `optimizer_bytes` of
-    optimizer state per element.
+    """Estimate a card's times for each unit of a model in its dtype.
+
+    Args:
+        optimizer_bytes: of optimizer state per element.
+        on_host: devices that share the memory of the card's host.
+        ram_bytes: free memory of that host; None: no limit.
 
     Raises:
         InputError: the model's FLOPs are unknown.
     """
-    units = {kind.name: (kind.flops, kind.trainable) for kind in model.kinds}
-    units[ROOT] = (model.root.flops, model.root.trainable)
-    if not all(flops > 0 for kind, (flops, _) in units.items() if kind != ROOT):
+    units: dict[str, UnitKind | RootUnit] = {kind.name: kind for kind in model.kinds}
+    units[ROOT] = model.root
+    if not all(kind.flops > 0 for kind in model.kinds):
         raise InputError(
             "the profile does not say how many FLOPs its units have",
             fix="measure again: `gpumix profile JOB.yaml --fresh`",
         )
     times, dtype = {}, model.compute_dtype
-    for kind, (flops, elements) in units.items():
-        forward = forward_curve(card, dtype, flops, elements * DTYPE_BYTES[dtype])
-        gradient = gradient_curve(card, dtype, flops, elements)
-        if kind == ROOT:  # only a look-up before the units; head and loss run in backward
+    for kind, unit in units.items():
+        flops, elements = unit.flops, unit.trainable
+        weight_bytes = elements * DTYPE_BYTES[dtype] + unit.frozen_bytes
+        forward = forward_curve(card, dtype, flops, weight_bytes)
+        backward_flops = 2 * flops if unit.backward_flops is None else unit.backward_flops
+        gradient = gradient_curve(card, dtype, backward_flops / BACKWARD_FLOPS, elements)
+        if isinstance(unit, RootUnit):  # a look-up before the units; head and loss run in backward
             times[kind] = UnitTimes(
                 forward=forward_curve(card, dtype, 0.0, 0.0), backward=add_curves(forward, gradient)
             )
         else:
             half = half_gradient_curve(card, dtype, flops)
+            unpacking = make_memory_curve(card, unit.unpacked_bytes)
+            forward, gradient = add_curves(forward, unpacking), add_curves(gradient, unpacking)
             times[kind] = UnitTimes(
                 forward=forward,
                 backward=add_curves(forward, gradient),
                 gradient=gradient,
-                inputs=half,
-                weights=gradient.less(half),
+                inputs=add_curves(half, unpacking),
+                weights=gradient.less(add_curves(half, unpacking)),
             )
     return ClassProfile(
         device_class=name,
@@ -92,6 +110,8 @@ def estimate_class(
         optimizer_s_per_element=optimizer_s_per_element(card, optimizer_bytes),
         framework_bytes=FRAMEWORK_BYTES,
         host_copy=make_host_copy_curve(card),
+        host_optimizer_s_per_element=on_host * host_optimizer_s_per_element(optimizer_bytes),
+        host_bytes=None if ram_bytes is None else ram_bytes // on_host,
         estimated=True,
         compute_dtype=dtype,
         peak=Peak(flops_per_s=get_peak_flops_per_s(card, dtype), source="stated"),
@@ -106,13 +126,15 @@ def estimate_profile(
     precision: Precision = "auto",
     optimizer_bytes: float = ADAMW_STATE_BYTES,
     parts_in: PartsIn = return_no_parts,
+    ram_bytes: int | None = None,
 ) -> Profile:
-    """Estimate the profile of a cluster of catalogue cards, with `optimizer_bytes` of optimizer
-    state per element.
+    """Estimate the profile of a cluster of catalogue cards.
 
     Args:
         model_in: returns the model in a dtype.
+        optimizer_bytes: of optimizer state per element.
         parts_in: returns the parts for tensor-parallel groups in a dtype.
+        ram_bytes: free memory of each host; None: no limit.
 
     Raises:
         InputError: the catalogue does not know a class, or a class does not support its dtype.
@@ -128,12 +150,25 @@ def estimate_profile(
         model=model,
         other_models=tuple(others),
         classes=tuple(
-            estimate_class(find_card(c.name), models[dtypes[c.name]], c.name, optimizer_bytes)
+            estimate_class(
+                find_card(c.name),
+                models[dtypes[c.name]],
+                c.name,
+                optimizer_bytes,
+                on_host=_most_on_a_host(cluster, c.name),
+                ram_bytes=ram_bytes,
+            )
             for c in cluster.classes
         ),
-        teams=tuple(_estimate_groups(cluster, parts_in, dtypes, optimizer_bytes)),
+        teams=tuple(_estimate_groups(cluster, parts_in, dtypes, optimizer_bytes, ram_bytes)),
         collectives=Collectives(gather="list", reduce="list"),
     )
+
+
+def _most_on_a_host(cluster: Cluster, name: str) -> int:
+    """Return the most devices of a host that has a device of class `name`."""
+    counts = Counter(d.host for d in cluster.devices)
+    return max((counts[d.host] for d in cluster.members(name)), default=1)
 
 
 def _estimate_groups(
@@ -141,6 +176,7 @@ def _estimate_groups(
     parts_in: PartsIn,
     dtypes: Mapping[str, ComputeDtype],
     optimizer_bytes: float,
+    ram_bytes: int | None,
 ) -> Iterator[TeamProfile]:
     """Yield the profile of each tensor parallel degree with enough cards of a class on a host."""
     parts = {dtype: parts_in(dtype) for dtype in dict.fromkeys(dtypes.values())}
@@ -156,7 +192,14 @@ def _estimate_groups(
             model=model,
             other_models=tuple(others),
             classes=tuple(
-                estimate_class(find_card(name), part.model, name, optimizer_bytes)
+                estimate_class(
+                    find_card(name),
+                    part.model,
+                    name,
+                    optimizer_bytes,
+                    on_host=_most_on_a_host(cluster, name),
+                    ram_bytes=ram_bytes,
+                )
                 for name, part in of_class.items()
             ),
             told={name: dict(part.told) for name, part in of_class.items()},

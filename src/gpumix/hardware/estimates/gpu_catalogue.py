@@ -202,6 +202,25 @@ def find_card(name: str) -> Card:
     )
 
 
+_BRANDS = re.compile(r"\b(?:NVIDIA|AMD|GeForce|Tesla|Radeon|Instinct|Generation|Edition)\b")
+
+
+def shorten_product(class_name: str) -> str:
+    """Return the usual short name of a device class: 'RTX 4090' for 'rtx4090', 'A100 SXM4 80GB' for
+    'a100-80gb-sxm'. Names that the catalogue does not know are returned unchanged."""
+    card = _names().get(class_name)
+    if card is None:
+        return class_name
+    short = " ".join(_BRANDS.sub("", card.product).replace("-", " ").split())
+    several = len(_products()[card.product.lower()]) > 1
+    return f"{short} {card.memory_bytes >> 30}GB" if several else short
+
+
+@cache
+def _names() -> dict[str, Card]:
+    return {card.name: card for card in load_cards()}
+
+
 @cache
 def _products() -> dict[str, tuple[Card, ...]]:
     """Return cards by exact product name, which separates an RTX A2000 from the 12 GB version."""

@@ -24,6 +24,7 @@ BACKWARD_FLOPS = 2.0  # relative to the forward: gradients of inputs and of weig
 # Each micro-batch's backward writes a weight gradient, and adds it to the fp32 gradient.
 GRADIENT_BYTES = 16
 HOST_LINK_PART = 0.75
+HOST_MEMORY_BANDWIDTH = 4e10  # bytes/s, assumed: half of two channels of DDR5-5600
 MOST_SAMPLES = 4096
 
 
@@ -116,6 +117,17 @@ def optimizer_s_per_element(card: Card, state_bytes: float) -> float:
     """Return the seconds to update an element, limited by memory. Parameter and `state_bytes` of
     state are read and written, the gradient is read, in fp32."""
     return (2 * (4 + state_bytes) + 4) / (card.memory_bandwidth * BANDWIDTH_SHARE)
+
+
+def host_optimizer_s_per_element(state_bytes: float) -> float:
+    """Return the seconds in which a host's cores update an element of its only device, limited by
+    memory, in fp32 as on the device."""
+    return (2 * (4 + state_bytes) + 4) / HOST_MEMORY_BANDWIDTH
+
+
+def make_memory_curve(card: Card, moved_bytes: float) -> Curve:
+    """Return the seconds to move bytes to or from the card's memory, whatever the samples."""
+    return _curve(lambda _: moved_bytes / (card.memory_bandwidth * BANDWIDTH_SHARE))
 
 
 def make_host_copy_curve(card: Card) -> Curve:

@@ -15,6 +15,7 @@ from gpumix.cost.layout.curves import interpolate_seconds
 from gpumix.hardware.estimates.cluster_shorthand import (
     check_count,
     check_vendors,
+    find_class_card,
     links_inside,
     make_device_class,
     read_link,
@@ -23,7 +24,7 @@ from gpumix.hardware.estimates.cluster_shorthand import (
 )
 from gpumix.hardware.estimates.estimate import estimate_class, make_slower_class, scale_estimates
 from gpumix.hardware.estimates.gpu_catalogue import Card, find_card
-from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.cluster.network import Link, Network
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
@@ -94,7 +95,8 @@ def remove_devices(profile: Profile, text: str) -> Profile:
     if count is not None and count > len(members):
         raise InputError(
             f"{count} devices of class '{name}' cannot be removed: there "
-            f"{'is' if len(members) == 1 else 'are'} {len(members)}"
+            f"{'is' if len(members) == 1 else 'are'} {len(members)}",
+            fix=f"remove the class: --remove {name}",
         )
     gone = {d.id for d in members[-(count or len(members)) :]}
     if len(gone) == len(profile.cluster.devices):
@@ -229,7 +231,7 @@ def class_named(names: Collection[str], text: str) -> str | None:
 
 def _with_class(profile: Profile, new: Card) -> Profile:
     """Return the profile with a catalogue class added, without devices."""
-    others = (_card(c) for c in profile.cluster.classes)
+    others = (find_class_card(c) for c in profile.cluster.classes)
     check_vendors([new, *(card for card in others if card is not None)])
     plain = make_device_class(new)
     dtype = get_dtype_support(plain).usual
@@ -293,7 +295,7 @@ def _with_links(cluster: Cluster, new: Card) -> Network | None:
     the catalogue. Measured collectives are kept, because nothing better is known."""
     if cluster.network is None:
         return None
-    others = [(c.name, _card(c)) for c in cluster.classes]
+    others = [(c.name, find_class_card(c)) for c in cluster.classes]
     known = {name: card for name, card in others if card is not None}
     links = (link for link in links_inside(known | {new.name: new}) if new.name in link.classes)
     return cluster.network.model_copy(update={"exceptions": (*cluster.network.exceptions, *links)})
@@ -301,21 +303,11 @@ def _with_links(cluster: Cluster, new: Card) -> Network | None:
 
 def _own_links(cluster: Cluster, between: Link) -> Network:
     """Return the cards' own links inside hosts, if the catalogue knows all cards."""
-    cards = {c.name: _card(c) for c in cluster.classes}
+    cards = {c.name: find_class_card(c) for c in cluster.classes}
     known = {name: card for name, card in cards.items() if card is not None}
     if len(known) < len(cards):
         return Network(inside=between, between=between)
     return Network(between=between, exceptions=links_inside(known))
-
-
-def _card(of: DeviceClass) -> Card | None:
-    """Return the card of a class; None if the catalogue does not know it."""
-    for name in (of.product, of.name):
-        try:
-            return find_card(name)
-        except InputError:
-            continue
-    return None
 
 
 def _compute_correction(profile: Profile) -> float:
@@ -323,7 +315,7 @@ def _compute_correction(profile: Profile) -> float:
     in the catalogue."""
     ratios = []
     for measured in profile.classes:
-        card = _card(profile.cluster.class_named(measured.device_class))
+        card = find_class_card(profile.cluster.class_named(measured.device_class))
         if measured.estimated or card is None:
             continue
         name = measured.device_class

@@ -204,6 +204,9 @@ OWN_SETTINGS = {
 }
 
 
+OPTIMIZERS = tuple(OWN_SETTINGS)
+
+
 class ParameterGroup(Value):
     """Settings for some parameters, selected by name; the first matching group applies."""
 
@@ -319,10 +322,12 @@ class EvaluationSpec(Value):
 
 
 class CheckpointSpec(Value):
-    """Checkpoints. The end of the run always saves one; with `every_steps` 0 no other step does. A
-    due checkpoint waits 5 s for the previous one to be written, then is postponed."""
+    """Checkpoints. The end of the run always saves one. A due checkpoint waits 5 s for the previous
+    one to be written, then is postponed."""
 
-    every_steps: int = Field(default=0, ge=0, description="0: only at the end")
+    every_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+        default="auto", description="`auto`: about every ten minutes; 0: only at the end"
+    )
     keep: int = Field(default=2, ge=1, description="how many are kept, the newest")
     memory_every_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         default="auto",
@@ -331,6 +336,11 @@ class CheckpointSpec(Value):
         "still for it for a hundredth of its time at most, a twentieth where steps take over a "
         "second; 0: never",
     )
+
+    @property
+    def stated_steps(self) -> int:
+        """Steps between checkpoints as stated; 0 for none, or if the run chooses."""
+        return 0 if self.every_steps == "auto" else self.every_steps
 
 
 class ProfileSpec(Value):
@@ -350,7 +360,9 @@ class Job(Value):
     model: ModelSpec = Field(description="what is trained", examples=[{"config": "config.json"}])
     data: DataSpec = Field(description="on what", examples=[{"text": ["corpus.txt"]}])
     tokenizer: Literal["bytes"] | Path = Field(
-        default="bytes", description="`bytes`, or a `tokenizer.json`, or a folder that holds one"
+        default="bytes",
+        description="`bytes`, or a `tokenizer.json`, or a folder that holds one; default: that of "
+        "`model.weights`, and `bytes` without any",
     )
     sequence_length: int = Field(
         gt=1, le=LARGEST_LENGTH, description="tokens in a sample", examples=[1024]

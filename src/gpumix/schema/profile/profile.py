@@ -49,6 +49,10 @@ class UnitKind(Value):
         default=0, description="those of them in parameters of two dimensions, which Muon updates"
     )
     frozen_bytes: Count = Field(default=0, description="parameters without gradient, gathered")
+    unpacked_bytes: Count = Field(
+        default=0,
+        description="memory traffic of unpacking quantised parameters once, of an estimate",
+    )
     kept: Curve = Field(description="what one call leaves behind until its backward: its outputs")
     saved: Curve | None = Field(
         default=None,
