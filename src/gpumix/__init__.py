@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gpumix.engine.outside_steps import unshard, whole
     from gpumix.engine.prepare import prepare
     from gpumix.integrations.accelerate import Accelerator
+    from gpumix.launch.notebook import notebook_launcher
     from gpumix.planner.plan import plan
     from gpumix.profiler.api import open_device, profile
     from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
@@ -59,6 +60,7 @@ _HOME = {
     "plan": "gpumix.planner.plan",
     "open_device": "gpumix.profiler.api",
     "profile": "gpumix.profiler.api",
+    "notebook_launcher": "gpumix.launch.notebook",
     "Cluster": "gpumix.schema.cluster.cluster",
     "Device": "gpumix.schema.cluster.cluster",
     "DeviceClass": "gpumix.schema.cluster.cluster",
@@ -89,6 +91,7 @@ __all__ = [
     "Space",
     "build",
     "evaluation_batches",
+    "notebook_launcher",
     "open_device",
     "parameter_groups",
     "plan",

@@ -30,14 +30,14 @@ from gpumix.integrations.common.unsupported_arguments import FieldSupport  # noq
 from gpumix.integrations.transformers.arguments import (  # noqa: E402
     FIX_PLAN_DECIDES,
     TRAINING_FIELDS,
-    set_accelerate_use_cpu,
 )
 from gpumix.integrations.transformers.trainer_mixin import PlannedTrainerMixin  # noqa: E402
+from gpumix.profiler.api import announce_cpu_ranks  # noqa: E402
 from gpumix.schema.errors import InputError  # noqa: E402
 from gpumix.schema.plan.plan import Plan  # noqa: E402
 from gpumix.train.checks.packed_documents import check_documents  # noqa: E402
 
-set_accelerate_use_cpu()
+announce_cpu_ranks()
 
 __all__ = ["SFTTrainer"]
 

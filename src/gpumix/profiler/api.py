@@ -6,6 +6,7 @@ train` uses `train.worker.context` instead, which makes both group and device it
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -33,6 +34,7 @@ from gpumix.hardware.host.environment import (
     cluster_file,
     count_gpus_by_nvml,
     torchrun_place,
+    world_size,
 )
 from gpumix.hardware.runtime import current_device, device_uuid, is_available
 from gpumix.profiler.cache.measurement_files import MeasurementFiles
@@ -233,10 +235,12 @@ def gather_cluster() -> Cluster:
         return _devices(ranks, cluster)[0]
 
 
-def has_gpu_ranks() -> bool:
-    """Check if ranks compute on GPUs, of the named cluster or of their hosts."""
+def announce_cpu_ranks() -> None:
+    """Tell transformers and Accelerate, before they look, if ranks compute on CPUs. Otherwise these
+    treat each process on CPUs as the only one, which prints and writes everything."""
     cluster, _ = _resolve_cluster(None)
-    return _has_gpus(cluster)
+    if world_size() > 1 and not _has_gpus(cluster):
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 def _join_ranks(cluster: Cluster | None) -> bool:

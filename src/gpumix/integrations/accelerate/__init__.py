@@ -14,5 +14,8 @@ from gpumix.integrations.common.optional_dependency import require_packages
 require_packages(__name__, "accelerate", extra="trainer")
 
 from gpumix.integrations.accelerate.accelerator import Accelerator  # noqa: E402 - a missing package first
+from gpumix.profiler.api import announce_cpu_ranks  # noqa: E402
+
+announce_cpu_ranks()
 
 __all__ = ["Accelerator"]

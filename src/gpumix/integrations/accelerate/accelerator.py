@@ -66,7 +66,7 @@ from gpumix.integrations.dataloader.example_batch import find_example
 from gpumix.integrations.dataloader.inspect import Batching
 from gpumix.integrations.dataloader.samplers import get_shared_seed, prepare_sampler
 from gpumix.integrations.dataloader.sharded_loader import PaddingScope, TreeCollator, collate_tree
-from gpumix.profiler.api import join_ranks
+from gpumix.profiler.api import announce_cpu_ranks, join_ranks
 from gpumix.schema.errors import InputError, format_in_one_line
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.batch_shares import get_micro_batch_rows
@@ -143,6 +143,7 @@ class Accelerator(accelerate.Accelerator):
         **kwargs: Any,
     ) -> None:
         show_errors_without_traceback()
+        announce_cpu_ranks()
         self._couples = couples
         self._width = PaddingScope()
         given = bind_arguments(args, kwargs)

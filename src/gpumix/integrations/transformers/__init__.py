@@ -14,12 +14,13 @@ require_packages(__name__, "transformers", "accelerate", extra="trainer")
 
 import transformers  # noqa: E402 - a missing package is reported first
 
-from gpumix.integrations.transformers.arguments import SEQ2SEQ_FIELDS, set_accelerate_use_cpu  # noqa: E402
+from gpumix.integrations.transformers.arguments import SEQ2SEQ_FIELDS  # noqa: E402
 from gpumix.integrations.transformers.trainer_mixin import (  # noqa: E402
     ARGUMENTS,
     REPLACED_PRIVATE_METHODS,
     PlannedTrainerMixin,
 )
+from gpumix.profiler.api import announce_cpu_ranks  # noqa: E402
 
 TESTED_VERSIONS = ">=5.15,<6"
 require_attributes(
@@ -29,7 +30,7 @@ require_attributes(
     transformers.TrainingArguments, ARGUMENTS, package="transformers", tested=TESTED_VERSIONS
 )
 
-set_accelerate_use_cpu()
+announce_cpu_ranks()
 
 __all__ = ["Seq2SeqTrainer", "Trainer"]
 

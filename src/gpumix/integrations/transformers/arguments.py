@@ -8,7 +8,6 @@ and the size of micro-batches.
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import transformers
@@ -18,7 +17,6 @@ from transformers.training_args import ParallelMode
 from gpumix.hardware.host.environment import world_size
 from gpumix.integrations.common.plan_and_shard import precision_of_weights
 from gpumix.integrations.common.unsupported_arguments import FieldSupport, make_no_meaning_error
-from gpumix.profiler.api import has_gpu_ranks
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import EVERYTHING, Space
 from gpumix.schema.plan.dtypes import Precision
@@ -100,13 +98,6 @@ CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 FOLDED = (*COUNTS, *CHECKPOINTING, "average_tokens_across_devices")
 BLOCKS = "leave it out: whole blocks are computed again, by the plan"
 ARGUMENTS = "TrainingArguments"
-
-
-def set_accelerate_use_cpu() -> None:
-    """Announce computing on CPUs, before arguments are made. Otherwise transformers and Accelerate
-    treat each process on CPUs as the only one, which prints and writes everything."""
-    if world_size() > 1 and not has_gpu_ranks():
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 def check_arguments(args: Any, kind: type, fields: FieldSupport) -> None:

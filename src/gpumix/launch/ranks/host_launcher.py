@@ -13,13 +13,20 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from gpumix.hardware.host.environment import restrict_to_loopback, unbuffer_output
 from gpumix.launch.commands import HOST_MODULE, LOST_EXIT_CODE
 from gpumix.launch.orders import Order, Orders
-from gpumix.launch.ranks.host_ranks import HostAssignment, start_ranks, wait_for_ranks
+from gpumix.launch.ranks.host_ranks import (
+    HostAssignment,
+    ProgramRank,
+    RankProcess,
+    StartRank,
+    start_ranks,
+    wait_for_ranks,
+)
 from gpumix.schema.errors import GpumixError
 from gpumix.train.processes.tcp_liveness import has_visitors, listen_at
 
@@ -37,28 +44,42 @@ def run_host_ranks(
     grace_s: float,
     take: Callable[[int, str], None] | None = None,
 ) -> tuple[int, str]:
+    """Run a program on this host's ranks to the end; see `run_started_ranks`.
+
+    Args:
+        words: arguments of each rank's interpreter.
+        take: gets each line of the ranks with 1 or 2 for their stdout or stderr; by default they
+            share this process's output.
+    """
+    if take is not None:
+        unbuffer_output()
+
+    def start(number: int, env: Mapping[str, str]) -> RankProcess:
+        return ProgramRank(number, words, env, take)
+
+    return run_started_ranks(share, start, orders, grace_s=grace_s)
+
+
+def run_started_ranks(
+    share: HostAssignment, start: StartRank, orders: Orders, *, grace_s: float
+) -> tuple[int, str]:
     """Run this host's ranks to the end; return the exit code of the first to fail, with a
     description.
 
     Args:
         share: its port may be 0 on a single host: any free port.
-        words: arguments of each rank's interpreter.
-        take: gets each line of the ranks with 1 or 2 for their stdout or stderr; by default they
-            share this process's output.
 
     Raises:
         MachineError: the store cannot listen at its address.
     """
     if share.one_host:
         restrict_to_loopback()
-    if take is not None:
-        unbuffer_output()
     server = _open_server(share) if share.first == 0 else None
     if server is not None:
         share = HostAssignment(
             share.first, share.processes, share.world, share.address, server.getsockname()[1]
         )
-    with start_ranks(share, words, take, grace_s=grace_s) as ranks:
+    with start_ranks(share, start, grace_s=grace_s) as ranks:
         orders.listen()
         store = _serve(server, share) if server is not None else None
         code, told = wait_for_ranks(ranks, orders, grace_s=grace_s)

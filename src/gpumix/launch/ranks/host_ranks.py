@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -51,8 +52,50 @@ class HostAssignment:
         return self.processes == self.world
 
 
-class RankProcess:
-    """Process of a rank. Output goes to this process's, or line by line to `take`."""
+class RankProcess(ABC):
+    """Process of a rank, in a session of its own."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    @property
+    @abstractmethod
+    def pid(self) -> int:
+        """Process id, and id of the process group."""
+
+    @property
+    @abstractmethod
+    def code(self) -> int | None:
+        """Exit code, negative for a signal; None while the process runs."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for the end of a killed process."""
+
+    def signal(self, number: int) -> None:
+        if self.code is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the rank and all processes of the rank's group."""
+        with suppress(OSError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
+
+    def told(self) -> str:
+        """Describe how the rank ended."""
+        code = self.code or 0
+        if code < 0:
+            return f"rank {self.number} was killed by signal {-code} ({signal.Signals(-code).name})"
+        return f"rank {self.number} left with exit code {code}"
+
+
+StartRank = Callable[[int, Mapping[str, str]], RankProcess]
+"""Function that starts the rank of a number with an environment."""
+
+
+class ProgramRank(RankProcess):
+    """Rank that runs a program. Output goes to this process's, or line by line to `take`."""
 
     def __init__(
         self,
@@ -61,7 +104,7 @@ class RankProcess:
         env: Mapping[str, str],
         take: Callable[[int, str], None] | None,
     ) -> None:
-        self.number = number
+        super().__init__(number)
         pipe = subprocess.PIPE if take else None
         self.process = subprocess.Popen(
             [sys.executable, *words],
@@ -74,36 +117,22 @@ class RankProcess:
         self._lines = LineForwarder.of(self.process, take) if take is not None else []
 
     @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
     def code(self) -> int | None:
         return self.process.poll()
 
-    def signal(self, number: int) -> None:
-        if self.code is None:
-            self.process.send_signal(number)
-
-    def kill(self) -> None:
-        """Kill the rank and all processes of the rank's group."""
-        with suppress(OSError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+    def wait(self) -> None:
         self.process.wait()
         for lines in self._lines:
             lines.finish()
 
-    def told(self) -> str:
-        """Describe how the rank ended."""
-        code = self.process.returncode
-        if code < 0:
-            return f"rank {self.number} was killed by signal {-code} ({signal.Signals(-code).name})"
-        return f"rank {self.number} left with exit code {code}"
-
 
 @contextmanager
 def start_ranks(
-    share: HostAssignment,
-    words: Sequence[str],
-    take: Callable[[int, str], None] | None,
-    *,
-    grace_s: float,
+    share: HostAssignment, start: StartRank, *, grace_s: float
 ) -> Iterator[list[RankProcess]]:
     """Start a host's ranks; ranks end with the block, or with this process in any case."""
     ranks: list[RankProcess] = []
@@ -119,8 +148,8 @@ def start_ranks(
                     port=share.port,
                     grace_s=grace_s,
                 )
-                ranks.append(RankProcess(share.first + local, words, env, take))
-                tell(ranks[-1].process.pid)
+                ranks.append(start(share.first + local, env))
+                tell(ranks[-1].pid)
             yield ranks
         finally:
             kill_ranks(ranks)
