@@ -1,10 +1,19 @@
-"""How often a run copies its state into memory, by what that takes."""
+"""How often a run copies its state into memory, by what that takes, and saves it on disk."""
 
 from __future__ import annotations
 
+from collections import deque
+from types import SimpleNamespace
+
 import pytest
 
-from gpumix.train.state_keeper import choose_copy_interval
+from gpumix.schema.job.job import CheckpointSpec
+from gpumix.train.state_keeper import (
+    SAVE_EVERY_S,
+    StateKeeper,
+    choose_copy_interval,
+    choose_save_interval,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,3 +29,37 @@ from gpumix.train.state_keeper import choose_copy_interval
 )
 def test_the_longer_a_step_the_more_a_copy_may_take(copied_s, step_s, every):
     assert choose_copy_interval(copied_s, step_s) == every
+
+
+@pytest.mark.parametrize("step_s", [0.01, 0.7, 30.0, 3600.0])
+def test_what_is_on_disk_is_minutes_old(step_s):
+    every = choose_save_interval(step_s)
+    assert every * step_s >= SAVE_EVERY_S > (every - 1) * step_s
+
+
+class Ranks:
+    """Three ranks, of which one takes twice as long for a step."""
+
+    def gather(self, what: str, own: str) -> list[str]:
+        copies, saves = own.split()
+        return [own, own, f"{copies} {int(saves) * 2}"]
+
+
+def intervals(**checkpoint) -> tuple[int, int]:
+    """Steps between copies in memory, and between checkpoints, once both are chosen."""
+    keeper = object.__new__(StateKeeper)
+    spec = CheckpointSpec(**checkpoint)
+    keeper._context = SimpleNamespace(job=SimpleNamespace(checkpoint=spec), ranks=Ranks())
+    keeper._memory, keeper._copied_s, keeper._every_steps = None, deque([0.1]), 1
+    keeper.save_every_steps = spec.stated_steps
+    keeper.choose_intervals(2.0)
+    return keeper._every_steps, keeper.save_every_steps
+
+
+def test_all_ranks_save_after_the_same_step():
+    assert intervals() == (1, 2 * choose_save_interval(2.0))
+
+
+def test_what_the_job_says_is_done():
+    assert intervals(every_steps=0) == (1, 0)
+    assert intervals(every_steps=7) == (1, 7)

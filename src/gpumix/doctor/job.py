@@ -129,7 +129,7 @@ class JobPatient:
         took_s = self.steps * trial.mean_s
         for every, took in (
             (self.job.evaluation.every_steps, trial.evaluation),
-            (self.job.checkpoint.every_steps, trial.save),
+            (self.job.checkpoint.stated_steps, trial.save),
         ):
             if every:
                 seconds += took.compute_added_s(every * trial.mean_s) / every

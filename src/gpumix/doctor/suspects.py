@@ -252,7 +252,8 @@ def _suspect_interludes(seen: Evidence) -> Iterator[Suspect]:
             "the loss of evaluation is known every {} steps, every {} as it is",
         ),
     ):
-        every = getattr(seen.job, section).every_steps
+        stated = getattr(seen.job, section).every_steps
+        every = 0 if stated == "auto" else stated
         each_s = took.compute_added_s(every * seen.step_s)
         if not every or each_s <= MOST_INTERLUDE_SHARE * every * seen.step_s:
             continue

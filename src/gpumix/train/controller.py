@@ -40,6 +40,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.reading.allowed_code import check_allowed
 from gpumix.schema.reading.error_location import join_locations, locate_errors
+from gpumix.schema.reading.named_files import check_named_files
 from gpumix.schema.reading.read import read_job
 from gpumix.schema.units import show_seconds
 from gpumix.train.checkpoint.checkpoint_folder import find_latest
@@ -108,6 +109,7 @@ class JobController:
             allowed: code that the job may call, by default any; see `check_allowed`.
         """
         job = read_job(path, overrides)
+        check_named_files(job, path)
         if allowed is not None:
             check_allowed(job, path, allowed, overrides)
         imports = TRANSFORMERS if job.model.config is not None else ()

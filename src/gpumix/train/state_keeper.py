@@ -36,6 +36,8 @@ from gpumix.train.worker.context import RankContext
 # longer than `LONG_STEP_S`, each as costly to repeat.
 MEMORY_SHARE, LONG_SHARE, LONG_STEP_S = 0.01, 0.05, 1.0
 MEASURED_COPIES = 100
+# Time between checkpoints on disk if their interval is chosen.
+SAVE_EVERY_S = 600.0
 # Minimum disk throughput on top of the `timeout`; a slower disk counts as hanging.
 SLOWEST_BYTES_PER_S = 5e7
 # A parameter and the usual optimizer state, in fp32 each.
@@ -71,6 +73,11 @@ def choose_copy_interval(copied_s: float, step_s: float) -> int:
     return max(1, math.ceil(copied_s / max(step_s, 1e-9) / share))
 
 
+def choose_save_interval(step_s: float) -> int:
+    """Return the interval in steps between checkpoints on disk, given the step time."""
+    return max(1, math.ceil(SAVE_EVERY_S / max(step_s, 1e-3)))
+
+
 class StateKeeper:
     """A rank's part in saving and restoring a run. Methods are collective unless documented
     otherwise."""
@@ -102,6 +109,8 @@ class StateKeeper:
         self._memory: MemoryCheckpointer | None = None
         every = job.checkpoint.memory_every_steps
         self._every_steps = 1 if every == "auto" else every
+        self.save_every_steps = job.checkpoint.stated_steps
+        """Steps between checkpoints on disk; 0 if none is due, or before the interval is chosen."""
         # Pauses of training for the newest copies in memory.
         self._copied_s: deque[float] = deque(maxlen=MEASURED_COPIES)
         # State that cannot be saved is reported now, not when steps would be lost.
@@ -230,15 +239,23 @@ class StateKeeper:
         self._memory.finish()
         return not any(self._context.ranks.gather("kept in memory", self._memory.refused))
 
-    def choose_interval(self, step_s: float) -> list[RunEvent]:
-        """Choose the interval of copies by the cost of the first; see `choose_copy_interval`.
-        Return the report."""
-        if self._memory is None or self._context.job.checkpoint.memory_every_steps != "auto":
+    def choose_intervals(self, step_s: float) -> list[RunEvent]:
+        """Choose the intervals that the job leaves open: of copies in memory by the cost of the
+        first (see `choose_copy_interval`), of checkpoints on disk by time. Return the report."""
+        spec, found = self._context.job.checkpoint, []
+        copies = self._memory is not None and spec.memory_every_steps == "auto"
+        saves = spec.every_steps == "auto"
+        if not copies and not saves:
             return []
-        own = choose_copy_interval(min(self._copied_s, default=0.0), step_s)
-        told = self._context.ranks.gather("copies' interval", str(own))
-        self._every_steps = every = max(map(int, told))
-        return [RunEvent("copies", {"every_steps": every}, "")]
+        copied_s = min(self._copied_s, default=0.0)
+        own = f"{choose_copy_interval(copied_s, step_s)} {choose_save_interval(step_s)}"
+        told = [text.split() for text in self._context.ranks.gather("intervals of saving", own)]
+        if copies:
+            self._every_steps = max(int(each) for each, _ in told)
+            found.append(RunEvent("copies", {"every_steps": self._every_steps}, ""))
+        if saves:
+            self.save_every_steps = max(int(each) for _, each in told)
+        return found
 
     def is_step_saved(self, step: int, *, deadline: float) -> bool:
         """Return whether on all ranks the state after `step`, the last done, is on disk by

@@ -227,7 +227,7 @@ class Trainer:
             shares = self.watch.take().shares()
             if beside and self.job.evaluation.every_steps:
                 evaluation = InterruptionCost(pause_s=measure_s(self._evaluate))
-            if beside and self.job.checkpoint.every_steps:
+            if beside and self.job.checkpoint.stated_steps:
                 usual_s = fmean(r.step_s for r in records)
                 save = self._save_beside(stop, 1, usual_s)
                 lasts = self._steps_beside(save, usual_s)
@@ -330,7 +330,8 @@ class Trainer:
             or step - self._begun_at == MEASURED_STEPS
             or self.keeping.is_copy_due(step)
             or job.trace_step in (step, step + 1)
-            or any(_is_due(step, of.every_steps) for of in (job.evaluation, job.checkpoint))
+            or _is_due(step, job.evaluation.every_steps)
+            or _is_due(step, self.keeping.save_every_steps)
         )
 
     def _tell_of_what_is_there(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -405,7 +406,7 @@ class Trainer:
     def _save_if_due(self, *, writing: bool) -> None:
         """Begin a checkpoint if due. If some rank was still writing the previous checkpoint during
         this step, wait briefly; if still writing, delay the new one until no rank is writing."""
-        if not self._due(self.job.checkpoint.every_steps) and not self._put_off:
+        if not self._due(self.keeping.save_every_steps) and not self._put_off:
             return
         if writing and (self._put_off or not self.keeping.is_free_within(MOST_STALL_S)):
             if not self._put_off:
@@ -430,7 +431,7 @@ class Trainer:
         """Copy this step's state into memory, if due."""
         done = self.step - self._begun_at
         if done == MEASURED_STEPS:
-            told = self.keeping.choose_interval(compute_median_s(self.taken.times_s[1:]))
+            told = self.keeping.choose_intervals(compute_median_s(self.taken.times_s[1:]))
             self._telling.tell(self.step, told)
         self.keeping.begin_copy(self.step)
 

@@ -87,7 +87,7 @@ def combine_problems(problems: Iterable[Problem], tree: Tree) -> InputError:
     told = sorted((_locate_problem(p, tree) for p in problems), key=lambda t: _order(t[0]))
     place, what, fix = told[0]
     rest = [f"  also {p}: {w}" + (f" ({f})" if f else "") for p, w, f in told[1:]]
-    return InputError("\n".join([what, *rest]), where=str(place), fix=fix)
+    return InputError("\n".join([what, *rest]), where=str(place), fix=fix or f"correct {place}")
 
 
 def suggest(meant: str | None, choices: Iterable[str], what: str) -> str:

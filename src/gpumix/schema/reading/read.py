@@ -30,6 +30,7 @@ from gpumix.schema.value import Value
 AUTO: Literal["auto"] = "auto"
 CLUSTER: Keys = ("cluster",)
 KEYS_FIX = "write a key and a value on each line, such as `steps: 100`"
+MOST_BYTE_TOKENS = 1024  # of models made for bytes: 256, some special ones, and room
 CONFIG_FIX = "give the config.json of a transformers model, or its content with a model_type"
 
 
@@ -66,7 +67,8 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     if job.model.config is not None:
         _check_model_config(job.model.config, tree.place(("model", "config")))
     cluster = _read_named_cluster(written, tree) if isinstance(written, str) else written
-    return job.model_copy(update={"cluster": cluster})
+    tokenizer = _choose_tokenizer(job, tree)
+    return job.model_copy(update={"cluster": cluster, "tokenizer": tokenizer})
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -162,6 +164,58 @@ def _check_model_config(config: Path | dict[str, Any], place: YamlPlace) -> None
         holder = f" in {config}" if isinstance(config, Path) else ""
         what = f"'model.config': there is no 'model_type'{holder}"
         raise InputError(what, where=str(place), fix=CONFIG_FIX)
+
+
+def _choose_tokenizer(job: Job, tree: Tree) -> Path | Literal["bytes"]:
+    """Return the job's tokenizer; by default that of the initial weights, and bytes without any.
+
+    Raises:
+        InputError: bytes would train a model that was made for the tokens of another tokenizer.
+    """
+    written = isinstance(tree.value, dict) and "tokenizer" in tree.value
+    own = _tokenizer_of_weights(job.model.weights)
+    if isinstance(job.tokenizer, Path) or not _reads_text(job):
+        return job.tokenizer
+    place = str(tree.place(("tokenizer",) if written else ("model",)))
+    if own is not None:
+        if not written:
+            return own
+        raise InputError(
+            "'tokenizer' is 'bytes', and the weights were trained with another one",
+            where=place,
+            fix=f"leave it out, which takes {own}",
+        )
+    vocabulary = _configured_vocabulary(job.model.config, tree.place(("model", "config")))
+    if not written and vocabulary is not None and vocabulary > MOST_BYTE_TOKENS:
+        raise InputError(
+            f"the job names no tokenizer, and the model has {vocabulary:,} tokens",
+            where=place,
+            why="by default text is read as bytes, of which there are 256: the model would learn "
+            "nothing that a tokenizer of its size can use",
+            fix="give `tokenizer: PATH` of a tokenizer.json, or `tokenizer: bytes` if bytes are "
+            "meant, with `vocab_size: 264` in model.config",
+        )
+    return job.tokenizer
+
+
+def _reads_text(job: Job) -> bool:
+    return bool(job.data.text) or job.data.tokenize == "on-the-fly"
+
+
+def _tokenizer_of_weights(weights: Path | None) -> Path | None:
+    """Return the tokenizer.json in the folder of the weights, if there is one."""
+    if weights is None:
+        return None
+    folder = weights if weights.is_dir() else weights.parent
+    found = folder / "tokenizer.json"
+    return found if found.is_file() else None
+
+
+def _configured_vocabulary(config: Path | dict[str, Any] | None, place: YamlPlace) -> int | None:
+    """Return `vocab_size` of a model's configuration, if it says so."""
+    found = _read_json(config, place) if isinstance(config, Path) else config
+    size = found.get("vocab_size") if isinstance(found, dict) else None
+    return size if isinstance(size, int) else None
 
 
 def _read_json(path: Path, place: YamlPlace) -> object:

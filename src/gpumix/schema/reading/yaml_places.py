@@ -165,14 +165,14 @@ def _compose(text: str, reader: _NodeConverter) -> yaml.Node | None:
         where = reader.exact(mark)
         what = f"this is not YAML: {error.problem or error.context}"
         lines = text.splitlines()[mark.line : mark.line + 1] if mark is not None else [text]
-        fix = NEEDS_QUOTES if any(map(BEGINS_ODDLY.search, lines)) else ""
+        fix = NEEDS_QUOTES if any(map(BEGINS_ODDLY.search, lines)) else f"correct {where}"
         raise InputError(what, where=where, why=error.context or "", fix=fix) from error
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         line, column = before.count("\n") + 1, error.position - before.rfind("\n")
         where = f"{reader.source.name}:{line}:{column}" if reader.lines else reader.source.name
         what = f"this is not YAML: the character {chr(error.character)!r} may not stand here"
-        raise InputError(what, where=where) from error
+        raise InputError(what, where=where, fix="remove it, or write it as an escape") from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise InputError("this is not YAML", where=reader.source.name, why=str(error)) from error
     except RecursionError as error:
