@@ -14,9 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from gpumix.cli.profile_source import PlanOptions
+from gpumix.cli.planning.estimate_source import Estimate, NamedCluster
+from gpumix.cli.planning.profile_source import PlanOptions
 from gpumix.cost.predict import predict
 from gpumix.engine.sharding.unit_discovery import split_into_units
+from gpumix.hardware.estimates.adapters import FULL
+from gpumix.hardware.estimates.decoder_shapes import decoder
+from gpumix.hardware.estimates.known_models import NamedDecoder
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.search_space import EVERYTHING
@@ -350,8 +354,10 @@ def _estimated(job: Job, folder: Path) -> Profile:
     """Of the job's own model on its own devices, as if these were cards."""
     config = job.model.config
     assert isinstance(config, dict)
-    asked = PlanOptions(cluster="4x rtx3090, 2x p40", precision="fp32")
-    found = asked._estimate(config, job.sequence_length, "fp32", job.optimizer)
+    cluster = NamedCluster("4x rtx3090, 2x p40")
+    model = NamedDecoder("llama", decoder(config))
+    length, batch = job.sequence_length, job.global_batch
+    found = Estimate(cluster, model, FULL, job.optimizer, length, batch, "fp32").profile()
     anatomy = split_into_units(build_model(job.model, folder=folder, seed=0))
     units = [unit.name for unit in anatomy.units]
     names = CARDS | NAMES | dict(zip(found.model.calls, units))

@@ -79,7 +79,7 @@ def run(arguments: Sequence[str], folder: Path) -> Ended:
 @contextlib.contextmanager
 def _without_ranks(launched: list[str]) -> Iterator[None]:
     """Instead of ranks, what the first of them does before it meets the others."""
-    from gpumix.cli import profile_source
+    from gpumix.cli.planning import profile_source
     from gpumix.train.processes.runner import LocalRunner
 
     def stop(*args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from verbs import here
 
 from extended import every_second
-from gpumix.cli import app, profile_source
+from gpumix.cli import app
+from gpumix.cli.planning import profile_source
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage
 from gpumix.train.processes.runner import LocalRunner

@@ -36,7 +36,7 @@ def test_every_strategy_has_its_row():
 
 
 def test_the_table_says_why_each_lost():
-    shown = compared("--cluster", CARDS, "--model", "1B").stderr
+    shown = compared("--cluster", CARDS, "--model", "1B").stdout
     for name in STRATEGIES:
         assert f"\n{name}: " in shown
     assert "free on p40" in shown
@@ -48,8 +48,8 @@ def test_what_is_not_possible_is_a_row_too(tmp_path):
     sizes = {"hidden_size": 2560, "num_hidden_layers": 24, "num_attention_heads": 20}
     config = JOB["model"]["config"] | sizes | {"intermediate_size": 6912}
     job = write_job(tmp_path, model={"config": config})
-    shown = compared(str(job), "--cluster", CARDS).stderr
-    row = next(line for line in shown.splitlines() if line.startswith("│ best-subset"))
+    shown = compared(str(job), "--cluster", CARDS).stdout
+    row = next(line for line in shown.splitlines() if line.startswith("best-subset  "))
     assert "not possible" in row
     assert "best-subset: no single device class has room" in shown
 
@@ -63,7 +63,7 @@ def test_nothing_that_fits_is_an_error():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "there is nothing to plan for"),
+        ([], "this machine has no GPU to plan for"),
         (["--cluster", "4x rtx9999"], "rtx9999"),
         (["--cluster", CARDS, "--global-batch", "0"], "global-batch"),
     ],

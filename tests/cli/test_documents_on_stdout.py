@@ -79,9 +79,9 @@ def test_devices_prints_the_cluster(folder):
 def test_devices_reads_a_cluster_file(tmp_path):
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(EMULATED))
     done = ran("devices", "--cluster", "cluster.yaml", folder=tmp_path)
-    assert done.out == ""
-    assert "emulated, 50 GFLOP/s" in done.err
-    assert "times are of the emulation" in done.err
+    assert done.err == ""
+    assert "emulated, 50 GFLOP/s" in done.out
+    assert "times are of the emulation" in done.out
 
 
 def test_devices_finds_what_is_here(tmp_path):

@@ -36,10 +36,10 @@ def test_what_a_checkpoint_holds_is_told(folder):
 
 def test_of_a_run_all_are_told_the_newest_first(folder):
     done = gpumix("inspect", "run", folder=folder)
-    assert done.code == 0 and done.out == ""
-    places = [done.err.index(f"step-0000000{step}") for step in (6, 4, 2)]
+    assert done.code == 0 and done.err == ""
+    places = [done.out.index(f"step-0000000{step}") for step in (6, 4, 2)]
     assert places == sorted(places)
-    assert "saved by 3 ranks in 1 stage" in done.err
+    assert "saved by 3 ranks in 1 stage" in done.out
 
 
 def test_damage_is_told(folder):
@@ -50,7 +50,7 @@ def test_damage_is_told(folder):
     found = done.json()
     assert [one["damage"] is None for one in found] == [True, False, True]
     assert "__1_0.distcp" in found[1]["damage"]
-    assert "damaged: " in here("inspect", "run", folder=folder).err
+    assert "damaged: " in here("inspect", "run", folder=folder).out
 
 
 def test_what_a_checkpoint_says_is_no_markup_nor_an_order_to_the_terminal(folder):
@@ -60,9 +60,9 @@ def test_what_a_checkpoint_says_is_no_markup_nor_an_order_to_the_terminal(folder
     (path / "checkpoint.json").write_text(manifest.sealed())
     done = here("inspect", str(path), folder=folder)
     assert done.code == 0, done.err
-    assert r"[/red]\x1b[2J" in done.err
-    assert r"saved with torch 2\x1b]0;title\x9b" in done.err
-    assert not {"\x1b", "\x07", "\x9b"} & set(done.err)
+    assert r"[/red]\x1b[2J" in done.out
+    assert r"saved with torch 2\x1b]0;title\x9b" in done.out
+    assert not {"\x1b", "\x07", "\x9b"} & set(done.out)
 
 
 def test_no_checkpoint(folder):

@@ -11,7 +11,7 @@ from click.testing import Result
 from jobs import OWN_PROFILES, plan_for, train, write_job
 from verbs import gpumix, refused
 
-from gpumix.cli.profile_source import PlanOptions, get_profile_path
+from gpumix.cli.planning.profile_source import PlanOptions, get_profile_path
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.step_trace import Trace
@@ -58,11 +58,11 @@ def measured(tmp_path_factory):
 
 def test_an_estimate_says_that_it_is_one(estimated):
     done = ran("simulate", estimated, *ESTIMATE)
-    assert "an estimate from datasheets" in done.stderr
-    assert "1024 tokens a sample, 48 samples a step" in done.stderr
+    assert "an estimate from datasheets" in done.stdout
+    assert "sequence length 1024, global batch 48" in done.stdout
     for shown in ("simulated: ", "critical path", "backward", "busy, and idle by what", "p40"):
-        assert shown in done.stderr
-    assert done.stdout == ""
+        assert shown in done.stdout
+    assert done.stderr == ""
 
 
 def test_the_step_is_drawn(measured, tmp_path):
@@ -130,7 +130,10 @@ def test_a_run_can_be_laid_beside_its_simulation(tmp_path):
 
 def test_a_plan_of_another_model_is_told(estimated):
     err = refused("simulate", estimated, "--cluster", CLUSTER, "--model", "1B")
-    assert "the plan's model is estimate:3B, the profile's is estimate:1B" in err
+    assert (
+        "the plan's model is estimate:Llama-shaped 3B, the profile's is estimate:Llama-shaped 1B"
+        in err
+    )
     assert "plan again" in err
 
 
@@ -147,7 +150,7 @@ def test_a_plan_of_another_cluster_is_told(estimated, cluster, said):
 
 def test_a_plan_of_another_job_is_told(estimated, measured):
     err = refused("simulate", estimated, "--profile", measured / "profile.json")
-    assert "the plan's model is estimate:3B, the profile's is " in err
+    assert "the plan's model is estimate:Llama-shaped 3B, the profile's is " in err
 
 
 def test_without_options_times_come_from_what_lies_beside_the_plan(estimated, measured):

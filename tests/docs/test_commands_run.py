@@ -82,6 +82,7 @@ ELSEWHERE = {
     "gpumix launch examples/run_clm.py --output_dir runs/clm": SCRIPTS,
     "gpumix launch examples/clm_no_trainer.py": SCRIPTS,
     "gpumix launch examples/sft_lora.py --output_dir runs/lora": SCRIPTS,
+    "gpumix plan --model llama-3-8b --lora 16": "tests/cli/test_plan_page.py",  # needs GPUs
 }
 # What makes the folder, before any other command.
 FIRST = (
@@ -147,7 +148,6 @@ FURTHER = {
     "gpumix simulate plan.json --cluster '4x rtx3090, 2x p40' --model 3B",
     "gpumix train job.yaml --trace 20",
     "gpumix plan job.yaml --cluster '4x a100-40gb-sxm'",
-    "gpumix plan --cluster '2x rtx4090, 4x rtx3090' --model 3B",
     "gpumix train job.yaml --strategy model",
     "gpumix train job.yaml --set trackers=tensorboard",
 }

@@ -149,9 +149,16 @@ def test_extras_that_are_to_be_installed_are_there(page):
     assert {extra for some in named for extra in some.split(",")} <= EXTRAS.keys()
 
 
-def test_the_readme_shows_each_verb_that_one_needs():
-    shown = {words[1] for block, words in SHOWN if block.page.name == "README.md"}
-    assert {"devices", "plan", "train", "simulate", "export"} <= shown
+@pytest.mark.parametrize(
+    ("page", "verbs"),
+    [
+        ("README.md", {"plan", "launch", "report"}),
+        ("tutorial.md", {"check", "devices", "plan", "train", "top", "report", "simulate",
+                         "inspect", "export", "doctor"}),
+    ],
+)  # fmt: skip
+def test_pages_show_each_verb_that_one_needs(page, verbs):
+    assert verbs <= {words[1] for block, words in SHOWN if block.page.name == page}
 
 
 def test_scripts_take_what_pages_give_them():

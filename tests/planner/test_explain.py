@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from functools import cache
 
 import pytest
@@ -249,8 +250,8 @@ def test_a_device_without_samples_is_idle():
 
 def test_the_table_shows_every_class_with_its_part():
     rows = shown(of_two_classes()).splitlines()
-    fast = next(row for row in rows if row.startswith("│ fast"))
-    cells = [cell.strip() for cell in fast.split("│")[1:-1]]
+    fast = next(row for row in rows if row.startswith("fast"))
+    cells = re.split(r"\s{2,}", fast.strip())
     assert cells[:4] == ["fast", "1", "6", "6 x 1"]
     assert cells[6] == "100%"
     assert cells[7].startswith("+")
@@ -290,12 +291,10 @@ def test_what_is_kept_and_where_stands_in_the_table():
     ways = [{"kept_graphs": 1}, {"state_on": "host", "mode": Mode(head="chunked")}]
     workers = [w.model_copy(update=way) for w, way in zip(made.workers, ways)]
     stage = made.stages[0].model_copy(update={"workers": tuple(workers)})
-    lines = shown(made.model_copy(update={"stages": (stage,), "reasons": None})).splitlines()
-    cells = [line.split("│") for line in lines if line.startswith("│")]
-    backward = " ".join(row[8].strip() for row in cells)
-    assert "recompute, 1 of" in backward and "graphs kept" in backward
-    assert "recompute, head in chunks" in backward
-    assert "whole on the host" in " ".join(row[5].strip() for row in cells)
+    text = shown(made.model_copy(update={"stages": (stage,), "reasons": None}))
+    for cell in ("recompute, 1 of", "graphs kept", "recompute, head", "in chunks"):
+        assert cell in text
+    assert "whole on" in text and "the host" in text
 
 
 def test_tables_have_room_in_a_terminal_of_a_hundred_columns():
@@ -306,8 +305,9 @@ def test_tables_have_room_in_a_terminal_of_a_hundred_columns():
     workers = [w.model_copy(update=way) for w, way in zip(made.workers, ways)]
     stage = made.stages[0].model_copy(update={"workers": tuple(workers)})
     wide = wide.model_copy(update={"stages": (stage,)})
-    rows = [line for line in shown(wide).splitlines() if line.startswith("│")]
-    assert rows and max(map(len, rows)) <= 100
+    rows = [line.rstrip() for line in shown(wide).splitlines()]
+    rows = [row for row in rows if not row.startswith(("predicted: ", "ZeRO stage"))]
+    assert len(rows) > 4 and max(map(len, rows)) <= 100
 
 
 def test_classes_that_compute_alike_are_told_once():

@@ -1,11 +1,15 @@
 """Command line: one file per verb.
 
-stdout is for data, stderr for people. Exit codes: 0 ok, 1 bug, 2 bad input, 3 environment, 4 no
-feasible plan, 5 training failed, 130 interrupted with a checkpoint saved.
+Results go to stdout, progress and warnings to stderr. Exit codes: 0 ok, 1 bug, 2 bad input, 3
+environment, 4 no feasible plan, 5 training failed, 130 interrupted with a checkpoint saved.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import typer
@@ -13,49 +17,97 @@ from typer.core import TyperGroup
 
 from gpumix import __version__
 from gpumix.cli.common import print_json
+from gpumix.cli.planning import compare, plan, simulate, whatif
 from gpumix.cli.verbs import (
     check,
-    compare,
     demo,
     devices,
     doctor,
     export,
+    init,
     inspect,
     launch,
-    plan,
     profile,
     report,
-    simulate,
+    schema,
     top,
     train,
-    whatif,
 )
 from gpumix.hardware.host.environment import count_gpus_by_nvml
 from gpumix.schema.errors import InputError
 
 _ARGUMENTS_KEY = "gpumix.given"
+_PLAIN = {
+    "Value error, ": "",
+    "Input should be a valid integer, unable to parse string as an integer": "not a whole number",
+    "Input should be a valid number, unable to parse string as a number": "not a number",
+    "Input should be ": "it must be ",
+}
+VERBS: dict[str, ModuleType] = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (
+        devices,
+        check,
+        profile,
+        plan,
+        compare,
+        whatif,
+        simulate,
+        train,
+        report,
+        top,
+        launch,
+        doctor,
+        demo,
+        init,
+        export,
+        inspect,
+        schema,
+    )
+}
 
 
 class _VerbGroup(TyperGroup):
-    """Group of the verbs. With `--json`, errors of wrong calls are JSON documents too."""
+    """Group of the verbs. Wrong calls are told in the form of all errors, with `--json` as JSON."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[_ARGUMENTS_KEY] = list(args)
-        return super().parse_args(ctx, args)
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
+        given = list(args)
+        with _told_as_errors(given):
+            context = super().make_context(info_name, args, *rest, **extra)
+        context.meta[_ARGUMENTS_KEY] = given
+        return context
 
     def invoke(self, ctx: Any) -> Any:
-        given = ctx.meta[_ARGUMENTS_KEY]
-        try:
+        with _told_as_errors(ctx.meta[_ARGUMENTS_KEY]):
             return super().invoke(ctx)
-        except (typer.Exit, typer.Abort):
+
+
+@contextmanager
+def _told_as_errors(given: list[str]) -> Iterator[None]:
+    """Print errors of wrong calls, whose classes are typer's own, as errors of gpumix."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as wrong:
+        # Verbs raise only errors of wrong calls, which have this method.
+        said = getattr(wrong, "format_message", None)
+        if said is None or not given:  # without arguments the help is printed
             raise
-        except Exception as wrong:
-            # Verbs raise only errors of wrong calls, whose class is typer's own.
-            said = getattr(wrong, "format_message", None)
-            if said and "--json" in given[: given.index("--") if "--" in given else None]:
-                fix = f"{' '.join(['gpumix', *given[:1]])} --help"
-                print_json(InputError(said(), fix=fix).as_dict())
-            raise
+        verb = [word for word in given[:1] if word in VERBS]
+        fix = f"see {' '.join(['gpumix', *verb, '--help'])}"
+        error = InputError(_make_plain(str(said())), fix=fix)
+        sys.stderr.write(f"gpumix: {error}\n")
+        if "--json" in given[: given.index("--") if "--" in given else None]:
+            print_json(error.as_dict())
+        raise typer.Exit(error.exit_code) from None
+
+
+def _make_plain(text: str) -> str:
+    """Return the message of a wrong call without the words of the library that checks values."""
+    for theirs, plain in _PLAIN.items():
+        text = text.replace(theirs, plain)
+    return text.strip().rstrip(".")
 
 
 app = typer.Typer(
@@ -83,23 +135,7 @@ def _main(
     """Train transformers on whatever mixture of GPUs you have."""
 
 
-for verb in (
-    devices,
-    check,
-    profile,
-    plan,
-    compare,
-    whatif,
-    simulate,
-    train,
-    report,
-    top,
-    launch,
-    doctor,
-    demo,
-    export,
-    inspect,
-):
+for verb in VERBS.values():
     verb.register(app)
 
 

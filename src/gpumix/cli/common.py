@@ -51,7 +51,14 @@ Strategy = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+ClusterFile = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", metavar="FILE", help="Take the devices of this cluster file, not the job's."
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+FOR_TRAINING = ("torch", "greenlet", "safetensors")  # packages of the extra `train`
 _shows_tracebacks = ContextVar("shows_tracebacks", default=False)
 
 
@@ -87,6 +94,43 @@ def make_command(command: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
+def take_cluster_file(command: Callable[P, None]) -> Callable[P, None]:
+    """Give a command that reads a job the option `--cluster FILE`: the devices of the file in place
+    of the job's, like `--set cluster=FILE`."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        cluster = kwargs.pop("cluster", None)
+        if cluster is not None:
+            _refuse_names_of_cards(str(cluster))
+            kwargs["overrides"] = [*kwargs["overrides"], f"cluster={cluster}"]  # type: ignore[misc]
+        command(*args, **kwargs)
+
+    own = signature(command, eval_str=True)
+    option = Parameter("cluster", Parameter.KEYWORD_ONLY, default=None, annotation=ClusterFile)
+    run.__signature__ = own.replace(parameters=[*own.parameters.values(), option])  # type: ignore[attr-defined]
+    run.__annotations__ = command.__annotations__ | {"cluster": ClusterFile}
+    return run
+
+
+def _refuse_names_of_cards(text: str) -> None:
+    from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
+
+    if os.path.isfile(text):  # noqa: PTH113
+        return
+    try:
+        parse_cluster(text, network="10GbE" if ";" in text else None)
+    except GpumixError:
+        return  # reading the file tells what is wrong
+    else:
+        raise InputError(
+            f"'{text}' names cards, and this command needs devices that are here",
+            where="--cluster",
+            fix="leave it out to use the GPUs of this host, or give a cluster file; `gpumix plan` "
+            "takes names of cards",
+        )
+
+
 def shows_tracebacks() -> bool:
     """Return whether the command that runs was asked to show tracebacks."""
     return _shows_tracebacks.get()
@@ -116,7 +160,19 @@ def _translate_error(error: BaseException) -> GpumixError:
 
     if isinstance(error, KeyboardInterrupt):
         return Interrupted(ENDED_AT_ONCE)
+    if isinstance(error, ModuleNotFoundError) and error.name in FOR_TRAINING:
+        return MachineError(
+            f"this command needs {error.name}, which is not installed",
+            why="the planner works without it",
+            fix='pip install "gpumix[train]"; for GPUs, torch first, as pytorch.org says',
+        )
     return translate_error(error, "")
+
+
+def require_place(path: Path, what: str, *, fix: str) -> None:
+    """Raise InputError if nothing is at a path, before what reads it is imported."""
+    if not path.exists():
+        raise InputError(what, where=str(path), fix=fix)
 
 
 def refuse_set_without_job(job: Path | None, overrides: Sequence[str], *, fix: str) -> None:
@@ -129,15 +185,17 @@ def refuse_set_without_job(job: Path | None, overrides: Sequence[str], *, fix: s
 def print_result(
     value: Callable[[], Any], shown: Callable[[], RenderableType], as_json: bool, note: str = ""
 ) -> None:
-    """Print a result: the value as JSON on stdout, or the view for people, after the note."""
-    from gpumix.train.run_log.terminal import get_stderr_console
+    """Print a result on stdout: the value as JSON, or the view for people, after the note."""
+    from gpumix.train.run_log.terminal import get_result_console
 
     if as_json:
         print_json(value())
         return
+    view = shown()
+    console = get_result_console()
     if note:
-        get_stderr_console().print(note, style="yellow")
-    get_stderr_console().print(shown())
+        console.print(note, style="yellow")
+    console.print(view)
 
 
 def print_json(value: Any) -> None:

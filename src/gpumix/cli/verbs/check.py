@@ -17,6 +17,7 @@ from gpumix.cli.common import (
     print_result,
     refuse_set_without_job,
     shows_tracebacks,
+    take_cluster_file,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def register(app: typer.Typer) -> None:
 
 
 @make_command
+@take_cluster_file
 def check(
     context: typer.Context,
     job: Annotated[

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +15,9 @@ from gpumix.cli.common import (
     print_result,
     refuse_set_without_job,
 )
+
+if TYPE_CHECKING:
+    from gpumix.schema.cluster.cluster import Cluster
 
 
 def register(app: typer.Typer) -> None:
@@ -29,14 +33,15 @@ def devices(
         Path | None, typer.Argument(metavar="JOB", help="Take the cluster of this job.")
     ] = None,
     cluster: Annotated[
-        Path | None, typer.Option("--cluster", help="Take this cluster file.")
+        str | None,
+        typer.Option("--cluster", help='Take this cluster file, or cards: "2x rtx4090, p40".'),
     ] = None,
     overrides: Overrides = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
     from gpumix.hardware.discovery.discover import discover_cluster
     from gpumix.schema.errors import InputError
-    from gpumix.schema.reading.read import read_cluster, read_job
+    from gpumix.schema.reading.read import read_job
     from gpumix.train.run_log.tables import devices_table
 
     if job is not None and cluster is not None:
@@ -46,9 +51,19 @@ def devices(
     )
     wanted = None
     if cluster is not None:
-        wanted = read_cluster(cluster)
+        wanted = _read(cluster)
     elif job is not None:
         named = read_job(job, overrides).cluster
         wanted = None if named == "auto" else named
     found = wanted or discover_cluster()
     print_result(lambda: found.model_dump(mode="json"), lambda: devices_table(found), as_json)
+
+
+def _read(cluster: str) -> Cluster:
+    """Return the cluster of a file, or of names of cards."""
+    from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
+    from gpumix.schema.reading.read import read_cluster
+
+    if os.path.isfile(cluster) or cluster.endswith((".yaml", ".yml", ".json")):  # noqa: PTH113
+        return read_cluster(Path(cluster))
+    return parse_cluster(cluster, network="10GbE" if ";" in cluster else None)

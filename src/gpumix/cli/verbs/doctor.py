@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Allowed, Json, Overrides, make_command, print_json, shows_tracebacks
+from gpumix.cli.common import (
+    Allowed,
+    Json,
+    Overrides,
+    make_command,
+    print_json,
+    shows_tracebacks,
+    take_cluster_file,
+)
 from gpumix.schema.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,6 +45,7 @@ def register(app: typer.Typer) -> None:
 
 
 @make_command
+@take_cluster_file
 def doctor(
     target: Annotated[
         str,
@@ -56,12 +67,14 @@ def doctor(
     allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
+    _refuse_a_script(target)
+    is_function = _is_function(target)
+    if is_function:
+        _require_module(target.partition(":")[0])
     from gpumix.doctor.change import merge_overrides, write_tuned
     from gpumix.doctor.examine import examine
     from gpumix.train.run_log.terminal import get_stderr_console
 
-    _refuse_a_script(target)
-    is_function = _is_function(target)
     if is_function:
         _refuse_job_options(target, apply=apply, overrides=overrides)
     _refuse_unknown_suspects(only, is_function)
@@ -87,6 +100,23 @@ def doctor(
     if apply:
         for one in report.left:
             console.print(f"left to you: {one}")
+
+
+def _require_module(name: str) -> None:
+    """Raise InputError if there is no such module, before anything else is imported."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = find_spec(name)
+    except ImportError:
+        found = None
+    finally:
+        sys.path.pop(0)
+    if found is None:
+        raise InputError(
+            f"there is no module '{name}'",
+            where=str(Path.cwd()),
+            fix="modules are looked for in the current folder and among installed packages",
+        )
 
 
 def _is_function(target: str) -> bool:

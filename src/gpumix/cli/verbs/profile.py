@@ -15,6 +15,7 @@ from gpumix.cli.common import (
     make_command,
     print_json,
     shows_tracebacks,
+    take_cluster_file,
 )
 from gpumix.schema.reading.error_location import locate_errors
 
@@ -29,6 +30,7 @@ def register(app: typer.Typer) -> None:
 
 
 @make_command
+@take_cluster_file
 def profile(
     job: JobFile,
     output: Annotated[

@@ -17,6 +17,7 @@ from gpumix.cli.common import (
     make_command,
     print_json,
     shows_tracebacks,
+    take_cluster_file,
 )
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.error_location import locate_errors
@@ -35,6 +36,7 @@ def register(app: typer.Typer) -> None:
 
 
 @make_command
+@take_cluster_file
 def train(
     job: JobFile,
     plan: Annotated[
@@ -62,7 +64,7 @@ def train(
     allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    from gpumix.cli.profile_source import load_profile_beside
+    from gpumix.cli.planning.profile_source import load_profile_beside
     from gpumix.schema.plan.plan import Plan
     from gpumix.train.controller import JobController
 

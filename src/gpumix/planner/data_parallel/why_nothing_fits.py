@@ -292,6 +292,11 @@ def _settings(
             yield replace(setting, on_host=on_host)
 
 
+def can_fit_devices(profile: Profile, space: Space, batch: int) -> bool:
+    """Return True if some plan of one stage fits all devices of the profile."""
+    return _fits(profile, profile.cluster.in_rank_order(), space, batch)
+
+
 def _fits(profile: Profile, devices: tuple[Device, ...], space: Space, batch: int) -> bool:
     """Return True if state and batch fit in some setting."""
     return any(

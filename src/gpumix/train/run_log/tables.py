@@ -300,7 +300,16 @@ def _micro(worker: Worker) -> str:
 
 
 def new_table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", expand=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        expand=False,
+    )
     for number, column in enumerate(columns):
         left = number == 0
         justify: Literal["left", "right"] = "left" if left else "right"

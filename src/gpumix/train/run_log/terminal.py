@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from threading import Timer
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.text import Text
 
 from gpumix.schema.untrusted_text import escape_invisible
 
 NO_WRAP_COLUMNS = 10_000  # columns; wider than any table
+PATIENCE_S = 0.5  # of silence that nobody takes for a hang
 
 
 def get_stderr_console() -> Console:
@@ -25,6 +29,34 @@ def get_stderr_console() -> Console:
 def get_stdout_console() -> Console:
     """Return the console for redrawn views of a run."""
     return _LiteralConsole(stderr=False)
+
+
+def get_result_console() -> Console:
+    """Return the console for results, on stdout."""
+    console = get_stdout_console()
+    return console if console.is_terminal else _LiteralConsole(stderr=False, width=NO_WRAP_COLUMNS)
+
+
+@contextmanager
+def show_waiting(what: str) -> Iterator[None]:
+    """Show a spinner on a terminal, with the seconds so far, while the body runs for longer than
+    `PATIENCE_S`; elsewhere show nothing."""
+    console = get_stderr_console()
+    if not console.is_terminal:
+        yield
+        return
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    progress = Progress(*columns, console=console, transient=True)
+    progress.add_task(what)
+    timer = Timer(PATIENCE_S, progress.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        progress.stop()
 
 
 class _LiteralConsole(Console):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from gpumix.cli.common import Json, make_command, print_result
-from gpumix.cli.profile_source import PlanOptions, add_planning_options
+from gpumix.cli.planning.profile_source import PlanOptions, add_planning_options
 from gpumix.schema.reading.error_location import locate_errors
 
 
@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 @make_command
 @add_planning_options
 def compare(asked: PlanOptions, as_json: Json = False) -> None:
-    from gpumix.cli.tables import comparison_table
+    from gpumix.cli.planning.tables import comparison_table
     from gpumix.planner.compare import compare as compared
 
     source = asked.source()

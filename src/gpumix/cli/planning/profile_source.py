@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from gpumix.cli.common import Allowed, Overrides
+from gpumix.cli.planning.estimate_source import Estimate, NamedCluster
+from gpumix.hardware.estimates.adapters import MOST_RANK
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import read_text, why_unreadable
 from gpumix.schema.reading.error_location import locate_errors
+from gpumix.schema.reading.error_text import find_nearest, suggest
 from gpumix.schema.units import LARGEST_BATCH, LARGEST_LENGTH
 
 if TYPE_CHECKING:
-    from gpumix.hardware.estimates.decoder_shapes import Decoder
+    from gpumix.hardware.estimates.adapters import FineTuning
     from gpumix.planner.common.strategy import PlanRequest
     from gpumix.schema.cluster.cluster import Cluster
     from gpumix.schema.job.job import Job, OptimizerSpec
     from gpumix.schema.job.search_space import Space
-    from gpumix.schema.plan.dtypes import Precision
     from gpumix.schema.plan.plan import Plan
     from gpumix.schema.plan.stage import ComputeDtype
     from gpumix.schema.profile.profile import Profile
@@ -38,8 +35,8 @@ ClusterText = Annotated[
     str | None,
     typer.Option(
         "--cluster",
-        help='Estimate for cards that need not be here: "4x rtx3090, 2x p40"; hosts are separated '
-        'by semicolons; "2 hosts of 8x a100-80gb-sxm" are two alike.',
+        help='Cards that need not be here: "4x rtx3090, 2x p40"; semicolons separate hosts; '
+        '"2 hosts of 8x a100-80gb-sxm". Or a cluster file. Default: this machine, or the job\'s.',
     ),
 ]
 NetworkText = Annotated[
@@ -53,25 +50,25 @@ ModelText = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Without a job: a size such as 7B (Llama-shaped), or a config.json; 1B by default.",
+        help="Without a job: 7B (Llama-shaped), llama-3-8b, a hub id, a config.json; 1B.",
     ),
 ]
 
 # Defaults without a job, stated with every answer.
 MODEL, SEQUENCE_LENGTH, GLOBAL_BATCH = "1B", 2048, 128
-_SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?)\s*([MBT])$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class PlanSource:
     """Input of planning: profile, request, the files or arguments behind both, and a line on
-    assumptions."""
+    assumptions; with the estimate behind the profile, if there is no job."""
 
     profile: Profile
     request: PlanRequest
     strategy: str
     place: str
     note: str = ""
+    estimate: Estimate | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,33 @@ class PlanArguments:
         Literal["auto", "bf16", "fp16", "fp32"] | None,
         typer.Option(
             "--precision",
-            help="Without a job: what is computed in; by default auto, what each card does best.",
+            help="Without a job: compute dtype; default auto, the best of each card.",
+        ),
+    ] = None
+    optimizer: Annotated[
+        str | None,
+        typer.Option("--optimizer", help="Without a job: adamw, adafactor, muon or sgd; adamw."),
+    ] = None
+    lora: Annotated[
+        int | None,
+        typer.Option(
+            "--lora",
+            metavar="RANK",
+            min=1,
+            max=MOST_RANK,
+            help="Without a job: train LoRA adapters of this rank; usual is 16.",
+        ),
+    ] = None
+    base: Annotated[
+        Literal["16bit", "int8", "nf4"] | None,
+        typer.Option("--base", help="With --lora: how the frozen weights are stored; 16bit."),
+    ] = None
+    ram: Annotated[
+        str | None,
+        typer.Option(
+            "--ram",
+            metavar="SIZE",
+            help="Free memory of each host: 64GiB. Default: what is here, or what its GPUs have.",
         ),
     ] = None
     overrides: Overrides = field(default_factory=list)
@@ -144,9 +167,14 @@ class PlanOptions(PlanArguments):
         self._refuse_contradictions()
         if self.job is None:
             return self._estimated_without_job(strategy or "optimal")
+        if self._named_cluster.is_file:
+            named = [*self.overrides, f"cluster={self.cluster}"]
+            return replace(self, cluster=None, overrides=named).source(strategy)
+        from gpumix.schema.reading.named_files import check_named_files
         from gpumix.schema.reading.read import read_job
 
         job = read_job(self.job, self.overrides)
+        check_named_files(job, self.job)
         job = job.model_copy(update={"strategy": strategy or job.strategy})
         profile = self._of_job(job, self.job)
         request = _request(job.global_batch, job.techniques.leaving_out())
@@ -158,17 +186,8 @@ class PlanOptions(PlanArguments):
         from gpumix.schema.profile.profile import Profile
 
         if self.cluster is not None:
-            config = job.model.config
-            if config is None:
-                raise InputError(
-                    "estimates need a model with a `config`, this one has a factory",
-                    where=str(path),
-                    fix="measure it: `gpumix profile JOB.yaml`, then `gpumix whatif JOB.yaml`",
-                )
-            if not isinstance(config, dict):
-                config = _read_config(path.absolute().parent / config)
             with locate_errors(path):
-                return self._estimate(config, job.sequence_length, job.precision, job.optimizer)
+                return self._estimate_of_job(job, path).profile()
         if self.profile is not None:
             profile = Profile.load(self.profile)
             _check_profile(profile, job, self.profile, path)
@@ -184,59 +203,84 @@ class PlanOptions(PlanArguments):
         overrides = [*self.overrides, f"strategy={job.strategy}"]
         return measure_in_subprocess(path, overrides, self.allowed, as_json=self.as_json)
 
-    def _estimated_without_job(self, strategy: str) -> PlanSource:
-        from gpumix.hardware.estimates.decoder_shapes import make_llama_like
-        from gpumix.schema.job.job import OptimizerSpec
+    @property
+    def _named_cluster(self) -> NamedCluster:
+        return NamedCluster(self.cluster, self.network, self.link_option)
 
-        model = self.model or MODEL
-        length = self.sequence_length or SEQUENCE_LENGTH
-        batch = self.global_batch or GLOBAL_BATCH
-        precision = self.dtypes or self.precision or "auto"
-        size = _SIZE.match(model.strip())
-        if size is None:
-            config = _read_config(Path(model))
-            with locate_errors(model):
-                profile = self._estimate(config, length, precision, OptimizerSpec())
-        else:
-            scale = {"M": 1e6, "B": 1e9, "T": 1e12}[size[2].upper()]
-            shaped = make_llama_like(float(size[1]) * scale)
-            profile = self._profile(shaped, model, length, precision, OptimizerSpec())
-        note = (
-            f"for a model of {profile.model.parameters / 1e9:.2f} G parameters, {length} tokens a "
-            f"sample, {batch} samples a step, {describe_compute_dtypes(profile)}, AdamW"
-        )
-        return PlanSource(profile, _request(batch), strategy, "--cluster", note)
-
-    def _estimate(
-        self, config: Mapping[str, Any], length: int, precision: Precision, optimizer: OptimizerSpec
-    ) -> Profile:
+    def _estimate_of_job(self, job: Job, path: Path) -> Estimate:
+        from gpumix.hardware.estimates.adapters import FULL
         from gpumix.hardware.estimates.decoder_shapes import decoder
+        from gpumix.hardware.estimates.known_models import NamedDecoder, read_config
 
-        name = str(config.get("model_type", ""))
-        return self._profile(decoder(config), name, length, precision, optimizer)
-
-    def _profile(
-        self,
-        shape: Decoder,
-        name: str,
-        length: int,
-        precision: Precision,
-        optimizer: OptimizerSpec,
-    ) -> Profile:
-        """Return the estimate for the cluster."""
-        from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
-        from gpumix.hardware.estimates.estimate import estimate_profile
-
-        assert self.cluster is not None
-        there = parse_cluster(self.cluster, precision, self.network, option=self.link_option)
-        return estimate_profile(
-            lambda dtype: shape.model(length, dtype, name),
-            there,
-            sequence_length=length,
-            precision=precision,
-            optimizer_bytes=optimizer.state_bytes_per_element(shape.model(length, "fp32", name)),
-            parts_in=lambda dtype: shape.parts(length, dtype, name),
+        config = job.model.config
+        if config is None:
+            raise InputError(
+                "estimates need a model with a `config`, this one has a factory",
+                fix="measure it: `gpumix profile JOB.yaml`, then `gpumix whatif JOB.yaml`",
+            )
+        if not isinstance(config, dict):
+            config = read_config(path.absolute().parent / config)
+        return Estimate(
+            self._named_cluster,
+            NamedDecoder(str(config.get("model_type", "")), decoder(config)),
+            FULL,
+            job.optimizer,
+            job.sequence_length,
+            job.global_batch,
+            job.precision,
         )
+
+    def _estimated_without_job(self, strategy: str) -> PlanSource:
+        from gpumix.hardware.estimates.known_models import find_decoder
+
+        estimate = Estimate(
+            self._named_cluster,
+            find_decoder(self.model or MODEL),
+            self._tuning(),
+            self._optimizer(),
+            self.sequence_length or SEQUENCE_LENGTH,
+            self.global_batch or GLOBAL_BATCH,
+            self.dtypes or self.precision or "auto",
+            self._ram_bytes(),
+        )
+        profile = estimate.profile()
+        return PlanSource(
+            profile,
+            _request(estimate.global_batch),
+            strategy,
+            "--cluster" if self.cluster is not None else "this machine",
+            estimate.describe(profile),
+            estimate,
+        )
+
+    def _tuning(self) -> FineTuning:
+        from gpumix.hardware.estimates.adapters import FineTuning
+
+        return FineTuning(self.lora or 0, self.base or "16bit")
+
+    def _optimizer(self) -> OptimizerSpec:
+        from gpumix.schema.job.job import OPTIMIZERS, OptimizerSpec
+
+        name = (self.optimizer or "adamw").lower()
+        if name not in OPTIMIZERS:
+            raise InputError(
+                f"there is no optimizer '{self.optimizer}'",
+                where="--optimizer",
+                fix=suggest(find_nearest(name, OPTIMIZERS), OPTIMIZERS, "there are"),
+            )
+        return OptimizerSpec(name=name)  # type: ignore[arg-type]
+
+    def _ram_bytes(self) -> int | None:
+        from gpumix.hardware.host.environment import available_host_bytes
+        from gpumix.schema.units import parse_bytes
+
+        if self.ram is None:
+            return None if self.cluster is not None else available_host_bytes()
+        try:
+            return parse_bytes(self.ram)
+        except ValueError as error:
+            fix = "write it as --ram 64GiB"
+            raise InputError(str(error), where="--ram", fix=fix) from None
 
     def _refuse_contradictions(self) -> None:
         given = {
@@ -244,30 +288,34 @@ class PlanOptions(PlanArguments):
             "--sequence-length": self.sequence_length,
             "--global-batch": self.global_batch,
             "--precision": self.precision,
+            "--optimizer": self.optimizer,
+            "--lora": self.lora,
+            "--base": self.base,
+            "--ram": self.ram,
         }
         named = [name for name, value in given.items() if value is not None]
-        if self.job is None and self.cluster is None:
-            raise InputError(
-                "there is nothing to plan for",
-                fix='give a job file, or --cluster "4x rtx3090, 2x p40"',
-            )
-        # Not `Path.is_file`, which fails on a text too long for a path.
-        if self.cluster is not None and os.path.isfile(self.cluster):  # noqa: PTH113
-            raise InputError(
-                f"'{self.cluster}' is a file, and --cluster has the names of cards here",
-                fix="--cluster '4x rtx3090, 2x p40'; the devices of a file are those of a job: "
-                f"--set {quote(f'cluster={self.cluster}')}",
-            )
         if self.job is not None and named:
             raise InputError(
                 f"{named[0]} has no effect on a job", fix="change the job: --set key=value"
             )
         if self.cluster is not None and self.profile is not None:
             raise InputError("--cluster is an estimate, --profile was measured: give one of them")
+        if self.job is None and self.profile is not None:
+            raise InputError(
+                "a profile alone does not say what to plan",
+                where=str(self.profile),
+                fix="give the job that it was measured for: gpumix plan JOB.yaml --profile FILE",
+            )
         if self.job is None and self.overrides:
             raise InputError(
                 "--set replaces keys of a job, and there is none",
                 fix="write a job file and give it, or leave --set out",
+            )
+        if self.base not in (None, "16bit") and self.lora is None:
+            raise InputError(
+                f"weights stored as {self.base} cannot be trained themselves",
+                where="--base",
+                fix="add --lora 16, or leave --base out",
             )
         if self.network is not None and self.cluster is None:
             raise InputError(
@@ -314,17 +362,6 @@ def _declare_arguments() -> Iterator[Parameter]:
         yield Parameter(each.name, kind, default=default, annotation=hints[each.name])
 
 
-def describe_compute_dtypes(profile: Profile) -> str:
-    """Describe the dtype of all classes, or of each class."""
-    dtypes = {c.device_class: c.compute_dtype for c in profile.classes}
-    if len(set(dtypes.values())) == 1:
-        return next(iter(dtypes.values()))
-    return " and ".join(
-        f"{dtype} ({', '.join(name for name in dtypes if dtypes[name] == dtype)})"
-        for dtype in dict.fromkeys(dtypes.values())
-    )
-
-
 def get_profile_path(plan: Path) -> Path:
     """Return the path of a plan's profile: plan.profile.json next to plan.json."""
     return plan.with_name(f"{plan.stem}.profile.json")
@@ -353,21 +390,6 @@ def _request(batch: int, space: Space | None = None) -> PlanRequest:
     from gpumix.schema.job.search_space import EVERYTHING
 
     return PlanRequest(global_batch=batch, space=space or EVERYTHING)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(read_text(path))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            "cannot read the model's configuration",
-            where=str(path),
-            why=why_unreadable(error),
-            fix="give a config.json; without a job a size does too, such as 7B",
-        ) from error
-    if not isinstance(config, dict):
-        raise InputError("this is no configuration of a model", where=str(path))
-    return config
 
 
 def _check_profile(profile: Profile, job: Job, path: Path, job_path: Path) -> None:

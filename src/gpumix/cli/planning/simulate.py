@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpumix.cli.common import Json, Overrides, make_command, print_result
-from gpumix.cli.profile_source import (
+from gpumix.cli.planning.profile_source import (
     ClusterText,
     ModelText,
     NetworkText,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gpumix.cli.common import Json, make_command, print_result
-from gpumix.cli.profile_source import PlanOptions, add_planning_options
+from gpumix.cli.planning.profile_source import PlanOptions, add_planning_options
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.error_location import locate_errors
 from gpumix.schema.reading.error_text import find_nearest, suggest
@@ -50,7 +50,7 @@ def whatif(
     ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    from gpumix.cli.tables import outlook_table
+    from gpumix.cli.planning.tables import outlook_table
     from gpumix.planner.cluster_change import forecast_clusters
 
     source = asked.source()

@@ -1,0 +1,169 @@
+"""Estimates without a measurement: for named cards, a cluster file, or the GPUs of this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpumix.schema.errors import InputError
+from gpumix.schema.reading.error_location import locate_errors
+from gpumix.schema.units import show_bytes
+
+if TYPE_CHECKING:
+    from gpumix.hardware.estimates.adapters import FineTuning
+    from gpumix.hardware.estimates.known_models import NamedDecoder
+    from gpumix.schema.cluster.cluster import Cluster
+    from gpumix.schema.job.job import OptimizerSpec
+    from gpumix.schema.plan.dtypes import Precision
+    from gpumix.schema.plan.stage import ComputeDtype
+    from gpumix.schema.profile.profile import Profile
+
+
+@dataclass(frozen=True)
+class NamedCluster:
+    """A cluster to estimate for, with the words for it and the free memory of its hosts.
+
+    Attributes:
+        text: cards, or the path of a cluster file; None: the GPUs of this machine.
+        network: link between hosts, as given.
+        link_option: name of the option that gives it.
+    """
+
+    text: str | None = None
+    network: str | None = None
+    link_option: str = "--network"
+
+    @property
+    def is_file(self) -> bool:
+        # Not `Path.is_file`, which fails on a text too long for a path.
+        return self.text is not None and os.path.isfile(self.text)  # noqa: PTH113
+
+    def read(self, precision: Precision) -> Cluster:
+        """Return the cluster, all of whose classes are cards of the catalogue.
+
+        Raises:
+            InputError: the text is wrong, or names devices that the catalogue does not know.
+            MachineError: this machine is meant, and its driver reports an error.
+        """
+        from gpumix.hardware.estimates.cluster_shorthand import parse_cluster, with_catalogue_cards
+
+        if self.text is not None and not self.is_file:
+            return parse_cluster(self.text, precision, self.network, option=self.link_option)
+        where = self.text or "this machine"
+        if self.network is not None:
+            raise InputError(
+                f"{self.link_option} has no effect on {where}",
+                fix="leave it out; a cluster file states its own links",
+            )
+        with locate_errors(where):
+            return with_catalogue_cards(self._described(), precision)
+
+    def _described(self) -> Cluster:
+        from gpumix.hardware.discovery.discover import discover_cluster
+        from gpumix.schema.reading.read import read_cluster
+
+        if self.text is not None:
+            return read_cluster(Path(self.text))
+        found = discover_cluster()
+        if not any(c.is_gpu for c in found.classes):
+            raise InputError(
+                "this machine has no GPU to plan for",
+                fix='name GPUs: gpumix plan --cluster "2x rtx4090, 4x rtx3090" --model 7B',
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A question answered from datasheets: a model on a cluster, and how it is trained.
+
+    Attributes:
+        precision: compute dtype, or that of each class.
+        ram_bytes: free memory of each host; None: assume as much as the GPUs of a host have.
+    """
+
+    cluster: NamedCluster
+    model: NamedDecoder
+    tuning: FineTuning
+    optimizer: OptimizerSpec
+    sequence_length: int
+    global_batch: int
+    precision: Precision | Mapping[str, ComputeDtype] = "auto"
+    ram_bytes: int | None = None
+
+    def profile(self) -> Profile:
+        """Return the estimated profile."""
+        from gpumix.hardware.estimates.adapters import freeze_base
+        from gpumix.hardware.estimates.estimate import estimate_profile, return_no_parts
+        from gpumix.schema.profile.profile import ModelProfile
+
+        shape, length, name = self.model.shape, self.sequence_length, self.model.name
+        cluster = self.cluster.read(self.precision)  # type: ignore[arg-type]
+        ram_bytes = assume_ram_bytes(cluster) if self.ram_bytes is None else self.ram_bytes
+
+        def model_in(dtype: ComputeDtype) -> ModelProfile:
+            whole = shape.model(length, dtype, name)
+            return freeze_base(whole, shape.block_sizes, self.tuning, tokens=length)
+
+        return estimate_profile(
+            model_in,
+            cluster,
+            sequence_length=length,
+            precision=self.precision,  # type: ignore[arg-type]
+            optimizer_bytes=self.optimizer.state_bytes_per_element(model_in("fp32")),
+            parts_in=(lambda dtype: shape.parts(length, dtype, name))
+            if self.tuning.trains_all
+            else return_no_parts,
+            ram_bytes=ram_bytes,
+        )
+
+    def with_more(self, cards: str) -> Estimate:
+        """Return the estimate for one more card on the first host."""
+        first, *rest = (self.cluster.text or "").split(";")
+        text = ";".join([f"{first}, {cards}", *rest])
+        return replace(self, cluster=replace(self.cluster, text=text))
+
+    def describe(self, profile: Profile) -> str:
+        """Describe the assumptions of the estimate in a sentence."""
+        dtypes = describe_compute_dtypes(profile)
+        parts = [
+            f"{self.model.name} ({self.model.shape.parameters / 1e9:.2f} B parameters)",
+            self.tuning.describe(),
+            f"sequence length {self.sequence_length}",
+            f"global batch {self.global_batch}",
+            dtypes,
+            {"adamw": "AdamW", "sgd": "SGD"}.get(
+                self.optimizer.name, self.optimizer.name.capitalize()
+            ),
+        ]
+        ram = assume_ram_bytes(profile.cluster) if self.ram_bytes is None else self.ram_bytes
+        as_much = ", as much as its GPUs have" if self.ram_bytes is None else ""
+        parts.append(f"{show_bytes(ram)} of free RAM in a host{as_much}")
+        return ", ".join(parts)
+
+
+def assume_ram_bytes(cluster: Cluster) -> int:
+    """Return the free memory that a host is taken to have if nothing says so: as much as the GPUs
+    of the host with the least GPU memory have together."""
+    memory = {c.name: c.memory_bytes for c in cluster.classes}
+    by_host: dict[str, int] = {}
+    for device in cluster.devices:
+        by_host[device.host] = by_host.get(device.host, 0) + memory[device.device_class]
+    return min(by_host.values())
+
+
+def describe_compute_dtypes(profile: Profile) -> str:
+    """Describe the dtype of all classes, or of each class."""
+    dtypes = {c.device_class: c.compute_dtype for c in profile.classes}
+    if len(set(dtypes.values())) == 1:
+        return next(iter(dtypes.values()))
+    return " and ".join(_dtypes_with_classes(dtypes))
+
+
+def _dtypes_with_classes(dtypes: Mapping[str, ComputeDtype]) -> Iterator[str]:
+    for dtype in dict.fromkeys(dtypes.values()):
+        names = (name for name in dtypes if dtypes[name] == dtype)
+        yield f"{dtype} ({', '.join(names)})"

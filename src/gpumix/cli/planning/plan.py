@@ -1,0 +1,123 @@
+"""`gpumix plan`: division of compute and storage. Pure planning: never imports torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from shlex import join
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpumix.cli.common import Json, Strategy, make_command, print_json, print_result
+from gpumix.cli.planning.profile_source import (
+    PlanOptions,
+    PlanSource,
+    add_planning_options,
+    get_profile_path,
+)
+from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.reading.error_location import locate_errors
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from gpumix.schema.plan.plan import Plan
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Tell whether a model fits, how fast it trains, and who computes and stores what.\n\n"
+        "Of a job: measures first what is not in the cache.\n\n"
+        'Example: gpumix plan --cluster "2x rtx4090, 4x rtx3090" --model 7B\n\n'
+        "Example: gpumix plan job.yaml --output plan.json"
+    )(plan)
+
+
+@make_command
+@add_planning_options
+def plan(
+    asked: PlanOptions,
+    strategy: Strategy = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Write the plan here, and beside it what it was made from."
+        ),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show every device, bounds and alternatives.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    from gpumix.planner.plan import check_strategy
+    from gpumix.planner.plan import plan as make_plan
+    from gpumix.train.run_log.terminal import show_waiting
+
+    if strategy is not None:
+        check_strategy(strategy)
+    source = asked.source(strategy)
+    try:
+        with locate_errors(source.place), show_waiting("searching plans"):
+            made = make_plan(
+                source.profile,
+                source.request.global_batch,
+                strategy=source.strategy,
+                space=source.request.space,
+            )
+    except NoFeasiblePlanError as error:
+        if source.estimate is None:
+            raise
+        _print_shortfall(source, error, as_json)
+        raise typer.Exit(error.exit_code) from None
+    if output is not None:
+        made.save(output)
+        source.profile.save(get_profile_path(output))
+    print_result(
+        lambda: made.model_dump(mode="json"),
+        lambda: _render(asked, source, made, verbose=verbose),
+        as_json,
+    )
+
+
+def _render(asked: PlanOptions, source: PlanSource, made: Plan, *, verbose: bool) -> RenderableType:
+    from rich.console import Group
+
+    from gpumix.train.run_log.plan_page import plan_page
+    from gpumix.train.run_log.tables import efficiency_table, plan_table
+
+    page = plan_page(made, assumed=source.note, next_commands=_next_commands(asked, source))
+    if not verbose:
+        return page
+    return Group(page, "", efficiency_table(source.profile), plan_table(made))
+
+
+def _next_commands(asked: PlanOptions, source: PlanSource) -> list[tuple[str, str]]:
+    """Return two or three commands that come next, each with what it tells. "…" stands for the
+    arguments of this one."""
+    if asked.job is not None:
+        job = join([str(asked.job)])
+        return [
+            (f"gpumix train {job}", "train by this plan"),
+            (f"gpumix compare {job}", "what other strategies would give"),
+            (f"gpumix plan {job} --verbose", "bounds, alternatives, every device"),
+        ]
+    most = max(source.profile.cluster.classes, key=lambda c: c.memory_bytes).name
+    commands = [("gpumix compare …", "what FSDP-like and other splits give")]
+    if source.estimate is not None and source.estimate.tuning.trains_all:
+        commands.append(("gpumix plan … --lora 16", "adapters only: far less memory"))
+    commands.append((f"gpumix whatif … --add {most}", "what one more GPU is worth"))
+    return commands
+
+
+def _print_shortfall(source: PlanSource, error: NoFeasiblePlanError, as_json: bool) -> None:
+    """Print what is short, and the ways out, on stdout."""
+    from gpumix.cli.planning.ways_out import find_ways_out, shortfall_page
+    from gpumix.train.run_log.terminal import get_result_console, show_waiting
+
+    assert source.estimate is not None
+    with show_waiting("looking for ways out"):
+        found = find_ways_out(source.estimate, source.request.space)
+    if as_json:
+        print_json(error.as_dict() | found.as_dict())
+    else:
+        get_result_console().print(shortfall_page(found, source.note))

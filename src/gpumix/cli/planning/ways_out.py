@@ -1,0 +1,269 @@
+"""Ways to make a model fit that does not, each computed, cheapest first; and the page that says so.
+
+A way that needs nothing new comes first: another optimizer, adapters, a smaller batch, shorter
+samples. Then one more card, and last the largest model of this shape that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from gpumix.schema.errors import GpumixError, NoFeasiblePlanError
+from gpumix.schema.units import show_bytes
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from gpumix.cli.planning.estimate_source import Estimate
+    from gpumix.schema.job.search_space import Space
+    from gpumix.schema.profile.profile import Profile
+
+LORA_RANK = 16
+SMALLEST_STEP = 0.05  # the largest model that fits is found within this fraction
+SMALLEST_MODEL = 5e6  # parameters
+GROWTH = 1.2  # of sizes that are tried with several stages
+SHORTEST = 128  # tokens of a sample
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """A change, and what it does.
+
+    Attributes:
+        change: options to add to the command, or words.
+        state_bytes: bytes of weights, gradients and optimizer state over all GPUs.
+        fits: whether a plan exists then.
+    """
+
+    change: str
+    state_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """A model that does not fit: bytes that its state takes, and that GPUs have.
+
+    Attributes:
+        usable_bytes: memory that a plan may fill, by GPU type, of one GPU.
+        counts: GPUs of each type.
+        ways: computed ways out.
+    """
+
+    model: str
+    state_bytes: int
+    usable_bytes: dict[str, int]
+    counts: dict[str, int]
+    ways: tuple[WayOut, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "state_bytes": self.state_bytes,
+            "usable_bytes": self.usable_bytes,
+            "ways_out": [vars(way) for way in self.ways],
+        }
+
+
+def shortfall_page(found: Shortfall, assumed: str) -> Text:
+    """Return the page of a model that does not fit, in 80 columns."""
+    from rich.text import Text
+
+    from gpumix.train.run_log.plan_page import name_class, wrap_line
+
+    total = sum(found.usable_bytes[name] * count for name, count in found.counts.items())
+    cards = " and ".join(
+        f"{count}x {name_class(name)} ({show_bytes(found.usable_bytes[name])} usable)"
+        for name, count in found.counts.items()
+    )
+    what = (
+        f"Does not fit: {found.model} needs {show_bytes(found.state_bytes)} for weights, gradients "
+        f"and optimizer state; {cards} {'has' if sum(found.counts.values()) == 1 else 'have'} "
+        f"{show_bytes(total)} in all."
+    )
+    lines = [Text(line, style="bold red") for line in wrap_line(what)]
+    lines += [Text(), Text("Cheapest first", style="bold")]
+    width = max((len(way.change) for way in found.ways), default=0)
+    for way in found.ways:
+        fits = "fits" if way.fits else "does not fit"
+        text = f"  {way.change.ljust(width)}  {show_bytes(way.state_bytes):>9}  {fits}"
+        lines.append(Text(text, style="green" if way.fits else "dim"))
+    lines += [Text(), *(Text(t, style="dim") for t in wrap_line(f"Assumed    {assumed}", 11))]
+    return Text("\n").join(lines)
+
+
+def find_ways_out(estimate: Estimate, space: Space) -> Shortfall:
+    """Return what is short for an estimate without a plan, and the ways out of it."""
+    from gpumix.cost.peak_memory import usable_bytes
+
+    profile = estimate.profile()
+    usable = {c.name: usable_bytes(c) for c in profile.cluster.classes}
+    return Shortfall(
+        model=f"{estimate.model.name}, {estimate.tuning.describe()}",
+        state_bytes=count_state_bytes(profile),
+        usable_bytes=usable,
+        counts={name: len(profile.cluster.members(name)) for name in usable},
+        ways=tuple(_try_all(estimate, space)),
+    )
+
+
+def count_state_bytes(profile: Profile) -> int:
+    """Return the bytes of weights, gradients and optimizer state of a model, once."""
+    from gpumix.cost.peak_memory import MASTER_BYTES, SHARD_GRADIENT_BYTES
+
+    model = profile.model
+    per_element = MASTER_BYTES + SHARD_GRADIENT_BYTES + profile.optimizer_bytes_per_element
+    units = dict(zip(model.calls, model.kind_of_call))
+    frozen = sum(model.kind(kind).frozen_bytes for kind in units.values())
+    return round(model.parameters * per_element) + frozen + model.root.frozen_bytes
+
+
+def _try_all(estimate: Estimate, space: Space) -> Iterator[WayOut]:
+    from gpumix.hardware.estimates.adapters import FineTuning
+    from gpumix.schema.job.job import OptimizerSpec
+
+    def tried(change: str, other: Estimate) -> WayOut | None:
+        return _try(change, other, space)
+
+    changes: list[tuple[str, Estimate]] = []
+    if estimate.tuning.trains_all:
+        if estimate.optimizer.name != "adafactor":
+            adafactor = OptimizerSpec(name="adafactor")
+            changes.append(("--optimizer adafactor", replace(estimate, optimizer=adafactor)))
+        lora = FineTuning(LORA_RANK)
+        changes.append((f"--lora {LORA_RANK}", replace(estimate, tuning=lora)))
+    if estimate.tuning.base != "nf4":
+        rank = estimate.tuning.lora_rank or LORA_RANK
+        nf4 = replace(estimate, tuning=FineTuning(rank, "nf4"))
+        changes.append((f"--lora {rank} --base nf4", nf4))
+    found = [way for change, other in changes if (way := tried(change, other)) is not None]
+    yield from found
+    yield from filter(None, [_smaller_batch(estimate, space), _shorten(estimate, space)])
+    yield from filter(None, [_offload(estimate, space)])
+    if estimate.cluster.text and not estimate.cluster.is_file:
+        for name in estimate.profile().cluster.classes:
+            if (way := tried(f"one more {name.name}", estimate.with_more(name.name))) is not None:
+                yield way
+    if (largest := _largest_model(estimate, space)) is not None:
+        yield largest
+
+
+def _try(change: str, other: Estimate, space: Space, *, thorough: bool = True) -> WayOut | None:
+    """Return the way out; None if the estimate does not know it.
+
+    Args:
+        thorough: whether plans of several stages and tensor-parallel groups are searched, where no
+            plan of one stage fits.
+    """
+    from gpumix.planner.data_parallel.why_nothing_fits import can_fit_devices
+
+    try:
+        profile = other.profile()
+    except GpumixError:
+        return None
+    fits = can_fit_devices(profile, space, other.global_batch)
+    if not fits and thorough:
+        fits = _has_plan(profile, other.global_batch, space)
+    return WayOut(change, count_state_bytes(profile), fits)
+
+
+def _has_plan(profile: Profile, batch: int, space: Space) -> bool:
+    from gpumix.planner.common.strategy import PlanRequest
+    from gpumix.planner.optimal import plan_fastest
+
+    try:
+        plan_fastest(profile, PlanRequest(global_batch=batch, space=space))
+    except NoFeasiblePlanError:
+        return False
+    return True
+
+
+def _smaller_batch(estimate: Estimate, space: Space) -> WayOut | None:
+    """Return the largest global batch that fits in one stage; None if none does."""
+
+    def of_batch(batch: int) -> WayOut | None:
+        smaller = replace(estimate, global_batch=batch)
+        return _try(f"--global-batch {batch}", smaller, space, thorough=False)
+
+    best, low, high = None, 0, estimate.global_batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        way = of_batch(middle)
+        if way is not None and way.fits:
+            best, low = way, middle
+        else:
+            high = middle
+    return best
+
+
+def _shorten(estimate: Estimate, space: Space) -> WayOut | None:
+    """Return the longest of halved sequence lengths that fits; None if none does."""
+    length = estimate.sequence_length // 2
+    while length >= SHORTEST:
+        shorter = replace(estimate, sequence_length=length)
+        way = _try(f"--sequence-length {length}", shorter, space, thorough=False)
+        if way is not None and way.fits:
+            return way
+        length //= 2
+    return None
+
+
+def _offload(estimate: Estimate, space: Space) -> WayOut | None:
+    """Return whether more memory of hosts would do, and how much; None if it would not."""
+    from gpumix.schema.units import LARGEST
+
+    if not _fits_with_ram(estimate, space, LARGEST // 2):
+        return None
+    low, high = GIB, GIB
+    while not _fits_with_ram(estimate, space, high):
+        low, high = high, 2 * high
+    while high - low > GIB:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits_with_ram(estimate, space, middle) else (middle, high)
+    return _try(f"--ram {-(-high // GIB)}GiB", replace(estimate, ram_bytes=high), space)
+
+
+def _fits_with_ram(estimate: Estimate, space: Space, ram_bytes: int) -> bool:
+    way = _try("", replace(estimate, ram_bytes=ram_bytes), space, thorough=False)
+    return way is not None and way.fits
+
+
+def _largest_model(estimate: Estimate, space: Space) -> WayOut | None:
+    """Return the largest Llama-shaped model that fits, in place of the one that does not."""
+    from gpumix.hardware.estimates.decoder_shapes import make_llama_like
+    from gpumix.hardware.estimates.known_models import NamedDecoder
+
+    def of_size(parameters: float, thorough: bool = False) -> WayOut | None:
+        try:
+            shape = make_llama_like(parameters)
+        except GpumixError:
+            return None
+        model = NamedDecoder("", shape)
+        name = f"--model {shape.parameters / 1e9:.2g}B"
+        return _try(name, replace(estimate, model=model), space, thorough=thorough)
+
+    most = float(estimate.model.shape.parameters)
+    largest, size = _bisect(of_size, SMALLEST_MODEL, most)
+    while (size := size * GROWTH) < most:  # with several stages there may be room for more
+        way = of_size(size, thorough=True)
+        if way is None or not way.fits:
+            break
+        largest = way
+    return None if largest is None else replace(largest, change=f"{largest.change}, the largest")
+
+
+def _bisect(
+    of_size: Callable[[float], WayOut | None], low: float, high: float
+) -> tuple[WayOut | None, float]:
+    """Return the largest size that fits, with its way out; None if none does."""
+    best: WayOut | None = None
+    while high / low > 1 + SMALLEST_STEP:
+        middle = (low * high) ** 0.5
+        way = of_size(middle)
+        if way is not None and way.fits:
+            best, low = way, middle
+        else:
+            high = middle
+    return best, low

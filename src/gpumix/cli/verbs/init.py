@@ -1,0 +1,237 @@
+"""`gpumix init`: a first job that runs, or a first script that trains LoRA adapters.
+
+Five questions on a terminal, or their options; what is neither asked nor given has a default.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpumix.cli.common import Json, make_command, print_result
+from gpumix.schema.errors import InputError
+
+if TYPE_CHECKING:
+    from gpumix.hardware.estimates.decoder_shapes import Decoder
+
+BYTES_VOCABULARY = 264  # 256 bytes, the end of a text, rounded up
+SCRATCH_MODEL = "20M"
+SCRATCH = {"sequence_length": 256, "global_batch": 32, "steps": 200}
+TUNING = {"sequence_length": 1024, "global_batch": 16, "steps": 200}
+LORA_RANK = 16
+SCRIPT = '''\
+"""LoRA on {weights}, by gpumix: gpumix launch {name}"""
+
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig
+
+from gpumix.integrations.trl import SFTTrainer
+
+WEIGHTS = {weights!r}
+DATA = {data!r}
+
+
+def texts() -> Dataset:
+    return Dataset.from_text(DATA, sample_by="paragraph", keep_in_memory=True)
+
+
+trainer = SFTTrainer(
+    model=AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype="auto"),
+    args=SFTConfig(
+        output_dir={output!r},
+        max_steps={steps},
+        per_device_train_batch_size={global_batch},  # samples of all GPUs together
+        max_length={sequence_length},
+        learning_rate=2e-4,
+        logging_steps=10,
+        report_to="none",
+    ),
+    train_dataset=texts(),
+    processing_class=AutoTokenizer.from_pretrained(WEIGHTS),
+    peft_config=LoraConfig(r={rank}, target_modules="all-linear"),
+)
+trainer.train()
+trainer.save_model()
+'''
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers to the five questions.
+
+    Attributes:
+        model: a folder of weights, or a size, name or config.json of a model to begin from nothing.
+        data: text files, or a folder of them.
+        cluster: `auto`, or a cluster file.
+        lora: whether adapters are trained, and not the whole model.
+        output: folder of the run.
+    """
+
+    model: str
+    data: Path
+    cluster: str
+    lora: bool
+    output: Path
+
+    @property
+    def weights(self) -> Path | None:
+        """Folder of pretrained weights, if the model is one."""
+        folder = Path(self.model)
+        return folder if folder.is_dir() and (folder / "config.json").is_file() else None
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Write a first job that runs: five questions, or their options.\n\n"
+        "Example: gpumix init --data my-texts/\n\n"
+        "Example: gpumix init --model my-llama/ --data my-texts/ --lora"
+    )(init)
+
+
+@make_command
+def init(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="Written here; job.yaml, or train.py with LoRA."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="A folder with config.json and weights to fine-tune; or a size such as 20M, "
+            "llama-3.2-1b, a config.json to train from nothing.",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Text files: one, or a folder of them.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="A cluster file; default: the GPUs found here.")
+    ] = None,
+    lora: Annotated[
+        bool | None, typer.Option("--lora/--full", help="Train adapters, or the whole model.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder of the run.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    asks = sys.stdin.isatty() and sys.stderr.isatty() and not as_json
+    found = Answers(
+        model=model or _ask("Model (folder of weights, or a size)", SCRATCH_MODEL, asks),
+        data=_check_data(data or Path(_ask("Text file, or folder of text files", "", asks))),
+        cluster=cluster or _ask("GPUs (auto, or a cluster file)", "auto", asks),
+        lora=_ask_lora(asks) if lora is None else lora,
+        output=output or Path(_ask("Folder of the run", "runs/first", asks)),
+    )
+    path = file or Path("train.py" if found.lora else "job.yaml")
+    if path.exists():
+        raise InputError(
+            "this file is there already", where=str(path), fix="name another: gpumix init FILE"
+        )
+    written = _script(found, path) if found.lora else _job(found)
+    from gpumix.schema.files import write_text_atomically
+
+    write_text_atomically(path, written)
+    then = f"gpumix launch {path}" if found.lora else f"gpumix train {path}"
+    ask = [] if found.lora else [f"gpumix plan {path}"]
+    commands = [*ask, then, f"gpumix report {found.output}"]
+    told = "\n".join([f"Wrote {path}. Next:", *(f"  {command}" for command in commands)])
+    print_result(lambda: {"file": str(path), "next": commands}, lambda: told, as_json)
+
+
+def _ask(question: str, default: str, asks: bool) -> str:
+    """Return the answer, or the default where nobody can be asked."""
+    if not asks:
+        return default
+    return str(typer.prompt(question, default=default or None, err=True))
+
+
+def _ask_lora(asks: bool) -> bool:
+    return asks and typer.confirm("Train LoRA adapters only?", default=False, err=True)
+
+
+def _check_data(path: Path) -> Path:
+    if path == Path():
+        raise InputError(
+            "nothing says what to train on",
+            where="--data",
+            fix="give --data FOLDER with text files, or a text file",
+        )
+    if not path.exists():
+        raise InputError(
+            "there is no such file or folder", where=f"--data: {path}", fix="correct the path"
+        )
+    return path
+
+
+def _job(found: Answers) -> str:
+    import yaml
+
+    weights = found.weights
+    model: dict[str, Any]
+    if weights is None:
+        model, sizes = {"config": _config(found.model)}, SCRATCH
+    else:
+        model = {"config": str(weights / "config.json"), "weights": str(weights)}
+        sizes = TUNING
+    rate = 3e-4 if weights is None else 2e-5
+    job = {
+        "model": model,
+        "data": {"text": [str(found.data)], "held_out": 0.02},
+        **sizes,
+        "optimizer": {"name": "adamw", "lr": rate},
+        "schedule": {"warmup_steps": 20},
+        "evaluation": {"every_steps": 50},
+        "cluster": found.cluster,
+        "output": str(found.output),
+    }
+    return yaml.safe_dump(job, sort_keys=False)
+
+
+def _config(text: str) -> dict[str, Any]:
+    """Return the configuration of a model that reads bytes, of the size that `text` names."""
+    from gpumix.hardware.estimates.known_models import find_decoder
+
+    return _as_llama(find_decoder(text).shape)
+
+
+def _as_llama(shape: Decoder) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.feed_forward,
+        "vocab_size": BYTES_VOCABULARY,
+        "bos_token_id": 256,
+        "eos_token_id": 256,
+    }
+
+
+def _script(found: Answers, path: Path) -> str:
+    if found.weights is None:
+        raise InputError(
+            "adapters need pretrained weights",
+            where=f"--model: {found.model}",
+            fix="give the folder of a model, with its config.json: --model my-llama/",
+        )
+    texts = [found.data] if found.data.is_file() else sorted(found.data.rglob("*.txt"))
+    if not texts:
+        raise InputError("there are no .txt files", where=f"--data: {found.data}")
+    return SCRIPT.format(
+        name=path,
+        weights=str(found.weights),
+        data=[str(text) for text in texts],
+        output=str(found.output),
+        rank=LORA_RANK,
+        **TUNING,
+    )

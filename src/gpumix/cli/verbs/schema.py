@@ -1,0 +1,35 @@
+"""`gpumix schema`: the JSON schema of a job, for editors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpumix.cli.common import make_command, print_json
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Print the JSON schema of a job, with which editors check what one writes.\n\n"
+        "Example: gpumix schema --output job.schema.json"
+    )(schema)
+
+
+@make_command
+def schema(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write it here, not to stdout.")
+    ] = None,
+) -> None:
+    import json
+
+    from gpumix.schema.files import write_text_atomically
+    from gpumix.schema.reading.job_schema import make_job_schema
+
+    made = make_job_schema()
+    if output is None:
+        print_json(made)
+    else:
+        write_text_atomically(output, json.dumps(made, indent=2) + "\n")

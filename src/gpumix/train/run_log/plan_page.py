@@ -1,0 +1,411 @@
+"""The page that `gpumix plan` prints and a run begins with: the answer first, in 80 columns.
+
+Line 1 says whether the model fits and how fast it trains. Then come the gain over an even split, a
+row for each GPU type, the system RAM needed, how the plan trains, and what limits it. Imports no
+torch: the page is shown before any rank runs.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import floor, log10
+
+from rich.text import Text
+
+from gpumix.cost.input_time import MIN_STARVED_SHARE
+from gpumix.hardware.estimates.gpu_catalogue import shorten_product
+from gpumix.schema.plan.explanation import Reasons, RejectedPlan
+from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
+from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.schema.units import show_seconds
+
+COLUMNS = 80
+LONGEST_NAME = 26  # of a row
+INDENT = 11  # of the text behind a label such as "Needs"
+ESTIMATE_ERROR = "±33 %"  # of estimates from datasheets: `benchmarks/planner_estimate.py`
+MEASURED_ERROR = "±5 %"  # of predictions from measurements: `benchmarks/prediction.py`
+WORTH_TELLING = 1.05  # a smaller gain over an even split is told as none
+SINGLE_TYPE = "only "  # prefix of alternatives on one GPU type
+GIB, MIB = 2**30, 2**20
+
+Line = tuple[str, str]
+"""Text of a line, and its style."""
+
+
+def plan_page(
+    plan: Plan, *, assumed: str = "", next_commands: Sequence[tuple[str, str]] = ()
+) -> Text:
+    """Return the page of a plan.
+
+    Args:
+        plan: with its prediction; without one the page has no times and no memory.
+        assumed: assumptions behind an estimate, in a sentence.
+        next_commands: pairs of a command and what it tells.
+    """
+    lines = list(_lines(plan, assumed, next_commands))
+    return Text("\n").join(Text(text, style=style) for text, style in lines)
+
+
+def round_estimate(value: float) -> str:
+    """Format a value with two significant digits: 6877 as '6,900', 38.12 as '38', 0.512 as
+    '0.51'."""
+    if value <= 0 or value == float("inf"):
+        return f"{value:g}"
+    digits = floor(log10(value)) - 1
+    return f"{round(value, -digits):,.{max(0, -digits)}f}"
+
+
+def _lines(plan: Plan, assumed: str, next_commands: Sequence[tuple[str, str]]) -> Iterator[Line]:
+    expected, reasons = plan.prediction, plan.reasons
+    if expected is not None:
+        yield _headline(plan, expected), "bold green"
+        if reasons is not None:
+            yield from _gains(plan, expected, reasons)
+        yield "", ""
+    for text in _table(plan):
+        yield text, ""
+    yield "", ""
+    if needed := _host_memory(plan):
+        yield from _labelled("Needs", needed)
+    yield from _labelled("How", _describe_method(plan))
+    if expected is not None and reasons is not None:
+        yield from _labelled("Limited by", _describe_limits(plan, expected, reasons))
+        if left := _left_out(plan, reasons):
+            yield from _labelled("Left out", left, "yellow")
+    if plan.emulated:
+        yield from _labelled("Emulated", "times are of emulated devices, not of real GPUs")
+    if assumed:
+        yield from _labelled("Assumed", assumed, "dim")
+    if next_commands:
+        yield "", ""
+        yield "Next", "bold"
+        yield from ((text, "") for text in _commands(next_commands))
+
+
+def _headline(plan: Plan, expected: Prediction) -> str:
+    speed = f"Fits. ~{round_estimate(expected.tokens_per_s)} tokens/s"
+    answer = f"{speed}, {_round_seconds(expected.step_s)} per step"
+    source = f"estimate from datasheets, {ESTIMATE_ERROR}"
+    if not plan.estimated:
+        source = f"from measurements, {MEASURED_ERROR}"
+    gap = COLUMNS - len(answer) - len(source)
+    return f"{answer}{' ' * max(gap, 2)}{source}"
+
+
+def _round_seconds(seconds: float) -> str:
+    """Format seconds with two significant digits."""
+    if seconds >= 100:
+        return show_seconds(round(seconds, -1))
+    if seconds >= 1:
+        return f"{round_estimate(seconds)} s"
+    return f"{round_estimate(seconds * 1e3)} ms"
+
+
+# -- gains -----------------------------------------------------------------------------------------
+
+
+def _gains(plan: Plan, expected: Prediction, reasons: Reasons) -> Iterator[Line]:
+    """Yield the gain over an even split, and over each GPU type alone."""
+    others = {other.strategy: other for other in reasons.alternatives}
+    if (even := others.get("even")) is not None:
+        yield from _against_even(even, expected.step_s)
+    if (best := others.get("optimal")) is not None and best.step_s is not None:
+        times = expected.step_s / best.step_s if best.step_s > 0 else 1.0
+        if times >= WORTH_TELLING:
+            yield f"`--strategy optimal` is {times:.1f}x as fast as this plan.", "yellow"
+    yield from _against_single_types(plan, expected.step_s, others, reasons)
+
+
+def _against_even(even: RejectedPlan, step_s: float) -> Iterator[Line]:
+    split = "an even split (as by FSDP or DeepSpeed)"
+    if even.step_s is None:
+        yield f"With {split} it does not fit.", "green"
+        return
+    times = even.step_s / step_s if step_s > 0 else 1.0
+    if times >= WORTH_TELLING:
+        yield f"{times:.1f}x as fast as {split}.", "green"
+    else:
+        yield f"No faster than {split}: FSDP2 does as well here.", "yellow"
+
+
+def _against_single_types(
+    plan: Plan, step_s: float, others: dict[str, RejectedPlan], reasons: Reasons
+) -> Iterator[Line]:
+    """Yield whether any GPU type alone fits, and the gain over the best one that does."""
+    single = {
+        name.removeprefix(SINGLE_TYPE): other
+        for name, other in others.items()
+        if name.startswith(SINGLE_TYPE)
+    }
+    if not single:
+        return
+    mixing = reasons.mixing
+    named = [name_class(name) for name in single]
+    if all(other.step_s is None for other in single.values()):
+        which = f"Neither {' nor '.join(named)}" if len(named) == 2 else "No GPU type"
+        yield from ((t, "green") for t in wrap_line(f"{which} alone can train this."))
+    elif mixing is not None and mixing.best_class is not None and mixing.speedup is not None:
+        several = sum(w.device_class == mixing.best_class for w in plan.workers) > 1
+        best = f"{name_class(mixing.best_class)}{'s' if several else ''}"
+        if not mixing.pays:
+            text = f"Using all of them does not pay: {best} alone are as fast."
+            if mixing.speedup < 1 / WORTH_TELLING:
+                text = f"{best} alone is {1 / mixing.speedup:.1f}x as fast: leave the rest out."
+            yield from ((t, "yellow") for t in wrap_line(text))
+        elif len({w.device_class for w in plan.workers}) > 1:
+            text = f"{mixing.speedup:.1f}x as fast as {best} alone, the best single GPU type."
+            yield from ((t, "green") for t in wrap_line(text))
+
+
+# -- table -----------------------------------------------------------------------------------------
+
+_HEAD = (
+    ("samples", "per step"),
+    ("micro-", "batch"),
+    ("share of", "the state"),
+    ("GPU memory", "({unit})"),
+    ("busy", ""),
+)
+
+
+def _table(plan: Plan) -> list[str]:
+    """Return the lines of the table: a row for each GPU type of each pipeline stage."""
+    told = {w.device: w for w in plan.prediction.workers} if plan.prediction else {}
+    unit, name_of_unit = _memory_unit(told.values())
+    head = [[""] * 2, *([a, b.format(unit=name_of_unit)] for a, b in _HEAD)]
+    if not told:
+        head = head[:4]
+    rows: list[list[str] | str] = []
+    for numbers, stages in _stages_by_devices(plan):
+        if len(plan.stages) > 1:
+            blocks = _count(sum(len(stage.units) for stage in stages), "block")
+            rows.append(f"Pipeline stage{'s' if len(numbers) > 1 else ''} {numbers}: {blocks}")
+        for workers in _by_class(stages[0].workers):
+            rows.append(_row(plan, stages, workers, told, unit))
+    whole = plan.zero_stage > 0 or len(plan.stages) > 1
+    total = ["total", str(plan.global_batch), "", "100 %" if whole else "", "", ""]
+    rows.append(total[: len(head)])
+    cells = [row for row in rows if not isinstance(row, str)]
+    widths = [
+        max(len(text) for text in (*head[place], *(row[place] for row in cells)))
+        for place in range(len(head))
+    ]
+    lines = [_align([column[half] for column in head], widths) for half in (0, 1)]
+    return lines + [row if isinstance(row, str) else _align(row, widths) for row in rows]
+
+
+def _align(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Align the first cell to the left and all others to the right."""
+    first, *rest = cells
+    aligned = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:]))]
+    return "   ".join(aligned).rstrip()
+
+
+def _stages_by_devices(plan: Plan) -> list[tuple[str, list[Stage]]]:
+    """Return the stages of each set of devices, with their numbers: interleaved schedules give a
+    device several."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for number, stage in enumerate(plan.stages):
+        found.setdefault(tuple(w.device for w in stage.workers), []).append(number)
+    return [
+        (", ".join(str(n + 1) for n in numbers), [plan.stages[n] for n in numbers])
+        for numbers in found.values()
+    ]
+
+
+def _by_class(workers: Sequence[Worker]) -> list[list[Worker]]:
+    found: dict[str, list[Worker]] = {}
+    for worker in workers:
+        found.setdefault(worker.device_class, []).append(worker)
+    return [found[name] for name in sorted(found)]
+
+
+def _row(
+    plan: Plan,
+    stages: Sequence[Stage],
+    workers: Sequence[Worker],
+    told: dict[str, WorkerPrediction],
+    unit: int,
+) -> list[str]:
+    each = " ea" if len(workers) > 1 else ""
+    shares = [_share_of_state(plan, stage, w) for stage in stages for w in workers]
+    share = sum(shares) / len(workers)
+    cells = [
+        _shorten(f"{len(workers)}x {name_class(workers[0].device_class)}"),
+        _few_numbers([w.samples for w in workers], each),
+        _few_numbers([size for w in workers for size in w.micro_batches or (0,)]),
+        f"{share:.0%}{each}".replace("%", " %"),
+    ]
+    predicted = [told[w.device] for w in workers if w.device in told]
+    if predicted and plan.prediction is not None:
+        fullest = max(predicted, key=lambda p: p.peak_bytes / max(p.memory_limit_bytes, 1))
+        used, limit = fullest.peak_bytes / unit, fullest.memory_limit_bytes / unit
+        busy = sum(p.busy_s for p in predicted) / len(predicted)
+        part = busy / plan.prediction.step_s if plan.prediction.step_s > 0 else 0.0
+        cells += [f"{_memory(used)} of {_memory(limit)}", f"{part:.0%}".replace("%", " %")]
+    return cells
+
+
+def _share_of_state(plan: Plan, stage: Stage, worker: Worker) -> float:
+    """Return a worker's share of the state of all blocks. A tensor-parallel worker holds a part of
+    each block of its stage only, a pipeline stage a part of all blocks."""
+    blocks = sum(len(one.units) for one in plan.stages)
+    of_part = worker.state_share if plan.zero_stage else 1.0
+    return of_part * worker.parts / stage.tensor * len(stage.units) / blocks
+
+
+def _shorten(name: str) -> str:
+    """Return a name that leaves room for the other columns."""
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+
+
+def _few_numbers(numbers: Sequence[int], each: str = "") -> str:
+    """Return distinct numbers: '15 ea', '33, 35', or from three on the range '12-19'."""
+    distinct = sorted(set(numbers))
+    if len(distinct) == 1:
+        return f"{distinct[0]}{each}"
+    if len(distinct) == 2 and each:
+        return f"{distinct[0]}, {distinct[1]}"
+    return f"{distinct[0]}-{distinct[-1]}"
+
+
+def _memory_unit(told: Iterable[WorkerPrediction]) -> tuple[int, str]:
+    most = max((w.memory_limit_bytes for w in told), default=GIB)
+    return (GIB, "GiB") if most >= GIB else (MIB, "MiB")
+
+
+def _memory(amount: float) -> str:
+    return f"{amount:.1f}" if amount < 1000 else f"{amount:.0f}"
+
+
+def name_class(name: str) -> str:
+    """Return the usual name of a GPU type: 'RTX 4090' for class 'rtx4090'."""
+    return shorten_product(name)
+
+
+# -- lines below the table -------------------------------------------------------------------------
+
+
+def _host_memory(plan: Plan) -> str:
+    """Describe the system RAM that the plan keeps data in; empty for none."""
+    told = plan.expected_by_device
+    by_host: dict[str, int] = {}
+    for worker in plan.workers:
+        of_device = told.get(worker.device)
+        if of_device is not None and of_device.host_bytes:
+            by_host[worker.host] = by_host.get(worker.host, 0) + of_device.host_bytes
+    if not by_host:
+        return ""
+    kept = [*(["optimizer state"] if any(w.state_on == "host" for w in plan.workers) else [])]
+    kept += ["activations"] if any(w.mode.boundary == "host" for w in plan.workers) else []
+    most = max(by_host.values())
+    amount = f"{round_estimate(most / GIB)} GiB" if most >= GIB else f"{most / MIB:.0f} MiB"
+    where = "" if len(by_host) == 1 else " on the host that needs most"
+    what = f" for offloaded {' and '.join(kept)}" if kept else ""
+    total = ""
+    if len(by_host) > 1:
+        total = f"; {round_estimate(sum(by_host.values()) / GIB)} GiB in all"
+    return f"{amount} of free system RAM{where}{what}{total}"
+
+
+def _describe_method(plan: Plan) -> str:
+    """Describe sharding, recomputing, offloading, stages and tensor parallelism in the usual
+    terms."""
+    zero = {0: "data parallel (DDP-like)", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP-like)"}
+    parts = [zero[plan.zero_stage]]
+    if plan.sharding == "host":
+        parts.append("sharded inside each host (HSDP-like)")
+    if len(plan.stages) > 1:
+        parts.append(f"{len(plan.stages)} pipeline stages ({plan.schedule})")
+    if plan.in_teams:
+        sizes = " and ".join(f"TP={size}" for size in plan.degrees if size > 1)
+        parts.append(f"tensor parallelism ({sizes})")
+    computing = [w for w in plan.workers if w.samples]
+    parts += _for_some(computing, lambda w: w.mode.recompute, "activation checkpointing")
+    parts += _for_some(computing, lambda w: w.mode.boundary == "host", "activations on the CPU")
+    parts += _for_some(plan.workers, lambda w: w.state_on == "host", "optimizer on the CPU")
+    parts += _for_some(computing, lambda w: w.mode.head == "chunked", "chunked cross-entropy")
+    parts += _for_some(computing, lambda w: w.mode.order == "sequential", "sequential batches")
+    dtypes = {w.compute_dtype for w in plan.workers}
+    if len(dtypes) == 1:
+        parts.append(next(iter(dtypes)))
+    else:
+        for dtype in sorted(dtypes):
+            names = sorted({w.device_class for w in plan.workers if w.compute_dtype == dtype})
+            parts.append(f"{dtype} on {', '.join(map(name_class, names))}")
+    return ", ".join(parts)
+
+
+def _for_some(workers: Sequence[Worker], is_so: Callable[[Worker], bool], text: str) -> list[str]:
+    """Return the text if it is so for all workers, with the GPU types if only for some."""
+    so = [w for w in workers if is_so(w)]
+    if not so:
+        return []
+    if len(so) == len(workers):
+        return [text]
+    names = sorted({w.device_class for w in so})
+    return [f"{text} on {', '.join(map(name_class, names))}"]
+
+
+def _describe_limits(plan: Plan, expected: Prediction, reasons: Reasons) -> str:
+    if expected.input_s >= expected.step_s * (1.0 - MIN_STARVED_SHARE):
+        return f"reading samples, {show_seconds(expected.input_s)} a step on the host"
+    binds, every = reasons.binds, {w.device_class for w in plan.workers}
+
+    def of(names: Sequence[str]) -> str:
+        return "every GPU" if set(names) == every else ", ".join(map(name_class, names))
+
+    parts = [f"compute of {of(binds.compute)}"]
+    parts += [f"memory of {of(binds.memory)}"] if binds.memory else []
+    if binds.link:
+        parts.append(f"links {binds.link}, {binds.waiting:.0%} of a step".replace("%", " %"))
+    return "; ".join(parts)
+
+
+def _left_out(plan: Plan, reasons: Reasons) -> str:
+    """Describe classes, hosts and devices that take no part, with the reason."""
+    parts = []
+    classes = reasons.mixing.left_out if reasons.mixing is not None else ()
+    if classes:
+        parts.append(f"{', '.join(map(name_class, classes))}: would slow down the rest")
+    if reasons.hosts_left_out:
+        parts.append(f"{_few(reasons.hosts_left_out, 'host')}: the link costs more than it gives")
+    if reasons.devices_left_out:
+        why = "no more blocks to give" if plan.strategy == "model" else "costs more than it gives"
+        parts.append(f"{_few(reasons.devices_left_out, 'device')}: {why}")
+    if reasons.in_no_team:
+        few = _few(reasons.in_no_team, "device")
+        parts.append(f"{few}: too few of a type on a host for tensor parallelism")
+    return "; ".join(parts)
+
+
+def _few(names: Sequence[str], noun: str) -> str:
+    """Name up to three; count more."""
+    return ", ".join(names) if len(names) <= 3 else f"{len(names)} {noun}s"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+# -- layout ----------------------------------------------------------------------------------------
+
+
+def wrap_line(text: str, indent: int = 0) -> list[str]:
+    """Break a text into lines of at most `COLUMNS`, later ones indented."""
+    return textwrap.wrap(
+        text, COLUMNS, subsequent_indent=" " * indent, break_long_words=True, break_on_hyphens=False
+    )
+
+
+def _labelled(label: str, text: str, style: str = "") -> Iterator[Line]:
+    """Yield a label and its text, wrapped behind the label."""
+    yield from ((line, style) for line in wrap_line(f"{label.ljust(INDENT)}{text}", INDENT))
+
+
+def _commands(pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield commands, each with what it tells."""
+    width = max(len(command) for command, _ in pairs)
+    for command, told in pairs:
+        yield f"  {command.ljust(width)}  {told}"
