@@ -28,6 +28,11 @@ class Containers:
 
     def __init__(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._unit = unit
+        self._all: list[Any] = []
+        self._before: list[dict[Any, Any]] = []
+        self._others: list[tuple[Any, list[Any], Any]] = []
+        if _are_plain(args) and _are_plain(kwargs.values()):  # as of most calls
+            return
         self._all = [*_containers(args), *(c for v in kwargs.values() for c in _containers(v))]
         self._before = [_items(container) for container in self._all]
         given = [*args, *kwargs.values()]
@@ -85,6 +90,14 @@ def copy_changes(own: Containers | None, copies: Containers) -> None:
     put = copies.put(allowed=own is not None)
     if own is not None:
         own.fill(put)
+
+
+def _are_plain(values: Iterable[Any]) -> bool:
+    """Return True if the values are tensors, numbers and the like, or tuples of these."""
+    return all(
+        type(value) in PLAIN_TYPES or (type(value) is tuple and _are_plain(value))
+        for value in values
+    )
 
 
 def _containers(value: Any) -> Iterator[Any]:
