@@ -287,6 +287,7 @@ def write_all(folder: Path) -> list[Good]:
     """All files, with what else they name."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "corpus").mkdir()
+    (folder / "weights").mkdir()
     (folder / "corpus" / "a.txt").write_text("one and two and three\n" * 200)
     (folder / "mine.py").write_text(MINE)
     texts = {"job.yaml": JOB, "own.yaml": OWN, "cluster.yaml": CLUSTER, "short.yaml": SHORT}

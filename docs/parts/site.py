@@ -24,6 +24,7 @@ GO_ALONG = (
     "benchmarks/*.py",
     "examples/*.py",
     "examples/*.yaml",
+    "examples/*.ipynb",
 )
 ELSEWHERE = {
     "README.md": "index.md",

@@ -43,7 +43,7 @@ def test_plan_measures_what_is_not_in_the_cache(first):
     assert plan.prediction is not None
     assert plan.emulated
     assert "fast: micro-batch 1" in first.err
-    assert "plan (optimal)" not in first.err
+    assert "Plan (optimal)." not in first.err
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_train_prints_its_summary(first, folder):
     assert summary["steps"] == 2
     assert summary["losses"] == [r["loss"] for r in metrics(folder / "run")]
     assert summary["checkpoint"].endswith("step-00000002")
-    for shown in ("devices", "profile", "plan (optimal)", "step 1/2", "2 steps"):
+    for shown in ("devices", "profile", "Plan (optimal).", "step 1/2", "2 steps"):
         assert shown in done.err
     assert "micro-batch 1:" not in done.err
 

@@ -95,6 +95,7 @@ print(json.dumps(found))
 
 
 def write_job(folder: Path, **changes: Any) -> Path:
+    (folder / "a.txt").write_text("some text " * 500, encoding="utf-8")
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(JOB | changes), encoding="utf-8")
     return path

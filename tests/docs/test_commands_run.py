@@ -83,6 +83,8 @@ ELSEWHERE = {
     "gpumix launch examples/clm_no_trainer.py": SCRIPTS,
     "gpumix launch examples/sft_lora.py --output_dir runs/lora": SCRIPTS,
     "gpumix plan --model llama-3-8b --lora 16": "tests/cli/test_plan_page.py",  # needs GPUs
+    "gpumix init --data my-texts/": "tests/cli/test_init_verb.py",
+    "gpumix init --model my-llama/ --data my-texts/ --lora": "tests/cli/test_init_verb.py",
 }
 # What makes the folder, before any other command.
 FIRST = (

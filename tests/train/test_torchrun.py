@@ -62,7 +62,7 @@ def test_torchrun_measures_plans_and_trains(tmp_path):
     summary = done.json()
     # One process speaks for all.
     assert done.err.count("torchrun's agents listen on all addresses of their hosts") == 1
-    assert done.err.count("plan (optimal)") == 1
+    assert done.err.count("Plan (optimal).") == 1
     assert done.err.count("step 4/4") == 1
     plan = Plan.load(tmp_path / "run" / "plan.json")
     assert len(Profile.load(tmp_path / "run" / "profile.json").classes) == 2

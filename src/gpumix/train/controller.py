@@ -62,9 +62,10 @@ from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder, find_newe
 from gpumix.train.processes.runner import Runner, make_runner
 from gpumix.train.rank_task_names import load_rank_task
 from gpumix.train.run_log import run_files
+from gpumix.train.run_log.plan_page import plan_page
 from gpumix.train.run_log.progress import mark_failed, mark_restarting, mark_stopped
 from gpumix.train.run_log.run_id import assign_run_id, read_run_id
-from gpumix.train.run_log.tables import devices_table, efficiency_table, plan_table, profile_table
+from gpumix.train.run_log.tables import devices_table, efficiency_table, profile_table
 from gpumix.train.run_log.terminal import get_stderr_console
 from gpumix.train.run_log.tracker_processes import check_installed, run_trackers
 
@@ -244,7 +245,7 @@ class JobController:
             self.show(profile_table(profile))
             self.show(efficiency_table(profile))
             plan = self.plan(recovery.again.known(profile))
-        self.show(plan_table(plan))
+        self.show(plan_page(plan, begins=f"Plan ({plan.strategy})."))
         if restart is not None and self.speaks:
             before = load_plan_in_force(self.job.output, fresh=not resume)
             restart = complete_restart(restart, before, plan, self._devices, self.cluster)
@@ -352,7 +353,7 @@ class JobController:
         plan = self.plan(again.known(profile))
         if back := left - before:
             self.show(f"tried once more: {', '.join(sorted(back))}")
-        self.show(plan_table(plan))
+        self.show(plan_page(plan, begins=f"Plan ({plan.strategy})."))
         return plan, profile
 
     def _used(self, plan: Plan) -> Cluster:

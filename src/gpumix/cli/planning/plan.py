@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
         help="Tell whether a model fits, how fast it trains, and who computes and stores what.\n\n"
         "Of a job: measures first what is not in the cache.\n\n"
         'Example: gpumix plan --cluster "2x rtx4090, 4x rtx3090" --model 7B\n\n'
-        "Example: gpumix plan job.yaml --output plan.json"
+        "Example: gpumix plan job.yaml --strategy even --output plan.json"
     )(plan)
 
 

@@ -70,13 +70,12 @@ def doctor(
     _refuse_a_script(target)
     is_function = _is_function(target)
     if is_function:
+        _refuse_job_options(target, apply=apply, overrides=overrides)
         _require_module(target.partition(":")[0])
     from gpumix.doctor.change import merge_overrides, write_tuned
     from gpumix.doctor.examine import examine
     from gpumix.train.run_log.terminal import get_stderr_console
 
-    if is_function:
-        _refuse_job_options(target, apply=apply, overrides=overrides)
     _refuse_unknown_suspects(only, is_function)
     console = get_stderr_console()
     with _open_patient(target, is_function, overrides, allowed, steps=steps) as patient:

@@ -34,16 +34,21 @@ Line = tuple[str, str]
 
 
 def plan_page(
-    plan: Plan, *, assumed: str = "", next_commands: Sequence[tuple[str, str]] = ()
+    plan: Plan,
+    *,
+    begins: str = "Fits.",
+    assumed: str = "",
+    next_commands: Sequence[tuple[str, str]] = (),
 ) -> Text:
     """Return the page of a plan.
 
     Args:
         plan: with its prediction; without one the page has no times and no memory.
+        begins: first words of the page.
         assumed: assumptions behind an estimate, in a sentence.
         next_commands: pairs of a command and what it tells.
     """
-    lines = list(_lines(plan, assumed, next_commands))
+    lines = list(_lines(plan, begins, assumed, next_commands))
     return Text("\n").join(Text(text, style=style) for text, style in lines)
 
 
@@ -56,13 +61,17 @@ def round_estimate(value: float) -> str:
     return f"{round(value, -digits):,.{max(0, -digits)}f}"
 
 
-def _lines(plan: Plan, assumed: str, next_commands: Sequence[tuple[str, str]]) -> Iterator[Line]:
+def _lines(
+    plan: Plan, begins: str, assumed: str, next_commands: Sequence[tuple[str, str]]
+) -> Iterator[Line]:
     expected, reasons = plan.prediction, plan.reasons
     if expected is not None:
-        yield _headline(plan, expected), "bold green"
+        yield _headline(plan, expected, begins), "bold green"
         if reasons is not None:
             yield from _gains(plan, expected, reasons)
         yield "", ""
+    else:
+        yield begins, "bold"
     for text in _table(plan):
         yield text, ""
     yield "", ""
@@ -83,8 +92,8 @@ def _lines(plan: Plan, assumed: str, next_commands: Sequence[tuple[str, str]]) -
         yield from ((text, "") for text in _commands(next_commands))
 
 
-def _headline(plan: Plan, expected: Prediction) -> str:
-    speed = f"Fits. ~{round_estimate(expected.tokens_per_s)} tokens/s"
+def _headline(plan: Plan, expected: Prediction, begins: str) -> str:
+    speed = f"{begins} ~{round_estimate(expected.tokens_per_s)} tokens/s"
     answer = f"{speed}, {_round_seconds(expected.step_s)} per step"
     source = f"estimate from datasheets, {ESTIMATE_ERROR}"
     if not plan.estimated:
@@ -164,7 +173,7 @@ _HEAD = (
     ("samples", "per step"),
     ("micro-", "batch"),
     ("share of", "the state"),
-    ("GPU memory", "({unit})"),
+    ("memory", "({unit})"),
     ("busy", ""),
 )
 
@@ -174,6 +183,7 @@ def _table(plan: Plan) -> list[str]:
     told = {w.device: w for w in plan.prediction.workers} if plan.prediction else {}
     unit, name_of_unit = _memory_unit(told.values())
     head = [[""] * 2, *([a, b.format(unit=name_of_unit)] for a, b in _HEAD)]
+    head[4][0] = "memory" if plan.emulated else "GPU memory"
     if not told:
         head = head[:4]
     rows: list[list[str] | str] = []
