@@ -124,4 +124,4 @@ def test_quotes_are_no_advice_for_another_line(tmp_path):
     text.write_text("a licence & more: words\nof a text: with colons: and more\n")
     with pytest.raises(InputError, match="not YAML") as caught:
         read_job(text)
-    assert ":2:" in caught.value.where and "quotes" not in caught.value.fix
+    assert ":2:" in caught.value.where and "in quotes" not in caught.value.fix
