@@ -63,7 +63,7 @@ def test_nothing_that_fits_is_an_error():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "this machine has no GPU to plan for"),
+        ([], "there is no GPU to plan for"),
         (["--cluster", "4x rtx9999"], "rtx9999"),
         (["--cluster", CARDS, "--global-batch", "0"], "global-batch"),
     ],

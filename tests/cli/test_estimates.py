@@ -139,7 +139,7 @@ def test_a_plan_of_a_profile_that_was_estimated_says_so(job, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "this machine has no GPU to plan for"),
+        ((), "there is no GPU to plan for"),
         (("--cluster", "4x rtx3091"), "no card 'rtx3091'"),
         (("--cluster", "4x rtx3091"), "rtx3090"),
         (("--cluster", "8x a100"), "'a100' fits several cards"),
@@ -159,8 +159,8 @@ def test_a_plan_of_a_profile_that_was_estimated_says_so(job, tmp_path):
         (("--cluster", "t4", "--profile", "p.json"), "give one of them"),
         (("--cluster", "t4", "--set", "steps=3"), "--set replaces keys of a job"),
         (("--cluster", "t4", "--model", "7X"), "there is no model '7X' to plan for"),
-        (("--cluster", "t4", "--model", "900T"), "no model of 900000 G parameters"),
-        (("--cluster", "t4", "--model", "0B"), "no model of 0 G parameters"),
+        (("--cluster", "t4", "--model", "900T"), "no model of 900000 B parameters"),
+        (("--cluster", "t4", "--model", "0B"), "no model of 0 B parameters"),
         (("--cluster", "t4", "--strategy", "best"), "no strategy 'best'"),
         (("--cluster", "t4, mi300x"), "t4 and mi300x cannot train together"),
     ],

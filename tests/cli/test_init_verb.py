@@ -27,6 +27,22 @@ def desk(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_a_size_is_that_of_the_model_that_trains(desk):
+    assert gpumix("init", "--data", "texts", "--model", "20M").exit_code == 0
+    from gpumix.hardware.estimates.decoder_shapes import decoder
+
+    config = read_job(desk / "job.yaml").model.config
+    assert decoder(config).parameters == pytest.approx(20e6, rel=0.3)
+
+
+def test_a_folder_without_weights_or_texts_is_refused(desk):
+    weights = pretrained(desk / "llama")
+    (weights / "model.safetensors").unlink()
+    assert "and no *.safetensors" in refused("init", "--data", "texts", "--model", "llama")
+    (desk / "empty").mkdir()
+    assert "no files to train on" in refused("init", "--data", "empty")
+
+
 def test_the_job_is_one_and_its_schema_says_so(desk):
     done = gpumix("init", "--data", "texts")
     assert done.exit_code == 0, done.stderr
@@ -94,7 +110,7 @@ def test_the_script_trains_adapters(desk):
     done = gpumix("init", "--data", "texts", "--model", "llama", "--lora")
     assert done.exit_code == 0, done.stderr
     text = (desk / "train.py").read_text()
-    smaller = text.replace("max_steps=200", "max_steps=2, bf16=False, use_cpu=True")
+    smaller = text.replace("max_steps=200", "max_steps=2")
     (desk / "train.py").write_text(smaller.replace("batch_size=16", "batch_size=2"))
     done = subprocess.run(
         [sys.executable, "train.py"], capture_output=True, text=True, timeout=240, check=False
@@ -109,6 +125,7 @@ def test_the_script_trains_adapters(desk):
         ((), "give --data FOLDER"),
         (("--data", "none"), "there is no such file or folder"),
         (("--data", "texts", "--lora"), "adapters need pretrained weights"),
+        (("--data", "texts", "--cluster", "none.yaml"), "there is no such cluster file"),
         (("--data", "texts", "--model", "7Q"), "there is no model '7Q'"),
         (("cluster.yaml", "--data", "texts"), "this file is there already"),
     ],

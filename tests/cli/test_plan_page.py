@@ -108,6 +108,24 @@ def test_verbose_has_every_device_and_the_bound():
     assert "collectives: " in text and "no plan for the devices" in text
 
 
+def test_an_even_split_that_is_too_full_is_compared_in_passes():
+    """As trainers do that accumulate gradients."""
+    asked = ("--cluster", "rtx3090, rtx3060", "--model", "1B")
+    even = ("--strategy", "even", "--json")
+    assert gpumix("plan", *asked, *even).exit_code == 4  # at 128 samples
+    half = gpumix("plan", *asked, "--global-batch", "64", *even).stdout
+    step_s = 2 * Plan.model_validate_json(half).prediction.step_s
+    plan = Plan.model_validate_json(gpumix("plan", *asked, "--json").stdout)
+    told = {other.strategy: other for other in plan.reasons.alternatives}["even"]
+    assert told.step_s == pytest.approx(step_s)
+    assert "in 2 passes of 64 samples" in told.why
+    assert f"{step_s / plan.prediction.step_s:.1f}x as fast as an even split" in page(*asked)
+
+
+def test_one_gpu_is_compared_with_no_split():
+    assert "even split" not in page(*ASKED["one card"])
+
+
 # -- nothing fits ----------------------------------------------------------------------------------
 
 TOO_LARGE = {
@@ -171,7 +189,8 @@ def test_more_memory_of_hosts_is_never_slower():
 
 
 @pytest.mark.parametrize(
-    "text", ["2x rtx4090", "2 rtx4090", "RTX 4090 x2", "rtx4090x2", "2 × RTX 4090", "2*4090"]
+    "text",
+    ["2x rtx4090", "2 rtx4090", "RTX 4090 x2", "rtx4090x2", "2 × RTX 4090", "2*4090", "4090 x 2"],
 )
 def test_numbers_of_cards_in_any_order(text):
     found = parse_cluster(text)
@@ -179,7 +198,7 @@ def test_numbers_of_cards_in_any_order(text):
     assert len(found.devices) == 2
 
 
-@pytest.mark.parametrize("text", ["rtx3090", "l40s", "a100-80gb-sxm", "4090"])
+@pytest.mark.parametrize("text", ["rtx3090", "l40s", "a100-80gb-sxm", "4090", "3090 ti"])
 def test_a_name_alone_is_one_card(text):
     assert split_count(text) == (None, text)
 
@@ -219,10 +238,12 @@ def test_without_a_cluster_the_plan_is_for_this_machine(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--model", "20M"), "this machine has no GPU to plan for"),
+        (("--model", "20M"), "there is no GPU to plan for"),
         (("--cluster", "2x rtx4090", "--base", "nf4"), "add --lora 16"),
         (("--cluster", "2x rtx4090", "--optimizer", "adamx"), "did you mean 'adamw'?"),
         (("--cluster", "2x rtx4090", "--ram", "much"), "--ram: "),
+        (("--cluster", "2x rtx4090", "--ram", "64"), "'64' has no unit"),
+        (("--cluster", "none.yaml"), "there is no cluster file none.yaml"),
         (("--cluster", "2x rtx4090", "--model", "lama-3-8b"), "did you mean 'llama-3-8b'?"),
     ],
 )
@@ -271,4 +292,4 @@ def test_what_needs_torch_says_how_to_install_it(tmp_path):
     done = without_torch("profile", str(job), "--set", "profile.cache=cache")
     assert done.returncode == 3, done.stderr
     assert "needs torch, which is not installed" in done.stderr
-    assert 'pip install "gpumix[train]"' in done.stderr
+    assert 'pip install "gpumix[transformers]"' in done.stderr

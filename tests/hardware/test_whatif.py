@@ -333,3 +333,17 @@ def test_names_of_classes():
 def test_no_more_cards_are_added_than_a_cluster_may_have():
     with pytest.raises(InputError, match="up to 200000 devices"):
         add_devices(estimated(), "900000000x p40")
+
+
+def test_what_leaves_takes_its_tensor_parallel_groups_along():
+    shape = make_llama_like(3e8)
+    profile = estimate_profile(
+        model_in,
+        parse_cluster("2x t4, 2x p40"),
+        sequence_length=512,
+        parts_in=lambda dtype: shape.parts(512, dtype, "300M"),
+    )
+    assert any(c.device_class == "p40" for team in profile.teams for c in team.classes)
+    left = remove_devices(profile, "p40")
+    assert all(c.device_class == "t4" for team in left.teams for c in team.classes)
+    assert left.teams and all(set(team.told) == {"t4"} for team in left.teams)

@@ -163,8 +163,8 @@ def _translate_error(error: BaseException) -> GpumixError:
     if isinstance(error, ModuleNotFoundError) and error.name in FOR_TRAINING:
         return MachineError(
             f"this command needs {error.name}, which is not installed",
-            why="the planner works without it",
-            fix='pip install "gpumix[train]"; for GPUs, torch first, as pytorch.org says',
+            why="only estimates work without it: gpumix plan --cluster ... --model ...",
+            fix='pip install "gpumix[transformers]"; for GPUs, torch first, as pytorch.org says',
         )
     return translate_error(error, "")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Literal
 
@@ -15,7 +16,12 @@ from gpumix.planner.baselines.poplar import plan_poplar
 from gpumix.planner.baselines.whale import plan_proportional
 from gpumix.planner.class_worth import ClassWorths
 from gpumix.planner.common.stage_preconditions import refuse_least_stages
-from gpumix.planner.common.strategy import PlanRequest, Strategy, get_prediction
+from gpumix.planner.common.strategy import (
+    PlanRequest,
+    Strategy,
+    get_prediction,
+    ranked_devices,
+)
 from gpumix.planner.data_parallel.input_bound import account_for_input, slow_down_to_input
 from gpumix.planner.data_parallel.search import least_step_s
 from gpumix.planner.optimal import FastestPlans, plan_fastest
@@ -120,6 +126,10 @@ def plan(
         for name in COMPARED_STRATEGIES
         if name != strategy
     ]
+    others = [
+        _find_even_in_passes(profile, request, chosen) or other if _lacks_room(other) else other
+        for other in others
+    ]
     slow_hosts = bool(profile.inputs) and slow_down_to_input(profile) is not None
     single = _single_classes(searched, chosen, slow_hosts=slow_hosts)
     best = searched.alone
@@ -190,6 +200,30 @@ def _alternative(name: str, planned: Callable[[], Plan], chosen: Plan) -> Reject
     return RejectedPlan(
         strategy=name, step_s=get_prediction(other).step_s, why=explain_step_time(other, chosen)
     )
+
+
+def _lacks_room(other: RejectedPlan) -> bool:
+    """Return True for an even split that does not fit at once."""
+    return other.strategy == "even" and other.step_s is None
+
+
+def _find_even_in_passes(
+    profile: Profile, request: PlanRequest, chosen: Plan
+) -> RejectedPlan | None:
+    """Return an even split that takes the batch in several passes, one after the other, as trainers
+    that accumulate gradients do; None if none fits. Each pass pays for its own collectives."""
+    devices = len(ranked_devices(profile, request))
+    passes = 2
+    while request.global_batch // passes >= devices:
+        if request.global_batch % passes == 0:
+            part = request.model_copy(update={"global_batch": request.global_batch // passes})
+            with suppress(NoFeasiblePlanError, InputError):
+                step_s = passes * get_prediction(STRATEGIES["even"](profile, part)).step_s
+                compared = compare_step_times(step_s, get_prediction(chosen).step_s)
+                why = f"in {passes} passes of {part.global_batch} samples: {compared}"
+                return RejectedPlan(strategy="even", step_s=step_s, why=why)
+        passes *= 2
+    return None
 
 
 def explain_step_time(other: Plan, chosen: Plan) -> str:

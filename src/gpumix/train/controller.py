@@ -62,7 +62,7 @@ from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder, find_newe
 from gpumix.train.processes.runner import Runner, make_runner
 from gpumix.train.rank_task_names import load_rank_task
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.plan_page import plan_page
+from gpumix.train.run_log.plan_page import describe_doubt, plan_page
 from gpumix.train.run_log.progress import mark_failed, mark_restarting, mark_stopped
 from gpumix.train.run_log.run_id import assign_run_id, read_run_id
 from gpumix.train.run_log.tables import devices_table, efficiency_table, profile_table
@@ -245,7 +245,8 @@ class JobController:
             self.show(profile_table(profile))
             self.show(efficiency_table(profile))
             plan = self.plan(recovery.again.known(profile))
-        self.show(plan_page(plan, begins=f"Plan ({plan.strategy})."))
+        begins = f"Plan ({plan.strategy})."
+        self.show(plan_page(plan, begins=begins, doubt=describe_doubt(profile)))
         if restart is not None and self.speaks:
             before = load_plan_in_force(self.job.output, fresh=not resume)
             restart = complete_restart(restart, before, plan, self._devices, self.cluster)

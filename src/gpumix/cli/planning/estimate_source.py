@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from gpumix.schema.profile.profile import Profile
 
 
+CLUSTER_FILES = (".yaml", ".yml", ".json")
+
+
 @dataclass(frozen=True)
 class NamedCluster:
     """A cluster to estimate for, with the words for it and the free memory of its hosts.
@@ -51,6 +54,12 @@ class NamedCluster:
         from gpumix.hardware.estimates.cluster_shorthand import parse_cluster, with_catalogue_cards
 
         if self.text is not None and not self.is_file:
+            if self.text.endswith(CLUSTER_FILES):
+                raise InputError(
+                    f"there is no cluster file {self.text}",
+                    where="--cluster",
+                    fix='give the path of one, or cards: "2x rtx4090, 4x rtx3090"',
+                )
             return parse_cluster(self.text, precision, self.network, option=self.link_option)
         where = self.text or "this machine"
         if self.network is not None:
@@ -70,7 +79,7 @@ class NamedCluster:
         found = discover_cluster()
         if not any(c.is_gpu for c in found.classes):
             raise InputError(
-                "this machine has no GPU to plan for",
+                "there is no GPU to plan for",
                 fix='name GPUs: gpumix plan --cluster "2x rtx4090, 4x rtx3090" --model 7B',
             )
         return found
@@ -102,7 +111,9 @@ class Estimate:
 
         shape, length, name = self.model.shape, self.sequence_length, self.model.name
         cluster = self.cluster.read(self.precision)  # type: ignore[arg-type]
-        ram_bytes = assume_ram_bytes(cluster) if self.ram_bytes is None else self.ram_bytes
+        ram_by_host = assume_ram_by_host(cluster)
+        if self.ram_bytes is not None:
+            ram_by_host = dict.fromkeys(ram_by_host, self.ram_bytes)
 
         def model_in(dtype: ComputeDtype) -> ModelProfile:
             whole = shape.model(length, dtype, name)
@@ -117,7 +128,7 @@ class Estimate:
             parts_in=(lambda dtype: shape.parts(length, dtype, name))
             if self.tuning.trains_all
             else return_no_parts,
-            ram_bytes=ram_bytes,
+            ram_by_host=ram_by_host,
         )
 
     def with_more(self, cards: str) -> Estimate:
@@ -139,20 +150,23 @@ class Estimate:
                 self.optimizer.name, self.optimizer.name.capitalize()
             ),
         ]
-        ram = assume_ram_bytes(profile.cluster) if self.ram_bytes is None else self.ram_bytes
-        as_much = ", as much as its GPUs have" if self.ram_bytes is None else ""
-        parts.append(f"{show_bytes(ram)} of free RAM in a host{as_much}")
+        if self.ram_bytes is not None:
+            parts.append(f"{show_bytes(self.ram_bytes)} of free RAM in each host")
+        else:
+            assumed = sorted(set(assume_ram_by_host(profile.cluster).values()))
+            amounts = " to ".join(map(show_bytes, dict.fromkeys((assumed[0], assumed[-1]))))
+            parts.append(f"{amounts} of free RAM in a host, as much as its GPUs have")
         return ", ".join(parts)
 
 
-def assume_ram_bytes(cluster: Cluster) -> int:
-    """Return the free memory that a host is taken to have if nothing says so: as much as the GPUs
-    of the host with the least GPU memory have together."""
+def assume_ram_by_host(cluster: Cluster) -> dict[str, int]:
+    """Return the free memory that each host is taken to have if nothing says so: as much as its
+    GPUs have together."""
     memory = {c.name: c.memory_bytes for c in cluster.classes}
-    by_host: dict[str, int] = {}
+    found: dict[str, int] = {}
     for device in cluster.devices:
-        by_host[device.host] = by_host.get(device.host, 0) + memory[device.device_class]
-    return min(by_host.values())
+        found[device.host] = found.get(device.host, 0) + memory[device.device_class]
+    return found
 
 
 def describe_compute_dtypes(profile: Profile) -> str:

@@ -65,7 +65,7 @@ def plan(
                 space=source.request.space,
             )
     except NoFeasiblePlanError as error:
-        if source.estimate is None:
+        if source.estimate is None or source.strategy != "optimal":
             raise
         _print_shortfall(source, error, as_json)
         raise typer.Exit(error.exit_code) from None
@@ -82,10 +82,15 @@ def plan(
 def _render(asked: PlanOptions, source: PlanSource, made: Plan, *, verbose: bool) -> RenderableType:
     from rich.console import Group
 
-    from gpumix.train.run_log.plan_page import plan_page
+    from gpumix.train.run_log.plan_page import describe_doubt, plan_page
     from gpumix.train.run_log.tables import efficiency_table, plan_table
 
-    page = plan_page(made, assumed=source.note, next_commands=_next_commands(asked, source))
+    page = plan_page(
+        made,
+        doubt=describe_doubt(source.profile),
+        assumed=source.note,
+        next_commands=_next_commands(asked, source),
+    )
     if not verbose:
         return page
     return Group(page, "", efficiency_table(source.profile), plan_table(made))
@@ -116,7 +121,7 @@ def _print_shortfall(source: PlanSource, error: NoFeasiblePlanError, as_json: bo
 
     assert source.estimate is not None
     with show_waiting("looking for ways out"):
-        found = find_ways_out(source.estimate, source.request.space)
+        found = find_ways_out(source.estimate, source.request.space, error)
     if as_json:
         print_json(error.as_dict() | found.as_dict())
     else:

@@ -277,6 +277,8 @@ class PlanOptions(PlanArguments):
         if self.ram is None:
             return None if self.cluster is not None else available_host_bytes()
         try:
+            if self.ram.strip().isdigit():
+                raise ValueError(f"'{self.ram}' has no unit")
             return parse_bytes(self.ram)
         except ValueError as error:
             fix = "write it as --ram 64GiB"

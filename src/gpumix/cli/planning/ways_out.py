@@ -6,6 +6,7 @@ samples. Then one more card, and last the largest model of this shape that fits.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
     from gpumix.schema.profile.profile import Profile
 
 LORA_RANK = 16
+_EXACT = re.compile(r" \(\d+ bytes\)")
 SMALLEST_STEP = 0.05  # the largest model that fits is found within this fraction
 SMALLEST_MODEL = 5e6  # parameters
 GROWTH = 1.2  # of sizes that are tried with several stages
+FEWER_TRIES = 4  # of memory of hosts, with several stages
 SHORTEST = 128  # tokens of a sample
 GIB = 2**30
 
@@ -50,6 +53,7 @@ class Shortfall:
     Attributes:
         usable_bytes: memory that a plan may fill, by GPU type, of one GPU.
         counts: GPUs of each type.
+        short: what devices or hosts are short of, in words.
         ways: computed ways out.
     """
 
@@ -57,6 +61,7 @@ class Shortfall:
     state_bytes: int
     usable_bytes: dict[str, int]
     counts: dict[str, int]
+    short: str
     ways: tuple[WayOut, ...]
 
     def as_dict(self) -> dict[str, object]:
@@ -83,8 +88,10 @@ def shortfall_page(found: Shortfall, assumed: str) -> Text:
         f"and optimizer state; {cards} {'has' if sum(found.counts.values()) == 1 else 'have'} "
         f"{show_bytes(total)} in all."
     )
+    if found.state_bytes < total:
+        what += f" What is short is room for activations: {found.short}."
     lines = [Text(line, style="bold red") for line in wrap_line(what)]
-    lines += [Text(), Text("Cheapest first", style="bold")]
+    lines += [Text(), Text("What would make it fit, cheapest first", style="bold")]
     width = max((len(way.change) for way in found.ways), default=0)
     for way in found.ways:
         fits = "fits" if way.fits else "does not fit"
@@ -94,7 +101,7 @@ def shortfall_page(found: Shortfall, assumed: str) -> Text:
     return Text("\n").join(lines)
 
 
-def find_ways_out(estimate: Estimate, space: Space) -> Shortfall:
+def find_ways_out(estimate: Estimate, space: Space, error: NoFeasiblePlanError) -> Shortfall:
     """Return what is short for an estimate without a plan, and the ways out of it."""
     from gpumix.cost.peak_memory import usable_bytes
 
@@ -104,6 +111,7 @@ def find_ways_out(estimate: Estimate, space: Space) -> Shortfall:
         model=f"{estimate.model.name}, {estimate.tuning.describe()}",
         state_bytes=count_state_bytes(profile),
         usable_bytes=usable,
+        short=_EXACT.sub("", error.what.rpartition(": ")[2]),
         counts={name: len(profile.cluster.members(name)) for name in usable},
         ways=tuple(_try_all(estimate, space)),
     )
@@ -222,6 +230,11 @@ def _offload(estimate: Estimate, space: Space) -> WayOut | None:
     while high - low > GIB:
         middle = (low + high) // 2
         low, high = (low, middle) if _fits_with_ram(estimate, space, middle) else (middle, high)
+    low = GIB
+    for _ in range(FEWER_TRIES):  # several stages may need less
+        middle = (low + high) // 2
+        way = _try("", replace(estimate, ram_bytes=middle), space)
+        low, high = (low, middle) if way is not None and way.fits else (middle, high)
     return _try(f"--ram {-(-high // GIB)}GiB", replace(estimate, ram_bytes=high), space)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,6 +27,7 @@ LORA_RANK = 16
 SCRIPT = '''\
 """LoRA on {weights}, by gpumix: gpumix launch {name}"""
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -50,6 +52,8 @@ trainer = SFTTrainer(
         max_length={sequence_length},
         learning_rate=2e-4,
         logging_steps=10,
+        bf16=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),
         report_to="none",
     ),
     train_dataset=texts(),
@@ -130,6 +134,7 @@ def init(
         lora=_ask_lora(asks) if lora is None else lora,
         output=output or Path(_ask("Folder of the run", "runs/first", asks)),
     )
+    _check_answers(found)
     path = file or Path("train.py" if found.lora else "job.yaml")
     if path.exists():
         raise InputError(
@@ -139,8 +144,9 @@ def init(
     from gpumix.schema.files import write_text_atomically
 
     write_text_atomically(path, written)
-    then = f"gpumix launch {path}" if found.lora else f"gpumix train {path}"
-    ask = [] if found.lora else [f"gpumix plan {path}"]
+    devices = "" if found.cluster == "auto" else f" --cluster {quote(found.cluster)}"
+    then = f"gpumix launch{devices} {path}" if found.lora else f"gpumix train {path}"
+    ask = ['pip install "gpumix[trl,peft]"'] if found.lora else [f"gpumix plan {path}"]
     commands = [*ask, then, f"gpumix report {found.output}"]
     told = "\n".join([f"Wrote {path}. Next:", *(f"  {command}" for command in commands)])
     print_result(lambda: {"file": str(path), "next": commands}, lambda: told, as_json)
@@ -171,6 +177,25 @@ def _check_data(path: Path) -> Path:
     return path
 
 
+def _check_answers(found: Answers) -> None:
+    """Check that what is named can be trained on."""
+    if found.data.is_dir() and not any(path.is_file() for path in found.data.rglob("*")):
+        raise InputError("there are no files to train on", where=f"--data: {found.data}")
+    if found.cluster != "auto" and not Path(found.cluster).is_file():
+        raise InputError(
+            "there is no such cluster file", where=f"--cluster: {found.cluster}", fix="give a file"
+        )
+    folder = found.weights
+    if folder is not None:
+        for name in ("tokenizer.json", "*.safetensors"):
+            if not any(folder.glob(name)):
+                raise InputError(
+                    f"this folder has a config.json, and no {name}",
+                    where=f"--model: {folder}",
+                    fix="give a folder as save_pretrained writes it; or a size, to begin anew",
+                )
+
+
 def _job(found: Answers) -> str:
     import yaml
 
@@ -197,9 +222,12 @@ def _job(found: Answers) -> str:
 
 def _config(text: str) -> dict[str, Any]:
     """Return the configuration of a model that reads bytes, of the size that `text` names."""
-    from gpumix.hardware.estimates.known_models import find_decoder
+    from gpumix.hardware.estimates.decoder_shapes import make_llama_like
+    from gpumix.hardware.estimates.known_models import find_decoder, parse_size
 
-    return _as_llama(find_decoder(text).shape)
+    size = parse_size(text)
+    shape = find_decoder(text).shape if size is None else make_llama_like(size, BYTES_VOCABULARY)
+    return _as_llama(shape)
 
 
 def _as_llama(shape: Decoder) -> dict[str, Any]:

@@ -30,7 +30,8 @@ _HOSTS = re.compile(r"^(\d+)\s+hosts?\s+of\s+(.+)$")
 _CARDS = re.compile(r"^(?:(\d{1,12})\s*[xX×*]\s*)?([A-Za-z0-9].*)$")
 _COUNT_BEHIND = re.compile(r"^([A-Za-z0-9].*?)(?:\s+|(?<=\d))[xX×*]\s*(\d{1,12})$")
 _COUNT_FIRST = re.compile(r"^\d+\s*[xX×*]")
-_COUNT_ALONE = re.compile(r"^(\d{1,12})\s+([A-Za-z].*)$")
+_COUNT_ALONE = re.compile(r"^(\d{1,3})\s+([A-Za-z].*)$")  # longer ones are names: 3090 Ti
+_NUMBERS = re.compile(r"^(\d{3,5})\s*[xX×*]\s*(\d{1,2})$")  # 3090 x 4: a name, and how many
 MOST_DEVICES = 200_000
 
 # NVLink and Infinity Fabric shared by all cards of a host; a bridge joins only two.
@@ -64,7 +65,9 @@ def split_count(text: str) -> tuple[int | None, str]:
         InputError: the format is wrong, or the number is zero.
     """
     wanted = text.strip()
-    if (behind := _COUNT_BEHIND.match(wanted)) and not _COUNT_FIRST.match(wanted):
+    if numbers := _NUMBERS.match(wanted):
+        wanted = f"{numbers[2]}x {numbers[1]}"
+    elif (behind := _COUNT_BEHIND.match(wanted)) and not _COUNT_FIRST.match(wanted):
         wanted = f"{behind[2]}x {behind[1]}"
     elif alone := _COUNT_ALONE.match(wanted):
         wanted = f"{alone[1]}x {alone[2]}"

@@ -459,26 +459,26 @@ def _check_opt(config: Mapping[str, Any], hidden: int) -> None:
             )
 
 
-def make_llama_like(parameters: float) -> Decoder:
+def make_llama_like(parameters: float, vocabulary: int = 32_000) -> Decoder:
     """Return a Llama-like decoder with about `parameters` parameters: depth and width grow
-    together, heads are 128 wide, the feed-forward is 2.7 times the hidden size, the vocabulary has
-    32,000 tokens.
+    together, heads are 128 wide, the feed-forward is 2.7 times the hidden size.
 
     Raises:
         InputError: the size is far below or above the range of the family.
     """
-    sizes = {decoder.parameters: decoder for decoder in map(_llama, range(2 * 128, 161 * 128, 128))}
+    every = (_llama(hidden, vocabulary) for hidden in range(2 * 128, 161 * 128, 128))
+    sizes = {decoder.parameters: decoder for decoder in every}
     nearest = min(sizes, key=lambda size: abs(size - parameters))
     if abs(nearest - parameters) > parameters / 3:
         raise InputError(
-            f"no model of {parameters / 1e9:g} G parameters is shaped like a Llama",
-            why=f"those have {min(sizes) / 1e9:.2f} to {max(sizes) / 1e9:.0f} G",
+            f"no model of {parameters / 1e9:g} B parameters is shaped like a Llama",
+            why=f"sizes go from {min(sizes) / 1e6:.0f}M to {max(sizes) / 1e9:.0f}B",
             fix="give the config.json of a model",
         )
     return sizes[nearest]
 
 
-def _llama(hidden: int) -> Decoder:
+def _llama(hidden: int, vocabulary: int) -> Decoder:
     layers = max(2, min(96, round(hidden / 128)))
     return Decoder(
         hidden=hidden,
@@ -487,7 +487,7 @@ def _llama(hidden: int) -> Decoder:
         kv_heads=hidden // 128,
         head_dim=128,
         feed_forward=round(hidden * 2.6875 / 128) * 128,
-        vocabulary=32_000,
+        vocabulary=vocabulary,
         gated=True,
         tied=False,
         biased=(False, False, False),

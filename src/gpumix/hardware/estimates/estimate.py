@@ -61,14 +61,14 @@ def estimate_class(
     optimizer_bytes: float = ADAMW_STATE_BYTES,
     *,
     on_host: int = 1,
-    ram_bytes: int | None = None,
+    host_bytes: int | None = None,
 ) -> ClassProfile:
     """Estimate a card's times for each unit of a model in its dtype.
 
     Args:
         optimizer_bytes: of optimizer state per element.
         on_host: devices that share the memory of the card's host.
-        ram_bytes: free memory of that host; None: no limit.
+        host_bytes: free memory of that host for this device; None: no limit.
 
     Raises:
         InputError: the model's FLOPs are unknown.
@@ -111,7 +111,7 @@ def estimate_class(
         framework_bytes=FRAMEWORK_BYTES,
         host_copy=make_host_copy_curve(card),
         host_optimizer_s_per_element=on_host * host_optimizer_s_per_element(optimizer_bytes),
-        host_bytes=None if ram_bytes is None else ram_bytes // on_host,
+        host_bytes=host_bytes,
         estimated=True,
         compute_dtype=dtype,
         peak=Peak(flops_per_s=get_peak_flops_per_s(card, dtype), source="stated"),
@@ -126,7 +126,7 @@ def estimate_profile(
     precision: Precision = "auto",
     optimizer_bytes: float = ADAMW_STATE_BYTES,
     parts_in: PartsIn = return_no_parts,
-    ram_bytes: int | None = None,
+    ram_by_host: Mapping[str, int] | None = None,
 ) -> Profile:
     """Estimate the profile of a cluster of catalogue cards.
 
@@ -134,7 +134,7 @@ def estimate_profile(
         model_in: returns the model in a dtype.
         optimizer_bytes: of optimizer state per element.
         parts_in: returns the parts for tensor-parallel groups in a dtype.
-        ram_bytes: free memory of each host; None: no limit.
+        ram_by_host: free memory of each host; None: no limit.
 
     Raises:
         InputError: the catalogue does not know a class, or a class does not support its dtype.
@@ -156,11 +156,11 @@ def estimate_profile(
                 c.name,
                 optimizer_bytes,
                 on_host=_most_on_a_host(cluster, c.name),
-                ram_bytes=ram_bytes,
+                host_bytes=_least_for_a_device(cluster, c.name, ram_by_host),
             )
             for c in cluster.classes
         ),
-        teams=tuple(_estimate_groups(cluster, parts_in, dtypes, optimizer_bytes, ram_bytes)),
+        teams=tuple(_estimate_groups(cluster, parts_in, dtypes, optimizer_bytes, ram_by_host)),
         collectives=Collectives(gather="list", reduce="list"),
     )
 
@@ -171,12 +171,22 @@ def _most_on_a_host(cluster: Cluster, name: str) -> int:
     return max((counts[d.host] for d in cluster.members(name)), default=1)
 
 
+def _least_for_a_device(
+    cluster: Cluster, name: str, ram_by_host: Mapping[str, int] | None
+) -> int | None:
+    """Return the least memory of a host for each of its devices, of hosts with class `name`."""
+    if ram_by_host is None:
+        return None
+    counts = Counter(d.host for d in cluster.devices)
+    return min(ram_by_host[d.host] // counts[d.host] for d in cluster.members(name))
+
+
 def _estimate_groups(
     cluster: Cluster,
     parts_in: PartsIn,
     dtypes: Mapping[str, ComputeDtype],
     optimizer_bytes: float,
-    ram_bytes: int | None,
+    ram_by_host: Mapping[str, int] | None,
 ) -> Iterator[TeamProfile]:
     """Yield the profile of each tensor parallel degree with enough cards of a class on a host."""
     parts = {dtype: parts_in(dtype) for dtype in dict.fromkeys(dtypes.values())}
@@ -198,7 +208,7 @@ def _estimate_groups(
                     name,
                     optimizer_bytes,
                     on_host=_most_on_a_host(cluster, name),
-                    ram_bytes=ram_bytes,
+                    host_bytes=_least_for_a_device(cluster, name, ram_by_host),
                 )
                 for name, part in of_class.items()
             ),

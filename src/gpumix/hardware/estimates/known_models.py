@@ -63,9 +63,8 @@ def find_decoder(text: str) -> NamedDecoder:
         InputError: nothing has this name, or the estimate does not know such models.
     """
     name = text.strip()
-    if size := _SIZE.match(name):
-        shape = make_llama_like(float(size[1]) * _SCALE[size[2].upper()])
-        return NamedDecoder(f"Llama-shaped {name.upper()}", shape)
+    if (size := parse_size(name)) is not None:
+        return NamedDecoder(f"Llama-shaped {name.upper()}", make_llama_like(size))
     for path in _iterate_paths(name):
         if path.is_file():
             with locate_errors(path):
@@ -73,6 +72,12 @@ def find_decoder(text: str) -> NamedDecoder:
     if known := _index_names().get(_normalize(name)):
         return NamedDecoder(known.id, decoder(known.config))
     raise _unknown(name)
+
+
+def parse_size(text: str) -> float | None:
+    """Return the number of parameters of a size such as "7B"; None for other names."""
+    size = _SIZE.match(text.strip())
+    return None if size is None else float(size[1]) * _SCALE[size[2].upper()]
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -109,7 +109,17 @@ def drop_devices(profile: Profile, gone: Collection[str]) -> Profile:
     cluster = profile.cluster.only({d.id for d in profile.cluster.devices} - set(gone))
     left = {one.name for one in cluster.classes}
     classes = tuple(c for c in profile.classes if c.device_class in left)
-    return profile.model_copy(update={"cluster": cluster, "classes": classes})
+    teams = tuple(
+        team.model_copy(
+            update={
+                "classes": tuple(c for c in team.classes if c.device_class in left),
+                "told": {name: told for name, told in team.told.items() if name in left},
+            }
+        )
+        for team in profile.teams
+        if any(c.device_class in left for c in team.classes)
+    )
+    return profile.model_copy(update={"cluster": cluster, "classes": classes, "teams": teams})
 
 
 def scale_memory(profile: Profile, parts: Mapping[str, float]) -> Profile:

@@ -18,6 +18,7 @@ from gpumix.hardware.estimates.gpu_catalogue import shorten_product
 from gpumix.schema.plan.explanation import Reasons, RejectedPlan
 from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
 from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.schema.profile.profile import Profile
 from gpumix.schema.units import show_seconds
 
 COLUMNS = 80
@@ -37,6 +38,7 @@ def plan_page(
     plan: Plan,
     *,
     begins: str = "Fits.",
+    doubt: str = "",
     assumed: str = "",
     next_commands: Sequence[tuple[str, str]] = (),
 ) -> Text:
@@ -45,11 +47,18 @@ def plan_page(
     Args:
         plan: with its prediction; without one the page has no times and no memory.
         begins: first words of the page.
+        doubt: why times are uncertain beyond the usual error.
         assumed: assumptions behind an estimate, in a sentence.
         next_commands: pairs of a command and what it tells.
     """
-    lines = list(_lines(plan, begins, assumed, next_commands))
+    lines = list(_lines(plan, begins, doubt, assumed, next_commands))
     return Text("\n").join(Text(text, style=style) for text, style in lines)
+
+
+def describe_doubt(profile: Profile | None) -> str:
+    """Say that a profile was measured on a busy machine; "" if nothing shows that."""
+    disturbed = profile is not None and any(c.disturbed() for c in profile.classes)
+    return "measured on a busy machine, ± unknown" if disturbed else ""
 
 
 def round_estimate(value: float) -> str:
@@ -62,11 +71,15 @@ def round_estimate(value: float) -> str:
 
 
 def _lines(
-    plan: Plan, begins: str, assumed: str, next_commands: Sequence[tuple[str, str]]
+    plan: Plan,
+    begins: str,
+    doubt: str,
+    assumed: str,
+    next_commands: Sequence[tuple[str, str]],
 ) -> Iterator[Line]:
     expected, reasons = plan.prediction, plan.reasons
     if expected is not None:
-        yield _headline(plan, expected, begins), "bold green"
+        yield _headline(plan, expected, begins, doubt), "bold green"
         if reasons is not None:
             yield from _gains(plan, expected, reasons)
         yield "", ""
@@ -92,12 +105,14 @@ def _lines(
         yield from ((text, "") for text in _commands(next_commands))
 
 
-def _headline(plan: Plan, expected: Prediction, begins: str) -> str:
+def _headline(plan: Plan, expected: Prediction, begins: str, doubt: str) -> str:
     speed = f"{begins} ~{round_estimate(expected.tokens_per_s)} tokens/s"
     answer = f"{speed}, {_round_seconds(expected.step_s)} per step"
     source = f"estimate from datasheets, {ESTIMATE_ERROR}"
     if not plan.estimated:
         source = f"from measurements, {MEASURED_ERROR}"
+    if doubt:
+        source = doubt
     gap = COLUMNS - len(answer) - len(source)
     return f"{answer}{' ' * max(gap, 2)}{source}"
 
@@ -117,7 +132,7 @@ def _round_seconds(seconds: float) -> str:
 def _gains(plan: Plan, expected: Prediction, reasons: Reasons) -> Iterator[Line]:
     """Yield the gain over an even split, and over each GPU type alone."""
     others = {other.strategy: other for other in reasons.alternatives}
-    if (even := others.get("even")) is not None:
+    if (even := others.get("even")) is not None and len(plan.workers) > 1:
         yield from _against_even(even, expected.step_s)
     if (best := others.get("optimal")) is not None and best.step_s is not None:
         times = expected.step_s / best.step_s if best.step_s > 0 else 1.0
@@ -158,9 +173,11 @@ def _against_single_types(
         several = sum(w.device_class == mixing.best_class for w in plan.workers) > 1
         best = f"{name_class(mixing.best_class)}{'s' if several else ''}"
         if not mixing.pays:
-            text = f"Using all of them does not pay: {best} alone are as fast."
+            is_as_fast = "are" if several else "is"
+            text = f"Using all of them does not pay: {best} alone {is_as_fast} as fast."
             if mixing.speedup < 1 / WORTH_TELLING:
-                text = f"{best} alone is {1 / mixing.speedup:.1f}x as fast: leave the rest out."
+                times = f"{1 / mixing.speedup:.1f}x"
+                text = f"{best} alone {is_as_fast} {times} as fast: leave the rest out."
             yield from ((t, "yellow") for t in wrap_line(text))
         elif len({w.device_class for w in plan.workers}) > 1:
             text = f"{mixing.speedup:.1f}x as fast as {best} alone, the best single GPU type."
