@@ -440,10 +440,7 @@ class _ReadinessSimulation:
         return {rank: tuple(one.order) for rank, one in ranks.items()}
 
     def _ready(self, now: float, action: Action) -> bool:
-        for one in self.pipeline.needs(action):
-            if self._done.get(one, float("inf")) > now:
-                return False
-        return True
+        return all(self._done.get(one, float("inf")) <= now for one in self.pipeline.needs(action))
 
     def _after(self, action: Action) -> Iterator[int]:
         """Yield the ranks that may wait for the end of `action`."""

@@ -42,18 +42,34 @@ def refine_plan(
     below_s: float = float("inf"),
 ) -> Plan:
     """Apply the last touches, keeping the bound. A lower ZeRO stage, which shortens no step, is
-    tried only if the rest gets below `below_s`."""
-    touched = _join_and_keep_graphs(profile, request, plan)
+    tried only if the rest gets below `below_s`; if nothing can, the plan is returned as it is."""
+    if _least_seconds(profile, plan) >= below_s:
+        return plan
+    touched = _join_and_keep_graphs(profile, request, plan, below_s)
     if get_prediction(touched).step_s >= below_s:
         return touched
     lower = _lower_zero_stage(profile, request, plan, paces)
     return touched if lower is plan else _join_and_keep_graphs(profile, request, lower)
 
 
-def _join_and_keep_graphs(profile: Profile, request: PlanRequest, plan: Plan) -> Plan:
+def _least_seconds(profile: Profile, plan: Plan) -> float:
+    """Return seconds that touches cannot get below: joined units hide collectives at most, and a
+    kept graph saves a forward pass."""
+    expected = get_prediction(plan)
+    saved = (
+        one.forward_s
+        for worker, one in zip(plan.workers, expected.workers)
+        if _may_keep(profile, worker)
+    )
+    return expected.step_s - expected.exposed_communication_s - max(saved, default=0.0)
+
+
+def _join_and_keep_graphs(
+    profile: Profile, request: PlanRequest, plan: Plan, below_s: float = float("inf")
+) -> Plan:
     plan = _join_units(profile, plan)
     if set(request.space.recompute) == {True, False}:
-        plan = _keep_graphs(profile, plan)
+        plan = _keep_graphs(profile, plan, below_s)
     return plan
 
 
@@ -92,8 +108,9 @@ def _join_units(profile: Profile, plan: Plan) -> Plan:
     return plan
 
 
-def _keep_graphs(profile: Profile, plan: Plan) -> Plan:
-    """Keep as many graphs on each worker as fit and make the worker faster."""
+def _keep_graphs(profile: Profile, plan: Plan, below_s: float) -> Plan:
+    """Keep as many graphs on each worker as fit and make the worker faster, if faster than
+    `below_s` then."""
     alike: dict[tuple[str, int, int, Mode], list[int]] = {}
     for rank, w in enumerate(plan.workers):
         if _may_keep(profile, w):
@@ -108,6 +125,9 @@ def _keep_graphs(profile: Profile, plan: Plan) -> Plan:
     if workers == list(plan.workers):
         return plan
     stage = plan.stages[0].model_copy(update={"workers": tuple(workers)})
+    changed = plan.model_copy(update={"stages": (stage,), "prediction": None})
+    if predict_step_seconds(profile, changed) >= below_s:
+        return plan
     found = _with_stage(profile, plan, stage)
     return (
         found

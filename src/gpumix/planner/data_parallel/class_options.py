@@ -346,6 +346,11 @@ class TimeBounds:
             return self.batch
         return int(within_s / per_sample_s * (1.0 + TOLERANCE))
 
+    def most_samples_alone(self, setting: ShardingSetting, name: str, within_s: float) -> int:
+        """Return an upper bound of samples in `within_s` on class `name`, over any links."""
+        most = self._least_of(setting, name).most_samples(within_s, (0.0, 0.0))
+        return self.batch if most is None else most
+
     def can_compute_batch(self, setting: ShardingSetting, within_s: float) -> bool:
         """Return False if all devices together cannot do the batch in `within_s`."""
         most = {name: self.most_samples(setting, name, within_s) for name in setting.classes}

@@ -39,7 +39,8 @@ from gpumix.planner.data_parallel.class_options import (
 from gpumix.planner.data_parallel.feasibility import can_fit
 from gpumix.planner.data_parallel.why_nothing_fits import make_no_fit_error
 from gpumix.schema.job.search_space import Space
-from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.plan import Plan, ZeroStage
+from gpumix.schema.plan.stage import Place
 from gpumix.schema.profile.profile import Profile
 
 FEW_CELLS = 96 * 96  # samples x micro-batches of a class, up to which all are tabulated at once
@@ -130,6 +131,8 @@ class _FleetSearch:
         self._place = 0  # of the solution among all settings
         self._places = 0  # settings so far
         self._speeds: dict[str, float] = {}  # samples a second of a device, over any links
+        # By class, settings in which a device differs.
+        self._kinds: dict[str, dict[tuple[ZeroStage, Place], ShardingSetting]] = {}
         self._paces = paces
         self._below_s = below_s  # slower choices do not count
 
@@ -151,13 +154,30 @@ class _FleetSearch:
         """Return True if the devices cannot compute the batch in time."""
         unknown = float("inf")  # a class of unknown speed is never too slow
         speed = sum(len(ds) * self._speeds.get(n, unknown) for n, ds in fleet.classes.items())
-        return speed > 0 and self._paces.batch / speed > self._step_s
+        if speed > 0 and self._paces.batch / speed > self._step_s:
+            return True
+        most = (len(devices) * self._most_samples(name) for name, devices in fleet.classes.items())
+        return sum(most) < self._paces.batch
+
+    def _most_samples(self, name: str) -> int:
+        """Return an upper bound of a device's samples in a step that is fast enough."""
+        if name not in self._kinds:
+            return self._paces.batch
+        every = (
+            self._paces.most_samples_alone(one, name, self._step_s)
+            for one in self._kinds[name].values()
+        )
+        return max(every, default=0)
 
     def _try(self, fleet: Fleet, space: Space) -> None:
         """Try the settings of a fleet, the most promising first, until none can be faster."""
         searches = [_Search(setting, self._paces) for setting in iterate_settings(fleet, space)]
         if not self._speeds.keys() >= fleet.classes.keys():
             self._speeds |= _speeds(searches)
+            for one in searches:
+                for name in filter(one.setting.modes.get, one.setting.classes):
+                    key = one.setting.zero_stage, one.setting.state_on(name)
+                    self._kinds.setdefault(name, {}).setdefault(key, one.setting)
         first, self._places = self._places, self._places + len(searches)
         least = [search.least_s for search in searches]
         for number in sorted(range(len(searches)), key=lambda n: (least[n], n)):

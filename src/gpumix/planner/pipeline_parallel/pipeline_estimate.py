@@ -37,7 +37,7 @@ from gpumix.schema.plan.plan import Schedule, ZeroStage
 from gpumix.schema.plan.stage import DTYPE_BYTES, Mode
 from gpumix.schema.profile.profile import ModelProfile, Profile
 
-MOST_EDGES = 65  # most places to cut a model; beyond, evenly chosen; 128 at most
+MOST_EDGES = 65
 MOST_PAIRS = 8  # of devices of two groups, to time messages between
 WAVES_A_STAGE = (1, 2, 4, 8)  # numbers of waves, as multiples of the stages
 TINY_S = 1e-12
@@ -116,10 +116,16 @@ class StageDivision:
 
 
 class PipelineEstimates:
-    """Estimates of ways to train `batch` samples a step in micro-batches of `sizes`."""
+    """Estimates of ways to train `batch` samples a step in micro-batches of `sizes`, with at most
+    `most_edges` places to cut the model, evenly chosen; 128 at most."""
 
     def __init__(
-        self, pace_of: CallTimesCache, manners: StageModes, batch: int, sizes: Sequence[int]
+        self,
+        pace_of: CallTimesCache,
+        manners: StageModes,
+        batch: int,
+        sizes: Sequence[int],
+        most_edges: int = MOST_EDGES,
     ) -> None:
         self._pace_of = pace_of
         self._batch = batch
@@ -130,7 +136,7 @@ class PipelineEstimates:
         self.counts = -(-batch // np.array(sizes))
         model = self.profile.model
         edges = np.array([0, *model.cuts, len(model.calls)])
-        chosen = np.linspace(0, len(edges) - 1, min(len(edges), MOST_EDGES))
+        chosen = np.linspace(0, len(edges) - 1, min(len(edges), most_edges))
         self.edges = edges[np.round(chosen).astype(np.int64)]
         self._begin, self._end, self.range_of = self._ranges()
         self.stage = lru_cache(maxsize=None)(self._stage)

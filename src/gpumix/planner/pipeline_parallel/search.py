@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -87,12 +87,12 @@ PROOF_ACTIONS, PROOF_ACTIONS_SOME_WAYS = 32_000, 20_000
 CUT_WORK, CUTS_A_WORK = 3, 100
 FEW_DEVICES = 64  # beyond, a replay takes long: estimates are trusted more
 MIXTURES = 2  # of team sizes in one stage; each takes its own search
-MIN_ESTIMATE_FRACTION, MIN_ESTIMATE_FRACTION_MANY = (
-    0.8,
-    0.95,
-)  # least part of an estimate that a step takes
+# Least part of an estimate that a step takes, by devices: up to so many.
+ESTIMATE_FRACTIONS = ((12, 0.9), (FEW_DEVICES, 0.95), (float("inf"), 0.97))
+COARSE_EDGES = 17  # places to cut the model, to find the rows worth a closer look
 MOST_ROWS = 16  # rows estimated by all schedules and ZeRO stages
-NEIGHBOR_LIMIT_FACTOR = 1.1  # times the limit, for plans with neighbors to try
+# Times the limit, for plans with neighbors to try, by devices.
+NEIGHBOR_LIMITS = ((12, 1.1), (FEW_DEVICES, 1.03), (float("inf"), 1.0))
 NEAR = 1.1  # times the least time so far, for rows and sizes to estimate
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble", "interleaved")
 
@@ -128,7 +128,8 @@ def plan_staged_below(
     best, failure = None, None
     bounds_s: list[float | None] = [below_s]
     try:
-        best, bounds_s[0] = _search_below(profile, request, below_s)
+        margin = _by_devices(NEIGHBOR_LIMITS, len(ranked_devices(profile, request)))
+        best, bounds_s[0] = _Search(profile, request, below_s, margin).run()
     except NoFeasiblePlanError as error:
         failure = error
     if best is not None:
@@ -145,8 +146,7 @@ def plan_staged_below(
 
 
 def _search_below(profile: Profile, request: PlanRequest, below_s: float) -> Searched:
-    few = len(ranked_devices(profile, request)) <= FEW_DEVICES
-    return _Search(profile, request, below_s, NEIGHBOR_LIMIT_FACTOR if few else 1.0).run()
+    return _Search(profile, request, below_s, 1.0).run()
 
 
 class _Search:
@@ -250,13 +250,9 @@ class _Search:
         least, most = max(2, self._space.least_stages), self._most_stages
         return f"{least}" if least == most else f"{least} to {most}"
 
-    @property
+    @cached_property
     def _pessimism(self) -> float:
-        return (
-            MIN_ESTIMATE_FRACTION
-            if len(self._devices) <= FEW_DEVICES
-            else MIN_ESTIMATE_FRACTION_MANY
-        )
+        return _by_devices(ESTIMATE_FRACTIONS, len(self._devices))
 
     @property
     def _best_s(self) -> float:
@@ -392,9 +388,10 @@ class _Search:
         highest = max(self._space.zero_stages)
         if not self._holds_state(highest):
             return []
-        every = (
-            (self._estimates.of(row).divided(highest, "1f1b", 0), row) for row in self._rows[0]
+        coarse = PipelineEstimates(
+            self._pace_of, self._manners, self._batch, self._sizes, COARSE_EDGES
         )
+        every = ((coarse.of(row).divided(highest, "1f1b", 0), row) for row in self._rows[0])
         found = [(divided.ideal_s, row) for divided, row in every if divided.fits]
         return sorted(found, key=lambda one: float(one[0].min()))[:MOST_ROWS]
 
@@ -553,3 +550,8 @@ class _Search:
             if least_s == float("inf"):
                 return
             yield max(way_s, least_s), CutCandidate(way, stages[row], cuts.cut(number))
+
+
+def _by_devices(values: Sequence[tuple[float, float]], devices: int) -> float:
+    """Return the first value for so many devices or more."""
+    return next(value for most, value in values if devices <= most)

@@ -352,7 +352,7 @@ def _search_groups(
         return plan, predict(profile, plan)
 
     found, bound_s = search(of_team, request, below_s)
-    if found is None:
+    if found is None or get_prediction(found).step_s >= below_s:
         return None, bound_s
     plan, expected = expanded(found)
     if not is_within_memory(expected.workers):
