@@ -14,7 +14,7 @@ from gpumix.planner.common.sharding_setting import iterate_settings as settings_
 from gpumix.planner.common.sharding_setting import make_setting
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
 from gpumix.planner.data_parallel import feasibility
-from gpumix.planner.data_parallel.feasibility import can_fit
+from gpumix.planner.data_parallel.feasibility import FeasibilityTest
 from gpumix.schema.job.search_space import EVERYTHING
 
 MANY = examples(10)
@@ -31,7 +31,7 @@ def test_nothing_fits_where_it_is_said(profile, batch, steps):
         patch.setattr(feasibility, "SAMPLE_COUNTS", steps)
         for setting in settings_of(Fleet.of(profile, devices), EVERYTHING):
             if all(setting.modes[name] for name in setting.classes):
-                assert can_fit(setting, batch) or best_of(setting, batch, cut) == inf
+                assert FeasibilityTest(batch).can_fit(setting) or best_of(setting, batch, cut) == inf
 
 
 @pytest.mark.parametrize(("batch", "fits"), [(1, True), (90, True), (110, False)])
@@ -41,4 +41,4 @@ def test_a_batch_that_is_a_little_too_large_is_told(batch, fits):
     cards = [Card("c", 2, 204_082, steady(1.0))]  # 2 % are for the framework's own kernels
     whole = profile(cards, kinds=kinds)
     setting = make_setting(whole, ranked_devices(whole, PlanRequest(global_batch=batch)))
-    assert can_fit(setting, batch) == fits
+    assert FeasibilityTest(batch).can_fit(setting) == fits

@@ -132,7 +132,9 @@ def plan(
         in_no_team=few,
         dtypes=_dtypes(profile, chosen),
         binds=find_bottlenecks(profile, chosen),
-        worth=ClassWorths(profile, request, best, searched.paces).all()
+        worth=ClassWorths(
+            profile, request, best, searched.paces, lambda name: searched.of_classes[name].alone
+        ).all()
         if best is not None
         and len(chosen.stages) == 1
         and not (chosen.in_teams or slow_hosts)  # else the search's times are not the plan's

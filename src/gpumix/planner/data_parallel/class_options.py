@@ -326,6 +326,9 @@ class TimeBounds:
         self._alone: dict[tuple[int, int, Mode], tuple[IntArray, Activations]] = {}
         self._paces: dict[tuple[str, ZeroStage, Place], _ClassTimeBound] = {}
         self._least: dict[tuple[str, ZeroStage, Place], _LeastPassSeconds] = {}
+        # By class, mode and largest micro-batch.
+        self._rates: dict[tuple[str, Mode, int], float] = {}
+        self._passes: dict[tuple[str, Mode, int], FloatArray] = {}
 
     def seconds_per_sample(self, setting: ShardingSetting, name: str) -> float:
         """Return the least seconds per sample on a device of class `name`, in any micro-batch."""
@@ -384,10 +387,13 @@ class TimeBounds:
         return self._paces[key]
 
     def _per_sample_s(self, setting: ShardingSetting, name: str, mode: Mode, largest: int) -> float:
-        sizes = np.asarray(list_corner_sizes(setting.profile, name, largest))
-        whole = MicroBatches.of(sizes, sizes)
-        passes = pass_seconds(setting.profile, name, self._free, whole, _remove_offload(mode))
-        return float(np.min(np.add(*passes) / sizes))
+        key = (name, _remove_offload(mode), largest)
+        if key not in self._rates:
+            sizes = np.asarray(list_corner_sizes(setting.profile, name, largest))
+            whole = MicroBatches.of(sizes, sizes)
+            passes = pass_seconds(setting.profile, name, self._free, whole, key[1])
+            self._rates[key] = float(np.min(np.add(*passes) / sizes))
+        return self._rates[key]
 
     def _least_of(self, setting: ShardingSetting, name: str) -> _LeastPassSeconds:
         key = (name, setting.zero_stage, setting.state_on(name))
@@ -400,12 +406,12 @@ class TimeBounds:
         grid = self.grids.of(0, rows, np.arange(1, min(rows, largest) + 1))
         least = []
         for mode in setting.modes[name]:
-            passes = pass_seconds(
-                setting.profile, name, self._free, grid.micro, _remove_offload(mode)
-            )
-            every = np.stack([*passes, np.add(*passes)])
+            key = (name, _remove_offload(mode), largest)
+            if key not in self._passes:
+                passes = pass_seconds(setting.profile, name, self._free, grid.micro, key[1])
+                self._passes[key] = np.stack([*passes, np.add(*passes)])
             fits = self._fits(setting, name, grid.held(name, mode))
-            least.append(np.where(fits, every, np.inf).min(axis=2))
+            least.append(np.where(fits, self._passes[key], np.inf).min(axis=2))
         return _LeastPassSeconds(*np.min(least, axis=0)[:, : rows + 1])
 
     def _largest(self, setting: ShardingSetting, name: str, mode: Mode) -> int:

@@ -36,7 +36,7 @@ from gpumix.planner.data_parallel.class_options import (
     pool_options,
     tabulate,
 )
-from gpumix.planner.data_parallel.feasibility import can_fit
+from gpumix.planner.data_parallel.feasibility import FeasibilityTest
 from gpumix.planner.data_parallel.why_nothing_fits import make_no_fit_error
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan, ZeroStage
@@ -134,6 +134,7 @@ class _FleetSearch:
         # By class, settings in which a device differs.
         self._kinds: dict[str, dict[tuple[ZeroStage, Place], ShardingSetting]] = {}
         self._paces = paces
+        self._feasibility = FeasibilityTest(paces.batch)
         self._below_s = below_s  # slower choices do not count
 
     def of(self, everything: Fleet, space: Space) -> None:
@@ -171,7 +172,10 @@ class _FleetSearch:
 
     def _try(self, fleet: Fleet, space: Space) -> None:
         """Try the settings of a fleet, the most promising first, until none can be faster."""
-        searches = [_Search(setting, self._paces) for setting in iterate_settings(fleet, space)]
+        searches = [
+            _Search(setting, self._paces, self._feasibility)
+            for setting in iterate_settings(fleet, space)
+        ]
         if not self._speeds.keys() >= fleet.classes.keys():
             self._speeds |= _speeds(searches)
             for one in searches:
@@ -206,10 +210,13 @@ class _FleetSearch:
 class _Search:
     """The search for the fastest choice in a setting."""
 
-    def __init__(self, setting: ShardingSetting, paces: TimeBounds) -> None:
+    def __init__(
+        self, setting: ShardingSetting, paces: TimeBounds, feasibility: FeasibilityTest
+    ) -> None:
         self.setting = setting
         self.batch = paces.batch
         self.paces = paces
+        self.feasibility = feasibility
         self.gap = EXACT_GAP if setting.fleet.size <= FEW_DEVICES else LARGE_GAP
 
     @cached_property
@@ -223,6 +230,8 @@ class _Search:
     def solve(self, below_s: float) -> Solution | None:
         """Return the fastest choice; None if none fits, or all take longer than `below_s`."""
         if not self.paces.can_compute_batch(self.setting, below_s - self._fixed_s):
+            return None
+        if below_s == float("inf") and not self.feasibility.can_hold_state(self.setting):
             return None
         found = self._search_by_limits(below_s - self._fixed_s)
         return None if found is None else Solution(self.setting, *found, self._fixed_s)
@@ -269,7 +278,7 @@ class _Search:
             sizes = every if self._cells(limit) <= FEW_CELLS else _list_few_sizes(largest)
             found = self._among(sizes, limit)
             if found is None:
-                if limit == limits[0] and not can_fit(self.setting, self.batch):
+                if limit == limits[0] and not self.feasibility.can_fit(self.setting):
                     return None
                 continue
             total = found[1].limits.total_s

@@ -438,12 +438,11 @@ class RowEstimates:
             links = {frozenset((a.host, b.host)) for a, b in pairs}
             across = all(len(hosts) == 2 for hosts in links)
             ahead = max(1.0, (max(len(one), len(other)) / len(links) + 1) / 2) if across else 1.0
-            for number, size in enumerate(sizes):
-                mean = sum(self._estimates.sent_s(a, b, size) for a, b in pairs) / len(pairs)
-                total[number] += mean
-                queued[number] += mean * ahead
-                if across:
-                    busiest[number] = max(busiest[number], mean / len(links))
+            mean = np.mean([self._estimates.sent_s(a, b, tuple(sizes)) for a, b in pairs], axis=0)
+            total += mean
+            queued += mean * ahead
+            if across:
+                busiest = np.maximum(busiest, mean / len(links))
         return total, busiest, queued
 
 
