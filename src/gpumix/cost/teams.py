@@ -48,10 +48,10 @@ def make_group_profile(
     """
     if degree == 1:
         return profile
-    return _in_team(_ProfileByIdentity(profile), degree, sequence=sequence, in_stages=in_stages)
+    return _in_team(ProfileByIdentity(profile), degree, sequence=sequence, in_stages=in_stages)
 
 
-class _ProfileByIdentity:
+class ProfileByIdentity:
     """Profile compared by identity: comparing its contents takes long."""
 
     def __init__(self, profile: Profile) -> None:
@@ -61,11 +61,11 @@ class _ProfileByIdentity:
         return id(self.profile)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ProfileByIdentity) and other.profile is self.profile
+        return isinstance(other, ProfileByIdentity) and other.profile is self.profile
 
 
 @lru_cache(maxsize=64)  # a search asks for the same few teams, thousands of times
-def _in_team(of: _ProfileByIdentity, degree: int, *, sequence: bool, in_stages: bool) -> Profile:
+def _in_team(of: ProfileByIdentity, degree: int, *, sequence: bool, in_stages: bool) -> Profile:
     profile = of.profile
     team = get_group_measurements(profile, degree, sequence=sequence)
     cluster, network = profile.cluster, profile.network

@@ -82,9 +82,7 @@ class FeasibilityTest:
         return self._held[key]
 
 
-def _can_select(
-    setting: ShardingSetting, options: Mapping[str, ClassOptions], batch: int
-) -> bool:
+def _can_select(setting: ShardingSetting, options: Mapping[str, ClassOptions], batch: int) -> bool:
     pools, anything = pool_options(setting, options), TimeLimits()
     stairs = [
         [build_staircase(m, m.room_by_row(anything), anything.optimizer_s) for m in pool.members]
@@ -94,4 +92,3 @@ def _can_select(
         return select_in_pools(pools, stairs, batch) is not None
     except Undecided:
         return True
-

@@ -83,16 +83,18 @@ FEW_STAGES = 4  # up to this many, manners are changed one by one
 ESTIMATED_ACTIONS, NEIGHBOR_ACTIONS = 4_000, 8_000
 # Limits on further counts, of all plans: with few ways, and with some.
 PROOF_ACTIONS, PROOF_ACTIONS_SOME_WAYS = 32_000, 20_000
+HOPELESS_AT = 0.15  # of the limit: a proof ends where twice as much would not do from here
 # Work to cut a model, for each stage, in actions replayed; and the number of cuts adding 1.
 CUT_WORK, CUTS_A_WORK = 3, 100
 FEW_DEVICES = 64  # beyond, a replay takes long: estimates are trusted more
 MIXTURES = 2  # of team sizes in one stage; each takes its own search
 # Least part of an estimate that a step takes, by devices: up to so many.
 ESTIMATE_FRACTIONS = ((12, 0.9), (FEW_DEVICES, 0.95), (float("inf"), 0.97))
-COARSE_EDGES = 17  # places to cut the model, to find the rows worth a closer look
+FEW_ROWS, COARSE_EDGES = 48, 17  # beyond so many rows, they are ranked at fewer cuts
 MOST_ROWS = 16  # rows estimated by all schedules and ZeRO stages
 # Times the limit, for plans with neighbors to try, by devices.
 NEIGHBOR_LIMITS = ((12, 1.1), (FEW_DEVICES, 1.03), (float("inf"), 1.0))
+LEAST_SIZES = 3  # at least, that are estimated, if they may be fast enough
 NEAR = 1.1  # times the least time so far, for rows and sizes to estimate
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble", "interleaved")
 
@@ -129,7 +131,7 @@ def plan_staged_below(
     bounds_s: list[float | None] = [below_s]
     try:
         margin = _by_devices(NEIGHBOR_LIMITS, len(ranked_devices(profile, request)))
-        best, bounds_s[0] = _Search(profile, request, below_s, margin).run()
+        best, bounds_s[0] = _Search(profile, request, below_s, margin=margin).run()
     except NoFeasiblePlanError as error:
         failure = error
     if best is not None:
@@ -146,7 +148,7 @@ def plan_staged_below(
 
 
 def _search_below(profile: Profile, request: PlanRequest, below_s: float) -> Searched:
-    return _Search(profile, request, below_s, 1.0).run()
+    return _Search(profile, request, below_s, proves=False).run()
 
 
 class _Search:
@@ -154,11 +156,19 @@ class _Search:
 
     Args:
         margin: factor of `below_s`: neighbors of plans within are tried too.
+        proves: whether more is counted, if few, to prove that nothing is faster.
     """
 
     def __init__(
-        self, profile: Profile, request: PlanRequest, below_s: float, margin: float
+        self,
+        profile: Profile,
+        request: PlanRequest,
+        below_s: float,
+        *,
+        margin: float = 1.0,
+        proves: bool = True,
     ) -> None:
+        self._proves = proves
         self._profile = profile
         self._batch = request.global_batch
         self._space = request.space
@@ -191,7 +201,7 @@ class _Search:
             self._count_estimated()
             self._evaluate_neighbors()
         self._drop_slow()
-        if bound_s < self._best_s * (1 - MIN_RELATIVE_GAIN):
+        if self._proves and bound_s < self._best_s * (1 - MIN_RELATIVE_GAIN):
             bound_s = max(bound_s, self._prove())
         bound_s = min(bound_s, self._best_s)
         if self._best is None:
@@ -342,7 +352,8 @@ class _Search:
             return
         limit_s = self._best_s / self._pessimism
         least = np.min([seconds for seconds, _ in ideal], axis=0)
-        useful = least <= min(limit_s, NEAR * float(least.min()))
+        near_s = NEAR * max(float(least.min()), float(np.sort(least)[:LEAST_SIZES][-1]))
+        useful = least <= min(limit_s, near_s)
         sizes = [size for size, may in zip(self._sizes, useful) if may]
         estimates, found = self._estimates.with_sizes(sizes), 0
         for ideal_s, row in ideal:
@@ -388,10 +399,12 @@ class _Search:
         highest = max(self._space.zero_stages)
         if not self._holds_state(highest):
             return []
-        coarse = PipelineEstimates(
-            self._pace_of, self._manners, self._batch, self._sizes, COARSE_EDGES
-        )
-        every = ((coarse.of(row).divided(highest, "1f1b", 0), row) for row in self._rows[0])
+        estimates, rows = self._estimates, self._rows[0]
+        if len(rows) > FEW_ROWS:
+            estimates = PipelineEstimates(
+                self._pace_of, self._manners, self._batch, self._sizes, COARSE_EDGES
+            )
+        every = ((estimates.of(row).divided(highest, "1f1b", 0), row) for row in rows)
         found = [(divided.ideal_s, row) for divided, row in every if divided.fits]
         return sorted(found, key=lambda one: float(one[0].min()))[:MOST_ROWS]
 
@@ -457,12 +470,16 @@ class _Search:
         allowed = self._allowed_work()
         if not allowed:
             return 0.0
-        most_work = self._counting.work + allowed
+        begun, most_work = self._counting.work, self._counting.work + allowed
         least_s = float("inf") if self._every_size else self._least_s  # of everything not counted
+        first_s: float | None = None
         for own_least_s, candidate in self._search_by_limits(most_work):
             if own_least_s >= self._best_s * (1 - MIN_RELATIVE_GAIN):
                 break
-            if self._counting.work > most_work:
+            first_s = own_least_s if first_s is None else first_s
+            used = (self._counting.work - begun) / allowed
+            done = (own_least_s - first_s) / (self._best_s - first_s)
+            if used > 1 or (used > HOPELESS_AT and done < used / 2):
                 return min(least_s, own_least_s)
             if candidate is None:
                 least_s = min(least_s, own_least_s)
