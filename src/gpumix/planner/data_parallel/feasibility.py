@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from gpumix.cost.layout.curves import IntArray, MicroBatches
+from gpumix.cost.layout.curves import MicroBatches
 from gpumix.cost.peak_memory import Activations
 from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.planner.data_parallel.class_options import ClassOptions, TimeLimits, pool_options

@@ -33,6 +33,7 @@ from gpumix.planner.pipeline_parallel.stage_modes import (
     count_workers_by_class,
     get_group_kind,
 )
+from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.plan import Schedule, ZeroStage
 from gpumix.schema.plan.stage import DTYPE_BYTES, Mode
 from gpumix.schema.profile.profile import ModelProfile, Profile
@@ -433,8 +434,7 @@ class RowEstimates:
         total, busiest, queued = (np.zeros(len(sizes)) for _ in range(3))
         for one, other in pairwise(self.row):
             here, there = ({cell_of(d): d for d in group} for group in (one, other))
-            pairs = [(a, b) for a in here.values() for b in there.values()]
-            pairs = pairs[:: -(-len(pairs) // MOST_PAIRS)]
+            pairs = _choose_pairs(list(here.values()), list(there.values()))
             links = {frozenset((a.host, b.host)) for a, b in pairs}
             across = all(len(hosts) == 2 for hosts in links)
             ahead = max(1.0, (max(len(one), len(other)) / len(links) + 1) / 2) if across else 1.0
@@ -444,6 +444,13 @@ class RowEstimates:
             if across:
                 busiest = np.maximum(busiest, mean / len(links))
         return total, busiest, queued
+
+
+def _choose_pairs(here: Sequence[Device], there: Sequence[Device]) -> list[tuple[Device, Device]]:
+    """Return some pairs of devices, evenly chosen of all."""
+    every = len(here) * len(there)
+    chosen = range(0, every, -(-every // MOST_PAIRS))
+    return [(here[n // len(there)], there[n % len(there)]) for n in chosen]
 
 
 def compute_activation_bytes(

@@ -43,11 +43,13 @@ from gpumix.planner.common.strategy import (
     PlanRequest,
     attach_bound,
     compute_time_to_beat,
+    is_within_memory,
     ranked_devices,
 )
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
 from gpumix.planner.pipeline_parallel.candidate import UncutCandidate, get_stages_per_group
 from gpumix.planner.pipeline_parallel.device_order import Row, cell_of, list_rows
+from gpumix.planner.pipeline_parallel.host_reduction import Reduction, reduce_hosts
 from gpumix.planner.pipeline_parallel.micro_batch_counts import (
     MIN_RELATIVE_GAIN,
     CandidateEvaluator,
@@ -67,6 +69,7 @@ from gpumix.planner.pipeline_parallel.stage_modes import (
 )
 from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
     Searched,
+    ideal_step_s,
     search_mixed_degrees,
     select_groupable_devices,
 )
@@ -127,6 +130,8 @@ def plan_staged_below(
     Raises:
         InputError, NoFeasiblePlanError: no plan can exist, or none fits, however slow.
     """
+    if reduction := reduce_hosts(profile, request):
+        return _search_reduced(profile, reduction, below_s)
     best, failure = None, None
     bounds_s: list[float | None] = [below_s]
     try:
@@ -145,6 +150,22 @@ def plan_staged_below(
         raise failure
     bound_s = min(one for one in [*bounds_s, *more_s] if one is not None)
     return None if best is None else attach_bound(best, bound_s), bound_s
+
+
+def _search_reduced(
+    profile: Profile, reduction: Reduction, below_s: float
+) -> tuple[Plan | None, float]:
+    """Search on fewer devices, and build the plan of all. What is proven of few is not of all, but
+    for the ideal step, which is as long."""
+    found, bound_s = plan_staged_below(profile, reduction.request, below_s)
+    bound_s = min(bound_s, ideal_step_s(profile, reduction.request))
+    if found is None:
+        return None, bound_s
+    plan = reduction.expand(found)
+    expected = predict(profile, plan)
+    if not is_within_memory(expected.workers) or expected.step_s >= below_s:
+        return None, bound_s
+    return attach_bound(plan.model_copy(update={"prediction": expected}), bound_s), bound_s
 
 
 def _search_below(profile: Profile, request: PlanRequest, below_s: float) -> Searched:
