@@ -10,6 +10,8 @@ The cost model judges each touch, and only a touch that fits and does not length
 
 from __future__ import annotations
 
+from functools import cache, partial
+
 import numpy as np
 
 from gpumix.cost.layout.curves import IntArray, MicroBatches
@@ -56,10 +58,11 @@ def _least_seconds(profile: Profile, plan: Plan) -> float:
     """Return seconds that touches cannot get below: joined units hide collectives at most, and a
     kept graph saves a forward pass."""
     expected = get_prediction(plan)
+    may_keep = cache(partial(_may_keep, profile))
     saved = (
         one.forward_s
         for worker, one in zip(plan.workers, expected.workers)
-        if _may_keep(profile, worker)
+        if worker.samples and may_keep(worker.device_class, worker.mode)
     )
     return expected.step_s - expected.exposed_communication_s - max(saved, default=0.0)
 
@@ -90,7 +93,7 @@ def _lower_zero_stage(
 
 def _join_units(profile: Profile, plan: Plan) -> Plan:
     """Join as many units in a row as make the step shortest."""
-    if len(plan.workers) == 1:
+    if not get_prediction(plan).exposed_communication_s:
         return plan
     stage, units = plan.stages[0], len(set(plan.stages[0].units))
     every = [
@@ -112,17 +115,19 @@ def _keep_graphs(profile: Profile, plan: Plan, below_s: float) -> Plan:
     """Keep as many graphs on each worker as fit and make the worker faster, if faster than
     `below_s` then."""
     alike: dict[tuple[str, int, int, Mode], list[int]] = {}
+    may_keep = cache(partial(_may_keep, profile))
     for rank, w in enumerate(plan.workers):
-        if _may_keep(profile, w):
+        if w.samples and may_keep(w.device_class, w.mode):
             alike.setdefault((w.device_class, w.samples, w.micro_batch, w.mode), []).append(rank)
-    workers = list(plan.workers)
+    workers, any_kept = list(plan.workers), False
     for ranks in alike.values():
         of_ranks = [get_prediction(plan).workers[rank] for rank in ranks]
         room = min(of.memory_limit_bytes - of.peak_bytes for of in of_ranks)
         kept = _most_graphs(profile, plan, workers[ranks[0]], room)
-        for rank in ranks:
+        for rank in ranks if kept != workers[ranks[0]].kept_graphs else ():
             workers[rank] = workers[rank].model_copy(update={"kept_graphs": kept})
-    if workers == list(plan.workers):
+            any_kept = True
+    if not any_kept:
         return plan
     stage = plan.stages[0].model_copy(update={"workers": tuple(workers)})
     changed = plan.model_copy(update={"stages": (stage,), "prediction": None})
@@ -136,13 +141,10 @@ def _keep_graphs(profile: Profile, plan: Plan, below_s: float) -> Plan:
     )
 
 
-def _may_keep(profile: Profile, worker: Worker) -> bool:
-    mode = worker.mode  # running one micro-batch at a time has a mode keeping all graphs
-    if not worker.samples or mode != Mode(head=mode.head):
+def _may_keep(profile: Profile, device_class: str, mode: Mode) -> bool:
+    if mode != Mode(head=mode.head):  # one micro-batch at a time has a mode keeping all graphs
         return False
-    return can_predict_mode(
-        profile, worker.device_class, mode.model_copy(update={"recompute": False})
-    )
+    return can_predict_mode(profile, device_class, mode.model_copy(update={"recompute": False}))
 
 
 def _most_graphs(profile: Profile, plan: Plan, worker: Worker, room: int) -> int:

@@ -13,12 +13,13 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 from typing import Literal, Protocol
 
 from gpumix.cost.layout.curves import interpolate_one_seconds
 from gpumix.cost.schedule import NO_TRANSFER, Transfer
-from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.cluster.link_islands import (
     Near,
     count_largest_island,
@@ -297,8 +298,7 @@ def compute_tensor_parallel_s(
             return interpolate_one_seconds(times.times, whole)
     if operation != "all_reduce":
         return compute_tensor_parallel_s(profile, "all_reduce", name, degree, whole) / 2
-    islands = {d.island for d in profile.cluster.devices if d.device_class == name}
-    among: Near = "inside" if "" in islands else "island"
+    among: Near = "island" if _is_in_islands(_ClusterByIdentity(profile.cluster), name) else "inside"
     wire, forms = (
         build_subset_link_model(profile, [("", name)] * degree, among),
         select_collective_forms(profile),
@@ -307,6 +307,25 @@ def compute_tensor_parallel_s(
         return 0.0
     reduced = wire.seconds("reduce", forms.reduce, "all", size)
     return reduced + wire.seconds("gather", forms.gather, "all", size)
+
+
+class _ClusterByIdentity:
+    """Cluster compared by identity: comparing its devices takes long."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def __hash__(self) -> int:
+        return id(self.cluster)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ClusterByIdentity) and other.cluster is self.cluster
+
+
+@lru_cache(maxsize=64)
+def _is_in_islands(of: _ClusterByIdentity, name: str) -> bool:
+    """Return True if all devices of a class are in islands."""
+    return all(device.island for device in of.cluster.devices if device.device_class == name)
 
 
 class Messages:
