@@ -217,6 +217,7 @@ class _Search:
         self.batch = paces.batch
         self.paces = paces
         self.feasibility = feasibility
+        self._most_s = float("inf")  # of a worthwhile choice
         self.gap = EXACT_GAP if setting.fleet.size <= FEW_DEVICES else LARGE_GAP
 
     @cached_property
@@ -268,7 +269,7 @@ class _Search:
         fits, all small sizes are tried too: memory is short, and large sizes take more.
         """
         largest = max(self._largest.values())
-        every = self._every(largest)
+        every, self._most_s = self._every(largest), within_s
         if within_s < float("inf") and self._cells(within_s) <= FEW_CELLS:
             return self._among(every, within_s)
         least = self.paces.least_seconds(self.setting)
@@ -347,7 +348,7 @@ class _Search:
                 return None
             most[name] = int(options[name].rows[-1])
         pools = pool_options(setting, options)
-        choice = find_fastest_choice(pools, self.batch, self.gap)
+        choice = find_fastest_choice(pools, self.batch, self.gap, self._most_s)
         return None if choice is None else (pools, choice)
 
 
