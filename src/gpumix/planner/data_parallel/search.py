@@ -19,7 +19,11 @@ import numpy as np
 from gpumix.cost.layout.curves import IntArray
 from gpumix.cost.step_time import exposed_seconds
 from gpumix.planner.common.device_pool import Fleet, iterate_smaller_fleets
-from gpumix.planner.common.sharding_setting import ShardingSetting, iterate_settings
+from gpumix.planner.common.sharding_setting import (
+    ShardingSetting,
+    iterate_settings,
+    relax_collectives,
+)
 from gpumix.planner.common.strategy import PlanRequest, build_plan, get_prediction, ranked_devices
 from gpumix.planner.data_parallel.balance import assign_parts
 from gpumix.planner.data_parallel.branch_and_bound import (
@@ -184,10 +188,13 @@ class _FleetSearch:
                     self._kinds.setdefault(name, {}).setdefault(key, one.setting)
         first, self._places = self._places, self._places + len(searches)
         least = [search.least_s for search in searches]
+        alike = _group_alike(searches)
         for number in sorted(range(len(searches)), key=lambda n: (least[n], n)):
             place, below_s = first + number, self._step_s * (1.0 + TOLERANCE)
             if least[number] == float("inf") or least[number] > below_s:
                 break
+            if alike[number].is_slower(below_s):
+                continue
             # Of equally fast settings the earliest is kept, whichever rounding puts first.
             found = searches[number].solve(below_s if place < self._place else self._step_s)
             if found is not None:
@@ -353,6 +360,40 @@ class _Search:
 
 
 PoolChoice = tuple[tuple[PoolOptions, ...], SampleLimits]
+
+
+class _AlikeSearches:
+    """Searches of settings that differ in the form of their collectives only, and a bound of all:
+    the search of a setting with the fastest collectives and the widest cut of any."""
+
+    def __init__(self, searches: Sequence[_Search]) -> None:
+        self._searches = searches
+        self._bound_s = 0.0
+
+    def is_slower(self, than_s: float) -> bool:
+        """Return True if all settings are proven to take longer."""
+        if len(self._searches) == 1 or than_s == float("inf"):
+            return False
+        if not self._bound_s:
+            found = self._relaxed.solve(than_s)
+            self._bound_s = float("inf") if found is None else found.bound_s
+        return self._bound_s > than_s
+
+    @property
+    def _relaxed(self) -> _Search:
+        one = self._searches[0]
+        setting = relax_collectives([search.setting for search in self._searches])
+        return _Search(setting, one.paces, one.feasibility)
+
+
+def _group_alike(searches: Sequence[_Search]) -> list[_AlikeSearches]:
+    """Return the group of each search."""
+    groups: dict[object, list[_Search]] = {}
+    keys = [(s.setting.zero_stage, s.setting.sharding, s.setting.on_host) for s in searches]
+    for key, search in zip(keys, searches):
+        groups.setdefault(key, []).append(search)
+    made = {key: _AlikeSearches(some) for key, some in groups.items()}
+    return [made[key] for key in keys]
 
 
 def _list_few_sizes(largest: int) -> IntArray:
