@@ -298,7 +298,8 @@ def compute_tensor_parallel_s(
             return interpolate_one_seconds(times.times, whole)
     if operation != "all_reduce":
         return compute_tensor_parallel_s(profile, "all_reduce", name, degree, whole) / 2
-    among: Near = "island" if _is_in_islands(_ClusterByIdentity(profile.cluster), name) else "inside"
+    in_islands = _is_in_islands(_ClusterByIdentity(profile.cluster), name)
+    among: Near = "island" if in_islands else "inside"
     wire, forms = (
         build_subset_link_model(profile, [("", name)] * degree, among),
         select_collective_forms(profile),

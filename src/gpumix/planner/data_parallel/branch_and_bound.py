@@ -86,9 +86,7 @@ def find_fill_level(most: FloatArray, speed: FloatArray, count: FloatArray | Non
 class _Search:
     """A search: the possible values of both limits, and the best choice so far."""
 
-    def __init__(
-        self, pools: Sequence[PoolOptions], batch: int, gap: float, most_s: float
-    ) -> None:
+    def __init__(self, pools: Sequence[PoolOptions], batch: int, gap: float, most_s: float) -> None:
         self.pools = pools
         self.most_s = most_s
         self.batch = batch

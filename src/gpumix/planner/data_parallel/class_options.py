@@ -243,34 +243,72 @@ class _Table:
     capacity: FloatArray
 
 
-def tabulate(setting: ShardingSetting, name: str, grid: Grid, within_s: float) -> ClassOptions:
+@dataclass(frozen=True)
+class OptionTable:
+    """All options of a class: samples by row, micro-batch sizes of all modes by column.
+
+    Attributes:
+        valid: a mask of the options with room, in time, and unlike all others.
+    """
+
+    name: str
+    optimizer_s: float
+    modes: tuple[Mode, ...]
+    grid: Grid
+    forward_s: FloatArray
+    backward_s: FloatArray
+    work_s: FloatArray
+    capacity: FloatArray
+    valid: npt.NDArray[np.bool_]
+
+    def list_options(self, *, thinned: bool) -> ClassOptions:
+        """Return the options, of many without those beaten if `thinned`."""
+        keep, columns = self.valid, (1, len(self.modes))
+        if thinned and keep.size > MIN_OPTIONS_TO_THIN:
+            times = (self.forward_s, self.backward_s, self.work_s)
+            keep = keep & ~_dominated(keep, self.capacity, *times)
+        samples = np.tile(self.grid.samples, columns)[keep]
+        rows, starts = np.unique(samples, return_index=True)
+        return ClassOptions(
+            name=self.name,
+            optimizer_s=self.optimizer_s,
+            modes=self.modes,
+            samples=samples,
+            micro_batch=np.tile(self.grid.micro.size, columns)[keep],
+            mode=np.nonzero(keep)[1] // len(self.grid.sizes),
+            forward_s=self.forward_s[keep],
+            backward_s=self.backward_s[keep],
+            work_s=self.work_s[keep],
+            capacity=self.capacity[keep],
+            rows=rows,
+            starts=starts,
+        )
+
+    @property
+    def most_samples(self) -> int:
+        """The most samples of an option; -1 if there is none."""
+        rows = np.flatnonzero(self.valid.any(axis=1))
+        return int(self.grid.samples[rows[-1], 0]) if len(rows) else -1
+
+
+def tabulate(setting: ShardingSetting, name: str, grid: Grid, within_s: float) -> OptionTable:
     """Tabulate the options of class `name` on a grid with both passes in at most `within_s`."""
     modes = setting.modes[name]
     tables = [_table(setting, name, grid, mode) for mode in modes]
     forward = np.concatenate([t.forward_s for t in tables], axis=1)
     backward = np.concatenate([t.backward_s for t in tables], axis=1)
-    work = np.concatenate([t.work_s for t in tables], axis=1)
     capacity = np.concatenate([t.capacity for t in tables], axis=1)
     distinct = np.tile(grid.distinct, (1, len(modes)))
-    valid = (capacity >= 0) & (forward + backward <= within_s) & distinct
-    keep = valid
-    if valid.size > MIN_OPTIONS_TO_THIN:
-        keep = valid & ~_dominated(valid, capacity, forward, backward, work)
-    every = np.tile(grid.samples, (1, len(modes)))
-    rows, starts = np.unique(every[keep], return_index=True)
-    return ClassOptions(
-        name=name,
-        optimizer_s=0.0 if setting.zero_stage == 0 else setting.update_s(name),
-        modes=modes,
-        samples=every[keep],
-        micro_batch=np.tile(grid.micro.size, (1, len(modes)))[keep],
-        mode=np.repeat(np.arange(len(modes)), len(grid.sizes))[np.nonzero(keep)[1]],
-        forward_s=forward[keep],
-        backward_s=backward[keep],
-        work_s=work[keep],
-        capacity=capacity[keep],
-        rows=rows,
-        starts=starts,
+    return OptionTable(
+        name,
+        0.0 if setting.zero_stage == 0 else setting.update_s(name),
+        modes,
+        grid,
+        forward,
+        backward,
+        np.concatenate([t.work_s for t in tables], axis=1),
+        capacity,
+        valid=(capacity >= 0) & (forward + backward <= within_s) & distinct,
     )
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import numpy as np
 
 from gpumix.cost.layout.curves import MicroBatches
 from gpumix.cost.peak_memory import Activations
 from gpumix.planner.common.sharding_setting import ShardingSetting
-from gpumix.planner.data_parallel.class_options import ClassOptions, TimeLimits, pool_options
+from gpumix.planner.data_parallel.class_options import (
+    ClassOptions,
+    PoolOptions,
+    TimeLimits,
+    pool_options,
+)
 from gpumix.planner.data_parallel.knapsack import (
     FULL_STATE_SHARE,
     Undecided,
@@ -41,7 +46,7 @@ class FeasibilityTest:
         if not setting.memory.is_size_one_smallest(self._batch):
             return True
         options = {name: self._build_roomiest_options(setting, name) for name in setting.classes}
-        return _can_select(setting, options, self._batch)
+        return may_select(pool_options(setting, options), self._batch)
 
     def can_hold_state(self, setting: ShardingSetting) -> bool:
         """Return True if the state has room where no device has samples, in any mode alike."""
@@ -82,8 +87,9 @@ class FeasibilityTest:
         return self._held[key]
 
 
-def _can_select(setting: ShardingSetting, options: Mapping[str, ClassOptions], batch: int) -> bool:
-    pools, anything = pool_options(setting, options), TimeLimits()
+def may_select(pools: Sequence[PoolOptions], batch: int) -> bool:
+    """Return False only if no choice of options, however slow, has room for state and batch."""
+    anything = TimeLimits()
     stairs = [
         [build_staircase(m, m.room_by_row(anything), anything.optimizer_s) for m in pool.members]
         for pool in pools

@@ -33,14 +33,14 @@ from gpumix.planner.data_parallel.branch_and_bound import (
 )
 from gpumix.planner.data_parallel.class_options import (
     TOLERANCE,
-    ClassOptions,
+    OptionTable,
     PoolOptions,
     TimeBounds,
     list_corner_sizes,
     pool_options,
     tabulate,
 )
-from gpumix.planner.data_parallel.feasibility import FeasibilityTest
+from gpumix.planner.data_parallel.feasibility import FeasibilityTest, may_select
 from gpumix.planner.data_parallel.why_nothing_fits import make_no_fit_error
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan, ZeroStage
@@ -148,12 +148,15 @@ class _FleetSearch:
         while not complete:
             before = self.solution
             some, complete = iterate_smaller_fleets(base)
+            within = space if complete or before is None else _narrow(space, before.setting)
             for fleet in some:
                 if not self._too_slow(fleet):
-                    self._try(fleet, space)
+                    self._try(fleet, within)
             if self.solution is None or self.solution is before:
                 return
             base = self.solution.setting.fleet
+            if within is not space:
+                self._try(base, space)
 
     def _too_slow(self, fleet: Fleet) -> bool:
         """Return True if the devices cannot compute the batch in time."""
@@ -212,6 +215,13 @@ class _FleetSearch:
             limit = self._step_s * (1.0 + TOLERANCE)
         if self.solution is None or found.step_s <= limit:
             self.solution, self._place = found, place
+
+
+def _narrow(space: Space, setting: ShardingSetting) -> Space:
+    """Return the space with the ZeRO stage and sharding of a setting: with fewer devices others are
+    hardly ever faster."""
+    update = {"zero_stages": (setting.zero_stage,), "shardings": (setting.sharding,)}
+    return space.model_copy(update=update)
 
 
 class _Search:
@@ -342,7 +352,7 @@ class _Search:
             return None
         setting, classes = self.setting, self.setting.classes
         most = self._most_samples(within_s)
-        options: dict[str, ClassOptions] = {}
+        tables: dict[str, OptionTable] = {}
         # Classes that may prove the batch too large with the fewest options come first.
         for name in sorted(classes, key=lambda n: (-len(classes[n]) * most[n], n)):
             largest = max(1, min(self._largest[name], most[name]))
@@ -350,13 +360,22 @@ class _Search:
             if least > most[name]:
                 return None
             grid = self.paces.grids.of(least, most[name], sizes[sizes <= largest])
-            options[name] = tabulate(setting, name, grid, within_s)
-            if not len(options[name].rows):
+            tables[name] = tabulate(setting, name, grid, within_s)
+            most[name] = tables[name].most_samples
+            if most[name] < 0:
                 return None
-            most[name] = int(options[name].rows[-1])
-        pools = pool_options(setting, options)
+        pools = self._build_pools(tables, thinned=False)
+        if not may_select(pools, self.batch):
+            return None
+        pools = self._build_pools(tables, thinned=True)
         choice = find_fastest_choice(pools, self.batch, self.gap, self._most_s)
         return None if choice is None else (pools, choice)
+
+    def _build_pools(
+        self, tables: Mapping[str, OptionTable], *, thinned: bool
+    ) -> tuple[PoolOptions, ...]:
+        options = {name: table.list_options(thinned=thinned) for name, table in tables.items()}
+        return pool_options(self.setting, options)
 
 
 PoolChoice = tuple[tuple[PoolOptions, ...], SampleLimits]

@@ -1,4 +1,4 @@
-"""Large clusters as a few copies of smaller ones: stages are searched on one, and then built of all.
+"""Large clusters as copies of smaller ones: stages are searched on one, and then built of all.
 
 Hosts with the same devices are alike. Of each kind every n-th host is kept, with an n-th of the
 batch. A plan for these devices is one for all: each worker becomes n workers, with as many samples
@@ -44,9 +44,7 @@ class Reduction:
         return plan.model_copy(update=update | ({"ranks": ranks} if plan.ranks else {}))
 
     def _expand_stage(self, stage: Stage) -> Stage:
-        workers = tuple(
-            worker for team in stage.teams for worker in self._expand_team(tuple(team))
-        )
+        workers = tuple(worker for team in stage.teams for worker in self._expand_team(tuple(team)))
         return stage.model_copy(update={"workers": workers})
 
     def _expand_team(self, team: tuple[Worker, ...]) -> Iterator[Worker]:
