@@ -70,8 +70,12 @@ def hosts_of(devices: int, classes: tuple[str, ...]) -> str:
 
 
 def many_classes(count: int) -> tuple[str, ...]:
-    """So many cards of the catalogue that have room for a part of the model."""
-    able = [card.name for card in gpu_catalogue.load_cards() if card.memory_bytes >= 16 * GIB]
+    """So many cards of NVIDIA's in the catalogue that have room for a part of the model."""
+    able = [
+        card.name
+        for card in gpu_catalogue.load_cards()
+        if card.memory_bytes >= 16 * GIB and card.vendor == "nvidia"
+    ]
     return tuple(sorted(able)[:count])
 
 

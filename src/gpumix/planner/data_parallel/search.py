@@ -18,7 +18,12 @@ import numpy as np
 
 from gpumix.cost.layout.curves import IntArray
 from gpumix.cost.step_time import exposed_seconds
-from gpumix.planner.common.device_pool import Fleet, iterate_smaller_fleets
+from gpumix.planner.common.device_pool import (
+    FEW_CLASSES,
+    Fleet,
+    iterate_smaller_fleets,
+    select_classes,
+)
 from gpumix.planner.common.sharding_setting import (
     ShardingSetting,
     iterate_settings,
@@ -145,10 +150,12 @@ class _FleetSearch:
         """Try all settings of all devices; then of fewer, going on from each faster fleet."""
         self._try(everything, space)
         base, complete = everything, space.leave_out is False
+        if not complete and len(everything.classes) > FEW_CLASSES:
+            base = self._leave_slowest_out(everything, space)
         while not complete:
             before = self.solution
             some, complete = iterate_smaller_fleets(base)
-            within = space if complete or before is None else _narrow(space, before.setting)
+            within = space if complete else _narrow(space, before)
             for fleet in some:
                 if not self._too_slow(fleet):
                     self._try(fleet, within)
@@ -157,6 +164,17 @@ class _FleetSearch:
             base = self.solution.setting.fleet
             if within is not space:
                 self._try(base, space)
+
+    def _leave_slowest_out(self, everything: Fleet, space: Space) -> Fleet:
+        """Try fleets without the slowest class, the two slowest, and so on; return the fastest."""
+        if not everything.has_stated_links:
+            return everything
+        names = sorted(everything.classes, key=lambda name: (self._speeds[name], name))
+        for count in range(1, len(names)):
+            fleet = everything.only(select_classes(everything.on_host, frozenset(names[count:])))
+            if not self._too_slow(fleet):
+                self._try(fleet, _narrow(space, self.solution))
+        return everything if self.solution is None else self.solution.setting.fleet
 
     def _too_slow(self, fleet: Fleet) -> bool:
         """Return True if the devices cannot compute the batch in time."""
@@ -217,9 +235,12 @@ class _FleetSearch:
             self.solution, self._place = found, place
 
 
-def _narrow(space: Space, setting: ShardingSetting) -> Space:
-    """Return the space with the ZeRO stage and sharding of a setting: with fewer devices others are
-    hardly ever faster."""
+def _narrow(space: Space, solution: Solution | None) -> Space:
+    """Return the space with the ZeRO stage and sharding of a solution, if there is one: with fewer
+    devices others are hardly ever faster."""
+    if solution is None:
+        return space
+    setting = solution.setting
     update = {"zero_stages": (setting.zero_stage,), "shardings": (setting.sharding,)}
     return space.model_copy(update=update)
 
