@@ -2,8 +2,8 @@
 
 The cost model judges each touch, and only a touch that fits and does not lengthen the step is kept:
 
-1. Of plans within one part in a thousand of the fastest, the lowest ZeRO stage wins: it has fewer
-   collectives, so less depends on the model of their time.
+1. Of plans for the same devices within one part in a thousand of the fastest, the lowest ZeRO stage
+   wins: it has fewer collectives, so less depends on the model of their time.
 2. Units are joined: fewer and larger collectives, at more memory for each.
 3. Workers that recompute keep as many graphs as fit into the memory left.
 """
@@ -81,10 +81,11 @@ def _lower_zero_stage(
 ) -> Plan:
     below_s = get_prediction(plan).step_s * (1.0 + EQUAL_SPEED_FRACTION)
     places = tuple({worker.state_on for worker in plan.workers})
+    devices = tuple(worker.device for worker in plan.workers)
     for zero_stage in sorted(z for z in set(request.space.zero_stages) if z < plan.zero_stage):
-        update = {"zero_stages": (zero_stage,), "state_on": places}
+        update = {"zero_stages": (zero_stage,), "state_on": places, "leave_out": False}
         space = request.space.model_copy(update=update)
-        lower = request.model_copy(update={"space": space})
+        lower = request.model_copy(update={"space": space, "devices": devices})
         found = plan_one_stage_below(profile, lower, paces, below_s)
         if found is not None and get_prediction(found).step_s <= below_s:
             return attach_bound(found, get_prediction(plan).bound_s)

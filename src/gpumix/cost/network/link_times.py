@@ -17,6 +17,7 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Literal, Protocol
 
+from gpumix.cost.identity import ByIdentity
 from gpumix.cost.layout.curves import interpolate_one_seconds
 from gpumix.cost.schedule import NO_TRANSFER, Transfer
 from gpumix.schema.cluster.cluster import Cluster, Device
@@ -298,7 +299,7 @@ def compute_tensor_parallel_s(
             return interpolate_one_seconds(times.times, whole)
     if operation != "all_reduce":
         return compute_tensor_parallel_s(profile, "all_reduce", name, degree, whole) / 2
-    in_islands = _is_in_islands(_ClusterByIdentity(profile.cluster), name)
+    in_islands = _is_in_islands(ByIdentity(profile.cluster), name)
     among: Near = "island" if in_islands else "inside"
     wire, forms = (
         build_subset_link_model(profile, [("", name)] * degree, among),
@@ -310,23 +311,10 @@ def compute_tensor_parallel_s(
     return reduced + wire.seconds("gather", forms.gather, "all", size)
 
 
-class _ClusterByIdentity:
-    """Cluster compared by identity: comparing its devices takes long."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-
-    def __hash__(self) -> int:
-        return id(self.cluster)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ClusterByIdentity) and other.cluster is self.cluster
-
-
 @lru_cache(maxsize=64)
-def _is_in_islands(of: _ClusterByIdentity, name: str) -> bool:
+def _is_in_islands(of: ByIdentity[Cluster], name: str) -> bool:
     """Return True if all devices of a class are in islands."""
-    return all(device.island for device in of.cluster.devices if device.device_class == name)
+    return all(device.island for device in of.value.devices if device.device_class == name)
 
 
 class Messages:
@@ -420,10 +408,15 @@ def _list_pairs_across_hosts(
     return alike + unlike
 
 
+@lru_cache(maxsize=4096)
+def _find_link(of: ByIdentity[Network], where: Where, one: str, other: str) -> Link | None:
+    return of.value.of(where, one, other)
+
+
 def _slowest(network: Network, where: Where, pairs: list[tuple[str, str]]) -> Link:
-    links = []
+    links, known = [], ByIdentity(network)
     for one, other in pairs:
-        link = network.of(where, one, other)
+        link = _find_link(known, where, one, other)
         if link is None:
             where = "inside" if where in ("island", "inside") else "between"
             place = "inside hosts" if where == "inside" else "between hosts"

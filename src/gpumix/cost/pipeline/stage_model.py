@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from gpumix.cost.identity import ByIdentity
 from gpumix.cost.mixed_degrees import MixedDegreeProfile
-from gpumix.cost.teams import ProfileByIdentity
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.stage import group_shared_names
@@ -103,7 +103,7 @@ class StagedModel:
         alone = tuple(name for name in self.needs[stage].root if name not in shared)
         last = stage == self.count - 1
         part = _StageOfModel(calls.start, calls.stop, alone, first=stage == 0, last=last)
-        return _get_profile(ProfileByIdentity(profile), part)
+        return _get_profile(ByIdentity(profile), part)
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ class _StageOfModel:
 
 
 @lru_cache(maxsize=256)  # candidates of a search have the same few stages
-def _get_profile(of: ProfileByIdentity, part: _StageOfModel) -> Profile:
-    return part.profile(of.profile)
+def _get_profile(of: ByIdentity[Profile], part: _StageOfModel) -> Profile:
+    return part.profile(of.value)
 
 
 def cut_into_stages(model: ModelProfile, units: Sequence[tuple[str, ...]]) -> StagedModel:

@@ -173,7 +173,7 @@ class _FleetSearch:
         for count in range(1, len(names)):
             fleet = everything.only(select_classes(everything.on_host, frozenset(names[count:])))
             if not self._too_slow(fleet):
-                self._try(fleet, _narrow(space, self.solution))
+                self._try(fleet, space)
         return everything if self.solution is None else self.solution.setting.fleet
 
     def _too_slow(self, fleet: Fleet) -> bool:
