@@ -82,7 +82,8 @@ class MicroBatchSchedule:
             waves = tuple(
                 tuple(one.wave for one in stage.micro_batches(plan.waves)) for stage in plan.stages
             )
-        return _share(cls(plan.schedule, seats, waves))
+        shared: Self = _share(cls(plan.schedule, seats, waves))
+        return shared
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

@@ -90,7 +90,8 @@ HOPELESS_AT = 0.15  # of the limit: a proof ends where twice as much would not d
 # Work to cut a model, for each stage, in actions replayed; and the number of cuts adding 1.
 CUT_WORK, CUTS_A_WORK = 3, 100
 FEW_DEVICES = 64  # beyond, a replay takes long: estimates are trusted more
-MIXTURES = 2  # of team sizes in one stage; each takes its own search
+# Mixtures of team sizes in one stage, by devices; each takes its own search.
+MIXTURES = ((12, 2), (FEW_DEVICES, 1), (float("inf"), 0))
 # Least part of an estimate that a step takes, by devices: up to so many.
 ESTIMATE_FRACTIONS = ((12, 0.9), (FEW_DEVICES, 0.95), (float("inf"), 0.97))
 FEW_ROWS, COARSE_EDGES = 48, 17  # beyond so many rows, they are ranked at fewer cuts
@@ -141,9 +142,9 @@ def plan_staged_below(
         failure = error
     if best is not None:
         below_s = compute_time_to_beat(best)
-    few = len(ranked_devices(profile, request)) <= FEW_DEVICES
+    most = int(_by_devices(MIXTURES, len(ranked_devices(profile, request))))
     other, more_s = search_mixed_degrees(
-        profile, request, _search_below, below_s, most=MIXTURES if few else 0, in_stages=True
+        profile, request, _search_below, below_s, most=most, in_stages=True
     )
     best = other or best
     if best is None and failure is not None:
