@@ -11,7 +11,7 @@ from gpumix.cost.predict import predict
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.pipeline_parallel import host_reduction
 from gpumix.planner.pipeline_parallel.host_reduction import MOST_DEVICES, reduce_hosts
-from gpumix.planner.pipeline_parallel.search import plan_staged
+from gpumix.planner.pipeline_parallel.staged_plans import plan_staged
 from gpumix.schema.cluster.network import Link, Network
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.profile.profile import Profile

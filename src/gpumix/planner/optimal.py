@@ -18,7 +18,7 @@ from gpumix.planner.data_parallel.class_options import TimeBounds
 from gpumix.planner.data_parallel.search import plan_one_stage_below
 from gpumix.planner.data_parallel.why_nothing_fits import make_no_fit_error
 from gpumix.planner.pipeline_parallel.device_order import cell_of
-from gpumix.planner.pipeline_parallel.search import plan_staged_below
+from gpumix.planner.pipeline_parallel.staged_plans import plan_staged_below
 from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
     Searched,
     ideal_step_s,

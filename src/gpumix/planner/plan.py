@@ -19,8 +19,8 @@ from gpumix.planner.common.strategy import PlanRequest, Strategy, get_prediction
 from gpumix.planner.data_parallel.input_bound import account_for_input, slow_down_to_input
 from gpumix.planner.data_parallel.search import least_step_s
 from gpumix.planner.optimal import FastestPlans, plan_fastest
-from gpumix.planner.pipeline_parallel.search import plan_staged
 from gpumix.planner.pipeline_parallel.stage_modes import measured_teams, teams_of_space
+from gpumix.planner.pipeline_parallel.staged_plans import plan_staged
 from gpumix.planner.undivided import plan_undivided
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.cluster.network import Link

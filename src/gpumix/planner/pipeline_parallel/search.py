@@ -41,15 +41,10 @@ from gpumix.planner.common.stage_preconditions import (
 )
 from gpumix.planner.common.strategy import (
     PlanRequest,
-    attach_bound,
-    compute_time_to_beat,
-    is_within_memory,
-    ranked_devices,
 )
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
 from gpumix.planner.pipeline_parallel.candidate import UncutCandidate, get_stages_per_group
 from gpumix.planner.pipeline_parallel.device_order import Row, cell_of, list_rows
-from gpumix.planner.pipeline_parallel.host_reduction import Reduction, reduce_hosts
 from gpumix.planner.pipeline_parallel.micro_batch_counts import (
     MIN_RELATIVE_GAIN,
     CandidateEvaluator,
@@ -68,12 +63,8 @@ from gpumix.planner.pipeline_parallel.stage_modes import (
     teams_of_space,
 )
 from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
-    Searched,
-    ideal_step_s,
-    search_mixed_degrees,
     select_groupable_devices,
 )
-from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan, Schedule, ZeroStage
 from gpumix.schema.profile.profile import Profile
 
@@ -89,15 +80,12 @@ PROOF_ACTIONS, PROOF_ACTIONS_SOME_WAYS = 32_000, 20_000
 HOPELESS_AT = 0.15  # of the limit: a proof ends where twice as much would not do from here
 # Work to cut a model, for each stage, in actions replayed; and the number of cuts adding 1.
 CUT_WORK, CUTS_A_WORK = 3, 100
+MOST_TOO_FULL = 2  # candidates without room for it all, of which neighbors are tried
 FEW_DEVICES = 64  # beyond, a replay takes long: estimates are trusted more
-# Mixtures of team sizes in one stage, by devices; each takes its own search.
-MIXTURES = ((12, 2), (FEW_DEVICES, 1), (float("inf"), 0))
 # Least part of an estimate that a step takes, by devices: up to so many.
 ESTIMATE_FRACTIONS = ((12, 0.9), (FEW_DEVICES, 0.95), (float("inf"), 0.97))
 FEW_ROWS, COARSE_EDGES = 48, 17  # beyond so many rows, they are ranked at fewer cuts
 MOST_ROWS = 16  # rows estimated by all schedules and ZeRO stages
-# Times the limit, for plans with neighbors to try, by devices.
-NEIGHBOR_LIMITS = ((12, 1.1), (FEW_DEVICES, 1.03), (float("inf"), 1.0))
 LEAST_SIZES = 3  # at least, that are estimated, if they may be fast enough
 NEAR = 1.1  # times the least time so far, for rows and sizes to estimate
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble", "interleaved")
@@ -107,73 +95,7 @@ SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble",
 Estimated = tuple[bool, float, int, RowEstimates, tuple[ZeroStage, Schedule, int, int]]
 
 
-def plan_staged(profile: Profile, request: PlanRequest) -> Plan:
-    """Return the fastest plan of several stages.
-
-    Raises:
-        InputError: the request names devices unknown to the profile, there is only one device or
-            one unit, the techniques leave out what stages need, or the profile does not say what
-            units need of each other.
-        NoFeasiblePlanError: no plan of several stages fits.
-    """
-    plan, _ = plan_staged_below(profile, request, float("inf"))
-    assert plan is not None
-    return plan
-
-
-def plan_staged_below(
-    profile: Profile, request: PlanRequest, below_s: float
-) -> tuple[Plan | None, float]:
-    """Return the fastest plan if faster than `below_s`, else None; and a lower bound of all plans
-    of several stages in seconds, at most `below_s`. Teams of unlike sizes in one stage are tried
-    last, as devices of unlike classes.
-
-    Raises:
-        InputError, NoFeasiblePlanError: no plan can exist, or none fits, however slow.
-    """
-    if reduction := reduce_hosts(profile, request):
-        return _search_reduced(profile, reduction, below_s)
-    best, failure = None, None
-    bounds_s: list[float | None] = [below_s]
-    try:
-        margin = _by_devices(NEIGHBOR_LIMITS, len(ranked_devices(profile, request)))
-        best, bounds_s[0] = _Search(profile, request, below_s, margin=margin).run()
-    except NoFeasiblePlanError as error:
-        failure = error
-    if best is not None:
-        below_s = compute_time_to_beat(best)
-    most = int(_by_devices(MIXTURES, len(ranked_devices(profile, request))))
-    other, more_s = search_mixed_degrees(
-        profile, request, _search_below, below_s, most=most, in_stages=True
-    )
-    best = other or best
-    if best is None and failure is not None:
-        raise failure
-    bound_s = min(one for one in [*bounds_s, *more_s] if one is not None)
-    return None if best is None else attach_bound(best, bound_s), bound_s
-
-
-def _search_reduced(
-    profile: Profile, reduction: Reduction, below_s: float
-) -> tuple[Plan | None, float]:
-    """Search on fewer devices, and build the plan of all. What is proven of few is not of all, but
-    for the ideal step, which is as long."""
-    found, bound_s = plan_staged_below(profile, reduction.request, below_s)
-    bound_s = min(bound_s, ideal_step_s(profile, reduction.request))
-    if found is None:
-        return None, bound_s
-    plan = reduction.expand(found)
-    expected = predict(profile, plan)
-    if not is_within_memory(expected.workers) or expected.step_s >= below_s:
-        return None, bound_s
-    return attach_bound(plan.model_copy(update={"prediction": expected}), bound_s), bound_s
-
-
-def _search_below(profile: Profile, request: PlanRequest, below_s: float) -> Searched:
-    return _Search(profile, request, below_s, proves=False).run()
-
-
-class _Search:
+class StageSearch:
     """Search of plans faster than `below_s`.
 
     Args:
@@ -284,7 +206,7 @@ class _Search:
 
     @cached_property
     def _pessimism(self) -> float:
-        return _by_devices(ESTIMATE_FRACTIONS, len(self._devices))
+        return select_by_devices(ESTIMATE_FRACTIONS, len(self._devices))
 
     @property
     def _best_s(self) -> float:
@@ -441,6 +363,14 @@ class _Search:
         return float(elements) * min(each) <= sum(room)
 
     def _evaluate_neighbors(self) -> None:
+        """Count what differs in a single choice from the best plan, again from each better one, and
+        from the fastest candidates that do not fit."""
+        full = self._counting.too_full
+        for candidate in sorted(full, key=lambda one: full[one])[:MOST_TOO_FULL]:
+            if full[candidate] < self._best_s:
+                for other in self._alike(candidate):
+                    if self._counting.work <= NEIGHBOR_ACTIONS:
+                        self._count(other)
         before: FoundPlan | None = None
         while self._best is not None and self._best is not before:
             before = self._best
@@ -501,7 +431,8 @@ class _Search:
             first_s = own_least_s if first_s is None else first_s
             used = (self._counting.work - begun) / allowed
             done = (own_least_s - first_s) / (self._best_s - first_s)
-            if used > 1 or (used > HOPELESS_AT and done < used / 2):
+            hopeless = len(self._devices) > 2 and used > HOPELESS_AT and done < used / 2
+            if used > 1 or hopeless:
                 return min(least_s, own_least_s)
             if candidate is None:
                 least_s = min(least_s, own_least_s)
@@ -591,6 +522,6 @@ class _Search:
             yield max(way_s, least_s), CutCandidate(way, stages[row], cuts.cut(number))
 
 
-def _by_devices(values: Sequence[tuple[float, float]], devices: int) -> float:
+def select_by_devices(values: Sequence[tuple[float, float]], devices: int) -> float:
     """Return the first value for so many devices or more."""
     return next(value for most, value in values if devices <= most)
