@@ -16,7 +16,12 @@ import numpy as np
 
 from gpumix.cost.layout.curves import IntArray, MicroBatches
 from gpumix.cost.peak_memory import Activations
-from gpumix.cost.predict import compute_plan_collectives, predict, predict_step_seconds
+from gpumix.cost.predict import (
+    compute_plan_collectives,
+    predict,
+    predict_joined_seconds,
+    predict_step_seconds,
+)
 from gpumix.cost.step_time import can_predict_mode, pass_seconds
 from gpumix.planner.common.strategy import (
     PlanRequest,
@@ -97,16 +102,12 @@ def _join_units(profile: Profile, plan: Plan) -> Plan:
     if not get_prediction(plan).exposed_communication_s:
         return plan
     stage, units = plan.stages[0], len(set(plan.stages[0].units))
-    every = [
-        plan.model_copy(update={"stages": (stage.model_copy(update={"joined": joined}),)})
-        for joined in UNITS_PER_BUCKET
-        if joined < 2 * units
-    ]
-    seconds = [predict_step_seconds(profile, one) for one in every]
-    for number in sorted(range(len(every)), key=lambda n: seconds[n]):
+    numbers = [number for number in UNITS_PER_BUCKET if number < 2 * units]
+    seconds = dict(zip(numbers, predict_joined_seconds(profile, plan, numbers)))
+    for number in sorted(numbers, key=lambda n: seconds[n]):
         if not seconds[number] < get_prediction(plan).step_s * (1.0 - MIN_RELATIVE_GAIN):
             break
-        found = _with_stage(profile, plan, every[number].stages[0])
+        found = _with_stage(profile, plan, stage.model_copy(update={"joined": number}))
         if is_within_memory(get_prediction(found).workers):
             return found
     return plan
