@@ -74,7 +74,7 @@ FEW_WAYS = 500  # up to this many, all are tried
 SOME_WAYS = 1_200  # up to this many if all sizes are tried, with less work
 FEW_STAGES = 4  # up to this many, manners are changed one by one
 # Limits on exact counts, in actions replayed: of promising plans, and of neighbors in addition.
-ESTIMATED_ACTIONS, NEIGHBOR_ACTIONS = 4_000, 8_000
+ESTIMATED_ACTIONS, NEIGHBOR_ACTIONS = 8_000, 8_000
 # Limits on further counts, of all plans: with few ways, and with some.
 PROOF_ACTIONS, PROOF_ACTIONS_SOME_WAYS = 32_000, 20_000
 HOPELESS_AT = 0.15  # of the limit: a proof ends where twice as much would not do from here
@@ -84,10 +84,12 @@ MOST_TOO_FULL = 2  # candidates without room for it all, of which neighbors are 
 FEW_DEVICES = 64  # beyond, a replay takes long: estimates are trusted more
 # Least part of an estimate that a step takes, by devices: up to so many.
 ESTIMATE_FRACTIONS = ((12, 0.9), (FEW_DEVICES, 0.95), (float("inf"), 0.97))
-FEW_ROWS, COARSE_EDGES = 48, 17  # beyond so many rows, they are ranked at fewer cuts
-MOST_ROWS = 16  # rows estimated by all schedules and ZeRO stages
+# Beyond so many rows, they are ranked at fewer cuts, by devices.
+FEW_ROWS, COARSE_EDGES = ((12, 250), (float("inf"), 48)), 17
+# Rows estimated by all schedules and ZeRO stages, by devices.
+MOST_ROWS = ((12, 48), (float("inf"), 16))
 LEAST_SIZES = 3  # at least, that are estimated, if they may be fast enough
-NEAR = 1.1  # times the least time so far, for rows and sizes to estimate
+NEAR = 1.4  # times the least time so far, for rows and sizes to estimate
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble", "interleaved")
 
 # True if slow to replay; seconds; a number; the row, the ZeRO stage, the schedule, the number of
@@ -344,13 +346,14 @@ class StageSearch:
         if not self._holds_state(highest):
             return []
         estimates, rows = self._estimates, self._rows[0]
-        if len(rows) > FEW_ROWS:
+        if len(rows) > select_by_devices(FEW_ROWS, len(self._devices)):
             estimates = PipelineEstimates(
                 self._pace_of, self._manners, self._batch, self._sizes, COARSE_EDGES
             )
         every = ((estimates.of(row).divided(highest, "1f1b", 0), row) for row in rows)
         found = [(divided.ideal_s, row) for divided, row in every if divided.fits]
-        return sorted(found, key=lambda one: float(one[0].min()))[:MOST_ROWS]
+        most = int(select_by_devices(MOST_ROWS, len(self._devices)))
+        return sorted(found, key=lambda one: float(one[0].min()))[:most]
 
     def _holds_state(self, zero_stage: ZeroStage) -> bool:
         """Return True if all devices together have room for one copy of units called once."""
