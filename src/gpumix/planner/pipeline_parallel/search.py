@@ -87,7 +87,7 @@ ESTIMATE_FRACTIONS = ((12, 0.9), (FEW_DEVICES, 0.95), (float("inf"), 0.97))
 # Beyond so many rows, they are ranked at fewer cuts, by devices.
 FEW_ROWS, COARSE_EDGES = ((12, 250), (float("inf"), 48)), 17
 # Rows estimated by all schedules and ZeRO stages, by devices.
-MOST_ROWS = ((12, 48), (float("inf"), 16))
+MOST_ROWS = ((12, 250), (float("inf"), 16))
 LEAST_SIZES = 3  # at least, that are estimated, if they may be fast enough
 NEAR = 1.4  # times the least time so far, for rows and sizes to estimate
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble", "interleaved")

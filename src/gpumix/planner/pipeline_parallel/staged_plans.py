@@ -24,7 +24,7 @@ from gpumix.schema.profile.profile import Profile
 # Mixtures of team sizes in one stage, by devices; each takes its own search.
 MIXTURES = ((12, 2), (FEW_DEVICES, 1), (float("inf"), 0))
 # Times the limit, for plans with neighbors to try, by devices.
-NEIGHBOR_LIMITS = ((12, 1.1), (FEW_DEVICES, 1.03), (float("inf"), 1.0))
+NEIGHBOR_LIMITS = ((12, 1.05), (FEW_DEVICES, 1.03), (float("inf"), 1.0))
 
 
 def plan_staged(profile: Profile, request: PlanRequest) -> Plan:
