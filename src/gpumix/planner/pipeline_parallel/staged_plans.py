@@ -7,6 +7,7 @@ from gpumix.planner.common.strategy import (
     PlanRequest,
     attach_bound,
     compute_time_to_beat,
+    get_prediction,
     is_within_memory,
     ranked_devices,
 )
@@ -25,6 +26,9 @@ from gpumix.schema.profile.profile import Profile
 MIXTURES = ((12, 2), (FEW_DEVICES, 1), (float("inf"), 0))
 # Times the limit, for plans with neighbors to try, by devices.
 NEIGHBOR_LIMITS = ((12, 1.05), (FEW_DEVICES, 1.03), (float("inf"), 1.0))
+# Collectives of all devices take longer than those of a part, and a replay of all takes long: a plan
+# of a part must be faster than the limit by this factor.
+PART_FRACTION = 0.98
 
 
 def plan_staged(profile: Profile, request: PlanRequest) -> Plan:
@@ -82,7 +86,7 @@ def _search_reduced(
     for the ideal step, which is as long."""
     found, bound_s = plan_staged_below(profile, reduction.request, below_s)
     bound_s = min(bound_s, ideal_step_s(profile, reduction.request))
-    if found is None:
+    if found is None or get_prediction(found).step_s >= below_s * PART_FRACTION:
         return None, bound_s
     plan = reduction.expand(found)
     expected = predict(profile, plan)
