@@ -26,8 +26,8 @@ from gpumix.schema.profile.profile import Profile
 MIXTURES = ((12, 2), (FEW_DEVICES, 1), (float("inf"), 0))
 # Times the limit, for plans with neighbors to try, by devices.
 NEIGHBOR_LIMITS = ((12, 1.05), (FEW_DEVICES, 1.03), (float("inf"), 1.0))
-# Collectives of all devices take longer than those of a part, and a replay of all takes long: a plan
-# of a part must be faster than the limit by this factor.
+# Collectives of all devices take longer than those of a part, and a replay of all takes long: a
+# plan of a part must be faster than the limit by this factor.
 PART_FRACTION = 0.98
 
 
