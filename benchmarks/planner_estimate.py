@@ -18,6 +18,12 @@ of arithmetic, so `time_mape` says how well so few constants can do, not how wel
 cards. `time_mape_held_out` says that: OPT-350M at 2048 tokens by Sailor's timings, on the cards
 (`held_out_cases`) that have no TF32, for those that have it may have used it.
 
+Whole training runs that others published on A100s and H100s (`planner_published.py`) are estimated
+as well: `published_runs`, `mean_ratio_h100` and `mean_ratio_a100` (estimated over published tokens
+per second), `mape` of all, `held_out_mape` of those not looked at where constants were set, and
+`worst_run` with `worst_run_ratio`. `spearman_cards` is the rank correlation between the cards of a
+setting by estimated and measured time of a sample, the mean over settings of three cards or more.
+
 Llama's layers are the ones that the constants fit. GPT has heads of 32 and fewer here and attends
 slower than FLOPs say: on fast fp16 its layers take up to four times as long as estimated.
 """
@@ -25,10 +31,13 @@ slower than FLOPs say: on fast fp16 its layers take up to four times as long as 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import fmean, geometric_mean
+
+import numpy as np
 
 from common import Figures, print_figures
 from gpumix.cost.layout.curves import interpolate_seconds
@@ -36,6 +45,7 @@ from gpumix.hardware.estimates import gpu_catalogue
 from gpumix.hardware.estimates.roofline import forward_curve, gradient_curve
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype
+from planner_published import RUNS
 from published import NotHereError, Work, cephalo, sailor
 
 FITTED = 4  # samples up to which a fitted line is compared
@@ -50,6 +60,7 @@ class Case:
     gpu: str
     setting: cephalo.Setting
     ratios: tuple[float, ...]
+    measured_s: float = 0.0  # of a sample, as measured
 
     @classmethod
     def of(cls, gpu: str, setting: cephalo.Setting) -> Case:
@@ -59,8 +70,9 @@ class Case:
         card = gpu_catalogue.find_card(cephalo.CARDS[gpu])
         samples = range(1, (measured.largest or FITTED) + 1)
         expected = _estimated(card, setting.dtype, work)
-        ratios = _ratios(expected, (measured.forward, measured.backward), samples)
-        return cls(gpu, setting, ratios)
+        curves = (measured.forward, measured.backward)
+        one_s = sum(float(interpolate_seconds(curve, samples[0])) for curve in curves)
+        return cls(gpu, setting, _ratios(expected, curves, samples), one_s)
 
     @classmethod
     def held_out(cls, gpu: str) -> Case:
@@ -95,7 +107,8 @@ def main() -> None:
         found, left_out = cases()
         held_out = [Case.held_out(gpu) for gpu in NO_TF32]
     except NotHereError as error:
-        print(error)
+        print(error, file=sys.stderr)
+        print_figures(_figures_of_runs(), as_json=arguments.json)
         return
     if not arguments.json:
         for case in (*sorted(found, key=lambda c: (c.gpu_class, c.setting.name)), *held_out):
@@ -107,7 +120,9 @@ def main() -> None:
             "cases_left_out": left_out,
             "held_out_cases": len(held_out),
             "time_mape_held_out": _mape(held_out),
-        },
+            "spearman_cards": _correlate_cards(found),
+        }
+        | _figures_of_runs(),
         as_json=arguments.json,
     )
 
@@ -139,6 +154,35 @@ def figures(found: list[Case]) -> Figures:
         "worst_class_mape": round(classes[worst], 4),
         **{f"time_mape_{name}": round(error, 4) for name, error in sorted(classes.items())},
     }
+
+
+def _figures_of_runs() -> Figures:
+    """How far estimates of published training runs are off."""
+    errors = {run: abs(run.ratio - 1) for run in RUNS}
+    worst = max(RUNS, key=lambda run: errors[run])
+    return {
+        "published_runs": len(RUNS),
+        "mean_ratio_h100": fmean(run.ratio for run in RUNS if run.architecture == "h100"),
+        "mean_ratio_a100": fmean(run.ratio for run in RUNS if run.architecture == "a100"),
+        "mape": fmean(errors.values()),
+        "held_out_mape": fmean(error for run, error in errors.items() if run.held_out),
+        "worst_run": worst.name,
+        "worst_run_ratio": worst.ratio,
+    }
+
+
+def _correlate_cards(found: Iterable[Case]) -> float:
+    """Spearman's correlation of estimated and measured seconds of a sample between cards, the mean
+    over settings."""
+    every = []
+    for alike in _grouped(found, lambda case: case.setting.name).values():
+        if len(alike) < 3:
+            continue
+        measured = [case.measured_s for case in alike]
+        estimated = [case.measured_s * case.ratios[0] for case in alike]
+        ranks = [np.argsort(np.argsort(seconds)) for seconds in (measured, estimated)]
+        every.append(float(np.corrcoef(*ranks)[0, 1]))
+    return fmean(every)
 
 
 def _estimated(card: gpu_catalogue.Card, dtype: ComputeDtype, work: Work) -> tuple[Curve, Curve]:

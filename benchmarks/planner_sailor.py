@@ -39,7 +39,7 @@ from common import Figures, print_figures
 from gpumix.planner.common.strategy import PlanRequest, Strategy, get_prediction
 from gpumix.planner.data_parallel.search import plan_one_stage
 from gpumix.planner.optimal import plan_fastest
-from gpumix.planner.pipeline_parallel.search import plan_staged
+from gpumix.planner.pipeline_parallel.staged_plans import plan_staged
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.plan import Plan

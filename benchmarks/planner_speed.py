@@ -9,8 +9,10 @@ several, devices alone, in teams and in mixtures of these, and clusters with dev
 
 Figures: `cpu_s_6`, `cpu_s_16`, `cpu_s_64`, `cpu_s_1024`, `cpu_s_10240`, `cpu_s_10240_16_classes`,
 `cpu_s_10240_32_classes` (seconds of this process from the profile to the finished plan, the least
-of some rounds); `gap_...` (1 - proven bound / step) and `step_s_...` of each; `why_cpu_s_6` (the
-same with the reasons of the plan); and `peak_mb`, the most memory of the process.
+of some rounds); `gap_...` (1 - proven bound / step, over all that is searched; of several stages
+the bound is the step of devices that never wait) and `step_s_...` of each; `gap_one_stage_...`, the
+same of the fastest plan in one stage of single devices, whose search is a proof; `why_cpu_s_6` (the
+search with the reasons of the plan); and `peak_mb`, the most memory of the process.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
 from gpumix.hardware.estimates.decoder_shapes import make_llama_like
 from gpumix.hardware.estimates.estimate import estimate_profile
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
+from gpumix.planner.data_parallel.search import plan_one_stage
 from gpumix.planner.optimal import plan_fastest
 from gpumix.planner.plan import plan as plan_with_reasons
 from gpumix.schema.plan.plan import Plan
@@ -50,15 +53,16 @@ def main() -> None:
         few = len(profile.cluster.devices) < LARGE
         request = PlanRequest(global_batch=batch)
         seconds, plan = timed(partial(plan_fastest, profile, request), ROUNDS if few else 1)
-        expected = get_prediction(plan)
+        step_s = get_prediction(plan).step_s
         figures[f"cpu_s_{name}"] = round(seconds, 3)
-        figures[f"gap_{name}"] = 1.0 - (expected.bound_s or 0.0) / expected.step_s
-        figures[f"step_s_{name}"] = expected.step_s
+        figures[f"gap_{name}"] = gap(plan)
+        figures[f"step_s_{name}"] = step_s
+        figures[f"gap_one_stage_{name}"] = gap(plan_one_stage(profile, request))
         if name == "6":
             seconds, _ = timed(partial(plan_with_reasons, profile, batch), ROUNDS)
             figures["why_cpu_s_6"] = round(seconds, 3)
         if not arguments.json:
-            print(f"{described[:60]}: {figures[f'cpu_s_{name}']} s, {expected.step_s:.4g} s a step")
+            print(f"{described[:60]}: {figures[f'cpu_s_{name}']} s, {step_s:.4g} s a step")
     figures["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     print_figures(figures, as_json=arguments.json)
 
@@ -70,8 +74,12 @@ def hosts_of(devices: int, classes: tuple[str, ...]) -> str:
 
 
 def many_classes(count: int) -> tuple[str, ...]:
-    """So many cards of the catalogue that have room for a part of the model."""
-    able = [card.name for card in gpu_catalogue.load_cards() if card.memory_bytes >= 16 * GIB]
+    """So many cards of NVIDIA's in the catalogue that have room for a part of the model."""
+    able = [
+        card.name
+        for card in gpu_catalogue.load_cards()
+        if card.memory_bytes >= 16 * GIB and card.vendor == "nvidia"
+    ]
     return tuple(sorted(able)[:count])
 
 
@@ -95,6 +103,12 @@ def described_profile(described: str) -> Profile:
         sequence_length=SEQUENCE_LENGTH,
         parts_in=lambda dtype: shape.parts(SEQUENCE_LENGTH, dtype, "7B"),
     )
+
+
+def gap(plan: Plan) -> float:
+    """The part of a plan's step by which no plan is proven to be shorter."""
+    expected = get_prediction(plan)
+    return 1.0 - (expected.bound_s or 0.0) / expected.step_s
 
 
 def timed(search: Callable[[], Plan], rounds: int) -> tuple[float, Plan]:

@@ -13,7 +13,7 @@ from gpumix.hardware.estimates.estimate import estimate_profile, scale_estimates
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.data_parallel.search import plan_one_stage
 from gpumix.planner.optimal import plan_fastest
-from gpumix.planner.pipeline_parallel.search import plan_staged
+from gpumix.planner.pipeline_parallel.staged_plans import plan_staged
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.profile.profile import ROOT

@@ -15,7 +15,7 @@ from gpumix.hardware.estimates.estimate import estimate_profile
 from gpumix.planner.cluster_change import forecast_clusters
 from gpumix.planner.common.strategy import PlanRequest
 from gpumix.planner.data_parallel.search import plan_one_stage
-from gpumix.planner.pipeline_parallel.search import plan_staged
+from gpumix.planner.pipeline_parallel.staged_plans import plan_staged
 from gpumix.planner.plan import STRATEGIES
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import Space

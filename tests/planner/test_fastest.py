@@ -15,8 +15,8 @@ from gpumix.planner.optimal import plan_fastest
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
 from gpumix.planner.pipeline_parallel.candidate import UncutCandidate
 from gpumix.planner.pipeline_parallel.micro_batch_counts import CandidateEvaluator, CutCandidate
-from gpumix.planner.pipeline_parallel.search import plan_staged
 from gpumix.planner.pipeline_parallel.stage_modes import NO_TENSOR_PARALLEL, StageMode
+from gpumix.planner.pipeline_parallel.staged_plans import plan_staged
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.cluster.network import Link
 from gpumix.schema.cluster.network import Network as StatedNetwork

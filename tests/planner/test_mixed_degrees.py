@@ -130,7 +130,9 @@ def test_memory_is_foretold_of_ranks_in_their_own_order():
 
 def test_many_classes_have_few_mixtures_and_a_bound_for_all_of_them(monkeypatch):
     found, plan = planned()
-    monkeypatch.setattr("gpumix.planner.pipeline_parallel.tensor_parallel_teams.MIXTURES", 0)
+    monkeypatch.setattr(
+        "gpumix.planner.pipeline_parallel.tensor_parallel_teams.MIXTURES", ((float("inf"), 0),)
+    )
     without = best(found)
     assert not without.stages[0].unlike_teams
     monkeypatch.undo()

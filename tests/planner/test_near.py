@@ -13,7 +13,7 @@ from extended import every_third, left_out
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.pipeline_parallel.candidate import form_tensor_parallel_groups
 from gpumix.planner.pipeline_parallel.device_order import list_rows
-from gpumix.planner.pipeline_parallel.search import plan_staged
+from gpumix.planner.pipeline_parallel.staged_plans import plan_staged
 from gpumix.planner.plan import STRATEGIES
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.cluster.link_islands import Links, PairTimes, add_found_islands

@@ -11,8 +11,8 @@ from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
 from gpumix.planner.pipeline_parallel.device_order import list_rows
 from gpumix.planner.pipeline_parallel.micro_batch_counts import CandidateEvaluator
 from gpumix.planner.pipeline_parallel.pipeline_estimate import PipelineEstimates
-from gpumix.planner.pipeline_parallel.search import plan_staged
 from gpumix.planner.pipeline_parallel.stage_modes import StageModes
+from gpumix.planner.pipeline_parallel.staged_plans import plan_staged
 from gpumix.schema.cluster.network import Link
 from gpumix.schema.cluster.network import Network as StatedNetwork
 from gpumix.schema.job.search_space import Space

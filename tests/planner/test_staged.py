@@ -19,7 +19,8 @@ from gpumix.cost.predict import predict
 from gpumix.planner.baselines.naive_model_parallel import plan_naive_model_parallel
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.pipeline_parallel.micro_batch_counts import deal_by_speed
-from gpumix.planner.pipeline_parallel.search import SCHEDULES, plan_staged
+from gpumix.planner.pipeline_parallel.search import SCHEDULES
+from gpumix.planner.pipeline_parallel.staged_plans import plan_staged
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.cluster.network import Link
 from gpumix.schema.cluster.network import Network as StatedNetwork

@@ -12,7 +12,7 @@ from draws import examples
 from gpumix.cost.predict import predict
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.optimal import plan_fastest
-from gpumix.planner.pipeline_parallel.search import plan_staged
+from gpumix.planner.pipeline_parallel.staged_plans import plan_staged
 from gpumix.schema.cluster.network import Link, Network
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import Space

@@ -26,6 +26,8 @@ MIN_STARVED_SHARE = 0.03
 
 def compute_input_seconds(profile: Profile, plan: Plan) -> float:
     """Return the seconds to read a step's samples on the slowest host or rank; 0 if unmeasured."""
+    if not profile.inputs:
+        return 0.0
     of_hosts, of_ranks = compute_host_read_rates(profile), compute_rank_read_rates(profile)
     read: Counter[str] = Counter()
     most: Counter[str] = Counter()  # of one rank

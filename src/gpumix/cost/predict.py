@@ -6,8 +6,8 @@ formula in `cost.step_time`, memory the phases in `cost.layout.activation_phases
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,7 +24,7 @@ from gpumix.cost.network.collective_times import (
     compute_collective_seconds,
     make_free_collectives,
 )
-from gpumix.cost.network.link_times import build_link_model, count_devices_by_host
+from gpumix.cost.network.link_times import LinkModel, build_link_model, count_devices_by_host
 from gpumix.cost.peak_memory import (
     Activations,
     MemoryModel,
@@ -85,6 +85,18 @@ def predict_step_seconds(profile: Profile, plan: Plan) -> float:
     return max(input_s, _Step(*reduce_to_leaders(profile, plan)).seconds)
 
 
+def predict_joined_seconds(profile: Profile, plan: Plan, numbers: Iterable[int]) -> list[float]:
+    """Return the step times of a plan of one stage with so many units in a bucket, for each of
+    `numbers`.
+
+    Raises:
+        InputError: see `predict`.
+    """
+    check_plan_matches_profile(profile, plan)
+    step, input_s = _Step(*reduce_to_leaders(profile, plan)), compute_input_seconds(profile, plan)
+    return [max(input_s, step.joined_seconds(number)) for number in numbers]
+
+
 @dataclass(frozen=True)
 class _EqualWorkers:
     """Workers of one class and one mode."""
@@ -108,14 +120,27 @@ class _Step:
         self._profile = profile
         self._plan = plan
         self._workers = plan.workers
-        self._links = compute_plan_collectives(profile, plan)
+        self._layout, self._wire = _lay_out(profile, plan)
+        self._links = compute_collective_seconds(profile, self._wire, self._layout)
         ranks = len(get_sharding_group_shares(plan))
         self._memory = MemoryModel(profile, self._links, ranks, plan.zero_stage)
 
     @cached_property
     def seconds(self) -> float:
-        slowest = self._longest(*self._passes_s) + float(self._update_s.max())
-        return slowest + exposed_seconds(self._profile, self._links)
+        return self._seconds_over(self._links, self._passes_s)
+
+    def joined_seconds(self, number: int) -> float:
+        """Return the seconds of a step with `number` units in a bucket."""
+        joining = replace(self._layout.joining, joined=number)
+        layout = replace(self._layout, joining=joining)
+        links = compute_collective_seconds(self._profile, self._wire, layout)
+        return self._seconds_over(links, self._passes(links))
+
+    def _seconds_over(
+        self, links: CollectiveSeconds, passes: tuple[FloatArray, FloatArray]
+    ) -> float:
+        slowest = self._longest(*passes) + float(self._update_s.max())
+        return slowest + exposed_seconds(self._profile, links)
 
     @cached_property
     def _passes_s(self) -> tuple[FloatArray, FloatArray]:
@@ -163,7 +188,7 @@ class _Step:
     def _passes(self, links: CollectiveSeconds) -> tuple[FloatArray, FloatArray]:
         """Return the forward and backward seconds of each worker, by rank."""
         forward, backward = np.zeros(len(self._workers)), np.zeros(len(self._workers))
-        for alike in self._alike():
+        for alike in self._alike:
             forward[alike.ranks], backward[alike.ranks] = pass_seconds(
                 self._profile,
                 alike.device_class,
@@ -218,15 +243,22 @@ class _Step:
             owned |= dict(zip(ranks, known[shares]))
         return [owned[rank] for rank in range(len(self._workers))]
 
-    def _alike(self) -> Iterator[_EqualWorkers]:
-        groups: dict[tuple[str, Mode], list[int]] = {}
-        for rank, worker in enumerate(self._workers):
-            groups.setdefault((worker.device_class, worker.mode), []).append(rank)
+    @cached_property
+    def _alike(self) -> list[_EqualWorkers]:
+        found, groups = [], self._group_workers()
         for (name, mode), ranks in groups.items():
             samples = [self._workers[rank].samples for rank in ranks]
             sizes = [self._workers[rank].micro_batch for rank in ranks]
             kept = np.asarray([self._workers[rank].kept_graphs for rank in ranks])
-            yield _EqualWorkers(name, mode, ranks, MicroBatches.of(samples, sizes), kept)
+            micro = MicroBatches.of(samples, sizes)
+            found.append(_EqualWorkers(name, mode, ranks, micro, kept))
+        return found
+
+    def _group_workers(self) -> dict[tuple[str, Mode], list[int]]:
+        groups: dict[tuple[str, Mode], list[int]] = {}
+        for rank, worker in enumerate(self._workers):
+            groups.setdefault((worker.device_class, worker.mode), []).append(rank)
+        return groups
 
 
 def compute_plan_collectives(profile: Profile, plan: Plan) -> CollectiveSeconds:
@@ -235,6 +267,12 @@ def compute_plan_collectives(profile: Profile, plan: Plan) -> CollectiveSeconds:
     Raises:
         InputError: nothing is known of a collective form of the plan, or of a link.
     """
+    layout, wire = _lay_out(profile, plan)
+    return compute_collective_seconds(profile, wire, layout)
+
+
+def _lay_out(profile: Profile, plan: Plan) -> tuple[ShardedLayout, LinkModel]:
+    """Return the layout of a plan's state, and the links between its devices."""
     shares = shares_by_host(plan)
     layout = ShardedLayout(
         plan.zero_stage,
@@ -246,10 +284,8 @@ def compute_plan_collectives(profile: Profile, plan: Plan) -> CollectiveSeconds:
         hosts=len(shares),
         alike=len(set(shares)) == 1,
     )
-    wire = build_link_model(
-        profile, count_devices_by_host((w.host, w.device_class) for w in plan.workers)
-    )
-    return compute_collective_seconds(profile, wire, layout)
+    on_host = count_devices_by_host((w.host, w.device_class) for w in plan.workers)
+    return layout, build_link_model(profile, on_host)
 
 
 def predict_update_seconds(profile: Profile, plan: Plan) -> list[float]:

@@ -22,14 +22,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from math import ceil
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self, TypeVar
 
 from gpumix.schema.plan.plan import Plan, Schedule
 
 Kind = Literal["forward", "backward", "weights"]
+S = TypeVar("S", bound="MicroBatchSchedule")
 
 
 class Action(NamedTuple):
@@ -70,18 +71,19 @@ class MicroBatchSchedule:
         together, and its batches are waves."""
         together = plan.in_waves
         stages = range(len(plan.stages))
-        return cls(
-            plan.schedule,
-            tuple(
-                (StageAssignment(n, plan.ranks_of(n)[0], range(plan.waves)),)
-                if together
-                else _seats(plan, n)
-                for n in stages
-            ),
-            tuple(tuple(one.wave for one in s.micro_batches(plan.waves)) for s in plan.stages)
+        seats = tuple(
+            (StageAssignment(n, plan.ranks_of(n)[0], range(plan.waves)),)
             if together
-            else (),
+            else _seats(plan, n)
+            for n in stages
         )
+        waves: tuple[tuple[int, ...], ...] = ()
+        if together:
+            waves = tuple(
+                tuple(one.wave for one in stage.micro_batches(plan.waves)) for stage in plan.stages
+            )
+        shared: Self = _share(cls(plan.schedule, seats, waves))
+        return shared
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -195,26 +197,35 @@ class MicroBatchSchedule:
             for batch in order[begin : begin + size]
         ]
 
-    def needs(self, action: Action) -> Iterator[Action]:
-        """Yield the prerequisites of an action, except earlier actions on the rank."""
-        last = len(self.seats) - 1
-        if action.kind == "forward" and action.stage > 0:
-            yield from self._of_others("forward", action, action.stage - 1)
-        if action.kind == "backward":
-            yield Action("forward", action.stage, action.batch)
-            if action.stage < last:
-                yield from self._of_others("backward", action, action.stage + 1)
-        if action.kind == "weights":
-            yield Action("backward", action.stage, action.batch)
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """Return the prerequisites of an action, except earlier actions on the rank."""
+        found = self._needed.get(action)
+        if found is None:
+            found = self._needed[action] = self._find_needs(action)
+        return found
 
-    def _of_others(self, kind: Kind, action: Action, stage: int) -> Iterator[Action]:
-        """Yield the passes of another stage with an action's micro-batches; workers with
+    @cached_property
+    def _needed(self) -> dict[Action, tuple[Action, ...]]:
+        return {}
+
+    def _find_needs(self, action: Action) -> tuple[Action, ...]:
+        kind, stage, batch = action
+        if kind == "weights":
+            return (Action("backward", stage, batch),)
+        if kind == "backward":
+            own = Action("forward", stage, batch)
+            if stage == len(self.seats) - 1:
+                return (own,)
+            return (own, *self._of_others("backward", action, stage + 1))
+        return self._of_others("forward", action, stage - 1) if stage else ()
+
+    def _of_others(self, kind: Kind, action: Action, stage: int) -> tuple[Action, ...]:
+        """Return the passes of another stage with an action's micro-batches; workers with
         different counts divide micro-batches into different waves."""
         if not self.waves:
-            yield Action(kind, stage, action.batch)
-            return
-        for batch in self._met[action.stage, stage].get(action.batch, ()):
-            yield Action(kind, stage, batch)
+            return (Action(kind, stage, action.batch),)
+        met = self._met[action.stage, stage].get(action.batch, ())
+        return tuple(Action(kind, stage, batch) for batch in met)
 
     @cached_property
     def _met(self) -> dict[tuple[int, int], dict[int, tuple[int, ...]]]:
@@ -246,6 +257,12 @@ class MicroBatchSchedule:
         stage = plan.stages_of(rank)[0]
         leader = plan.team_of(rank, stage)[0]
         return self.orders[self.seats[stage][0].rank if plan.in_waves else leader]
+
+
+@lru_cache(maxsize=16)
+def _share(pipeline: S) -> S:
+    """Return the same pipeline for equal ones: a search asks for the orders of few."""
+    return pipeline
 
 
 def _seats(plan: Plan, stage: int) -> tuple[StageAssignment, ...]:
@@ -307,7 +324,8 @@ def replay(
 
 
 class _Replay:
-    """Event queue in the order of time: an action ends, or its message arrives."""
+    """Event queue in the order of time: an action ends, or its message arrives. Actions are
+    numbered, which is quicker than looking them up."""
 
     def __init__(
         self,
@@ -317,68 +335,75 @@ class _Replay:
         transfer: Callable[[Action, Action], Transfer],
         earliest_s: Seconds,
     ) -> None:
-        self._orders = orders
         self._seconds = seconds
         self._earliest_s = earliest_s
         self._transfer = transfer
-        self._rank_of = {action: rank for rank, order in orders.items() for action in order}
-        self._needs = {action: set(needs(action)) for action in self._rank_of}
-        self._wanted: dict[Action, list[Action]] = {}
-        for action, earlier in self._needs.items():
+        self._actions = [action for order in orders.values() for action in order]
+        number = {action: n for n, action in enumerate(self._actions)}
+        # By rank, the number of the next action, and the number behind the last.
+        ends = list(accumulate(map(len, orders.values()), initial=0))
+        self._next, self._ends = ends[:-1], ends[1:]
+        self._rank_of = [rank for rank, order in enumerate(orders.values()) for _ in order]
+        self._needs = [{number[one] for one in needs(action)} for action in self._actions]
+        self._wanted: list[list[int]] = [[] for _ in self._actions]
+        for n, earlier in enumerate(self._needs):
             for one in earlier:
-                self._wanted.setdefault(one, []).append(action)
+                self._wanted[one].append(n)
         self._begin: dict[Action, float] = {}
         self._end: dict[Action, float] = {}
         self._sent: dict[tuple[Action, Action], tuple[float, float]] = {}
         self._busy: dict[Hashable, float] = {}  # links, until when
-        self._at = dict.fromkeys(orders, 0)
-        self._running: set[int] = set()
-        self._events: list[tuple[float, int, Action, Action | None]] = []
+        self._running = [False] * len(orders)
+        # Time, place among equal times, action, and the action told (-1: it ended).
+        self._events: list[tuple[float, int, int, int]] = []
         self._pushed = 0
 
     def run(self) -> ActionTimes:
-        for rank in self._orders:
+        for rank in range(len(self._next)):
             self._start(rank, 0.0)
-        while self._events:
-            now, _, action, there = heapq.heappop(self._events)
-            if there is None:
+        events, needs, rank_of = self._events, self._needs, self._rank_of
+        while events:
+            now, _, action, there = heapq.heappop(events)
+            if there < 0:
                 self._ended(action, now)
             else:
-                self._needs[there].discard(action)
-                self._start(self._rank_of[there], now)
-        for rank, order in self._orders.items():
-            if self._at[rank] < len(order):
-                missing = min(self._needs[order[self._at[rank]]])
-                raise ValueError(f"rank {rank} waits for {missing}, which never comes")
+                needs[there].discard(action)
+                self._start(rank_of[there], now)
+        for at, end in zip(self._next, self._ends):
+            if at < end:
+                missing = min(self._actions[n] for n in needs[at])
+                raise ValueError(f"{self._actions[at]} waits for {missing}, which never comes")
         return ActionTimes(self._begin, self._end, self._sent)
 
     def _start(self, rank: int, now: float) -> None:
         """Start the rank's next action if all prerequisites are done."""
-        order, at = self._orders[rank], self._at[rank]
-        if rank in self._running or at == len(order) or self._needs[order[at]]:
+        at = self._next[rank]
+        if self._running[rank] or at == self._ends[rank] or self._needs[at]:
             return
-        self._running.add(rank)
-        action = order[at]
+        self._running[rank] = True
+        action = self._actions[at]
         self._begin[action] = now
-        self._push(max(now + self._seconds(action), self._earliest_s(action)), action, None)
+        self._push(max(now + self._seconds(action), self._earliest_s(action)), at, -1)
 
-    def _ended(self, action: Action, now: float) -> None:
-        rank = self._rank_of[action]
+    def _ended(self, number: int, now: float) -> None:
+        rank, action = self._rank_of[number], self._actions[number]
         self._end[action] = now
-        self._running.discard(rank)
-        self._at[rank] += 1
-        for other in self._wanted.get(action, ()):
+        self._running[rank] = False
+        self._next[rank] += 1
+        for there in self._wanted[number]:
+            if self._rank_of[there] == rank:  # nothing is sent
+                self._push(now, number, there)
+                continue
+            other, begin = self._actions[there], now
             sent = self._transfer(action, other)
-            begin = now
             if sent.over is not None:
                 begin = max(now, self._busy.get(sent.over, 0.0))
                 self._busy[sent.over] = begin + sent.seconds
-            if self._rank_of[other] != rank:
-                self._sent[action, other] = begin, begin + sent.seconds
-            self._push(begin + sent.seconds, action, other)
+            self._sent[action, other] = begin, begin + sent.seconds
+            self._push(begin + sent.seconds, number, there)
         self._start(rank, now)
 
-    def _push(self, time: float, action: Action, there: Action | None) -> None:
+    def _push(self, time: float, action: int, there: int) -> None:
         self._pushed += 1  # simultaneous events keep their order of insertion
         heapq.heappush(self._events, (time, self._pushed, action, there))
 

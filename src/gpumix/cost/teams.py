@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+from gpumix.cost.identity import ByIdentity
 from gpumix.cost.layout.curves import interpolate_bytes
 from gpumix.cost.mixed_degrees import MixedDegreeProfile, RankModelProfile, extract_undivided_model
 from gpumix.cost.network.link_times import compute_tensor_parallel_s
@@ -48,25 +49,12 @@ def make_group_profile(
     """
     if degree == 1:
         return profile
-    return _in_team(_ProfileByIdentity(profile), degree, sequence=sequence, in_stages=in_stages)
-
-
-class _ProfileByIdentity:
-    """Profile compared by identity: comparing its contents takes long."""
-
-    def __init__(self, profile: Profile) -> None:
-        self.profile = profile
-
-    def __hash__(self) -> int:
-        return id(self.profile)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ProfileByIdentity) and other.profile is self.profile
+    return _in_team(ByIdentity(profile), degree, sequence=sequence, in_stages=in_stages)
 
 
 @lru_cache(maxsize=64)  # a search asks for the same few teams, thousands of times
-def _in_team(of: _ProfileByIdentity, degree: int, *, sequence: bool, in_stages: bool) -> Profile:
-    profile = of.profile
+def _in_team(of: ByIdentity[Profile], degree: int, *, sequence: bool, in_stages: bool) -> Profile:
+    profile = of.value
     team = get_group_measurements(profile, degree, sequence=sequence)
     cluster, network = profile.cluster, profile.network
     if len({device.host for device in cluster.devices}) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -27,7 +27,8 @@ DEVICES_PER_ADDED_DEVICE = (
 class ClassWorths:
     """The worth of classes to a cluster with the optimal plan `best`.
 
-    With many devices or classes, plans with the ZeRO stage and the sharding of the best are tried
+    `alone` returns the optimal plan of one stage on a class alone, if it was found before. With
+    many devices or classes, plans with the ZeRO stage and the sharding of the best are tried
     first; all others only if none of these fits.
     """
 
@@ -35,6 +36,7 @@ class ClassWorths:
     request: PlanRequest
     best: Plan
     paces: TimeBounds
+    alone: Callable[[str], Plan | None] | None = None
 
     def all(self) -> tuple[ClassWorth, ...]:
         """Return the worth of each class, by name."""
@@ -72,6 +74,10 @@ class ClassWorths:
             return None
         if all(worker.device_class != name for worker in self.best.workers):
             return 0.0
+        others = {d.device_class for d in self._devices} - {name}
+        if len(others) == 1 and self.alone is not None:
+            found = self.alone(others.pop())
+            return None if found is None else get_prediction(found).step_s / self._step_s - 1.0
         for space in dict.fromkeys((self._first_space, self.request.space)):
             request = self.request.model_copy(update={"devices": rest, "space": space})
             without_s = least_step_s(self.profile, request, self.paces)

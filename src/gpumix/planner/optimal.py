@@ -4,7 +4,7 @@ of teams."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 
 from gpumix.planner.baselines.best_subset import iterate_class_requests, plan_best_subset
 from gpumix.planner.common.strategy import (
@@ -17,7 +17,8 @@ from gpumix.planner.common.strategy import (
 from gpumix.planner.data_parallel.class_options import TimeBounds
 from gpumix.planner.data_parallel.search import plan_one_stage_below
 from gpumix.planner.data_parallel.why_nothing_fits import make_no_fit_error
-from gpumix.planner.pipeline_parallel.search import plan_staged_below
+from gpumix.planner.pipeline_parallel.device_order import cell_of
+from gpumix.planner.pipeline_parallel.staged_plans import plan_staged_below
 from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
     Searched,
     ideal_step_s,
@@ -31,6 +32,7 @@ from gpumix.schema.profile.profile import Profile
 FEW_DEVICES = 64  # beyond, finishing each plan takes long
 # Most that the last touches may gain: a plan slower by this factor may still win.
 MAX_REFINE_FACTOR, MAX_REFINE_FACTOR_MANY = 1.1, 1.02
+MOST_LEFT_OUT_OF = 8  # devices, up to which one is left out of stages
 
 
 def plan_fastest(profile: Profile, request: PlanRequest) -> Plan:
@@ -82,6 +84,8 @@ class FastestPlans:
             best.try_search(self._search_one_stage)
         if space.most_stages != 1:
             best.try_search(self._search_staged)
+            if space.leave_out:
+                self._leave_out_of_stages(best)
         if space.leave_out and len(self.of_classes) > 1:
             for one in self.of_classes.values():
                 if ideal_step_s(one.profile, one.request) < best.below_s:
@@ -96,6 +100,21 @@ class FastestPlans:
 
     def _search_staged(self, below_s: float) -> Searched:
         return plan_staged_below(self.profile, self.request, below_s)
+
+    def _leave_out_of_stages(self, best: _BestPlan) -> None:
+        """Search stages of few devices without one of them, and go on from each faster plan."""
+        request: PlanRequest | None = self.request
+        while request is not None:
+            devices, request = ranked_devices(self.profile, request), None
+            if not 2 < len(devices) <= MOST_LEFT_OUT_OF:
+                return
+            for device in {cell_of(device): device for device in devices}.values():
+                kept = tuple(other.id for other in devices if other is not device)
+                fewer = self.request.model_copy(update={"devices": kept})
+                before = best.plan
+                best.try_search(partial(plan_staged_below, self.profile, fewer))
+                if best.plan is not before:
+                    request = fewer
 
     def _search_one_stage(self, _: float) -> Searched:
         space = self.request.space.model_copy(update={"most_stages": 1})

@@ -25,8 +25,8 @@ from gpumix.planner.common.strategy import (
 from gpumix.planner.data_parallel.input_bound import account_for_input, slow_down_to_input
 from gpumix.planner.data_parallel.search import least_step_s
 from gpumix.planner.optimal import FastestPlans, plan_fastest
-from gpumix.planner.pipeline_parallel.search import plan_staged
 from gpumix.planner.pipeline_parallel.stage_modes import measured_teams, teams_of_space
+from gpumix.planner.pipeline_parallel.staged_plans import plan_staged
 from gpumix.planner.undivided import plan_undivided
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.cluster.network import Link
@@ -142,7 +142,9 @@ def plan(
         in_no_team=few,
         dtypes=_dtypes(profile, chosen),
         binds=find_bottlenecks(profile, chosen),
-        worth=ClassWorths(profile, request, best, searched.paces).all()
+        worth=ClassWorths(
+            profile, request, best, searched.paces, lambda name: searched.of_classes[name].alone
+        ).all()
         if best is not None
         and len(chosen.stages) == 1
         and not (chosen.in_teams or slow_hosts)  # else the search's times are not the plan's

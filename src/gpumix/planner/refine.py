@@ -2,19 +2,26 @@
 
 The cost model judges each touch, and only a touch that fits and does not lengthen the step is kept:
 
-1. Of plans within one part in a thousand of the fastest, the lowest ZeRO stage wins: it has fewer
-   collectives, so less depends on the model of their time.
+1. Of plans for the same devices within one part in a thousand of the fastest, the lowest ZeRO stage
+   wins: it has fewer collectives, so less depends on the model of their time.
 2. Units are joined: fewer and larger collectives, at more memory for each.
 3. Workers that recompute keep as many graphs as fit into the memory left.
 """
 
 from __future__ import annotations
 
+from functools import cache, partial
+
 import numpy as np
 
 from gpumix.cost.layout.curves import IntArray, MicroBatches
 from gpumix.cost.peak_memory import Activations
-from gpumix.cost.predict import compute_plan_collectives, predict, predict_step_seconds
+from gpumix.cost.predict import (
+    compute_plan_collectives,
+    predict,
+    predict_joined_seconds,
+    predict_step_seconds,
+)
 from gpumix.cost.step_time import can_predict_mode, pass_seconds
 from gpumix.planner.common.strategy import (
     PlanRequest,
@@ -42,18 +49,35 @@ def refine_plan(
     below_s: float = float("inf"),
 ) -> Plan:
     """Apply the last touches, keeping the bound. A lower ZeRO stage, which shortens no step, is
-    tried only if the rest gets below `below_s`."""
-    touched = _join_and_keep_graphs(profile, request, plan)
+    tried only if the rest gets below `below_s`; if nothing can, the plan is returned as it is."""
+    if _least_seconds(profile, plan) >= below_s:
+        return plan
+    touched = _join_and_keep_graphs(profile, request, plan, below_s)
     if get_prediction(touched).step_s >= below_s:
         return touched
     lower = _lower_zero_stage(profile, request, plan, paces)
     return touched if lower is plan else _join_and_keep_graphs(profile, request, lower)
 
 
-def _join_and_keep_graphs(profile: Profile, request: PlanRequest, plan: Plan) -> Plan:
+def _least_seconds(profile: Profile, plan: Plan) -> float:
+    """Return seconds that touches cannot get below: joined units hide collectives at most, and a
+    kept graph saves a forward pass."""
+    expected = get_prediction(plan)
+    may_keep = cache(partial(_may_keep, profile))
+    saved = (
+        one.forward_s
+        for worker, one in zip(plan.workers, expected.workers)
+        if worker.samples and may_keep(worker.device_class, worker.mode)
+    )
+    return expected.step_s - expected.exposed_communication_s - max(saved, default=0.0)
+
+
+def _join_and_keep_graphs(
+    profile: Profile, request: PlanRequest, plan: Plan, below_s: float = float("inf")
+) -> Plan:
     plan = _join_units(profile, plan)
     if set(request.space.recompute) == {True, False}:
-        plan = _keep_graphs(profile, plan)
+        plan = _keep_graphs(profile, plan, below_s)
     return plan
 
 
@@ -62,10 +86,11 @@ def _lower_zero_stage(
 ) -> Plan:
     below_s = get_prediction(plan).step_s * (1.0 + EQUAL_SPEED_FRACTION)
     places = tuple({worker.state_on for worker in plan.workers})
+    devices = tuple(worker.device for worker in plan.workers)
     for zero_stage in sorted(z for z in set(request.space.zero_stages) if z < plan.zero_stage):
-        update = {"zero_stages": (zero_stage,), "state_on": places}
+        update = {"zero_stages": (zero_stage,), "state_on": places, "leave_out": False}
         space = request.space.model_copy(update=update)
-        lower = request.model_copy(update={"space": space})
+        lower = request.model_copy(update={"space": space, "devices": devices})
         found = plan_one_stage_below(profile, lower, paces, below_s)
         if found is not None and get_prediction(found).step_s <= below_s:
             return attach_bound(found, get_prediction(plan).bound_s)
@@ -74,40 +99,42 @@ def _lower_zero_stage(
 
 def _join_units(profile: Profile, plan: Plan) -> Plan:
     """Join as many units in a row as make the step shortest."""
-    if len(plan.workers) == 1:
+    if not get_prediction(plan).exposed_communication_s:
         return plan
     stage, units = plan.stages[0], len(set(plan.stages[0].units))
-    every = [
-        plan.model_copy(update={"stages": (stage.model_copy(update={"joined": joined}),)})
-        for joined in UNITS_PER_BUCKET
-        if joined < 2 * units
-    ]
-    seconds = [predict_step_seconds(profile, one) for one in every]
-    for number in sorted(range(len(every)), key=lambda n: seconds[n]):
+    numbers = [number for number in UNITS_PER_BUCKET if number < 2 * units]
+    seconds = dict(zip(numbers, predict_joined_seconds(profile, plan, numbers)))
+    for number in sorted(numbers, key=lambda n: seconds[n]):
         if not seconds[number] < get_prediction(plan).step_s * (1.0 - MIN_RELATIVE_GAIN):
             break
-        found = _with_stage(profile, plan, every[number].stages[0])
+        found = _with_stage(profile, plan, stage.model_copy(update={"joined": number}))
         if is_within_memory(get_prediction(found).workers):
             return found
     return plan
 
 
-def _keep_graphs(profile: Profile, plan: Plan) -> Plan:
-    """Keep as many graphs on each worker as fit and make the worker faster."""
+def _keep_graphs(profile: Profile, plan: Plan, below_s: float) -> Plan:
+    """Keep as many graphs on each worker as fit and make the worker faster, if faster than
+    `below_s` then."""
     alike: dict[tuple[str, int, int, Mode], list[int]] = {}
+    may_keep = cache(partial(_may_keep, profile))
     for rank, w in enumerate(plan.workers):
-        if _may_keep(profile, w):
+        if w.samples and may_keep(w.device_class, w.mode):
             alike.setdefault((w.device_class, w.samples, w.micro_batch, w.mode), []).append(rank)
-    workers = list(plan.workers)
+    workers, any_kept = list(plan.workers), False
     for ranks in alike.values():
         of_ranks = [get_prediction(plan).workers[rank] for rank in ranks]
         room = min(of.memory_limit_bytes - of.peak_bytes for of in of_ranks)
         kept = _most_graphs(profile, plan, workers[ranks[0]], room)
-        for rank in ranks:
+        for rank in ranks if kept != workers[ranks[0]].kept_graphs else ():
             workers[rank] = workers[rank].model_copy(update={"kept_graphs": kept})
-    if workers == list(plan.workers):
+            any_kept = True
+    if not any_kept:
         return plan
     stage = plan.stages[0].model_copy(update={"workers": tuple(workers)})
+    changed = plan.model_copy(update={"stages": (stage,), "prediction": None})
+    if predict_step_seconds(profile, changed) >= below_s:
+        return plan
     found = _with_stage(profile, plan, stage)
     return (
         found
@@ -116,13 +143,10 @@ def _keep_graphs(profile: Profile, plan: Plan) -> Plan:
     )
 
 
-def _may_keep(profile: Profile, worker: Worker) -> bool:
-    mode = worker.mode  # running one micro-batch at a time has a mode keeping all graphs
-    if not worker.samples or mode != Mode(head=mode.head):
+def _may_keep(profile: Profile, device_class: str, mode: Mode) -> bool:
+    if mode != Mode(head=mode.head):  # one micro-batch at a time has a mode keeping all graphs
         return False
-    return can_predict_mode(
-        profile, worker.device_class, mode.model_copy(update={"recompute": False})
-    )
+    return can_predict_mode(profile, device_class, mode.model_copy(update={"recompute": False}))
 
 
 def _most_graphs(profile: Profile, plan: Plan, worker: Worker, room: int) -> int:

@@ -13,12 +13,14 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 from typing import Literal, Protocol
 
+from gpumix.cost.identity import ByIdentity
 from gpumix.cost.layout.curves import interpolate_one_seconds
 from gpumix.cost.schedule import NO_TRANSFER, Transfer
-from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.cluster.link_islands import (
     Near,
     count_largest_island,
@@ -297,8 +299,8 @@ def compute_tensor_parallel_s(
             return interpolate_one_seconds(times.times, whole)
     if operation != "all_reduce":
         return compute_tensor_parallel_s(profile, "all_reduce", name, degree, whole) / 2
-    islands = {d.island for d in profile.cluster.devices if d.device_class == name}
-    among: Near = "inside" if "" in islands else "island"
+    in_islands = _is_in_islands(ByIdentity(profile.cluster), name)
+    among: Near = "island" if in_islands else "inside"
     wire, forms = (
         build_subset_link_model(profile, [("", name)] * degree, among),
         select_collective_forms(profile),
@@ -307,6 +309,12 @@ def compute_tensor_parallel_s(
         return 0.0
     reduced = wire.seconds("reduce", forms.reduce, "all", size)
     return reduced + wire.seconds("gather", forms.gather, "all", size)
+
+
+@lru_cache(maxsize=64)
+def _is_in_islands(of: ByIdentity[Cluster], name: str) -> bool:
+    """Return True if all devices of a class are in islands."""
+    return all(device.island for device in of.value.devices if device.device_class == name)
 
 
 class Messages:
@@ -400,10 +408,15 @@ def _list_pairs_across_hosts(
     return alike + unlike
 
 
+@lru_cache(maxsize=4096)
+def _find_link(of: ByIdentity[Network], where: Where, one: str, other: str) -> Link | None:
+    return of.value.of(where, one, other)
+
+
 def _slowest(network: Network, where: Where, pairs: list[tuple[str, str]]) -> Link:
-    links = []
+    links, known = [], ByIdentity(network)
     for one, other in pairs:
-        link = network.of(where, one, other)
+        link = _find_link(known, where, one, other)
         if link is None:
             where = "inside" if where in ("island", "inside") else "between"
             place = "inside hosts" if where == "inside" else "between hosts"

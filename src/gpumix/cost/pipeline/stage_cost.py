@@ -6,7 +6,7 @@ applies. `cost.pipeline.staged_step` combines a rank's passes into a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -35,8 +35,10 @@ from gpumix.cost.teams import StageLeaders
 from gpumix.schema.cluster.link_islands import Near
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.plan import Plan
-from gpumix.schema.plan.stage import DTYPE_BYTES, Mode, Worker
+from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype, Mode, Worker
 from gpumix.schema.profile.profile import ROOT, ModelProfile
+
+NO_SAMPLES = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -108,33 +110,41 @@ class StageCost:
         sizes = {p.name: p.trainable for p in whole.model.root.parameters}
         self._looked_up = max((sizes[n] for n in whole.model.needs[0].root), default=0)
         self._looked_up *= number == 0
+        # Workers of a kind are alike: by the number of the first of each kind.
+        kinds: dict[tuple[str, Mode, ComputeDtype], int] = {}
+        self.kind_of = [
+            kinds.setdefault((w.device_class, w.mode, w.compute_dtype), number)
+            for number, w in enumerate(self.workers)
+        ]
         self._passes: dict[tuple[int, int, int], PassSeconds] = {}
         self._held: dict[tuple[int, int, int], PassBytes] = {}
 
     def micro_batches(self, worker: int, batch: int) -> tuple[int, int]:
         """Return a worker's samples in one micro-batch or wave, and the most of them at once."""
-        sizes = self._sizes[worker].get(batch, ())
-        return sum(sizes), max(sizes, default=0)
+        return self.amounts[worker].get(batch, NO_SAMPLES)
 
     @cached_property
-    def _sizes(self) -> list[dict[int, list[int]]]:
-        """Sizes of each worker's micro-batches, by number or by wave."""
+    def amounts(self) -> list[dict[int, tuple[int, int]]]:
+        """Samples, and the most of them at once, of each worker by micro-batch or wave."""
         found: list[dict[int, list[int]]] = [{} for _ in self.workers]
         in_waves = self.plan.in_waves
         stage = self.plan.stages[self.number]
         for number, one in enumerate(stage.micro_batches(self.plan.waves)):
             key = one.wave if in_waves else number
             found[one.worker].setdefault(key, []).append(len(one.rows))
-        return found
+        return [
+            {batch: (sum(sizes), max(sizes)) for batch, sizes in of_worker.items()}
+            for of_worker in found
+        ]
 
     def passes(self, worker: int, batch: int) -> PassSeconds:
         """Return the seconds of a worker's part of a micro-batch or wave."""
         samples, size = self.micro_batches(worker, batch)
-        key = (worker, samples, size)
-        if key not in self._passes:
-            one = self.workers[worker]
-            self._passes[key] = self._timed(one, samples, size)
-        return self._passes[key]
+        key = (self.kind_of[worker], samples, size)
+        found = self._passes.get(key)
+        if found is None:
+            found = self._passes[key] = self._timed(self.workers[worker], samples, size)
+        return found
 
     def _timed(self, worker: Worker, samples: int, size: int) -> PassSeconds:
         name, mode = worker.device_class, make_layered(worker.mode)
@@ -158,10 +168,11 @@ class StageCost:
     def held(self, worker: int, batch: int) -> PassBytes:
         """Return the bytes of a worker's part of a micro-batch or wave."""
         samples, size = self.micro_batches(worker, batch)
-        key = (worker, samples, size)
-        if key not in self._held:
-            self._held[key] = self._counted(self.workers[worker], samples, size)
-        return self._held[key]
+        key = (self.kind_of[worker], samples, size)
+        found = self._held.get(key)
+        if found is None:
+            found = self._held[key] = self._counted(self.workers[worker], samples, size)
+        return found
 
     def _counted(self, worker: Worker, samples: int, size: int) -> PassBytes:
         model = self.profile.model_of(worker.device_class)
@@ -217,6 +228,11 @@ class StageCost:
             causes["gradients"] += state.received_bytes(dict(own.elements), own.ranks)
             found.append(causes)
         return found
+
+    def make_storage_key(self, worker: int) -> Hashable:
+        """Return a key: equal for workers of a kind storing and updating as much."""
+        one = self.workers[worker]
+        return self.kind_of[worker], one.state_on, one.state_share, self._owned[worker]
 
     def host_bytes(self, worker: int) -> int:
         state = self._state(self.workers[worker])

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
+from gpumix.cost.identity import ByIdentity
 from gpumix.cost.mixed_degrees import MixedDegreeProfile
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
@@ -95,55 +96,73 @@ class StagedModel:
     def _parameters(self) -> dict[str, RootParameter]:
         return {p.name: p for p in self.model.root.parameters}
 
-    def of(self, stage: int, model: ModelProfile | None = None) -> ModelProfile:
-        """Return a stage as a model, in the dtype of `model`."""
-        model = model or self.model
-        calls, last = self.calls(stage), stage == self.count - 1
+    def get_stage_profile(self, profile: Profile, stage: int) -> Profile:
+        """Return a stage as a profile of its own."""
+        calls = self.calls(stage)
         shared = {p.name for one in self.shared for p in one.parameters}
-        alone = [n for n in self.needs[stage].root if n not in shared]
+        alone = tuple(name for name in self.needs[stage].root if name not in shared)
+        last = stage == self.count - 1
+        part = _StageOfModel(calls.start, calls.stop, alone, first=stage == 0, last=last)
+        return _get_profile(ByIdentity(profile), part)
+
+
+@dataclass(frozen=True)
+class _StageOfModel:
+    """Calls [begin, end) as a model, with the root's parameters that are used there `alone`."""
+
+    begin: int
+    end: int
+    alone: tuple[str, ...]
+    first: bool
+    last: bool
+
+    def of(self, model: ModelProfile) -> ModelProfile:
+        """Return the stage as a model, in the dtype of `model`."""
         sizes = {p.name: p for p in model.root.parameters}
+        nothing = None if self.last else _make_zero_curve(model.root.head)
         root = model.root.model_copy(
             update={
-                "trainable": sum(sizes[name].trainable for name in alone),
-                "frozen_bytes": sum(sizes[name].frozen_bytes for name in alone),
+                "trainable": sum(sizes[name].trainable for name in self.alone),
+                "frozen_bytes": sum(sizes[name].frozen_bytes for name in self.alone),
                 "before": EndParameters(),
                 "after": EndParameters(),
-                "parameters": tuple(sizes[name] for name in alone),
-                "backward": None if stage else model.root.backward,
-                "head": model.root.head if last else _make_zero_curve(model.root.head),
-                "chunked_head": model.root.chunked_head
-                if last
-                else _make_zero_curve(model.root.head),
+                "parameters": tuple(sizes[name] for name in self.alone),
+                "backward": model.root.backward if self.first else None,
+                "head": nothing or model.root.head,
+                "chunked_head": nothing or model.root.chunked_head,
             }
         )
+        calls = slice(self.begin, self.end)
         return model.model_copy(
             update={
-                "calls": model.calls[calls.start : calls.stop],
-                "kind_of_call": model.kind_of_call[calls.start : calls.stop],
+                "calls": model.calls[calls],
+                "kind_of_call": model.kind_of_call[calls],
                 "needs": (),
-                "waiting": model.waiting[calls.start : calls.stop],
+                "waiting": model.waiting[calls],
                 "root": root,
             }
         )
 
-    def get_stage_profile(self, profile: Profile, stage: int) -> Profile:
-        """Return a stage as a profile of its own."""
-        first, last = stage == 0, stage == self.count - 1
+    def profile(self, profile: Profile) -> Profile:
+        """Return the stage as a profile."""
         update: dict[str, Any] = {
-            "model": self.of(stage, profile.model),
-            "other_models": tuple(self.of(stage, other) for other in profile.other_models),
+            "model": self.of(profile.model),
+            "other_models": tuple(map(self.of, profile.other_models)),
             "classes": tuple(
-                _restrict_root_times(c, first=first, last=last) for c in profile.classes
+                _restrict_root_times(c, first=self.first, last=self.last) for c in profile.classes
             ),
         }
         if isinstance(profile, MixedDegreeProfile):
             update["models"] = {
-                name: self.of(stage, model).model_copy(
-                    update={"undivided": self.of(stage, model.undivided)}
-                )
+                name: self.of(model).model_copy(update={"undivided": self.of(model.undivided)})
                 for name, model in profile.models.items()
             }
         return profile.model_copy(update=update)
+
+
+@lru_cache(maxsize=256)  # candidates of a search have the same few stages
+def _get_profile(of: ByIdentity[Profile], part: _StageOfModel) -> Profile:
+    return part.profile(of.value)
 
 
 def cut_into_stages(model: ModelProfile, units: Sequence[tuple[str, ...]]) -> StagedModel:

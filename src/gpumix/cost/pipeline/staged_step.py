@@ -107,7 +107,9 @@ class StagedStep:
         ]
         self._messages = Messages(profile, moved)
         self._sizes: dict[tuple[int, int, int], int] = {}
-        self._totals: dict[tuple[int, int], dict[tuple[int, int], dict[tuple[int, int], int]]] = {}
+        self._totals: dict[
+            tuple[int, int], dict[tuple[int, int], tuple[tuple[int, int, int], ...]]
+        ] = {}
         self._transfers: dict[Hashable, Transfer] = {}
         self._seconds: dict[Hashable, float] = {}
         self._amounts: dict[tuple[int, int], Hashable] = {}
@@ -199,25 +201,24 @@ class StagedStep:
 
     def action_s(self, action: Action) -> float:
         """Return the seconds of an action, on the slowest of the workers running it together."""
-        key = (
-            action.kind,
-            action.stage,
-            self._make_work_key(action),
-            action in self._first_forwards,
-        )
-        if key not in self._seconds:
-            self._seconds[key] = self._timed_action(action)
-        return self._seconds[key]
+        amounts = self._make_work_key(action)
+        key = (action.kind, action.stage, amounts, action in self._first_forwards)
+        found = self._seconds.get(key)
+        if found is None:
+            found = self._seconds[key] = self._timed_action(action)
+        return found
 
     def _make_work_key(self, action: Action) -> Hashable:
         """Return a key: equal for actions of a stage with equal samples on equal workers."""
         key = (action.stage, action.batch)
-        if key not in self._amounts:
-            micro_batches = self.stages[action.stage].micro_batches
-            self._amounts[key] = tuple(
-                (worker, micro_batches(worker, action.batch)) for worker in self._together(action)
+        found = self._amounts.get(key)
+        if found is None:
+            cost = self.stages[action.stage]
+            found = self._amounts[key] = frozenset(
+                (cost.kind_of[n], cost.micro_batches(n, action.batch))
+                for n in self._together(action)
             )
-        return self._amounts[key]
+        return found
 
     @cached_property
     def _first_forwards(self) -> set[Action | None]:
@@ -265,9 +266,11 @@ class StagedStep:
 
     def _told_s(self, action: Action, worker: int) -> float:
         """Return the seconds of a tensor-parallel group's collectives at the ends of its stage."""
-        cost = self.stages[action.stage]
-        samples = cost.micro_batches(worker, action.batch)[0]
-        one = self._whole.stages[action.stage].leaders[worker]
+        stage = self._whole.stages[action.stage]
+        if not stage.sequence:
+            return 0.0
+        samples = self.stages[action.stage].micro_batches(worker, action.batch)[0]
+        one = stage.leaders[worker]
         ends = end_seconds(self.profile, self._whole, action.stage, one, samples)
         return {"forward": ends[0], "backward": ends[1], "weights": 0.0}[action.kind]
 
@@ -320,11 +323,11 @@ class StagedStep:
         each rank of a tensor-parallel group receives its own."""
         if action.stage == other.stage:
             return NO_TRANSFER
-        pairs = tuple((g.device, t.device, n) for g, t, n in self._pairs(action, other))
-        key = (action.stage, other.stage, action.kind, pairs)
-        if key not in self._transfers:
-            self._transfers[key] = self._timed_transfer(action, other)
-        return self._transfers[key]
+        key = (action.stage, other.stage, action.kind, self._pairs(action, other))
+        found = self._transfers.get(key)
+        if found is None:
+            found = self._transfers[key] = self._timed_transfer(action, other)
+        return found
 
     def _timed_transfer(self, action: Action, other: Action) -> Transfer:
         over: dict[Hashable, float] = {}
@@ -345,9 +348,10 @@ class StagedStep:
         """Yield sender, receiver and bytes of messages between two actions; of groups, first
         ranks."""
         takes = self._taken[max(action.stage, other.stage), action.kind != "forward"]
+        one, two = (self.plan.stages[a.stage].workers for a in (action, other))
         for giver, taker, samples in self._pairs(action, other):
             size = sum(self.taken_bytes(taken, samples) for taken in takes)
-            yield giver, taker, size
+            yield one[giver], two[taker], size
 
     @cached_property
     def _parts(self) -> list[tuple[StageMicroBatch, ...]]:
@@ -365,17 +369,17 @@ class StagedStep:
             found[stage, True] = tuple(t for t in takes if t.differentiable)
         return found
 
-    def _pairs(self, action: Action, other: Action) -> Iterable[tuple[Worker, Worker, int]]:
-        one, two = (self.plan.stages[a.stage] for a in (action, other))
+    def _pairs(self, action: Action, other: Action) -> tuple[tuple[int, int, int], ...]:
+        """Return giver, taker and samples of messages, workers by their places in the stages."""
         if not self.in_waves:
-            here, there = (self._parts[a.stage][action.batch] for a in (action, other))
-            return [(one.workers[here.worker], two.workers[there.worker], len(here.rows))]
-        totals = self._wave_totals(action.stage, other.stage)[action.batch, other.batch]
-        return [(one.workers[g], two.workers[t], n) for (g, t), n in totals.items()]
+            here = self._parts[action.stage][action.batch]
+            there = self._parts[other.stage][other.batch]
+            return ((here.worker, there.worker, len(here.rows)),)
+        return self._wave_pairs(action.stage, other.stage)[action.batch, other.batch]
 
-    def _wave_totals(
+    def _wave_pairs(
         self, stage: int, other: int
-    ) -> dict[tuple[int, int], dict[tuple[int, int], int]]:
+    ) -> dict[tuple[int, int], tuple[tuple[int, int, int], ...]]:
         """Return the samples passing from each worker to each, by waves of two stages."""
         key = (stage, other)
         if key not in self._totals:
@@ -384,7 +388,10 @@ class StagedStep:
                 totals = found.setdefault((here.wave, there.wave), {})
                 pair = (here.worker, there.worker)
                 totals[pair] = totals.get(pair, 0) + len(here.rows)
-            self._totals[key] = found
+            self._totals[key] = {
+                waves: tuple((giver, taker, n) for (giver, taker), n in totals.items())
+                for waves, totals in found.items()
+            }
         return self._totals[key]
 
     @cached_property
@@ -413,24 +420,41 @@ class StagedStep:
 
     def workers(self) -> Iterator[WorkerPrediction]:
         """Yield the prediction of each rank, in order."""
+        known: dict[Hashable, WorkerPrediction] = {}
         for rank, worker in enumerate(self._workers):
-            passes = {"forward": 0.0, "backward": 0.0, "weights": 0.0}
-            for action in self.order(rank):
-                passes[action.kind] += self._pass_s(action, self.place_of[action.stage, rank])
-            stages = self._stages_of[rank]
-            places = [(self.stages[n], self.place_of[n, rank]) for n in stages]
-            update = sum(cost.update_s(place) for cost, place in places)
-            limit = usable_bytes(self.profile.cluster.class_named(worker.device_class))
-            yield WorkerPrediction.model_construct(
-                device=worker.device,
-                forward_s=passes["forward"],
-                backward_s=passes["backward"] + passes["weights"],
-                optimizer_s=update,
-                busy_s=sum(self._computed(rank)) + update,
-                memory_bytes=self.peak(rank),
-                memory_limit_bytes=limit,
-                host_bytes=sum(cost.host_bytes(place) for cost, place in places),
-            )
+            key = self._make_worker_key(rank)
+            if key not in known:
+                known[key] = self._predict_worker(rank)
+            yield known[key].model_copy(update={"device": worker.device})
+
+    def _make_worker_key(self, rank: int) -> Hashable:
+        """Return a key: equal for ranks storing as much and doing the same in the same order."""
+        stages = self._stages_of[rank]
+        places = {n: self.place_of[n, rank] for n in stages}
+        amounts = {n: self.stages[n].amounts[places[n]] for n in stages}
+        return (
+            tuple((n, self.stages[n].make_storage_key(place)) for n, place in places.items()),
+            tuple(owned.get(rank) for owned in self._owned_of_shared),
+            tuple((a.kind, a.stage, amounts[a.stage].get(a.batch)) for a in self.order(rank)),
+        )
+
+    def _predict_worker(self, rank: int) -> WorkerPrediction:
+        worker, passes = self._workers[rank], {"forward": 0.0, "backward": 0.0, "weights": 0.0}
+        for action in self.order(rank):
+            passes[action.kind] += self._pass_s(action, self.place_of[action.stage, rank])
+        stages = self._stages_of[rank]
+        places = [(self.stages[n], self.place_of[n, rank]) for n in stages]
+        update = sum(cost.update_s(place) for cost, place in places)
+        return WorkerPrediction.model_construct(
+            device=worker.device,
+            forward_s=passes["forward"],
+            backward_s=passes["backward"] + passes["weights"],
+            optimizer_s=update,
+            busy_s=sum(self._computed(rank)) + update,
+            memory_bytes=self.peak(rank),
+            memory_limit_bytes=usable_bytes(self.profile.cluster.class_named(worker.device_class)),
+            host_bytes=sum(cost.host_bytes(place) for cost, place in places),
+        )
 
     def _computed(self, rank: int) -> Iterator[float]:
         """Yield the seconds of a rank's actions, without waiting for workers of the stage."""
@@ -463,31 +487,41 @@ class StagedStep:
         """Return a rank's bytes for root parameters used by several stages."""
         worker, found = self._workers[rank], {"state": 0, "replicas": 0}
         zero_stage = min(self.plan.zero_stage, 1)
-        rank = self._whole_rank[worker.device]
-        for shared in self.cut.shared:
-            shares = self._whole.shares_among(shared.stages)
-            if rank not in shares:
+        for shared, owned in zip(self.cut.shared, self._owned_of_shared):
+            if rank not in owned:
                 continue
-            ranks = tuple(shares)
+            ranks, own = owned[rank]
             state = StateModel(
                 self.profile,
                 self.stages[0].links,
-                len(ranks),
+                ranks,
                 zero_stage,
                 self.profile.model_of(worker.device_class),
                 worker.state_on,
             )
             numel = shared.trainable
-            own = compute_shard_sizes(numel, tuple(shares.values()))[ranks.index(rank)]
             own = numel if zero_stage == 0 else own
             width = DTYPE_BYTES[worker.compute_dtype]
             found["state"] += int(own * state.sharded_per_element)
             frozen = shared.frozen_bytes(self.profile.model_in(worker.compute_dtype))
             found["replicas"] += align_size(numel * width) + align_size(frozen)
             found["replicas"] += align_size(numel * GRADIENT_BYTES)
-            if zero_stage and len(ranks) > 1:  # receive buffer, to be summed
-                found["replicas"] += len(ranks) * own * MASTER_BYTES
+            if zero_stage and ranks > 1:  # receive buffer, to be summed
+                found["replicas"] += ranks * own * MASTER_BYTES
         return found
+
+    @cached_property
+    def _owned_of_shared(self) -> list[dict[int, tuple[int, int]]]:
+        """The number of ranks dividing shared root parameters, and elements, by leaders' rank."""
+        every = []
+        rank_of = {worker.device: rank for rank, worker in enumerate(self._workers)}
+        whole = [rank_of.get(worker.device) for worker in self._whole.workers]
+        for shared in self.cut.shared:
+            shares = self._whole.shares_among(shared.stages)
+            sizes = compute_shard_sizes(shared.trainable, tuple(shares.values()))
+            found = {whole[rank]: (len(shares), own) for rank, own in zip(shares, sizes)}
+            every.append({rank: own for rank, own in found.items() if rank is not None})
+        return every
 
     @cached_property
     def _team_size(self) -> dict[str, int]:
@@ -497,11 +531,6 @@ class StagedStep:
             for stage in self._whole.stages
             for leader in stage.leaders
         }
-
-    @cached_property
-    def _whole_rank(self) -> dict[str, int]:
-        """Rank by device in the whole plan, not only of leaders."""
-        return {worker.device: rank for rank, worker in enumerate(self._whole.workers)}
 
     def _find_activation_peak(self, rank: int) -> dict[str, int]:
         """Return the samples' memory at the peak."""

@@ -5,8 +5,8 @@ whichever is slower. The architecture's kernels limit the part reached, and so d
 boards: FLOPs per watt are similar for all cards of an architecture. The constants are round
 figures, set by hand near the layer timings published by Cephalo (arXiv 2411.01075, twelve cards
 from Pascal to Hopper; `benchmarks/planner_estimate.py` reports their error for seven of the cards,
-and for cards and models not used to set them). Constants of all other architectures are
-assumptions, and marked.
+and for cards and models not used to set them), those of A100s near published training runs.
+Constants of all other architectures are assumptions, and marked.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class PeakFraction:
 MATRIX_FRACTIONS = {
     "7.0": PeakFraction(0.57),
     "7.5": PeakFraction(0.5, 0.28),
-    "8.0": PeakFraction(0.6, 0.39),
+    # By published training runs on A100 SXM; PCIe boards are assumed to do more per watt.
+    "8.0": PeakFraction(0.68, 0.75),
     "8.6": PeakFraction(0.74, 0.28),
     "8.9": PeakFraction(0.72, 0.52),
     "9.0": PeakFraction(0.6, 0.73),

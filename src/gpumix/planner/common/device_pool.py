@@ -133,6 +133,11 @@ class Fleet:
     def link_model(self) -> LinkModel:
         return CachedLinkModel(build_link_model(self.profile, self.on_host))
 
+    @property
+    def has_stated_links(self) -> bool:
+        """True if fewer devices may be linked better: measured links are of all devices only."""
+        return self.profile.cluster.network is not None and not self.profile.network
+
     @cached_property
     def whole(self) -> tuple[Pool, ...]:
         """All devices as one pool."""
@@ -162,10 +167,9 @@ def _first(devices: Iterable[Device], wanted: Mapping[str, int]) -> Iterator[Dev
 
 
 def iterate_smaller_fleets(fleet: Fleet) -> tuple[Iterator[Fleet], bool]:
-    """Return fleets with some devices left out, and True if no further fleets exist. Empty where
-    links were measured, since measurements are of all devices only."""
+    """Return fleets with some devices left out, and True if no further fleets exist."""
     on_host = fleet.on_host
-    if fleet.profile.cluster.network is None or fleet.profile.network:
+    if not fleet.has_stated_links:
         return iter(()), True
     every = _count_subsets(on_host) <= MOST_FLEETS
     some = _list_all_subsets(on_host) if every else _iterate_coarse_subsets(on_host)
@@ -201,7 +205,7 @@ def _iterate_coarse_subsets(on_host: OnHosts) -> Iterator[OnHosts]:
     names = sorted({name for counts in on_host.values() for name in counts})
     for size in _sizes(names):
         for some in combinations(names, size):
-            yield _of_classes(on_host, frozenset(some))
+            yield select_classes(on_host, frozenset(some))
     kinds = list(group_equal_hosts(on_host).values())
     for hosts in kinds:
         for exponent in range(len(hosts).bit_length()):
@@ -213,7 +217,7 @@ def _iterate_coarse_subsets(on_host: OnHosts) -> Iterator[OnHosts]:
             yield {host: on_host[host] for host in on_host if host in left}
 
 
-def _of_classes(on_host: OnHosts, classes: frozenset[str]) -> OnHosts:
+def select_classes(on_host: OnHosts, classes: frozenset[str]) -> OnHosts:
     """Keep only the devices of `classes`."""
     counts = {
         host: {name: n for name, n in of_host.items() if name in classes}

@@ -6,7 +6,7 @@ state is divided within *pools*: all devices, or the devices of each host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -184,6 +184,27 @@ def make_setting(
     fleet = Fleet.of(profile, devices)
     layout = _layout(fleet, zero_stage, "all", select_collective_forms(profile), cap)
     return _setting(fleet, layout, cap, fleet.measured(modes))
+
+
+def relax_collectives(settings: Sequence[ShardingSetting]) -> ShardingSetting:
+    """Return a setting in which no plan takes longer, or more memory, than in any of `settings`,
+    which differ in their collectives only: with the fastest of all, and the widest cut."""
+    one, every = settings[0], [setting.links for setting in settings]
+
+    def fastest(of: Callable[[CollectiveSeconds], Mapping[str, float]]) -> dict[str, float]:
+        return {name: min(of(links)[name] for links in every) for name in of(every[0])}
+
+    links = replace(
+        one.links,
+        gather_s=fastest(lambda links: links.gather_s),
+        regather_s=fastest(lambda links: links.regather_s),
+        reduce_s=fastest(lambda links: links.reduce_s),
+        all_to_all=frozenset(),
+        padding_bytes=0,
+        copied_rows=min(links.copied_rows for links in every),
+    )
+    memory = replace(one.memory, links=links)
+    return replace(one, cap=max(s.cap for s in settings), links=links, memory=memory)
 
 
 def _setting(

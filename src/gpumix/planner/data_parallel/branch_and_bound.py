@@ -50,10 +50,14 @@ class SampleLimits:
 
 
 def find_fastest_choice(
-    pools: Sequence[PoolOptions], batch: int, gap: float = EXACT_GAP
+    pools: Sequence[PoolOptions],
+    batch: int,
+    gap: float = EXACT_GAP,
+    most_s: float = float("inf"),
 ) -> SampleLimits | None:
-    """Return the choice with the least sum of limits, within `gap`; None if memory allows none."""
-    return _Search(pools, batch, gap).run()
+    """Return the choice with the least sum of limits, within `gap`; None if memory allows none of
+    at most `most_s`."""
+    return _Search(pools, batch, gap, most_s * (1.0 + TOLERANCE)).run()
 
 
 def find_fill_level(most: FloatArray, speed: FloatArray, count: FloatArray | None = None) -> float:
@@ -82,8 +86,9 @@ def find_fill_level(most: FloatArray, speed: FloatArray, count: FloatArray | Non
 class _Search:
     """A search: the possible values of both limits, and the best choice so far."""
 
-    def __init__(self, pools: Sequence[PoolOptions], batch: int, gap: float) -> None:
+    def __init__(self, pools: Sequence[PoolOptions], batch: int, gap: float, most_s: float) -> None:
         self.pools = pools
+        self.most_s = most_s
         self.batch = batch
         self.gap = gap
         options = {m.options.name: m.options for pool in pools for m in pool.members}.values()
@@ -114,6 +119,8 @@ class _Search:
                 continue
             for half in self._halves(f0, f1, b0, b1):
                 heapq.heappush(boxes, half)
+        if self.best.limits.total_s > self.most_s and self.undecided_s == float("inf"):
+            return None
         # Dropped boxes could not beat the target, which only fell since.
         bound = min(self.undecided_s, self._target())
         return SampleLimits(self.best.samples, self.best.limits, bound)
@@ -206,7 +213,7 @@ class _Search:
 
     def _target(self) -> float:
         """Return the most seconds of a choice better than the best."""
-        return self.best.limits.total_s * (1.0 - self.gap)
+        return min(self.most_s, self.best.limits.total_s * (1.0 - self.gap))
 
     def _least_update(self) -> float:
         """Return a lower bound of the update: all memory free without samples is for state."""

@@ -243,34 +243,72 @@ class _Table:
     capacity: FloatArray
 
 
-def tabulate(setting: ShardingSetting, name: str, grid: Grid, within_s: float) -> ClassOptions:
+@dataclass(frozen=True)
+class OptionTable:
+    """All options of a class: samples by row, micro-batch sizes of all modes by column.
+
+    Attributes:
+        valid: a mask of the options with room, in time, and unlike all others.
+    """
+
+    name: str
+    optimizer_s: float
+    modes: tuple[Mode, ...]
+    grid: Grid
+    forward_s: FloatArray
+    backward_s: FloatArray
+    work_s: FloatArray
+    capacity: FloatArray
+    valid: npt.NDArray[np.bool_]
+
+    def list_options(self, *, thinned: bool) -> ClassOptions:
+        """Return the options, of many without those beaten if `thinned`."""
+        keep, columns = self.valid, (1, len(self.modes))
+        if thinned and keep.size > MIN_OPTIONS_TO_THIN:
+            times = (self.forward_s, self.backward_s, self.work_s)
+            keep = keep & ~_dominated(keep, self.capacity, *times)
+        samples = np.tile(self.grid.samples, columns)[keep]
+        rows, starts = np.unique(samples, return_index=True)
+        return ClassOptions(
+            name=self.name,
+            optimizer_s=self.optimizer_s,
+            modes=self.modes,
+            samples=samples,
+            micro_batch=np.tile(self.grid.micro.size, columns)[keep],
+            mode=np.nonzero(keep)[1] // len(self.grid.sizes),
+            forward_s=self.forward_s[keep],
+            backward_s=self.backward_s[keep],
+            work_s=self.work_s[keep],
+            capacity=self.capacity[keep],
+            rows=rows,
+            starts=starts,
+        )
+
+    @property
+    def most_samples(self) -> int:
+        """The most samples of an option; -1 if there is none."""
+        rows = np.flatnonzero(self.valid.any(axis=1))
+        return int(self.grid.samples[rows[-1], 0]) if len(rows) else -1
+
+
+def tabulate(setting: ShardingSetting, name: str, grid: Grid, within_s: float) -> OptionTable:
     """Tabulate the options of class `name` on a grid with both passes in at most `within_s`."""
     modes = setting.modes[name]
     tables = [_table(setting, name, grid, mode) for mode in modes]
     forward = np.concatenate([t.forward_s for t in tables], axis=1)
     backward = np.concatenate([t.backward_s for t in tables], axis=1)
-    work = np.concatenate([t.work_s for t in tables], axis=1)
     capacity = np.concatenate([t.capacity for t in tables], axis=1)
     distinct = np.tile(grid.distinct, (1, len(modes)))
-    valid = (capacity >= 0) & (forward + backward <= within_s) & distinct
-    keep = valid
-    if valid.size > MIN_OPTIONS_TO_THIN:
-        keep = valid & ~_dominated(valid, capacity, forward, backward, work)
-    every = np.tile(grid.samples, (1, len(modes)))
-    rows, starts = np.unique(every[keep], return_index=True)
-    return ClassOptions(
-        name=name,
-        optimizer_s=0.0 if setting.zero_stage == 0 else setting.update_s(name),
-        modes=modes,
-        samples=every[keep],
-        micro_batch=np.tile(grid.micro.size, (1, len(modes)))[keep],
-        mode=np.repeat(np.arange(len(modes)), len(grid.sizes))[np.nonzero(keep)[1]],
-        forward_s=forward[keep],
-        backward_s=backward[keep],
-        work_s=work[keep],
-        capacity=capacity[keep],
-        rows=rows,
-        starts=starts,
+    return OptionTable(
+        name,
+        0.0 if setting.zero_stage == 0 else setting.update_s(name),
+        modes,
+        grid,
+        forward,
+        backward,
+        np.concatenate([t.work_s for t in tables], axis=1),
+        capacity,
+        valid=(capacity >= 0) & (forward + backward <= within_s) & distinct,
     )
 
 
@@ -326,6 +364,9 @@ class TimeBounds:
         self._alone: dict[tuple[int, int, Mode], tuple[IntArray, Activations]] = {}
         self._paces: dict[tuple[str, ZeroStage, Place], _ClassTimeBound] = {}
         self._least: dict[tuple[str, ZeroStage, Place], _LeastPassSeconds] = {}
+        # By class, mode and largest micro-batch.
+        self._rates: dict[tuple[str, Mode, int], float] = {}
+        self._passes: dict[tuple[str, Mode, int], FloatArray] = {}
 
     def seconds_per_sample(self, setting: ShardingSetting, name: str) -> float:
         """Return the least seconds per sample on a device of class `name`, in any micro-batch."""
@@ -345,6 +386,11 @@ class TimeBounds:
         if per_sample_s * self.batch <= within_s:
             return self.batch
         return int(within_s / per_sample_s * (1.0 + TOLERANCE))
+
+    def most_samples_alone(self, setting: ShardingSetting, name: str, within_s: float) -> int:
+        """Return an upper bound of samples in `within_s` on class `name`, over any links."""
+        most = self._least_of(setting, name).most_samples(within_s, (0.0, 0.0))
+        return self.batch if most is None else most
 
     def can_compute_batch(self, setting: ShardingSetting, within_s: float) -> bool:
         """Return False if all devices together cannot do the batch in `within_s`."""
@@ -379,10 +425,13 @@ class TimeBounds:
         return self._paces[key]
 
     def _per_sample_s(self, setting: ShardingSetting, name: str, mode: Mode, largest: int) -> float:
-        sizes = np.asarray(list_corner_sizes(setting.profile, name, largest))
-        whole = MicroBatches.of(sizes, sizes)
-        passes = pass_seconds(setting.profile, name, self._free, whole, _remove_offload(mode))
-        return float(np.min(np.add(*passes) / sizes))
+        key = (name, _remove_offload(mode), largest)
+        if key not in self._rates:
+            sizes = np.asarray(list_corner_sizes(setting.profile, name, largest))
+            whole = MicroBatches.of(sizes, sizes)
+            passes = pass_seconds(setting.profile, name, self._free, whole, key[1])
+            self._rates[key] = float(np.min(np.add(*passes) / sizes))
+        return self._rates[key]
 
     def _least_of(self, setting: ShardingSetting, name: str) -> _LeastPassSeconds:
         key = (name, setting.zero_stage, setting.state_on(name))
@@ -395,12 +444,12 @@ class TimeBounds:
         grid = self.grids.of(0, rows, np.arange(1, min(rows, largest) + 1))
         least = []
         for mode in setting.modes[name]:
-            passes = pass_seconds(
-                setting.profile, name, self._free, grid.micro, _remove_offload(mode)
-            )
-            every = np.stack([*passes, np.add(*passes)])
+            key = (name, _remove_offload(mode), largest)
+            if key not in self._passes:
+                passes = pass_seconds(setting.profile, name, self._free, grid.micro, key[1])
+                self._passes[key] = np.stack([*passes, np.add(*passes)])
             fits = self._fits(setting, name, grid.held(name, mode))
-            least.append(np.where(fits, every, np.inf).min(axis=2))
+            least.append(np.where(fits, self._passes[key], np.inf).min(axis=2))
         return _LeastPassSeconds(*np.min(least, axis=0)[:, : rows + 1])
 
     def _largest(self, setting: ShardingSetting, name: str, mode: Mode) -> int:

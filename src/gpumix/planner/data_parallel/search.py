@@ -18,8 +18,17 @@ import numpy as np
 
 from gpumix.cost.layout.curves import IntArray
 from gpumix.cost.step_time import exposed_seconds
-from gpumix.planner.common.device_pool import Fleet, iterate_smaller_fleets
-from gpumix.planner.common.sharding_setting import ShardingSetting, iterate_settings
+from gpumix.planner.common.device_pool import (
+    FEW_CLASSES,
+    Fleet,
+    iterate_smaller_fleets,
+    select_classes,
+)
+from gpumix.planner.common.sharding_setting import (
+    ShardingSetting,
+    iterate_settings,
+    relax_collectives,
+)
 from gpumix.planner.common.strategy import PlanRequest, build_plan, get_prediction, ranked_devices
 from gpumix.planner.data_parallel.balance import assign_parts
 from gpumix.planner.data_parallel.branch_and_bound import (
@@ -29,17 +38,18 @@ from gpumix.planner.data_parallel.branch_and_bound import (
 )
 from gpumix.planner.data_parallel.class_options import (
     TOLERANCE,
-    ClassOptions,
+    OptionTable,
     PoolOptions,
     TimeBounds,
     list_corner_sizes,
     pool_options,
     tabulate,
 )
-from gpumix.planner.data_parallel.feasibility import can_fit
+from gpumix.planner.data_parallel.feasibility import FeasibilityTest, may_select
 from gpumix.planner.data_parallel.why_nothing_fits import make_no_fit_error
 from gpumix.schema.job.search_space import Space
-from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.plan import Plan, ZeroStage
+from gpumix.schema.plan.stage import Place
 from gpumix.schema.profile.profile import Profile
 
 FEW_CELLS = 96 * 96  # samples x micro-batches of a class, up to which all are tabulated at once
@@ -130,40 +140,82 @@ class _FleetSearch:
         self._place = 0  # of the solution among all settings
         self._places = 0  # settings so far
         self._speeds: dict[str, float] = {}  # samples a second of a device, over any links
+        # By class, settings in which a device differs.
+        self._kinds: dict[str, dict[tuple[ZeroStage, Place], ShardingSetting]] = {}
         self._paces = paces
+        self._feasibility = FeasibilityTest(paces.batch)
         self._below_s = below_s  # slower choices do not count
 
     def of(self, everything: Fleet, space: Space) -> None:
         """Try all settings of all devices; then of fewer, going on from each faster fleet."""
         self._try(everything, space)
         base, complete = everything, space.leave_out is False
+        if not complete and len(everything.classes) > FEW_CLASSES:
+            base = self._leave_slowest_out(everything, space)
         while not complete:
             before = self.solution
             some, complete = iterate_smaller_fleets(base)
+            within = space if complete else _narrow(space, before)
             for fleet in some:
                 if not self._too_slow(fleet):
-                    self._try(fleet, space)
+                    self._try(fleet, within)
             if self.solution is None or self.solution is before:
                 return
             base = self.solution.setting.fleet
+            if within is not space:
+                self._try(base, space)
+
+    def _leave_slowest_out(self, everything: Fleet, space: Space) -> Fleet:
+        """Try fleets without the slowest class, the two slowest, and so on; return the fastest."""
+        if not everything.has_stated_links:
+            return everything
+        names = sorted(everything.classes, key=lambda name: (self._speeds[name], name))
+        for count in range(1, len(names)):
+            fleet = everything.only(select_classes(everything.on_host, frozenset(names[count:])))
+            if not self._too_slow(fleet):
+                self._try(fleet, space)
+        return everything if self.solution is None else self.solution.setting.fleet
 
     def _too_slow(self, fleet: Fleet) -> bool:
         """Return True if the devices cannot compute the batch in time."""
         unknown = float("inf")  # a class of unknown speed is never too slow
         speed = sum(len(ds) * self._speeds.get(n, unknown) for n, ds in fleet.classes.items())
-        return speed > 0 and self._paces.batch / speed > self._step_s
+        if speed > 0 and self._paces.batch / speed > self._step_s:
+            return True
+        most = (len(devices) * self._most_samples(name) for name, devices in fleet.classes.items())
+        return sum(most) < self._paces.batch
+
+    def _most_samples(self, name: str) -> int:
+        """Return an upper bound of a device's samples in a step that is fast enough."""
+        if name not in self._kinds:
+            return self._paces.batch
+        every = (
+            self._paces.most_samples_alone(one, name, self._step_s)
+            for one in self._kinds[name].values()
+        )
+        return max(every, default=0)
 
     def _try(self, fleet: Fleet, space: Space) -> None:
         """Try the settings of a fleet, the most promising first, until none can be faster."""
-        searches = [_Search(setting, self._paces) for setting in iterate_settings(fleet, space)]
+        searches = [
+            _Search(setting, self._paces, self._feasibility)
+            for setting in iterate_settings(fleet, space)
+        ]
         if not self._speeds.keys() >= fleet.classes.keys():
             self._speeds |= _speeds(searches)
+            for one in searches:
+                for name in filter(one.setting.modes.get, one.setting.classes):
+                    key = one.setting.zero_stage, one.setting.state_on(name)
+                    self._kinds.setdefault(name, {}).setdefault(key, one.setting)
         first, self._places = self._places, self._places + len(searches)
         least = [search.least_s for search in searches]
+        alike = _group_alike(searches)
         for number in sorted(range(len(searches)), key=lambda n: (least[n], n)):
             place, below_s = first + number, self._step_s * (1.0 + TOLERANCE)
             if least[number] == float("inf") or least[number] > below_s:
                 break
+            if alike[number].is_slower(below_s):
+                continue
             # Of equally fast settings the earliest is kept, whichever rounding puts first.
             found = searches[number].solve(below_s if place < self._place else self._step_s)
             if found is not None:
@@ -183,13 +235,27 @@ class _FleetSearch:
             self.solution, self._place = found, place
 
 
+def _narrow(space: Space, solution: Solution | None) -> Space:
+    """Return the space with the ZeRO stage and sharding of a solution, if there is one: with fewer
+    devices others are hardly ever faster."""
+    if solution is None:
+        return space
+    setting = solution.setting
+    update = {"zero_stages": (setting.zero_stage,), "shardings": (setting.sharding,)}
+    return space.model_copy(update=update)
+
+
 class _Search:
     """The search for the fastest choice in a setting."""
 
-    def __init__(self, setting: ShardingSetting, paces: TimeBounds) -> None:
+    def __init__(
+        self, setting: ShardingSetting, paces: TimeBounds, feasibility: FeasibilityTest
+    ) -> None:
         self.setting = setting
         self.batch = paces.batch
         self.paces = paces
+        self.feasibility = feasibility
+        self._most_s = float("inf")  # of a worthwhile choice
         self.gap = EXACT_GAP if setting.fleet.size <= FEW_DEVICES else LARGE_GAP
 
     @cached_property
@@ -203,6 +269,8 @@ class _Search:
     def solve(self, below_s: float) -> Solution | None:
         """Return the fastest choice; None if none fits, or all take longer than `below_s`."""
         if not self.paces.can_compute_batch(self.setting, below_s - self._fixed_s):
+            return None
+        if below_s == float("inf") and not self.feasibility.can_hold_state(self.setting):
             return None
         found = self._search_by_limits(below_s - self._fixed_s)
         return None if found is None else Solution(self.setting, *found, self._fixed_s)
@@ -239,7 +307,7 @@ class _Search:
         fits, all small sizes are tried too: memory is short, and large sizes take more.
         """
         largest = max(self._largest.values())
-        every = self._every(largest)
+        every, self._most_s = self._every(largest), within_s
         if within_s < float("inf") and self._cells(within_s) <= FEW_CELLS:
             return self._among(every, within_s)
         least = self.paces.least_seconds(self.setting)
@@ -249,7 +317,7 @@ class _Search:
             sizes = every if self._cells(limit) <= FEW_CELLS else _list_few_sizes(largest)
             found = self._among(sizes, limit)
             if found is None:
-                if limit == limits[0] and not can_fit(self.setting, self.batch):
+                if limit == limits[0] and not self.feasibility.can_fit(self.setting):
                     return None
                 continue
             total = found[1].limits.total_s
@@ -305,7 +373,7 @@ class _Search:
             return None
         setting, classes = self.setting, self.setting.classes
         most = self._most_samples(within_s)
-        options: dict[str, ClassOptions] = {}
+        tables: dict[str, OptionTable] = {}
         # Classes that may prove the batch too large with the fewest options come first.
         for name in sorted(classes, key=lambda n: (-len(classes[n]) * most[n], n)):
             largest = max(1, min(self._largest[name], most[name]))
@@ -313,16 +381,59 @@ class _Search:
             if least > most[name]:
                 return None
             grid = self.paces.grids.of(least, most[name], sizes[sizes <= largest])
-            options[name] = tabulate(setting, name, grid, within_s)
-            if not len(options[name].rows):
+            tables[name] = tabulate(setting, name, grid, within_s)
+            most[name] = tables[name].most_samples
+            if most[name] < 0:
                 return None
-            most[name] = int(options[name].rows[-1])
-        pools = pool_options(setting, options)
-        choice = find_fastest_choice(pools, self.batch, self.gap)
+        pools = self._build_pools(tables, thinned=False)
+        if not may_select(pools, self.batch):
+            return None
+        pools = self._build_pools(tables, thinned=True)
+        choice = find_fastest_choice(pools, self.batch, self.gap, self._most_s)
         return None if choice is None else (pools, choice)
+
+    def _build_pools(
+        self, tables: Mapping[str, OptionTable], *, thinned: bool
+    ) -> tuple[PoolOptions, ...]:
+        options = {name: table.list_options(thinned=thinned) for name, table in tables.items()}
+        return pool_options(self.setting, options)
 
 
 PoolChoice = tuple[tuple[PoolOptions, ...], SampleLimits]
+
+
+class _AlikeSearches:
+    """Searches of settings that differ in the form of their collectives only, and a bound of all:
+    the search of a setting with the fastest collectives and the widest cut of any."""
+
+    def __init__(self, searches: Sequence[_Search]) -> None:
+        self._searches = searches
+        self._bound_s = 0.0
+
+    def is_slower(self, than_s: float) -> bool:
+        """Return True if all settings are proven to take longer."""
+        if len(self._searches) == 1 or than_s == float("inf"):
+            return False
+        if not self._bound_s:
+            found = self._relaxed.solve(than_s)
+            self._bound_s = float("inf") if found is None else found.bound_s
+        return self._bound_s > than_s
+
+    @property
+    def _relaxed(self) -> _Search:
+        one = self._searches[0]
+        setting = relax_collectives([search.setting for search in self._searches])
+        return _Search(setting, one.paces, one.feasibility)
+
+
+def _group_alike(searches: Sequence[_Search]) -> list[_AlikeSearches]:
+    """Return the group of each search."""
+    groups: dict[object, list[_Search]] = {}
+    keys = [(s.setting.zero_stage, s.setting.sharding, s.setting.on_host) for s in searches]
+    for key, search in zip(keys, searches):
+        groups.setdefault(key, []).append(search)
+    made = {key: _AlikeSearches(some) for key, some in groups.items()}
+    return [made[key] for key in keys]
 
 
 def _list_few_sizes(largest: int) -> IntArray:

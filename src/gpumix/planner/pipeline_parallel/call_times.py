@@ -96,7 +96,7 @@ class CallTimesCache:
         self._known: dict[tuple[str, TensorParallelDegree, Mode, tuple[int, ...]], CallTimes] = {}
         self._rates: dict[tuple[GroupKind, TensorParallelDegree], float] = {}
         self._messages = Messages(self.profiles[NO_TENSOR_PARALLEL])
-        self._sent: dict[tuple[Hashable, float], float] = {}
+        self._sent: dict[tuple[Hashable, tuple[float, ...]], FloatArray] = {}
 
     def __call__(
         self, name: str, team: TensorParallelDegree, mode: Mode, sizes: tuple[int, ...]
@@ -107,11 +107,12 @@ class CallTimesCache:
             self._known[key] = CallTimes.of(self.profiles[team], name, sizes, mode)
         return self._known[key]
 
-    def sent_s(self, giver: Device, taker: Device, size: float) -> float:
-        """Return seconds of a message of `size` bytes."""
-        key = (self._messages.link(giver, taker), size)
+    def sent_s(self, giver: Device, taker: Device, sizes: tuple[float, ...]) -> FloatArray:
+        """Return seconds of messages of these bytes."""
+        key = (self._messages.link(giver, taker), sizes)
         if key not in self._sent:
-            self._sent[key] = self._messages.seconds(giver, taker, size)
+            seconds = [self._messages.seconds(giver, taker, size) for size in sizes]
+            self._sent[key] = np.array(seconds)
         return self._sent[key]
 
     def compute_reduce_s_per_byte(self, kind: GroupKind, team: TensorParallelDegree) -> float:

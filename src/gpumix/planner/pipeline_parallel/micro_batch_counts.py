@@ -67,6 +67,7 @@ class CandidateEvaluator:
     Attributes:
         work: actions replayed, plus the work next to replaying.
         misses: plans that do not fit.
+        too_full: dealt candidates that do not fit, and the seconds of their steps.
     """
 
     def __init__(self, pace_of: CallTimesCache, batch: int) -> None:
@@ -75,6 +76,7 @@ class CandidateEvaluator:
         self._batch = batch
         self.work = 0
         self.misses = NearestMiss("a plan of several stages")
+        self.too_full: dict[CutCandidate, float] = {}
 
     def best(self, candidate: CutCandidate, below_s: float) -> FoundPlan | None:
         """Return the fastest plan of a candidate; None if none fits or is faster than `below_s`."""
@@ -133,6 +135,7 @@ class CandidateEvaluator:
             step = step if moved is None else self._step(moved)
             if moved is None or not is_within_memory(self._workers(moved, step)):
                 self.misses.note(plan.of_leaders, workers)
+                self.too_full[candidate] = step.seconds
                 return None
             plan = moved
         if step.seconds >= below_s * (1 - MIN_RELATIVE_GAIN):

@@ -33,11 +33,12 @@ from gpumix.planner.pipeline_parallel.stage_modes import (
     count_workers_by_class,
     get_group_kind,
 )
+from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.plan import Schedule, ZeroStage
 from gpumix.schema.plan.stage import DTYPE_BYTES, Mode
 from gpumix.schema.profile.profile import ModelProfile, Profile
 
-MOST_EDGES = 65  # most places to cut a model; beyond, evenly chosen; 128 at most
+MOST_EDGES = 65
 MOST_PAIRS = 8  # of devices of two groups, to time messages between
 WAVES_A_STAGE = (1, 2, 4, 8)  # numbers of waves, as multiples of the stages
 TINY_S = 1e-12
@@ -116,10 +117,16 @@ class StageDivision:
 
 
 class PipelineEstimates:
-    """Estimates of ways to train `batch` samples a step in micro-batches of `sizes`."""
+    """Estimates of ways to train `batch` samples a step in micro-batches of `sizes`, with at most
+    `most_edges` places to cut the model, evenly chosen; 128 at most."""
 
     def __init__(
-        self, pace_of: CallTimesCache, manners: StageModes, batch: int, sizes: Sequence[int]
+        self,
+        pace_of: CallTimesCache,
+        manners: StageModes,
+        batch: int,
+        sizes: Sequence[int],
+        most_edges: int = MOST_EDGES,
     ) -> None:
         self._pace_of = pace_of
         self._batch = batch
@@ -130,7 +137,7 @@ class PipelineEstimates:
         self.counts = -(-batch // np.array(sizes))
         model = self.profile.model
         edges = np.array([0, *model.cuts, len(model.calls)])
-        chosen = np.linspace(0, len(edges) - 1, min(len(edges), MOST_EDGES))
+        chosen = np.linspace(0, len(edges) - 1, min(len(edges), most_edges))
         self.edges = edges[np.round(chosen).astype(np.int64)]
         self._begin, self._end, self.range_of = self._ranges()
         self.stage = lru_cache(maxsize=None)(self._stage)
@@ -427,18 +434,23 @@ class RowEstimates:
         total, busiest, queued = (np.zeros(len(sizes)) for _ in range(3))
         for one, other in pairwise(self.row):
             here, there = ({cell_of(d): d for d in group} for group in (one, other))
-            pairs = [(a, b) for a in here.values() for b in there.values()]
-            pairs = pairs[:: -(-len(pairs) // MOST_PAIRS)]
+            pairs = _choose_pairs(list(here.values()), list(there.values()))
             links = {frozenset((a.host, b.host)) for a, b in pairs}
             across = all(len(hosts) == 2 for hosts in links)
             ahead = max(1.0, (max(len(one), len(other)) / len(links) + 1) / 2) if across else 1.0
-            for number, size in enumerate(sizes):
-                mean = sum(self._estimates.sent_s(a, b, size) for a, b in pairs) / len(pairs)
-                total[number] += mean
-                queued[number] += mean * ahead
-                if across:
-                    busiest[number] = max(busiest[number], mean / len(links))
+            mean = np.mean([self._estimates.sent_s(a, b, tuple(sizes)) for a, b in pairs], axis=0)
+            total += mean
+            queued += mean * ahead
+            if across:
+                busiest = np.maximum(busiest, mean / len(links))
         return total, busiest, queued
+
+
+def _choose_pairs(here: Sequence[Device], there: Sequence[Device]) -> list[tuple[Device, Device]]:
+    """Return some pairs of devices, evenly chosen of all."""
+    every = len(here) * len(there)
+    chosen = range(0, every, -(-every // MOST_PAIRS))
+    return [(here[n // len(there)], there[n % len(there)]) for n in chosen]
 
 
 def compute_activation_bytes(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -41,9 +41,6 @@ from gpumix.planner.common.stage_preconditions import (
 )
 from gpumix.planner.common.strategy import (
     PlanRequest,
-    attach_bound,
-    compute_time_to_beat,
-    ranked_devices,
 )
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
 from gpumix.planner.pipeline_parallel.candidate import UncutCandidate, get_stages_per_group
@@ -66,11 +63,8 @@ from gpumix.planner.pipeline_parallel.stage_modes import (
     teams_of_space,
 )
 from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
-    Searched,
-    search_mixed_degrees,
     select_groupable_devices,
 )
-from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan, Schedule, ZeroStage
 from gpumix.schema.profile.profile import Profile
 
@@ -80,20 +74,22 @@ FEW_WAYS = 500  # up to this many, all are tried
 SOME_WAYS = 1_200  # up to this many if all sizes are tried, with less work
 FEW_STAGES = 4  # up to this many, manners are changed one by one
 # Limits on exact counts, in actions replayed: of promising plans, and of neighbors in addition.
-ESTIMATED_ACTIONS, NEIGHBOR_ACTIONS = 4_000, 8_000
+ESTIMATED_ACTIONS, NEIGHBOR_ACTIONS = 8_000, 8_000
 # Limits on further counts, of all plans: with few ways, and with some.
 PROOF_ACTIONS, PROOF_ACTIONS_SOME_WAYS = 32_000, 20_000
+HOPELESS_AT = 0.15  # of the limit: a proof ends where twice as much would not do from here
 # Work to cut a model, for each stage, in actions replayed; and the number of cuts adding 1.
 CUT_WORK, CUTS_A_WORK = 3, 100
+MOST_TOO_FULL = 2  # candidates without room for it all, of which neighbors are tried
 FEW_DEVICES = 64  # beyond, a replay takes long: estimates are trusted more
-MIXTURES = 2  # of team sizes in one stage; each takes its own search
-MIN_ESTIMATE_FRACTION, MIN_ESTIMATE_FRACTION_MANY = (
-    0.8,
-    0.95,
-)  # least part of an estimate that a step takes
-MOST_ROWS = 16  # rows estimated by all schedules and ZeRO stages
-NEIGHBOR_LIMIT_FACTOR = 1.1  # times the limit, for plans with neighbors to try
-NEAR = 1.1  # times the least time so far, for rows and sizes to estimate
+# Least part of an estimate that a step takes, by devices: up to so many.
+ESTIMATE_FRACTIONS = ((12, 0.9), (FEW_DEVICES, 0.95), (float("inf"), 0.97))
+# Beyond so many rows, they are ranked at fewer cuts, by devices.
+FEW_ROWS, COARSE_EDGES = ((12, 250), (float("inf"), 48)), 17
+# Rows estimated by all schedules and ZeRO stages, by devices.
+MOST_ROWS = ((12, 250), (float("inf"), 16))
+LEAST_SIZES = 3  # at least, that are estimated, if they may be fast enough
+NEAR = 1.4  # times the least time so far, for rows and sizes to estimate
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble", "interleaved")
 
 # True if slow to replay; seconds; a number; the row, the ZeRO stage, the schedule, the number of
@@ -101,64 +97,24 @@ SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble",
 Estimated = tuple[bool, float, int, RowEstimates, tuple[ZeroStage, Schedule, int, int]]
 
 
-def plan_staged(profile: Profile, request: PlanRequest) -> Plan:
-    """Return the fastest plan of several stages.
-
-    Raises:
-        InputError: the request names devices unknown to the profile, there is only one device or
-            one unit, the techniques leave out what stages need, or the profile does not say what
-            units need of each other.
-        NoFeasiblePlanError: no plan of several stages fits.
-    """
-    plan, _ = plan_staged_below(profile, request, float("inf"))
-    assert plan is not None
-    return plan
-
-
-def plan_staged_below(
-    profile: Profile, request: PlanRequest, below_s: float
-) -> tuple[Plan | None, float]:
-    """Return the fastest plan if faster than `below_s`, else None; and a lower bound of all plans
-    of several stages in seconds, at most `below_s`. Teams of unlike sizes in one stage are tried
-    last, as devices of unlike classes.
-
-    Raises:
-        InputError, NoFeasiblePlanError: no plan can exist, or none fits, however slow.
-    """
-    best, failure = None, None
-    bounds_s: list[float | None] = [below_s]
-    try:
-        best, bounds_s[0] = _search_below(profile, request, below_s)
-    except NoFeasiblePlanError as error:
-        failure = error
-    if best is not None:
-        below_s = compute_time_to_beat(best)
-    few = len(ranked_devices(profile, request)) <= FEW_DEVICES
-    other, more_s = search_mixed_degrees(
-        profile, request, _search_below, below_s, most=MIXTURES if few else 0, in_stages=True
-    )
-    best = other or best
-    if best is None and failure is not None:
-        raise failure
-    bound_s = min(one for one in [*bounds_s, *more_s] if one is not None)
-    return None if best is None else attach_bound(best, bound_s), bound_s
-
-
-def _search_below(profile: Profile, request: PlanRequest, below_s: float) -> Searched:
-    few = len(ranked_devices(profile, request)) <= FEW_DEVICES
-    return _Search(profile, request, below_s, NEIGHBOR_LIMIT_FACTOR if few else 1.0).run()
-
-
-class _Search:
+class StageSearch:
     """Search of plans faster than `below_s`.
 
     Args:
         margin: factor of `below_s`: neighbors of plans within are tried too.
+        proves: whether more is counted, if few, to prove that nothing is faster.
     """
 
     def __init__(
-        self, profile: Profile, request: PlanRequest, below_s: float, margin: float
+        self,
+        profile: Profile,
+        request: PlanRequest,
+        below_s: float,
+        *,
+        margin: float = 1.0,
+        proves: bool = True,
     ) -> None:
+        self._proves = proves
         self._profile = profile
         self._batch = request.global_batch
         self._space = request.space
@@ -191,7 +147,7 @@ class _Search:
             self._count_estimated()
             self._evaluate_neighbors()
         self._drop_slow()
-        if bound_s < self._best_s * (1 - MIN_RELATIVE_GAIN):
+        if self._proves and bound_s < self._best_s * (1 - MIN_RELATIVE_GAIN):
             bound_s = max(bound_s, self._prove())
         bound_s = min(bound_s, self._best_s)
         if self._best is None:
@@ -250,13 +206,9 @@ class _Search:
         least, most = max(2, self._space.least_stages), self._most_stages
         return f"{least}" if least == most else f"{least} to {most}"
 
-    @property
+    @cached_property
     def _pessimism(self) -> float:
-        return (
-            MIN_ESTIMATE_FRACTION
-            if len(self._devices) <= FEW_DEVICES
-            else MIN_ESTIMATE_FRACTION_MANY
-        )
+        return select_by_devices(ESTIMATE_FRACTIONS, len(self._devices))
 
     @property
     def _best_s(self) -> float:
@@ -346,7 +298,8 @@ class _Search:
             return
         limit_s = self._best_s / self._pessimism
         least = np.min([seconds for seconds, _ in ideal], axis=0)
-        useful = least <= min(limit_s, NEAR * float(least.min()))
+        near_s = NEAR * max(float(least.min()), float(np.sort(least)[:LEAST_SIZES][-1]))
+        useful = least <= min(limit_s, near_s)
         sizes = [size for size, may in zip(self._sizes, useful) if may]
         estimates, found = self._estimates.with_sizes(sizes), 0
         for ideal_s, row in ideal:
@@ -392,11 +345,15 @@ class _Search:
         highest = max(self._space.zero_stages)
         if not self._holds_state(highest):
             return []
-        every = (
-            (self._estimates.of(row).divided(highest, "1f1b", 0), row) for row in self._rows[0]
-        )
+        estimates, rows = self._estimates, self._rows[0]
+        if len(rows) > select_by_devices(FEW_ROWS, len(self._devices)):
+            estimates = PipelineEstimates(
+                self._pace_of, self._manners, self._batch, self._sizes, COARSE_EDGES
+            )
+        every = ((estimates.of(row).divided(highest, "1f1b", 0), row) for row in rows)
         found = [(divided.ideal_s, row) for divided, row in every if divided.fits]
-        return sorted(found, key=lambda one: float(one[0].min()))[:MOST_ROWS]
+        most = int(select_by_devices(MOST_ROWS, len(self._devices)))
+        return sorted(found, key=lambda one: float(one[0].min()))[:most]
 
     def _holds_state(self, zero_stage: ZeroStage) -> bool:
         """Return True if all devices together have room for one copy of units called once."""
@@ -409,6 +366,14 @@ class _Search:
         return float(elements) * min(each) <= sum(room)
 
     def _evaluate_neighbors(self) -> None:
+        """Count what differs in a single choice from the best plan, again from each better one, and
+        from the fastest candidates that do not fit."""
+        full = self._counting.too_full
+        for candidate in sorted(full, key=lambda one: full[one])[:MOST_TOO_FULL]:
+            if full[candidate] < self._best_s:
+                for other in self._alike(candidate):
+                    if self._counting.work <= NEIGHBOR_ACTIONS:
+                        self._count(other)
         before: FoundPlan | None = None
         while self._best is not None and self._best is not before:
             before = self._best
@@ -460,12 +425,17 @@ class _Search:
         allowed = self._allowed_work()
         if not allowed:
             return 0.0
-        most_work = self._counting.work + allowed
+        begun, most_work = self._counting.work, self._counting.work + allowed
         least_s = float("inf") if self._every_size else self._least_s  # of everything not counted
+        first_s: float | None = None
         for own_least_s, candidate in self._search_by_limits(most_work):
             if own_least_s >= self._best_s * (1 - MIN_RELATIVE_GAIN):
                 break
-            if self._counting.work > most_work:
+            first_s = own_least_s if first_s is None else first_s
+            used = (self._counting.work - begun) / allowed
+            done = (own_least_s - first_s) / (self._best_s - first_s)
+            hopeless = len(self._devices) > 2 and used > HOPELESS_AT and done < used / 2
+            if used > 1 or hopeless:
                 return min(least_s, own_least_s)
             if candidate is None:
                 least_s = min(least_s, own_least_s)
@@ -553,3 +523,8 @@ class _Search:
             if least_s == float("inf"):
                 return
             yield max(way_s, least_s), CutCandidate(way, stages[row], cuts.cut(number))
+
+
+def select_by_devices(values: Sequence[tuple[float, float]], devices: int) -> float:
+    """Return the first value for so many devices or more."""
+    return next(value for most, value in values if devices <= most)

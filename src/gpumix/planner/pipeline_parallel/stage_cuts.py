@@ -183,7 +183,7 @@ class Cutter:
         here, there = (
             {cell_of(d): d for d in group}.values() for group in way.row[place : place + 2]
         )
-        return min(self._pace_of.sent_s(a, b, size) for a, b in product(here, there))
+        return min(float(self._pace_of.sent_s(a, b, (size,))[0]) for a, b in product(here, there))
 
     def _count(self, way: UncutCandidate) -> int:
         """Count full micro-batches; a smaller last micro-batch may take next to no time."""

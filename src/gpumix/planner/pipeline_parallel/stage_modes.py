@@ -100,8 +100,9 @@ class StageModes:
         self._profiles = {team: profiles[team] for team in wanted if team in profiles}
         self._space = space
         self.of = lru_cache(maxsize=None)(self._of)
+        self.largest = lru_cache(maxsize=None)(self._largest)
 
-    def largest(self, kind: GroupKind, team: TensorParallelDegree) -> float:
+    def _largest(self, kind: GroupKind, team: TensorParallelDegree) -> float:
         """Return the largest micro-batch of a group's teams; infinite if unlimited."""
         classes = (self._profiles[team].of_class(name) for name in _classes(kind))
         limits = (of_class.largest_micro_batch for of_class in classes)

@@ -43,8 +43,8 @@ from gpumix.schema.plan.plan import Plan, Prediction
 from gpumix.schema.plan.stage import Stage
 from gpumix.schema.profile.profile import Profile
 
-# Most mixtures tried, each by its own search: up to `FEW_DEVICES` devices, and beyond.
-MIXTURES, MANY_MIXTURES, FEW_DEVICES = 4, 1, 64
+# Most mixtures tried, each by its own search, by devices: up to so many.
+MIXTURES = ((12, 4), (64, 2), (float("inf"), 1))
 MAX_RANKED_MIXTURES = 4096
 Teams = dict[str, tuple[Device, ...]]
 """The devices of each team, by the id of the first device."""
@@ -87,7 +87,7 @@ def search_all_degrees(profile: Profile, request: PlanRequest, search: Search) -
         bounds_s.append(bound_s)
         if found is not None and get_prediction(found).step_s < below_s:
             best, below_s = found, compute_time_to_beat(found)
-    most = MIXTURES if len(devices) <= FEW_DEVICES else MANY_MIXTURES
+    most = next(mixtures for limit, mixtures in MIXTURES if len(devices) <= limit)
     other, more_s = search_mixed_degrees(
         profile, request, search, below_s, most=most, in_stages=False
     )
@@ -352,7 +352,7 @@ def _search_groups(
         return plan, predict(profile, plan)
 
     found, bound_s = search(of_team, request, below_s)
-    if found is None:
+    if found is None or get_prediction(found).step_s >= below_s:
         return None, bound_s
     plan, expected = expanded(found)
     if not is_within_memory(expected.workers):

@@ -1,0 +1,82 @@
+"""A better cluster never gets a slower answer from the default search, stages included."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import GIB, MIB
+from test_never_beaten import BEATEN, cluster
+
+from draws import examples
+from gpumix.planner.common.strategy import PlanRequest, get_prediction
+from gpumix.planner.optimal import plan_fastest
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.job.search_space import EVERYTHING
+from gpumix.schema.profile.profile import Profile
+
+Cards = list[tuple[float, int]]
+
+
+def step_s(found: Profile, batch: int) -> float:
+    """Of the default plan, which may leave devices out; infinite where nothing fits."""
+    request = PlanRequest(global_batch=batch, space=EVERYTHING.leaving_out())
+    try:
+        return get_prediction(plan_fastest(found, request)).step_s
+    except (InputError, NoFeasiblePlanError):
+        return float("inf")
+
+
+CARDS = st.lists(
+    st.tuples(st.sampled_from([1e-3, 1.3e-3, 2.6e-3]), st.integers(1, 2)), min_size=1, max_size=2
+)
+LINKS = st.sampled_from([3e7, 3e8, 3e9])
+MEMORY = st.sampled_from([48 * MIB, 96 * MIB, GIB])
+BATCHES = st.sampled_from([3, 8, 16])
+
+
+@pytest.mark.slow
+@examples(3)
+@given(cards=CARDS, link=LINKS, memory=MEMORY, batch=BATCHES)
+def test_a_faster_link_never_makes_the_step_longer(cards, link, memory, batch):
+    slow, fast = (cluster(cards, link=link * n, memory=memory) for n in (1, 4))
+    assert step_s(fast, batch) <= BEATEN * step_s(slow, batch)
+
+
+@pytest.mark.slow
+@examples(3)
+@given(cards=CARDS, link=LINKS, memory=MEMORY, batch=BATCHES)
+def test_more_memory_never_makes_the_step_longer(cards, link, memory, batch):
+    small, large = (cluster(cards, link=link, memory=memory * n) for n in (1, 2))
+    assert step_s(large, batch) <= BEATEN * step_s(small, batch)
+
+
+@pytest.mark.slow
+@examples(3)
+@given(cards=CARDS, link=LINKS, memory=MEMORY, batch=BATCHES)
+def test_a_faster_device_never_makes_the_step_longer(cards, link, memory, batch):
+    (seconds, count), *others = cards
+    before, after = (
+        cluster([(seconds * n, count), *others], link=link, memory=memory) for n in (1, 0.7)
+    )
+    assert step_s(after, batch) <= BEATEN * step_s(before, batch)
+
+
+@pytest.mark.slow
+@examples(3)
+@given(cards=CARDS, link=LINKS, memory=MEMORY, batch=BATCHES)
+def test_a_device_more_never_makes_the_step_longer(cards, link, memory, batch):
+    assert_a_device_more_is_no_slower(cards, link, memory, batch)
+
+
+def test_a_slow_device_more_may_be_left_out_of_stages():
+    """With it in a stage the step took 3 % longer."""
+    assert_a_device_more_is_no_slower([(5e-3, 2), (1.3e-3, 3)], 3e8, 96 * MIB, 16)
+
+
+def assert_a_device_more_is_no_slower(cards: Cards, link: float, memory: int, batch: int) -> None:
+    (seconds, count), *others = cards
+    before, after = (
+        cluster([(seconds, count + more), *others], link=link, memory=memory) for more in (0, 1)
+    )
+    assert step_s(after, batch) <= BEATEN * step_s(before, batch)
