@@ -104,6 +104,7 @@ def test_weights_bring_their_own_tokenizer(desk):
     assert job.model.weights == weights
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_script_trains_adapters(desk):
     pretrained(desk / "llama")

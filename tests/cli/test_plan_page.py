@@ -135,7 +135,14 @@ TOO_LARGE = {
 }
 
 
-@pytest.mark.parametrize("arguments", TOO_LARGE.values(), ids=TOO_LARGE)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(TOO_LARGE["two cards"], marks=pytest.mark.extended, id="two cards"),
+        pytest.param(TOO_LARGE["one card"], id="one card"),
+        pytest.param(TOO_LARGE["adapters"], id="adapters"),
+    ],
+)
 def test_what_does_not_fit_says_what_would_and_it_does(arguments):
     done = gpumix("plan", *arguments)
     assert done.exit_code == 4 and done.stderr == ""
@@ -154,6 +161,7 @@ def test_what_does_not_fit_says_what_would_and_it_does(arguments):
         assert again.exit_code == (0 if way["fits"] else 4), (way, again.output)
 
 
+@pytest.mark.extended
 def test_more_cards_are_tried():
     told = json.loads(gpumix("plan", *TOO_LARGE["two cards"], "--json").stdout)
     fits = {way["change"]: way["fits"] for way in told["ways_out"]}

@@ -66,6 +66,26 @@ VERBS: dict[str, ModuleType] = {
     )
 }
 
+SUMMARIES = {  # of `gpumix --help`, in one line each
+    "devices": "Show the GPUs of this host, a job or a cluster file.",
+    "check": "Test whether a cluster is fit to train, in a minute.",
+    "profile": "Measure each GPU type on a job's model.",
+    "plan": "Does a model fit, and how fast does it train?",
+    "compare": "Compare all ways to divide the work.",
+    "whatif": "What is one more GPU, or another link, worth?",
+    "simulate": "Replay one step of a plan: who waits for what.",
+    "train": "Train a job: measure, plan, train.",
+    "report": "Write a run as one page that works offline.",
+    "top": "Watch a run live.",
+    "launch": "Run a script or job on all GPUs of one or more hosts.",
+    "doctor": "Find what slows training down, and the fix.",
+    "demo": "Train a small GPT on emulated, unequal devices.",
+    "init": "Write a first job that runs.",
+    "export": "Write a run's weights for transformers.",
+    "inspect": "List a run's checkpoints, and check them.",
+    "schema": "Print the JSON schema of jobs, for editors.",
+}
+
 
 class _VerbGroup(TyperGroup):
     """Group of the verbs. Wrong calls are told in the form of all errors, with `--json` as JSON."""
@@ -112,7 +132,7 @@ def _make_plain(text: str) -> str:
 
 app = typer.Typer(
     cls=_VerbGroup,
-    help="Train transformers on whatever mixture of GPUs you have.",
+    help="Train one model on GPUs that don't match.",
     no_args_is_help=True,
     add_completion=True,
     rich_markup_mode=None,
@@ -132,11 +152,12 @@ def _main(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
-    """Train transformers on whatever mixture of GPUs you have."""
+    """Train one model on GPUs that don't match."""
 
 
-for verb in VERBS.values():
+for name, verb in VERBS.items():
     verb.register(app)
+    app.registered_commands[-1].short_help = SUMMARIES[name]
 
 
 def main() -> None:

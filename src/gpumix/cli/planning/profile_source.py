@@ -50,7 +50,7 @@ ModelText = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Without a job: 7B (Llama-shaped), llama-3-8b, a hub id, a config.json; 1B.",
+        help="Without a job: 7B, llama-3-8b, a hub id, a config.json [default: 1B].",
     ),
 ]
 
@@ -92,25 +92,30 @@ class PlanArguments:
             "--sequence-length",
             min=2,
             max=LARGEST_LENGTH,
-            help="Without a job: tokens in a sample; 2048.",
+            help="Without a job: tokens in a sample [default: 2048].",
         ),
     ] = None
     global_batch: Annotated[
         int | None,
         typer.Option(
-            "--global-batch", min=1, max=LARGEST_BATCH, help="Without a job: samples per step; 128."
+            "--global-batch",
+            min=1,
+            max=LARGEST_BATCH,
+            help="Without a job: samples per step [default: 128].",
         ),
     ] = None
     precision: Annotated[
         Literal["auto", "bf16", "fp16", "fp32"] | None,
         typer.Option(
             "--precision",
-            help="Without a job: compute dtype; default auto, the best of each card.",
+            help="Without a job: compute dtype [default: auto, the best of each card].",
         ),
     ] = None
     optimizer: Annotated[
         str | None,
-        typer.Option("--optimizer", help="Without a job: adamw, adafactor, muon or sgd; adamw."),
+        typer.Option(
+            "--optimizer", help="Without a job: adamw, adafactor, muon, sgd [default: adamw]."
+        ),
     ] = None
     lora: Annotated[
         int | None,
@@ -124,7 +129,7 @@ class PlanArguments:
     ] = None
     base: Annotated[
         Literal["16bit", "int8", "nf4"] | None,
-        typer.Option("--base", help="With --lora: how the frozen weights are stored; 16bit."),
+        typer.Option("--base", help="With --lora: format of the frozen weights [default: 16bit]."),
     ] = None
     ram: Annotated[
         str | None,

@@ -29,11 +29,9 @@ def register(app: typer.Typer) -> None:
 @add_planning_options
 def whatif(
     asked: PlanOptions,
-    add: Annotated[
-        list[str], typer.Option("--add", help="More cards: 2xa6000; may be repeated.")
-    ] = [],  # noqa: B006
+    add: Annotated[list[str], typer.Option("--add", help="More cards: 2xa6000; repeatable.")] = [],  # noqa: B006
     remove: Annotated[
-        list[str], typer.Option("--remove", help="A class, or 2xp40; may be repeated.")
+        list[str], typer.Option("--remove", help="A GPU type, or 2xp40; repeatable.")
     ] = [],  # noqa: B006
     network: Annotated[
         str | None, typer.Option("--network", help="Another link between hosts: 25GbE, ib-hdr.")
@@ -46,7 +44,7 @@ def whatif(
     ] = None,
     price: Annotated[
         list[str],
-        typer.Option("--price", help="Of one device an hour, a100=1.80; adds cost per token."),
+        typer.Option("--price", help="Price per device-hour: a100=1.80; adds cost per token."),
     ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:

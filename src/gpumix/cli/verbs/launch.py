@@ -55,7 +55,7 @@ ClusterFile = Annotated[
 ]
 Processes = Annotated[
     int | None,
-    typer.Option("--processes", min=1, help="On this host; default: one for each device."),
+    typer.Option("--processes", min=1, help="Processes on this host; default: one per device."),
 ]
 Hosts = Annotated[
     str | None,
@@ -84,7 +84,7 @@ Variables = Annotated[
     typer.Option(
         "--env",
         metavar="NAME[=VALUE]",
-        help="A variable for the program; without a value as it is here. May be repeated.",
+        help="Environment variable for every rank; without a value: its current one. Repeatable.",
     ),
 ]
 Logs = Annotated[
@@ -92,13 +92,11 @@ Logs = Annotated[
 ]
 Address = Annotated[
     str | None,
-    typer.Option(
-        "--address", help="Of the first host, as the others reach it; default: as ssh does."
-    ),
+    typer.Option("--address", help="Address of the first host; default: the one that ssh uses."),
 ]
 Port = Annotated[
     int | None,
-    typer.Option("--port", min=1, max=65535, help="There; default: one that is free."),
+    typer.Option("--port", min=1, max=65535, help="Port on that host; default: any free one."),
 ]
 TimeoutS = Annotated[
     float | None,
@@ -123,9 +121,7 @@ SshCommand = Annotated[
 ]
 PrintsCommands = Annotated[
     bool,
-    typer.Option(
-        "--print-commands", help="Print what each host would run, to be typed; ask nobody."
-    ),
+    typer.Option("--print-commands", help="Print the commands for each host, and run nothing."),
 ]
 PrintedTemplate = Annotated[
     Template | None,
