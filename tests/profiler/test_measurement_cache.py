@@ -197,6 +197,8 @@ def test_a_profile_has_the_readers_that_its_job_wants(measured, tmp_path, worker
 )
 def test_what_reading_takes_is_known_of_the_same_samples_only(tmp_path, change):
     write_job(tmp_path, data={"text": ["a.txt"]}, cluster=ALONE)
+    for name in ("a.txt", "b.txt", "gpt2.json"):
+        (tmp_path / name).touch()
     assert cache(tmp_path).input_file() == cache(tmp_path, "data.prefetch=2").input_file()
     assert cache(tmp_path).input_file() != cache(tmp_path, change).input_file()
 
@@ -205,6 +207,7 @@ def test_files_of_the_same_name_in_other_folders_are_other_samples(tmp_path):
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         write_job(folder, data={"text": ["a.txt"]}, cluster=ALONE)
+        (folder / "a.txt").touch()
     one, two = (cache(folder).input_file().name for folder in folders)
     assert one != two
 
