@@ -195,7 +195,8 @@ def test_a_profile_has_the_readers_that_its_job_wants(measured, tmp_path, worker
         "sequence_length=4",
     ],
 )
-def test_what_reading_takes_is_known_of_the_same_samples_only(tmp_path, change):
+def test_what_reading_takes_is_known_of_the_same_samples_only(tmp_path, monkeypatch, change):
+    monkeypatch.chdir(tmp_path)  # where paths of overrides start
     write_job(tmp_path, data={"text": ["a.txt"]}, cluster=ALONE)
     for name in ("a.txt", "b.txt", "gpt2.json"):
         (tmp_path / name).touch()
