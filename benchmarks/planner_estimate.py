@@ -18,7 +18,7 @@ of arithmetic, so `time_mape` says how well so few constants can do, not how wel
 cards. `time_mape_held_out` says that: OPT-350M at 2048 tokens by Sailor's timings, on the cards
 (`held_out_cases`) that have no TF32, for those that have it may have used it.
 
-Whole training runs that others published on A100s and H100s (`planner_published.py`) are estimated
+Whole training runs that others published on A100s and H100s (`published/training_runs.py`) are estimated
 as well: `published_runs`, `mean_ratio_h100` and `mean_ratio_a100` (estimated over published tokens
 per second), `mape` of all, `held_out_mape` of those not looked at where constants were set, and
 `worst_run` with `worst_run_ratio`. `spearman_cards` is the rank correlation between the cards of a
@@ -45,8 +45,8 @@ from gpumix.hardware.estimates import gpu_catalogue
 from gpumix.hardware.estimates.roofline import forward_curve, gradient_curve
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype
-from planner_published import RUNS
 from published import NotHereError, Work, cephalo, sailor
+from published.training_runs import RUNS
 
 FITTED = 4  # samples up to which a fitted line is compared
 NO_TF32 = {"V100-16": "v100-16gb-sxm", "RTX-2080": "rtx2080ti", "Titan-RTX": "titanrtx"}

@@ -258,7 +258,8 @@ def reading_key(job: Job, folder: Path) -> dict[str, object]:
     return {
         **software_key(),
         "data": data,
-        "files": [str(folder / path) for path in (*job.data.text, job.data.dataset) if path],
+        "text": [str(folder / path) for path in job.data.text],
+        "dataset": str(folder / job.data.dataset) if job.data.dataset else "",
         "code": hash_factory_code(job.data.factory, folder),
         "tokenizer": str(job.tokenizer),
         "sequence_length": job.sequence_length,
