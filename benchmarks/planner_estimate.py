@@ -19,10 +19,11 @@ cards. `time_mape_held_out` says that: OPT-350M at 2048 tokens by Sailor's timin
 (`held_out_cases`) that have no TF32, for those that have it may have used it.
 
 Whole training runs that others published on A100s and H100s (`published/training_runs.py`) are
-estimated as well: `published_runs`, `mean_ratio_h100` and `mean_ratio_a100` (estimated over published tokens
-per second), `mape` of all, `held_out_mape` of those not looked at where constants were set, and
-`worst_run` with `worst_run_ratio`. `spearman_cards` is the rank correlation between the cards of a
-setting by estimated and measured time of a sample, the mean over settings of three cards or more.
+estimated as well: `published_runs`, `mean_ratio_h100` and `mean_ratio_a100` (estimated over
+published tokens per second), `mape` of all, `held_out_mape` of those not looked at where constants
+were set, and `worst_run` with `worst_run_ratio`. `spearman_cards` is the rank correlation between
+the cards of a setting by estimated and measured time of a sample, the mean over settings of three
+cards or more.
 
 Llama's layers are the ones that the constants fit. GPT has heads of 32 and fewer here and attends
 slower than FLOPs say: on fast fp16 its layers take up to four times as long as estimated.
