@@ -67,8 +67,10 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     if job.model.config is not None:
         _check_model_config(job.model.config, tree.place(("model", "config")))
     cluster = _read_named_cluster(written, tree) if isinstance(written, str) else written
-    tokenizer = _choose_tokenizer(job, tree)
-    return job.model_copy(update={"cluster": cluster, "tokenizer": tokenizer})
+    update: dict[str, Any] = {"cluster": cluster}
+    if (tokenizer := _choose_tokenizer(job, tree)) != job.tokenizer:  # else it stays not given
+        update["tokenizer"] = tokenizer
+    return job.model_copy(update=update)
 
 
 def read_cluster(path: Path) -> Cluster:
