@@ -307,6 +307,7 @@ def looked_at():
     torch.save({"state": first.detach() * 2}, buffer)
     buffer.seek(0)
     loaded = torch.load(buffer)["state"]
+    twice = copy.deepcopy(copy.deepcopy(first))
     with pytest.raises(InputError, match="add with a tensor of another shape"):
         first.data + torch.ones(first.numel(), 1)
     return (
@@ -316,11 +317,16 @@ def looked_at():
         len(first.tolist()) == len(first.grad.numpy()) == first.numel(),
         copy.deepcopy(first.data * 1).numel() == first.numel(),
         "Piece" in repr(first),
+        twice.tolist() == first.tolist()
+        and twice.grad.tolist() == first.grad.tolist()
+        and twice.data_ptr() != first.data_ptr()
+        and twice.parameter_name == first.parameter_name,
+        copy.deepcopy({"of": [engine]})["of"][0] is engine,
     )
 
 
 def test_pieces_have_the_shapes_of_parameters_and_can_be_read_and_saved():
-    assert run_ranks(looked_at, 2) == [(True,) * 5] * 2
+    assert run_ranks(looked_at, 2) == [(True,) * 7] * 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ means over."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,39 @@ def test_the_fix_of_a_loss_that_does_not_add_up_is_one_for_lightning(tmp_path):
     with pytest.raises(ModelError) as caught:
         run_ranks(trained, 2, tmp_path, True, "clamped", timeout_s=240)
     assert "GpumixStrategy(count=" in caught.value.fix
+
+
+def with_a_copying_callback(folder: Path) -> list[bool]:
+    """A callback that holds a method of the module, as metrics loggers do, and is copied."""
+    as_launched(folder)
+    from lightning.pytorch import Callback, Trainer
+
+    from gpumix.integrations.lightning import GpumixStrategy
+
+    copies: list[bool] = []
+
+    class Copied(Callback):
+        def on_fit_start(self, trainer, pl_module):
+            self.log_of_module = pl_module.log
+            twice = copy.deepcopy(copy.deepcopy(trainer.callbacks))
+            copies.append(len(twice) == len(trainer.callbacks))
+
+    model = module("all labelled")
+    plan = plan_for(module("all labelled"), [Share(12, 6, 1)], zero_stage=3)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=str(folder),
+        strategy=GpumixStrategy(plan=plan),
+        callbacks=[Copied()],
+    )
+    trainer.fit(model, DataLoader(Rows(hides=False), BATCH))
+    return copies
+
+
+def test_callbacks_that_hold_the_module_can_be_copied(tmp_path):
+    assert run_ranks(with_a_copying_callback, 1, tmp_path, timeout_s=120) == [[True]]

@@ -249,6 +249,11 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self._state.rows = plan.rows_of(self.comm.rank)
         self._schedule = self._make_schedule()
 
+    def __deepcopy__(self, _: object) -> Engine:
+        """Return itself: processes and their shards have no second engine. Programs copy callbacks
+        that lead to one."""
+        return self
+
     @property
     def state_on_host(self) -> bool:
         """True if this rank's masters and optimizer state are offloaded to the host."""

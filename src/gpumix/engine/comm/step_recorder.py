@@ -274,7 +274,10 @@ class _HostClock:
         return lambda: max(end.result() for end in ends)
 
     def _tell(self, end: Future[float], _: object) -> None:
-        end.set_result(time.perf_counter() - self._zero)
+        try:
+            end.set_result(time.perf_counter() - self._zero)
+        except Exception as error:  # of a clock that a program replaced: told, not waited for
+            end.set_exception(error)
 
     def stop(self) -> float:
         return time.perf_counter()

@@ -141,6 +141,15 @@ class PieceParameter(_Guarded, nn.Parameter):
     def grad(self) -> None:
         self._local.grad = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PieceParameter:
+        if id(self) not in memo:
+            with torch._C.DisableTorchFunctionSubclass():
+                local = nn.Parameter(self._local.detach().clone(), self._local.requires_grad)
+                if self._local.grad is not None:
+                    local.grad = self._local.grad.clone()
+            memo[id(self)] = PieceParameter.of(local, self.parameter_name, self.full_shape)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
     def follow_local(self) -> None:
         """Take the memory that the local parameter has now."""
         with torch._C.DisableTorchFunctionSubclass():
