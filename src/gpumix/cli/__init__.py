@@ -43,48 +43,26 @@ _PLAIN = {
     "Input should be a valid number, unable to parse string as a number": "not a number",
     "Input should be ": "it must be ",
 }
-VERBS: dict[str, ModuleType] = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (
-        devices,
-        check,
-        profile,
-        plan,
-        compare,
-        whatif,
-        simulate,
-        train,
-        report,
-        top,
-        launch,
-        doctor,
-        demo,
-        init,
-        export,
-        inspect,
-        schema,
-    )
+_SUMMARIES: dict[ModuleType, str] = {  # verbs in the order of `gpumix --help`, in one line each
+    devices: "Show the GPUs of this host, a job or a cluster file.",
+    check: "Test whether a cluster is fit to train, in a minute.",
+    profile: "Measure each GPU type on a job's model.",
+    plan: "Does a model fit, and how fast does it train?",
+    compare: "Compare all ways to divide the work.",
+    whatif: "What is one more GPU, or another link, worth?",
+    simulate: "Replay one step of a plan: who waits for what.",
+    train: "Train a job: measure, plan, train.",
+    report: "Write a run as one page that works offline.",
+    top: "Watch a run live.",
+    launch: "Run a script or job on all GPUs of one or more hosts.",
+    doctor: "Find what slows training down, and the fix.",
+    demo: "Train a small GPT on emulated, unequal devices.",
+    init: "Write a first job that runs.",
+    export: "Write a run's weights for transformers.",
+    inspect: "List a run's checkpoints, and check them.",
+    schema: "Print the JSON schema of jobs, for editors.",
 }
-
-SUMMARIES = {  # of `gpumix --help`, in one line each
-    "devices": "Show the GPUs of this host, a job or a cluster file.",
-    "check": "Test whether a cluster is fit to train, in a minute.",
-    "profile": "Measure each GPU type on a job's model.",
-    "plan": "Does a model fit, and how fast does it train?",
-    "compare": "Compare all ways to divide the work.",
-    "whatif": "What is one more GPU, or another link, worth?",
-    "simulate": "Replay one step of a plan: who waits for what.",
-    "train": "Train a job: measure, plan, train.",
-    "report": "Write a run as one page that works offline.",
-    "top": "Watch a run live.",
-    "launch": "Run a script or job on all GPUs of one or more hosts.",
-    "doctor": "Find what slows training down, and the fix.",
-    "demo": "Train a small GPT on emulated, unequal devices.",
-    "init": "Write a first job that runs.",
-    "export": "Write a run's weights for transformers.",
-    "inspect": "List a run's checkpoints, and check them.",
-    "schema": "Print the JSON schema of jobs, for editors.",
-}
+VERBS = {module.__name__.rpartition(".")[2] for module in _SUMMARIES}
 
 
 class _VerbGroup(TyperGroup):
@@ -155,9 +133,9 @@ def _main(
     """Train one model on GPUs that don't match."""
 
 
-for name, verb in VERBS.items():
+for verb, summary in _SUMMARIES.items():
     verb.register(app)
-    app.registered_commands[-1].short_help = SUMMARIES[name]
+    app.registered_commands[-1].short_help = summary
 
 
 def main() -> None:

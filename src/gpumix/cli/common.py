@@ -87,10 +87,7 @@ def make_command(command: Callable[P, None]) -> Callable[P, None]:
         finally:
             _shows_tracebacks.reset(before)
 
-    own = signature(command, eval_str=True)
-    option = Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
-    run.__signature__ = own.replace(parameters=[*own.parameters.values(), option])  # type: ignore[attr-defined]
-    run.__annotations__ = command.__annotations__ | {"debug": Debug}
+    _add_option(run, command, "debug", False, Debug)
     return run
 
 
@@ -106,11 +103,18 @@ def take_cluster_file(command: Callable[P, None]) -> Callable[P, None]:
             kwargs["overrides"] = [*kwargs["overrides"], f"cluster={cluster}"]  # type: ignore[misc]
         command(*args, **kwargs)
 
-    own = signature(command, eval_str=True)
-    option = Parameter("cluster", Parameter.KEYWORD_ONLY, default=None, annotation=ClusterFile)
-    run.__signature__ = own.replace(parameters=[*own.parameters.values(), option])  # type: ignore[attr-defined]
-    run.__annotations__ = command.__annotations__ | {"cluster": ClusterFile}
+    _add_option(run, command, "cluster", None, ClusterFile)
     return run
+
+
+def _add_option(
+    run: Callable[..., None], command: Callable[..., None], name: str, default: Any, kind: Any
+) -> None:
+    """Give `run`, which wraps a command, the command's parameters and one more option."""
+    own = signature(command, eval_str=True)
+    option = Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+    run.__signature__ = own.replace(parameters=[*own.parameters.values(), option])  # type: ignore[attr-defined]
+    run.__annotations__ = command.__annotations__ | {name: kind}
 
 
 def _refuse_names_of_cards(text: str) -> None:
@@ -169,10 +173,14 @@ def _translate_error(error: BaseException) -> GpumixError:
     return translate_error(error, "")
 
 
-def require_place(path: Path, what: str, *, fix: str) -> None:
-    """Raise InputError if nothing is at a path, before what reads it is imported."""
+def require_checkpoint(path: Path) -> None:
+    """Raise InputError if nothing is at a path, before code that reads checkpoints is imported."""
     if not path.exists():
-        raise InputError(what, where=str(path), fix=fix)
+        raise InputError(
+            "there is no checkpoint here",
+            where=str(path),
+            fix="give the folder of a run or of one of its checkpoints",
+        )
 
 
 def refuse_set_without_job(job: Path | None, overrides: Sequence[str], *, fix: str) -> None:

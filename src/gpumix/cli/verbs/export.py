@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Json, make_command, print_json, require_place
-
-PLACE_FIX = "give the folder of a run or of one of its checkpoints"
+from gpumix.cli.common import Json, make_command, print_json, require_checkpoint
 
 
 def register(app: typer.Typer) -> None:
@@ -27,7 +25,7 @@ def export(
     dtype: Annotated[str, typer.Option("--dtype", help="fp32 or bf16.")] = "fp32",
     as_json: Json = False,
 ) -> None:
-    require_place(run, "there is no checkpoint here", fix=PLACE_FIX)
+    require_checkpoint(run)
     from gpumix.train.checkpoint.export import export as write
     from gpumix.train.run_log.terminal import get_stderr_console
 

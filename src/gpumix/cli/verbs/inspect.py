@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumix.cli.common import Json, make_command, print_result, require_place
+from gpumix.cli.common import Json, make_command, print_result, require_checkpoint
 from gpumix.schema.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from gpumix.train.checkpoint.inspect import CheckpointContents
-
-PLACE_FIX = "give the folder of a run or of one of its checkpoints"
 
 
 def register(app: typer.Typer) -> None:
@@ -35,7 +33,7 @@ def inspect(
     ],
     as_json: Json = False,
 ) -> None:
-    require_place(checkpoint, "there is no checkpoint here", fix=PLACE_FIX)
+    require_checkpoint(checkpoint)
     from rich.console import Group
 
     from gpumix.train.checkpoint.inspect import inspect as contents_of
