@@ -35,6 +35,7 @@ from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
 from gpumix.schema.plan.dtypes import explain_compute_dtype, get_dtype_support
 from gpumix.schema.plan.explanation import (
+    SINGLE_CLASS_PREFIX,
     Bottlenecks,
     DtypeReason,
     MixingComparison,
@@ -68,9 +69,6 @@ STRATEGIES: dict[str, Strategy] = {
     "best-subset": _refuse_stage_choice(plan_best_subset),
 }
 COMPARED_STRATEGIES = ("optimal", "even")  # compared with every plan; `planner.compare` has all
-SINGLE_CLASS_PREFIX = (
-    "only "  # prefix to the class name, as strategy of an alternative on one class
-)
 
 Where = Literal["inside", "between"]
 PLACES: dict[Where, str] = {"inside": "inside hosts", "between": "between hosts"}

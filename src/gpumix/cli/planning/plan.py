@@ -121,7 +121,7 @@ def _print_shortfall(source: PlanSource, error: NoFeasiblePlanError, as_json: bo
 
     assert source.estimate is not None
     with show_waiting("looking for ways out"):
-        found = find_ways_out(source.estimate, source.request.space, error)
+        found = find_ways_out(source.estimate, source.profile, source.request.space, error)
     if as_json:
         print_json(error.as_dict() | found.as_dict())
     else:

@@ -7,7 +7,7 @@ samples. Then one more card, and last the largest model of this shape that fits.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -76,11 +76,12 @@ def shortfall_page(found: Shortfall, assumed: str) -> Text:
     """Return the page of a model that does not fit, in 80 columns."""
     from rich.text import Text
 
-    from gpumix.train.run_log.plan_page import name_class, wrap_line
+    from gpumix.hardware.estimates.gpu_catalogue import shorten_product
+    from gpumix.train.run_log.plan_page import wrap_line
 
     total = sum(found.usable_bytes[name] * count for name, count in found.counts.items())
     cards = " and ".join(
-        f"{count}x {name_class(name)} ({show_bytes(found.usable_bytes[name])} usable)"
+        f"{count}x {shorten_product(name)} ({show_bytes(found.usable_bytes[name])} usable)"
         for name, count in found.counts.items()
     )
     what = (
@@ -101,11 +102,12 @@ def shortfall_page(found: Shortfall, assumed: str) -> Text:
     return Text("\n").join(lines)
 
 
-def find_ways_out(estimate: Estimate, space: Space, error: NoFeasiblePlanError) -> Shortfall:
-    """Return what is short for an estimate without a plan, and the ways out of it."""
+def find_ways_out(
+    estimate: Estimate, profile: Profile, space: Space, error: NoFeasiblePlanError
+) -> Shortfall:
+    """Return what is short for an estimate, of this profile, without a plan; and ways out of it."""
     from gpumix.cost.peak_memory import usable_bytes
 
-    profile = estimate.profile()
     usable = {c.name: usable_bytes(c) for c in profile.cluster.classes}
     return Shortfall(
         model=f"{estimate.model.name}, {estimate.tuning.describe()}",
@@ -113,7 +115,7 @@ def find_ways_out(estimate: Estimate, space: Space, error: NoFeasiblePlanError) 
         usable_bytes=usable,
         short=_EXACT.sub("", error.what.rpartition(": ")[2]),
         counts={name: len(profile.cluster.members(name)) for name in usable},
-        ways=tuple(_try_all(estimate, space)),
+        ways=tuple(_try_all(estimate, list(usable), space)),
     )
 
 
@@ -128,7 +130,7 @@ def count_state_bytes(profile: Profile) -> int:
     return round(model.parameters * per_element) + frozen + model.root.frozen_bytes
 
 
-def _try_all(estimate: Estimate, space: Space) -> Iterator[WayOut]:
+def _try_all(estimate: Estimate, classes: Sequence[str], space: Space) -> Iterator[WayOut]:
     from gpumix.hardware.estimates.adapters import FineTuning
     from gpumix.schema.job.job import OptimizerSpec
 
@@ -151,8 +153,8 @@ def _try_all(estimate: Estimate, space: Space) -> Iterator[WayOut]:
     yield from filter(None, [_smaller_batch(estimate, space), _shorten(estimate, space)])
     yield from filter(None, [_offload(estimate, space)])
     if estimate.cluster.text and not estimate.cluster.is_file:
-        for name in estimate.profile().cluster.classes:
-            if (way := tried(f"one more {name.name}", estimate.with_more(name.name))) is not None:
+        for name in classes:
+            if (way := tried(f"one more {name}", estimate.with_more(name))) is not None:
                 yield way
     if (largest := _largest_model(estimate, space)) is not None:
         yield largest

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from gpumix.schema.value import Value
 
+SINGLE_CLASS_PREFIX = "only "  # before the class name: strategy of an alternative on one class
+
 
 class RejectedPlan(Value):
     """A rejected plan, with the reason."""

@@ -15,11 +15,11 @@ from rich.text import Text
 
 from gpumix.cost.input_time import MIN_STARVED_SHARE
 from gpumix.hardware.estimates.gpu_catalogue import shorten_product
-from gpumix.schema.plan.explanation import Reasons, RejectedPlan
+from gpumix.schema.plan.explanation import SINGLE_CLASS_PREFIX, Reasons, RejectedPlan
 from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.schema.profile.profile import Profile
-from gpumix.schema.units import show_seconds
+from gpumix.schema.units import format_count, show_seconds
 
 COLUMNS = 80
 LONGEST_NAME = 26  # of a row
@@ -27,7 +27,6 @@ INDENT = 11  # of the text behind a label such as "Needs"
 ESTIMATE_ERROR = "±33 %"  # of estimates from datasheets: `benchmarks/planner_estimate.py`
 MEASURED_ERROR = "±5 %"  # of predictions from measurements: `benchmarks/prediction.py`
 WORTH_TELLING = 1.05  # a smaller gain over an even split is told as none
-SINGLE_TYPE = "only "  # prefix of alternatives on one GPU type
 GIB, MIB = 2**30, 2**20
 
 Line = tuple[str, str]
@@ -158,20 +157,20 @@ def _against_single_types(
 ) -> Iterator[Line]:
     """Yield whether any GPU type alone fits, and the gain over the best one that does."""
     single = {
-        name.removeprefix(SINGLE_TYPE): other
+        name.removeprefix(SINGLE_CLASS_PREFIX): other
         for name, other in others.items()
-        if name.startswith(SINGLE_TYPE)
+        if name.startswith(SINGLE_CLASS_PREFIX)
     }
     if not single:
         return
     mixing = reasons.mixing
-    named = [name_class(name) for name in single]
+    named = [shorten_product(name) for name in single]
     if all(other.step_s is None for other in single.values()):
         which = f"Neither {' nor '.join(named)}" if len(named) == 2 else "No GPU type"
         yield from ((t, "green") for t in wrap_line(f"{which} alone can train this."))
     elif mixing is not None and mixing.best_class is not None and mixing.speedup is not None:
         several = sum(w.device_class == mixing.best_class for w in plan.workers) > 1
-        best = f"{name_class(mixing.best_class)}{'s' if several else ''}"
+        best = f"{shorten_product(mixing.best_class)}{'s' if several else ''}"
         if not mixing.pays:
             is_as_fast = "are" if several else "is"
             text = f"Using all of them does not pay: {best} alone {is_as_fast} as fast."
@@ -206,7 +205,7 @@ def _table(plan: Plan) -> list[str]:
     rows: list[list[str] | str] = []
     for numbers, stages in _stages_by_devices(plan):
         if len(plan.stages) > 1:
-            blocks = _count(sum(len(stage.units) for stage in stages), "block")
+            blocks = format_count(sum(len(stage.units) for stage in stages), "block")
             rows.append(f"Pipeline stage{'s' if len(numbers) > 1 else ''} {numbers}: {blocks}")
         for workers in _by_class(stages[0].workers):
             rows.append(_row(plan, stages, workers, told, unit))
@@ -259,7 +258,7 @@ def _row(
     shares = [_share_of_state(plan, stage, w) for stage in stages for w in workers]
     share = sum(shares) / len(workers)
     cells = [
-        _shorten(f"{len(workers)}x {name_class(workers[0].device_class)}"),
+        _shorten(f"{len(workers)}x {shorten_product(workers[0].device_class)}"),
         _few_numbers([w.samples for w in workers], each),
         _few_numbers([size for w in workers for size in w.micro_batches or (0,)]),
         f"{share:.0%}{each}".replace("%", " %"),
@@ -304,11 +303,6 @@ def _memory_unit(told: Iterable[WorkerPrediction]) -> tuple[int, str]:
 
 def _memory(amount: float) -> str:
     return f"{amount:.1f}" if amount < 1000 else f"{amount:.0f}"
-
-
-def name_class(name: str) -> str:
-    """Return the usual name of a GPU type: 'RTX 4090' for class 'rtx4090'."""
-    return shorten_product(name)
 
 
 # -- lines below the table -------------------------------------------------------------------------
@@ -360,7 +354,7 @@ def _describe_method(plan: Plan) -> str:
     else:
         for dtype in sorted(dtypes):
             names = sorted({w.device_class for w in plan.workers if w.compute_dtype == dtype})
-            parts.append(f"{dtype} on {', '.join(map(name_class, names))}")
+            parts.append(f"{dtype} on {', '.join(map(shorten_product, names))}")
     return ", ".join(parts)
 
 
@@ -372,7 +366,7 @@ def _for_some(workers: Sequence[Worker], is_so: Callable[[Worker], bool], text: 
     if len(so) == len(workers):
         return [text]
     names = sorted({w.device_class for w in so})
-    return [f"{text} on {', '.join(map(name_class, names))}"]
+    return [f"{text} on {', '.join(map(shorten_product, names))}"]
 
 
 def _describe_limits(plan: Plan, expected: Prediction, reasons: Reasons) -> str:
@@ -381,7 +375,7 @@ def _describe_limits(plan: Plan, expected: Prediction, reasons: Reasons) -> str:
     binds, every = reasons.binds, {w.device_class for w in plan.workers}
 
     def of(names: Sequence[str]) -> str:
-        return "every GPU" if set(names) == every else ", ".join(map(name_class, names))
+        return "every GPU" if set(names) == every else ", ".join(map(shorten_product, names))
 
     parts = [f"compute of {of(binds.compute)}"]
     parts += [f"memory of {of(binds.memory)}"] if binds.memory else []
@@ -395,7 +389,7 @@ def _left_out(plan: Plan, reasons: Reasons) -> str:
     parts = []
     classes = reasons.mixing.left_out if reasons.mixing is not None else ()
     if classes:
-        parts.append(f"{', '.join(map(name_class, classes))}: would slow down the rest")
+        parts.append(f"{', '.join(map(shorten_product, classes))}: would slow down the rest")
     if reasons.hosts_left_out:
         parts.append(f"{_few(reasons.hosts_left_out, 'host')}: the link costs more than it gives")
     if reasons.devices_left_out:
@@ -410,10 +404,6 @@ def _left_out(plan: Plan, reasons: Reasons) -> str:
 def _few(names: Sequence[str], noun: str) -> str:
     """Name up to three; count more."""
     return ", ".join(names) if len(names) <= 3 else f"{len(names)} {noun}s"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 # -- layout ----------------------------------------------------------------------------------------
