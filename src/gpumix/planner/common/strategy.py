@@ -6,7 +6,7 @@ of devices in a cluster file never matters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import Field
@@ -47,6 +47,11 @@ class DevicePart:
     micro_batch: int
     share: float
     mode: Mode = PLAIN
+
+
+def select_by_devices(limits: Sequence[tuple[float, float]], devices: int) -> float:
+    """Return the value of the first of (most devices, value) that holds for `devices`."""
+    return next(value for most, value in limits if devices <= most)
 
 
 def ranked_devices(profile: Profile, request: PlanRequest) -> tuple[Device, ...]:

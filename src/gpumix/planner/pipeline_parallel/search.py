@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -39,9 +39,7 @@ from gpumix.planner.common.stage_preconditions import (
     make_schedules_error,
     refuse_one_stage,
 )
-from gpumix.planner.common.strategy import (
-    PlanRequest,
-)
+from gpumix.planner.common.strategy import PlanRequest, select_by_devices
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
 from gpumix.planner.pipeline_parallel.candidate import UncutCandidate, get_stages_per_group
 from gpumix.planner.pipeline_parallel.device_order import Row, cell_of, list_rows
@@ -523,8 +521,3 @@ class StageSearch:
             if least_s == float("inf"):
                 return
             yield max(way_s, least_s), CutCandidate(way, stages[row], cuts.cut(number))
-
-
-def select_by_devices(values: Sequence[tuple[float, float]], devices: int) -> float:
-    """Return the first value for so many devices or more."""
-    return next(value for most, value in values if devices <= most)

@@ -10,9 +10,10 @@ from gpumix.planner.common.strategy import (
     get_prediction,
     is_within_memory,
     ranked_devices,
+    select_by_devices,
 )
 from gpumix.planner.pipeline_parallel.host_reduction import Reduction, reduce_hosts
-from gpumix.planner.pipeline_parallel.search import FEW_DEVICES, StageSearch, select_by_devices
+from gpumix.planner.pipeline_parallel.search import FEW_DEVICES, StageSearch
 from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
     Searched,
     ideal_step_s,
@@ -59,16 +60,17 @@ def plan_staged_below(
         reduced, bound_s = _search_reduced(profile, reduction, below_s)
         if reduced is not None or below_s < float("inf"):
             return reduced, bound_s
+    devices = len(ranked_devices(profile, request))
     best, failure = None, None
     bounds_s: list[float | None] = [below_s]
     try:
-        margin = select_by_devices(NEIGHBOR_LIMITS, len(ranked_devices(profile, request)))
+        margin = select_by_devices(NEIGHBOR_LIMITS, devices)
         best, bounds_s[0] = StageSearch(profile, request, below_s, margin=margin).run()
     except NoFeasiblePlanError as error:
         failure = error
     if best is not None:
         below_s = compute_time_to_beat(best)
-    most = int(select_by_devices(MIXTURES, len(ranked_devices(profile, request))))
+    most = int(select_by_devices(MIXTURES, devices))
     other, more_s = search_mixed_degrees(
         profile, request, _search_below, below_s, most=most, in_stages=True
     )

@@ -27,6 +27,7 @@ from gpumix.planner.common.strategy import (
     get_prediction,
     is_within_memory,
     ranked_devices,
+    select_by_devices,
 )
 from gpumix.planner.pipeline_parallel.candidate import form_tensor_parallel_groups
 from gpumix.planner.pipeline_parallel.device_order import DevicePlace, cell_of
@@ -87,7 +88,7 @@ def search_all_degrees(profile: Profile, request: PlanRequest, search: Search) -
         bounds_s.append(bound_s)
         if found is not None and get_prediction(found).step_s < below_s:
             best, below_s = found, compute_time_to_beat(found)
-    most = next(mixtures for limit, mixtures in MIXTURES if len(devices) <= limit)
+    most = int(select_by_devices(MIXTURES, len(devices)))
     other, more_s = search_mixed_degrees(
         profile, request, search, below_s, most=most, in_stages=False
     )
