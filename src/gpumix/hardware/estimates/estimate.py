@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from gpumix.hardware.estimates.decoder_shapes import DividedDecoder
 from gpumix.hardware.estimates.gpu_catalogue import Card, find_card
@@ -54,21 +55,32 @@ def return_no_parts(dtype: ComputeDtype) -> Mapping[int, DividedDecoder]:
     return {}
 
 
+class HostPart(NamedTuple):
+    """Part of a host that a device of a class has, at the fullest host of the class.
+
+    Attributes:
+        devices: that share the memory of the host.
+        ram_bytes: free memory of the host for each device; None: no limit.
+    """
+
+    devices: int = 1
+    ram_bytes: int | None = None
+
+
+WHOLE_HOST = HostPart()
+
+
 def estimate_class(
     card: Card,
     model: ModelProfile,
     name: str,
     optimizer_bytes: float = ADAMW_STATE_BYTES,
-    *,
-    on_host: int = 1,
-    host_bytes: int | None = None,
+    host_part: HostPart = WHOLE_HOST,
 ) -> ClassProfile:
     """Estimate a card's times for each unit of a model in its dtype.
 
     Args:
         optimizer_bytes: of optimizer state per element.
-        on_host: devices that share the memory of the card's host.
-        host_bytes: free memory of that host for this device; None: no limit.
 
     Raises:
         InputError: the model's FLOPs are unknown.
@@ -110,8 +122,9 @@ def estimate_class(
         optimizer_s_per_element=optimizer_s_per_element(card, optimizer_bytes),
         framework_bytes=FRAMEWORK_BYTES,
         host_copy=make_host_copy_curve(card),
-        host_optimizer_s_per_element=on_host * host_optimizer_s_per_element(optimizer_bytes),
-        host_bytes=host_bytes,
+        host_optimizer_s_per_element=host_part.devices
+        * host_optimizer_s_per_element(optimizer_bytes),
+        host_bytes=host_part.ram_bytes,
         estimated=True,
         compute_dtype=dtype,
         peak=Peak(flops_per_s=get_peak_flops_per_s(card, dtype), source="stated"),
@@ -142,6 +155,7 @@ def estimate_profile(
     dtypes = choose_compute_dtypes(precision, cluster)
     models = {dtype: model_in(dtype) for dtype in dict.fromkeys(dtypes.values())}
     model, *others = models.values()
+    host_parts = _find_host_parts(cluster, ram_by_host)
     return Profile(
         sequence_length=sequence_length,
         optimizer_bytes_per_element=optimizer_bytes,
@@ -155,30 +169,32 @@ def estimate_profile(
                 models[dtypes[c.name]],
                 c.name,
                 optimizer_bytes,
-                on_host=_most_on_a_host(cluster, c.name),
-                host_bytes=_least_for_a_device(cluster, c.name, ram_by_host),
+                host_parts.get(c.name, WHOLE_HOST),
             )
             for c in cluster.classes
         ),
-        teams=tuple(_estimate_groups(cluster, parts_in, dtypes, optimizer_bytes, ram_by_host)),
+        teams=tuple(_estimate_groups(cluster, parts_in, dtypes, optimizer_bytes, host_parts)),
         collectives=Collectives(gather="list", reduce="list"),
     )
 
 
-def _most_on_a_host(cluster: Cluster, name: str) -> int:
-    """Return the most devices of a host that has a device of class `name`."""
+def _find_host_parts(
+    cluster: Cluster, ram_by_host: Mapping[str, int] | None
+) -> dict[str, HostPart]:
+    """Return the part of a host by class: the most devices, and the least memory."""
     counts = Counter(d.host for d in cluster.devices)
-    return max((counts[d.host] for d in cluster.members(name)), default=1)
-
-
-def _least_for_a_device(
-    cluster: Cluster, name: str, ram_by_host: Mapping[str, int] | None
-) -> int | None:
-    """Return the least memory of a host for each of its devices, of hosts with class `name`."""
-    if ram_by_host is None:
-        return None
-    counts = Counter(d.host for d in cluster.devices)
-    return min(ram_by_host[d.host] // counts[d.host] for d in cluster.members(name))
+    hosts_of: dict[str, set[str]] = {}
+    for device in cluster.devices:
+        hosts_of.setdefault(device.device_class, set()).add(device.host)
+    return {
+        name: HostPart(
+            max(counts[host] for host in hosts),
+            None
+            if ram_by_host is None
+            else min(ram_by_host[host] // counts[host] for host in hosts),
+        )
+        for name, hosts in hosts_of.items()
+    }
 
 
 def _estimate_groups(
@@ -186,7 +202,7 @@ def _estimate_groups(
     parts_in: PartsIn,
     dtypes: Mapping[str, ComputeDtype],
     optimizer_bytes: float,
-    ram_by_host: Mapping[str, int] | None,
+    host_parts: Mapping[str, HostPart],
 ) -> Iterator[TeamProfile]:
     """Yield the profile of each tensor parallel degree with enough cards of a class on a host."""
     parts = {dtype: parts_in(dtype) for dtype in dict.fromkeys(dtypes.values())}
@@ -207,8 +223,7 @@ def _estimate_groups(
                     part.model,
                     name,
                     optimizer_bytes,
-                    on_host=_most_on_a_host(cluster, name),
-                    host_bytes=_least_for_a_device(cluster, name, ram_by_host),
+                    host_parts[name],
                 )
                 for name, part in of_class.items()
             ),
