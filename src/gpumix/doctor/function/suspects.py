@@ -13,6 +13,7 @@ from gpumix.cost.input_time import MIN_STARVED_SHARE
 from gpumix.data.workers.autotune import BatchMeasurements, Bounds, choose
 from gpumix.doctor.function.seen import LoaderObservation, Observations, Site
 from gpumix.doctor.report import BATCH_NOTE, DTYPE_NOTE, Suspect
+from gpumix.schema.units import format_count
 
 COPY_SHARE = 0.01  # fraction of a step allowed for blocking copies
 WRITE_SHARE = 0.01  # fraction of a step allowed for printing
@@ -212,7 +213,7 @@ def _settings(seen: Observations) -> Iterator[Suspect]:
     if not seen.cuda and seen.threads < cores:
         yield Suspect(
             name="threads",
-            what=f"torch computes in {_count(seen.threads, 'thread')}",
+            what=f"torch computes in {format_count(seen.threads, 'thread')}",
             why=f"there are {cores} cores",
             changes={"threads": cores},
             fix=f"torch.set_num_threads({cores}) "
@@ -326,7 +327,3 @@ def _places(sites: tuple[Site, ...] | list[Site]) -> str:
 
 def _format_setting_place(seen: Observations, what: str, else_at: str = "the environment") -> str:
     return f"at {seen.set[what]}" if what in seen.set else f"(see {else_at})"
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
