@@ -251,12 +251,20 @@ def test_without_a_cluster_the_plan_is_for_this_machine(tmp_path, monkeypatch):
         (("--cluster", "2x rtx4090", "--optimizer", "adamx"), "did you mean 'adamw'?"),
         (("--cluster", "2x rtx4090", "--ram", "much"), "--ram: "),
         (("--cluster", "2x rtx4090", "--ram", "64"), "'64' has no unit"),
-        (("--cluster", "none.yaml"), "there is no cluster file none.yaml"),
+        (("--cluster", "none.yaml"), "none.yaml"),
         (("--cluster", "2x rtx4090", "--model", "lama-3-8b"), "did you mean 'llama-3-8b'?"),
     ],
 )
 def test_wrong_questions_get_a_clear_answer(arguments, said):
     assert said in refused("plan", *arguments)
+
+
+def test_devices_asks_for_the_link_between_named_hosts():
+    named = ("devices", "--cluster", "2x rtx4090; p40")
+    assert "nothing says how the 2 hosts are linked" in refused(*named)
+    found = json.loads(gpumix(*named, "--network", "25GbE", "--json").stdout)
+    assert {device["host"] for device in found["devices"]} == {"host-0", "host-1"}
+    assert "--network has no effect" in refused("devices", "--network", "25GbE")
 
 
 def test_emulated_and_unknown_devices_have_no_datasheet(tmp_path):

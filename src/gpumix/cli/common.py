@@ -58,6 +58,7 @@ ClusterFile = Annotated[
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+CLUSTER_FILES = (".yaml", ".yml", ".json")
 FOR_TRAINING = ("torch", "greenlet", "safetensors")  # packages of the extra `train`
 _shows_tracebacks = ContextVar("shows_tracebacks", default=False)
 
@@ -117,13 +118,21 @@ def _add_option(
     run.__annotations__ = command.__annotations__ | {name: kind}
 
 
+def is_cluster_file(text: str) -> bool:
+    """Return whether the argument of `--cluster` is the path of a file, there or not, and not names
+    of cards."""
+    # Not `Path.is_file`, which fails on a text too long for a path.
+    return text.endswith(CLUSTER_FILES) or os.path.isfile(text)  # noqa: PTH113
+
+
 def _refuse_names_of_cards(text: str) -> None:
     from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
 
-    if os.path.isfile(text):  # noqa: PTH113
+    if is_cluster_file(text):
         return
+    any_link = "10GbE" if ";" in text else None  # only whether the cards are known matters
     try:
-        parse_cluster(text, network="10GbE" if ";" in text else None)
+        parse_cluster(text, network=any_link)
     except GpumixError:
         return  # reading the file tells what is wrong
     else:

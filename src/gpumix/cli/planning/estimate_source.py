@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpumix.cli.common import is_cluster_file
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.error_location import locate_errors
 from gpumix.schema.units import show_bytes
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from gpumix.schema.plan.dtypes import Precision
     from gpumix.schema.plan.stage import ComputeDtype
     from gpumix.schema.profile.profile import Profile
-
-
-CLUSTER_FILES = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,7 @@ class NamedCluster:
 
     @property
     def is_file(self) -> bool:
-        # Not `Path.is_file`, which fails on a text too long for a path.
-        return self.text is not None and os.path.isfile(self.text)  # noqa: PTH113
+        return self.text is not None and is_cluster_file(self.text)
 
     def read(self, precision: Precision) -> Cluster:
         """Return the cluster, all of whose classes are cards of the catalogue.
@@ -51,38 +47,47 @@ class NamedCluster:
             InputError: the text is wrong, or names devices that the catalogue does not know.
             MachineError: this machine is meant, and its driver reports an error.
         """
-        from gpumix.hardware.estimates.cluster_shorthand import parse_cluster, with_catalogue_cards
-
-        if self.text is not None and not self.is_file:
-            if self.text.endswith(CLUSTER_FILES):
-                raise InputError(
-                    f"there is no cluster file {self.text}",
-                    where="--cluster",
-                    fix='give the path of one, or cards: "2x rtx4090, 4x rtx3090"',
-                )
-            return parse_cluster(self.text, precision, self.network, option=self.link_option)
-        where = self.text or "this machine"
-        if self.network is not None:
-            raise InputError(
-                f"{self.link_option} has no effect on {where}",
-                fix="leave it out; a cluster file states its own links",
-            )
-        with locate_errors(where):
-            return with_catalogue_cards(self._described(), precision)
-
-    def _described(self) -> Cluster:
         from gpumix.hardware.discovery.discover import discover_cluster
-        from gpumix.schema.reading.read import read_cluster
+        from gpumix.hardware.estimates.cluster_shorthand import with_catalogue_cards
 
         if self.text is not None:
-            return read_cluster(Path(self.text))
+            found = self.describe(precision)
+            if not self.is_file:
+                return found
+            with locate_errors(self.text):
+                return with_catalogue_cards(found, precision)
+        self.refuse_network()
         found = discover_cluster()
         if not any(c.is_gpu for c in found.classes):
             raise InputError(
                 "there is no GPU to plan for",
                 fix='name GPUs: gpumix plan --cluster "2x rtx4090, 4x rtx3090" --model 7B',
             )
-        return found
+        with locate_errors("this machine"):
+            return with_catalogue_cards(found, precision)
+
+    def describe(self, precision: Precision = "auto") -> Cluster:
+        """Return the cluster of the cards or of the file.
+
+        Raises:
+            InputError: the text or the file is wrong.
+        """
+        from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
+        from gpumix.schema.reading.read import read_cluster
+
+        assert self.text is not None, "this machine's GPUs are discovered"
+        if not self.is_file:
+            return parse_cluster(self.text, precision, self.network, option=self.link_option)
+        self.refuse_network()
+        return read_cluster(Path(self.text))
+
+    def refuse_network(self) -> None:
+        """Refuse a link between hosts where no cards are named."""
+        if self.network is not None:
+            raise InputError(
+                f"{self.link_option} has no effect on {self.text or 'this machine'}",
+                fix="leave it out; a cluster file states its own links",
+            )
 
 
 @dataclass(frozen=True)

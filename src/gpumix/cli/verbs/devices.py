@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,9 +14,6 @@ from gpumix.cli.common import (
     print_result,
     refuse_set_without_job,
 )
-
-if TYPE_CHECKING:
-    from gpumix.schema.cluster.cluster import Cluster
 
 
 def register(app: typer.Typer) -> None:
@@ -36,9 +32,13 @@ def devices(
         str | None,
         typer.Option("--cluster", help='Take this cluster file, or cards: "2x rtx4090, p40".'),
     ] = None,
+    network: Annotated[
+        str | None, typer.Option("--network", help="The link between the hosts of cards: 25GbE.")
+    ] = None,
     overrides: Overrides = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
+    from gpumix.cli.planning.estimate_source import NamedCluster
     from gpumix.hardware.discovery.discover import discover_cluster
     from gpumix.schema.errors import InputError
     from gpumix.schema.reading.read import read_job
@@ -49,21 +49,13 @@ def devices(
     refuse_set_without_job(
         job, overrides, fix="gpumix devices JOB.yaml --set ..., or gpumix devices --cluster FILE"
     )
-    wanted = None
+    wanted, described = None, NamedCluster(cluster, network)
     if cluster is not None:
-        wanted = _read(cluster)
-    elif job is not None:
+        wanted = described.describe()
+    else:
+        described.refuse_network()
+    if job is not None:
         named = read_job(job, overrides).cluster
         wanted = None if named == "auto" else named
     found = wanted or discover_cluster()
     print_result(lambda: found.model_dump(mode="json"), lambda: devices_table(found), as_json)
-
-
-def _read(cluster: str) -> Cluster:
-    """Return the cluster of a file, or of names of cards."""
-    from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
-    from gpumix.schema.reading.read import read_cluster
-
-    if os.path.isfile(cluster) or cluster.endswith((".yaml", ".yml", ".json")):  # noqa: PTH113
-        return read_cluster(Path(cluster))
-    return parse_cluster(cluster, network="10GbE" if ";" in cluster else None)
