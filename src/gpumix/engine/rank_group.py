@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 
@@ -265,7 +264,7 @@ class RankGroup:
         assert self._store is not None
         allowed_s = self.timeout_s + patience_s
         deadline = time.monotonic() + allowed_s
-        wait = replace(self._begun[topic], members=(rank,))
+        wait = self._begun[topic]._replace(members=(rank,))
         with ActivityScope(f"waiting for '{topic}' of rank {rank}", wait):
             while not self._store.check([key]):
                 failed = self._account_of_failure()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 import sysconfig
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from traceback import extract_stack
 
@@ -20,7 +19,7 @@ _begun: dict[str, AwaitedCollective] = {}  # the last collective of each group
 _compute_phase = ""  # activity of the engine in the current step
 
 
-def begin_collective(group: str, members: Sequence[int] = ()) -> AwaitedCollective:
+def begin_collective(group: str, members: tuple[int, ...] = ()) -> AwaitedCollective:
     """Begin the next collective of a group on this rank; return the `AwaitedCollective`.
 
     Args:
@@ -28,7 +27,7 @@ def begin_collective(group: str, members: Sequence[int] = ()) -> AwaitedCollecti
         members: ranks of the group; empty: all ranks.
     """
     before = _begun.get(group)
-    one = AwaitedCollective(group, before.number + 1 if before else 1, tuple(members))
+    one = AwaitedCollective(group, before.number + 1 if before else 1, members)
     _begun[group] = one
     return one
 

@@ -173,6 +173,7 @@ class Communicator:
         # Memory for data received before it is put in place, kept for the next collective.
         self._pools: dict[str, list[torch.Tensor]] = {}
         # By device: a group may have a backend for each.
+        self._name = "" if group is None else group.group_name
         self.on_gloo = group is not None and group._get_backend(self.device).name() == "gloo"
 
     @cached_property
@@ -498,9 +499,7 @@ class Communicator:
 
     def _count(self, operation: str, tensor: torch.Tensor) -> None:
         if self.group is not None:
-            self.begun = begin_collective(
-                self.group.group_name, () if self._of is None else self.members
-            )
+            self.begun = begin_collective(self._name, () if self._of is None else self.members)
         self.counts[operation] += 1
         size = tensor.numel() * tensor.element_size()
         self.bytes[operation] += size

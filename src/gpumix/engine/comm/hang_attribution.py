@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class AwaitedCollective:
+class AwaitedCollective(NamedTuple):
     """A wait for the n-th collective of a group. Empty `members`: all ranks."""
 
     group: str

@@ -112,6 +112,9 @@ class PieceParameter(_Guarded, nn.Parameter):
     local one."""
 
     _local: nn.Parameter
+    # The gradient of each step, and the same as a piece once asked for: optimizers ask often.
+    _usual_gradient: torch.Tensor | None = None
+    _usual_piece: PieceTensor | None = None
 
     @staticmethod
     def of(local: nn.Parameter, name: str, full_shape: torch.Size) -> PieceParameter:
@@ -124,7 +127,11 @@ class PieceParameter(_Guarded, nn.Parameter):
         gradient = self._local.grad
         if gradient is None or not torch._C._is_torch_function_enabled():
             return gradient
-        return _as_piece(gradient, self)  # type: ignore[no-any-return]
+        if gradient is not self._usual_gradient:
+            return _as_piece(gradient, self)  # type: ignore[no-any-return]
+        if self._usual_piece is None:
+            self._usual_piece = _as_piece(gradient, self)
+        return self._usual_piece
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -139,7 +146,7 @@ class PieceParameter(_Guarded, nn.Parameter):
 
     @grad.deleter
     def grad(self) -> None:
-        self._local.grad = None
+        self.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PieceParameter:
         if id(self) not in memo:
@@ -149,6 +156,10 @@ class PieceParameter(_Guarded, nn.Parameter):
                     local.grad = self._local.grad.clone()
             memo[id(self)] = PieceParameter.of(local, self.parameter_name, self.full_shape)
         return memo[id(self)]  # type: ignore[no-any-return]
+
+    def expect_gradient(self, gradient: torch.Tensor) -> None:
+        """Expect a gradient that the local parameter will have in each step, in the same memory."""
+        self._usual_gradient, self._usual_piece = gradient, None
 
     def follow_local(self) -> None:
         """Take the memory that the local parameter has now."""

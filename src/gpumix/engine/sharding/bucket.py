@@ -148,7 +148,8 @@ class Bucket:
             group.end_gradient()
         if self.see is not None and self.trainable:
             self.see(self.name, [group.gradient for group in self.trainable])
-        self._reduction = _zip_collectives([group.reduce(scale) for group in self.trainable])
+        reductions = [group.reduce(scale) for group in self.trainable]
+        self._reduction = reductions[0] if len(reductions) == 1 else _zip_collectives(reductions)
         self._reducing = next(self._reduction, [])
         self._comm.record.issued("reduce", self.name, self._reducing)
 

@@ -367,8 +367,9 @@ class FlatGroup:
         if self._at_rest:
             self.remove()
             return
-        for _, _, _, away in self._places:
-            check_requires_grad(away, self.trainable)
+        with torch._C.DisableTorchFunctionSubclass():  # which takes most of the time of the checks
+            for _, _, _, away in self._places:
+                check_requires_grad(away, self.trainable)
 
     def gather_masters(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Yield every full parameter, as a view of temporary memory. Collective."""
@@ -431,7 +432,8 @@ class FlatGroup:
         if division.repeats > 1:
             self.gradient.div_(division.repeats)
         if self._parts is None:
-            yield from zip_collectives([self.shards[0].reduce(self.gradient, scale)])
+            for pending in self.shards[0].reduce(self.gradient, scale):
+                yield [pending]
             return
         # All parts at once: ranks with a single part continue with the next collective.
         rooms = self._rooms()
@@ -546,8 +548,10 @@ def _copy_first_gradient(
     place: torch.Tensor, receiving: GradientAccumulation, view: torch.Tensor
 ) -> None:
     """Copy the first gradient of `view` to the place where later gradients are added."""
-    receiving.check_active()
-    if view.grad is not place:
-        assert view.grad is not None, "it has just been accumulated"
-        place.copy_(view.grad)
+    if not receiving.now:
+        receiving.check_active()
+    gradient = view.grad
+    if gradient is not place:
+        assert gradient is not None, "it has just been accumulated"
+        place.copy_(gradient)
         view.grad = place

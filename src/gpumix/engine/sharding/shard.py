@@ -186,6 +186,9 @@ class Shard:
         self._piece_gradients = self.gradient.split(
             [piece.end - piece.start for piece in self.pieces]
         )
+        for piece, gradient in zip(self.pieces, self._piece_gradients):
+            if piece.exposed is not None:
+                piece.exposed.expect_gradient(gradient)
 
     def divide(self, division: Division, masters: torch.Tensor) -> None:
         """Switch to `division`, with `masters` as this rank's values. The pieces' `local` stay the
@@ -314,7 +317,7 @@ class Shard:
         else:
             self._zero(fresh)
             own.addcmul_(_sum_into_first(rows), scale())
-        self._assign_gradients()
+        self._assign_gradients(fresh)
 
     def _deliver_to_host(self, rows: torch.Tensor, scale: Scale | None) -> None:
         """Deliver on the host: the sum is copied there, and behind the copy, `rows` are free for
@@ -338,7 +341,7 @@ class Shard:
         if scale is None:
             self._summed = True
         else:
-            self._assign_gradients()
+            self._assign_gradients(fresh)
 
     def _add(self, rows: torch.Tensor) -> None:
         self._remember()
@@ -363,7 +366,7 @@ class Shard:
             _multiply(self.gradient, scale().to(self.gradient.device))
             if self._carried is not None:
                 self.gradient.add_(self._carried)
-            self._assign_gradients()
+            self._assign_gradients(self._fresh())
         self.forget_sums()
 
     def forget_sums(self) -> None:
@@ -377,8 +380,9 @@ class Shard:
             if is_new and piece.name in names:
                 piece.local.grad = None
 
-    def _assign_gradients(self) -> None:
-        self._new = self._fresh()
+    def _assign_gradients(self, fresh: list[bool]) -> None:
+        """Put the sums into the pieces' `grad`; `fresh` are those without a gradient so far."""
+        self._new = fresh
         for piece, gradient in zip(self.pieces, self._piece_gradients):
             piece.local.grad = gradient
 

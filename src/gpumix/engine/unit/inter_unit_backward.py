@@ -101,9 +101,10 @@ def find_reachable_leaves(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Te
     return found
 
 
-def expand_zeros_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return zeros of the tensor's shape with the memory of a scalar."""
-    return tensor.new_zeros(()).expand(tensor.shape)
+def make_gradient_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a leaf in place of the tensor for its gradient alone. It has the memory of a scalar,
+    and no values."""
+    return tensor.new_empty_strided(tensor.shape, (0,) * tensor.dim(), requires_grad=True)
 
 
 @dataclass

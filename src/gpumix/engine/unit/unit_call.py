@@ -37,7 +37,7 @@ from gpumix.engine.unit.activation_checkpoint import CheckpointedRun, KeptRun
 from gpumix.engine.unit.inter_unit_backward import (
     GradientTarget,
     connect_to_leaf,
-    expand_zeros_like,
+    make_gradient_leaf,
     run_backward,
 )
 from gpumix.engine.unit.saved_inputs import UnitInputs
@@ -135,7 +135,7 @@ class UnitBoundary:
             if source is not None:  # the input's graph ends there, no further cut is needed
                 handed[place] = self._inputs[place]
             else:
-                source = _make_leaf(inputs[place])
+                source = make_gradient_leaf(inputs[place])
                 handed[place] = connect_to_leaf(source, inputs[place])
             self._sources.append(source)
         buffers = BufferCopies(self.unit.with_buffers)
@@ -157,7 +157,7 @@ class UnitBoundary:
                 self._edges.append(None)
                 self._leaves.append(None)
                 continue
-            leaf = _make_leaf(output)
+            leaf = make_gradient_leaf(output)
             self._edges.append(get_gradient_edge(output))
             self._leaves.append(leaf)
             outputs[place] = connect_to_leaf(leaf, output)
@@ -386,8 +386,3 @@ def _list_contents(value: Any) -> list[Any]:
     if isinstance(value, set | frozenset):
         held += value
     return tree_leaves(held)
-
-
-def _make_leaf(output: torch.Tensor) -> torch.Tensor:
-    """Return a leaf without memory in place of `output`; only the gradient is used."""
-    return expand_zeros_like(output).requires_grad_()

@@ -34,8 +34,8 @@ from gpumix.engine.sharding.absent_parameter import PERMITTED_FUNCTIONS
 from gpumix.engine.sharding.unit_discovery import frozen_bytes
 from gpumix.engine.unit.inter_unit_backward import (
     connect_to_leaf,
-    expand_zeros_like,
     find_reachable_leaves,
+    make_gradient_leaf,
 )
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.profiler.compute.unit_fixture import UnitFixture
@@ -241,7 +241,7 @@ def _copy_outputs(
             value = leaf.clone()
             source = StageInput(call=call, output=place, differentiable=leaf.is_floating_point())
             if value.is_floating_point() and gradients:
-                handed = expand_zeros_like(value).requires_grad_()
+                handed = make_gradient_leaf(value)
                 notes.handed(handed, source)
                 value = connect_to_leaf(handed, value)
             notes.set_sources(value, {source})

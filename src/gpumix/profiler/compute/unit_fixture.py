@@ -39,7 +39,7 @@ from gpumix.engine.unit.inter_unit_backward import (
     GradientTarget,
     InterUnitGraph,
     connect_to_leaf,
-    expand_zeros_like,
+    make_gradient_leaf,
 )
 from gpumix.engine.unit.regional_compile import compile_units, get_uncompiled_forward
 from gpumix.engine.unit.sharded_units import ShardedUnit, Storage, make_standalone_unit
@@ -256,7 +256,7 @@ class ModelRun:
         """Prepare an output for the model, with a leaf for its gradient, as in the engine."""
         if not isinstance(value, torch.Tensor) or not (value.requires_grad and value.is_leaf):
             return value
-        self._leaves.append(expand_zeros_like(value).requires_grad_())
+        self._leaves.append(make_gradient_leaf(value))
         return connect_to_leaf(self._leaves[-1], value)
 
     def _divide(self, call: UnitCall, positions: PositionSharding) -> None:
