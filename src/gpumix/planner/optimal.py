@@ -50,14 +50,22 @@ class FastestPlans:
 
     Args:
         paces: of these classes and this batch; may be shared between searches.
+        explains: find out why nothing fits, and what would help.
     """
 
     def __init__(
-        self, profile: Profile, request: PlanRequest, paces: TimeBounds | None = None
+        self,
+        profile: Profile,
+        request: PlanRequest,
+        paces: TimeBounds | None = None,
+        *,
+        explains: bool = True,
     ) -> None:
         self.profile = profile
         self.request = request
         self.paces = paces or TimeBounds(profile, request.global_batch)
+        self._explains = explains
+        self._lacks_room = False  # known once searched
 
     def plan(self) -> Plan:
         """Return the fastest plan; see `plan_fastest`."""
@@ -69,7 +77,10 @@ class FastestPlans:
     def of_classes(self) -> dict[str, FastestPlans]:
         """Searches by class, on the devices of the class alone."""
         every = iterate_class_requests(self.profile, self.request)
-        return {name: FastestPlans(self.profile, alone, self.paces) for name, alone in every}
+        return {
+            name: FastestPlans(self.profile, alone, self.paces, explains=False)
+            for name, alone in every
+        }
 
     @cached_property
     def alone(self) -> Plan | None:
@@ -91,7 +102,7 @@ class FastestPlans:
                 if ideal_step_s(one.profile, one.request) < best.below_s:
                     best.try_search(one._find_plan)
         if best.plan is None:
-            return best.failures[0]
+            return self._no_room() if self._lacks_room else best.failures[0]
         return attach_bound(best.plan.model_copy(update={"strategy": "optimal"}), best.bound_s)
 
     def _find_plan(self, _: float) -> Searched:
@@ -121,8 +132,15 @@ class FastestPlans:
         request = self.request.model_copy(update={"space": space})
         plan, bound_s = search_all_degrees(self.profile, request, self._search_degree)
         if plan is None:
-            raise _no_room(self.profile, request)
+            self._lacks_room = True
+            return None, float("inf")
         return plan, bound_s
+
+    def _no_room(self) -> NoFeasiblePlanError:
+        devices, request = ranked_devices(self.profile, self.request), self.request
+        return make_no_fit_error(
+            self.profile, devices, request.space, request.global_batch, explains=self._explains
+        )
 
     def _search_degree(self, profile: Profile, request: PlanRequest, below_s: float) -> Searched:
         """Return the finished optimal plan, or a plan on one class alone, faster than `below_s`."""
@@ -134,7 +152,8 @@ class FastestPlans:
             gained = MAX_REFINE_FACTOR if few else MAX_REFINE_FACTOR_MANY
             found = plan_one_stage_below(profile, request, paces, below_s * gained)
             if found is None and 1 not in self.request.space.tensor:
-                raise _no_room(profile, request)  # else reported for single devices
+                devices, space = ranked_devices(profile, request), request.space
+                raise make_no_fit_error(profile, devices, space, request.global_batch)
         bound_s: float | None = below_s
         if found is not None:
             found = refine_plan(profile, request, found, paces, below_s)
@@ -166,11 +185,6 @@ class _BestPlan:
         self.bound_s = min(self.bound_s, bound_s or 0.0)
         if found is not None and get_prediction(found).step_s < self.below_s:
             self.plan = found
-
-
-def _no_room(profile: Profile, request: PlanRequest) -> NoFeasiblePlanError:
-    devices = ranked_devices(profile, request)
-    return make_no_fit_error(profile, devices, request.space, request.global_batch)
 
 
 def _of_one_class(

@@ -34,6 +34,7 @@ from gpumix.schema.units import show_bytes, show_exact_bytes
 U = TypeVar("U", UnitKind, RootUnit)
 
 UNREACHABLE = 2**62  # more memory than any device has
+FIRST_TRIED_BYTES = 2**24  # for a shortage, then twice as much
 
 # Divisors of the sequence length to try, if the batch does not fit at full length.
 SEQUENCE_LENGTH_DIVISORS = (2, 4, 8, 16)
@@ -45,14 +46,23 @@ MAX_SAMPLE_COUNTS = 512
 
 
 def make_no_fit_error(
-    profile: Profile, devices: tuple[Device, ...], space: Space, batch: int
+    profile: Profile,
+    devices: tuple[Device, ...],
+    space: Space,
+    batch: int,
+    *,
+    explains: bool = True,
 ) -> NoFeasiblePlanError:
     """Return the error stating the missing bytes for state and batch; or the reason why state
-    cannot be divided or placed as the space says."""
+    cannot be divided or placed as the space says.
+
+    Args:
+        explains: find causes and remedies too, which takes longer.
+    """
     fleet = Fleet.of(profile, devices)
     if next(iterate_settings(fleet, space), None) is None:
         return _no_setting(fleet, space)
-    return _Shortage(profile, devices, space, batch).error()
+    return _Shortage(profile, devices, space, batch).error(explains=explains)
 
 
 def _no_setting(fleet: Fleet, space: Space) -> NoFeasiblePlanError:
@@ -89,9 +99,12 @@ class _Shortage:
             name: len(devices) for name, devices in self.needs[0].setting.classes.items()
         }
 
-    def error(self) -> NoFeasiblePlanError:
+    def error(self, *, explains: bool) -> NoFeasiblePlanError:
         if self._unmeasured():
             return self._nothing_measured()
+        what = f"no plan fits a global batch of {self.batch}: {self._short()}"
+        if not explains:
+            return NoFeasiblePlanError(what, where=self._where())
         setting = self.needs[0].setting
         states = [setting.memory.state(setting.profile.model_of(name)) for name in self.counts]
         state = show_bytes(max(s.sharded_bytes + s.replicated_bytes for s in states))
@@ -101,7 +114,7 @@ class _Shortage:
             *map(self._of_class, self.counts),
         ]
         return NoFeasiblePlanError(
-            f"no plan fits a global batch of {self.batch}: {self._short()}",
+            what,
             where=self._where(),
             why="; ".join(reasons),
             fix=self._fix(),
@@ -323,7 +336,7 @@ def _bisect_least_bytes(enough: Callable[[int], bool]) -> int:
     """Return the least sufficient number of bytes; `UNREACHABLE` if no number suffices."""
     if enough(0):
         return 0
-    low, high = 0, 1
+    low, high = 0, FIRST_TRIED_BYTES
     while high < UNREACHABLE and not enough(high):
         low, high = high, 2 * high
     if high >= UNREACHABLE:
