@@ -43,6 +43,7 @@ def _parse_bytes(value: object) -> object:
 LARGEST = 2**53
 LARGEST_BATCH = 2**20  # samples of a step
 LARGEST_LENGTH = 2**30  # tokens of a sample
+LARGEST_RANK = 4096  # of LoRA; more than any width
 LARGEST_FLOPS = 5e23  # of a sample, so that times of thousands of samples stay finite on any GPU
 MOST_STEPS = 2**40  # samples stay countable in 64 bits
 LONGEST_S = 1e9  # thirty years; longer waits overflow

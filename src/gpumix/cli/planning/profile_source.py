@@ -15,11 +15,9 @@ import typer
 
 from gpumix.cli.common import Allowed, Overrides
 from gpumix.cli.planning.estimate_source import Estimate, NamedCluster
-from gpumix.hardware.estimates.adapters import MOST_RANK
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.error_location import locate_errors
-from gpumix.schema.reading.error_text import find_nearest, suggest
-from gpumix.schema.units import LARGEST_BATCH, LARGEST_LENGTH
+from gpumix.schema.units import LARGEST_BATCH, LARGEST_LENGTH, LARGEST_RANK
 
 if TYPE_CHECKING:
     from gpumix.hardware.estimates.adapters import FineTuning
@@ -123,7 +121,7 @@ class PlanArguments:
             "--lora",
             metavar="RANK",
             min=1,
-            max=MOST_RANK,
+            max=LARGEST_RANK,
             help="Without a job: train LoRA adapters of this rank; usual is 16.",
         ),
     ] = None
@@ -265,6 +263,7 @@ class PlanOptions(PlanArguments):
 
     def _optimizer(self) -> OptimizerSpec:
         from gpumix.schema.job.job import OPTIMIZERS, OptimizerSpec
+        from gpumix.schema.reading.error_text import find_nearest, suggest
 
         name = (self.optimizer or "adamw").lower()
         if name not in OPTIMIZERS:

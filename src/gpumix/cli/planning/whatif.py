@@ -10,7 +10,6 @@ from gpumix.cli.common import Json, make_command, print_result
 from gpumix.cli.planning.profile_source import PlanOptions, add_planning_options
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.error_location import locate_errors
-from gpumix.schema.reading.error_text import find_nearest, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -118,6 +117,7 @@ def _describe_new_hosts(before: Profile, after: Profile) -> str:
 def _parse_prices(texts: list[str], names: set[str]) -> dict[str, float] | None:
     """Parse prices such as "a100=1.80" by class; a text may have several, with commas."""
     from gpumix.hardware.estimates.what_if import class_named
+    from gpumix.schema.reading.error_text import find_nearest, suggest
 
     prices: dict[str, float] = {}
     for text in (part for given in texts for part in given.split(",")):

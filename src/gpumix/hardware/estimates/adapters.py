@@ -23,7 +23,6 @@ from gpumix.schema.profile.profile import (
 Base = Literal["16bit", "int8", "nf4"]
 NF4_BYTES = 0.5 + 4 / 64  # per weight, with its part of the constants
 INT8_BYTES = 1.0  # per weight; constants of rows are negligible
-MOST_RANK = 4096  # of LoRA; more than any width
 
 S = TypeVar("S", EndParameters, RootParameter)
 

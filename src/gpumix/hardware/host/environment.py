@@ -18,12 +18,14 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
-from gpumix.hardware.estimates.kernel_choice import Installed
 from gpumix.hardware.host.cgroups import limit_host_bytes, read_memory_groups
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import private_folder, read_log
+
+if TYPE_CHECKING:
+    from gpumix.hardware.estimates.kernel_choice import Installed
 
 # Part of the free host memory available to copies of a run's state.
 COPIES_PART = 0.5
@@ -504,6 +506,8 @@ def _stat_of(process: int) -> list[str]:
 
 def installed() -> Installed:
     """Return the optional kernel packages present, without importing them."""
+    from gpumix.hardware.estimates.kernel_choice import Installed
+
     return Installed(**{f.name: find_spec(f.name) is not None for f in fields(Installed)})
 
 
