@@ -69,7 +69,7 @@ def copier(
         home,
         generation,
         place=RankOnHost(ranks.rank, hosts),
-        extra={"note": [0.1, None]},
+        extra=lambda: {"note": [0.1, None]},
         buddies=second,
         **settings,
     )

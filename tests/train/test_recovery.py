@@ -69,6 +69,19 @@ def test_a_killed_rank(tmp_path, undisturbed):
     assert not held_in(tmp_path / "run")
 
 
+def test_how_losses_add_up_is_not_rehearsed_again(tmp_path, undisturbed):
+    log, killed = tmp_path / "log", tmp_path / "killed"
+    job = disturbed(tmp_path, "kill", harm={"once": str(killed), "log": str(log)})
+    train(job, plan=plan_for(job))
+    check_same(tmp_path / "run", undisturbed)
+    passes = log.read_text().split()
+    (tmp_path / "alone").mkdir()
+    undisturbed_job = write_job(tmp_path / "alone", steps=1, model=toy(log=str(log)))
+    log.unlink()
+    train(undisturbed_job, plan=plan_for(undisturbed_job))
+    assert sorted(passes) == sorted(log.read_text().split())
+
+
 @pytest.mark.slow  # it is waited for until the timeout
 @pytest.mark.extended
 def test_a_stopped_rank(tmp_path, undisturbed):

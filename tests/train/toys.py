@@ -64,6 +64,7 @@ class Toy(nn.Module):
         watchdog_s: who waits for so long between two passes is aborted, as by that of NCCL; not
             that rank.
         among: it happens at the loss where so many ranks are, or more.
+        log: a path; each pass outside of training adds a line.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class Toy(nn.Module):
         watchdog_s: float = 0.0,
         among: int = 1,
         until: str = "",
+        log: str = "",
     ) -> None:
         super().__init__()
+        self.log = log
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         if fault and block is not None and _rank() == rank:
@@ -104,6 +107,9 @@ class Toy(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         self.passes += self.training
+        if self.log and not self.training:
+            with Path(self.log).open("a") as log:
+                log.write(f"{_rank()}\n")
         slow = self.sample_s and _rank() == self.rank and self.passes >= self.at
         if slow and not (self.until and Path(self.until).exists()):
             time.sleep(self.sample_s * len(input_ids))
@@ -189,6 +195,7 @@ def model(
     among: int = 1,
     place: int | None = None,
     until: str = "",
+    log: str = "",
 ) -> nn.Module:
     """
     Args:
@@ -196,9 +203,8 @@ def model(
     """
     if place is not None:
         rank = _rank() if os.environ.get("RANK") == str(place) else NOBODY
-    return Toy(
-        width, blocks, fault, rank, at, after, once, sample_s, block, watchdog_s, among, until
-    )
+    harm = (fault, rank, at, after, once, sample_s, block, watchdog_s, among, until)
+    return Toy(width, blocks, *harm, log=log)
 
 
 def selective(

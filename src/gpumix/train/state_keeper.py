@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from gpumix.data.loader import Loader
 from gpumix.engine.engine import Engine
+from gpumix.engine.rehearsal.settled_losses import SettledLosses
 from gpumix.hardware.host.environment import shared_memory_folder
 from gpumix.schema.errors import MachineError, get_first_line
 from gpumix.schema.job.job import Job
@@ -42,6 +43,7 @@ SAVE_EVERY_S = 600.0
 SLOWEST_BYTES_PER_S = 5e7
 # A parameter and the usual optimizer state, in fp32 each.
 BYTES_A_PARAMETER = 12
+SETTLED_LOSSES = "settled_losses"  # key of the content next to copies in memory
 # Copy costs are known after this step: the first copy allocates memory.
 MEASURED_STEPS = 4
 
@@ -186,11 +188,16 @@ class StateKeeper:
             home,
             generation,
             place=self._place,
-            extra=self._extra,
+            extra=self._extra_of_copies,
             buddies=self._buddies_in(home.generation(generation)),
             patience_s=self.patience_s,
         )
         return ""
+
+    def _extra_of_copies(self) -> dict[str, Any]:
+        """Return the content next to the state, and how losses add up: see `assume_losses`."""
+        found = self._engine.settled_losses
+        return self._extra if found is None else self._extra | {SETTLED_LOSSES: found.to_json()}
 
     def _refusal(self, generation: int) -> str:
         """Make this rank's folder for copies in memory; return the reason if impossible."""
@@ -352,6 +359,16 @@ class StateKeeper:
         self._loader.load_state_dict(state.cursor)
         self._safe_step = state.step
         return ResumedState(state.step, state.extra, state.path, state.passed_over)
+
+    def assume_losses(self, state: ResumedState) -> None:
+        """Skip the first rehearsal, if copies in memory are of the same plan and job. Collective.
+
+        Args:
+            state: what was restored; the job's code is that of the copies.
+        """
+        known = state.extra.get(SETTLED_LOSSES)
+        if known is not None and all(state.extra.get(k) == self._extra[k] for k in ("job", "plan")):
+            self._engine.assume(SettledLosses.from_json(known))
 
     def _found_in_memory(self) -> tuple[NewestState, list[StateCopy]] | None:
         """Return the newest state in memory to resume from, and the copies on this host."""

@@ -66,6 +66,8 @@ def build_trainer(
     if resume or restart is not None:
         before = load_parts_in_force(job.output, fresh=not resume) if context.first else None
         state = keeping.restore_newest_state(needed=restart is None)
+        if state is not None and restart is not None:
+            keeping.assume_losses(state)
         start = TrainingStart(state, before, restart)
         if context.first and state is not None:
             _print_resumed(context, state)

@@ -81,6 +81,11 @@ class LossWatch:
         self.doubts: deque[Doubt] = deque()
         self._begin()
 
+    @property
+    def known(self) -> list[int]:
+        """Kinds of losses known to add up."""
+        return sorted(self._known)
+
     def _begin(self) -> None:
         self._kinds: set[int] = set()
         self._ends: tuple[Tensor, Tensor] | None = None  # lowest and highest weight

@@ -26,6 +26,7 @@ from gpumix.engine.rehearsal.refusals import (
     make_unequal_weights_error,
 )
 from gpumix.engine.rehearsal.samples import all_gather_values, is_any
+from gpumix.engine.rehearsal.settled_losses import SettledLosses
 from gpumix.engine.traceless_steps import TrialSteps
 from gpumix.engine.unit.activation_checkpoint import compare_reruns
 from gpumix.hardware.runtime import is_gpu
@@ -57,7 +58,7 @@ class RehearsingEngine(TrialSteps):
     _rehearsed_at = 0
     _evaluations_left = MOST_DOUBTS  # with losses divided by 1, to check
     _in_training_alone = False  # only training losses were rehearsed; evaluation computes others
-    _no_samples: Any  # a batch without samples
+    _no_samples: Any = None  # a batch without samples, once losses are watched
 
     @property
     def accepts_coupling(self) -> bool:
@@ -79,6 +80,8 @@ class RehearsingEngine(TrialSteps):
         Raises:
             ModelError: no rule holds, and the plan cuts the batch.
         """
+        if in_step and self._no_samples is None and self._state.watch is not None:
+            self._no_samples = copied(select_samples(batch, slice(0)))
         if self.is_settled(in_step=in_step):
             return
         if in_step and self._is_due():
@@ -111,6 +114,25 @@ class RehearsingEngine(TrialSteps):
         if found.adds_up and self._state.watch is None and not self.accepts_coupling:
             self._watch_losses(found.known)
             self._no_samples = copied(select_samples(batch, slice(0)))
+
+    @property
+    def settled_losses(self) -> SettledLosses | None:
+        """How losses add up, if a rehearsal found it."""
+        rule, watch = self._reduces.rule, self._state.watch
+        if not self._state.settled or rule is None or watch is None:
+            return None
+        return SettledLosses(
+            rule, self._reduces.trims, watch.known, self._in_training_alone, self.reduction
+        )
+
+    def assume(self, losses: SettledLosses) -> None:
+        """Take over how losses add up from an engine of the same model, plan and batches, in place
+        of the first rehearsal. Later rehearsals and the watch on losses stay. Collective, before
+        the first step."""
+        self._reduces.rule, self._reduces.trims = losses.rule, losses.trims
+        self._state.settled, self._state.trims = True, losses.trims
+        self._in_training_alone, self.reduction = losses.training_alone, losses.told
+        self._watch_losses(losses.kinds)
 
     def rehearse(
         self, objective: ObjectiveWithRule, batch: Any, samples: int | None = None

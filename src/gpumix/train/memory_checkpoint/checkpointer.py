@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class MemoryCheckpointer:
     Args:
         home: folder of the copies; `generation` is the number of this start of the run.
         place: this rank on its host; the first rank of a host removes the copies of earlier starts.
-        extra: content next to the state, constant in this start.
+        extra: returns the content next to the state, as of the first copy.
         buddies: exchange of second copies, if there are several hosts.
         patience_s: time limit of a copy.
     """
@@ -59,7 +59,7 @@ class MemoryCheckpointer:
         generation: int,
         *,
         place: RankOnHost,
-        extra: Mapping[str, Any],
+        extra: Callable[[], Mapping[str, Any]],
         buddies: BuddyReplicator | None = None,
         patience_s: float = math.inf,
     ) -> None:
@@ -70,7 +70,8 @@ class MemoryCheckpointer:
         self._settled.set()
         self._home, self._generation = home, generation
         self._place = place
-        self._extra = content.to_json_values(extra, "extra")
+        self._get_extra = extra
+        self._extra: dict[str, Any] | None = None
         self._copies: dict[int, HostCopy] = {}
         self._whole: dict[int, content.Content] = {}  # complete copies by slot
         self._turn, self._held = threading.Condition(), False
@@ -88,6 +89,8 @@ class MemoryCheckpointer:
         engine.agree_on_buffers()
         if self.refused and self._buddies is None:
             return
+        if self._extra is None:
+            self._extra = content.to_json_values(self._get_extra(), "extra")
         now = content.Content.of(step, engine, optimizer, cursor=cursor, extra={})
         stream = content.copying_stream(engine.device)
         slot = self._begun % folder.SLOTS
