@@ -189,9 +189,10 @@ def expected_counts(engine: Engine) -> dict[str, int]:
 
     At stage 3 every run of calls of one bucket is gathered forward and backward, but for the last
     one, which stays between the passes; the root's buckets once. At stages 1 and 2 what is trained
-    is gathered once. Every group that is trained is reduced once, and once more over hosts.
+    is gathered once. Every group that is trained is reduced once, and once more over hosts. All of
+    that in each wave, but that what stays gathered is not gathered again.
     """
-    parts, stage = engine._parts, engine.plan.zero_stage
+    parts, stage, waves = engine._parts, engine.plan.zero_stage, engine.plan.waves
     trained = sum(len(bucket.trainable) for bucket in parts.buckets)
     counts = Counter({"exchange": 1})
     if engine.comm.world > 1:
@@ -199,17 +200,18 @@ def expected_counts(engine: Engine) -> dict[str, int]:
     if stage == 0:
         counts["all_reduce"] = trained
         return dict(counts)
-    counts["gather"] = counts["reduce"] = trained
+    counts["gather"], counts["reduce"] = trained, waves * trained
     if stage == 3:
         called = [parts.units[name].bucket for name in parts.calls]
         runs = [bucket for bucket, _ in groupby(called)]
         twice = sum(len(bucket.groups) for bucket in [*runs, *runs[:-1]])
-        roots = (parts.before, *parts.always_used_buckets, parts.after)
-        counts["gather"] = twice + sum(len(bucket.groups) for bucket in roots)
+        ends = sum(len(bucket.groups) for bucket in (parts.before, parts.after))
+        kept = sum(len(bucket.groups) for bucket in parts.always_used_buckets)
+        counts["gather"] = kept + waves * (twice + ends)
     if engine.plan.sharding == "host" and parts.division.copies is not None:
         hosts = dict.fromkeys(w.host for w in engine.plan.workers)
         cuts = {tuple(w.state_share for w in engine.plan.workers if w.host == h) for h in hosts}
-        counts["all_reduce" if len(cuts) == 1 else "exchange_parts"] += trained
+        counts["all_reduce" if len(cuts) == 1 else "exchange_parts"] += waves * trained
     return dict(counts)
 
 

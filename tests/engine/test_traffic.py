@@ -31,6 +31,12 @@ PLANS = {
     "stage 3, state on hosts": (UNEVEN, {"on_host": (0, 2)}),
     "stage 1, state on hosts": (UNEVEN, {"on_host": (0, 1, 2, 3), "zero_stage": 1}),
     "stage 2, joined, ends": (UNEVEN, {"zero_stage": 2, "stage": {"joined": 2, **ENDS}}),
+    "stage 3, three waves": (UNEVEN, {"waves": 3}),
+    "stage 3, two waves, ends, joined": (
+        UNEVEN, {"waves": 2, "stage": {"joined": 2, **ENDS}}
+    ),
+    "stage 2, two waves": (UNEVEN, {"zero_stage": 2, "waves": 2}),
+    "hosts alike, two waves": (HOSTS, {"sharding": "host", "waves": 2}),
     "stage 1": (
         [Share(4, 2, 1, ONE_BY_ONE), Share(3, 1, 2, INLINE), Share(4, 2, 3), Share(3, 1, 0)],
         {"zero_stage": 1},

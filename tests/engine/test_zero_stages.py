@@ -34,6 +34,8 @@ ORDERS = [
     Share(4, 3, 2, LAYERED),
 ]
 TWO = [Share(3, 2, 1), Share(2, 1, 2)]
+# By 3 waves one rank has a micro-batch in each, one in the last two, one in none.
+WAVES = [Share(3, 1, 1), Share(4, 2, 0, KEEPING), Share(0, 0, 2), Share(5, 2, 3)]
 ON_HOST = Mode(boundary="host")
 
 
@@ -74,6 +76,17 @@ CASES: dict[str, Case] = {
         )
         for stage, joined in [(0, 2), (2, 5), (3, 2), (3, 5)]
     },
+    **{
+        f"{waves} waves, {stage}": (name, WAVES, {"zero_stage": stage, "waves": waves})
+        for name, waves, stage in [("gpt2", 2, 2), ("bart", 2, 3), ("gpt2", 3, 3)]
+    },
+    "waves, one rank": ("gpt2", [Share(5, 2, 1)], {"zero_stage": 3, "waves": 2}),
+    "waves, hosts": (
+        "gpt2",
+        in_hosts(1, 2, 3, 0),
+        {"zero_stage": 3, "sharding": "host", "waves": 2},
+    ),
+    "waves, state on hosts": ("llama", WAVES, {"waves": 3, "on_host": (0, 3)}),
     "ends of the root, 0": (
         "llama",
         [TWO[0], Share(2, 1, 2, INLINE)],
@@ -109,6 +122,8 @@ FURTHER = {
     "state divided inside hosts, (1, 2, 1, 2), 3",
     "joined by 2, 0",
     "ends of the root, 0",
+    "2 waves, 2",
+    "waves, hosts",
     "collectives through the host, 3",
     "state divided inside hosts, (1, 2, 3, 0), 3",
     "state divided inside hosts, (1, 2, 1, 2), 2",

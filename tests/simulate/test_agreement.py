@@ -74,6 +74,19 @@ def test_alike_ranks_take_what_the_formula_says(seconds, contention, mode):
                                                   modes=(mode,) * 3)))  # fmt: skip
 
 
+@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize("mode", MODES, ids=Mode.describe)
+@pytest.mark.parametrize("seconds", [(0.1, 0.2), (50.0, 70.0)])
+def test_alike_ranks_in_waves(zero_stage, mode, seconds):
+    measured = cards((1.0, 1.0, 1.0), network=wire(*seconds))
+    single = plan_by_hand(
+        measured, (7,) * 3, micro_batch=2, modes=(mode,) * 3, zero_stage=zero_stage
+    )
+    waves = single.model_copy(update={"waves": 3})
+    assert agrees(simulate(measured, waves))
+    assert predict(measured, waves).step_s > predict(measured, single).step_s
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 @pytest.mark.parametrize("mode", [*MODES, SEQUENTIAL], ids=Mode.describe)
 @pytest.mark.parametrize("seconds", [(0.1, 0.2), (50.0, 70.0)])

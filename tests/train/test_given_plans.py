@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
-from jobs import CLUSTER, OWN_PROFILES, metrics, toy, train, write_job
+from jobs import CLUSTER, OWN_PROFILES, metrics, plan_for, toy, train, write_job
 
 from gpumix.schema.errors import InputError
 from gpumix.schema.peak_flops import Peak
@@ -149,3 +150,27 @@ def test_what_the_job_says_of_plans_and_a_given_one_does_not_follow_is_told(tmp_
     assert "`strategy: even` has no effect" in told
     assert "`techniques` have no effect: the plan that was given uses ZeRO stage" in told
     assert len(metrics(job.parent / "run")) == 1
+
+
+def test_waves_train_what_one_wave_trains(tmp_path):
+    losses = {}
+    for waves in (1, 3):
+        folder = tmp_path / str(waves)
+        folder.mkdir()
+        job = write_job(folder, steps=3, trace_step=2)
+        whole = plan_for(job, samples=(5, 2, 1))
+        [stage] = whole.stages
+        cut = [worker.model_copy(update={"micro_batch": 1}) for worker in stage.workers]
+        plan = edited(whole.model_copy(update={"waves": waves}), 0, workers=_dumped(cut))
+        train(job, plan=plan)
+        losses[waves] = [record["loss"] for record in metrics(folder / "run")]
+    trace = json.loads((tmp_path / "3" / "run" / "trace.json").read_text())
+    passes = [e for e in trace["traceEvents"] if e["name"] == "forward blocks.0"]
+    cut = [tuple(one["args"]["micro_batches"]) for one in passes]
+    # By rank of 5, 2 and 1 samples, in each wave.
+    assert sorted(cut) == sorted([(1,), (1, 1), (1, 1), (), (1,), (1,), (), (), (1,)])
+    assert losses[3] == pytest.approx(losses[1], rel=1e-6)
+
+
+def _dumped(workers):
+    return [worker.model_dump(mode="json") for worker in workers]

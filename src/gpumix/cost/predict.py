@@ -38,6 +38,7 @@ from gpumix.cost.step_time import (
     can_keep_state_on_host,
     can_predict_mode,
     exposed_seconds,
+    exposed_wave_seconds,
     needs_sync_between_passes,
     optimizer_seconds,
     pass_seconds,
@@ -127,24 +128,28 @@ class _Step:
 
     @cached_property
     def seconds(self) -> float:
-        return self._seconds_over(self._links, self._passes_s)
+        return self._seconds_over(self._links)
 
     def joined_seconds(self, number: int) -> float:
         """Return the seconds of a step with `number` units in a bucket."""
         joining = replace(self._layout.joining, joined=number)
         layout = replace(self._layout, joining=joining)
         links = compute_collective_seconds(self._profile, self._wire, layout)
-        return self._seconds_over(links, self._passes(links))
+        return self._seconds_over(links)
 
-    def _seconds_over(
-        self, links: CollectiveSeconds, passes: tuple[FloatArray, FloatArray]
-    ) -> float:
-        slowest = self._longest(*passes) + float(self._update_s.max())
-        return slowest + exposed_seconds(self._profile, links)
+    def _seconds_over(self, links: CollectiveSeconds) -> float:
+        slowest = self._longest(self._waves(links)) + float(self._update_s.max())
+        later = (self._plan.waves - 1) * exposed_wave_seconds(self._in_later_waves(links))
+        return slowest + exposed_seconds(self._profile, links) + later
 
-    @cached_property
-    def _passes_s(self) -> tuple[FloatArray, FloatArray]:
-        return self._passes(self._links)
+    def _waves(self, links: CollectiveSeconds) -> list[tuple[FloatArray, FloatArray]]:
+        """Return the forward and backward seconds of each worker, by rank, in each wave."""
+        numbers, later = range(1, self._plan.waves), self._in_later_waves(links)
+        return [self._passes(links, 0), *(self._passes(later, number) for number in numbers)]
+
+    def _in_later_waves(self, links: CollectiveSeconds) -> CollectiveSeconds:
+        """Return the collectives of waves but the first: below stage 3 parameters stay gathered."""
+        return links if self._plan.zero_stage == 3 else links.without_gathers()
 
     @cached_property
     def _update_s(self) -> FloatArray:
@@ -152,11 +157,12 @@ class _Step:
 
     def prediction(self) -> Prediction:
         plan, workers, step, update = self._plan, self._workers, self.seconds, self._update_s
-        forward, backward = self._passes_s
-        free_forward, free_backward = forward, backward
+        waves = free_waves = self._waves(self._links)
         if not self._links.is_free:
-            free_forward, free_backward = self._passes(make_free_collectives(self._links.buckets))
-        hidden = self._longest(free_forward, free_backward) + float(update.max())
+            free_waves = self._waves(make_free_collectives(self._links.buckets))
+        forward, backward = (np.sum(passes, axis=0) for passes in zip(*waves))
+        free_forward, free_backward = (np.sum(passes, axis=0) for passes in zip(*free_waves))
+        hidden = self._longest(free_waves) + float(update.max())
         busy = free_forward + free_backward + update
         peaks, host = self._peaks()
         limits = {c.name: usable_bytes(c) for c in self._profile.cluster.classes}
@@ -180,15 +186,15 @@ class _Step:
             ),
         )
 
-    def _longest(self, forward: FloatArray, backward: FloatArray) -> float:
+    def _longest(self, waves: list[tuple[FloatArray, FloatArray]]) -> float:
         if needs_sync_between_passes(self._plan.zero_stage):
-            return float(forward.max()) + float(backward.max())
-        return float((forward + backward).max())
+            return sum(float(forward.max()) + float(backward.max()) for forward, backward in waves)
+        return max(float((forward + backward).max()) for forward, backward in waves)
 
-    def _passes(self, links: CollectiveSeconds) -> tuple[FloatArray, FloatArray]:
-        """Return the forward and backward seconds of each worker, by rank."""
+    def _passes(self, links: CollectiveSeconds, wave: int) -> tuple[FloatArray, FloatArray]:
+        """Return the forward and backward seconds of each worker, by rank, in a wave."""
         forward, backward = np.zeros(len(self._workers)), np.zeros(len(self._workers))
-        for alike in self._alike:
+        for alike in self._alike[wave]:
             forward[alike.ranks], backward[alike.ranks] = pass_seconds(
                 self._profile,
                 alike.device_class,
@@ -207,7 +213,8 @@ class _Step:
         models: dict[int, ModelProfile] = {}
         for rank, worker in enumerate(self._workers):
             kept = worker.kept_graphs
-            case = (worker.samples, worker.micro_batch, kept, owned[rank])
+            most = max(self._samples_in(worker, wave) for wave in range(self._plan.waves))
+            case = (most, worker.micro_batch, kept, owned[rank])
             model = self._profile.model_of(worker.device_class)
             models[id(model)] = model
             holding = (worker.mode, kept > 0, id(model), worker.state_on)
@@ -243,18 +250,30 @@ class _Step:
             owned |= dict(zip(ranks, known[shares]))
         return [owned[rank] for rank in range(len(self._workers))]
 
+    def _samples_in(self, worker: Worker, wave: int) -> int:
+        """Return the samples of a worker in a wave."""
+        if self._plan.waves == 1:
+            return worker.samples
+        return sum(worker.divide_micro_batches(self._plan.waves)[wave])
+
     @cached_property
-    def _alike(self) -> list[_EqualWorkers]:
-        found, groups = [], self._group_workers()
-        for (name, mode), ranks in groups.items():
-            samples = [self._workers[rank].samples for rank in ranks]
+    def _alike(self) -> list[list[_EqualWorkers]]:
+        """Equal workers in each wave."""
+        return [self._group_alike(wave) for wave in range(self._plan.waves)]
+
+    def _group_alike(self, wave: int) -> list[_EqualWorkers]:
+        found = []
+        for (name, mode), ranks in self._grouped_workers.items():
+            workers = [self._workers[rank] for rank in ranks]
+            samples = [self._samples_in(worker, wave) for worker in workers]
             sizes = [self._workers[rank].micro_batch for rank in ranks]
             kept = np.asarray([self._workers[rank].kept_graphs for rank in ranks])
             micro = MicroBatches.of(samples, sizes)
             found.append(_EqualWorkers(name, mode, ranks, micro, kept))
         return found
 
-    def _group_workers(self) -> dict[tuple[str, Mode], list[int]]:
+    @cached_property
+    def _grouped_workers(self) -> dict[tuple[str, Mode], list[int]]:
         groups: dict[tuple[str, Mode], list[int]] = {}
         for rank, worker in enumerate(self._workers):
             groups.setdefault((worker.device_class, worker.mode), []).append(rank)

@@ -115,9 +115,14 @@ def needs_sync_between_passes(zero_stage: ZeroStage) -> bool:
 
 def exposed_seconds(profile: Profile, links: CollectiveSeconds) -> float:
     """Return the seconds of a step that computation never hides, whatever the workers' samples."""
-    ends = links.gather_s[ROOT] + links.gather_s[BEFORE]
-    ends += links.reduce_s[links.buckets.kind(0)] + links.reduce_s[ROOT] + links.reduce_s[BEFORE]
-    return ends + profile.step_overhead_s
+    return links.gather_s[ROOT] + exposed_wave_seconds(links) + profile.step_overhead_s
+
+
+def exposed_wave_seconds(links: CollectiveSeconds) -> float:
+    """Return the seconds of a further wave that computation never hides; the root's parameters in
+    use throughout stay gathered."""
+    ends = links.reduce_s[links.buckets.kind(0)] + links.reduce_s[ROOT] + links.reduce_s[BEFORE]
+    return links.gather_s[BEFORE] + ends
 
 
 def compute_idle_pass_seconds(links: CollectiveSeconds) -> tuple[float, float]:

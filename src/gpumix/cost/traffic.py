@@ -146,7 +146,7 @@ def _list_group_collectives(
     for told in of_units:
         passes += told.forward
         passes += told.backward if worker.mode.recompute else told.gradient
-    stage, times = plan.stages[number], plan.waves if plan.in_waves and len(plan.stages) > 1 else 1
+    stage, times = plan.stages[number], plan.waves if plan.in_waves else 1
     summed = list({name: t.summed for name, t in zip(stage.units, of_units)}.values())
     for first in range(0, len(summed), stage.joined) if not stage.unlike_teams else ():
         if size := sum(summed[first : first + stage.joined]):
@@ -166,15 +166,17 @@ def _list_sharding_collectives(plan: Plan, buckets: Buckets) -> Iterator[tuple[s
     """Yield operation and bytes of collectives with equal bytes on every rank."""
     sizes, width = buckets.sizes, DTYPE_BYTES[plan.communication_dtype]
     every = [sizes[name] for name in buckets.names if sizes[name].trainable]
-    for size in every:
+    for size in every * plan.waves:
         yield "all_reduce" if plan.zero_stage == 0 else "reduce", size.gradient_bytes
     if plan.zero_stage in (1, 2):
         for size in every:
             yield "gather", size.trainable * width
     if plan.zero_stage == 3:
         runs = [sizes[buckets.kind(run)] for run in range(len(buckets.runs))]
-        ends = [sizes[name] for name in (BEFORE, ROOT, AFTER)]
-        for size in (*ends, *runs, *runs[:-1]):  # the last run's stays between the passes
+        ends = [sizes[name] for name in (BEFORE, AFTER)]
+        # The last run's stays between the passes, the root's throughout.
+        of_wave = (*ends, *runs, *runs[:-1])
+        for size in (sizes[ROOT], *of_wave * plan.waves):
             for part in (size.trainable * width, size.frozen_bytes):
                 if part:
                     yield "gather", part
@@ -198,7 +200,8 @@ def _count_host_sums(plan: Plan, buckets: Buckets) -> list[tuple[dict[str, int],
             # All elements with the peers, or the common elements with each other host.
             operation, times = ("all_reduce", 1) if alike else ("exchange_parts", len(hosts) - 1)
             size = times * elements * GRADIENT_BYTES
-            found[rank] = {operation: trained}, {operation: size}
+            waves = plan.waves
+            found[rank] = {operation: waves * trained}, {operation: waves * size}
     return found
 
 

@@ -283,7 +283,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         if self.places:
             actions = MicroBatchSchedule.of(self.plan).actions_of(self.plan, self.comm.rank)
             return PipelineSchedule(*shared, actions, self.comm, self.places, self._buckets)
-        in_one_stage = *shared, self._parts, self._leaves_out
+        in_one_stage = *shared, self._parts, self._leaves_out, self.plan.waves
         if self._worker.mode.order == "sequential":
             return SequentialSchedule(*in_one_stage, self._calls)
         return LayeredSchedule(*in_one_stage)

@@ -25,6 +25,7 @@ from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
     search_all_degrees,
 )
 from gpumix.planner.refine import refine_plan
+from gpumix.planner.waves import plan_in_waves
 from gpumix.schema.errors import GpumixError, InputError, NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
@@ -133,8 +134,15 @@ class FastestPlans:
         plan, bound_s = search_all_degrees(self.profile, request, self._search_degree)
         if plan is None:
             self._lacks_room = True
-            return None, float("inf")
+            return self._search_in_waves()
         return plan, bound_s
+
+    def _search_in_waves(self) -> Searched:
+        def plan_wave(part: PlanRequest) -> Plan:
+            return FastestPlans(self.profile, part, explains=False).plan()
+
+        found = plan_in_waves(self.profile, self.request, plan_wave)
+        return found, float("inf") if found is None else ideal_step_s(self.profile, self.request)
 
     def _no_room(self) -> NoFeasiblePlanError:
         devices, request = ranked_devices(self.profile, self.request), self.request

@@ -102,9 +102,9 @@ def build_program(profile: Profile, plan: Plan) -> StepProgram:
         plan, predict_update_seconds(profile, plan)
     ):
         script = _WorkerScript(profile, worker, moves)
-        script.write(update_s)
-        assert not lanes or order == list(script.order), "ranks issue different collectives"
-        order = list(script.order)
+        script.write(plan.waves, update_s)
+        assert not lanes or order == script.order, "ranks issue different collectives"
+        order = script.order
         lanes.append(RankLane(tuple(alike), worker, tuple(script.tasks), tuple(script.issued)))
     return StepProgram(
         calls=profile.model.calls,
@@ -196,29 +196,41 @@ class _WorkerScript:
         self._reducing: int | None = None  # the call whose reduction may be in flight
         self._seconds: dict[object, tuple[float, float]] = {}
         self.tasks: list[RankTask] = []
-        self.order: dict[tuple[Move, int], int] = {}
+        self.order: list[tuple[Move, int]] = []
+        self._last: dict[tuple[Move, int], int] = {}  # index of the last of each collective
         self.issued: list[int] = []
 
-    def write(self, update_s: float) -> None:
+    def write(self, waves: int, update_s: float) -> None:
         """Write the script of the whole step."""
-        for call in (ROOT_BEFORE_CALL, ROOT_CALL, 0):
-            self._issue("gather", call)
-        self._wait("gather", ROOT_BEFORE_CALL)
-        self._wait("gather", ROOT_CALL)
-        rounds = self._rounds()
-        for number, places in enumerate(rounds):
-            self._forward(places, gathers=number == 0)
-            self._backward(places, reduces=number == len(rounds) - 1)
-        for call in (ROOT_CALL, ROOT_BEFORE_CALL):
-            self._reduce(call)
+        for wave in range(waves):
+            self._write_wave(wave, waves)
         self._issue("meet", ROOT_CALL)
         self._wait("meet", ROOT_CALL)
         self.tasks.append(RankTask("optimizer", ROOT_CALL, update_s, 0.0, (), self._needs))
 
-    def _rounds(self) -> list[tuple[int, ...]]:
-        """Return the places of micro-batches going through each unit together: all, or singly from
-        the last."""
-        places = tuple(range(len(self._worker.micro_batches)))
+    def _write_wave(self, wave: int, waves: int) -> None:
+        """Write the script of a wave. Parameters are gathered again unless they stay."""
+        gathers = wave == 0 or self._moves.zero_stage == 3
+        if gathers:
+            starts = (ROOT_BEFORE_CALL, ROOT_CALL, 0) if wave == 0 else (ROOT_BEFORE_CALL, 0)
+            for call in starts:
+                self._issue("gather", call)
+            self._wait("gather", ROOT_BEFORE_CALL)
+            self._wait("gather", ROOT_CALL)
+        rounds = self._rounds(wave, waves)
+        for number, places in enumerate(rounds):
+            self._forward(places, gathers=gathers and number == 0)
+            self._backward(places, reduces=number == len(rounds) - 1)
+        for call in (ROOT_CALL, ROOT_BEFORE_CALL):
+            self._reduce(call)
+        if wave + 1 < waves and self._reducing is not None:
+            self._wait("reduce", self._reducing)
+
+    def _rounds(self, wave: int, waves: int) -> list[tuple[int, ...]]:
+        """Return the places of a wave's micro-batches going through each unit together: all, or
+        singly from the last."""
+        batches = len(self._worker.micro_batches)
+        places = tuple(range(batches * wave // waves, batches * (wave + 1) // waves))
         if self._worker.mode.order == "layered" or not places:
             return [places]
         return [(place,) for place in reversed(places)]
@@ -261,12 +273,13 @@ class _WorkerScript:
 
     def _issue(self, kind: Move, call: int) -> None:
         if self._moves.has_collective(kind, call):
-            self.order[kind, call] = len(self.order)
+            self._last[kind, call] = len(self.order)
+            self.order.append((kind, call))
             self.issued.append(len(self.tasks))
 
     def _wait(self, kind: Move, call: int) -> None:
-        if (kind, call) in self.order:
-            self._needs = max(self._needs, self.order[kind, call] + 1)
+        if (kind, call) in self._last:
+            self._needs = max(self._needs, self._last[kind, call] + 1)
 
     def _compute(self, kind: Work, call: int, places: tuple[int, ...]) -> None:
         micro = tuple(self._worker.micro_batches[place] for place in places)

@@ -98,7 +98,8 @@ class RebalanceController:
             compute_s: computing time of each rank in the step before the last.
         """
         self._steps += 1
-        if self._alone or self._steps < FIRST_STEPS:
+        in_waves = self.plan.waves > 1 and len(self.plan.stages) == 1
+        if self._alone or in_waves or self._steps < FIRST_STEPS:
             return []
         if len(self.plan.stages) > 1:
             return self._after_stages(times, compute_s)

@@ -173,7 +173,8 @@ def _try(change: str, other: Estimate, space: Space, *, thorough: bool = True) -
         profile = other.profile()
     except GpumixError:
         return None
-    fits = can_fit_devices(profile, space, other.global_batch)
+    devices = profile.cluster.in_rank_order()
+    fits = can_fit_devices(profile, devices, space, other.global_batch)
     if not fits and thorough:
         fits = _has_plan(profile, other.global_batch, space)
     return WayOut(change, count_state_bytes(profile), fits)

@@ -114,6 +114,10 @@ class CollectiveSeconds:
         every = (self.gather_s, self.regather_s, self.reduce_s)
         return not any(any(seconds.values()) for seconds in every)
 
+    def without_gathers(self) -> CollectiveSeconds:
+        """Return the seconds of a forward pass whose parameters are gathered already."""
+        return replace(self, gather_s=dict.fromkeys(self.gather_s, 0.0))
+
 
 def compute_collective_seconds(
     profile: Profile, wire: LinkModel, layout: ShardedLayout

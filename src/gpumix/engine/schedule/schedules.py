@@ -121,10 +121,13 @@ class LayeredSchedule(Schedule):
 
     Attributes:
         leaves_out: whether the model may skip its last units, and so reach the head early.
+        waves: parts of the micro-batches that go forward and backward one after another. Ranks
+            gather and reduce in each wave, also ranks without a micro-batch in it.
     """
 
     parts: ShardedUnits
     leaves_out: bool
+    waves: int
 
     def run_step(self, step: StepTasks) -> None:
         parts, cut = self.parts, step.micro_batches
@@ -132,13 +135,40 @@ class LayeredSchedule(Schedule):
         with close_micro_batches(batches), contextlib.ExitStack() as stack:
             if self.leaves_out and parts.head is not None:
                 stack.enter_context(parts.head.whole())
-            turns = layered.MicroBatchOrder(batches, in_order=self.in_order)
-            begun = layered.GradientProgress()
-            layered.forward(parts, turns, keep=True)
-            results = layered.run_head(parts, turns, step.scale.float(), begun)
-            reductions = self._make_reductions(step.exchange(results), step.done)
-            layered.backward(parts, turns, reductions, begun)
-            layered.finish_reductions([parts], reductions, begun)
+            if self.waves == 1:
+                results, turns, begun = self._run_until_head(batches, step)
+                reductions = self._make_reductions(step.exchange(results), step.done)
+                layered.backward(parts, turns, reductions, begun)
+                layered.finish_reductions([parts], reductions, begun)
+            else:
+                self._run_waves(batches, step)
+
+    def _run_until_head(
+        self, batches: Sequence[MicroBatch], step: StepTasks
+    ) -> tuple[list[Loss], layered.MicroBatchOrder, layered.GradientProgress]:
+        """Run micro-batches forward, and backward through the head."""
+        turns = layered.MicroBatchOrder(batches, in_order=self.in_order)
+        begun = layered.GradientProgress()
+        layered.forward(self.parts, turns, keep=True)
+        return layered.run_head(self.parts, turns, step.scale.float(), begun), turns, begun
+
+    def _run_waves(self, batches: Sequence[MicroBatch], step: StepTasks) -> None:
+        """Run one wave after another. Sums of gradients are added up over waves, and scaled at the
+        end."""
+        every: list[Loss] = []
+        for wave in range(self.waves):
+            begin, end = (len(batches) * n // self.waves for n in (wave, wave + 1))
+            results, turns, begun = self._run_until_head(batches[begin:end], step)
+            every += results
+            reductions = self._make_reductions(None, None)
+            layered.backward(self.parts, turns, reductions, begun)
+            layered.finish_reductions([self.parts], reductions, begun)
+        gradient_scale = step.exchange(every)
+        gradient_scale()
+        for bucket in self.parts.buckets:
+            bucket.settle(gradient_scale)
+            if step.done is not None:
+                step.done(bucket)
 
     def run_forward(self, cut: list[MicroBatchTask], rows: Sequence[range]) -> list[Loss]:
         parts = self.parts
@@ -175,7 +205,7 @@ class LayeredSchedule(Schedule):
             return results, is_any(repeats)
 
     def _make_reductions(
-        self, gradient_scale: Callable[[], torch.Tensor], done: Done | None
+        self, gradient_scale: Callable[[], torch.Tensor] | None, done: Done | None
     ) -> BucketReductions:
         division = self.parts.division
         at_once = division.replicated and not division.others

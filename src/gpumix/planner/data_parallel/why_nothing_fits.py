@@ -191,7 +191,7 @@ class _Shortage:
             return "train a smaller model"
         if too_small:
             rest = tuple(d for d in self.devices if d.device_class not in too_small)
-            fits = _fits(self.profile, rest, self.space, self.batch)
+            fits = can_fit_devices(self.profile, rest, self.space, self.batch)
             return f"leave {', '.join(too_small)} out of the cluster" + (
                 ": the rest fits" if fits else ", or train a smaller model"
             )
@@ -222,7 +222,7 @@ class _Shortage:
             ("state on hosts", on_hosts),
         ):
             wider = self.space.model_copy(update=change)
-            if _fits(self.profile, self.devices, wider, self.batch):
+            if can_fit_devices(self.profile, self.devices, wider, self.batch):
                 return name
         return ""
 
@@ -232,7 +232,7 @@ class _Shortage:
         for part in SEQUENCE_LENGTH_DIVISORS:
             length = self.profile.sequence_length // part
             profile = _with_shorter_samples(self.profile, part)
-            if length > 0 and _fits(profile, self.devices, self.space, self.batch):
+            if length > 0 and can_fit_devices(profile, self.devices, self.space, self.batch):
                 return length
         return None
 
@@ -305,13 +305,10 @@ def _settings(
             yield replace(setting, on_host=on_host)
 
 
-def can_fit_devices(profile: Profile, space: Space, batch: int) -> bool:
-    """Return True if some plan of one stage fits all devices of the profile."""
-    return _fits(profile, profile.cluster.in_rank_order(), space, batch)
-
-
-def _fits(profile: Profile, devices: tuple[Device, ...], space: Space, batch: int) -> bool:
-    """Return True if state and batch fit in some setting."""
+def can_fit_devices(
+    profile: Profile, devices: tuple[Device, ...], space: Space, batch: int
+) -> bool:
+    """Return True if state and batch fit some devices by a plan of one stage and one wave."""
     return any(
         _SettingDemands(s, batch).can_fit(batch, {}) for s in _settings(profile, devices, space)
     )

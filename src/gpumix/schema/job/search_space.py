@@ -78,6 +78,11 @@ class Space(Value):
         default=("1f1b", "eager-1f1b", "gpipe", "interleaved", "zero-bubble"),
         description="in which order micro-batches go through several stages",
     )
+    waves: bool = Field(
+        default=True,
+        description="whether a batch may go through the model in several parts, one after another, "
+        "where it does not fit otherwise",
+    )
     leave_out: bool | None = Field(
         default=None,
         description="whether devices may be left out where the others are faster alone; null: if "
@@ -110,6 +115,15 @@ class Space(Value):
         """Return the space without several stages and tensor parallelism."""
         return self.model_copy(update={"most_stages": 1, "tensor": (1,)})
 
+    def of_one_wave(self) -> Space | None:
+        """Return the space of a wave of several; None if several waves are not in the space."""
+        stages = tuple(stage for stage in self.zero_stages if stage >= 2)
+        single = self.least_stages == 1
+        if not (self.waves and single and stages and "layered" in self.orders):
+            return None
+        changes = {"zero_stages": stages, "orders": ("layered",), "most_stages": 1, "waves": False}
+        return self.model_copy(update=changes)
+
     def modes(self, zero_stage: ZeroStage) -> Iterator[Mode]:
         """Yield the modes of a worker at a ZeRO stage, plainest first.
 
@@ -137,6 +151,8 @@ class Space(Value):
             return f"{len(plan.stages)} stages"
         if len(plan.stages) > 1 and plan.schedule not in self.schedules:
             return f"schedule '{plan.schedule}'"
+        if len(plan.stages) == 1 and plan.waves > 1 and not self.waves:
+            return f"{plan.waves} waves"
         if plan.sharding not in self.shardings:
             return "state that each host divides for itself"
         if not self.padded and "padded" in (plan.collectives.gather, plan.collectives.reduce):

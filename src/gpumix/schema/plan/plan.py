@@ -128,8 +128,8 @@ class Plan(Document):
     waves: int = Field(
         default=1,
         ge=1,
-        description="of several stages at ZeRO stages 2 and 3: into how many parts each worker's "
-        "micro-batches are divided; a part goes through the stage's layers together",
+        description="at ZeRO stages 2 and 3: into how many parts each worker's micro-batches are "
+        "divided; a part goes forward and backward through the stage's layers together",
     )
     ranks: tuple[str, ...] = Field(
         default=(), description="devices in the order of their ranks; empty: as stages name them"
@@ -180,9 +180,31 @@ class Plan(Document):
                     raise ValueError(f"the state shares of {where} add up to {total:.6f}, not to 1")
         if self.sharding == "host" and any(stage.tensor > 1 for stage in self.stages):
             raise ValueError("hosts repeat no state of teams: sharding 'host' is without them")
+        if self.waves > 1:
+            self._check_waves()
         if len(self.stages) > 1:
             self._check_stages()
         return self
+
+    def _check_waves(self) -> None:
+        """Check that workers can process several waves."""
+        if not self.in_waves:
+            raise ValueError("several waves are for ZeRO stages 2 and 3: others gather nothing")
+        for number, stage in enumerate(self.stages, 1):
+            if self.waves > (most := max(len(w.micro_batches) for w in stage.workers)):
+                raise ValueError(
+                    f"{self.waves} waves need as many micro-batches: no worker of stage {number} "
+                    f"has more than {most}"
+                )
+        if len(self.stages) > 1:
+            return
+        for worker in self.workers:
+            if worker.mode.order != "layered" or worker.kept_graphs:
+                raise ValueError(
+                    "a worker in several waves takes each block for all micro-batches of a wave "
+                    "and keeps no single graphs: write `mode.order: layered` and `kept_graphs: 0` "
+                    f"for device '{worker.device}', or one wave"
+                )
 
     def _check_devices(self) -> None:
         """Check that a device in several stages has equal settings in all stages."""
@@ -202,14 +224,6 @@ class Plan(Document):
         cuts = [[one.rows for one in s.micro_batches(self.waves)] for s in self.stages]
         if any(rows != cuts[0] for rows in cuts):
             raise ValueError("the stages do not cut the batch into the same micro-batches")
-        if self.waves > 1 and not self.in_waves:
-            raise ValueError("several waves are for ZeRO stages 2 and 3: others gather nothing")
-        for number, stage in enumerate(self.stages, 1):
-            if self.waves > (most := max(len(w.micro_batches) for w in stage.workers)):
-                raise ValueError(
-                    f"{self.waves} waves need as many micro-batches: no worker of stage {number} "
-                    f"has more than {most}"
-                )
         refuse_duplicates(
             "unit",
             (name for stage in self.stages for name in dict.fromkeys(stage.units)),
@@ -293,7 +307,7 @@ class Plan(Document):
     @cached_property
     def is_uncut(self) -> bool:
         """True if all samples of a batch are computed at once."""
-        return len(self.stages[0].micro_batches(self.waves)) == 1
+        return len(self.stages[0].micro_batches(1)) == 1
 
     @property
     def in_teams(self) -> bool:
@@ -403,14 +417,14 @@ class Plan(Document):
         are equal in all stages of a rank."""
         number = self.stages_of(rank)[0]
         stage, turns = self.stages[number], self._turns_of(rank, number)
-        return tuple(rows for turn in turns for rows in stage.rows_in(turn, self.waves))
+        return tuple(rows for turn in turns for rows in stage.rows_in(turn, self._waves_of_rows))
 
     def numbers_of(self, rank: int, stage: int) -> tuple[int, ...]:
         """Return the numbers of a rank's micro-batches in a stage."""
         return tuple(
             turn.first + place
             for turn in self._turns_of(rank, stage)
-            for place in range(len(self.stages[stage].rows_in(turn, self.waves)))
+            for place in range(len(self.stages[stage].rows_in(turn, self._waves_of_rows)))
         )
 
     def _turns_of(self, rank: int, stage: int) -> Sequence[WavePart]:
@@ -424,7 +438,7 @@ class Plan(Document):
         found: list[dict[int, list[WavePart]]] = []
         for stage in self.stages:
             of_seat: dict[int, list[WavePart]] = {}
-            for turn in stage.turns(self.waves):
+            for turn in stage.turns(self._waves_of_rows):
                 of_team = of_seat.setdefault(turn.seats.start, [])
                 of_team.append(turn)
                 of_seat.update(dict.fromkeys(turn.seats, of_team))
@@ -437,7 +451,14 @@ class Plan(Document):
         or for each micro-batch if several workers read the same samples."""
         if self._is_read_once:
             return tuple(worker.samples for worker in self.workers)
-        return tuple(len(one.rows) for one in self.stages[0].micro_batches(self.waves))
+        micro_batches = self.stages[0].micro_batches(self._waves_of_rows)
+        return tuple(len(one.rows) for one in micro_batches)
+
+    @property
+    def _waves_of_rows(self) -> int:
+        """Waves that follow each other in the batch. With one stage each worker's samples are in a
+        row: it gives none to other workers."""
+        return self.waves if len(self.stages) > 1 else 1
 
     @cached_property
     def takers(self) -> tuple[Taker, ...]:

@@ -102,6 +102,12 @@ class Worker(Value):
         """Samples in each micro-batch; only the last may be smaller."""
         return split_micro_batches(self.samples, self.micro_batch)
 
+    def divide_micro_batches(self, waves: int) -> list[tuple[int, ...]]:
+        """Return the samples in each micro-batch of each wave."""
+        sizes = self.micro_batches
+        ends = [len(sizes) * wave // waves for wave in range(waves + 1)]
+        return [sizes[begin:end] for begin, end in pairwise(ends)]
+
 
 class StageInput(Value):
     """An input of a stage from an earlier stage: a tensor returned by a unit call."""
@@ -303,8 +309,7 @@ class Stage(Value):
 
     def _sizes_in(self, wave: int, waves: int, seats: range) -> tuple[int, ...]:
         """Return the samples in each micro-batch of a tensor-parallel group in a wave."""
-        sizes = self.workers[seats.start].micro_batches
-        return sizes[len(sizes) * wave // waves : len(sizes) * (wave + 1) // waves]
+        return self.workers[seats.start].divide_micro_batches(waves)[wave]
 
 
 def pair_replicas(givers: Sequence[int], takers: Sequence[int]) -> Iterator[tuple[int, int]]:

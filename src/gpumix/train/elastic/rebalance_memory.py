@@ -155,7 +155,8 @@ class MovableSplitLimits:
 
 def predict_rebalanced_plan(profile: Profile, plan: Plan) -> Plan:
     """Return the plan after a run's first steps, if devices are as fast as profiled."""
-    if len(plan.stages) > 1 or len(plan.workers) == 1 or plan.prediction is None:
+    in_parts = len(plan.stages) > 1 or plan.waves > 1
+    if in_parts or len(plan.workers) == 1 or plan.prediction is None:
         return plan
     rebalancer = Rebalancer(
         plan,

@@ -63,6 +63,7 @@ class _RankActivities:
 
     def spans(self) -> Iterator[Span]:
         worker = self.worker
+        seen: Counter[tuple[str, str]] = Counter()
         process = format_process_name(worker, emulated=self.plan.emulated)
         for done in self.recording.activities:
             if done.kind == "waiting":
@@ -86,14 +87,24 @@ class _RankActivities:
                 process=process,
                 start_s=done.start_s,
                 end_s=done.end_s,
-                micro_batches=self._batches(done),
+                micro_batches=self._batches(done, seen[done.kind, done.unit]),
             )
+            seen[done.kind, done.unit] += 1
         yield from self._moves(process)
 
-    def _batches(self, done: Activity) -> tuple[int, ...]:
+    def _batches(self, done: Activity, before: int) -> tuple[int, ...]:
+        """Return the samples in each micro-batch of an activity.
+
+        Args:
+            before: earlier activities of its kind and unit, also of earlier waves.
+        """
         if done.batch is not None:
             return (done.batch,)
-        return () if done.kind == "optimizer" else self.worker.micro_batches
+        if done.kind == "optimizer":
+            return ()
+        a_wave = max(1, self.plan.stages[0].units.count(done.unit))
+        waves = self.worker.divide_micro_batches(self.plan.waves)
+        return waves[before // a_wave % self.plan.waves]
 
     def _split_wait(self, waited: Activity) -> Iterator[tuple[Cause, float, float]]:
         """Split a wait: for the last rank to issue the collective, then for the collective."""

@@ -339,6 +339,8 @@ def _describe_method(plan: Plan) -> str:
         parts.append("sharded inside each host (HSDP-like)")
     if len(plan.stages) > 1:
         parts.append(f"{len(plan.stages)} pipeline stages ({plan.schedule})")
+    elif plan.waves > 1:
+        parts.append(f"{plan.waves} passes a step (gradient accumulation)")
     if plan.in_teams:
         sizes = " and ".join(f"TP={size}" for size in plan.degrees if size > 1)
         parts.append(f"tensor parallelism ({sizes})")

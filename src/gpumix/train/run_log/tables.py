@@ -251,9 +251,9 @@ def _schedule(plan: Plan) -> str:
     teams = f"; blocks computed by teams of {sizes}" if plan.in_teams else ""
     if any(stage.sequence for stage in plan.stages):
         teams += ", which divide the sequence too"
-    if len(plan.stages) == 1:
-        return teams
     waves = f" in {plan.waves} waves" if plan.waves > 1 else ""
+    if len(plan.stages) == 1:
+        return f"; micro-batches{waves}{teams}" if waves else teams
     return f"; {len(plan.stages)} stages, schedule {plan.schedule}{waves}{teams}"
 
 

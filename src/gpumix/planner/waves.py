@@ -1,0 +1,83 @@
+"""Plans of one stage in several waves, for batches whose activations fit at no plan of one wave.
+
+A wave is a part of each worker's micro-batches. Waves go forward and backward one after another, so
+only one wave's activations are alive; but each wave gathers and reduces anew, so a batch that fits
+in fewer waves takes no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from math import ceil
+
+from gpumix.cost.predict import predict
+from gpumix.planner.common.strategy import (
+    PlanRequest,
+    get_prediction,
+    is_within_memory,
+    ranked_devices,
+)
+from gpumix.planner.data_parallel.why_nothing_fits import can_fit_devices
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.splitting import compute_shard_sizes
+from gpumix.schema.plan.stage import Worker
+from gpumix.schema.profile.profile import Profile
+
+NUMBERS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # of waves, as first tried
+MOST_TRIED = 4  # numbers of waves, from the first at which memory may suffice
+
+
+def plan_in_waves(
+    profile: Profile, request: PlanRequest, plan_wave: Callable[[PlanRequest], Plan]
+) -> Plan | None:
+    """Return the fastest plan in about as few waves as fit; None if none fits.
+
+    Args:
+        plan_wave: returns the plan of one wave, as of a smaller batch.
+    """
+    space, batch = request.space.of_one_wave(), request.global_batch
+    if space is None:
+        return None
+    devices = ranked_devices(profile, request)
+    sizes = sorted({ceil(batch / number) for number in NUMBERS}, reverse=True)
+    fitting = [size for size in sizes if can_fit_devices(profile, devices, space, size)]
+    found: list[Plan] = []
+    for size in fitting[:MOST_TRIED]:
+        part = request.model_copy(update={"global_batch": size, "space": space})
+        with suppress(NoFeasiblePlanError, InputError):
+            plan = repeat_wave(profile, plan_wave(part), batch)
+            if is_within_memory(get_prediction(plan).workers):
+                found.append(plan)
+    return min(found, key=lambda plan: get_prediction(plan).step_s, default=None)
+
+
+def repeat_wave(profile: Profile, of_wave: Plan, global_batch: int) -> Plan:
+    """Return the plan of a batch in waves, in none of which a worker has more samples than in the
+    plan of one wave.
+
+    Raises:
+        InputError: the batch is too small for waves of whole micro-batches.
+    """
+    (stage,) = of_wave.stages
+    # Whole micro-batches: a wave of so many has no more samples, wherever the smaller ones are.
+    rooms = [w.samples // w.micro_batch * w.micro_batch if w.samples else 0 for w in stage.leaders]
+    waves = ceil(global_batch / sum(rooms))
+    sizes = compute_shard_sizes(global_batch, tuple(room / sum(rooms) for room in rooms))
+    workers: list[Worker] = []
+    for samples, team in zip(sizes, stage.teams, strict=True):
+        micro_batch = min(team[0].micro_batch, samples)
+        changes = {"samples": samples, "micro_batch": micro_batch, "kept_graphs": 0}
+        workers += [worker.model_copy(update=changes) for worker in team]
+    if waves > max(len(worker.micro_batches) for worker in workers):
+        raise InputError(f"no worker has a micro-batch for each of {waves} waves")
+    plan = of_wave.model_copy(
+        update={
+            "global_batch": global_batch,
+            "stages": (stage.model_copy(update={"workers": tuple(workers)}),),
+            "waves": waves,
+            "prediction": None,
+        }
+    )
+    return plan.model_copy(update={"prediction": predict(profile, plan)})

@@ -1,0 +1,59 @@
+"""Batches that fit at no plan of one wave are planned in several."""
+
+from __future__ import annotations
+
+import pytest
+from brute import small_profiles
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import fleet
+
+from draws import examples
+from gpumix.cost.predict import predict
+from gpumix.planner.common.strategy import PlanRequest, is_within_memory
+from gpumix.planner.optimal import plan_fastest
+from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
+
+ON_DEVICES = {"boundaries": "device", "state_on": "device", "most_stages": 1}
+
+
+def planned(profile: Profile, batch: int, **space) -> Plan | None:
+    request = PlanRequest(global_batch=batch, space=Space(**ON_DEVICES | space))
+    try:
+        return plan_fastest(profile, request)
+    except NoFeasiblePlanError:
+        return None
+
+
+@examples(10)
+@given(small_profiles(), st.integers(1, 32))
+def test_one_wave_where_it_fits(profile, batch):
+    single = planned(profile, batch, waves=False)
+    found = planned(profile, batch)
+    if single is not None:
+        assert found == single
+
+
+@pytest.mark.parametrize(
+    ("memory_factor", "batch"), [(0.5, 256), (0.5, 1001), (0.52, 640), (0.6, 4096)]
+)
+def test_several_waves_where_one_does_not_fit(memory_factor, batch):
+    profile = fleet(4, memory_factor=memory_factor)
+    assert planned(profile, batch, waves=False) is None
+    plan = planned(profile, batch)
+    assert plan.waves > 1
+    assert sum(worker.samples for worker in plan.workers) == plan.global_batch == batch
+    assert is_within_memory(plan.prediction.workers)
+    assert plan.prediction.bound_s <= plan.prediction.step_s
+    same = Plan.model_validate(plan.model_dump())
+    assert predict(profile, same).step_s == pytest.approx(plan.prediction.step_s, rel=1e-9)
+
+
+def test_waves_may_be_left_out():
+    for space in ({"zero_stages": (0, 1)}, {"orders": "sequential"}, {"waves": False}):
+        assert Space(**space).of_one_wave() is None
+    assert Space(least_stages=2).of_one_wave() is None
+    assert planned(fleet(4, memory_factor=0.5), 256, zero_stages=(0, 1)) is None
