@@ -309,7 +309,7 @@ def write_all(folder: Path) -> list[Good]:
         "teams": {"most_stages": 1, "tensor": (2,)},
     }.items():
         space = EVERYTHING.model_copy(update={"leave_out": False, **shape})
-        made = make_plan(profile, job.global_batch, space=space)
+        made = make_plan(profile, job.global_batch_size, space=space)
         _save(made, folder, name)
     _save(_of_unlike_teams(profile, Plan.load(folder / "teams.json")), folder, "unlike")
     return [
@@ -357,7 +357,7 @@ def _estimated(job: Job, folder: Path) -> Profile:
     assert isinstance(config, dict)
     cluster = NamedCluster("4x rtx3090, 2x p40")
     model = NamedDecoder("llama", decoder(config))
-    length, batch = job.sequence_length, job.global_batch
+    length, batch = job.sequence_length, job.global_batch_size
     found = Estimate(cluster, model, FULL, job.optimizer, length, batch, "fp32").profile()
     anatomy = split_into_units(build_model(job.model, folder=folder, seed=0))
     units = [unit.name for unit in anatomy.units]

@@ -16,12 +16,12 @@ SMALLER = [
     "sequence_length=32",
     "global_batch=8",
     # Few plans; of the even ones that are tried one.
-    "techniques.most_stages=1",
-    "techniques.tensor=1",
+    "techniques.max_pipeline_stages=1",
+    "techniques.tensor_parallel_size=1",
     "techniques.zero_stages=3",
-    "techniques.recompute=true",
+    "techniques.gradient_checkpointing=true",
     "techniques.state_on=device",
-    "profile.budget=2",
+    "advanced.profile_budget=2",
 ]
 
 

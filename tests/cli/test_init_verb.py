@@ -65,7 +65,7 @@ def test_the_job_trains(desk):
     sets = [word for one in smaller for word in ("--set", one)]
     narrow = ("hidden_size=64", "num_attention_heads=2", "num_key_value_heads=2", "head_dim=32")
     sets += [word for one in narrow for word in ("--set", f"model.config.{one}")]
-    sets += ["--set", "schedule.warmup_steps=0", "--set", "profile.cache=cache"]
+    sets += ["--set", "lr_scheduler.warmup_steps=0", "--set", "advanced.profile_cache=cache"]
     for command in told["next"]:
         verb, target = command.split()[1:3]
         done = gpumix(verb, target, *(sets if verb != "report" else []))

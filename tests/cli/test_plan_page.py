@@ -297,7 +297,7 @@ def test_the_planner_works_without_torch():
 def test_what_needs_torch_says_how_to_install_it(tmp_path):
     job = write_job(tmp_path)
     (tmp_path / "a.txt").write_text("some text " * 500)
-    done = without_torch("profile", str(job), "--set", "profile.cache=cache")
+    done = without_torch("profile", str(job), "--set", "advanced.profile_cache=cache")
     assert done.returncode == 3, done.stderr
     assert "needs torch, which is not installed" in done.stderr
     assert 'pip install "gpumix[transformers]"' in done.stderr

@@ -24,9 +24,9 @@ SMALLER = [
     "model.config.intermediate_size=48",
     "sequence_length=16",
     "global_batch=8",
-    "evaluation.every_steps=2",
+    "eval_steps=2",
     "cluster=cluster.yaml",
-    "profile.cache=profiles",
+    "advanced.profile_cache=profiles",
 ]
 
 

@@ -385,7 +385,7 @@ def test_a_stream_that_is_all_held_out_is_refused():
     with pytest.raises(InputError, match="nothing of the stream is left to train on") as caught:
         StreamSource(numbers, "mine", 10).split(5, read=True)
     assert "the first 50 samples of each pass" in caught.value.why
-    assert "data.held_out" in caught.value.fix
+    assert "data.validation_split" in caught.value.fix
 
 
 # -- what goes wrong -------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ steps: 10
 techniques: {recompute: true}
 """
 
-CHANGES = {"data.workers": "auto", "techniques.recompute": [True, False], "data.prefetch": 3}
+CHANGES = {"data.workers": "auto", "techniques.gradient_checkpointing": [True, False], "data.prefetch": 3}
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ efficiency: {attention: eager}
 def test_a_tuned_file_keeps_comments_and_order(job):
     job.write_text(WRITTEN)
     tuned = job.with_name("tuned.yaml")
-    more = {"techniques.most_stages": 1, "efficiency.attention": "eager", "compile": False}
+    more = {"techniques.max_pipeline_stages": 1, "advanced.efficiency.attention": "eager", "compile": False}
     write_tuned(job, tuned, {**CHANGES, **more})
     assert tuned.read_text() == TUNED
 
@@ -119,7 +119,7 @@ def test_whatever_the_layout_the_values_are_right(job, written, changes):
 def test_changes_in_words():
     assert (
         describe_changes(CHANGES)
-        == "no `data.workers`, no `techniques.recompute`, `data.prefetch: 3`"
+        == "no `data.workers`, no `techniques.gradient_checkpointing`, `data.prefetch: 3`"
     )
 
 
@@ -151,7 +151,7 @@ steps: 10
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 @pytest.mark.parametrize(
     "changes",
-    [{"checkpoint.every_steps": 50}, {"data.workers": 4}, {"techniques.recompute": [False, True]}],
+    [{"save_steps": 50}, {"data.workers": 4}, {"techniques.gradient_checkpointing": [False, True]}],
 )
 def test_nothing_else_changes_however_a_job_is_written(job, more, mark, changes):
     """What stands for several keys is changed for one of them; a mark of its encoding is left

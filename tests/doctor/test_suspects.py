@@ -74,15 +74,15 @@ def test_nothing_is_suspected_of_a_job_that_says_nothing():
             {"techniques": {"recompute": True}},
             {},
             "recompute",
-            {"techniques.recompute": [True, False]},
+            {"techniques.gradient_checkpointing": [True, False]},
         ),
-        ({"techniques": {"tensor": 2}}, {}, "tensor", {"techniques.tensor": [1, 2, 4, 8]}),
+        ({"techniques": {"tensor": 2}}, {}, "tensor", {"techniques.tensor_parallel_size": [1, 2, 4, 8]}),
         ({"precision": "fp32"}, {"other_dtypes": True}, "precision", {"precision": "auto"}),
         (
             {"efficiency": {"fused_optimizer": False}},
             {},
             "fused_optimizer",
-            {"efficiency.fused_optimizer": "auto"},
+            {"advanced.efficiency.fused_optimizer": "auto"},
         ),
         ({}, {"compilers": True}, "compile", {"compile": True}),
         ({}, {"compilers": True, "kernels_share": 0.9}, "compile", {"compile": True}),
@@ -101,7 +101,7 @@ def test_nothing_is_suspected_of_a_job_that_says_nothing():
             {"model": {"config": {"model_type": "gpt2", "_attn_implementation": "eager"}}},
             {},
             "eager",
-            {"efficiency.attention": "sdpa"},
+            {"advanced.efficiency.attention": "sdpa"},
         ),
         (
             {
@@ -126,19 +126,19 @@ def test_nothing_is_suspected_of_a_job_that_says_nothing():
             {"checkpoint": {"every_steps": 2}},
             {"save": InterruptionCost(0.1)},
             "checkpoints",
-            {"checkpoint.every_steps": 50},  # then it is 2 % of the steps
+            {"save_steps": 50},  # then it is 2 % of the steps
         ),
         (
             {"checkpoint": {"every_steps": 1}},
             {"save": InterruptionCost(0.001, 0.001, 0.4)},
             "checkpoints",
-            {"checkpoint.every_steps": 4},  # then one is written before the next begins
+            {"save_steps": 4},  # then one is written before the next begins
         ),
         (
             {"evaluation": {"every_steps": 1}},
             {"evaluation": InterruptionCost(0.2)},
             "evaluation",
-            {"evaluation.every_steps": 100},
+            {"eval_steps": 100},
         ),
     ],
 )
@@ -179,12 +179,12 @@ def test_another_order_of_samples_is_left_to_the_user():
         (
             {"checkpoint": {"every_steps": 2}},
             {"save": InterruptionCost(0.1)},
-            "`checkpoint.every_steps: 50` (what is on the disk is up to 50 steps old, 2 as it is)",
+            "`save_steps: 50` (what is on the disk is up to 50 steps old, 2 as it is)",
         ),
         (
             {"evaluation": {"every_steps": 1}},
             {"evaluation": InterruptionCost(0.2)},
-            "`evaluation.every_steps: 100` (the loss of evaluation is known every 100 steps, every "
+            "`eval_steps: 100` (the loss of evaluation is known every 100 steps, every "
             "1 as it is)",
         ),
     ],

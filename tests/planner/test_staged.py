@@ -254,12 +254,12 @@ def test_stages_that_go_round_count_each_time(most):
     [
         (
             {"schedules": "interleaved", "most_stages": 2},
-            "so 4 at least, and techniques.most_stages is 2",
+            "so 4 at least, and techniques.max_pipeline_stages is 2",
             r"most_stages to \d or more",
         ),
         (
             {"schedules": "interleaved", "least_stages": 5, "most_stages": 5},
-            "so 6 at least, and techniques.most_stages is 5",
+            "so 6 at least, and techniques.max_pipeline_stages is 5",
             r"most_stages to \d or more",
         ),
         (

@@ -160,7 +160,7 @@ def test_a_given_plan_waits_for_no_measurement_and_its_reader_is_told(measured, 
 
 @pytest.mark.parametrize(
     "change",
-    every_second(["data.prefetch=4", "data.bad_samples=skip", "data.held_out=0.25", "seed=7"]),
+    every_second(["data.prefetch=4", "data.bad_samples=skip", "data.validation_split=0.25", "seed=7"]),
 )
 def test_how_samples_are_asked_for_changes_nothing_of_what_reading_takes(
     measured, tmp_path, change
@@ -312,10 +312,10 @@ def test_only_fresh_measures_what_is_known(tmp_path):
 
 def test_a_larger_budget_measures_what_a_smaller_one_left(tmp_path):
     write_job(tmp_path, cluster=ALONE)
-    budget = "profile.budget=0.001"
+    budget = "advanced.profile_budget=0.001"
     measure_here(tmp_path, lambda clock: clock.spend(1.0), budget, budget_s=0.001, largest=8)
-    assert missing(tmp_path, "profile.budget=0.001") == []
-    assert missing(tmp_path, "profile.budget=0.0005") == []
+    assert missing(tmp_path, "advanced.profile_budget=0.001") == []
+    assert missing(tmp_path, "advanced.profile_budget=0.0005") == []
     assert missing(tmp_path) == ["one"]
 
 

@@ -77,7 +77,7 @@ def read(path, *overrides):
         assert error.where, error
         assert "[type=" not in str(error)
         return
-    assert Job.model_validate_json(job.model_dump_json()).steps == job.steps
+    assert Job.model_validate_json(job.model_dump_json()).steps == job.max_steps
 
 
 @pytest.fixture

@@ -28,21 +28,21 @@ def path(tmp_path):
 
 
 def test_values_are_yaml_and_the_last_one_holds(path):
-    job = read_job(path, ["steps=3", "steps=4", "optimizer.lr=1e-4", "optimizer.clip_norm=null",
+    job = read_job(path, ["steps=3", "steps=4", "optimizer.lr=1e-4", "max_grad_norm=null",
                           "optimizer.betas=[0.8, 0.9]", "precision='bf16'"])  # fmt: skip
-    assert job.steps == 4
+    assert job.max_steps == 4
     assert job.optimizer.lr == 1e-4
-    assert job.optimizer.clip_norm is None
+    assert job.max_grad_norm is None
     assert job.optimizer.betas == (0.8, 0.9)
     assert job.precision == "bf16"
 
 
 def test_mappings_on_the_way_are_made(path):
     path.write_text(JOB + "schedule:\n")
-    job = read_job(path, ["schedule.kind=linear", "model.config.n_layer=3", "profile.budget=1 min"])
-    assert job.schedule.kind == "linear"
+    job = read_job(path, ["lr_scheduler.type=linear", "model.config.n_layer=3", "advanced.profile_budget=1 min"])
+    assert job.lr_scheduler.type == "linear"
     assert job.model.config == {"model_type": "gpt2", "n_layer": 3}
-    assert job.profile.budget == 60
+    assert job.advanced.profile_budget == 60
 
 
 def test_one_source_takes_the_place_of_another(path):

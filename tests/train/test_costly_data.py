@@ -41,7 +41,7 @@ def test_a_plan_gives_a_host_no_more_than_it_can_read(tmp_path):
     cpu_s = 5e-3 * count_cores()  # 10 ms of a host, which has half of the cores
     data = {"factory": "toys:costly_tokens", "arguments": {"cpu_s": cpu_s}, "held_out": 0.1}
     job = write_job(tmp_path, data=data, cluster=TWO_HOSTS)
-    pipeline = JobController.of_file(job, ["profile.budget=1"], debug=False)
+    pipeline = JobController.of_file(job, ["advanced.profile_budget=1"], debug=False)
     profile = pipeline.profile()
     assert [one.host for one in profile.inputs] == ["one", "two"]
     assert {one.cores for one in profile.inputs} == {count_cores() / 2}

@@ -12,7 +12,7 @@ from torch import nn
 
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard import Piece
-from gpumix.schema.job.job import DataSpec, Job, ModelSpec, OptimizerSpec, ScheduleSpec
+from gpumix.schema.job.job import DataSpec, Job, ModelSpec, OptimizerSpec, LrSchedulerSpec
 from gpumix.train.worker.optimizer import build_optimizer, compute_learning_rate
 
 PEAK = 0.3
@@ -26,7 +26,7 @@ def job(steps: int, **schedule) -> Job:
         global_batch=8,
         steps=steps,
         optimizer=OptimizerSpec(lr=PEAK),
-        schedule=ScheduleSpec(**schedule),
+        schedule=LrSchedulerSpec(**schedule),
     )
 
 

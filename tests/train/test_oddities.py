@@ -62,6 +62,6 @@ def test_a_run_says_it_once(tmp_path):
     done = gpumix("train", "job.yaml", "--plan", "plan.json", folder=tmp_path)
     assert done.code == 0
     said = " ".join(done.err.split())
-    assert said.count("data.held_out keeps 3 of 6 samples") == 0  # half is not odd
+    assert said.count("data.validation_split keeps 3 of 6 samples") == 0  # half is not odd
     assert said.count("3 to train on, for a global_batch of 8") == 1
-    assert said.count("schedule.warmup_steps is 3, but the run has 2 steps") == 1
+    assert said.count("lr_scheduler.warmup_steps is 3, but the run has 2 steps") == 1

@@ -142,7 +142,7 @@ def test_a_plan_that_is_predicted_not_to_fit_is_refused(job):
     )
     prediction = plan.prediction.model_copy(update={"workers": swollen})
     too_large = plan.model_copy(update={"prediction": prediction})
-    unmeasured = "profile.cache=other"  # what was measured would foretell it anew
+    unmeasured = "advanced.profile_cache=other"  # what was measured would foretell it anew
     error = refused(NoFeasiblePlanError, job, unmeasured, plan=too_large)
     assert "the plan needs 1.0 GiB" in error.what
 
@@ -277,7 +277,7 @@ OTHERS = {
     "held out": (
         {"data": TOKENS | {"held_out": 0.2, "prefetch": 3}},
         "other data",
-        "`data.held_out` was 0.1, here it is 0.2",
+        "`data.validation_split` was 0.1, here it is 0.2",
     ),
     "model": (
         {"model": toy(width=24)},

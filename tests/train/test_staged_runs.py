@@ -109,7 +109,7 @@ def test_a_run_in_a_team_is_that_of_one(tmp_path):
     job = write_job(tmp_path, evaluation={"every_steps": 3, "batches": 1}, **settings)
     alone = train(job, f"output={tmp_path / 'alone'}", plan=plan_for(job, (4, 4), (0.5, 0.5)))
     team = f"output={tmp_path / 'team'}"
-    found = train(job, team, "techniques.tensor=2", "techniques.sequence=true")
+    found = train(job, team, "techniques.tensor_parallel_size=2", "techniques.sequence_parallel=true")
     plan = Plan.load(tmp_path / "team" / "plan.json")
     assert [(stage.tensor, stage.sequence) for stage in plan.stages] == [(2, True)]
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
@@ -158,7 +158,7 @@ def test_who_insists_has_a_team_of_unlike_devices(tmp_path, capsys):
 def test_a_model_that_nobody_says_how_to_divide_is_refused(tmp_path):
     job = write_job(tmp_path, profile=OWN_PROFILES, cluster=PAIR)
     with pytest.raises(InputError, match="nothing says how a Toy is divided"):
-        train(job, "techniques.tensor=2")
+        train(job, "techniques.tensor_parallel_size=2")
 
 
 def test_devices_that_a_plan_leaves_out_are_not_started(tmp_path):
@@ -175,7 +175,7 @@ def test_devices_that_a_plan_leaves_out_are_not_started(tmp_path):
 def test_the_planner_makes_such_plans(tmp_path, strategy):
     job = write_job(tmp_path, steps=3, model=toy(blocks=4), schedule={"kind": "constant"})
     alone = train(job, f"output={tmp_path / 'alone'}")
-    set_so = (f"strategy={strategy}", "techniques.most_stages=null")
+    set_so = (f"strategy={strategy}", "techniques.max_pipeline_stages=null")
     found = train(job, f"output={tmp_path / strategy}", *set_so)
     plan = Plan.load(tmp_path / strategy / "plan.json")
     assert plan.strategy == strategy and len(plan.stages) > 1

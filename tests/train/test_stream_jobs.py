@@ -62,13 +62,13 @@ def test_other_samples_held_out_make_another_order(tmp_path):
     job = stream_job(tmp_path)
     train(job, "steps=1", plan=plan_for(job))
     with pytest.raises(InputError, match="the checkpoint is of other data"):
-        train(job, "data.held_out=0", "evaluation.every_steps=0", plan=plan_for(job), resume=True)
+        train(job, "data.validation_split=0", "eval_steps=0", plan=plan_for(job), resume=True)
 
 
 @pytest.mark.extended
 def test_a_stream_is_profiled_and_planned_without_what_it_takes(tmp_path):
     """Each rank reads all of it, whatever its share."""
-    pipeline = JobController.of_file(stream_job(tmp_path), ["profile.budget=1"], debug=False)
+    pipeline = JobController.of_file(stream_job(tmp_path), ["advanced.profile_budget=1"], debug=False)
     profile = pipeline.profile()
     assert profile.inputs == ()
     assert sum(worker.samples for worker in pipeline.plan(profile).workers) == BATCH

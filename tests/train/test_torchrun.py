@@ -89,7 +89,7 @@ def test_hosts_may_differ_in_devices_and_in_what_they_have_measured(tmp_path, ow
     def host(processes: int, cache: str) -> Done:
         return torchrun(
             tmp_path, "--nnodes", "2", "--nproc-per-node", str(processes), *meeting,
-            *GPUMIX_TRAIN, "--set", f"profile.cache={cache}",
+            *GPUMIX_TRAIN, "--set", f"advanced.profile_cache={cache}",
         )  # fmt: skip
 
     said: list[bool] = []

@@ -497,7 +497,7 @@ def evaluation_batches(
     if not total:
         raise InputError(
             "there are no held-out samples to evaluate on",
-            fix="set data.held_out above 0, or evaluation.every_steps to 0",
+            fix="set data.validation_split above 0, or eval_steps to 0",
         )
     own = [np.arange(rows.start, rows.stop) for rows in share.rows(total)]
     indices, pin = np.concatenate([NO_INDICES, *own]), find_pin_memory_device(device)

@@ -48,7 +48,7 @@ from gpumix.schema.units import LARGEST_BATCH
 
 
 def _refuse_stage_choice(strategy: Strategy) -> Strategy:
-    """Wrap a strategy with a fixed number of stages, to refuse `least_stages`."""
+    """Wrap a strategy with a fixed number of stages, to refuse `min_pipeline_stages`."""
 
     def planned(profile: Profile, request: PlanRequest) -> Plan:
         refuse_least_stages(request.space)
@@ -188,7 +188,7 @@ def _single_classes(
 
 def _can_have_stages_or_groups(profile: Profile, request: PlanRequest) -> bool:
     """Return True if plans of several stages or with teams may exist."""
-    stages = profile.model.needs and request.space.most_stages != 1
+    stages = profile.model.needs and request.space.max_pipeline_stages != 1
     return bool(stages or measured_teams(profile).intersection(teams_of_space(request.space)))
 
 
@@ -267,7 +267,7 @@ def _find_ungrouped_devices(profile: Profile, request: PlanRequest, plan: Plan) 
     for device in profile.cluster.devices:
         if device.id not in used:
             left.setdefault((device.host, device.device_class), []).append(device.id)
-    least = min(request.space.tensor)
+    least = min(request.space.tensor_parallel_size)
     return tuple(sorted(name for some in left.values() if len(some) < least for name in some))
 
 

@@ -129,8 +129,8 @@ def profile(
             units=tuple(units),
             tensor=tensor,
             degrees=get_allowed_degrees(found, space),
-            sequence=space.sequence,
-            requires_tensor_parallel=1 not in space.tensor,
+            sequence=space.sequence_parallel,
+            requires_tensor_parallel=1 not in space.tensor_parallel_size,
         )
         cache = None if same_as is None else open_program_cache(same_as, subject, found)
         source = None if dataset is None or is_stream(dataset) else as_source(dataset, collate)

@@ -212,7 +212,7 @@ class IssuedSteps:
 
     def _compute(self, batch: Any, cursor: dict[str, Any]) -> Results:
         """Run forward and backward of a batch whose data begins at `cursor`, and the update."""
-        engine, optimizer, clip_norm = self._engine, self._optimizer, self._job.optimizer.clip_norm
+        engine, optimizer, clip_norm = self._engine, self._optimizer, self._job.max_grad_norm
         # Without clipping an update needs no norm over all gradients.
         early = clip_norm is None and engine.may_update_early(optimizer)
         if early:

@@ -98,7 +98,7 @@ class PlanArguments:
     global_batch: Annotated[
         int | None,
         typer.Option(
-            "--global-batch",
+            "--global-batch-size",
             min=1,
             max=LARGEST_BATCH,
             help="Without a job: samples per step [default: 128].",
@@ -182,7 +182,7 @@ class PlanOptions(PlanArguments):
         check_named_files(job, self.job)
         job = job.model_copy(update={"strategy": strategy or job.strategy})
         profile = self._of_job(job, self.job)
-        request = _request(job.global_batch, job.techniques.leaving_out())
+        request = _request(job.global_batch_size, job.techniques.leaving_out())
         place = ", ".join(str(path) for path in (self.job, self.profile) if path is not None)
         return PlanSource(profile, request, job.strategy, place)
 
@@ -231,7 +231,7 @@ class PlanOptions(PlanArguments):
             FULL,
             job.optimizer,
             job.sequence_length,
-            job.global_batch,
+            job.global_batch_size,
             job.precision,
         )
 
@@ -293,7 +293,7 @@ class PlanOptions(PlanArguments):
         given = {
             "--model": self.model,
             "--sequence-length": self.sequence_length,
-            "--global-batch": self.global_batch,
+            "--global-batch-size": self.global_batch,
             "--precision": self.precision,
             "--optimizer": self.optimizer,
             "--lora": self.lora,

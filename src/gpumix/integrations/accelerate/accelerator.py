@@ -320,7 +320,8 @@ class Accelerator(accelerate.Accelerator):
             raise InputError(
                 "the plan has several stages, or teams",
                 why="every rank of a loop calls the model, and looks at what it returns",
-                fix="make one with techniques.most_stages=1 and techniques.tensor=1",
+                fix="make one with techniques.max_pipeline_stages=1 and "
+                "techniques.tensor_parallel_size=1",
             )
         if padded := specimen.padded():
             # A loop may use outputs of padding in any way.

@@ -74,7 +74,9 @@ from gpumix.train.run_log import run_files  # noqa: E402
 
 __all__ = ["GpumixStrategy"]
 
-METRICS_SPACE = EVERYTHING.model_copy(update={"tensor": (1,)})  # a team would count samples twice
+METRICS_SPACE = EVERYTHING.model_copy(
+    update={"tensor_parallel_size": (1,)}
+)  # a team would count samples twice
 ONE_OPTIMIZER = "return one torch optimizer, with or without schedulers"
 
 
@@ -222,7 +224,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
             raise InputError(
                 "the plan has teams, and the module has metrics",
                 why="each rank of a team would count the same samples",
-                fix="make a plan with techniques.tensor=1",
+                fix="make a plan with techniques.tensor_parallel_size=1",
             )
         if fitting:
             take_over_optimizer(self.optimizers[0], self._engine, names)

@@ -73,8 +73,8 @@ def validate_strictly(
     """Validate `value`, found at `keys` of its file, as `model`; return None and problems on
     errors.
 
-    Strict, because `steps: yes` is not 1. As JSON, because strict JSON mode still converts text to
-    a path and a list to a tuple.
+    Strict, because `max_steps: yes` is not 1. As JSON, because strict JSON mode still converts text
+    to a path and a list to a tuple.
     """
     try:
         return model.model_validate_json(json.dumps(value), strict=True), []

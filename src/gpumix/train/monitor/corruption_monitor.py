@@ -38,7 +38,7 @@ class CorruptionMonitor:
         self._engine = engine
         self._spikes = SpikeDetector()
         self._counts: Sequence[float] | None = None  # of the step before
-        self._every_steps = context.job.replay_every_steps
+        self._every_steps = context.job.advanced.replay_steps
         self._batch: Any = None
         self.no_replay_reason = ""
         if self._every_steps and (reason := explain_no_replay(plan)):
