@@ -177,7 +177,7 @@ def _job(output: Path) -> Job:
         global_batch=16,
         steps=1000,
         checkpoint=CheckpointSpec(keep=1),
-        techniques=Space(most_stages=1, tensor=(1,), leave_out=False),
+        techniques=Space(max_pipeline_stages=1, tensor_parallel_size=(1,), leave_out=False),
         output=output,
     )
 

@@ -77,10 +77,10 @@ JOB: dict[str, Any] = {
     "model": {"config": GPT | NO_DROPOUT},
     "data": {"text": [str(FOLDER.parents[1] / "docs")], "pattern": "*.md"},
     "sequence_length": 128,
-    "global_batch": 8,
-    "steps": 40,
+    "global_batch_size": 8,
+    "max_steps": 40,
     "cluster": ONE,
-    "log_every_steps": 100,
+    "logging_steps": 100,
 }
 SMALL = {"model": {"config": GPT | NO_DROPOUT | {"n_layer": 2}}, "sequence_length": 64}
 
@@ -101,7 +101,7 @@ CASES = (
         "job_workers",
         "workers",
         job=_job(
-            **SMALL, data={"factory": "patients:remote_tokens", "held_out": 0.1, "workers": 0}
+            **SMALL, data={"factory": "patients:remote_tokens", "validation_split": 0.1, "num_workers": 0}
         ),
     ),
     Case("job_recompute", "recompute", job=_job(techniques={"recompute": True})),

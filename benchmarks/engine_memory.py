@@ -237,7 +237,7 @@ def _profiled(seat: RankAddress) -> Profile:
             model.build,
             lambda samples: model.rows(0, samples),
             sequence_length=model.sequence,
-            global_batch=BATCH,
+            global_batch_size=BATCH,
             cluster=MIXTURE,
             budget_s=PROFILE_BUDGET_S,
             progress=lambda line: None,

@@ -187,27 +187,22 @@ def _job(folder: Path, kind: _Kind) -> dict[str, Any]:
         "data": {
             "factory": "faulted.traps:samples",
             "arguments": {"folder": str(folder), "length": 32},
-            "held_out": 0.0,
+            "validation_split": 0.0,
         },
         "sequence_length": 32,
-        "global_batch": 16,
-        "steps": STEPS,
+        "global_batch_size": 16,
+        "max_steps": STEPS,
         "optimizer": {"lr": 1e-3},
         "cluster": [
             {"class": "fast", "emulate": "20 GFLOP/s", "memory": "512 MiB", "count": 2},
             {"class": "slow", "emulate": "10 GFLOP/s", "memory": "512 MiB", "count": 2},
         ],
-        "rebalance": kind is _Kind.REBALANCED,
-        "checkpoint": {
-            "every_steps": 10,
-            "memory_every_steps": 1 if kind.copies_each else "auto",
-        },
+        "advanced": {"rebalance": kind is _Kind.REBALANCED, "timeout": TIMEOUT_S, "max_restarts": 10},
+        "save_steps": 10, "memory_save_steps": 1 if kind.copies_each else "auto",
         "strategy": "staged" if kind is _Kind.STAGED else "optimal",
-        "techniques": {"tensor": [1], "leave_out": False, **_ONLY.get(kind, {"most_stages": 1})},
-        "timeout": TIMEOUT_S,
-        "output": "run",
-        "restarts": 10,
-    }
+        "techniques": {"tensor_parallel_size": [1], "leave_out": False, **_ONLY.get(kind, {"most_stages": 1})},
+        "output_dir": "run",
+        }
 
 
 def _set_traps(folder: Path, kind: _Kind, number: int, chance: random.Random) -> None:

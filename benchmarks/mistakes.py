@@ -49,11 +49,11 @@ JOB: dict[str, Any] = {
     },
     "data": {"text": ["texts"]},
     "sequence_length": 32,
-    "global_batch": 8,
-    "steps": 2,
+    "global_batch_size": 8,
+    "max_steps": 2,
     "cluster": "cluster.yaml",
-    "profile": {"cache": "cache"},
-    "output": "run",
+    "advanced": {"profile_cache": "cache"},
+    "output_dir": "run",
 }
 CLUSTER = "- {class: big, emulate: 40 GFLOP/s, memory: 1 GiB}\n"
 INPUT, MACHINE, NO_PLAN = 2, 3, 4

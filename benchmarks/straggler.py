@@ -123,7 +123,7 @@ def _run(
         global_batch=48,
         steps=steps,
         checkpoint=CheckpointSpec(memory_every_steps=0),
-        techniques=Space(most_stages=1, tensor=(1,), leave_out=False),
+        techniques=Space(max_pipeline_stages=1, tensor_parallel_size=(1,), leave_out=False),
         rebalance=rebalance,
         cluster=cluster,
         output=folder / "run",

@@ -57,11 +57,11 @@ JOB = {
     },
     "data": {"text": [str(HERE.parent / "docs")], "pattern": "*.md"},
     "sequence_length": 64,
-    "global_batch": BATCH,
-    "steps": STEPS,
-    "trace_step": STEPS - 1,
+    "global_batch_size": BATCH,
+    "max_steps": STEPS,
+    "advanced": {"trace_step": STEPS - 1},
     "optimizer": {"lr": 2e-3},
-    "schedule": {"warmup_steps": 2},
+    "lr_scheduler": {"warmup_steps": 2},
     "cluster": DEVICES,
 }
 

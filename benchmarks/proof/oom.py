@@ -85,7 +85,7 @@ def _job(bench: Bench, name: str, *, disturbed: bool = False) -> Path:
         data={
             "factory": "faulted.hog:samples",
             "arguments": {**arguments, "taken_bytes": taken},
-            "held_out": 0.0,
+            "validation_split": 0.0,
         },
         sequence_length=LENGTH,
         cluster=[{"class": "small", "accelerator": "cpu", "memory": f"{REHEARSED_MIB} MiB"}],

@@ -42,7 +42,7 @@ def test_a_cluster_that_is_fit(tmp_path):
 
 
 def test_errors_leave_with_3_and_each_has_a_line_with_its_fix(tmp_path):
-    write_job(tmp_path, cluster=EMULATED, output="file/run")
+    write_job(tmp_path, cluster=EMULATED, output_dir="file/run")
     (tmp_path / "file").touch()
     done = jobs.gpumix("check", "job.yaml", folder=tmp_path)
     assert done.code == 3

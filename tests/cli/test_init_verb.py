@@ -145,8 +145,8 @@ def write(desk, **changes):
         "model": {"config": {"model_type": "llama", "vocab_size": 32_000}},
         "data": {"text": ["texts"]},
         "sequence_length": 16,
-        "global_batch": 4,
-        "steps": 2,
+        "global_batch_size": 4,
+        "max_steps": 2,
     }
     (desk / "job.yaml").write_text(yaml.safe_dump(job | changes))
     return desk / "job.yaml"

@@ -113,7 +113,7 @@ def test_a_job_that_was_measured_says_what_its_profile_says(measured):
 
 def test_a_run_can_be_laid_beside_its_simulation(tmp_path):
     """As the command line page says: the run's folder has all that it takes."""
-    train(write_job(tmp_path, cluster=PAIR, steps=2, trace_step=2, techniques=TECHNIQUES))
+    train(write_job(tmp_path, cluster=PAIR, max_steps=2, trace_step=2, techniques=TECHNIQUES))
     run_folder, beside = tmp_path / "run", tmp_path / "simulated.json"
     ran("simulate", run_folder / "plan.json", "--profile", run_folder / "profile.json",
         "--trace", beside)  # fmt: skip
@@ -182,7 +182,7 @@ def test_times_must_not_come_from_two_places(measured, option):
 
 
 def test_a_job_that_was_not_measured_is_told_and_not_measured(tmp_path):
-    job = write_job(tmp_path, cluster=PAIR, profile=OWN_PROFILES)
+    job = write_job(tmp_path, cluster=PAIR, **OWN_PROFILES)
     plan_for(job, (4, 4), (0.5, 0.5)).save(tmp_path / "plan.json")
     err = refused("simulate", tmp_path / "plan.json", "--job", job)
     assert "this job was not measured" in err

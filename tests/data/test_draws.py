@@ -129,10 +129,10 @@ def test_samples_that_come_many_at_once_draw_what_each_would_alone(truth, given)
 
 
 def test_a_resume_and_a_new_plan_repeat_them(truth):
-    with Loader(Augmented(), [5, 3], 1, seed=3, workers=0) as first:
+    with Loader(Augmented(), [5, 3], 1, seed=3, num_workers=0) as first:
         found = together([first], 4)
         state = first.state_dict()
-    with Loader(Augmented(), [2, 6], 1, seed=3, workers=2, kind="processes") as other:
+    with Loader(Augmented(), [2, 6], 1, seed=3, num_workers=2, kind="processes") as other:
         together([other], 1)
         other.load_state_dict(state)
         found += together([other], 3)
@@ -147,7 +147,7 @@ def test_a_resume_and_a_new_plan_repeat_them(truth):
 
 def test_what_takes_a_killed_workers_place_repeats_them(truth):
     found = []
-    with Loader(Augmented(), [BATCH], 0, seed=3, workers=2, kind="processes") as loader:
+    with Loader(Augmented(), [BATCH], 0, seed=3, num_workers=2, kind="processes") as loader:
         for _ in range(STEPS):
             found += rows_of(next(loader))
             crew = loader._feed._crew
@@ -166,7 +166,7 @@ def test_a_generator_of_the_samples_own_serves_threads_too(given):
 
 def test_threads_stay_where_samples_draw_from_a_generator_of_their_own():
     """Nobody waits for them then."""
-    with Loader(Augmented(own), [8], 0, workers=3, kind="threads", prefetch=4) as loader:
+    with Loader(Augmented(own), [8], 0, num_workers=3, kind="threads", prefetch=4) as loader:
         next(loader), next(loader)
         assert (loader.setting.workers, loader.setting.ahead) == (3, 4)
 
@@ -175,7 +175,7 @@ def test_where_samples_draw_from_the_processs_generators_processes_are_chosen():
     with Loader(Augmented(), [8], 0) as loader:
         next(loader)
         assert loader.setting.kind == "processes"
-    with Loader(Augmented(), [8], 0, kind="threads", workers=3) as loader:
+    with Loader(Augmented(), [8], 0, kind="threads", num_workers=3) as loader:
         next(loader)
         assert (loader.setting.kind, loader.setting.workers) == ("threads", 1)
         ((step, why),) = loader.reasons
@@ -256,7 +256,7 @@ def test_that_samples_draw_is_told(caplog):
     with Loader(Late(), [8], 0) as loader:
         next(loader)
         assert loader.setting.kind == "processes"
-    with Loader(Late(), [8], 0, kind="threads", workers=2) as loader:
+    with Loader(Late(), [8], 0, kind="threads", num_workers=2) as loader:
         next(loader)
         assert (loader.setting.workers, loader.setting.ahead) == (1, 1)
         assert "they are read while `next` waits" in loader.reasons[-1][1]
@@ -297,7 +297,7 @@ def test_to_look_for_it_does_not_hold_up_a_batch_that_is_there():
         if len(returned) == 8 and not over.wait(10.0):
             waited_out.append(k)
 
-    with Loader(Still(hang), [4], 0, workers=2, kind="threads", prefetch=4) as loader:
+    with Loader(Still(hang), [4], 0, num_workers=2, kind="threads", prefetch=4) as loader:
         while len(returned) < 7:
             returned.append(next(loader))
         while loader.ready < 4:
@@ -501,7 +501,7 @@ def test_what_another_loader_reads_is_not_taken_for_draws(caplog):
     def build_other() -> None:
         Loader(Still(read), [8], 0).close()
 
-    with Loader(Still(wait_for_other), [8], 0, workers=2, kind="threads") as loader:
+    with Loader(Still(wait_for_other), [8], 0, num_workers=2, kind="threads") as loader:
         alone = seeded()
         waited_for.set()
         other = in_a_thread(build_other)

@@ -63,7 +63,7 @@ number = 3
 
 def job(**data: Any) -> Job:
     return Job.model_validate(
-        {"model": {"config": {}}, "sequence_length": 4, "global_batch": 2, "steps": 1, "data": data}
+        {"model": {"config": {}}, "sequence_length": 4, "global_batch_size": 2, "max_steps": 1, "data": data}
     )
 
 

@@ -189,7 +189,7 @@ def test_a_run_goes_on_elsewhere(make):
         for _ in range(6):
             next(first)
         state = first.state_dict()
-    with Loader(make(), [BATCH], 0, workers=1, kind="processes") as other:
+    with Loader(make(), [BATCH], 0, num_workers=1, kind="processes") as other:
         other.load_state_dict(state)
         assert next(other)["input_ids"].tolist() == whole[6]
 
@@ -332,9 +332,9 @@ def opened(folder: Path, task: str = "causal-lm", **data: Any) -> tuple[Source, 
         {
             "model": {"config": {"model_type": "any"}, "task": task},
             "sequence_length": LENGTH,
-            "global_batch": 2,
-            "steps": 1,
-            "evaluation": {"every_steps": 1, "batches": 3},
+            "global_batch_size": 2,
+            "max_steps": 1,
+            "eval_steps": 1, "eval_batches": 3,
             "data": {**data, "factory": f"{name}:{data['factory']}"},
         }
     )
@@ -344,7 +344,7 @@ def opened(folder: Path, task: str = "causal-lm", **data: Any) -> tuple[Source, 
 @pytest.mark.parametrize("factory", every_second(["unknown_stream", "Unknown"]))
 def test_a_pack_does_without_documents_of_tokens_that_the_model_does_not_know(tmp_path, factory):
     """Which are told by their own numbers, not by those of packs."""
-    given = {"factory": factory, "packing": "documents", "held_out": 0}
+    given = {"factory": factory, "packing": "documents", "validation_split": 0}
     train, _ = opened(tmp_path, **given, bad_samples="skip")
     assert len(train.rows(NO_INDICES)["input_ids"]) == 0
     bad, per_pack = {0, 17, 23, 60}, LENGTH // 3

@@ -171,7 +171,7 @@ def test_a_run_goes_on_elsewhere():
         for _ in range(11):
             next(first)
         state = first.state_dict()
-    with Loader(numbers, [3, 3], 0, workers=1, kind="processes") as other:
+    with Loader(numbers, [3, 3], 0, num_workers=1, kind="processes") as other:
         other.load_state_dict(state)
         assert next(other)["k"].tolist() == in_a_row(6, 12)[11][:3]
         other.replan([1, 5])
@@ -332,7 +332,7 @@ def test_a_rank_reads_its_own_lanes_only():
         def __iter__(self) -> Iterator[Any]:
             raise AssertionError("it has lanes")
 
-    with Loader(Shards(), [4, 2], 1, workers=0) as loader:
+    with Loader(Shards(), [4, 2], 1, num_workers=0) as loader:
         assert next(loader)["k"].tolist() == [400, 500]
     assert set(opened) == {0, 4, 5}  # the first says what samples look like
 
@@ -461,7 +461,7 @@ def test_a_bad_sample_does_not_begin_a_stream_anew():
         begun.append(1)
         return numbers()
 
-    with Loader(counted, [5], 0, transform=bad, bad_samples="skip", workers=0) as loader:
+    with Loader(counted, [5], 0, transform=bad, bad_samples="skip", num_workers=0) as loader:
         for _ in range(6):
             next(loader)
         assert len(loader.skipped) == 3
@@ -509,7 +509,7 @@ def test_a_stream_that_breaks_stops_the_run(good, bad_samples, once):
     told = f"sample {good} of breaking cannot be read: OSError: the line is dead"
     with (
         pytest.raises(TrainingError, match=told) as caught,
-        Loader(dataset, [4], 0, bad_samples=bad_samples, workers=0) as loader,
+        Loader(dataset, [4], 0, bad_samples=bad_samples, num_workers=0) as loader,
     ):
         next(loader)
     assert "test_streams.py" in caught.value.where
@@ -530,7 +530,7 @@ def test_a_stream_that_breaks_once_is_read_anew(tmp_path):
             yield {"k": k}
 
     found = []
-    with Loader(breaking, [1], 0, workers=0) as loader:
+    with Loader(breaking, [1], 0, num_workers=0) as loader:
         for _ in range(2 * N):
             found += next(loader)["k"].tolist()
     assert failed.exists() and found == 2 * list(range(N))
@@ -595,6 +595,6 @@ def test_one_thread_at_a_time_reads_a_stream(given):
             inside.release()
             yield {"k": k}
 
-    with Loader(stream, [4], 0, workers=3, **given) as loader:
+    with Loader(stream, [4], 0, num_workers=3, **given) as loader:
         found = [k for _ in range(60) for k in next(loader)["k"].tolist()]
     assert found == list(range(240))

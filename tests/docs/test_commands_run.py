@@ -41,11 +41,11 @@ JOB = {
         }
     },
     "sequence_length": 16,
-    "global_batch": 8,
-    "steps": 2,
+    "global_batch_size": 8,
+    "max_steps": 2,
     "cluster": "cluster.yaml",
-    "output": "runs/first",
-    "profile": {"cache": "profiles", "budget": 1},
+    "output_dir": "runs/first",
+    "advanced": {"profile_cache": "profiles", "profile_budget": 1},
 }
 CLASSES = {
     "big": {"emulate": "40 GFLOP/s", "memory": "64 MiB"},

@@ -47,8 +47,8 @@ LEAST = {
     "model": {"factory": "mine:model"},
     "data": {"factory": "mine:data"},
     "sequence_length": 8,
-    "global_batch": 8,
-    "steps": 10,
+    "global_batch_size": 8,
+    "max_steps": 10,
 }
 
 

@@ -21,7 +21,7 @@ from gpumix.schema.reading.read import read_job
 @pytest.mark.slow
 def test_a_fault_is_found_measured_and_mended(tmp_path):
     """Samples over a network, and one thread that waits for one after the other."""
-    data = {"factory": "toys:remote_tokens", "held_out": 0.1, "workers": 0}
+    data = {"factory": "toys:remote_tokens", "validation_split": 0.1, "num_workers": 0}
     one = [{"class": "big", "accelerator": "cpu", "memory": "64 MiB"}]
     job = write_job(tmp_path, data=data, cluster=one, precision="fp32")
     options = ("--json", "--apply", "--pairs", "3", "--steps", "6", "--only", "workers")

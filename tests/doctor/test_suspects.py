@@ -21,8 +21,8 @@ HEALTHY: dict[str, Any] = {
     "model": {"config": {"model_type": "gpt2"}},
     "data": {"factory": "toys:data"},
     "sequence_length": 8,
-    "global_batch": 4,
-    "steps": 10,
+    "global_batch_size": 4,
+    "max_steps": 10,
 }
 
 

@@ -86,7 +86,7 @@ def profile_what_is_built_already():
         lambda: gpumix.build(lambda: blocks(2), seed=0),
         some_batch,
         sequence_length=4,
-        global_batch=2,
+        global_batch_size=2,
         cluster=CLUSTER,
         progress=lambda line: None,
     )

@@ -30,22 +30,20 @@ WORKERS = {
 }
 JOB: dict[str, Any] = {
     "model": {"factory": "toys:model"},
-    "data": {"factory": "toys:tokens", "held_out": 0.1},
+    "data": {"factory": "toys:tokens", "validation_split": 0.1},
     "sequence_length": 8,
-    "global_batch": 8,
-    "steps": 4,
+    "global_batch_size": 8,
+    "max_steps": 4,
     "optimizer": {"lr": 1e-2},
     "cluster": [
         {"class": "fast", "emulate": "50 GFLOP/s", "memory": "64 MiB"},
         {"class": "slow", "emulate": "25 GFLOP/s", "memory": "32 MiB", "count": 2},
     ],
-    "output": "run",
-    "log_every_steps": 1,
-    "profile": {"cache": "profiles", "budget": 20},
-    "techniques": {"most_stages": 1, "leave_out": False},
-    "restarts": 0,
-    "rebalance": False,
-}
+    "output_dir": "run",
+    "logging_steps": 1,
+    "advanced": {"profile_cache": "profiles", "profile_budget": 20, "max_restarts": 0, "rebalance": False},
+    "techniques": {"max_pipeline_stages": 1, "leave_out": False},
+    }
 
 
 @pytest.fixture(scope="module")

@@ -148,7 +148,7 @@ def test_whatever_ends_the_launcher_ends_the_ranks_and_what_they_started(folder,
 def test_a_job_on_one_host_is_trained(folder):
     devices = [one | {"count": 1} for one in CLUSTER]
     (folder / "cpus.yaml").write_text(yaml.safe_dump(devices), encoding="utf-8")
-    job = write_job(folder, steps=2, cluster=devices)
+    job = write_job(folder, max_steps=2, cluster=devices)
     plan = plan_for(job, (4, 4), (0.5, 0.5))
     plan.save(folder / "plan.json")
     expected = train(job, f"output={folder / 'first'}", plan=plan).losses

@@ -28,7 +28,7 @@ MANY = examples(8)
 ONE_WAY = {"shardings": ("all",), "recompute": (True,), "boundaries": ("device",)}
 
 
-LAYERS = Space(zero_stages=3, recompute=True, state_on="device")
+LAYERS = Space(zero_stages=3, gradient_checkpointing=True, state_on="device")
 
 
 @pytest.mark.parametrize("space", [EVERYTHING, LAYERS], ids=["everything", "layers"])

@@ -20,8 +20,8 @@ from gpumix.schema.job.search_space import EVERYTHING, Space
 LAYERED = Space(
     zero_stages=(3,),
     shardings=("all",),
-    recompute=(True,),
-    boundaries=("device",),
+    gradient_checkpointing=(True,),
+    checkpoints_on=("device",),
     orders=("layered",),
 )
 

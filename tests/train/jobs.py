@@ -56,20 +56,17 @@ def write_job(folder: Path, **changes: Any) -> Path:
     """A job file in `folder`; `changes` replace top-level keys, None removes one."""
     job: dict[str, Any] = {
         "model": {"factory": "toys:model"},
-        "data": {"factory": "toys:tokens", "held_out": 0.1},
+        "data": {"factory": "toys:tokens", "validation_split": 0.1},
         "sequence_length": LENGTH,
-        "global_batch": BATCH,
-        "steps": 6,
+        "global_batch_size": BATCH,
+        "max_steps": 6,
         "optimizer": {"lr": 1e-2},
         "cluster": CLUSTER,
-        "output": "run",
-        "log_every_steps": 2,
-        "profile": {"cache": os.environ.get(SHARED_PROFILES, "profiles"), "budget": 20},
-        "techniques": {"most_stages": 1, "leave_out": False},  # what is faster is measured
-        "timeout": 30,
-        "restarts": 0,
-        "rebalance": False,  # by measured times, and so the same sums would not come in each run
-    }
+        "output_dir": "run",
+        "logging_steps": 2,
+        "advanced": {"profile_cache": os.environ.get(SHARED_PROFILES, "profiles"), "profile_budget": 20, "timeout": 30, "max_restarts": 0, "rebalance": False},
+        "techniques": {"max_pipeline_stages": 1, "leave_out": False},  # what is faster is measured
+        }
     job = {key: value for key, value in (job | changes).items() if value is not None}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "job.yaml"

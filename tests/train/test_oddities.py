@@ -44,8 +44,8 @@ def test_a_peak_that_is_never_reached_is_told_with_the_last_rate(tmp_path):
     def told(**settings):
         return warn_of_schedule(read_job(write_job(tmp_path, **settings)))
 
-    assert told(steps=5, schedule={"warmup_steps": 5}) == []  # the last step has it
-    (line,) = told(steps=5, schedule={"warmup_steps": 20}, optimizer={"lr": 0.1})
+    assert told(max_steps=5, lr_scheduler={"warmup_steps": 5}) == []  # the last step has it
+    (line,) = told(max_steps=5, lr_scheduler={"warmup_steps": 20}, optimizer={"lr": 0.1})
     assert "is 20, but the run has 5 steps" in line
     assert "ends at 0.025, below optimizer.lr 0.1" in line
 
@@ -56,8 +56,8 @@ def test_a_stream_is_not_counted():
 
 
 def test_a_run_says_it_once(tmp_path):
-    data = {"factory": "toys:tokens", "arguments": {"samples": 6}, "held_out": 0.6}
-    job = write_job(tmp_path, data=data, steps=2, schedule={"warmup_steps": 3})
+    data = {"factory": "toys:tokens", "arguments": {"samples": 6}, "validation_split": 0.6}
+    job = write_job(tmp_path, data=data, max_steps=2, lr_scheduler={"warmup_steps": 3})
     plan_for(job).save(tmp_path / "plan.json")
     done = gpumix("train", "job.yaml", "--plan", "plan.json", folder=tmp_path)
     assert done.code == 0

@@ -59,7 +59,7 @@ def refused(kind: type[GpumixError], *arguments, **options) -> GpumixError:
 def test_a_folder_without_texts_is_told_of_before_anything_is_measured(tmp_path):
     (tmp_path / "texts").mkdir()
     text = {"factory": None, "text": ["texts"], "pattern": "*.txt"}
-    own = {"profile": {"cache": "own", "budget": 20}}
+    own = {"profile_cache": "own", "profile_budget": 20}
     error = refused(InputError, write_job(tmp_path, data=text, **own))
     assert "no file with text in it matches the pattern '*.txt'" in error.what
     assert str(tmp_path / "texts") in error.what and "put some there" in error.fix
@@ -165,7 +165,7 @@ def test_teams_that_there_cannot_be_are_told_whatever_was_measured_before(
 
 def test_more_stages_than_a_factorys_model_has_units_are_told_before_it_is_measured(tmp_path):
     techniques = {"least_stages": 4, "leave_out": False}
-    job = write_job(tmp_path, model=toy(blocks=3), techniques=techniques, profile=OWN_PROFILES)
+    job = write_job(tmp_path, model=toy(blocks=3), techniques=techniques, **OWN_PROFILES)
     error = refused(InputError, job)
     assert re.search("no plan of 4 stages: .* and 3 units", error.what)
     assert not [file for file in (tmp_path / "profiles").rglob("*") if file.is_file()]
@@ -215,7 +215,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(trained):
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
     """Told before anything is measured."""
-    job = write_job(tmp_path, profile=OWN_PROFILES)
+    job = write_job(tmp_path, **OWN_PROFILES)
     run = job.parent / "run"
     run.mkdir()
     with (run / ".lock").open("w") as held:
@@ -264,7 +264,7 @@ def test_a_checkpoint_of_another_model_is_refused(trained):
 
 CONFIG = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 257}
 GPT = {"config": CONFIG | {"n_positions": 8, "bos_token_id": 256, "eos_token_id": 256}}
-TOKENS = {"factory": "toys:tokens", "held_out": 0.1}
+TOKENS = {"factory": "toys:tokens", "validation_split": 0.1}
 
 
 OTHERS = {
@@ -275,7 +275,7 @@ OTHERS = {
         "`data.arguments.samples` was null, here it is 48",
     ),
     "held out": (
-        {"data": TOKENS | {"held_out": 0.2, "prefetch": 3}},
+        {"data": TOKENS | {"validation_split": 0.2, "prefetch": 3}},
         "other data",
         "`data.validation_split` was 0.1, here it is 0.2",
     ),
@@ -298,7 +298,7 @@ def test_a_resume_that_cannot_be_names_the_keys_before_anything_is_measured(trai
     folder = trained.parent
     record = (folder / "run" / "run.json").read_text()
     for given in (False, True):
-        changed = write_job(folder, **{"profile": OWN_PROFILES} | change)
+        changed = write_job(folder, **{**OWN_PROFILES} | change)
         plan = plan_for(changed) if given else None
         error = refused(InputError, changed, "steps=2", plan=plan, resume=True)
         assert error.what == f"the checkpoint is of {what}" and error.why == why
@@ -361,7 +361,7 @@ def test_a_resume_reads_other_files_with_the_same_texts(tmp_path):
         (tmp_path / name).write_text("of the same words, " * 40)
     job = write_job(tmp_path, data={"text": ["a.txt"]}, model=GPT)
     train(job, "steps=1", plan=plan_for(job))
-    job = write_job(tmp_path, data={"text": ["b.txt"], "workers": 2}, model=GPT)
+    job = write_job(tmp_path, data={"text": ["b.txt"], "num_workers": 2}, model=GPT)
     assert len(train(job, "steps=2", plan=plan_for(job), resume=True).losses) == 1
 
 
@@ -431,7 +431,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_measured(
     values.pop(dropped, None)
     save_file(values, tmp_path / "weights.safetensors")
     model = {**toy(width=16), "weights": "weights.safetensors"}
-    job = write_job(tmp_path, model=model, profile=OWN_PROFILES)
+    job = write_job(tmp_path, model=model, **OWN_PROFILES)
     error = refused(InputError, job)
     assert error.what == "the weights are those of another model"
     assert re.search(told, error.why, re.MULTILINE)
@@ -479,7 +479,7 @@ def test_ranks_with_different_jobs_are_told_apart(job):
 def test_hosts_may_keep_their_files_in_different_places(job, tmp_path):
     pipeline = JobController.of_file(job, [], debug=False)
     tasks = [
-        Task(pipeline.job.model_copy(update={"profile": profile}), pipeline.cluster, tmp_path)
+        Task(pipeline.job.model_copy(update={**profile}), pipeline.cluster, tmp_path)
         for profile in (
             pipeline.job.profile.model_copy(update={"cache": tmp_path / str(rank)})
             for rank in range(3)
@@ -497,7 +497,7 @@ def test_ranks_with_different_plans_are_told_apart(job):
 
 
 def test_ranks_that_see_different_data_are_told_apart(tmp_path):
-    data = {"factory": "toys:tokens", "arguments": {"per_rank": 10}, "held_out": 0}
+    data = {"factory": "toys:tokens", "arguments": {"per_rank": 10}, "validation_split": 0}
     job = write_job(tmp_path, data=data)
     error = disagreement(job)
     assert "ranks see different data: rank 0 (device 'big-0'" in error.what

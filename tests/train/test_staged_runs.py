@@ -35,10 +35,10 @@ def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("staged")
     return write_job(
         folder,
-        steps=6,
-        schedule={"kind": "constant"},
-        evaluation={"every_steps": 3, "batches": 1},
-        checkpoint={"every_steps": 3, "keep": 3},
+        max_steps=6,
+        lr_scheduler={"type": "constant"},
+        eval_steps=3, eval_batches=1,
+        save_steps=3, save_total_limit=3,
     )
 
 
@@ -105,8 +105,8 @@ def test_a_run_in_stages_goes_on_without(job, alone):
 @pytest.mark.slow
 def test_a_run_in_a_team_is_that_of_one(tmp_path):
     model = toy() | {"tensor_plan": TENSOR_PLAN}
-    settings = {"model": model, "cluster": PAIR, "schedule": {"kind": "constant"}}
-    job = write_job(tmp_path, evaluation={"every_steps": 3, "batches": 1}, **settings)
+    settings = {"model": model, "cluster": PAIR, "lr_scheduler": {"type": "constant"}}
+    job = write_job(tmp_path, eval_steps=3, eval_batches=1, **settings)
     alone = train(job, f"output={tmp_path / 'alone'}", plan=plan_for(job, (4, 4), (0.5, 0.5)))
     team = f"output={tmp_path / 'team'}"
     found = train(job, team, "techniques.tensor_parallel_size=2", "techniques.sequence_parallel=true")
@@ -122,8 +122,8 @@ def test_a_run_in_a_team_is_that_of_one(tmp_path):
 def test_a_run_in_teams_of_unlike_sizes_is_that_of_one_and_goes_on_without(tmp_path):
     model = toy() | {"tensor_plan": TENSOR_PLAN}
     cluster = [CLUSTER[0], *PAIR]
-    settings = {"model": model, "cluster": cluster, "schedule": {"kind": "constant"}}
-    job = write_job(tmp_path, evaluation={"every_steps": 3, "batches": 1}, **settings)
+    settings = {"model": model, "cluster": cluster, "lr_scheduler": {"type": "constant"}}
+    job = write_job(tmp_path, eval_steps=3, eval_batches=1, **settings)
     alone = train(job, f"output={tmp_path / 'alone'}")
     there, plan = f"output={tmp_path / 'there'}", plan_in_unlike_teams(job)
     train(job, there, "steps=3", plan=plan)
@@ -138,7 +138,7 @@ def test_a_run_in_teams_of_unlike_sizes_is_that_of_one_and_goes_on_without(tmp_p
 @pytest.mark.extended
 def test_who_insists_has_a_team_of_unlike_devices(tmp_path, capsys):
     model = toy() | {"tensor_plan": TENSOR_PLAN}
-    alike = write_job(tmp_path / "alike", model=model, cluster=PAIR, techniques={"tensor": 2})
+    alike = write_job(tmp_path / "alike", model=model, cluster=PAIR, techniques={"tensor_parallel_size": 2})
     pipeline = JobController.of_file(alike, [], debug=True)
     made = pipeline.plan(pipeline.profile()).model_dump_json()
     for own, other in (("pair-0", "big"), ("pair-1", "small")):
@@ -156,13 +156,13 @@ def test_who_insists_has_a_team_of_unlike_devices(tmp_path, capsys):
 
 
 def test_a_model_that_nobody_says_how_to_divide_is_refused(tmp_path):
-    job = write_job(tmp_path, profile=OWN_PROFILES, cluster=PAIR)
+    job = write_job(tmp_path, **OWN_PROFILES, cluster=PAIR)
     with pytest.raises(InputError, match="nothing says how a Toy is divided"):
         train(job, "techniques.tensor_parallel_size=2")
 
 
 def test_devices_that_a_plan_leaves_out_are_not_started(tmp_path):
-    job = write_job(tmp_path, steps=3, schedule={"kind": "constant"})
+    job = write_job(tmp_path, max_steps=3, lr_scheduler={"type": "constant"})
     alone = train(job, f"output={tmp_path / 'alone'}", plan=plan_for(job))
     found = train(job, f"output={tmp_path / 'subset'}", "strategy=best-subset")
     plan = Plan.load(tmp_path / "subset" / "plan.json")
@@ -173,7 +173,7 @@ def test_devices_that_a_plan_leaves_out_are_not_started(tmp_path):
 @pytest.mark.extended
 @pytest.mark.parametrize("strategy", every_second(["staged", "model"]))
 def test_the_planner_makes_such_plans(tmp_path, strategy):
-    job = write_job(tmp_path, steps=3, model=toy(blocks=4), schedule={"kind": "constant"})
+    job = write_job(tmp_path, max_steps=3, model=toy(blocks=4), lr_scheduler={"type": "constant"})
     alone = train(job, f"output={tmp_path / 'alone'}")
     set_so = (f"strategy={strategy}", "techniques.max_pipeline_stages=null")
     found = train(job, f"output={tmp_path / strategy}", *set_so)

@@ -20,7 +20,7 @@ STREAMS = ["toys:token_stream", "toys:token_passes", "toys:token_iterable"]
 def stream_job(folder, factory: str = STREAMS[0], **changes):
     data = {"factory": factory, "arguments": {"samples": SAMPLES}, **changes.pop("data", {})}
     return write_job(
-        folder, data=data, evaluation={"every_steps": 2, "batches": 1}, steps=4, **changes
+        folder, data=data, eval_steps=2, eval_batches=1, max_steps=4, **changes
     )
 
 
@@ -50,7 +50,7 @@ def test_a_stream_is_read_in_its_order_without_what_is_held_out(tmp_path, factor
 
 
 def test_a_stream_goes_on_where_it_was_with_another_plan(tmp_path):
-    job = stream_job(tmp_path, schedule={"kind": "constant"})
+    job = stream_job(tmp_path, lr_scheduler={"type": "constant"})
     whole = train(job, f"output={tmp_path / 'whole'}", plan=plan_for(job))
     train(job, "steps=2", plan=plan_for(job, (2, 3, 3)))
     rest = train(job, plan=plan_for(job, (8, 0, 0)), resume=True)
@@ -75,6 +75,6 @@ def test_a_stream_is_profiled_and_planned_without_what_it_takes(tmp_path):
 
 
 def test_an_evaluation_needs_samples_that_are_held_out(tmp_path):
-    job = stream_job(tmp_path, data={"held_out": 0})
+    job = stream_job(tmp_path, data={"validation_split": 0})
     with pytest.raises(InputError, match="no held-out samples"):
         train(job, plan=plan_for(job))

@@ -26,7 +26,7 @@ WHY = "rank 1 was killed"
 
 
 def job_for(folder: Path, trackers: Any) -> Job:
-    return read_job(write_job(folder, trackers=trackers))
+    return read_job(write_job(folder, report_to=trackers))
 
 
 @contextmanager
