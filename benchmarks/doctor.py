@@ -104,7 +104,7 @@ CASES = (
             **SMALL, data={"factory": "patients:remote_tokens", "validation_split": 0.1, "num_workers": 0}
         ),
     ),
-    Case("job_recompute", "recompute", job=_job(techniques={"recompute": True})),
+    Case("job_recompute", "recompute", job=_job(techniques={"gradient_checkpointing": True})),
     Case(
         "job_strategy",
         "strategy",
@@ -250,7 +250,7 @@ def _timed(name: str, arguments: dict[str, Any], pipe: Any) -> None:
 def _job_s(path: Path) -> float:
     """Of a step of a whole run, with all that comes between steps."""
     output = path.with_suffix(f".{time.monotonic_ns()}")
-    JobController.of_file(path, [f"output={output}"], debug=False).train(None, resume=False)
+    JobController.of_file(path, [f"output_dir={output}"], debug=False).train(None, resume=False)
     lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     times = [one["time"] for one in records if one["event"] == "step"][WARM_UP_STEPS:]

@@ -111,8 +111,8 @@ class _Kind(Enum):
 
 
 _ONLY: dict[_Kind, dict[str, Any]] = {
-    _Kind.DIVIDED: {"most_stages": 1, "zero_stages": [3]},
-    _Kind.STAGED: {"least_stages": 2},
+    _Kind.DIVIDED: {"max_pipeline_stages": 1, "zero_stages": [3]},
+    _Kind.STAGED: {"min_pipeline_stages": 2},
 }
 
 
@@ -200,7 +200,7 @@ def _job(folder: Path, kind: _Kind) -> dict[str, Any]:
         "advanced": {"rebalance": kind is _Kind.REBALANCED, "timeout": TIMEOUT_S, "max_restarts": 10},
         "save_steps": 10, "memory_save_steps": 1 if kind.copies_each else "auto",
         "strategy": "staged" if kind is _Kind.STAGED else "optimal",
-        "techniques": {"tensor_parallel_size": [1], "leave_out": False, **_ONLY.get(kind, {"most_stages": 1})},
+        "techniques": {"tensor_parallel_size": [1], "leave_out": False, **_ONLY.get(kind, {"max_pipeline_stages": 1})},
         "output_dir": "run",
         }
 

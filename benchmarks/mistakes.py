@@ -102,7 +102,7 @@ MISTAKES: dict[str, Mistake] = {
     "a rank of zero": Mistake(cards("rtx4090", "--lora", "0")),
     "memory in unknown units": Mistake(cards("rtx4090", "--ram", "64 gigs")),
     "an unknown strategy": Mistake(cards("rtx4090", *SMALL, "--strategy", "fastest")),
-    "--set without a job": Mistake(cards("rtx4090", "--set", "steps=2")),
+    "--set without a job": Mistake(cards("rtx4090", "--set", "max_steps=2")),
     "--set without a value": Mistake("plan job.yaml --set steps"),
     "an option of estimates on a job": Mistake("plan job.yaml --model 7B"),
     "a link without a cluster": Mistake("plan --network 25GbE --model 7B"),
@@ -197,7 +197,7 @@ MISTAKES: dict[str, Mistake] = {
     "an unknown tracker": Mistake("plan job.yaml", job={"trackers": "wandbb"}),
     "a time in unknown units": Mistake("plan job.yaml", job={"timeout": "5 minutes"}),
     "fewer stages than at least": Mistake(
-        "plan job.yaml", job={"techniques": {"most_stages": 1, "least_stages": 2}}
+        "plan job.yaml", job={"techniques": {"max_pipeline_stages": 1, "min_pipeline_stages": 2}}
     ),
 }
 

@@ -304,9 +304,9 @@ def write_all(folder: Path) -> list[Good]:
     profile = _estimated(job, folder)
     profile.save(folder / "profile.json")
     for name, shape in {
-        "one": {"most_stages": 1, "tensor": (1,), "zero_stages": (3,)},
-        "stages": {"least_stages": 2, "most_stages": 3, "tensor": (1,)},
-        "teams": {"most_stages": 1, "tensor": (2,)},
+        "one": {"max_pipeline_stages": 1, "tensor_parallel_size": (1,), "zero_stages": (3,)},
+        "stages": {"min_pipeline_stages": 2, "max_pipeline_stages": 3, "tensor_parallel_size": (1,)},
+        "teams": {"max_pipeline_stages": 1, "tensor_parallel_size": (2,)},
     }.items():
         space = EVERYTHING.model_copy(update={"leave_out": False, **shape})
         made = make_plan(profile, job.global_batch_size, space=space)

@@ -73,7 +73,7 @@ def _job(bench: Bench, name: str, *, disturbed: bool = False) -> Path:
         memory_gib = min(PLANNED_GIB, 0.7 * bench.card.memory_bytes / GIB)
         cluster = [{"class": "h100", "memory": f"{memory_gib:.1f} GiB"}]
         # All micro-batches go through a block before the next one: so a plan fills its memory.
-        techniques = {"orders": ["layered"], "state_on": ["device"], "boundaries": ["device"]}
+        techniques = {"orders": ["layered"], "state_on": ["device"], "checkpoints_on": ["device"]}
         return write_job(bench, name, SMALL, cluster=cluster, techniques=techniques, **keys)
     taken = int(TAKEN_PART * REHEARSED_MIB * 2**20) if disturbed else 0
     arguments = {"folder": str(bench.folder), "length": LENGTH, "rank": 0, "step": 2}

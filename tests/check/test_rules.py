@@ -122,7 +122,7 @@ def test_judging_does_not_import_torch():
         (with_host(shm_free_bytes=GIB), "shared memory", NOTE, "copies of the state",
          "--shm-size="),
         (with_host(folders=(LOW,)), "disk", ERROR,
-         "30.0 GiB are free for /shared/run, 3 checkpoints of 12.0 GiB take 36.0 GiB", "output="),
+         "30.0 GiB are free for /shared/run, 3 checkpoints of 12.0 GiB take 36.0 GiB", "output_dir="),
         (with_host(folders=(SHUT,)), "disk", ERROR, "Permission denied", "write elsewhere"),
         (with_host(folders=(FULL,)), "disk", WARNING, "1.0 MiB are free", "XDG_CACHE_HOME"),
         (with_job(shared=False), "disk", ERROR, "does not see", "all hosts share"),

@@ -62,7 +62,7 @@ def test_bad_input_is_told_as_by_every_verb(tmp_path):
     job = tmp_path / "job.yaml"
     for verb in ("check", "train"):
         assert f"gpumix: {job}: there is no such job file" in refused(verb, job)
-    assert "no job is given" in refused("check", "--set", "steps=3")
+    assert "no job is given" in refused("check", "--set", "max_steps=3")
     elsewhere = [{"class": "one", "accelerator": "cpu", "memory": "1 GiB", "host": "elsewhere"}]
     assert "-m gpumix" in refused("check", write_job(tmp_path, cluster=elsewhere))
 

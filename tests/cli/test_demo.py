@@ -14,7 +14,7 @@ SMALLER = [
     "model.config.n_layer=2",
     "model.config.n_embd=48",
     "sequence_length=32",
-    "global_batch=8",
+    "global_batch_size=8",
     # Few plans; of the even ones that are tried one.
     "techniques.max_pipeline_stages=1",
     "techniques.tensor_parallel_size=1",

@@ -157,7 +157,7 @@ def test_a_plan_of_a_profile_that_was_estimated_says_so(job, tmp_path):
         (("--cluster", "4x t4", "--network", "25GbE"), "there is only one"),
         (("--network", "25GbE"), "--network has no effect without --cluster"),
         (("--cluster", "t4", "--profile", "p.json"), "give one of them"),
-        (("--cluster", "t4", "--set", "steps=3"), "--set replaces keys of a job"),
+        (("--cluster", "t4", "--set", "max_steps=3"), "--set replaces keys of a job"),
         (("--cluster", "t4", "--model", "7X"), "there is no model '7X' to plan for"),
         (("--cluster", "t4", "--model", "900T"), "no model of 900000 B parameters"),
         (("--cluster", "t4", "--model", "0B"), "no model of 0 B parameters"),

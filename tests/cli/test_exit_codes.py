@@ -36,8 +36,8 @@ def job(tmp_path):
 def planned(tmp_path_factory):
     """A folder with a job, its profile and its plan."""
     folder = tmp_path_factory.mktemp("planned")
-    few = {"most_stages": 1, "tensor": 1, "zero_stages": 3, "leave_out": False}
-    train(write_job(folder, techniques=few), "steps=1")
+    few = {"max_pipeline_stages": 1, "tensor_parallel_size": 1, "zero_stages": 3, "leave_out": False}
+    train(write_job(folder, techniques=few), "max_steps=1")
     Profile.load(folder / "run" / "profile.json").save(folder / "profile.json")
     Plan.load(folder / "run" / "plan.json").save(folder / "plan.json")
     return folder
@@ -90,8 +90,8 @@ def test_a_plan_for_other_devices_is_told_before_torch_is_needed(planned, tmp_pa
 
 def test_a_plan_for_another_batch_is_told(planned):
     done = refused(
-        planned, 2, "train", "job.yaml", "--plan", "plan.json", "--set", "global_batch=9",
-        "--set", "output=other",
+        planned, 2, "train", "job.yaml", "--plan", "plan.json", "--set", "global_batch_size=9",
+        "--set", "output_dir=other",
     )  # fmt: skip
     assert "the plan is for global_batch 8, the job has 9" in done.err
 
@@ -134,7 +134,7 @@ def test_a_strategy_must_be_known_before_anything_is_measured(job):
 def test_an_even_split_needs_a_sample_for_every_device(planned):
     done = refused(
         planned, 2, "plan", "job.yaml", "--profile", "profile.json", "--strategy", "even",
-        "--set", "global_batch=2",
+        "--set", "global_batch_size=2",
     )  # fmt: skip
     assert "cannot be split evenly over 3 devices" in done.err
 
@@ -142,7 +142,7 @@ def test_an_even_split_needs_a_sample_for_every_device(planned):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--set", "steps=3"), "--set replaces keys of a job"),
+        (("--set", "max_steps=3"), "--set replaces keys of a job"),
         (("job.yaml", "--cluster", "cluster.yaml"), "not both"),
     ],
 )

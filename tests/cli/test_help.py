@@ -51,7 +51,7 @@ def test_helping_deciding_from_the_cache_and_showing_do_not_import_torch(run, tm
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(EMULATED))
     helps = [("--help",), ("train", "--help"), ("demo", "--help")]
     devices = ("devices", "--cluster", "cluster.yaml")
-    few = {"most_stages": 1, "tensor": 1, "zero_stages": 3}
+    few = {"max_pipeline_stages": 1, "tensor_parallel_size": 1, "zero_stages": 3}
     job = write_job(tmp_path, cluster=PAIR, techniques=few)
     JobController.of_file(job, [], debug=False).profile()
     cached = [("plan", "job.yaml"), ("profile", "job.yaml")]

@@ -21,7 +21,7 @@ CLUSTER = "2x rtx3090, 2x p40"
 ESTIMATE = ("--cluster", CLUSTER, "--model", "3B")
 PAIR = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB", "count": 2}]
 # Few plans, which are found soon.
-TECHNIQUES = {"most_stages": 1, "tensor": 1, "zero_stages": 3, "leave_out": False}
+TECHNIQUES = {"max_pipeline_stages": 1, "tensor_parallel_size": 1, "zero_stages": 3, "leave_out": False}
 FEW = Space.model_validate(TECHNIQUES)
 
 
@@ -172,7 +172,7 @@ def test_times_must_come_from_somewhere(estimated, tmp_path):
 @pytest.mark.parametrize(
     "option",
     [("--job", "job.yaml"), ("--cluster", "p40"), ("--network", "25GbE"), ("--model", "1B"),
-     ("--set", "steps=3")],
+     ("--set", "max_steps=3")],
     ids=lambda option: option[0],
 )  # fmt: skip
 def test_times_must_not_come_from_two_places(measured, option):

@@ -151,7 +151,7 @@ FURTHER = {
     "gpumix train job.yaml --trace 20",
     "gpumix plan job.yaml --cluster '4x a100-40gb-sxm'",
     "gpumix train job.yaml --strategy model",
-    "gpumix train job.yaml --set trackers=tensorboard",
+    "gpumix train job.yaml --set report_to=tensorboard",
 }
 
 
@@ -246,7 +246,7 @@ def shorter(verb: str, words: list[str]) -> list[str]:
     if verb == "train":
         steps = 4 if "--resume" in words else 20 if "--trace" in words else 2
         sizes = (f"{key}={JOB[key]}" for key in ("sequence_length", "global_batch"))
-        return [word for one in (f"steps={steps}", *sizes) for word in ("--set", one)]
+        return [word for one in (f"max_steps={steps}", *sizes) for word in ("--set", one)]
     if verb == "whatif" and "job.yaml" in words:
         real = ["--profile", "real.json", "--set", "cluster=real.yaml"]
         return [*real, "--set", SEARCHED]

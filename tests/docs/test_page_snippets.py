@@ -39,7 +39,7 @@ IMPORTS = [block for block in DIFFS if ONE_LINE.fullmatch(block.text)]
 CHANGES = [block for block in DIFFS if block not in IMPORTS]
 SMALLER = {
     "sequence_length=512": "sequence_length=4, budget_s=1.0",
-    "global_batch=64": "global_batch=4",
+    "global_batch_size=64": "global_batch_size=4",
     "range(1000)": "range(20)",
     "AdamW(engine.parameters())": "AdamW(engine.parameters(), lr=0.05)",
 }

@@ -187,9 +187,9 @@ def test_a_tuned_file_is_whole_or_not_there(job, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "again"),
     [
-        (["steps=3"], ["steps=3"]),
-        (["steps=3", "data.workers=0", " compile . fast = off"], ["steps=3"]),
-        (["data={text: [a], workers: 0}"], ["data={text: [a], workers: 0}", "data.workers=2"]),
+        (["max_steps=3"], ["max_steps=3"]),
+        (["max_steps=3", "data.num_workers=0", " compile . fast = off"], ["max_steps=3"]),
+        (["data={text: [a], workers: 0}"], ["data={text: [a], workers: 0}", "data.num_workers=2"]),
         (["data.workers_of=1"], ["data.workers_of=1"]),
         ([], []),
     ],

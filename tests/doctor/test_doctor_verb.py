@@ -67,10 +67,10 @@ def test_a_tuned_file_says_what_it_was_measured_with(tmp_path, monkeypatch, caps
     monkeypatch.setattr("gpumix.doctor.examine.examine", lambda *args, **kwargs: report)
     job = write_job(tmp_path)
     mended = "save_steps=1"  # by what was found
-    doctor(str(job), apply=True, overrides=["steps=3", mended, "model.config={tie: [1, 2]}"])
+    doctor(str(job), apply=True, overrides=["max_steps=3", mended, "model.config={tie: [1, 2]}"])
     tuned = tmp_path / "job.tuned.yaml"
     assert read_job(tuned) == read_job(job, ["save_steps=50"])
-    given = "--set steps=3 --set 'model.config={tie: [1, 2]}'"
+    given = "--set max_steps=3 --set 'model.config={tie: [1, 2]}'"
     assert f"# measured with {given}, which is not written here\n" in tuned.read_text()
     told = " ".join(capsys.readouterr().err.split())
     assert f"what --set gave is not in it: gpumix train {tuned} {given}" in told

@@ -71,12 +71,12 @@ def test_nothing_is_suspected_of_a_job_that_says_nothing():
         (data(prefetch=1), {"input_share": 0.2}, "workers", {"data.prefetch": "auto"}),
         ({"strategy": "even"}, {}, "strategy", {"strategy": "optimal"}),
         (
-            {"techniques": {"recompute": True}},
+            {"techniques": {"gradient_checkpointing": True}},
             {},
             "recompute",
             {"techniques.gradient_checkpointing": [True, False]},
         ),
-        ({"techniques": {"tensor": 2}}, {}, "tensor", {"techniques.tensor_parallel_size": [1, 2, 4, 8]}),
+        ({"techniques": {"tensor_parallel_size": 2}}, {}, "tensor", {"techniques.tensor_parallel_size": [1, 2, 4, 8]}),
         ({"precision": "fp32"}, {"other_dtypes": True}, "precision", {"precision": "auto"}),
         (
             {"efficiency": {"fused_optimizer": False}},
@@ -204,7 +204,7 @@ def test_what_is_given_up_is_told(job, given, told):
         ({"precision": "fp32"}, {}),  # what its classes compute in by themselves
         ({"strategy": "even"}, {"predict_step_s": lambda changes: 0.099}),
         ({"strategy": "even"}, {"predict_step_s": lambda changes: None}),  # there is no such plan
-        ({"techniques": {"recompute": True}}, {"predict_step_s": lambda changes: 0.2}),
+        ({"techniques": {"gradient_checkpointing": True}}, {"predict_step_s": lambda changes: 0.2}),
         ({"checkpoint": {"every_steps": 100}}, {"save": InterruptionCost(0.1)}),
         ({}, {"inside": RankObservations(syncs=(replace(ITEM, calls=3),))}),  # not in each step
         ({}, {"inside": RankObservations(syncs=(replace(ITEM, what="__bool__"),))}),

@@ -92,7 +92,7 @@ def test_a_job_trains_to_the_losses_of_gpumix_train(trained, folder):
     assert [event["step"] for event in steps] == [1, 2, 3, 4]
     assert [event["loss"] for event in steps] == summary["losses"]
     command = [sys.executable, "-m", "gpumix", "train", "job.yaml", "--allow", "toys", "--json"]
-    command += ["--plan", "run/plan.json", "--set", "output=alone"]
+    command += ["--plan", "run/plan.json", "--set", "output_dir=alone"]
     alone = subprocess.run(command, cwd=folder, capture_output=True, check=True)
     assert summary["losses"] == json.loads(alone.stdout)["losses"]
 
@@ -108,7 +108,7 @@ def test_who_interrupts_a_job_has_a_checkpoint(trained, there):
         if event.get("step") == 3:
             raise KeyboardInterrupt
 
-    settings = ["output=interrupted", "steps=100000"]
+    settings = ["output_dir=interrupted", "max_steps=100000"]
     with pytest.raises(Interrupted, match="stopped after step"):
         train(
             "job.yaml",
@@ -126,7 +126,7 @@ def test_metrics_are_reported_to_ray_tune(trained, folder):
 
     def trial(config: dict[str, Any]) -> None:
         os.chdir(folder)
-        settings = ["output=tuned", f"optimizer.lr={config['lr']}"]
+        settings = ["output_dir=tuned", f"optimizer.lr={config['lr']}"]
         train("job.yaml", WORKERS, plan="run/plan.json", overrides=settings, allow=["toys"])
 
     found = tune.Tuner(

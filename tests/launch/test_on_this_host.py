@@ -151,7 +151,7 @@ def test_a_job_on_one_host_is_trained(folder):
     job = write_job(folder, max_steps=2, cluster=devices)
     plan = plan_for(job, (4, 4), (0.5, 0.5))
     plan.save(folder / "plan.json")
-    expected = train(job, f"output={folder / 'first'}", plan=plan).losses
+    expected = train(job, f"output_dir={folder / 'first'}", plan=plan).losses
     words = ("--cluster", "cpus.yaml", "job.yaml", "--plan", "plan.json")
     done = gpumix("launch", "--json", *words, folder=folder)
     assert done.code == 0, done.err

@@ -21,7 +21,7 @@ from gpumix.simulate.events import simulate
 from gpumix.train.run_log.tables import plan_table
 
 optimal, even = STRATEGIES["optimal"], STRATEGIES["even"]
-ONE_STAGE = {"most_stages": 1, "boundaries": "device", "state_on": "device", "leave_out": True}
+ONE_STAGE = {"max_pipeline_stages": 1, "checkpoints_on": "device", "state_on": "device", "leave_out": True}
 
 
 def cards(*, memory: int = 40 * MIB, faster: float = 1.8) -> Profile:

@@ -92,7 +92,7 @@ CLUSTERS: dict[str, Callable[[int], Profile]] = {
 def test_stages_are_of_devices_that_are_near(name):
     """Listed in turn. Sums of gradients over slow links take long, messages are small."""
     found = CLUSTERS[name](4)
-    space = SPACE.model_copy(update={"most_stages": 2})
+    space = SPACE.model_copy(update={"max_pipeline_stages": 2})
     plan = plan_staged(found, PlanRequest(global_batch=4, space=space))
     groups = {frozenset(w.device for w in stage.workers) for stage in plan.stages}
     assert groups == {frozenset({"card-0", "card-2"}), frozenset({"card-1", "card-3"})}

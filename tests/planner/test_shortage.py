@@ -100,9 +100,9 @@ def test_kernels_that_like_large_micro_batches_count_as_they_are():
 
 # -- every way out is one --------------------------------------------------------------------------
 
-GRAPHS = EVERYTHING.model_copy(update={"recompute": (False,), "zero_stages": (3,)})
+GRAPHS = EVERYTHING.model_copy(update={"gradient_checkpointing": (False,), "zero_stages": (3,)})
 REPLICATED = LAYERED.model_copy(update={"zero_stages": (0,)})
-TO_HOST = LAYERED.model_copy(update={"boundaries": ("host",)})
+TO_HOST = LAYERED.model_copy(update={"checkpoints_on": ("host",)})
 COPY = curve(1e-4, 1e-3, sizes=(100.0, 2000.0))
 
 
@@ -145,14 +145,14 @@ def grown(of, extra):
 @pytest.mark.parametrize(
     ("setting", "batch", "space", "technique", "wider"),
     [
-        (cards(), 10, GRAPHS, "recompute", {"recompute": (True,)}),
+        (cards(), 10, GRAPHS, "recompute", {"gradient_checkpointing": (True,)}),
         (cards(600_000, 10_000), 4, REPLICATED, "ZeRO-3", {"zero_stages": (3,)}),
         (
             cards(700_000, 10_000),
             16,
-            REPLICATED.model_copy(update={"recompute": (False,)}),
+            REPLICATED.model_copy(update={"gradient_checkpointing": (False,)}),
             "recompute and ZeRO-3",
-            {"recompute": (True,), "zero_stages": (3,)},
+            {"gradient_checkpointing": (True,), "zero_stages": (3,)},
         ),
     ],
     ids=["recompute", "ZeRO-3", "both"],

@@ -253,17 +253,17 @@ def test_stages_that_go_round_count_each_time(most):
     ("space", "told", "fix"),
     [
         (
-            {"schedules": "interleaved", "most_stages": 2},
+            {"pipeline_schedules": "interleaved", "max_pipeline_stages": 2},
             "so 4 at least, and techniques.max_pipeline_stages is 2",
             r"most_stages to \d or more",
         ),
         (
-            {"schedules": "interleaved", "least_stages": 5, "most_stages": 5},
+            {"pipeline_schedules": "interleaved", "min_pipeline_stages": 5, "max_pipeline_stages": 5},
             "so 6 at least, and techniques.max_pipeline_stages is 5",
             r"most_stages to \d or more",
         ),
         (
-            {"schedules": "zero-bubble", "recompute": True},
+            {"pipeline_schedules": "zero-bubble", "gradient_checkpointing": True},
             "`recompute: true` keeps none",
             r"recompute: \[true, false\]",
         ),
@@ -351,7 +351,7 @@ def test_on_some_devices_no_others_are_used(strategy):
 @pytest.mark.parametrize("stages", left_out([2, 3], [2]))
 def test_a_pinned_number_of_stages_is_that_of_the_fastest_such_plan(stages):
     found = cluster([(1.0, 1), (2.0, 2)], calls=3)
-    space = SPACE.model_copy(update={"least_stages": stages, "most_stages": stages})
+    space = SPACE.model_copy(update={"min_pipeline_stages": stages, "max_pipeline_stages": stages})
     plan = plan_staged(found, PlanRequest(global_batch=2, space=space))
     assert len(plan.stages) == stages
     wanted_s = min(
@@ -366,7 +366,7 @@ def test_a_pinned_number_of_stages_is_that_of_the_fastest_such_plan(stages):
 def test_advice_to_take_one_class_keeps_to_what_is_pinned(strategy):
     """In one stage the fast two would be much faster; the other class has one device alone."""
     found = cluster([(1.0, 2), (9.0, 1)], calls=6, link=1e4)
-    space = SPACE.model_copy(update={"least_stages": 2})
+    space = SPACE.model_copy(update={"min_pipeline_stages": 2})
     plan = make_plan(found, 4, strategy=strategy, space=space)
     assert plan.reasons is not None
     others = {one.strategy: one for one in plan.reasons.alternatives}
@@ -509,7 +509,7 @@ def test_no_micro_batch_is_larger_than_was_measured():
 )
 def test_what_was_not_measured_is_told(strategy, space, what):
     if strategy == "optimal":
-        space = space.model_copy(update={"least_stages": 2})
+        space = space.model_copy(update={"min_pipeline_stages": 2})
     with pytest.raises(NoFeasiblePlanError, match=what) as caught:
         make_plan(cluster([(1e-3, 2)]), 4, strategy=strategy, space=space)
     assert "or use `strategy: optimal`" not in caught.value.fix

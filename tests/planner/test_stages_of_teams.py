@@ -140,7 +140,7 @@ def test_in_one_stage_two_team_up_beside_others_that_compute_alone():
         links=Network(inside=Link.stated(1e12, 1e-6), between=Link.stated(1e9, 1e-6)),
     )
     found = with_teams(in_a_row(found, message=line(1e4)), 2, faster=1.5, divided=1.9)
-    space = {"schedules": "1f1b", "sequence": False, "boundaries": "device", "heads": "whole"}
+    space = {"pipeline_schedules": "1f1b", "sequence_parallel": False, "checkpoints_on": "device", "cross_entropy": "whole"}
     plan = plan_staged(found, request(2, tensor_parallel_size=(1, 2), **space))
     assert len(plan.stages) > 1 and any(stage.unlike_teams for stage in plan.stages)
     alone = plan_staged(found, request(2, tensor_parallel_size=1, **space))

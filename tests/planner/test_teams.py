@@ -87,7 +87,7 @@ def test_a_team_is_of_one_class_and_host():
 def test_where_a_model_has_no_room_teams_may():
     """Kept whole it is too large for each, and divided over all of them too slow is no matter."""
     found = cards(memory=48 * MIB)
-    space = {"zero_stages": 0, "most_stages": 1, "recompute": True, "state_on": "device"}
+    space = {"zero_stages": 0, "max_pipeline_stages": 1, "gradient_checkpointing": True, "state_on": "device"}
     with pytest.raises(NoFeasiblePlanError):
         optimal(found, request(4, tensor_parallel_size=1, **space))
     plan = optimal(found, request(4, leave_out=True, **space))
@@ -137,7 +137,7 @@ def test_teams_for_which_no_host_has_devices_are_told(strategy, degrees):
 
 
 def test_more_stages_than_there_are_teams_are_refused():
-    space = {"tensor": 2, "leave_out": True, "schedules": "1f1b"}
+    space = {"tensor_parallel_size": 2, "leave_out": True, "pipeline_schedules": "1f1b"}
     assert len(staged(cards(), request(8, min_pipeline_stages=2, **space)).stages) == 2
     with pytest.raises(InputError, match="no plan of 3 stages: there are 2 teams of 2, and 4"):
         staged(cards(), request(8, min_pipeline_stages=3, **space))
@@ -151,7 +151,7 @@ def test_naive_model_parallelism_has_one_device_a_stage():
 
 
 def test_the_sequence_is_divided_where_that_is_faster():
-    space = {"tensor": 2, "most_stages": 1, "leave_out": True}
+    space = {"tensor_parallel_size": 2, "max_pipeline_stages": 1, "leave_out": True}
     assert all(stage.sequence for stage in optimal(cards(divided=2.0), request(1, **space)).stages)
     for speed in (1.901, 1.8):  # a little faster is not worth it
         plan = optimal(cards(divided=speed), request(1, **space))
@@ -161,7 +161,7 @@ def test_the_sequence_is_divided_where_that_is_faster():
 @pytest.mark.extended
 def test_the_sequence_is_divided_where_a_whole_one_has_no_room():
     found = cards(memory=48 * MIB, divided=1.0, kept=1.2e7)
-    space = {"most_stages": 1, "boundaries": "device", "state_on": "device", "leave_out": True}
+    space = {"max_pipeline_stages": 1, "checkpoints_on": "device", "state_on": "device", "leave_out": True}
     whole = request(1, sequence_parallel=False, **space)
     with pytest.raises(NoFeasiblePlanError):
         optimal(found, whole)
@@ -188,11 +188,11 @@ def test_a_divided_sequence_without_teams_is_refused():
 def test_stages_that_divide_the_sequence_make_it_whole_at_their_ends():
     """And wait for that."""
     found = cards(waits=1e-4, divided=1.9)
-    settings = {"tensor": 2, "leave_out": True, "most_stages": 2, "schedules": "1f1b"}
+    settings = {"tensor_parallel_size": 2, "leave_out": True, "max_pipeline_stages": 2, "pipeline_schedules": "1f1b"}
     plan = staged(found, request(8, sequence_parallel=True, **settings))
     assert len(plan.stages) == 2 and all(stage.sequence for stage in plan.stages)
     whole = plan.model_copy(
-        update={"stages": tuple(s.model_copy(update={"sequence": False}) for s in plan.stages)}
+        update={"stages": tuple(s.model_copy(update={"sequence_parallel": False}) for s in plan.stages)}
     )
     assert predict(found, plan).step_s > predict(found, whole).step_s
     assert simulate(found, plan).step_s == pytest.approx(get_prediction(plan).step_s, rel=0.02)

@@ -50,7 +50,7 @@ def test_a_block_that_is_never_called_is_no_unit(tmp_path, resume):
     plan = Plan.load(next(tmp_path.rglob("plan.json")))
     assert plan.stages[0].units == ("blocks.0", "blocks.2")
     if resume:
-        assert train(job, "steps=4", resume=True).steps == 4
+        assert train(job, "max_steps=4", resume=True).steps == 4
 
 
 @pytest.mark.parametrize("before", every_second(range(1, 6)))

@@ -237,7 +237,7 @@ def test_paths_start_at_the_folder_of_the_job(tmp_path, monkeypatch):
     """)
     monkeypatch.chdir(elsewhere)
     monkeypatch.setenv("HOME", "/home/someone")
-    job = read_job(Path("../jobs/job.yaml"), ["data.text=[x, ~/y]", "output=run"])
+    job = read_job(Path("../jobs/job.yaml"), ["data.text=[x, ~/y]", "output_dir=run"])
     start = elsewhere / ".." / "jobs"
     assert job.model.config == start / "gpt2.json"
     assert job.model.weights == start / "../weights"

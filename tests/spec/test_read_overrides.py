@@ -28,7 +28,7 @@ def path(tmp_path):
 
 
 def test_values_are_yaml_and_the_last_one_holds(path):
-    job = read_job(path, ["steps=3", "steps=4", "optimizer.lr=1e-4", "max_grad_norm=null",
+    job = read_job(path, ["max_steps=3", "max_steps=4", "optimizer.lr=1e-4", "max_grad_norm=null",
                           "optimizer.betas=[0.8, 0.9]", "precision='bf16'"])  # fmt: skip
     assert job.max_steps == 4
     assert job.optimizer.lr == 1e-4
@@ -69,14 +69,14 @@ def test_a_whole_cluster(path):
          "unknown key 'optimizer.learning_rate'\n  fix: did you mean 'lr'? valid keys: name, lr,"),
         ("optimzer.lr=1", "unknown key 'optimzer'\n  fix: did you mean 'optimizer'?"),
         ("lr=1", "unknown key 'lr'\n  fix: did you mean 'optimizer.lr'?"),
-        ("steps=ten", "'steps' must be a whole number, it is 'ten'"),
-        ("steps=", "'steps' must be a whole number, it is empty"),
+        ("max_steps=ten", "'steps' must be a whole number, it is 'ten'"),
+        ("max_steps=", "'steps' must be a whole number, it is empty"),
         ("optimizer={lr: 0}", "'optimizer.lr' must be greater than 0, it is 0"),
-        ("steps.x=1", "'steps' is 10, it has no keys\n  fix: set all of it: --set 'steps=...'"),
+        ("max_steps.x=1", "'steps' is 10, it has no keys\n  fix: set all of it: --set 'max_steps=...'"),
         ("data.text.0=1", "'data.text' is a list of 1, it has no keys"),
-        ("steps=[1", "this is not YAML: expected ',' or ']', but got '<stream end>'"),
-        ("steps={a: 1, a: 2}", "key 'a' is given twice"),
-        ("steps=\x07", "this is not YAML: the character '\\x07' may not stand here"),
+        ("max_steps=[1", "this is not YAML: expected ',' or ']', but got '<stream end>'"),
+        ("max_steps={a: 1, a: 2}", "key 'a' is given twice"),
+        ("max_steps=\x07", "this is not YAML: the character '\\x07' may not stand here"),
         ("cluster=nowhere.yaml", "'cluster': there is no cluster file"),
         (f"cluster={'x' * 300}", "'cluster': there is no cluster file"),
         (f"model.config={'x' * 300}", "'model.config': cannot read"),
@@ -99,10 +99,10 @@ def test_the_argument_is_the_place(path, argument, expected):
 def test_the_file_keeps_its_lines(path):
     path.write_text(JOB + "seed: x\n")
     with pytest.raises(InputError) as caught:
-        read_job(path, ["steps=0"])
+        read_job(path, ["max_steps=0"])
     assert str(caught.value) == (
         f"{path}:7: 'seed' must be a whole number, it is 'x'\n"
-        "  also --set steps=0: 'steps' must be greater than 0, it is 0\n"
+        "  also --set max_steps=0: 'steps' must be greater than 0, it is 0\n"
         f"  fix: correct {path}:7"
     )
 

@@ -52,10 +52,10 @@ def test_a_name_names_or_settings(read, lines, expected):
 
 
 def test_from_the_command_line(read):
-    assert list(read("", "trackers=tensorboard").trackers.named()) == ["tensorboard"]
-    assert list(read("", "trackers=[trackio,wandb]").trackers.named()) == ["wandb", "trackio"]
-    assert read("trackers: wandb", "trackers=").trackers.named() == {}
-    found = read("trackers: {prometheus: {}}", "trackers.prometheus.port=0").trackers.named()
+    assert list(read("", "report_to=tensorboard").trackers.named()) == ["tensorboard"]
+    assert list(read("", "report_to=[trackio,wandb]").trackers.named()) == ["wandb", "trackio"]
+    assert read("trackers: wandb", "report_to=").trackers.named() == {}
+    found = read("trackers: {prometheus: {}}", "report_to.prometheus.port=0").trackers.named()
     assert found == {"prometheus": PrometheusSpec(port=0)}
 
 

@@ -69,11 +69,11 @@ def test_a_run_learns_and_goes_on_where_it_was(tmp_path, text, data):
         datasets.Dataset.from_dict({"text": LINES}).save_to_disk(str(tmp_path / "saved"))
     job = write(tmp_path, data, cluster=UNLIKE, eval_steps=2, eval_batches=1)
     plan = plan_for(job, (5, 3), (0.7, 0.3))
-    whole = train(job, f"output={tmp_path / 'whole'}", plan=plan)
+    whole = train(job, f"output_dir={tmp_path / 'whole'}", plan=plan)
     assert all(math.isfinite(loss) for loss in whole.losses) and len(whole.losses) == 4
     assert whole.losses[-1] < whole.losses[0]
     assert len(metrics(tmp_path / "whole", "evaluation")) == 2
-    train(job, "steps=2", plan=plan)
+    train(job, "max_steps=2", plan=plan)
     assert train(job, plan=plan, resume=True).losses == pytest.approx(whole.losses[2:], rel=1e-5)
     steps = metrics(tmp_path / "whole")
     tokens = [step["tokens"] for step in steps]

@@ -18,13 +18,13 @@ from gpumix.train.controller import JobController
 FEW = {
     "zero_stages": [1],
     "shardings": ["all"],
-    "boundaries": ["device"],
+    "checkpoints_on": ["device"],
     "orders": ["layered"],
-    "heads": ["whole"],
+    "cross_entropy": ["whole"],
     "state_on": ["device"],
-    "schedules": ["1f1b"],
+    "pipeline_schedules": ["1f1b"],
 }
-TWO = {"techniques": {"least_stages": 2, "most_stages": 2, "leave_out": False, **FEW}}
+TWO = {"techniques": {"min_pipeline_stages": 2, "max_pipeline_stages": 2, "leave_out": False, **FEW}}
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_what_a_job_does_not_say_is_not_said_to_have_no_effect(tmp_path, made, c
 
 def test_what_the_job_says_of_plans_and_a_given_one_does_not_follow_is_told(tmp_path, made, capsys):
     other = 0 if made[0].zero_stage else 3
-    said = {"strategy": "even", "techniques": {"zero_stages": [other], "most_stages": 1}}
+    said = {"strategy": "even", "techniques": {"zero_stages": [other], "max_pipeline_stages": 1}}
     job = write_job(tmp_path, max_steps=1, model=toy(blocks=4), **said)
     train(job, plan=made[0])
     told = capsys.readouterr().err

@@ -32,9 +32,9 @@ CLUSTER = Cluster(
 def test_a_job_is_trained_and_resumed_to_the_bit(tmp_path, name):
     job = write_job(tmp_path, optimizer=OPTIMIZERS[name], lr_scheduler={"type": "constant"})
     plan = plan_for(job, shares=(0.7, 0.0, 0.3))
-    whole = train(job, f"output={tmp_path / 'whole'}", plan=plan)
+    whole = train(job, f"output_dir={tmp_path / 'whole'}", plan=plan)
     assert whole.losses[-1] < 0.9 * whole.losses[0]
-    train(job, "steps=3", plan=plan)
+    train(job, "max_steps=3", plan=plan)
     assert train(job, plan=plan, resume=True).losses == whole.losses[3:]
 
 
@@ -42,8 +42,8 @@ def test_a_job_is_trained_and_resumed_to_the_bit(tmp_path, name):
 def test_another_plan_goes_on_alike(tmp_path):
     job = write_job(tmp_path, optimizer=OPTIMIZERS["adafactor"], lr_scheduler={"type": "constant"})
     plan = plan_for(job)
-    whole = train(job, f"output={tmp_path / 'whole'}", plan=plan)
-    train(job, "steps=3", plan=plan)
+    whole = train(job, f"output_dir={tmp_path / 'whole'}", plan=plan)
+    train(job, "max_steps=3", plan=plan)
     other = plan_for(job, (0, 5, 3), (0.1, 0.9, 0.0))
     assert train(job, plan=other, resume=True).losses == pytest.approx(whole.losses[3:], rel=1e-4)
 

@@ -35,7 +35,7 @@ def job(tmp_path):
 def one_step(tmp_path_factory) -> Path:
     """The folder of a run of one step."""
     job = write_job(tmp_path_factory.mktemp("one-step"))
-    train(job, "steps=1", plan=plan_for(job))
+    train(job, "max_steps=1", plan=plan_for(job))
     return job.parent / "run"
 
 
@@ -71,14 +71,14 @@ def test_a_folder_without_texts_is_told_of_before_anything_is_measured(tmp_path)
 
 
 def test_an_even_split_needs_a_sample_for_every_device(job):
-    error = refused(InputError, job, "global_batch=2", "strategy=even")
+    error = refused(InputError, job, "global_batch_size=2", "strategy=even")
     assert "a global batch of 2 cannot be split evenly over 3 devices" in error.what
     assert "optimal" in error.fix
 
 
 @pytest.mark.extended
 def test_the_optimal_plan_may_leave_devices_without_samples(job):
-    summary = train(job, "global_batch=2", "steps=2")
+    summary = train(job, "global_batch_size=2", "max_steps=2")
     plan = Plan.load(job.parent / "run" / "plan.json")
     assert sum(w.samples for w in plan.workers) == 2
     assert 0 in {w.samples for w in plan.workers}
@@ -105,7 +105,7 @@ def test_a_model_that_fits_nowhere_is_refused_in_bytes(tmp_path, memory, told):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ("global_batch=16", "the plan is for global_batch 8, the job has 16"),
+        ("global_batch_size=16", "the plan is for global_batch 8, the job has 16"),
         ("sequence_length=4", "the plan is for sequence_length 8, the job has 4"),
         ("precision=bf16", "the plan is for precision fp32, the job has bf16"),
     ],
@@ -150,8 +150,8 @@ def test_a_plan_that_is_predicted_not_to_fit_is_refused(job):
 @pytest.mark.parametrize(
     ("techniques", "told"),
     [
-        ({"tensor": 3}, "no host has 3 devices of one class"),
-        ({"tensor": 2}, "nothing says how a Toy is divided"),
+        ({"tensor_parallel_size": 3}, "no host has 3 devices of one class"),
+        ({"tensor_parallel_size": 2}, "nothing says how a Toy is divided"),
     ],
 )
 def test_teams_that_there_cannot_be_are_told_whatever_was_measured_before(
@@ -164,7 +164,7 @@ def test_teams_that_there_cannot_be_are_told_whatever_was_measured_before(
 
 
 def test_more_stages_than_a_factorys_model_has_units_are_told_before_it_is_measured(tmp_path):
-    techniques = {"least_stages": 4, "leave_out": False}
+    techniques = {"min_pipeline_stages": 4, "leave_out": False}
     job = write_job(tmp_path, model=toy(blocks=3), techniques=techniques, **OWN_PROFILES)
     error = refused(InputError, job)
     assert re.search("no plan of 4 stages: .* and 3 units", error.what)
@@ -185,7 +185,7 @@ def test_a_finished_run_is_not_overwritten(trained):
 def test_what_died_while_it_saved_first_may_start_again(job):
     """It has no checkpoint to go on from, so nothing stands in the way."""
     (job.parent / "run" / "checkpoints" / "step-00000002.part").mkdir(parents=True)
-    train(job, "steps=1", plan=plan_for(job))
+    train(job, "max_steps=1", plan=plan_for(job))
 
 
 @pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "checkpoints"])
@@ -209,7 +209,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(trained):
     job = trained
     before = (job.parent / "run" / "plan.json").read_text()
     wider = write_job(job.parent, model=toy(width=32))
-    refused(InputError, wider, "steps=2", plan=plan_for(wider), resume=True)
+    refused(InputError, wider, "max_steps=2", plan=plan_for(wider), resume=True)
     assert (job.parent / "run" / "plan.json").read_text() == before
 
 
@@ -243,10 +243,10 @@ def test_a_run_that_goes_on_is_not_resumed(trained):
 @pytest.mark.parametrize("size", [200, 0])
 def test_a_record_that_was_not_written_to_its_end_stops_no_resume(job, size):
     plan = plan_for(job)
-    train(job, "steps=2", plan=plan)
+    train(job, "max_steps=2", plan=plan)
     record = job.parent / "run" / "run.json"
     record.write_bytes(record.read_bytes()[:size])
-    assert len(train(job, "steps=4", plan=plan, resume=True).losses) == 2
+    assert len(train(job, "max_steps=4", plan=plan, resume=True).losses) == 2
     assert RunRecord.load(record).job["steps"] == 4
 
 
@@ -300,7 +300,7 @@ def test_a_resume_that_cannot_be_names_the_keys_before_anything_is_measured(trai
     for given in (False, True):
         changed = write_job(folder, **{**OWN_PROFILES} | change)
         plan = plan_for(changed) if given else None
-        error = refused(InputError, changed, "steps=2", plan=plan, resume=True)
+        error = refused(InputError, changed, "max_steps=2", plan=plan, resume=True)
         assert error.what == f"the checkpoint is of {what}" and error.why == why
         assert error.where.endswith("step-00000001") and "begin anew" in error.fix
     assert not any((folder / "profiles").glob("*"))
@@ -316,7 +316,7 @@ def test_a_resume_that_one_key_forbids_is_refused_before_ranks_start(
 ):
     """Where all was measured before, too."""
     monkeypatch.setattr(JobController, "_train", None)
-    error = refused(InputError, trained, "steps=2", change, resume=True)
+    error = refused(InputError, trained, "max_steps=2", change, resume=True)
     assert error.what == f"the checkpoint is of {what}"
 
 
@@ -324,7 +324,7 @@ def test_a_resume_that_one_key_forbids_is_refused_before_ranks_start(
 def test_a_resume_with_another_configuration_names_what_differs(tmp_path):
     text = {"factory": "toys:tokens"}
     job = write_job(tmp_path, data=text, model=GPT)
-    train(job, "steps=1", plan=plan_for(job))
+    train(job, "max_steps=1", plan=plan_for(job))
     wider = write_job(tmp_path, data=text, model={"config": GPT["config"] | {"n_embd": 32}})
     error = refused(InputError, wider, plan=plan_for(wider), resume=True)
     assert error.why == "`model.config.n_embd` was 16, here it is 32"
@@ -334,9 +334,9 @@ def test_a_resume_with_other_texts_of_the_same_name_is_refused(tmp_path):
     """No key of the job differs."""
     (tmp_path / "text.txt").write_text("of the same name, " * 40)
     job = write_job(tmp_path, data={"text": ["text.txt"]}, model=GPT)
-    train(job, "steps=1", plan=plan_for(job))
+    train(job, "max_steps=1", plan=plan_for(job))
     (tmp_path / "text.txt").write_text("and of other words " * 40)
-    error = refused(InputError, job, "steps=2", plan=plan_for(job), resume=True)
+    error = refused(InputError, job, "max_steps=2", plan=plan_for(job), resume=True)
     assert error.what == "the checkpoint is of other data"
     assert "of other content" in error.why
 
@@ -344,13 +344,13 @@ def test_a_resume_with_other_texts_of_the_same_name_is_refused(tmp_path):
 @pytest.mark.extended
 @pytest.mark.slow
 def test_a_resume_with_other_batches_or_fewer_steps_says_so(job):
-    train(job, "steps=3", plan=plan_for(job))
+    train(job, "max_steps=3", plan=plan_for(job))
     plan_for(job, (2, 1, 1)).save(job.parent / "halves.json")
-    words = ["train", "job.yaml", "--plan", "halves.json", "--resume", "--set", "global_batch=4"]
-    less = gpumix(*words, "--set", "steps=1", folder=job.parent)
+    words = ["train", "job.yaml", "--plan", "halves.json", "--resume", "--set", "global_batch_size=4"]
+    less = gpumix(*words, "--set", "max_steps=1", folder=job.parent)
     assert less.code == 0, less.err
     assert "nothing was left to do: the run has 3 steps, and the job wants 1" in less.err
-    more = gpumix(*words, "--set", "steps=4", folder=job.parent)
+    more = gpumix(*words, "--set", "max_steps=4", folder=job.parent)
     assert more.code == 0 and "steps now take 4 samples, they took 8" in more.err
 
 
@@ -360,9 +360,9 @@ def test_a_resume_reads_other_files_with_the_same_texts(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("of the same words, " * 40)
     job = write_job(tmp_path, data={"text": ["a.txt"]}, model=GPT)
-    train(job, "steps=1", plan=plan_for(job))
+    train(job, "max_steps=1", plan=plan_for(job))
     job = write_job(tmp_path, data={"text": ["b.txt"], "num_workers": 2}, model=GPT)
-    assert len(train(job, "steps=2", plan=plan_for(job), resume=True).losses) == 1
+    assert len(train(job, "max_steps=2", plan=plan_for(job), resume=True).losses) == 1
 
 
 @pytest.mark.extended
@@ -470,7 +470,7 @@ def disagreement(job, *, overrides=("", "", ""), plans=None) -> GpumixError:
 
 
 def test_ranks_with_different_jobs_are_told_apart(job):
-    error = disagreement(job, overrides=("", "steps=7", ""))
+    error = disagreement(job, overrides=("", "max_steps=7", ""))
     assert "ranks disagree about the job: 'steps' is 6 on rank 0" in error.what
     assert "7 on rank 1 (device 'small-0'" in error.what
 

@@ -35,7 +35,7 @@ def test_a_slow_device_gets_fewer_units(tmp_path):
         "optimizer": {"lr": 1e-4},
     }
     sound = write_job(tmp_path / "sound", model=toy(blocks=6, width=64), max_steps=16, **usual)
-    pipeline = JobController.of_file(sound, ["rebalance=false"], debug=False)
+    pipeline = JobController.of_file(sound, ["advanced.rebalance=false"], debug=False)
     profile = pipeline.profile()
     plan = pipeline.plan(profile)
     pipeline.train(plan, resume=False, made_from=profile)

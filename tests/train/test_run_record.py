@@ -38,7 +38,7 @@ CLUSTERS = {
 
 
 def record_of(path):
-    job = read_job(path, ["steps=7"])
+    job = read_job(path, ["max_steps=7"])
     return job, RunRecord.of(SimpleNamespace(job=job, folder=path.parent))
 
 

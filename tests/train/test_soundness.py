@@ -82,7 +82,7 @@ def test_people_are_told(tmp_path):
         (8, 0, 0): "no batch is replayed: one device alone computes",
     }.items():
         plan_for(job, samples=samples).save(tmp_path / "plan.json")
-        output = f"output=run-{samples[0]}"
+        output = f"output_dir=run-{samples[0]}"
         done = gpumix("train", job, "--plan", "plan.json", "--set", output, folder=tmp_path)
         assert done.code == 0
         assert said in " ".join(done.err.split())

@@ -51,8 +51,8 @@ def test_a_stream_is_read_in_its_order_without_what_is_held_out(tmp_path, factor
 
 def test_a_stream_goes_on_where_it_was_with_another_plan(tmp_path):
     job = stream_job(tmp_path, lr_scheduler={"type": "constant"})
-    whole = train(job, f"output={tmp_path / 'whole'}", plan=plan_for(job))
-    train(job, "steps=2", plan=plan_for(job, (2, 3, 3)))
+    whole = train(job, f"output_dir={tmp_path / 'whole'}", plan=plan_for(job))
+    train(job, "max_steps=2", plan=plan_for(job, (2, 3, 3)))
     rest = train(job, plan=plan_for(job, (8, 0, 0)), resume=True)
     assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-5)
 
@@ -60,7 +60,7 @@ def test_a_stream_goes_on_where_it_was_with_another_plan(tmp_path):
 @pytest.mark.extended
 def test_other_samples_held_out_make_another_order(tmp_path):
     job = stream_job(tmp_path)
-    train(job, "steps=1", plan=plan_for(job))
+    train(job, "max_steps=1", plan=plan_for(job))
     with pytest.raises(InputError, match="the checkpoint is of other data"):
         train(job, "data.validation_split=0", "eval_steps=0", plan=plan_for(job), resume=True)
 

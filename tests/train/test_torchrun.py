@@ -52,7 +52,7 @@ def standalone(folder, processes: int, *arguments: str, restarts: int = 0, **set
 
 def losses_by(plan: Plan, job, tmp_path) -> list[float]:
     """Without torchrun."""
-    return train(job, f"output={tmp_path / 'alone'}", plan=plan).losses
+    return train(job, f"output_dir={tmp_path / 'alone'}", plan=plan).losses
 
 
 def test_torchrun_measures_plans_and_trains(tmp_path):
@@ -83,7 +83,7 @@ MEETINGS = [(["gpumix"], (1, 2)), (["c10d", "--local-addr", "127.0.0.1"], (1, 1)
 def test_hosts_may_differ_in_devices_and_in_what_they_have_measured(tmp_path, own, processes):
     cluster = CLUSTER if sum(processes) > 2 else PAIR
     job = write_job(tmp_path, cluster=cluster, max_steps=4, **OWN_PROFILES)
-    train(job, "steps=1", f"output={tmp_path / 'first'}")
+    train(job, "max_steps=1", f"output_dir={tmp_path / 'first'}")
     meeting = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-backend", *own]
 
     def host(processes: int, cache: str) -> Done:

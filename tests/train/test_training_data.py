@@ -148,7 +148,7 @@ def in_bf16(plan):
 def test_bf16_stays_close_to_fp32(tmp_path):
     job = write_job(tmp_path)
     plan = plan_for(job)
-    exact = train(job, f"output={tmp_path / 'exact'}", plan=plan)
+    exact = train(job, f"output_dir={tmp_path / 'exact'}", plan=plan)
     coarse = train(job, "precision=bf16", plan=in_bf16(plan))
     assert coarse.losses == pytest.approx(exact.losses, rel=0.02)
     assert coarse.losses != exact.losses
@@ -162,9 +162,9 @@ def test_sgd_with_momentum_is_resumed_to_the_bit(tmp_path):
         lr_scheduler={"type": "constant"},
     )
     plan = plan_for(job)
-    whole = train(job, f"output={tmp_path / 'whole'}", plan=plan)
+    whole = train(job, f"output_dir={tmp_path / 'whole'}", plan=plan)
     assert_learns(whole)
-    train(job, "steps=3", plan=plan)
+    train(job, "max_steps=3", plan=plan)
     assert train(job, plan=plan, resume=True).losses == whole.losses[3:]
 
 
@@ -172,7 +172,7 @@ def test_sgd_with_momentum_is_resumed_to_the_bit(tmp_path):
 def test_another_optimizer_cannot_go_on(tmp_path):
     job = write_job(tmp_path)
     plan = plan_for(job)
-    train(job, "steps=1", plan=plan)
+    train(job, "max_steps=1", plan=plan)
     with pytest.raises(InputError, match="the checkpoint is of another optimizer"):
         train(job, "optimizer.name=sgd", plan=plan, resume=True)
 
@@ -181,7 +181,7 @@ def test_another_optimizer_cannot_go_on(tmp_path):
 def test_other_data_cannot_go_on(tmp_path):
     job = write_job(tmp_path)
     plan = plan_for(job)
-    train(job, "steps=1", plan=plan)
+    train(job, "max_steps=1", plan=plan)
     with pytest.raises(InputError, match="data"):
         train(job, "data.arguments={samples: 80}", plan=plan, resume=True)
 
@@ -201,7 +201,7 @@ def test_samples_that_cannot_be_read_stop_the_run_or_are_counted(tmp_path):
         told.count(f"could not be read, and were skipped: {bad[0]} of rank 0 (device 'big-0'") == 1
     )
     with pytest.raises(TrainingError, match=r"sample \d*9 of .* cannot be read: OSError: a bad"):
-        train(job, "data.bad_samples=stop", f"output={tmp_path / 'other'}", plan=plan)
+        train(job, "data.bad_samples=stop", f"output_dir={tmp_path / 'other'}", plan=plan)
 
 
 @pytest.mark.extended
@@ -244,7 +244,7 @@ def test_an_evaluation_may_have_fewer_samples_than_a_batch(tmp_path, held_out):
         data={"factory": "toys:tokens", "validation_split": held_out},
         eval_steps=1, eval_batches=3,
     )
-    train(job, "steps=2", plan=plan_for(job))
+    train(job, "max_steps=2", plan=plan_for(job))
     losses = [record["loss"] for record in metrics(tmp_path / "run", "evaluation")]
     assert len(losses) == 2
     assert losses[1] < losses[0]
@@ -257,7 +257,7 @@ def test_an_evaluation_needs_samples(tmp_path):
         eval_steps=1,
     )
     with pytest.raises(InputError, match="no held-out samples"):
-        train(job, "steps=2", plan=plan_for(job))
+        train(job, "max_steps=2", plan=plan_for(job))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -315,21 +315,21 @@ def test_text_is_for_models_that_foretell_the_next_token(tmp_path, text):
     bert = {"config": {"model_type": "bert", **small, "intermediate_size": 16}}
     job = write_job(tmp_path, model=bert, data={"text": ["text"]}, cluster=ALONE)
     with pytest.raises(InputError, match="text has its own tokens as labels"):
-        train(job, "model.task=masked-lm", "steps=1")
+        train(job, "model.task=masked-lm", "max_steps=1")
 
 
 def test_a_token_that_the_model_does_not_know_is_named_with_its_sample(tmp_path):
     data = {"factory": "toys:tokens", "validation_split": 0}
     job = gpt_job(tmp_path, data, config={"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0})
     with pytest.raises(InputError, match=r"sample \d+ holds token \d+, the model knows 0 to 19"):
-        train(job, "steps=2")
+        train(job, "max_steps=2")
 
 
 def test_a_step_without_a_label_that_counts_is_told_as_that(tmp_path):
     data = {"factory": "toys:masked_tokens", "validation_split": 0}
     job = gpt_job(tmp_path, data)
     with pytest.raises(TrainingError, match="step 1 has no loss: none of its labels counts"):
-        train(job, "steps=2", plan=plan_for(job, [4], [1.0]))
+        train(job, "max_steps=2", plan=plan_for(job, [4], [1.0]))
 
 
 def test_a_task_that_the_model_does_not_do_is_refused(tmp_path):

@@ -44,7 +44,7 @@ def run(steps, tmp_path_factory):
     plan = plan_for(job)
     train(job, plan=plan)
     if steps > STEPS:
-        train(job, f"steps={steps}", plan=plan, resume=True)
+        train(job, f"max_steps={steps}", plan=plan, resume=True)
     return folder
 
 
