@@ -115,7 +115,7 @@ def test_judging_does_not_import_torch():
          "mlx5_0", "memlock=-1"),
         (with_host(cores=1), "cores", WARNING, "1 cores for 2 processes", "--cpus"),
         (with_host(available_bytes=GIB), "memory", WARNING, "1.0 GiB of its memory", "--memory"),
-        (with_host(available_bytes=8 * GIB), "memory", NOTE, "training waits", "every_steps"),
+        (with_host(available_bytes=8 * GIB), "memory", NOTE, "training waits", "save_steps"),
         (with_host(available_bytes=40 * GIB), "memory", NOTE, "its last checkpoint", "--memory"),
         (with_host(shm_free_bytes=2**26), "shared memory", WARNING, "64.0 MiB are free",
          "--shm-size="),

@@ -362,7 +362,7 @@ def test_a_pack_does_without_documents_of_tokens_that_the_model_does_not_know(tm
 @pytest.mark.parametrize(("factory", "tokenize"), [("texts", "on-the-fly"), ("tokens", "ahead")])
 def test_a_job_packs_or_pads_a_stream_and_holds_out_the_first(tmp_path, factory, tokenize, packing):
     given = {"factory": factory, "tokenize": tokenize, "packing": packing}
-    whole, none = opened(tmp_path, **given, held_out=0)
+    whole, none = opened(tmp_path, **given, validation_split=0)
     train, held_out = opened(tmp_path, **given)
     assert (len(none), len(held_out)) == (0, 6)
     first, rest = whole.rows(np.arange(6)), whole.rows(np.arange(6, 12))

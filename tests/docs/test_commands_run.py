@@ -139,7 +139,7 @@ RUN = [
 
 
 # For verbs that search: few plans.
-SEARCHED = "techniques={most_stages: 1, tensor: 1, zero_stages: 3, state_on: device}"
+SEARCHED = "techniques={max_pipeline_stages: 1, tensor_parallel_size: 1, zero_stages: 3, state_on: device}"
 # What others try too, in long searches and in runs; and of each, its options are looked at in
 # `test_page_commands.py`.
 FURTHER = {

@@ -29,12 +29,12 @@ def test_a_fault_is_found_measured_and_mended(tmp_path):
     assert done.code == 0, done.err
     found = done.json()
     (finding,) = found["findings"]
-    assert finding["name"] == "workers" and finding["changes"] == {"data.workers": "auto"}
+    assert finding["name"] == "workers" and finding["changes"] == {"data.num_workers": "auto"}
     assert 1.1 < finding["gain_low"] <= finding["gain"] <= finding["gain_high"]
     assert finding["gain"] > 1.5
     assert found["gain"] == finding["gain"] and 0.1 < found["input_share"] < 1.0
     tuned = read_job(tmp_path / "job.tuned.yaml")
-    assert tuned.data.workers == "auto" and tuned.steps == read_job(job).steps
+    assert tuned.data.num_workers == "auto" and tuned.max_steps == read_job(job).max_steps
     assert not (tmp_path / "run").exists()  # nothing was written where the job would write
 
 

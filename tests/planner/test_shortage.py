@@ -71,7 +71,7 @@ def test_the_largest_batch_that_fits_is_named(space):
     setting = profile([Card("c", 2, 50_000, steady(1.0))], kinds=kinds)
     with pytest.raises(NoFeasiblePlanError, match="the largest that fits") as caught:
         plan_one_stage(setting, PlanRequest(global_batch=40, space=space))
-    largest = int(caught.value.fix.split("global_batch: ")[1].split("`")[0])
+    largest = int(caught.value.fix.split("global_batch_size: ")[1].split("`")[0])
     assert plan_of(setting, largest, space) is not None
     assert plan_of(setting, largest + 1, space) is None
 
@@ -89,7 +89,7 @@ def test_kernels_that_like_large_micro_batches_count_as_they_are():
     setting = profile([Card("c", 1, 160_000, steady(1.0))], kinds=[block(kept=kept)])
     with pytest.raises(NoFeasiblePlanError) as caught:
         plan_one_stage(setting, PlanRequest(global_batch=40, space=LAYERED))
-    largest = int(caught.value.fix.split("global_batch: ")[1].split("`")[0])
+    largest = int(caught.value.fix.split("global_batch_size: ")[1].split("`")[0])
     assert [plan_of(setting, largest + n, LAYERED) is not None for n in range(4)] == [
         True,
         False,

@@ -166,5 +166,5 @@ def test_one_team_alone_has_one_stage():
     found = in_hosts(3, 2, faster=1.9, count=3)
     with pytest.raises(InputError, match="one team of 2 alone has one stage") as caught:
         plan_staged(found, request(4, tensor_parallel_size=2, leave_out=True))
-    assert "tensor: [1, 2]" in caught.value.fix
+    assert "tensor_parallel_size: [1, 2]" in caught.value.fix
     assert len(plan_fastest(found, request(4, tensor_parallel_size=2, leave_out=True)).stages) == 1

@@ -14,9 +14,9 @@ JOB = """\
 model: {config: {model_type: gpt2}}
 data: {text: [corpus]}
 sequence_length: 32
-global_batch: 8
-steps: 10
-output: out
+global_batch_size: 8
+max_steps: 10
+output_dir: out
 """
 
 
@@ -38,7 +38,7 @@ def test_values_are_yaml_and_the_last_one_holds(path):
 
 
 def test_mappings_on_the_way_are_made(path):
-    path.write_text(JOB + "schedule:\n")
+    path.write_text(JOB + "lr_scheduler:\n")
     job = read_job(path, ["lr_scheduler.type=linear", "model.config.n_layer=3", "advanced.profile_budget=1 min"])
     assert job.lr_scheduler.type == "linear"
     assert job.model.config == {"model_type": "gpt2", "n_layer": 3}
@@ -61,7 +61,7 @@ def test_a_whole_cluster(path):
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ("steps", "'steps' is not of the form key=value\n  fix: write a dotted key,"),
+        ("max_steps", "'max_steps' is not of the form key=value\n  fix: write a dotted key,"),
         ("=3", "'=3' is not of the form key=value"),
         ("a..b=3", "'a..b=3' is not of the form key=value"),
         ("\udcff=3", "'\udcff=3' is not of the form key=value"),
@@ -69,10 +69,10 @@ def test_a_whole_cluster(path):
          "unknown key 'optimizer.learning_rate'\n  fix: did you mean 'lr'? valid keys: name, lr,"),
         ("optimzer.lr=1", "unknown key 'optimzer'\n  fix: did you mean 'optimizer'?"),
         ("lr=1", "unknown key 'lr'\n  fix: did you mean 'optimizer.lr'?"),
-        ("max_steps=ten", "'steps' must be a whole number, it is 'ten'"),
-        ("max_steps=", "'steps' must be a whole number, it is empty"),
+        ("max_steps=ten", "'max_steps' must be a whole number, it is 'ten'"),
+        ("max_steps=", "'max_steps' must be a whole number, it is empty"),
         ("optimizer={lr: 0}", "'optimizer.lr' must be greater than 0, it is 0"),
-        ("max_steps.x=1", "'steps' is 10, it has no keys\n  fix: set all of it: --set 'max_steps=...'"),
+        ("max_steps.x=1", "'max_steps' is 10, it has no keys\n  fix: set all of it: --set 'max_steps=...'"),
         ("data.text.0=1", "'data.text' is a list of 1, it has no keys"),
         ("max_steps=[1", "this is not YAML: expected ',' or ']', but got '<stream end>'"),
         ("max_steps={a: 1, a: 2}", "key 'a' is given twice"),
@@ -102,7 +102,7 @@ def test_the_file_keeps_its_lines(path):
         read_job(path, ["max_steps=0"])
     assert str(caught.value) == (
         f"{path}:7: 'seed' must be a whole number, it is 'x'\n"
-        "  also --set max_steps=0: 'steps' must be greater than 0, it is 0\n"
+        "  also --set max_steps=0: 'max_steps' must be greater than 0, it is 0\n"
         f"  fix: correct {path}:7"
     )
 

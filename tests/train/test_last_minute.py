@@ -102,7 +102,7 @@ def test_a_save_that_does_not_end_is_waited_for_as_long_as_one_may_take(tmp_path
 def asked(tmp_path, fault: str, **changes):
     """A job of which a rank is asked to end in its fourth step, which takes a minute then."""
     harm = toy(fault=fault, rank=1, at=4, once=str(tmp_path / "asked"))
-    return write_job(tmp_path, model=harm, **{"grace_period": 2, **EACH_STEP} | changes)
+    return write_job(tmp_path, model=harm, **{"grace_period": 2} | EACH_STEP | changes)
 
 
 def check_stopped_after_three(tmp_path, losses, job) -> None:
@@ -111,7 +111,7 @@ def check_stopped_after_three(tmp_path, losses, job) -> None:
     assert caught.value.what == "stopped after step 3 of 6"
     assert checkpoints(tmp_path / "run")[-1] == "step-00000003"
     assert caught.value.where.endswith("step-00000003")
-    assert "`grace`" in caught.value.why
+    assert "`advanced.grace_period`" in caught.value.why
     assert train(job, plan=plan_for(job), resume=True).losses == pytest.approx(losses[3:], rel=1e-6)
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
@@ -133,7 +133,7 @@ def test_with_updates_beside_the_backward_pass(tmp_path):
 def test_on_a_slow_disk_that_is_busy(tmp_path, losses):
     """It still writes the checkpoint of the step before: that is waited for."""
     slow = {"factory": "toys:tokens_on_slow_disk", "arguments": {"sync_s": 0.2}, "validation_split": 0.1}
-    job = asked(tmp_path, "notice", data=slow, **({"save_steps": 3, "save_total_limit": 3} | EACH_STEP))
+    job = asked(tmp_path, "notice", data=slow, save_steps=3, save_total_limit=3, **EACH_STEP)
     check_stopped_after_three(tmp_path, losses, job)
 
 
@@ -142,7 +142,7 @@ def test_on_a_disk_too_slow_for_another_checkpoint(tmp_path):
     """That of step 3 is whole in time; one of step 4, after it, would not be."""
     slow = {"factory": "toys:tokens_on_slow_disk", "arguments": {"sync_s": 1.2}, "validation_split": 0.1}
     harm = toy(fault="notice", rank=1, at=5, once=str(tmp_path / "asked"))
-    often = {**{"every_steps": 3} | EACH_STEP}
+    often = {"save_steps": 3} | EACH_STEP
     job = write_job(tmp_path, model=harm, data=slow, grace_period=GRACE_S, **often)
     with pytest.raises(Interrupted, match="stopped after step 3 of 6"):
         train(job, plan=plan_for(job))
@@ -170,7 +170,7 @@ def test_a_first_step_that_does_not_end_is_given_up(tmp_path, losses):
     job = write_job(tmp_path, model=harm, grace_period=2)
     with pytest.raises(Interrupted, match="stopped before the first step was done") as caught:
         train(job, plan=plan_for(job))
-    assert "`grace`" in caught.value.why and not list((tmp_path / "run" / "checkpoints").glob("*"))
+    assert "`advanced.grace_period`" in caught.value.why and not list((tmp_path / "run" / "checkpoints").glob("*"))
     again = write_job(tmp_path, model=harm, output_dir="again")
     assert train(again, plan=plan_for(again)).losses == pytest.approx(losses, rel=1e-6)
 

@@ -66,9 +66,9 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 
 OPTIMIZERS = [
-    {"lr": 1e-2, "clip_norm": 1.0},
-    {"lr": 1e-2, "clip_norm": None},  # steps while gradients are computed
-    {"name": "sgd", "momentum": 0.9, "lr": 1e-2},
+    {"optimizer": {"lr": 1e-2}, "max_grad_norm": 1.0},
+    {"optimizer": {"lr": 1e-2}, "max_grad_norm": None},  # steps while gradients are computed
+    {"optimizer": {"name": "sgd", "momentum": 0.9, "lr": 1e-2}},
 ]
 
 
@@ -79,7 +79,7 @@ OPTIMIZERS = [
 )
 def test_a_run_tells_the_same(tmp_path, optimizer):
     changes = {
-        "optimizer": optimizer,
+        **optimizer,
         "eval_steps": 4,
         "save_steps": 3, "memory_save_steps": 0,
         "logging_steps": 2,
@@ -124,7 +124,7 @@ COPIES = {"host_copy.py", "dcp_storage.py"}  # beside the loop, in threads of th
 def test_no_step_of_the_loop_waits_for_the_device(tmp_path, optimizer):
     """But for the first, whose optimizer makes its state: its results are read before that, and
     what it computes again is compared."""
-    changes = {"optimizer": optimizer, "save_steps": 4, "logging_steps": 2}
+    changes = {**optimizer, "save_steps": 4, "logging_steps": 2}
     losses, waits = on_gpu(tmp_path, late_runs.waits, **changes)
     assert len(losses) == len(waits) == 9
     files = [{Path(place.rpartition(":")[0]).name for place in one} - COPIES for one in waits]

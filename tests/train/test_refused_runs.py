@@ -105,7 +105,7 @@ def test_a_model_that_fits_nowhere_is_refused_in_bytes(tmp_path, memory, told):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ("global_batch_size=16", "the plan is for global_batch 8, the job has 16"),
+        ("global_batch_size=16", "the plan is for global_batch_size 8, the job has 16"),
         ("sequence_length=4", "the plan is for sequence_length 8, the job has 4"),
         ("precision=bf16", "the plan is for precision fp32, the job has bf16"),
     ],
@@ -298,7 +298,7 @@ def test_a_resume_that_cannot_be_names_the_keys_before_anything_is_measured(trai
     folder = trained.parent
     record = (folder / "run" / "run.json").read_text()
     for given in (False, True):
-        changed = write_job(folder, **{**OWN_PROFILES} | change)
+        changed = write_job(folder, **OWN_PROFILES | change)
         plan = plan_for(changed) if given else None
         error = refused(InputError, changed, "max_steps=2", plan=plan, resume=True)
         assert error.what == f"the checkpoint is of {what}" and error.why == why
@@ -471,7 +471,7 @@ def disagreement(job, *, overrides=("", "", ""), plans=None) -> GpumixError:
 
 def test_ranks_with_different_jobs_are_told_apart(job):
     error = disagreement(job, overrides=("", "max_steps=7", ""))
-    assert "ranks disagree about the job: 'steps' is 6 on rank 0" in error.what
+    assert "ranks disagree about the job: 'max_steps' is 6 on rank 0" in error.what
     assert "7 on rank 1 (device 'small-0'" in error.what
 
 
@@ -479,9 +479,9 @@ def test_ranks_with_different_jobs_are_told_apart(job):
 def test_hosts_may_keep_their_files_in_different_places(job, tmp_path):
     pipeline = JobController.of_file(job, [], debug=False)
     tasks = [
-        Task(pipeline.job.model_copy(update={**profile}), pipeline.cluster, tmp_path)
-        for profile in (
-            pipeline.job.profile.model_copy(update={"cache": tmp_path / str(rank)})
+        Task(pipeline.job.model_copy(update={"advanced": advanced}), pipeline.cluster, tmp_path)
+        for advanced in (
+            pipeline.job.advanced.model_copy(update={"profile_cache": tmp_path / str(rank)})
             for rank in range(3)
         )
     ]

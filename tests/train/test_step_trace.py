@@ -124,7 +124,7 @@ def test_a_step_that_is_done_is_told_and_not_traced(tmp_path):
     plan.save(tmp_path / "plan.json")
     train(job, plan=plan)
     done = gpumix(
-        "train", "job.yaml", "--plan", "plan.json", "--resume", "--set", "max_steps=3", "--trace", "2",
+        "train", "job.yaml", "--plan", "plan.json", "--resume", "--set", "max_steps=3", "--trace-step", "2",
         folder=tmp_path,
     )  # fmt: skip
     assert done.code == 0, done.err

@@ -212,7 +212,7 @@ def test_bad_samples_are_skipped_in_all_that_a_run_does(tmp_path):
         tmp_path,
         data={**data, "bad_samples": "skip"},
         cluster=ALONE,
-        **(OWN_PROFILES | {"profile_budget": 1}),
+        **OWN_PROFILES | {"profile_budget": 1},
         eval_steps=1,
         max_steps=2,
     )
@@ -230,7 +230,7 @@ def test_bad_samples_are_skipped_in_all_that_a_run_does(tmp_path):
 @pytest.mark.extended
 def test_a_sample_that_never_comes_while_devices_are_measured_is_named(tmp_path):
     data = {"factory": "toys:absent_tokens", "arguments": {"first": 8}, "validation_split": 0}
-    own = OWN_PROFILES | {"budget": 1}
+    own = OWN_PROFILES | {"profile_budget": 1}
     job = write_job(tmp_path, data=data, **own, timeout=5)
     with pytest.raises(TrainingError, match=r"sample \d+ of toys:absent_tokens does not come"):
         JobController.of_file(job, [], debug=False).profile()

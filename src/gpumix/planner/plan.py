@@ -91,7 +91,11 @@ def check_strategy(name: str) -> None:
 
 
 def plan(
-    profile: Profile, global_batch: int, *, strategy: str = "optimal", space: Space = EVERYTHING
+    profile: Profile,
+    global_batch_size: int,
+    *,
+    strategy: str = "optimal",
+    space: Space = EVERYTHING,
 ) -> Plan:
     """Plan with `strategy` within `space`, and add the reasons (`Plan.reasons`).
 
@@ -104,12 +108,12 @@ def plan(
         NoFeasiblePlanError: no plan of this strategy fits the devices.
     """
     check_strategy(strategy)
-    if not 1 <= global_batch <= LARGEST_BATCH:
+    if not 1 <= global_batch_size <= LARGEST_BATCH:
         raise InputError(
-            f"the global batch must be 1 to {LARGEST_BATCH} samples, it is {global_batch}",
+            f"the global batch must be 1 to {LARGEST_BATCH} samples, it is {global_batch_size}",
             fix="give the samples of a step over all devices",
         )
-    request = PlanRequest(global_batch=global_batch, space=space)
+    request = PlanRequest(global_batch=global_batch_size, space=space)
     searched = FastestPlans(profile, request)
 
     @cache

@@ -111,7 +111,7 @@ def _open_loader(context: RankContext, plan: Plan, of_attention: float) -> Loade
         context.ranks.rank,
         seed=job.seed,
         device=context.runtime.torch_device,
-        workers=job.data.num_workers,
+        num_workers=job.data.num_workers,
         prefetch=job.data.prefetch,
         bad_samples=job.data.bad_samples,
         timeout_s=job.advanced.timeout,

@@ -99,8 +99,8 @@ def test_events_and_settings_are_texts(run, shown, steps):
     [told] = texts("events/restart")
     assert told.endswith(f"{restart['why']}; {restart['decided']}")
     assert [point.step for point in shown.Scalars("event/restart")] == [restart["step"]]
-    assert f"steps: {STEPS}\n" in texts("run/job")[0]
-    assert f"steps: {steps}\n" in texts("run/job")[-1]
+    assert f"max_steps: {STEPS}\n" in texts("run/job")[0]
+    assert f"max_steps: {steps}\n" in texts("run/job")[-1]
     assert "global_batch: 8" in texts("run/plan")[0]
     assert "torch: " in texts("run/versions")[0]
 

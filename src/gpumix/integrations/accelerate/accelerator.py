@@ -299,7 +299,7 @@ class Accelerator(accelerate.Accelerator):
             loss=measured if inside else stand_in_loss,
             optimizer=make_factory_from_optimizer(optimizers[0].optimizer) if optimizers else None,
             precision=self._precision,
-            compile=self._compile,
+            torch_compile=self._compile,
             space=EVERYTHING.in_one_stage(),
             seed=torch.initial_seed() % 2**31,
             told=f"loop {inside} {[type(one.optimizer).__name__ for one in optimizers]}",

@@ -91,7 +91,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         couples: for a loss coupling samples of a batch: "batch" has a single device compute each
             batch, "micro-batch" accepts a separate loss per micro-batch; by default refused.
         space: the search space of plans.
-        compile: compile the blocks.
+        torch_compile: compile the blocks.
         seed: of dropout.
     """
 
@@ -104,7 +104,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         count: Callable[[Any], Tensor | int] | None = None,
         couples: str = "",
         space: Space = EVERYTHING,
-        compile: bool = False,
+        torch_compile: bool = False,
         seed: int = 0,
     ) -> None:
         show_errors_without_traceback()
@@ -115,7 +115,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         self._couples = couples
         self._width = PaddingScope()
         self._space = space
-        self._compile = compile
+        self._compile = torch_compile
         self._seed = seed
         self._trains = False  # False: the engine was made to evaluate
         self._adds = self._overflowed = False  # accumulates gradients; any overflowed
@@ -212,7 +212,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
             loss=self._steps.loss,
             optimizer=make_factory_from_optimizer(self.optimizers[0]) if fitting else None,
             precision=self._get_precision(module),
-            compile=self._compile,
+            torch_compile=self._compile,
             space=METRICS_SPACE if metrics and self._space == EVERYTHING else self._space,
             seed=self._seed,
             told=self._steps.told([type(optimizer).__name__ for optimizer in self.optimizers]),
