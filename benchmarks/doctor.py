@@ -101,21 +101,26 @@ CASES = (
         "job_workers",
         "workers",
         job=_job(
-            **SMALL, data={"factory": "patients:remote_tokens", "validation_split": 0.1, "num_workers": 0}
+            **SMALL,
+            data={"factory": "patients:remote_tokens", "validation_split": 0.1, "num_workers": 0},
         ),
     ),
-    Case("job_recompute", "recompute", job=_job(techniques={"gradient_checkpointing": True})),
+    Case(
+        "job_recompute",
+        "gradient_checkpointing",
+        job=_job(techniques={"gradient_checkpointing": True}),
+    ),
     Case(
         "job_strategy",
         "strategy",
         # Else the run mends half of it itself.
-        job=_job(**SMALL, strategy="even", rebalance=False, cluster=UNLIKE),
+        job=_job(**SMALL, strategy="even", advanced={"rebalance": False}, cluster=UNLIKE),
     ),
-    Case("job_checkpoints", "checkpoints", job=_job(**SMALL, checkpoint={"every_steps": 1})),
+    Case("job_checkpoints", "checkpoints", job=_job(**SMALL, save_steps=1)),
     Case(
         "job_evaluation",
         "evaluation",
-        job=_job(**SMALL, data=JOB["data"] | {"held_out": 0.1}, evaluation={"every_steps": 1}),
+        job=_job(**SMALL, data=JOB["data"] | {"validation_split": 0.1}, eval_steps=1),
     ),
     Case(
         "job_attention",
@@ -123,7 +128,7 @@ CASES = (
         job=_job(
             model={"config": GPT | NO_DROPOUT | {"n_layer": 2, "n_positions": 256}},
             sequence_length=256,
-            efficiency={"attention": "eager"},
+            advanced={"efficiency": {"attention": "eager"}},
         ),
     ),
     Case("healthy_classifier", ""),

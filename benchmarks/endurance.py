@@ -79,7 +79,8 @@ def _of_run(folder: Path, steps: int, checkpoints: int) -> Figures:
         data={"factory": "toys:tokens"},
         cluster=jobs.PAIR,
         max_steps=steps,
-        save_steps=max(1, steps // checkpoints), save_total_limit=3,
+        save_steps=max(1, steps // checkpoints),
+        save_total_limit=3,
         logging_steps=10,
         timeout=120,
     )

@@ -197,12 +197,21 @@ def _job(folder: Path, kind: _Kind) -> dict[str, Any]:
             {"class": "fast", "emulate": "20 GFLOP/s", "memory": "512 MiB", "count": 2},
             {"class": "slow", "emulate": "10 GFLOP/s", "memory": "512 MiB", "count": 2},
         ],
-        "advanced": {"rebalance": kind is _Kind.REBALANCED, "timeout": TIMEOUT_S, "max_restarts": 10},
-        "save_steps": 10, "memory_save_steps": 1 if kind.copies_each else "auto",
+        "advanced": {
+            "rebalance": kind is _Kind.REBALANCED,
+            "timeout": TIMEOUT_S,
+            "max_restarts": 10,
+        },
+        "save_steps": 10,
+        "memory_save_steps": 1 if kind.copies_each else "auto",
         "strategy": "staged" if kind is _Kind.STAGED else "optimal",
-        "techniques": {"tensor_parallel_size": [1], "leave_out": False, **_ONLY.get(kind, {"max_pipeline_stages": 1})},
+        "techniques": {
+            "tensor_parallel_size": [1],
+            "leave_out": False,
+            **_ONLY.get(kind, {"max_pipeline_stages": 1}),
+        },
         "output_dir": "run",
-        }
+    }
 
 
 def _set_traps(folder: Path, kind: _Kind, number: int, chance: random.Random) -> None:

@@ -184,12 +184,21 @@ class Gpumix:
             "cluster": [
                 {"class": "cpu", "accelerator": "cpu", "memory": "512 MiB", "count": RANKS}
             ],
-            "advanced": {"profile_cache": str(self._profiles), "rebalance": False, "timeout": 30, "max_restarts": 10},
+            "advanced": {
+                "profile_cache": str(self._profiles),
+                "rebalance": False,
+                "timeout": 30,
+                "max_restarts": 10,
+            },
             "strategy": "even",
             "memory_save_steps": 1,
-            "techniques": {"max_pipeline_stages": 1, "tensor_parallel_size": [1], "leave_out": False},
+            "techniques": {
+                "max_pipeline_stages": 1,
+                "tensor_parallel_size": [1],
+                "leave_out": False,
+            },
             "output_dir": "run",
-            }
+        }
 
 
 class Torchft:

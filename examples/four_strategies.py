@@ -103,8 +103,12 @@ STRATEGIES = (
         {"min_pipeline_stages": 4, "pipeline_schedules": "1f1b", "tensor_parallel_size": 1},
     ),
     Strategy("tensor", "tensor parallelism", "optimal", ONE_STAGE),
-    Strategy("pipeline-data", "pipeline x data", "staged", {**TWO_STAGES, "tensor_parallel_size": 1}),
-    Strategy("pipeline-tensor", "pipeline x tensor", "staged", {**TWO_STAGES, "tensor_parallel_size": 2}),
+    Strategy(
+        "pipeline-data", "pipeline x data", "staged", {**TWO_STAGES, "tensor_parallel_size": 1}
+    ),
+    Strategy(
+        "pipeline-tensor", "pipeline x tensor", "staged", {**TWO_STAGES, "tensor_parallel_size": 2}
+    ),
 )
 
 

@@ -312,7 +312,11 @@ def write_all(folder: Path) -> list[Good]:
     profile.save(folder / "profile.json")
     for name, shape in {
         "one": {"max_pipeline_stages": 1, "tensor_parallel_size": (1,), "zero_stages": (3,)},
-        "stages": {"min_pipeline_stages": 2, "max_pipeline_stages": 3, "tensor_parallel_size": (1,)},
+        "stages": {
+            "min_pipeline_stages": 2,
+            "max_pipeline_stages": 3,
+            "tensor_parallel_size": (1,),
+        },
         "teams": {"max_pipeline_stages": 1, "tensor_parallel_size": (2,)},
     }.items():
         space = EVERYTHING.model_copy(update={"leave_out": False, **shape})

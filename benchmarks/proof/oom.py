@@ -66,8 +66,8 @@ def run(bench: Bench) -> Outcome:
 def _job(bench: Bench, name: str, *, disturbed: bool = False) -> Path:
     steps = 4 if bench.rehearses else STEPS
     batch = REHEARSED_BATCH if bench.rehearses else GLOBAL_BATCH
-    keys: dict[str, Any] = {"global_batch": batch, "steps": steps}
-    keys |= {"checkpoint": {"memory_every_steps": 1}, "rebalance": False}
+    keys: dict[str, Any] = {"global_batch_size": batch, "max_steps": steps}
+    keys |= {"memory_save_steps": 1, "advanced": {"rebalance": False}}
     if bench.place == "gpu":
         assert bench.card is not None
         memory_gib = min(PLANNED_GIB, 0.7 * bench.card.memory_bytes / GIB)

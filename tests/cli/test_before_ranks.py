@@ -74,7 +74,11 @@ def test_of_teams_of_a_given_plan(tmp_path, case):
     [
         (4, {"min_pipeline_stages": 3}, "no plan of 3 stages: there are 4 devices, of which"),
         (2, {"min_pipeline_stages": 9}, "each may have 2 stages, and 2 units"),
-        (2, {"min_pipeline_stages": 2, "tensor_parallel_size": 2}, "one team of 2 alone has one stage"),
+        (
+            2,
+            {"min_pipeline_stages": 2, "tensor_parallel_size": 2},
+            "one team of 2 alone has one stage",
+        ),
         (1, {"min_pipeline_stages": 2}, "one device alone has one stage"),
     ],
 )
@@ -90,7 +94,12 @@ STRATEGIES = [
     (1, "model", {}, "one device alone has one stage"),
     (2, "model", {"tensor_parallel_size": 2}, "with tensor 2: it needs 1"),
     (2, "model", {"zero_stages": [1, 2]}, "with zero_stages 1 or 2: it needs 0"),
-    (2, "even", {"min_pipeline_stages": 2}, "the strategy does not choose how many stages there are"),
+    (
+        2,
+        "even",
+        {"min_pipeline_stages": 2},
+        "the strategy does not choose how many stages there are",
+    ),
 ]
 
 

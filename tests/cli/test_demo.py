@@ -27,7 +27,7 @@ SMALLER = [
 
 def demo(folder, *arguments) -> Done:
     sets = [word for change in SMALLER for word in ("--set", change)]
-    command = ("demo", "--output", "mine", *sets, *arguments)
+    command = ("demo", "--output-dir", "mine", *sets, *arguments)
     done = gpumix(*command, folder=folder, timeout_s=200)
     assert done.code == 0, done.err
     assert "Traceback" not in done.err

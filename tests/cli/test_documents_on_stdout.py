@@ -18,7 +18,12 @@ from gpumix.schema.profile.profile import Profile
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("documents")
-    few = {"max_pipeline_stages": 1, "tensor_parallel_size": 1, "zero_stages": 3, "leave_out": False}
+    few = {
+        "max_pipeline_stages": 1,
+        "tensor_parallel_size": 1,
+        "zero_stages": 3,
+        "leave_out": False,
+    }
     soon = {"profile_cache": "profiles", "profile_budget": 2}
     write_job(folder, cluster=EMULATED, max_steps=2, techniques=few, **soon)
     return folder

@@ -36,7 +36,12 @@ def job(tmp_path):
 def planned(tmp_path_factory):
     """A folder with a job, its profile and its plan."""
     folder = tmp_path_factory.mktemp("planned")
-    few = {"max_pipeline_stages": 1, "tensor_parallel_size": 1, "zero_stages": 3, "leave_out": False}
+    few = {
+        "max_pipeline_stages": 1,
+        "tensor_parallel_size": 1,
+        "zero_stages": 3,
+        "leave_out": False,
+    }
     train(write_job(folder, techniques=few), "max_steps=1")
     Profile.load(folder / "run" / "profile.json").save(folder / "profile.json")
     Plan.load(folder / "run" / "plan.json").save(folder / "plan.json")
@@ -155,10 +160,10 @@ def test_a_demo_clears_nothing_but_a_former_demo(tmp_path):
     (tmp_path / "mine").mkdir()
     for name in ("demo.yaml", "precious"):
         (tmp_path / "mine" / name).write_text("kept")
-    done = refused(tmp_path, 2, "demo", "--output", "mine")
+    done = refused(tmp_path, 2, "demo", "--output-dir", "mine")
     assert "'precious' is there, which no demo wrote" in done.err
     (tmp_path / "mine" / "precious").rename(tmp_path / "mine" / "plan.json")
-    refused(tmp_path, 2, "demo", "--output", "mine", "--set", "nonsense=1")
+    refused(tmp_path, 2, "demo", "--output-dir", "mine", "--set", "nonsense=1")
     assert (tmp_path / "mine" / "plan.json").read_text() == "kept"
 
 
@@ -187,7 +192,7 @@ def test_a_run_of_a_newer_gpumix_is_not_written_over(job, name, resume):
     run.mkdir()
     newer = json.dumps({"kind": name, "schema_version": 99})
     (run / f"{name}.json").write_text(newer)
-    done = refused(job.parent, 2, "train", "job.yaml", "--trace", "1", *resume)
+    done = refused(job.parent, 2, "train", "job.yaml", "--trace-step", "1", *resume)
     assert f"{run / name}.json: a {name} of schema 1 is wanted" in done.err
     assert "why: a newer gpumix wrote it" in done.err
     assert "fix: install that version; or write elsewhere" in done.err
@@ -208,7 +213,7 @@ def test_a_wrong_call_is_told(job, arguments):
     [
         (("train", "--json"), "JOB"),
         (("train", "job.yaml", "--fast", "--json"), "--fast"),
-        (("plan", "--json", "--global-batch", "none"), "--global-batch"),
+        (("plan", "--json", "--global-batch-size", "none"), "--global-batch-size"),
         (("trane", "job.yaml", "--json"), "trane"),
     ],
 )

@@ -164,7 +164,8 @@ def test_numbers_that_cannot_be_meant_are_refused(folder, keys, value, said):
 
 def test_a_batch_that_can_be_cut_in_too_many_ways_is_refused(folder):
     done = run(
-        ["plan", "small.yaml", "--profile", "cards.json", "--set", "global_batch_size=1000000"], folder
+        ["plan", "small.yaml", "--profile", "cards.json", "--set", "global_batch_size=1000000"],
+        folder,
     )
     assert done.code == 2
     assert done.err.startswith("gpumix: small.yaml, cards.json: 'global_batch' is 1000000: so many")

@@ -62,7 +62,10 @@ def test_helping_deciding_from_the_cache_and_showing_do_not_import_torch(run, tm
 
 def test_what_answers_before_anything_is_there_does_not_import_torch(tmp_path):
     cards = ("--cluster", "rtx3090, p40")
-    small, batch = (*cards, "--model", "20M"), ("--sequence-length", "512", "--global-batch", "4")
+    small, batch = (
+        (*cards, "--model", "20M"),
+        ("--sequence-length", "512", "--global-batch-size", "4"),
+    )
     write_small_job(tmp_path)
     found = heavy_imports(
         tmp_path,

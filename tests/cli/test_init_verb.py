@@ -61,7 +61,12 @@ def test_the_job_trains(desk):
         "init", "--data", "texts", "--model", "20M", "--cluster", "cluster.yaml", "--json"
     )
     told = json.loads(done.stdout)
-    smaller = "model.config.num_hidden_layers=2", "sequence_length=16", "global_batch_size=4", "max_steps=2"
+    smaller = (
+        "model.config.num_hidden_layers=2",
+        "sequence_length=16",
+        "global_batch_size=4",
+        "max_steps=2",
+    )
     sets = [word for one in smaller for word in ("--set", one)]
     narrow = ("hidden_size=64", "num_attention_heads=2", "num_key_value_heads=2", "head_dim=32")
     sets += [word for one in narrow for word in ("--set", f"model.config.{one}")]

@@ -21,7 +21,12 @@ CLUSTER = "2x rtx3090, 2x p40"
 ESTIMATE = ("--cluster", CLUSTER, "--model", "3B")
 PAIR = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB", "count": 2}]
 # Few plans, which are found soon.
-TECHNIQUES = {"max_pipeline_stages": 1, "tensor_parallel_size": 1, "zero_stages": 3, "leave_out": False}
+TECHNIQUES = {
+    "max_pipeline_stages": 1,
+    "tensor_parallel_size": 1,
+    "zero_stages": 3,
+    "leave_out": False,
+}
 FEW = Space.model_validate(TECHNIQUES)
 
 

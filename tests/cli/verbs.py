@@ -38,7 +38,12 @@ JOB = {
     "global_batch_size": 8,
     "max_steps": 1,
     # Few plans: they are found soon.
-    "techniques": {"max_pipeline_stages": 1, "tensor_parallel_size": 1, "zero_stages": 3, "state_on": "device"},
+    "techniques": {
+        "max_pipeline_stages": 1,
+        "tensor_parallel_size": 1,
+        "zero_stages": 3,
+        "state_on": "device",
+    },
     "output_dir": "run",
 }
 

@@ -29,7 +29,9 @@ PROFILE = in_a_row(
 
 @pytest.fixture(scope="module")
 def made() -> Plan:
-    space = Space(min_pipeline_stages=2, max_pipeline_stages=2, pipeline_schedules="1f1b", leave_out=False)
+    space = Space(
+        min_pipeline_stages=2, max_pipeline_stages=2, pipeline_schedules="1f1b", leave_out=False
+    )
     return make_plan(PROFILE, 4, space=space)
 
 

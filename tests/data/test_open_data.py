@@ -63,7 +63,13 @@ number = 3
 
 def job(**data: Any) -> Job:
     return Job.model_validate(
-        {"model": {"config": {}}, "sequence_length": 4, "global_batch_size": 2, "max_steps": 1, "data": data}
+        {
+            "model": {"config": {}},
+            "sequence_length": 4,
+            "global_batch_size": 2,
+            "max_steps": 1,
+            "data": data,
+        }
     )
 
 
@@ -113,7 +119,9 @@ def test_a_saved_dataset_is_found_from_the_folder(tmp_path):
 
 
 def test_a_factory_is_found_in_the_folder_and_called(tmp_path, module):
-    train, held_out = opened(tmp_path, factory=f"{module}:make", arguments={"n": 10}, validation_split=0.3)
+    train, held_out = opened(
+        tmp_path, factory=f"{module}:make", arguments={"n": 10}, validation_split=0.3
+    )
     assert (len(train), len(held_out)) == (7, 3)
     assert train.rows(np.array([6]))["input_ids"].tolist() == [[6, 6, 6, 6]]
 
@@ -133,7 +141,9 @@ def test_tokens_are_their_own_labels_where_there_are_none(tmp_path, module, name
 
 
 def test_a_stream_of_tokens_has_labels(tmp_path, module):
-    train, _ = opened(tmp_path, factory=f"{module}:make_generator", arguments={"n": 9}, validation_split=0)
+    train, _ = opened(
+        tmp_path, factory=f"{module}:make_generator", arguments={"n": 9}, validation_split=0
+    )
     batch = train.rows(np.arange(2))
     assert torch.equal(batch["labels"], batch["input_ids"])
 

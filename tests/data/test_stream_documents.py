@@ -334,7 +334,8 @@ def opened(folder: Path, task: str = "causal-lm", **data: Any) -> tuple[Source, 
             "sequence_length": LENGTH,
             "global_batch_size": 2,
             "max_steps": 1,
-            "eval_steps": 1, "eval_batches": 3,
+            "eval_steps": 1,
+            "eval_batches": 3,
             "data": {**data, "factory": f"{name}:{data['factory']}"},
         }
     )

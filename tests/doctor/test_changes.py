@@ -27,7 +27,11 @@ max_steps: 10
 techniques: {gradient_checkpointing: true}
 """
 
-CHANGES = {"data.num_workers": "auto", "techniques.gradient_checkpointing": [True, False], "data.prefetch": 3}
+CHANGES = {
+    "data.num_workers": "auto",
+    "techniques.gradient_checkpointing": [True, False],
+    "data.prefetch": 3,
+}
 
 
 @pytest.fixture
@@ -87,7 +91,11 @@ advanced: {efficiency: {attention: eager}}
 def test_a_tuned_file_keeps_comments_and_order(job):
     job.write_text(WRITTEN)
     tuned = job.with_name("tuned.yaml")
-    more = {"techniques.max_pipeline_stages": 1, "advanced.efficiency.attention": "eager", "torch_compile": False}
+    more = {
+        "techniques.max_pipeline_stages": 1,
+        "advanced.efficiency.attention": "eager",
+        "torch_compile": False,
+    }
     write_tuned(job, tuned, {**CHANGES, **more})
     assert tuned.read_text() == TUNED
 
@@ -125,7 +133,11 @@ def test_changes_in_words():
 
 @pytest.mark.parametrize(
     ("key", "default"),
-    [("strategy", "optimal"), ("data.num_workers", "auto"), ("techniques.zero_stages", [3, 2, 1, 0])],
+    [
+        ("strategy", "optimal"),
+        ("data.num_workers", "auto"),
+        ("techniques.zero_stages", [3, 2, 1, 0]),
+    ],
 )
 def test_defaults(key, default):
     assert get_default(key) == default
@@ -151,7 +163,11 @@ max_steps: 10
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 @pytest.mark.parametrize(
     "changes",
-    [{"save_steps": 50}, {"data.num_workers": 4}, {"techniques.gradient_checkpointing": [False, True]}],
+    [
+        {"save_steps": 50},
+        {"data.num_workers": 4},
+        {"techniques.gradient_checkpointing": [False, True]},
+    ],
 )
 def test_nothing_else_changes_however_a_job_is_written(job, more, mark, changes):
     """What stands for several keys is changed for one of them; a mark of its encoding is left
@@ -189,7 +205,10 @@ def test_a_tuned_file_is_whole_or_not_there(job, monkeypatch):
     [
         (["max_steps=3"], ["max_steps=3"]),
         (["max_steps=3", "data.num_workers=0", " torch_compile . fast = off"], ["max_steps=3"]),
-        (["data={text: [a], num_workers: 0}"], ["data={text: [a], num_workers: 0}", "data.num_workers=2"]),
+        (
+            ["data={text: [a], num_workers: 0}"],
+            ["data={text: [a], num_workers: 0}", "data.num_workers=2"],
+        ),
         (["data.num_workers_of=1"], ["data.num_workers_of=1"]),
         ([], []),
     ],

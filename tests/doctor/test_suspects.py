@@ -76,7 +76,12 @@ def test_nothing_is_suspected_of_a_job_that_says_nothing():
             "gradient_checkpointing",
             {"techniques.gradient_checkpointing": [True, False]},
         ),
-        ({"techniques": {"tensor_parallel_size": 2}}, {}, "tensor_parallel_size", {"techniques.tensor_parallel_size": [1, 2, 4, 8]}),
+        (
+            {"techniques": {"tensor_parallel_size": 2}},
+            {},
+            "tensor_parallel_size",
+            {"techniques.tensor_parallel_size": [1, 2, 4, 8]},
+        ),
         ({"precision": "fp32"}, {"other_dtypes": True}, "precision", {"precision": "auto"}),
         (
             {"advanced": {"efficiency": {"fused_optimizer": False}}},
@@ -184,8 +189,7 @@ def test_another_order_of_samples_is_left_to_the_user():
         (
             {"eval_steps": 1},
             {"evaluation": InterruptionCost(0.2)},
-            "`eval_steps: 100` (the loss of evaluation is known every 100 steps, every "
-            "1 as it is)",
+            "`eval_steps: 100` (the loss of evaluation is known every 100 steps, every 1 as it is)",
         ),
     ],
 )

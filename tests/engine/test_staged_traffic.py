@@ -90,7 +90,9 @@ PLANNED: dict[str, dict[str, Any]] = {
     "planned": {"space": Space(max_pipeline_stages=1, tensor_parallel_size=2, leave_out=False)},
     "planned in stages": {
         "strategy": "staged",
-        "space": Space(min_pipeline_stages=2, tensor_parallel_size=1, zero_stages=0, leave_out=False),
+        "space": Space(
+            min_pipeline_stages=2, tensor_parallel_size=1, zero_stages=0, leave_out=False
+        ),
     },
 }
 FEW = {"stage 3", "interleaved, in two modes"}

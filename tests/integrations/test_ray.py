@@ -41,9 +41,14 @@ JOB: dict[str, Any] = {
     ],
     "output_dir": "run",
     "logging_steps": 1,
-    "advanced": {"profile_cache": "profiles", "profile_budget": 20, "max_restarts": 0, "rebalance": False},
+    "advanced": {
+        "profile_cache": "profiles",
+        "profile_budget": 20,
+        "max_restarts": 0,
+        "rebalance": False,
+    },
     "techniques": {"max_pipeline_stages": 1, "leave_out": False},
-    }
+}
 
 
 @pytest.fixture(scope="module")

@@ -206,7 +206,7 @@ SENSELESS = [
     ),
     (["job.yaml", "--print-commands"], "--print-commands is an option of gpumix launch, and"),
     (["job.yaml", "--hosts=a,b"], "fix: put it before: gpumix launch --hosts=a,b ... JOB.yaml"),
-    (["--grace", "0", "job.yaml"], "--grace has no effect on a job on one host"),
+    (["--grace-period", "0", "job.yaml"], "--grace-period has no effect on a job on one host"),
     (["--hosts", "cluster.yaml", "script.py"], "the cluster file names no hosts"),
 ]
 

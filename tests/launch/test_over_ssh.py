@@ -61,7 +61,7 @@ time.sleep(600)
 def waiting(two: Hosts, folder: Path, script: str = WAITS) -> Iterator[Running]:
     """A script that all ranks run, and that waits to be stopped."""
     (folder / "waits.py").write_text(script, encoding="utf-8")
-    carried = options(two, "--grace", "20", carried=(*CARRIED, MARK))
+    carried = options(two, "--grace-period", "20", carried=(*CARRIED, MARK))
     with running(folder, *carried, program=["waits.py"]) as started:
         started.wait_until(lambda: started.said.count("waiting") == 3)
         assert len(started.left()) >= 6  # ranks, launchers, and who connects them

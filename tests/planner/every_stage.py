@@ -93,7 +93,9 @@ def dealt(
     """
     calls, stages = len(found.model.calls), len(groups) * ROUNDS.get(schedule, 1)
     keeps = [
-        Mode(recompute=value) for value in space.gradient_checkpointing if found.model.kinds[0].saved or value
+        Mode(recompute=value)
+        for value in space.gradient_checkpointing
+        if found.model.kinds[0].saved or value
     ]
     modes = [mode for mode in keeps if schedule != "zero-bubble" or not mode.recompute]
     heads = space.cross_entropy if found.model.root.chunked_head else ("whole",)

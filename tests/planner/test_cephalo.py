@@ -134,7 +134,9 @@ def test_every_device_needs_a_sample():
         plan_cephalo(fleet(4), PlanRequest(global_batch=3))
 
 
-@pytest.mark.parametrize("space", [Space(zero_stages=(0, 2)), Space(gradient_checkpointing=(False,))])
+@pytest.mark.parametrize(
+    "space", [Space(zero_stages=(0, 2)), Space(gradient_checkpointing=(False,))]
+)
 def test_other_techniques_than_theirs_are_refused(space):
     with pytest.raises(InputError, match="ZeRO-3 with recompute"):
         plan_cephalo(fleet(4), PlanRequest(global_batch=64, space=space))

@@ -21,7 +21,12 @@ from gpumix.simulate.events import simulate
 from gpumix.train.run_log.tables import plan_table
 
 optimal, even = STRATEGIES["optimal"], STRATEGIES["even"]
-ONE_STAGE = {"max_pipeline_stages": 1, "checkpoints_on": "device", "state_on": "device", "leave_out": True}
+ONE_STAGE = {
+    "max_pipeline_stages": 1,
+    "checkpoints_on": "device",
+    "state_on": "device",
+    "leave_out": True,
+}
 
 
 def cards(*, memory: int = 40 * MIB, faster: float = 1.8) -> Profile:
@@ -57,7 +62,10 @@ def test_small_ones_team_up_beside_a_large_one_that_computes_alone():
         ["large"], ["small", "small"], ["small", "small"],
     ]  # fmt: skip
     assert all(leader.samples for leader in stage.leaders)
-    assert get_prediction(plan).step_s < 0.8 * get_prediction(best(found, tensor_parallel_size=1)).step_s
+    assert (
+        get_prediction(plan).step_s
+        < 0.8 * get_prediction(best(found, tensor_parallel_size=1)).step_s
+    )
     with pytest.raises(NoFeasiblePlanError):  # the small ones cannot hold all of the state
         best(found, tensor_parallel_size=2)
     for worker in get_prediction(plan).workers:
@@ -93,7 +101,8 @@ def test_of_three_on_a_host_two_team_up_and_one_computes_alone():
     console.print(plan_table(plan))
     assert "2 in teams of 2" in console.export_text()
     assert (
-        get_prediction(plan).step_s < 0.9 * get_prediction(best(found, batch=12, tensor_parallel_size=1)).step_s
+        get_prediction(plan).step_s
+        < 0.9 * get_prediction(best(found, batch=12, tensor_parallel_size=1)).step_s
     )
     assert simulate(found, plan).step_s == pytest.approx(get_prediction(plan).step_s, rel=0.02)
     again = predict(found, plan)

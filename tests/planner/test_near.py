@@ -25,7 +25,12 @@ from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.profile.profile import CollectiveTimes, Profile, RankGroup
 
 FAST, SLOW = 1e9, 2e6  # bytes/s
-SPACE = Space(zero_stages=(0, 1), gradient_checkpointing=True, pipeline_schedules="1f1b", cross_entropy="whole")
+SPACE = Space(
+    zero_stages=(0, 1),
+    gradient_checkpointing=True,
+    pipeline_schedules="1f1b",
+    cross_entropy="whole",
+)
 
 
 def cluster(count: int, per_host: int, *, calls: int = 4) -> Profile:

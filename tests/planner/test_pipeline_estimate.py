@@ -130,7 +130,12 @@ def test_slow_links_make_more_micro_batches_wait():
     )
 
     def step_s(schedule: str) -> float:
-        space = Space(zero_stages=0, gradient_checkpointing=True, pipeline_schedules=schedule, cross_entropy="whole")
+        space = Space(
+            zero_stages=0,
+            gradient_checkpointing=True,
+            pipeline_schedules=schedule,
+            cross_entropy="whole",
+        )
         plan = plan_staged(apart, PlanRequest(global_batch=32, space=space))
         return get_prediction(plan).step_s
 

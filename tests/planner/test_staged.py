@@ -30,8 +30,15 @@ from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan, Schedule
 from gpumix.schema.profile.profile import Profile
 
-ALIKE = Space(zero_stages=0, gradient_checkpointing=True, pipeline_schedules="1f1b", cross_entropy="whole")
-SPACE = Space(zero_stages=(0, 1), gradient_checkpointing=True, pipeline_schedules=("1f1b",), cross_entropy="whole")
+ALIKE = Space(
+    zero_stages=0, gradient_checkpointing=True, pipeline_schedules="1f1b", cross_entropy="whole"
+)
+SPACE = Space(
+    zero_stages=(0, 1),
+    gradient_checkpointing=True,
+    pipeline_schedules=("1f1b",),
+    cross_entropy="whole",
+)
 
 
 def cluster(
@@ -244,7 +251,11 @@ def test_layers_go_where_they_are_computed_fast():
 
 @pytest.mark.parametrize("most", [2, 4])
 def test_stages_that_go_round_count_each_time(most):
-    space = Space(max_pipeline_stages=most, pipeline_schedules=("1f1b", "interleaved"), gradient_checkpointing=True)
+    space = Space(
+        max_pipeline_stages=most,
+        pipeline_schedules=("1f1b", "interleaved"),
+        gradient_checkpointing=True,
+    )
     plan = plan_staged(cluster([(1e-3, 2)], calls=8), PlanRequest(global_batch=4, space=space))
     assert len(plan.stages) == most and space.missing(plan) == ""
 
@@ -258,7 +269,11 @@ def test_stages_that_go_round_count_each_time(most):
             r"max_pipeline_stages to \d or more",
         ),
         (
-            {"pipeline_schedules": "interleaved", "min_pipeline_stages": 5, "max_pipeline_stages": 5},
+            {
+                "pipeline_schedules": "interleaved",
+                "min_pipeline_stages": 5,
+                "max_pipeline_stages": 5,
+            },
             "so 6 at least, and techniques.max_pipeline_stages is 5",
             r"max_pipeline_stages to \d or more",
         ),
@@ -288,7 +303,11 @@ def test_zero_bubble_goes_with_every_zero_stage(zero_stage):
 
 
 def test_each_schedule_has_its_own_reason():
-    space = Space(pipeline_schedules=("interleaved", "zero-bubble"), max_pipeline_stages=2, gradient_checkpointing=True)
+    space = Space(
+        pipeline_schedules=("interleaved", "zero-bubble"),
+        max_pipeline_stages=2,
+        gradient_checkpointing=True,
+    )
     with pytest.raises(NoFeasiblePlanError) as caught:
         plan_staged(cluster([(1e-3, 4)], calls=8), PlanRequest(global_batch=4, space=space))
     assert "interleaved: it has 2 stages for each" in caught.value.why
@@ -297,7 +316,9 @@ def test_each_schedule_has_its_own_reason():
 
 def test_stages_are_not_to_be_had_where_one_is_the_most():
     with pytest.raises(InputError, match="with max_pipeline_stages 1"):
-        plan_staged(cluster([(1e-3, 4)]), PlanRequest(global_batch=4, space=Space(max_pipeline_stages=1)))
+        plan_staged(
+            cluster([(1e-3, 4)]), PlanRequest(global_batch=4, space=Space(max_pipeline_stages=1))
+        )
 
 
 def test_interleaved_stages_count_each():
@@ -389,7 +410,9 @@ def test_one_class_alone_may_have_stages_too():
 @pytest.mark.parametrize("strategy", ["optimal", "staged"])
 def test_what_plans_stages_plans_no_fewer_than_wanted(strategy):
     found = cluster([(1.0, 3)], link=1e12)
-    assert len(make_plan(found, 4, strategy=strategy, space=Space(min_pipeline_stages=3)).stages) >= 3
+    assert (
+        len(make_plan(found, 4, strategy=strategy, space=Space(min_pipeline_stages=3)).stages) >= 3
+    )
 
 
 @pytest.mark.parametrize("strategy", ["model", "even", "best-subset"])
@@ -466,7 +489,13 @@ def least_of_many_deals(found: Profile, row: list[list[str]], cut: int, batch: i
 def test_micro_batches_are_dealt_otherwise_than_by_speed_where_that_is_faster(batch):
     """And where there are too many ways for all of them no more is claimed than is known."""
     found = cluster([(1e-3, 2), (3.5e-3, 3)], calls=2)
-    space = Space(zero_stages=0, gradient_checkpointing=True, pipeline_schedules="1f1b", cross_entropy="whole", max_pipeline_stages=2)
+    space = Space(
+        zero_stages=0,
+        gradient_checkpointing=True,
+        pipeline_schedules="1f1b",
+        cross_entropy="whole",
+        max_pipeline_stages=2,
+    )
     plan = plan_staged(found, PlanRequest(global_batch=batch, space=space))
     row = [[w.device for w in stage.workers] for stage in plan.stages]
     wanted_s = least_of_many_deals(found, row, len(plan.stages[0].units), batch)

@@ -69,8 +69,9 @@ def test_no_plan_of_stages_of_which_some_are_teams_is_faster(
     if old and degrees == (2,):
         degrees = (1, 2)  # one device is no team
     space = Space(
-        tensor_parallel_size=degrees, zero_stages=zero_stage, pipeline_schedules=schedule, gradient_checkpointing=True, cross_entropy="whole",
-        sequence_parallel=False, orders="layered", checkpoints_on="device",
+        tensor_parallel_size=degrees, zero_stages=zero_stage, pipeline_schedules=schedule,
+        gradient_checkpointing=True, cross_entropy="whole", sequence_parallel=False,
+        orders="layered", checkpoints_on="device",
     )  # fmt: skip
     plan = plan_staged(found, PlanRequest(global_batch=batch, space=space))
     assert get_prediction(plan).step_s == pytest.approx(least_s(found, batch, space), rel=1e-6)
@@ -140,7 +141,12 @@ def test_in_one_stage_two_team_up_beside_others_that_compute_alone():
         links=Network(inside=Link.stated(1e12, 1e-6), between=Link.stated(1e9, 1e-6)),
     )
     found = with_teams(in_a_row(found, message=line(1e4)), 2, faster=1.5, divided=1.9)
-    space = {"pipeline_schedules": "1f1b", "sequence_parallel": False, "checkpoints_on": "device", "cross_entropy": "whole"}
+    space = {
+        "pipeline_schedules": "1f1b",
+        "sequence_parallel": False,
+        "checkpoints_on": "device",
+        "cross_entropy": "whole",
+    }
     plan = plan_staged(found, request(2, tensor_parallel_size=(1, 2), **space))
     assert len(plan.stages) > 1 and any(stage.unlike_teams for stage in plan.stages)
     alone = plan_staged(found, request(2, tensor_parallel_size=1, **space))
@@ -155,7 +161,9 @@ def test_in_one_stage_two_team_up_beside_others_that_compute_alone():
 
 def test_devices_that_are_too_many_for_teams_are_left_out():
     found = in_hosts(3, 2, faster=1.9)
-    plan = plan_staged(found, request(4, tensor_parallel_size=2, leave_out=True, pipeline_schedules="1f1b"))
+    plan = plan_staged(
+        found, request(4, tensor_parallel_size=2, leave_out=True, pipeline_schedules="1f1b")
+    )
     assert len(plan.workers) == 6 and {stage.tensor for stage in plan.stages} == {2}
     with pytest.raises(NoFeasiblePlanError, match="cannot all be divided into teams of 2"):
         plan_staged(found, request(4, tensor_parallel_size=2, leave_out=False))

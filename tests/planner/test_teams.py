@@ -87,7 +87,12 @@ def test_a_team_is_of_one_class_and_host():
 def test_where_a_model_has_no_room_teams_may():
     """Kept whole it is too large for each, and divided over all of them too slow is no matter."""
     found = cards(memory=48 * MIB)
-    space = {"zero_stages": 0, "max_pipeline_stages": 1, "gradient_checkpointing": True, "state_on": "device"}
+    space = {
+        "zero_stages": 0,
+        "max_pipeline_stages": 1,
+        "gradient_checkpointing": True,
+        "state_on": "device",
+    }
     with pytest.raises(NoFeasiblePlanError):
         optimal(found, request(4, tensor_parallel_size=1, **space))
     plan = optimal(found, request(4, leave_out=True, **space))
@@ -106,7 +111,9 @@ def test_stages_of_teams():
 def test_a_plan_in_teams_is_predicted_as_a_whole_and_replayed(most_stages):
     found = cards(waits=1e-4)
     strategy = optimal if most_stages == 1 else staged
-    plan = strategy(found, request(4, tensor_parallel_size=2, leave_out=True, max_pipeline_stages=most_stages))
+    plan = strategy(
+        found, request(4, tensor_parallel_size=2, leave_out=True, max_pipeline_stages=most_stages)
+    )
     expected = predict(found, plan)
     assert len(expected.workers) == len(plan.workers)
     assert expected.step_s == pytest.approx(get_prediction(plan).step_s)
@@ -161,7 +168,12 @@ def test_the_sequence_is_divided_where_that_is_faster():
 @pytest.mark.extended
 def test_the_sequence_is_divided_where_a_whole_one_has_no_room():
     found = cards(memory=48 * MIB, divided=1.0, kept=1.2e7)
-    space = {"max_pipeline_stages": 1, "checkpoints_on": "device", "state_on": "device", "leave_out": True}
+    space = {
+        "max_pipeline_stages": 1,
+        "checkpoints_on": "device",
+        "state_on": "device",
+        "leave_out": True,
+    }
     whole = request(1, sequence_parallel=False, **space)
     with pytest.raises(NoFeasiblePlanError):
         optimal(found, whole)
@@ -174,7 +186,16 @@ def test_the_sequence_is_divided_where_a_whole_one_has_no_room():
 @pytest.mark.parametrize("wanted", [True, False])
 def test_whether_the_sequence_is_divided_can_be_said(wanted):
     found = cards(divided=1.5 if wanted else 3.0)
-    plan = optimal(found, request(1, tensor_parallel_size=2, sequence_parallel=wanted, max_pipeline_stages=1, leave_out=True))
+    plan = optimal(
+        found,
+        request(
+            1,
+            tensor_parallel_size=2,
+            sequence_parallel=wanted,
+            max_pipeline_stages=1,
+            leave_out=True,
+        ),
+    )
     assert {stage.sequence for stage in plan.stages} == {wanted}
     other = Space(sequence_parallel=not wanted)
     assert ("without" in other.missing(plan)) != wanted and other.missing(plan)
@@ -188,11 +209,18 @@ def test_a_divided_sequence_without_teams_is_refused():
 def test_stages_that_divide_the_sequence_make_it_whole_at_their_ends():
     """And wait for that."""
     found = cards(waits=1e-4, divided=1.9)
-    settings = {"tensor_parallel_size": 2, "leave_out": True, "max_pipeline_stages": 2, "pipeline_schedules": "1f1b"}
+    settings = {
+        "tensor_parallel_size": 2,
+        "leave_out": True,
+        "max_pipeline_stages": 2,
+        "pipeline_schedules": "1f1b",
+    }
     plan = staged(found, request(8, sequence_parallel=True, **settings))
     assert len(plan.stages) == 2 and all(stage.sequence for stage in plan.stages)
     whole = plan.model_copy(
-        update={"stages": tuple(s.model_copy(update={"sequence_parallel": False}) for s in plan.stages)}
+        update={
+            "stages": tuple(s.model_copy(update={"sequence_parallel": False}) for s in plan.stages)
+        }
     )
     assert predict(found, plan).step_s > predict(found, whole).step_s
     assert simulate(found, plan).step_s == pytest.approx(get_prediction(plan).step_s, rel=0.02)
@@ -242,7 +270,9 @@ def test_devices_that_are_in_no_team_are_told_so():
     third = found.cluster.devices[0].model_copy(update={"id": "new-9", "ordinal": 9})
     cluster = found.cluster.model_copy(update={"devices": (*found.cluster.devices, third)})
     plan = make_plan(
-        found.model_copy(update={"cluster": cluster}), 8, space=Space(tensor_parallel_size=2, leave_out=True)
+        found.model_copy(update={"cluster": cluster}),
+        8,
+        space=Space(tensor_parallel_size=2, leave_out=True),
     )
     reasons = plan.reasons
     assert reasons is not None and reasons.mixing is None

@@ -131,7 +131,8 @@ def test_other_work_was_not_measured(measured, tmp_path, change):
 
 
 @pytest.mark.parametrize(
-    "change", ["max_steps=99", "optimizer.lr=1", "output_dir=other", "advanced.timeout=9", "strategy=even"]
+    "change",
+    ["max_steps=99", "optimizer.lr=1", "output_dir=other", "advanced.timeout=9", "strategy=even"],
 )
 def test_what_does_not_matter_is_not_measured_again(measured, tmp_path, change):
     assert missing(tmp_path, change) == []
@@ -160,7 +161,9 @@ def test_a_given_plan_waits_for_no_measurement_and_its_reader_is_told(measured, 
 
 @pytest.mark.parametrize(
     "change",
-    every_second(["data.prefetch=4", "data.bad_samples=skip", "data.validation_split=0.25", "seed=7"]),
+    every_second(
+        ["data.prefetch=4", "data.bad_samples=skip", "data.validation_split=0.25", "seed=7"]
+    ),
 )
 def test_how_samples_are_asked_for_changes_nothing_of_what_reading_takes(
     measured, tmp_path, change

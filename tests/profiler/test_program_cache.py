@@ -73,7 +73,11 @@ def test_what_changed_and_what_reads_is_measured(tmp_path):
         fast, slow = profile.inputs
         assert (fast.host, slow.host) == ("host-0", "host-1")
         assert slow.cpu_s_per_sample > SLOW_S > fast.cpu_s_per_sample
-        plan = gpumix.plan(profile, global_batch_size=4, space=gpumix.Space(max_pipeline_stages=1, tensor_parallel_size=(1,)))
+        plan = gpumix.plan(
+            profile,
+            global_batch_size=4,
+            space=gpumix.Space(max_pipeline_stages=1, tensor_parallel_size=(1,)),
+        )
         assert {w.device: w.samples for w in plan.workers}.get("d-1", 0) <= 1
     assert _kept(tmp_path) == ["class", "class", "links", "links"]
 

@@ -31,10 +31,17 @@ def trained(tmp_path_factory):
         cluster=EMULATED,
         max_steps=8,
         trace_step=5,
-        eval_steps=4, eval_batches=1,
+        eval_steps=4,
+        eval_batches=1,
         save_steps=4,
-        techniques={"max_pipeline_stages": 1, "tensor_parallel_size": 1, "zero_stages": 3, "leave_out": False},
-        profile_cache="profiles", profile_budget=2,
+        techniques={
+            "max_pipeline_stages": 1,
+            "tensor_parallel_size": 1,
+            "zero_stages": 3,
+            "leave_out": False,
+        },
+        profile_cache="profiles",
+        profile_budget=2,
     )
     return folder / "run", train(job)
 

@@ -57,7 +57,9 @@ def test_one_text_needs_no_list(job_file, tmp_path):
 
 def test_a_job_survives_json(job_file):
     cluster = "cluster: [{class: fast, emulate: 8 GFLOP/s, memory: 96 MiB}]\n"
-    job = read_job(job_file(JOB + cluster + "advanced: {profile_budget: 2 min, profile_cache: here}\n"))
+    job = read_job(
+        job_file(JOB + cluster + "advanced: {profile_budget: 2 min, profile_cache: here}\n")
+    )
     assert Job.model_validate_json(job.model_dump_json()) == job
     assert job.advanced.profile_budget == 120
 

@@ -39,7 +39,10 @@ def test_values_are_yaml_and_the_last_one_holds(path):
 
 def test_mappings_on_the_way_are_made(path):
     path.write_text(JOB + "lr_scheduler:\n")
-    job = read_job(path, ["lr_scheduler.type=linear", "model.config.n_layer=3", "advanced.profile_budget=1 min"])
+    job = read_job(
+        path,
+        ["lr_scheduler.type=linear", "model.config.n_layer=3", "advanced.profile_budget=1 min"],
+    )
     assert job.lr_scheduler.type == "linear"
     assert job.model.config == {"model_type": "gpt2", "n_layer": 3}
     assert job.advanced.profile_budget == 60
@@ -72,7 +75,8 @@ def test_a_whole_cluster(path):
         ("max_steps=ten", "'max_steps' must be a whole number, it is 'ten'"),
         ("max_steps=", "'max_steps' must be a whole number, it is empty"),
         ("optimizer={lr: 0}", "'optimizer.lr' must be greater than 0, it is 0"),
-        ("max_steps.x=1", "'max_steps' is 10, it has no keys\n  fix: set all of it: --set 'max_steps=...'"),
+        ("max_steps.x=1",
+         "'max_steps' is 10, it has no keys\n  fix: set all of it: --set 'max_steps=...'"),
         ("data.text.0=1", "'data.text' is a list of 1, it has no keys"),
         ("max_steps=[1", "this is not YAML: expected ',' or ']', but got '<stream end>'"),
         ("max_steps={a: 1, a: 2}", "key 'a' is given twice"),

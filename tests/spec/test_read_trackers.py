@@ -81,7 +81,10 @@ def test_all_stay_on_this_machine_by_default():
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
-        ("report_to: tensorbord", "there is no tracker 'tensorbord'; there are tensorboard, wandb,"),
+        (
+            "report_to: tensorbord",
+            "there is no tracker 'tensorbord'; there are tensorboard, wandb,",
+        ),
         ("report_to: [wandb, wandb]", "'wandb' is named twice"),
         ("report_to: 3", "give a name, a list of names, or settings by name"),
         ("report_to: {tensorbord: {}}", "did you mean 'tensorboard'?"),

@@ -133,7 +133,11 @@ def test_documents_may_be_as_short_as_any_model_has_positions_for(tmp_path):
     short = {"config": GPT | {"n_positions": 4}}
     (tmp_path / "lines.txt").write_text("a\nbc\nd\n" * 20)
     job = write(
-        tmp_path, {**LINE_BY_LINE, "packing": "documents"}, model=short, sequence_length=4, max_steps=1
+        tmp_path,
+        {**LINE_BY_LINE, "packing": "documents"},
+        model=short,
+        sequence_length=4,
+        max_steps=1,
     )
     assert math.isfinite(train(job, plan=plan_for(job)).losses[0])
 

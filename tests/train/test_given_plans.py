@@ -24,7 +24,9 @@ FEW = {
     "state_on": ["device"],
     "pipeline_schedules": ["1f1b"],
 }
-TWO = {"techniques": {"min_pipeline_stages": 2, "max_pipeline_stages": 2, "leave_out": False, **FEW}}
+TWO = {
+    "techniques": {"min_pipeline_stages": 2, "max_pipeline_stages": 2, "leave_out": False, **FEW}
+}
 
 
 @pytest.fixture(scope="module")

@@ -132,7 +132,11 @@ def test_with_updates_beside_the_backward_pass(tmp_path):
 @pytest.mark.extended
 def test_on_a_slow_disk_that_is_busy(tmp_path, losses):
     """It still writes the checkpoint of the step before: that is waited for."""
-    slow = {"factory": "toys:tokens_on_slow_disk", "arguments": {"sync_s": 0.2}, "validation_split": 0.1}
+    slow = {
+        "factory": "toys:tokens_on_slow_disk",
+        "arguments": {"sync_s": 0.2},
+        "validation_split": 0.1,
+    }
     job = asked(tmp_path, "notice", data=slow, save_steps=3, save_total_limit=3, **EACH_STEP)
     check_stopped_after_three(tmp_path, losses, job)
 
@@ -140,7 +144,11 @@ def test_on_a_slow_disk_that_is_busy(tmp_path, losses):
 @pytest.mark.extended
 def test_on_a_disk_too_slow_for_another_checkpoint(tmp_path):
     """That of step 3 is whole in time; one of step 4, after it, would not be."""
-    slow = {"factory": "toys:tokens_on_slow_disk", "arguments": {"sync_s": 1.2}, "validation_split": 0.1}
+    slow = {
+        "factory": "toys:tokens_on_slow_disk",
+        "arguments": {"sync_s": 1.2},
+        "validation_split": 0.1,
+    }
     harm = toy(fault="notice", rank=1, at=5, once=str(tmp_path / "asked"))
     often = {"save_steps": 3} | EACH_STEP
     job = write_job(tmp_path, model=harm, data=slow, grace_period=GRACE_S, **often)
@@ -170,7 +178,9 @@ def test_a_first_step_that_does_not_end_is_given_up(tmp_path, losses):
     job = write_job(tmp_path, model=harm, grace_period=2)
     with pytest.raises(Interrupted, match="stopped before the first step was done") as caught:
         train(job, plan=plan_for(job))
-    assert "`advanced.grace_period`" in caught.value.why and not list((tmp_path / "run" / "checkpoints").glob("*"))
+    assert "`advanced.grace_period`" in caught.value.why and not list(
+        (tmp_path / "run" / "checkpoints").glob("*")
+    )
     again = write_job(tmp_path, model=harm, output_dir="again")
     assert train(again, plan=plan_for(again)).losses == pytest.approx(losses, rel=1e-6)
 

@@ -81,7 +81,8 @@ def test_a_run_tells_the_same(tmp_path, optimizer):
     changes = {
         **optimizer,
         "eval_steps": 4,
-        "save_steps": 3, "memory_save_steps": 0,
+        "save_steps": 3,
+        "memory_save_steps": 0,
         "logging_steps": 2,
     }
     losses = run(tmp_path / "late", late=BOTH, **changes)
@@ -135,7 +136,8 @@ def test_no_step_of_the_loop_waits_for_the_device(tmp_path, optimizer):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_bad_step_leaves_the_state_before_it(tmp_path):
     changes = {
-        "optimizer": {"lr": 1e-2}, "max_grad_norm": 1.0,
+        "optimizer": {"lr": 1e-2},
+        "max_grad_norm": 1.0,
         "memory_save_steps": 0,
     }
     whole = on_gpu(tmp_path / "whole", late_runs.train, (), None, False, **changes)

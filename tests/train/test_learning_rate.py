@@ -12,7 +12,7 @@ from torch import nn
 
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard import Piece
-from gpumix.schema.job.job import DataSpec, Job, ModelSpec, OptimizerSpec, LrSchedulerSpec
+from gpumix.schema.job.job import DataSpec, Job, LrSchedulerSpec, ModelSpec, OptimizerSpec
 from gpumix.train.worker.optimizer import build_optimizer, compute_learning_rate
 
 PEAK = 0.3
@@ -72,7 +72,7 @@ def test_a_warm_up_may_be_longer_than_the_run():
 def test_every_schedule_rises_to_the_peak_and_never_falls_below_its_end(
     steps, warmup, kind, min_lr_ratio
 ):
-    found = rates(steps, warmup_steps=warmup, type=kind, min_lr_ratio=ratio)
+    found = rates(steps, warmup_steps=warmup, type=kind, min_lr_ratio=min_lr_ratio)
     assert found[: warmup + 1] == sorted(found[: warmup + 1])
     assert found[warmup:] == sorted(found[warmup:], reverse=True)
     assert max(found) <= PEAK * (1 + 1e-12)

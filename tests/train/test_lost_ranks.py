@@ -34,7 +34,8 @@ def harmed(tmp_path, fault: str, **changes):
     return write_job(
         tmp_path,
         model=toy(fault=fault, rank=1, at=3, after=str(saved)),
-        save_steps=2, memory_save_steps=0,
+        save_steps=2,
+        memory_save_steps=0,
         **changes,
     )
 
@@ -87,7 +88,11 @@ def test_ranks_that_nobody_watches_are_ended_and_start_again(tmp_path, losses):
 def test_a_dataset_that_ends_its_rank_is_named_with_the_sample(tmp_path, killed, how):
     """All ranks read the first sample, to know what they are like. What takes too much memory for
     one is killed by the system."""
-    data = {"factory": "toys:leaving_tokens", "arguments": {"killed": killed}, "validation_split": 0}
+    data = {
+        "factory": "toys:leaving_tokens",
+        "arguments": {"killed": killed},
+        "validation_split": 0,
+    }
     error = failure(write_job(tmp_path, data=data))
     assert re.fullmatch(rf"rank \d \(device '.*', pid \d+\) {how}", error.what)
     assert error.why.endswith("; sample 0 of toys:leaving_tokens was being read then")

@@ -346,7 +346,15 @@ def test_a_resume_with_other_texts_of_the_same_name_is_refused(tmp_path):
 def test_a_resume_with_other_batches_or_fewer_steps_says_so(job):
     train(job, "max_steps=3", plan=plan_for(job))
     plan_for(job, (2, 1, 1)).save(job.parent / "halves.json")
-    words = ["train", "job.yaml", "--plan", "halves.json", "--resume", "--set", "global_batch_size=4"]
+    words = [
+        "train",
+        "job.yaml",
+        "--plan",
+        "halves.json",
+        "--resume",
+        "--set",
+        "global_batch_size=4",
+    ]
     less = gpumix(*words, "--set", "max_steps=1", folder=job.parent)
     assert less.code == 0, less.err
     assert "nothing was left to do: the run has 3 steps, and the job wants 1" in less.err

@@ -37,8 +37,10 @@ def run(tmp_path_factory):
         data={"factory": "toys:tokens", "arguments": {"samples": 200}, "validation_split": 0.1},
         global_batch_size=24,
         optimizer={"lr": 3e-3},
-        eval_steps=3, eval_batches=1,
-        save_steps=2, save_total_limit=2,
+        eval_steps=3,
+        eval_batches=1,
+        save_steps=2,
+        save_total_limit=2,
     )
     return folder / "run", train(job)
 
@@ -143,7 +145,9 @@ def test_nothing_is_said_of_rates_where_no_step_is_left(tmp_path):
     train(write_job(tmp_path, max_steps=3, lr_scheduler={"type": "cosine"}))
     told = {}
     for steps in (2, 4):
-        done = gpumix("train", "job.yaml", "--resume", "--set", f"max_steps={steps}", folder=tmp_path)
+        done = gpumix(
+            "train", "job.yaml", "--resume", "--set", f"max_steps={steps}", folder=tmp_path
+        )
         assert done.code == 0
         told[steps] = " ".join(done.err.split())
     assert "nothing was left to do" in told[2]

@@ -146,9 +146,7 @@ def test_a_run_whose_server_is_killed_goes_on_from_memory_and_with_the_spare(
     monkeypatch.setattr(local_launcher, "keep_spare", lambda: seen.append(keep()))
     del forked_from[:]
     fault = toy(fault="kill-parent", rank=1, at=5, once=str(tmp_path / "once"))
-    job = write_job(
-        tmp_path, model=fault, max_steps=STEPS, max_restarts=1, memory_save_steps=1
-    )
+    job = write_job(tmp_path, model=fault, max_steps=STEPS, max_restarts=1, memory_save_steps=1)
     train(job, plan=plan_for(job))
     assert seen[0] is not None
     assert forked_from == [first] * 3 + [seen[0].pid] * 3

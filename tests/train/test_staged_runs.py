@@ -37,8 +37,10 @@ def job(tmp_path_factory):
         folder,
         max_steps=6,
         lr_scheduler={"type": "constant"},
-        eval_steps=3, eval_batches=1,
-        save_steps=3, save_total_limit=3,
+        eval_steps=3,
+        eval_batches=1,
+        save_steps=3,
+        save_total_limit=3,
     )
 
 
@@ -109,7 +111,9 @@ def test_a_run_in_a_team_is_that_of_one(tmp_path):
     job = write_job(tmp_path, eval_steps=3, eval_batches=1, **settings)
     alone = train(job, f"output_dir={tmp_path / 'alone'}", plan=plan_for(job, (4, 4), (0.5, 0.5)))
     team = f"output_dir={tmp_path / 'team'}"
-    found = train(job, team, "techniques.tensor_parallel_size=2", "techniques.sequence_parallel=true")
+    found = train(
+        job, team, "techniques.tensor_parallel_size=2", "techniques.sequence_parallel=true"
+    )
     plan = Plan.load(tmp_path / "team" / "plan.json")
     assert [(stage.tensor, stage.sequence) for stage in plan.stages] == [(2, True)]
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
@@ -138,7 +142,9 @@ def test_a_run_in_teams_of_unlike_sizes_is_that_of_one_and_goes_on_without(tmp_p
 @pytest.mark.extended
 def test_who_insists_has_a_team_of_unlike_devices(tmp_path, capsys):
     model = toy() | {"tensor_plan": TENSOR_PLAN}
-    alike = write_job(tmp_path / "alike", model=model, cluster=PAIR, techniques={"tensor_parallel_size": 2})
+    alike = write_job(
+        tmp_path / "alike", model=model, cluster=PAIR, techniques={"tensor_parallel_size": 2}
+    )
     pipeline = JobController.of_file(alike, [], debug=True)
     made = pipeline.plan(pipeline.profile()).model_dump_json()
     for own, other in (("pair-0", "big"), ("pair-1", "small")):

@@ -99,7 +99,9 @@ def test_collectives_do_not_overlap(run):
 def test_a_run_is_not_traced_unless_it_is_asked_for_and_trains_the_same(run, tmp_path):
     folder, plan, _ = run
     losses = [record["loss"] for record in metrics(folder)]
-    found = train(folder.parent / "job.yaml", f"output_dir={tmp_path}", "advanced.trace_step=null", plan=plan)
+    found = train(
+        folder.parent / "job.yaml", f"output_dir={tmp_path}", "advanced.trace_step=null", plan=plan
+    )
     assert found.losses == losses
     assert not (tmp_path / "trace.json").exists()
 
@@ -124,7 +126,8 @@ def test_a_step_that_is_done_is_told_and_not_traced(tmp_path):
     plan.save(tmp_path / "plan.json")
     train(job, plan=plan)
     done = gpumix(
-        "train", "job.yaml", "--plan", "plan.json", "--resume", "--set", "max_steps=3", "--trace-step", "2",
+        "train", "job.yaml", "--plan", "plan.json", "--resume",
+        "--set", "max_steps=3", "--trace-step", "2",
         folder=tmp_path,
     )  # fmt: skip
     assert done.code == 0, done.err

@@ -19,9 +19,7 @@ STREAMS = ["toys:token_stream", "toys:token_passes", "toys:token_iterable"]
 
 def stream_job(folder, factory: str = STREAMS[0], **changes):
     data = {"factory": factory, "arguments": {"samples": SAMPLES}, **changes.pop("data", {})}
-    return write_job(
-        folder, data=data, eval_steps=2, eval_batches=1, max_steps=4, **changes
-    )
+    return write_job(folder, data=data, eval_steps=2, eval_batches=1, max_steps=4, **changes)
 
 
 def losses_of(numbers: list[list[int]]) -> list[float]:
@@ -68,7 +66,9 @@ def test_other_samples_held_out_make_another_order(tmp_path):
 @pytest.mark.extended
 def test_a_stream_is_profiled_and_planned_without_what_it_takes(tmp_path):
     """Each rank reads all of it, whatever its share."""
-    pipeline = JobController.of_file(stream_job(tmp_path), ["advanced.profile_budget=1"], debug=False)
+    pipeline = JobController.of_file(
+        stream_job(tmp_path), ["advanced.profile_budget=1"], debug=False
+    )
     profile = pipeline.profile()
     assert profile.inputs == ()
     assert sum(worker.samples for worker in pipeline.plan(profile).workers) == BATCH

@@ -242,7 +242,8 @@ def test_an_evaluation_may_have_fewer_samples_than_a_batch(tmp_path, held_out):
     job = write_job(
         tmp_path,
         data={"factory": "toys:tokens", "validation_split": held_out},
-        eval_steps=1, eval_batches=3,
+        eval_steps=1,
+        eval_batches=3,
     )
     train(job, "max_steps=2", plan=plan_for(job))
     losses = [record["loss"] for record in metrics(tmp_path / "run", "evaluation")]

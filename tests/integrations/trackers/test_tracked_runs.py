@@ -37,8 +37,10 @@ def run(steps, tmp_path_factory):
         max_steps=STEPS,
         max_restarts=3,
         logging_steps=1,
-        eval_steps=4, eval_batches=1,
-        save_steps=4, memory_save_steps=1,
+        eval_steps=4,
+        eval_batches=1,
+        save_steps=4,
+        memory_save_steps=1,
         report_to={"tensorboard": {}, "prometheus": {"textfile": "shown/run.prom"}},
     )
     plan = plan_for(job)

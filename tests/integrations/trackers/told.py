@@ -34,7 +34,10 @@ def telling(job: Job, *, done: int = 0) -> Iterator[RunLog]:
     """The log of a run that its trackers follow; it goes on after step `done`."""
     plan = plan_for(job.output_dir.parent / "job.yaml")
     plan.save(job.output_dir / run_files.PLAN)
-    with run_trackers(job, fresh=not done), RunLog(job.output_dir, plan, job.max_steps, done=done) as log:
+    with (
+        run_trackers(job, fresh=not done),
+        RunLog(job.output_dir, plan, job.max_steps, done=done) as log,
+    ):
         yield log
 
 
