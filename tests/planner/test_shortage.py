@@ -145,13 +145,13 @@ def grown(of, extra):
 @pytest.mark.parametrize(
     ("setting", "batch", "space", "technique", "wider"),
     [
-        (cards(), 10, GRAPHS, "recompute", {"gradient_checkpointing": (True,)}),
+        (cards(), 10, GRAPHS, "gradient checkpointing", {"gradient_checkpointing": (True,)}),
         (cards(600_000, 10_000), 4, REPLICATED, "ZeRO-3", {"zero_stages": (3,)}),
         (
             cards(700_000, 10_000),
             16,
             REPLICATED.model_copy(update={"gradient_checkpointing": (False,)}),
-            "recompute and ZeRO-3",
+            "gradient checkpointing and ZeRO-3",
             {"gradient_checkpointing": (True,), "zero_stages": (3,)},
         ),
     ],
@@ -171,7 +171,7 @@ def test_a_technique_that_was_not_measured_is_named_with_the_class():
     error = refusal(setting, 2, GRAPHS)
     assert "what class 'without' takes to keep graphs was not measured" in error.what
     assert error.where == "1 x with, 1 x without"
-    assert "allow recompute" in error.fix
+    assert "allow gradient checkpointing" in error.fix
 
 
 def test_the_bytes_for_each_class_are_those_that_it_would_take():

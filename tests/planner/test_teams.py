@@ -218,9 +218,7 @@ def test_stages_that_divide_the_sequence_make_it_whole_at_their_ends():
     plan = staged(found, request(8, sequence_parallel=True, **settings))
     assert len(plan.stages) == 2 and all(stage.sequence for stage in plan.stages)
     whole = plan.model_copy(
-        update={
-            "stages": tuple(s.model_copy(update={"sequence_parallel": False}) for s in plan.stages)
-        }
+        update={"stages": tuple(s.model_copy(update={"sequence": False}) for s in plan.stages)}
     )
     assert predict(found, plan).step_s > predict(found, whole).step_s
     assert simulate(found, plan).step_s == pytest.approx(get_prediction(plan).step_s, rel=0.02)

@@ -10,6 +10,8 @@ import pytest
 
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import Job
+from gpumix.schema.reading.error_text import _dotted
+from gpumix.schema.reading.known_names import KEY_BY_NAME
 from gpumix.schema.reading.read import read_job
 
 JOB = """\
@@ -213,6 +215,54 @@ def test_all_errors_come_at_once_in_the_order_of_the_file(job_file):
         "torch_compile, seed, cluster, strategy, techniques, output_dir, logging_steps, report_to, "
         "eval_steps, eval_batches, save_steps, save_total_limit, memory_save_steps, advanced"
     )
+
+
+@pytest.mark.parametrize(
+    ("more", "meant"),
+    [
+        ("learning_rate: 1e-3", "optimizer.lr"),
+        ("per_device_train_batch_size: 8", "global_batch_size"),
+        ("bf16: true", "precision"),
+        ("num_train_epochs: 3", "max_steps"),
+        ("deepspeed: ds.json", "techniques.zero_stages"),
+        ("warmup_ratio: 0.1", "lr_scheduler.warmup_steps"),
+        ("lr_scheduler: {kind: linear}", "type"),
+        ("output: run", "output_dir"),
+        ("trackers: wandb", "report_to"),
+        ("compile: on", "torch_compile"),
+        ("evaluation: {every_steps: 3}", "eval_steps"),
+        ("checkpoint: {keep: 3}", "save_steps"),
+        ("timeout: 90 s", "advanced.timeout"),
+        ("restarts: 1", "advanced.max_restarts"),
+        ("efficiency: {attention: eager}", "advanced.efficiency"),
+        ("techniques: {recompute: true}", "gradient_checkpointing"),
+        ("techniques: {tensor: 2}", "tensor_parallel_size"),
+    ],
+)
+def test_names_of_elsewhere_and_of_before_lead_to_the_key(job_file, more, meant):
+    told = error_of(job_file(f"{JOB}{more}\n"))
+    assert told.startswith("job.yaml:8: unknown key '")
+    assert f"\n  fix: did you mean '{meant}'? valid keys: " in told
+
+
+def test_a_key_that_was_in_another_section_is_told_with_its_place(job_file):
+    assert error_of(job_file(JOB + "optimizer: {clip_norm: 1.0}\n")) == (
+        "job.yaml:8: unknown key 'optimizer.clip_norm'\n"
+        "  fix: did you mean 'max_grad_norm', next to 'optimizer' and not in it?"
+    )
+
+
+def test_a_key_under_its_old_name_is_not_missing_as_well(job_file):
+    text = JOB.replace("global_batch_size", "global_batch").replace("max_steps", "steps")
+    told = error_of(job_file(text))
+    assert told.startswith("job.yaml:6: unknown key 'global_batch'\n  also job.yaml:7: unknown")
+    assert "missing" not in told and "(did you mean 'max_steps'?" in told
+
+
+def test_names_that_are_known_from_elsewhere_lead_to_keys_that_there_are():
+    every = set(_dotted(Job))
+    assert set(KEY_BY_NAME.values()) <= every
+    assert not every & KEY_BY_NAME.keys()
 
 
 def test_an_error_leaves_with_code_2_and_crosses_processes(job_file):

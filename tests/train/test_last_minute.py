@@ -75,7 +75,8 @@ def test_a_save_that_does_not_end_is_waited_for_as_long_as_one_may_take(tmp_path
     goes_on = threading.Event()
     word = f"{AT_ONCE}0.1"
     ranks = SimpleNamespace(rank=3, claim=lambda *_: word, claimed=lambda _: word)
-    job = SimpleNamespace(steps=6, grace=0.1, output=tmp_path)
+    advanced = SimpleNamespace(grace_period=0.1)
+    job = SimpleNamespace(max_steps=6, advanced=advanced, output_dir=tmp_path)
     keeping = SimpleNamespace(
         is_step_saved=lambda done, deadline: False,
         checkpointer=SimpleNamespace(writing_since=None),

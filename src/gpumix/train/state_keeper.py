@@ -38,7 +38,7 @@ MEMORY_SHARE, LONG_SHARE, LONG_STEP_S = 0.01, 0.05, 1.0
 MEASURED_COPIES = 100
 # Time between checkpoints on disk if their interval is chosen.
 SAVE_EVERY_S = 600.0
-# Minimum disk throughput on top of the `timeout`; a slower disk counts as hanging.
+# Minimum disk throughput on top of `advanced.timeout`; a slower disk counts as hanging.
 SLOWEST_BYTES_PER_S = 5e7
 # A parameter and the usual optimizer state, in fp32 each.
 BYTES_A_PARAMETER = 12

@@ -201,11 +201,14 @@ class _Shortage:
         on_hosts: dict[str, object] = {"state_on": ("device", "host")}
         in_chunks: dict[str, object] = {"cross_entropy": ("chunked",)}
         for name, change in (
-            ("recompute", recompute),
-            ("a head in chunks", in_chunks),
+            ("gradient checkpointing", recompute),
+            ("chunked cross-entropy", in_chunks),
             ("ZeRO-3", sharded),
-            ("recompute and ZeRO-3", recompute | sharded),
-            ("recompute, a head in chunks and ZeRO-3", recompute | in_chunks | sharded),
+            ("gradient checkpointing and ZeRO-3", recompute | sharded),
+            (
+                "gradient checkpointing, chunked cross-entropy and ZeRO-3",
+                recompute | in_chunks | sharded,
+            ),
             ("state on hosts", on_hosts),
         ):
             wider = self.space.model_copy(update=change)

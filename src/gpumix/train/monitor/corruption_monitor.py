@@ -87,7 +87,7 @@ class CorruptionMonitor:
             fields,
             f"the gradient of {name} in step {step} was {spike.times:.0f} times as large as usual, "
             f"that of the others {spike.others:.1f} times: bad samples, or a device that computes "
-            "wrong; replay_every_steps tells them apart",
+            "wrong; advanced.replay_steps tells them apart",
         )
 
     def _make_verdict_event(self, wrong: Verdict) -> RunEvent:
