@@ -44,11 +44,7 @@ LOSS_CHANGES = {
     "precision": "autocast",
 }  # changes, and names in `alike`
 # Job keys affecting its profile.
-MEASURED: dict[str, Any] = {
-    "precision": True,
-    "torch_compile": True,
-    "advanced": {"efficiency"},
-}
+MEASURED: dict[str, Any] = {"precision": True, "torch_compile": True, "advanced": {"efficiency"}}
 AMPERE = 8  # major compute capability introducing TF32
 
 
@@ -107,15 +103,8 @@ class JobPatient:
         """Return the profile, measured once for all changes without effect on it."""
         job = self.job
         said = job.model_dump(mode="json", include=MEASURED)
-        techniques = job.techniques
-        key = json.dumps(
-            [
-                said,
-                techniques.tensor_parallel_size,
-                techniques.sequence_parallel,
-                job.data.num_workers,
-            ]
-        )
+        teams = (job.techniques.tensor_parallel_size, job.techniques.sequence_parallel)
+        key = json.dumps([said, *teams, job.data.num_workers])
         if key not in self.profiles:
             self.profiles[key] = self.pipeline.profile()
         return self.profiles[key]

@@ -379,11 +379,8 @@ class JobController:
     def show_summary(self, summary: Summary) -> None:
         """Show the classes' table and a line with speed, loss and prediction error."""
         if summary.loss is None:
-            more = (
-                f", and the job wants {self.job.max_steps}"
-                if self.job.max_steps < summary.steps
-                else ""
-            )
+            wanted = self.job.max_steps
+            more = f", and the job wants {wanted}" if wanted < summary.steps else ""
             self.show(f"nothing was left to do: the run has {summary.steps} steps{more}")
             return
         from gpumix.train.run_log.display import classes_table

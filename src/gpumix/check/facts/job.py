@@ -61,9 +61,8 @@ def find_missing_packages(job: Job) -> dict[str, str]:
     }
     lacking = [name for name, wanted in needed.items() if wanted and find_spec(name) is None]
     missing = {name: _INSTALLS[name] for name in lacking}
-    compiled = job.torch_compile is True or (
-        isinstance(job.torch_compile, dict) and any(job.torch_compile.values())
-    )
+    asked = job.torch_compile
+    compiled = asked is True or (isinstance(asked, dict) and any(asked.values()))
     if compiled and not has_cpp_compiler():
         missing["a C++ compiler"] = "apt-get install g++, or leave out `torch_compile` in the job"
     return missing

@@ -74,9 +74,8 @@ from gpumix.train.run_log import run_files  # noqa: E402
 
 __all__ = ["GpumixStrategy"]
 
-METRICS_SPACE = EVERYTHING.model_copy(
-    update={"tensor_parallel_size": (1,)}
-)  # a team would count samples twice
+# A team would count samples twice.
+METRICS_SPACE = EVERYTHING.model_copy(update={"tensor_parallel_size": (1,)})
 ONE_OPTIMIZER = "return one torch optimizer, with or without schedulers"
 
 

@@ -43,10 +43,8 @@ MEASURE_FIX = "allow more `techniques`, or profile again: `gpumix profile JOB.ya
 
 def teams_of_space(space: Space) -> list[TensorParallelDegree]:
     """Return the teams of a space, small ones first."""
-    degrees, sequence = (
-        sorted(set(space.tensor_parallel_size)),
-        sorted(set(space.sequence_parallel)),
-    )
+    degrees = sorted(set(space.tensor_parallel_size))
+    sequence = sorted(set(space.sequence_parallel))
     of_several = product((degree for degree in degrees if degree > 1), sequence)
     return [
         *([NO_TENSOR_PARALLEL] if 1 in degrees else []),
@@ -132,8 +130,8 @@ class StageModes:
         there = sorted(names)
         if schedule == "zero-bubble" and False not in self._space.gradient_checkpointing:
             return Refusal(
-                "it splits the backward of graphs that are kept, and `gradient_checkpointing: "
-                "true` keeps none",
+                "it splits the backward of graphs that are kept, and "
+                "`gradient_checkpointing: true` keeps none",
                 "allow `techniques: {gradient_checkpointing: [true, false]}` or another of "
                 "`pipeline_schedules`",
             )

@@ -117,9 +117,8 @@ class MeasurementCache(MeasurementFiles):
 
     def _known(self, device_class: DeviceClass) -> ClassMeasurement | None:
         found = super()._known(device_class)
-        alone = 1 in self._job.techniques.tensor_parallel_size or not self.degrees.get(
-            device_class.name
-        )
+        degrees = self._job.techniques.tensor_parallel_size
+        alone = 1 in degrees or not self.degrees.get(device_class.name)
         if found is not None and not found.teams and not alone:
             return None  # a new measurement says why the model has no teams
         return found

@@ -89,13 +89,11 @@ class Space(Value):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if (
-            self.max_pipeline_stages is not None
-            and self.max_pipeline_stages < self.min_pipeline_stages
-        ):
+        least, most = self.min_pipeline_stages, self.max_pipeline_stages
+        if most is not None and most < least:
             raise ValueError(
-                f"'min_pipeline_stages' is {self.min_pipeline_stages}, 'max_pipeline_stages' "
-                f"{self.max_pipeline_stages}: the least is to be no more than the most"
+                f"'min_pipeline_stages' is {least}, 'max_pipeline_stages' {most}: the least is to "
+                "be no more than the most"
             )
         if self.sequence_parallel == (True,) and max(self.tensor_parallel_size) == 1:
             raise ValueError(
@@ -140,13 +138,10 @@ class Space(Value):
         ways = {stage.sequence for stage in plan.stages if stage.tensor > 1}
         if unwanted := ways - set(self.sequence_parallel):
             return f"teams {'with' if True in unwanted else 'without'} a divided sequence"
-        if (
-            not self.min_pipeline_stages
-            <= len(plan.stages)
-            <= (self.max_pipeline_stages or len(plan.stages))
-        ):
-            return f"{len(plan.stages)} stages"
-        if len(plan.stages) > 1 and plan.schedule not in self.pipeline_schedules:
+        stages = len(plan.stages)
+        if not self.min_pipeline_stages <= stages <= (self.max_pipeline_stages or stages):
+            return f"{stages} stages"
+        if stages > 1 and plan.schedule not in self.pipeline_schedules:
             return f"schedule '{plan.schedule}'"
         if plan.sharding not in self.shardings:
             return "state that each host divides for itself"

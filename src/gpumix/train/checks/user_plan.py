@@ -52,9 +52,8 @@ def check_plan_fits_job(plan: Plan, job: Job, cluster: Cluster) -> None:
             why="with another dtype another model is trained",
             fix=f'set "communication_dtype" to "{sent}"',
         )
-    if missing := EVERYTHING.model_copy(update={"tensor_parallel_size": plan.degrees}).missing(
-        plan
-    ):
+    space = EVERYTHING.model_copy(update={"tensor_parallel_size": plan.degrees})
+    if missing := space.missing(plan):
         raise InputError(
             f"the engine does not run this plan: {missing}",
             fix="make a plan that it runs: gpumix plan JOB.yaml",
