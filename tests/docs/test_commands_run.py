@@ -247,7 +247,7 @@ def shorter(verb: str, words: list[str]) -> list[str]:
     already, and few plans; and real cards where real ones join."""
     if verb == "train":
         steps = 4 if "--resume" in words else 20 if "--trace-step" in words else 2
-        sizes = (f"{key}={JOB[key]}" for key in ("sequence_length", "global_batch"))
+        sizes = (f"{key}={JOB[key]}" for key in ("sequence_length", "global_batch_size"))
         return [word for one in (f"max_steps={steps}", *sizes) for word in ("--set", one)]
     if verb == "whatif" and "job.yaml" in words:
         real = ["--profile", "real.json", "--set", "cluster=real.yaml"]

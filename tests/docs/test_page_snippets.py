@@ -66,7 +66,7 @@ def read(written: dict[str, Any], folder):
 @pytest.mark.parametrize("block", JOBS, ids=str)
 def test_a_job_is_read(block, tmp_path):
     written = yaml.safe_load(block.text)
-    assert read(written, tmp_path).steps == written["steps"]
+    assert read(written, tmp_path).max_steps == written["max_steps"]
 
 
 @pytest.mark.parametrize("block", PARTS, ids=str)
