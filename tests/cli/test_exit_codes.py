@@ -98,7 +98,7 @@ def test_a_plan_for_another_batch_is_told(planned):
         planned, 2, "train", "job.yaml", "--plan", "plan.json", "--set", "global_batch_size=9",
         "--set", "output_dir=other",
     )  # fmt: skip
-    assert "the plan is for global_batch 8, the job has 9" in done.err
+    assert "the plan is for global_batch_size 8, the job has 9" in done.err
 
 
 def test_there_must_be_something_to_resume(job):

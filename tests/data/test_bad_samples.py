@@ -184,7 +184,7 @@ def test_a_pack_does_without_its_bad_documents_and_no_other_is_lost(cut, how):
     assert sum(len(batch["input_ids"]) for batch in expected) == len(healthy), "all packs are read"
     found, skipped = [], []
     for rank in range(len(cut)):
-        given = {"kind": kind, "workers": workers, "bad_samples": "skip"}
+        given = {"kind": kind, "num_workers": workers, "bad_samples": "skip"}
         with Loader(damaged, cut, rank, **given) as loader:
             found.append([next(loader) for _ in expected])
             skipped += [(one.index, one.instead, one.why) for one in loader.skipped]

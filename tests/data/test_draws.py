@@ -89,15 +89,15 @@ def life(dataset: Any, cut: list[int], **given: Any) -> Rows:
 @cache
 def by_one_process(dataset: Any, **given: Any) -> Rows:
     """The samples of one rank, which must be those of all; read once."""
-    return life(dataset, [BATCH], workers=1, kind="processes", **given)
+    return life(dataset, [BATCH], num_workers=1, kind="processes", **given)
 
 
 READERS: list[dict[str, Any]] = [
     {},
-    {"workers": 0},
-    {"workers": 1, "kind": "processes"},
-    {"workers": 3, "kind": "processes", "prefetch": 5},
-    {"workers": 3, "kind": "threads"},
+    {"num_workers": 0},
+    {"num_workers": 1, "kind": "processes"},
+    {"num_workers": 3, "kind": "processes", "prefetch": 5},
+    {"num_workers": 3, "kind": "threads"},
 ]
 
 
@@ -315,8 +315,8 @@ def test_other_samples_in_the_places_of_bad_ones_draw_the_same_in_every_plan():
                 raise ValueError("no such picture")
             return super().__getitem__(k)
 
-    one = life(Bad(), [8], bad_samples="skip", workers=2, kind="processes")
-    assert one == life(Bad(), [3, 5], bad_samples="skip", workers=0)
+    one = life(Bad(), [8], bad_samples="skip", num_workers=2, kind="processes")
+    assert one == life(Bad(), [3, 5], bad_samples="skip", num_workers=0)
 
 
 def test_a_batch_draws_by_its_first_sample():
@@ -344,8 +344,8 @@ def test_documents_in_packs_draw_by_the_places_of_the_packs():
         documents = OwnSamples(Documents(), "documents", longest=8)
         return PackedDocuments(documents, seed=0, predicts_next=True)
 
-    one = life(packs(), [8], workers=2, kind="processes")
-    assert one == life(packs(), [6, 2], workers=0)
+    one = life(packs(), [8], num_workers=2, kind="processes")
+    assert one == life(packs(), [6, 2], num_workers=0)
     tokens = [row[:8] for row in one]  # two documents of a pack are never alike
     assert all(len({t for t in row if t}) == sum(map(bool, row)) for row in tokens)
 
@@ -362,8 +362,8 @@ def augmented(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 STREAM_READERS: list[tuple[Any, ...]] = [
-    ([5, 3], {"workers": 0}),
-    ([5, 3], {"workers": 2, "kind": "processes"}),
+    ([5, 3], {"num_workers": 0}),
+    ([5, 3], {"num_workers": 2, "kind": "processes"}),
     ([5, 3], {}),
     ([8], {}),
 ]

@@ -41,7 +41,7 @@ def shares(draw: st.DrawFn, total: int, ranks: int | None = None) -> list[int]:
     return [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
 
 
-FORKED: dict[str, Any] = {"workers": 2, "kind": "processes"}
+FORKED: dict[str, Any] = {"num_workers": 2, "kind": "processes"}
 
 
 class Cluster:

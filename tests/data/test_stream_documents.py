@@ -148,9 +148,9 @@ def test_little_of_the_packs_is_padding(lanes):
 
 PLANS: list[tuple[Any, list[int], dict[str, Any]]] = [
     (texts, [5, 3], {}),
-    (sharded, [1, 0, 7], {"workers": 0}),
-    (sharded, [2, 6], {"workers": 2, "kind": "processes"}),
-    (texts, [2, 6], {"workers": 2, "kind": "processes"}),
+    (sharded, [1, 0, 7], {"num_workers": 0}),
+    (sharded, [2, 6], {"num_workers": 2, "kind": "processes"}),
+    (texts, [2, 6], {"num_workers": 2, "kind": "processes"}),
 ]
 # Of packed documents the first and the third, of padded ones the others.
 MADE = [((packed, padded)[(n + other) % 2], *p) for other in (0, 1) for n, p in enumerate(PLANS)]
@@ -165,7 +165,7 @@ def test_samples_are_the_same_in_every_plan(make, stream, cut, given):
         """Each rank pads by itself."""
         return [[[t for t in row if t != END] for row in step] for step in steps]
 
-    alone = life(source, [BATCH], 12, workers=0)
+    alone = life(source, [BATCH], 12, num_workers=0)
     assert bare(life(source, cut, 12, **given)) == bare(alone)
 
 
@@ -184,7 +184,7 @@ def test_documents_of_a_window_are_waited_for_one_by_one():
 
 @pytest.mark.parametrize("make", every_second([packed, padded]))
 def test_a_run_goes_on_elsewhere(make):
-    whole = life(make, [BATCH], 10, workers=0)
+    whole = life(make, [BATCH], 10, num_workers=0)
     with Loader(make(), [5, 3], 0) as first:
         for _ in range(6):
             next(first)
@@ -261,7 +261,7 @@ def test_each_document_that_is_passed_over_is_counted_once_a_pass(cut, how):
     kind, workers = how
     found = []
     for rank in range(len(cut)):
-        given = {"kind": kind, "workers": workers, "bad_samples": "skip"}
+        given = {"kind": kind, "num_workers": workers, "bad_samples": "skip"}
         with Loader(packed(broken, bad="skip"), cut, rank, **given) as loader:
             for _ in range(in_a_pass // BATCH + 1):  # into the second pass
                 next(loader)

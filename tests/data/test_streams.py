@@ -61,9 +61,9 @@ def in_a_row(batch: int, steps: int) -> list[list[int]]:
 STREAMS: list[tuple[Any, dict[str, Any]]] = [
     (numbers, {}),
     (Numbers(), {}),
-    (numbers, {"workers": 1, "kind": "processes"}),
-    (numbers, {"workers": 3, "kind": "processes", "transform": squared}),
-    (numbers, {"workers": 0, "transform": squared}),
+    (numbers, {"num_workers": 1, "kind": "processes"}),
+    (numbers, {"num_workers": 3, "kind": "processes", "transform": squared}),
+    (numbers, {"num_workers": 0, "transform": squared}),
 ]
 
 
@@ -110,9 +110,9 @@ def nested() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", every_second(["threads", "processes"]))
 def test_a_transform_may_change_what_it_is_given(kind):
-    found = steps_of(numbers, [4], 3, transform=takes_away, workers=1, kind=kind)
+    found = steps_of(numbers, [4], 3, transform=takes_away, num_workers=1, kind=kind)
     assert found == in_a_row(4, 3)
-    found = steps_of(nested, [4], 3, transform=doubles, workers=1, kind=kind)
+    found = steps_of(nested, [4], 3, transform=doubles, num_workers=1, kind=kind)
     assert found == [[2 * k + 2 for k in step] for step in in_a_row(4, 3)]
 
 
@@ -189,9 +189,9 @@ def test_a_file_that_is_read_on_is_not_shared_with_workers(tmp_path):
         with path.open() as file:
             yield from ({"k": int(line)} for line in file)
 
-    assert steps_of(lines, [3, 3], 20, workers=2, kind="processes", transform=squared) == in_a_row(
-        6, 20
-    )
+    assert steps_of(
+        lines, [3, 3], 20, num_workers=2, kind="processes", transform=squared
+    ) == in_a_row(6, 20)
 
 
 # -- shards ----------------------------------------------------------------------------------------
@@ -285,12 +285,12 @@ def test_streamed_datasets_of_unlike_shards_come_equally_often():
 
 
 UNLIKE: list[tuple[Any, ...]] = [
-    ([2, 0, 5, 1], {"workers": 0}),
-    ([8], {"kind": "processes", "workers": 2}),
-    ([8], {"workers": 0}),
-    ([2, 0, 5, 1], {"kind": "processes", "workers": 2}),
-    ([3, 3, 1, 1], {"kind": "processes", "workers": 2}),
-    ([3, 3, 1, 1], {"workers": 0}),
+    ([2, 0, 5, 1], {"num_workers": 0}),
+    ([8], {"kind": "processes", "num_workers": 2}),
+    ([8], {"num_workers": 0}),
+    ([2, 0, 5, 1], {"kind": "processes", "num_workers": 2}),
+    ([3, 3, 1, 1], {"kind": "processes", "num_workers": 2}),
+    ([3, 3, 1, 1], {"num_workers": 0}),
 ]
 
 
@@ -305,7 +305,7 @@ def test_shards_of_unlike_sizes_come_in_one_order(cut, given):
         for _ in range(25):
             next(loader)
             states.append(loader.state_dict())
-    for step in (24,) if given["workers"] else (2, 13, 24):
+    for step in (24,) if given["num_workers"] else (2, 13, 24):
         with Loader(stream, [8], 0, **given) as loader:
             loader.load_state_dict(states[step])
             assert [next(loader)["k"].tolist() for _ in range(5)] == expected[step + 1 : step + 6]

@@ -234,6 +234,6 @@ def test_a_large_batch_that_does_not_fit_is_told_what_fits(batch):
     kinds = [block(trainable=100, kept=line(100, start=5))]
     setting = profile([Card("c", 2, 60_000, steady(1.0))], kinds=kinds)
     error = refusal(setting, batch)
-    fitting = int(re.search(r"`global_batch: (\d+)`, which fits", error.fix)[1])
+    fitting = int(re.search(r"`global_batch_size: (\d+)`, which fits", error.fix)[1])
     assert plan_of(setting, fitting, LAYERED) is not None
     assert plan_of(setting, fitting + batch // 10, LAYERED) is None
