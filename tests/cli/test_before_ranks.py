@@ -92,7 +92,7 @@ STRATEGIES = [
     (2, "staged", {"tensor_parallel_size": 2}, "one team of 2 alone has one stage"),
     (2, "staged", {"orders": "sequential"}, "with orders sequential: it needs layered"),
     (1, "model", {}, "one device alone has one stage"),
-    (2, "model", {"tensor_parallel_size": 2}, "with tensor 2: it needs 1"),
+    (2, "model", {"tensor_parallel_size": 2}, "with tensor_parallel_size 2: it needs 1"),
     (2, "model", {"zero_stages": [1, 2]}, "with zero_stages 1 or 2: it needs 0"),
     (
         2,

@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first(folder):
-    return demo(folder, "--steps", "3", "--json")
+    return demo(folder, "--max-steps", "3", "--json")
 
 
 def test_a_demo_trains_and_compares_itself_with_an_even_split(first, folder):
@@ -67,7 +67,7 @@ def test_a_demo_trains_and_compares_itself_with_an_even_split(first, folder):
 
 @pytest.mark.extended
 def test_a_demo_replaces_a_former_one(first, folder):
-    done = demo(folder, "--steps", "4")
+    done = demo(folder, "--max-steps", "4")
     assert done.out == ""
     assert "step 4/4" in done.err
     losses = [record["loss"] for record in metrics(folder / "mine")]
