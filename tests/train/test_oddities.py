@@ -23,8 +23,8 @@ def told(samples: int, held_out: float, global_batch: int = 8) -> list[str]:
         (8, 0.0, []),
         (9, 0.02, []),
         (16, 0.5, []),
-        (7, 0.0, ["7 to train on, for a global_batch of 8"]),
-        (8, 0.02, ["7 to train on, for a global_batch of 8"]),
+        (7, 0.0, ["7 to train on, for a global_batch_size of 8"]),
+        (8, 0.02, ["7 to train on, for a global_batch_size of 8"]),
         (64, 0.8, ["keeps 51 of 64 samples for evaluation, 13 are left"]),
         (
             64,
@@ -63,5 +63,5 @@ def test_a_run_says_it_once(tmp_path):
     assert done.code == 0
     said = " ".join(done.err.split())
     assert said.count("data.validation_split keeps 3 of 6 samples") == 0  # half is not odd
-    assert said.count("3 to train on, for a global_batch of 8") == 1
+    assert said.count("3 to train on, for a global_batch_size of 8") == 1
     assert said.count("lr_scheduler.warmup_steps is 3, but the run has 2 steps") == 1

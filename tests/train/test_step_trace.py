@@ -115,7 +115,7 @@ def test_one_device_waits_for_nobody(tmp_path):
 
 
 def test_a_step_that_never_comes_cannot_be_traced(tmp_path):
-    with pytest.raises(InputError, match="'trace_step' is 9, the run has 6 steps"):
+    with pytest.raises(InputError, match="'advanced.trace_step' is 9, the run has 6 steps"):
         train(write_job(tmp_path, trace_step=9))
 
 

@@ -73,7 +73,7 @@ def test_wandb(tmp_path):
     [restart] = [one for one in rows if "event/restart" in one]
     assert restart["event/restart/text"].endswith(WHY)
     config = {one.key: json.loads(one.value_json) for one in runs[0].config.update}
-    assert config["job"]["global_batch"] == 8
+    assert config["job"]["global_batch_size"] == 8
     assert wandb.run is None  # all was in another process
 
 
