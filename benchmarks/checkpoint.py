@@ -35,7 +35,7 @@ import common  # finds the tests' modules
 from checkpoints import UNEVEN, assert_same, blank, checkpointer, model_values, trained
 from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.errors import InputError
-from gpumix.schema.job.job import CheckpointSpec, DataSpec, Job, ModelSpec
+from gpumix.schema.job.job import DataSpec, Job, ModelSpec
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
 from gpumix.train.controller import JobController
@@ -174,11 +174,11 @@ def _job(output: Path) -> Job:
         model=ModelSpec(config=GPT),
         data=DataSpec(text=(common.TEXT,), pattern="*.py"),
         sequence_length=32,
-        global_batch=16,
-        steps=1000,
-        checkpoint=CheckpointSpec(keep=1),
-        techniques=Space(most_stages=1, tensor=(1,), leave_out=False),
-        output=output,
+        global_batch_size=16,
+        max_steps=1000,
+        save_total_limit=1,
+        techniques=Space(max_pipeline_stages=1, tensor_parallel_size=(1,), leave_out=False),
+        output_dir=output,
     )
 
 

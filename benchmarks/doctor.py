@@ -77,10 +77,10 @@ JOB: dict[str, Any] = {
     "model": {"config": GPT | NO_DROPOUT},
     "data": {"text": [str(FOLDER.parents[1] / "docs")], "pattern": "*.md"},
     "sequence_length": 128,
-    "global_batch": 8,
-    "steps": 40,
+    "global_batch_size": 8,
+    "max_steps": 40,
     "cluster": ONE,
-    "log_every_steps": 100,
+    "logging_steps": 100,
 }
 SMALL = {"model": {"config": GPT | NO_DROPOUT | {"n_layer": 2}}, "sequence_length": 64}
 
@@ -101,21 +101,26 @@ CASES = (
         "job_workers",
         "workers",
         job=_job(
-            **SMALL, data={"factory": "patients:remote_tokens", "held_out": 0.1, "workers": 0}
+            **SMALL,
+            data={"factory": "patients:remote_tokens", "validation_split": 0.1, "num_workers": 0},
         ),
     ),
-    Case("job_recompute", "recompute", job=_job(techniques={"recompute": True})),
+    Case(
+        "job_recompute",
+        "gradient_checkpointing",
+        job=_job(techniques={"gradient_checkpointing": True}),
+    ),
     Case(
         "job_strategy",
         "strategy",
         # Else the run mends half of it itself.
-        job=_job(**SMALL, strategy="even", rebalance=False, cluster=UNLIKE),
+        job=_job(**SMALL, strategy="even", advanced={"rebalance": False}, cluster=UNLIKE),
     ),
-    Case("job_checkpoints", "checkpoints", job=_job(**SMALL, checkpoint={"every_steps": 1})),
+    Case("job_checkpoints", "checkpoints", job=_job(**SMALL, save_steps=1)),
     Case(
         "job_evaluation",
         "evaluation",
-        job=_job(**SMALL, data=JOB["data"] | {"held_out": 0.1}, evaluation={"every_steps": 1}),
+        job=_job(**SMALL, data=JOB["data"] | {"validation_split": 0.1}, eval_steps=1),
     ),
     Case(
         "job_attention",
@@ -123,7 +128,7 @@ CASES = (
         job=_job(
             model={"config": GPT | NO_DROPOUT | {"n_layer": 2, "n_positions": 256}},
             sequence_length=256,
-            efficiency={"attention": "eager"},
+            advanced={"efficiency": {"attention": "eager"}},
         ),
     ),
     Case("healthy_classifier", ""),
@@ -250,7 +255,7 @@ def _timed(name: str, arguments: dict[str, Any], pipe: Any) -> None:
 def _job_s(path: Path) -> float:
     """Of a step of a whole run, with all that comes between steps."""
     output = path.with_suffix(f".{time.monotonic_ns()}")
-    JobController.of_file(path, [f"output={output}"], debug=False).train(None, resume=False)
+    JobController.of_file(path, [f"output_dir={output}"], debug=False).train(None, resume=False)
     lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     times = [one["time"] for one in records if one["event"] == "step"][WARM_UP_STEPS:]

@@ -68,19 +68,18 @@ def _job(folder: Path) -> None:
         "data": {
             "factory": "faulted.traps:samples",
             "arguments": {"folder": str(folder), "length": 32},
-            "held_out": 0.0,
+            "validation_split": 0.0,
         },
         "sequence_length": 32,
-        "global_batch": 24,
-        "steps": STEPS,
+        "global_batch_size": 24,
+        "max_steps": STEPS,
         "cluster": [
             {"class": name, "emulate": f"{speed} GFLOP/s", "memory": "512 MiB", "host": host}
             for name, speed, host in zip(("fast", "fast", "slow", "slow"), (20, 20, 10, 10), NAMES)
         ],
-        "techniques": {"most_stages": 1, "tensor": [1], "leave_out": False},
-        "profile": {"cache": str(folder.parent / "profiles")},
-        "timeout": 30,
-        "output": "run",
+        "techniques": {"max_pipeline_stages": 1, "tensor_parallel_size": [1], "leave_out": False},
+        "advanced": {"profile_cache": str(folder.parent / "profiles"), "timeout": 30},
+        "output_dir": "run",
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(job), encoding="utf-8")
 

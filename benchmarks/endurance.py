@@ -78,9 +78,10 @@ def _of_run(folder: Path, steps: int, checkpoints: int) -> Figures:
         model={"factory": "jumping:model"},
         data={"factory": "toys:tokens"},
         cluster=jobs.PAIR,
-        steps=steps,
-        checkpoint={"every_steps": max(1, steps // checkpoints), "keep": 3},
-        log_every_steps=10,
+        max_steps=steps,
+        save_steps=max(1, steps // checkpoints),
+        save_total_limit=3,
+        logging_steps=10,
         timeout=120,
     )
     jobs.plan_for(job, (4, 4), (0.5, 0.5)).save(folder / "plan.json")

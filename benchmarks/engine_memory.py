@@ -59,11 +59,11 @@ PROFILE_BUDGET_S = 30.0
 MOST_LAYERS = 256
 # One technique more at a time: its value of a field of the space that plans are searched in.
 TECHNIQUES: tuple[tuple[str, str, Any], ...] = (
-    ("graphs kept", "recompute", False),
-    ("recompute", "recompute", True),
-    ("host offload", "boundaries", "host"),
+    ("graphs kept", "gradient_checkpointing", False),
+    ("recompute", "gradient_checkpointing", True),
+    ("host offload", "checkpoints_on", "host"),
     ("state on the host", "state_on", "host"),
-    ("chunked loss", "heads", "chunked"),
+    ("chunked loss", "cross_entropy", "chunked"),
 )
 
 
@@ -237,7 +237,7 @@ def _profiled(seat: RankAddress) -> Profile:
             model.build,
             lambda samples: model.rows(0, samples),
             sequence_length=model.sequence,
-            global_batch=BATCH,
+            global_batch_size=BATCH,
             cluster=MIXTURE,
             budget_s=PROFILE_BUDGET_S,
             progress=lambda line: None,

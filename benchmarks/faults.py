@@ -111,8 +111,8 @@ class _Kind(Enum):
 
 
 _ONLY: dict[_Kind, dict[str, Any]] = {
-    _Kind.DIVIDED: {"most_stages": 1, "zero_stages": [3]},
-    _Kind.STAGED: {"least_stages": 2},
+    _Kind.DIVIDED: {"max_pipeline_stages": 1, "zero_stages": [3]},
+    _Kind.STAGED: {"min_pipeline_stages": 2},
 }
 
 
@@ -187,26 +187,30 @@ def _job(folder: Path, kind: _Kind) -> dict[str, Any]:
         "data": {
             "factory": "faulted.traps:samples",
             "arguments": {"folder": str(folder), "length": 32},
-            "held_out": 0.0,
+            "validation_split": 0.0,
         },
         "sequence_length": 32,
-        "global_batch": 16,
-        "steps": STEPS,
+        "global_batch_size": 16,
+        "max_steps": STEPS,
         "optimizer": {"lr": 1e-3},
         "cluster": [
             {"class": "fast", "emulate": "20 GFLOP/s", "memory": "512 MiB", "count": 2},
             {"class": "slow", "emulate": "10 GFLOP/s", "memory": "512 MiB", "count": 2},
         ],
-        "rebalance": kind is _Kind.REBALANCED,
-        "checkpoint": {
-            "every_steps": 10,
-            "memory_every_steps": 1 if kind.copies_each else "auto",
+        "advanced": {
+            "rebalance": kind is _Kind.REBALANCED,
+            "timeout": TIMEOUT_S,
+            "max_restarts": 10,
         },
+        "save_steps": 10,
+        "memory_save_steps": 1 if kind.copies_each else "auto",
         "strategy": "staged" if kind is _Kind.STAGED else "optimal",
-        "techniques": {"tensor": [1], "leave_out": False, **_ONLY.get(kind, {"most_stages": 1})},
-        "timeout": TIMEOUT_S,
-        "output": "run",
-        "restarts": 10,
+        "techniques": {
+            "tensor_parallel_size": [1],
+            "leave_out": False,
+            **_ONLY.get(kind, {"max_pipeline_stages": 1}),
+        },
+        "output_dir": "run",
     }
 
 

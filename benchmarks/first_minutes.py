@@ -31,14 +31,14 @@ ROUNDS = 5
 # From an empty folder with texts: a job, training, a report.
 OWN_JOB = (
     ("init", "--data", "texts", "--model", "20M", "--cluster", "cluster.yaml"),
-    ("train", "job.yaml", "--set", "steps=4", "--set", "schedule.warmup_steps=0"),
+    ("train", "job.yaml", "--set", "max_steps=4", "--set", "lr_scheduler.warmup_steps=0"),
     ("report", "runs/first"),
 )
 SMALLER = (
-    "--set", "sequence_length=32", "--set", "global_batch=4",
+    "--set", "sequence_length=32", "--set", "global_batch_size=4",
     "--set", "model.config.num_hidden_layers=2", "--set", "model.config.hidden_size=64",
     "--set", "model.config.num_attention_heads=2", "--set", "model.config.num_key_value_heads=2",
-    "--set", "model.config.head_dim=32", "--set", "profile.cache=cache",
+    "--set", "model.config.head_dim=32", "--set", "advanced.profile_cache=cache",
 )  # fmt: skip
 CLUSTER = (
     "- {class: big, emulate: 40 GFLOP/s, memory: 1 GiB}\n"

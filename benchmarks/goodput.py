@@ -175,23 +175,29 @@ class Gpumix:
             "data": {
                 "factory": "kept.paced:samples",
                 "arguments": {"folder": str(self._folder)},
-                "held_out": 0.0,
+                "validation_split": 0.0,
             },
             "sequence_length": 8,
-            "global_batch": RANKS * SAMPLES,
-            "steps": 1_000_000,
+            "global_batch_size": RANKS * SAMPLES,
+            "max_steps": 1_000_000,
             "optimizer": {"lr": 1e-3},
             "cluster": [
                 {"class": "cpu", "accelerator": "cpu", "memory": "512 MiB", "count": RANKS}
             ],
-            "profile": {"cache": str(self._profiles)},
-            "rebalance": False,
+            "advanced": {
+                "profile_cache": str(self._profiles),
+                "rebalance": False,
+                "timeout": 30,
+                "max_restarts": 10,
+            },
             "strategy": "even",
-            "checkpoint": {"memory_every_steps": 1},
-            "techniques": {"most_stages": 1, "tensor": [1], "leave_out": False},
-            "timeout": 30,
-            "output": "run",
-            "restarts": 10,
+            "memory_save_steps": 1,
+            "techniques": {
+                "max_pipeline_stages": 1,
+                "tensor_parallel_size": [1],
+                "leave_out": False,
+            },
+            "output_dir": "run",
         }
 
 

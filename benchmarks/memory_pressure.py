@@ -133,11 +133,11 @@ def _job(folder: Path, case: _Case) -> dict[str, Any]:
                 "step": case.step,
                 "taken_bytes": int(case.taken_mib * 2**20),
             },
-            "held_out": 0.0,
+            "validation_split": 0.0,
         },
         "sequence_length": LENGTH,
-        "global_batch": 16,
-        "steps": STEPS,
+        "global_batch_size": 16,
+        "max_steps": STEPS,
         "optimizer": {"lr": 1e-3},
         "cluster": [
             {
@@ -148,8 +148,8 @@ def _job(folder: Path, case: _Case) -> dict[str, Any]:
             }
             for name, count in COUNTS
         ],
-        "timeout": 20,
-        "output": "run",
+        "advanced": {"timeout": 20},
+        "output_dir": "run",
     }
 
 

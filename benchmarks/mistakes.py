@@ -49,11 +49,11 @@ JOB: dict[str, Any] = {
     },
     "data": {"text": ["texts"]},
     "sequence_length": 32,
-    "global_batch": 8,
-    "steps": 2,
+    "global_batch_size": 8,
+    "max_steps": 2,
     "cluster": "cluster.yaml",
-    "profile": {"cache": "cache"},
-    "output": "run",
+    "advanced": {"profile_cache": "cache"},
+    "output_dir": "run",
 }
 CLUSTER = "- {class: big, emulate: 40 GFLOP/s, memory: 1 GiB}\n"
 INPUT, MACHINE, NO_PLAN = 2, 3, 4
@@ -93,8 +93,8 @@ MISTAKES: dict[str, Mistake] = {
     "an unknown option": Mistake("plan --modle 7B"),
     "an option without its value": Mistake("plan --model"),
     "no run to export": Mistake("export"),
-    "a word for a number": Mistake(cards("rtx4090", "--global-batch", "many")),
-    "a batch of zero": Mistake(cards("rtx4090", "--global-batch", "0")),
+    "a word for a number": Mistake(cards("rtx4090", "--global-batch-size", "many")),
+    "a batch of zero": Mistake(cards("rtx4090", "--global-batch-size", "0")),
     "an unknown precision": Mistake(cards("rtx4090", "--precision", "fp8")),
     "an unknown optimizer": Mistake(cards("rtx4090", "--optimizer", "adamx")),
     "an unknown base": Mistake(cards("rtx4090", "--base", "fp4")),
@@ -102,8 +102,8 @@ MISTAKES: dict[str, Mistake] = {
     "a rank of zero": Mistake(cards("rtx4090", "--lora", "0")),
     "memory in unknown units": Mistake(cards("rtx4090", "--ram", "64 gigs")),
     "an unknown strategy": Mistake(cards("rtx4090", *SMALL, "--strategy", "fastest")),
-    "--set without a job": Mistake(cards("rtx4090", "--set", "steps=2")),
-    "--set without a value": Mistake("plan job.yaml --set steps"),
+    "--set without a job": Mistake(cards("rtx4090", "--set", "max_steps=2")),
+    "--set without a value": Mistake("plan job.yaml --set max_steps"),
     "an option of estimates on a job": Mistake("plan job.yaml --model 7B"),
     "a link without a cluster": Mistake("plan --network 25GbE --model 7B"),
     # Cards, links and models.
@@ -169,13 +169,13 @@ MISTAKES: dict[str, Mistake] = {
     "no program to launch": Mistake("launch missing.py"),
     "data that is not there": Mistake(("init", "--data", "missing")),
     # Keys of a job.
-    "an unknown key": Mistake("plan job.yaml", job={"globl_batch": 8}),
+    "an unknown key": Mistake("plan job.yaml", job={"globl_batch_size": 8}),
     "an unknown key of the optimizer": Mistake(
         "plan job.yaml", job={"optimizer.learning_rate": 1e-3}
     ),
-    "no steps": Mistake("plan job.yaml", job={"steps": None}),
-    "steps below zero": Mistake("plan job.yaml", job={"steps": -1}),
-    "a word for steps": Mistake("plan job.yaml", job={"steps": "many"}),
+    "no steps": Mistake("plan job.yaml", job={"max_steps": None}),
+    "steps below zero": Mistake("plan job.yaml", job={"max_steps": -1}),
+    "a word for steps": Mistake("plan job.yaml", job={"max_steps": "many"}),
     "a rate below zero": Mistake("plan job.yaml", job={"optimizer.lr": -1}),
     "an optimizer that does not exist": Mistake("plan job.yaml", job={"optimizer.name": "adamx"}),
     "a setting of another optimizer": Mistake("plan job.yaml", job={"optimizer.momentum": 0.9}),
@@ -194,10 +194,10 @@ MISTAKES: dict[str, Mistake] = {
         "train job.yaml", job={"model.config.num_key_value_head": 2}, needs_torch=True
     ),
     "an unknown strategy of a job": Mistake("plan job.yaml", job={"strategy": "fastest"}),
-    "an unknown tracker": Mistake("plan job.yaml", job={"trackers": "wandbb"}),
-    "a time in unknown units": Mistake("plan job.yaml", job={"timeout": "5 minutes"}),
+    "an unknown tracker": Mistake("plan job.yaml", job={"report_to": "wandbb"}),
+    "a time in unknown units": Mistake("plan job.yaml", job={"advanced.timeout": "5 minutes"}),
     "fewer stages than at least": Mistake(
-        "plan job.yaml", job={"techniques": {"most_stages": 1, "least_stages": 2}}
+        "plan job.yaml", job={"techniques": {"max_pipeline_stages": 1, "min_pipeline_stages": 2}}
     ),
 }
 

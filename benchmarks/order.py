@@ -171,7 +171,7 @@ class Configuration:
 
     def open(self, shares: Shares) -> list[Loader]:
         how: dict[str, Any] = {"by_length": DEFAULT_BY_LENGTH, **self.data.given}
-        how |= {"seed": SEED, "workers": self.workers, "kind": self.kind}
+        how |= {"seed": SEED, "num_workers": self.workers, "kind": self.kind}
         return [Loader(self.data.opened(), shares, rank, **how) for rank in range(_ranks(shares))]
 
     def run(self, truth: list[list[Row]]) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from common import TEXT, emulated_cluster, small_gpt2
 from gpumix.schema.cluster.cluster import Cluster, Device
-from gpumix.schema.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
+from gpumix.schema.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.train.controller import JobController
@@ -104,11 +104,11 @@ def _job(output: Path) -> Job:
         model=ModelSpec(config=GPT),
         data=DataSpec(text=(TEXT,), pattern="*.py"),
         sequence_length=64,
-        global_batch=BATCH,
-        steps=STEPS,
+        global_batch_size=BATCH,
+        max_steps=STEPS,
         optimizer=OptimizerSpec(lr=2e-3),
-        checkpoint=CheckpointSpec(keep=1),
-        output=output,
+        save_total_limit=1,
+        output_dir=output,
     )
 
 

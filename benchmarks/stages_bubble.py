@@ -59,7 +59,13 @@ MIXTURES = (  # devices, layers, stages at least
     ([FAST | {"count": 2}, SLOW], 6, 2),
     ([FAST, MIDDLE, SLOW], 6, 3),
 )
-SPACE = {"zero_stages": 0, "recompute": False, "schedules": "1f1b", "tensor": 1, "leave_out": False}
+SPACE = {
+    "zero_stages": 0,
+    "gradient_checkpointing": False,
+    "pipeline_schedules": "1f1b",
+    "tensor_parallel_size": 1,
+    "leave_out": False,
+}
 NEAR = 1.25
 LIMITS = {"worst_bubble_gap": 0.05, "worst_vs_best_split": 1.05}
 
@@ -112,7 +118,7 @@ def main() -> int:
 def equal_stages(steps: int) -> Iterator[Found]:
     """Every schedule in each of `SHAPES`."""
     config = llama(width=WIDTH, layers=LAYERS)
-    with job_file(config, LENGTH, cluster=EQUAL, global_batch=BATCH) as path:
+    with job_file(config, LENGTH, cluster=EQUAL, global_batch_size=BATCH) as path:
         pipeline = JobController.of_file(path, [], debug=True)
         profile = pipeline.profile()
         for stages, count in SHAPES:
@@ -153,8 +159,8 @@ def all_splits(
     cluster: list[dict[str, object]], layers: int, least: int, steps: int, rounds: int
 ) -> list[Found]:
     """The planner's split of the layers first, then all others; `least` is of stages."""
-    config, batch = llama(width=WIDTH, layers=layers), {"global_batch": BATCH}
-    space = SPACE | {"least_stages": least}
+    config, batch = llama(width=WIDTH, layers=layers), {"global_batch_size": BATCH}
+    space = SPACE | {"min_pipeline_stages": least}
     with job_file(config, LENGTH, cluster=cluster, techniques=space, **batch) as path:
         pipeline = JobController.of_file(path, [], debug=True)
         profile = pipeline.profile()

@@ -276,7 +276,7 @@ def run(job: Job, steps: int, rounds: int) -> tuple[Case, dict[str, Turns]]:
         llama(width=WIDTH, layers=job.layers),
         LENGTH,
         cluster=job.cluster,
-        global_batch=job.batch,
+        global_batch_size=job.batch,
     ) as path:
         pipeline = JobController.of_file(path, [], debug=True)
         case = Case(str(job), pipeline.profile(), job.batch)

@@ -47,7 +47,10 @@ CLUSTER = {
     ],
 }
 SPACES = {
-    "one stage": ("optimal", {"zero_stages": (3,), "shardings": ("all",), "most_stages": 1}),
+    "one stage": (
+        "optimal",
+        {"zero_stages": (3,), "shardings": ("all",), "max_pipeline_stages": 1},
+    ),
     "staged": ("staged", {}),
     "optimal": ("optimal", {"leave_out": True}),
 }
@@ -134,9 +137,9 @@ def main() -> int:
 
 def outcome(case: Case, hosts: Mapping[str, Host], steps: int, rounds: int) -> Outcome:
     """Profile, plan and measure one case."""
-    config, techniques = llama(width=case.width, layers=case.layers), {"tensor": 1}
+    config, techniques = llama(width=case.width, layers=case.layers), {"tensor_parallel_size": 1}
     keys: dict[str, Any] = {"cluster": CLUSTER, "techniques": techniques}
-    with job_file(config, case.tokens, global_batch=case.samples, **keys) as path:
+    with job_file(config, case.tokens, global_batch_size=case.samples, **keys) as path:
         runs = TwoHosts(debug=True, hosts=hosts)
         pipeline = JobController(read_job(path, []), path.parent, runs, debug=True)
         plans = plans_of(pipeline.profile(), case.samples)
@@ -152,7 +155,9 @@ def outcome(case: Case, hosts: Mapping[str, Host], steps: int, rounds: int) -> O
 def plans_of(profile: Profile, samples: int) -> dict[str, Plan]:
     found = {}
     for name, (strategy, choices) in SPACES.items():
-        space = EVERYTHING.model_copy(update={"tensor": (1,), "leave_out": False} | choices)
+        space = EVERYTHING.model_copy(
+            update={"tensor_parallel_size": (1,), "leave_out": False} | choices
+        )
         request = PlanRequest(global_batch=samples, space=space)
         found[name] = STRATEGIES[strategy](profile, request)
     return found

@@ -26,7 +26,8 @@ from typing import Any
 
 from common import TEXT, Figures, emulated_cluster, print_figures, small_gpt2
 from gpumix.schema.cluster.cluster import Device
-from gpumix.schema.job.job import CheckpointSpec, DataSpec, Job, ModelSpec
+from gpumix.schema.job.advanced import AdvancedSpec
+from gpumix.schema.job.job import DataSpec, Job, ModelSpec
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
@@ -120,13 +121,13 @@ def _run(
         model=ModelSpec(config=GPT),
         data=DataSpec(text=(TEXT,), pattern="*.py"),
         sequence_length=64,
-        global_batch=48,
-        steps=steps,
-        checkpoint=CheckpointSpec(memory_every_steps=0),
-        techniques=Space(most_stages=1, tensor=(1,), leave_out=False),
-        rebalance=rebalance,
+        global_batch_size=48,
+        max_steps=steps,
+        memory_save_steps=0,
+        techniques=Space(max_pipeline_stages=1, tensor_parallel_size=(1,), leave_out=False),
+        advanced=AdvancedSpec(rebalance=rebalance),
         cluster=cluster,
-        output=folder / "run",
+        output_dir=folder / "run",
     )
     pipeline = JobController(job, folder, LocalRunner())
     profile = pipeline.profile()

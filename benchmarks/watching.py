@@ -159,7 +159,7 @@ def _even_plan() -> Plan:
 def _no_others() -> Any:
     """A context as far as it is looked at: a run that goes on for ever."""
     return SimpleNamespace(
-        job=SimpleNamespace(steps=10**9, restarts=0),
+        job=SimpleNamespace(max_steps=10**9, advanced=SimpleNamespace(max_restarts=0)),
         runtime=SimpleNamespace(peak_bytes=lambda: 0, memory_limit_bytes=1),
         ranks=SimpleNamespace(gather=lambda topic, text: [text] * RANKS),
     )

@@ -3,10 +3,10 @@
     python examples/draw_step.py runs/first/trace.json --out step.png
     python examples/draw_step.py runs/first/trace.json simulated.json --out both.png
 
-Traces come from `gpumix train --trace STEP` (what was measured) and `gpumix simulate --trace FILE`
-(what was planned); several are drawn below each other on one scale of time. Numbers inside of bars
-are those of micro-batches, where a plan has several stages; passes through a device's second stage
-are paler. Needs matplotlib: pip install ".[pictures]"
+Traces come from `gpumix train --trace-step STEP` (what was measured) and `gpumix simulate --trace
+FILE` (what was planned); several are drawn below each other on one scale of time. Numbers inside of
+bars are those of micro-batches, where a plan has several stages; passes through a device's second
+stage are paler. Needs matplotlib: pip install ".[pictures]"
 """
 
 from __future__ import annotations

@@ -57,23 +57,23 @@ JOB = {
     },
     "data": {"text": [str(HERE.parent / "docs")], "pattern": "*.md"},
     "sequence_length": 64,
-    "global_batch": BATCH,
-    "steps": STEPS,
-    "trace_step": STEPS - 1,
+    "global_batch_size": BATCH,
+    "max_steps": STEPS,
+    "advanced": {"trace_step": STEPS - 1},
     "optimizer": {"lr": 2e-3},
-    "schedule": {"warmup_steps": 2},
+    "lr_scheduler": {"warmup_steps": 2},
     "cluster": DEVICES,
 }
 
 # As the textbook has them: gradients are summed over whole copies, and nothing is computed twice.
 TEXTBOOK = {
     "zero_stages": 0,
-    "recompute": False,
+    "gradient_checkpointing": False,
     "orders": "layered",
-    "heads": "whole",
+    "cross_entropy": "whole",
     "state_on": "device",
     "leave_out": False,
-    "sequence": False,
+    "sequence_parallel": False,
 }
 
 
@@ -91,20 +91,24 @@ class Strategy:
         return gpumix.Space(**TEXTBOOK, **self.techniques)
 
 
-ONE_STAGE = {"least_stages": 1, "most_stages": 1, "tensor": 1}
-TWO_STAGES = {"least_stages": 2, "most_stages": 2, "schedules": "1f1b"}
+ONE_STAGE = {"min_pipeline_stages": 1, "max_pipeline_stages": 1, "tensor_parallel_size": 1}
+TWO_STAGES = {"min_pipeline_stages": 2, "max_pipeline_stages": 2, "pipeline_schedules": "1f1b"}
 STRATEGIES = (
     Strategy("data", "data parallelism", "optimal", ONE_STAGE),
-    Strategy("model", "model parallelism", "model", {"tensor": 1}),
+    Strategy("model", "model parallelism", "model", {"tensor_parallel_size": 1}),
     Strategy(
         "pipeline",
         "pipeline parallelism",
         "staged",
-        {"least_stages": 4, "schedules": "1f1b", "tensor": 1},
+        {"min_pipeline_stages": 4, "pipeline_schedules": "1f1b", "tensor_parallel_size": 1},
     ),
     Strategy("tensor", "tensor parallelism", "optimal", ONE_STAGE),
-    Strategy("pipeline-data", "pipeline x data", "staged", {**TWO_STAGES, "tensor": 1}),
-    Strategy("pipeline-tensor", "pipeline x tensor", "staged", {**TWO_STAGES, "tensor": 2}),
+    Strategy(
+        "pipeline-data", "pipeline x data", "staged", {**TWO_STAGES, "tensor_parallel_size": 1}
+    ),
+    Strategy(
+        "pipeline-tensor", "pipeline x tensor", "staged", {**TWO_STAGES, "tensor_parallel_size": 2}
+    ),
 )
 
 
@@ -133,7 +137,7 @@ def by_hand(plan: gpumix.Plan, *, stage: dict[str, Any], worker: dict[str, Any])
 
 def train(job: Path, plan: Path, output: Path) -> dict[str, Any]:
     """What `gpumix train --json` tells of a run."""
-    told = run("train", job, "--plan", plan, "--set", f"output={output}", "--json")
+    told = run("train", job, "--plan", plan, "--set", f"output_dir={output}", "--json")
     return json.loads(told)
 
 

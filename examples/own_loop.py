@@ -91,11 +91,11 @@ def main() -> None:
         build,
         some_batch,
         sequence_length=LENGTH,
-        global_batch=GLOBAL_BATCH,
+        global_batch_size=GLOBAL_BATCH,
         cluster=cluster,
         dataset=text(),
     )
-    plan = gpumix.plan(profile, global_batch=GLOBAL_BATCH)
+    plan = gpumix.plan(profile, global_batch_size=GLOBAL_BATCH)
     if rank == 0:
         for worker in plan.workers:
             print(

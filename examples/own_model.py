@@ -86,9 +86,9 @@ def main() -> None:
         Forecaster,
         lambda samples: {"series": torch.randn(samples, LENGTH)},
         sequence_length=LENGTH,
-        global_batch=GLOBAL_BATCH,
+        global_batch_size=GLOBAL_BATCH,
     )
-    plan = gpumix.plan(profile, global_batch=GLOBAL_BATCH)
+    plan = gpumix.plan(profile, global_batch_size=GLOBAL_BATCH)
     engine = gpumix.prepare(gpumix.build(Forecaster, seed=0), plan)
     optimizer = torch.optim.AdamW(groups(engine), lr=3e-3)
     with gpumix.Loader(Waves(), [GLOBAL_BATCH], rank=0, device=engine.device) as loader:

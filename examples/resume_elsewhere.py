@@ -37,7 +37,7 @@ def main() -> None:
 def train(run: Path, *options: str, steps: int) -> dict[str, Any]:
     """`gpumix train` with the job's schedule made constant; what `--json` prints."""
     command = [sys.executable, "-m", "gpumix", "train", str(JOB), "--json", *options]
-    for setting in (f"output={run}", f"steps={steps}", "schedule.kind=constant"):
+    for setting in (f"output_dir={run}", f"max_steps={steps}", "lr_scheduler.type=constant"):
         command += ["--set", setting]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout)

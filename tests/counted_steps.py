@@ -65,7 +65,7 @@ def _profile() -> str:
         llama,
         lambda n: packed_lm(n, generator),
         sequence_length=LENGTH,
-        global_batch=6,
+        global_batch_size=6,
         cluster=Cluster(
             classes=(CLASS,),
             devices=tuple(Device(id=f"d{n}", device_class="cpu", ordinal=n) for n in range(ranks)),

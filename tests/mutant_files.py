@@ -68,49 +68,55 @@ data:
   text: [corpus]
   pattern: "*.txt"
   document: file
-  workers: auto
+  num_workers: auto
   prefetch: 2
   bad_samples: stop
   packing: concatenate
   tokenize: ahead
   bucketing: off
-  held_out: 0.1
+  validation_split: 0.1
 tokenizer: bytes
 sequence_length: 32
-global_batch: 24
-steps: 2
+global_batch_size: 24
+max_steps: 2
 optimizer:
-  {{name: adamw, lr: 3e-4, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1, clip_norm: 1.0,
+  {{name: adamw, lr: 3e-4, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1,
    groups: [{{match: "*norm.weight", lr: 1e-4, weight_decay: 0}}]}}
-schedule: {{warmup_steps: 1, kind: cosine, final_ratio: 0.1}}
+max_grad_norm: 1.0
+lr_scheduler: {{warmup_steps: 1, type: cosine, min_lr_ratio: 0.1}}
 precision: {{fast: fp32, slow: fp32}}
-compile: {{fast: off}}
-efficiency:
-  {{tf32: auto, attention: own, kernels: torch, loss: {{slow: torch}}, fused_optimizer: on,
-   channels_last: auto}}
+torch_compile: {{fast: off}}
 seed: 1
 cluster:
 {CLUSTER.replace(chr(10), chr(10) + "  ").rstrip().replace("classes", "  classes", 1)}
 strategy: optimal
 techniques:
-  {{zero_stages: [3, 1], heads: whole, boundaries: device, state_on: device,
-   recompute: [yes, no], tensor: [1, 2], sequence: no, least_stages: 1, most_stages: 2,
-   leave_out: no, padded: yes,
-   schedules: [1f1b], shardings: all, orders: layered}}
-output: run
-log_every_steps: 1
-trace_step: 2
-evaluation: {{every_steps: 2, batches: 1}}
-checkpoint: {{every_steps: 0, keep: 1, memory_every_steps: auto}}
-trackers:
+  {{zero_stages: [3, 1], cross_entropy: whole, checkpoints_on: device, state_on: device,
+   gradient_checkpointing: [yes, no], tensor_parallel_size: [1, 2], sequence_parallel: no,
+   min_pipeline_stages: 1, max_pipeline_stages: 2, leave_out: no, padded: yes,
+   pipeline_schedules: [1f1b], shardings: all, orders: layered}}
+output_dir: run
+logging_steps: 1
+eval_steps: 2
+eval_batches: 1
+save_steps: 0
+save_total_limit: 1
+memory_save_steps: auto
+report_to:
   tensorboard: {{folder: boards, name: mine}}
   prometheus: {{address: 127.0.0.1, port: 0, name: mine}}
-rebalance: yes
-replay_every_steps: 2
-restarts: 1
-profile: {{budget: 2 min, cache: profiles}}
-timeout: 90 s
-grace: 20 s
+advanced:
+  efficiency:
+    {{tf32: auto, attention: own, kernels: torch, loss: {{slow: torch}}, fused_optimizer: on,
+     channels_last: auto}}
+  profile_budget: 2 min
+  profile_cache: profiles
+  rebalance: yes
+  replay_steps: 2
+  trace_step: 2
+  max_restarts: 1
+  timeout: 90 s
+  grace_period: 20 s
 """
 
 # For estimates, which know nothing but sizes.
@@ -122,12 +128,13 @@ model:
   tensor_plan: {"layers.*.mlp.up_proj": colwise}
 data: {dataset: corpus, column: text}
 sequence_length: 128
-global_batch: 16
-steps: 10
+global_batch_size: 16
+max_steps: 10
 optimizer: {name: sgd, lr: 0.1, momentum: 0.9}
 precision: fp32
-techniques: {zero_stages: [3, 0], most_stages: 2, tensor: 1, heads: whole, state_on: device}
-trackers:
+techniques: {zero_stages: [3, 0], max_pipeline_stages: 2, tensor_parallel_size: 1,
+             cross_entropy: whole, state_on: device}
+report_to:
   wandb: {project: p, name: n, entity: e, group: g, tags: [t], folder: boards, mode: offline}
   mlflow: {experiment: e, name: n, tags: {a: b}, uri: "http://127.0.0.1:5000"}
   trackio: {project: p, name: n, group: g, folder: boards, space: user/name}
@@ -141,15 +148,15 @@ model:
 data:
   factory: mine:samples
   arguments: {number: 40, length: 32}
-  workers: 0
+  num_workers: 0
   packing: none
 sequence_length: 32
-global_batch: 24
-steps: 2
+global_batch_size: 24
+max_steps: 2
 optimizer: {name: muon, lr: 1e-3, momentum: 0.9, nesterov: yes, ns_steps: 3, adjust_lr: original}
 cluster: cluster.yaml
-output: run
-profile: {cache: profiles}
+output_dir: run
+advanced: {profile_cache: profiles}
 """
 
 MINE = """\
@@ -304,12 +311,16 @@ def write_all(folder: Path) -> list[Good]:
     profile = _estimated(job, folder)
     profile.save(folder / "profile.json")
     for name, shape in {
-        "one": {"most_stages": 1, "tensor": (1,), "zero_stages": (3,)},
-        "stages": {"least_stages": 2, "most_stages": 3, "tensor": (1,)},
-        "teams": {"most_stages": 1, "tensor": (2,)},
+        "one": {"max_pipeline_stages": 1, "tensor_parallel_size": (1,), "zero_stages": (3,)},
+        "stages": {
+            "min_pipeline_stages": 2,
+            "max_pipeline_stages": 3,
+            "tensor_parallel_size": (1,),
+        },
+        "teams": {"max_pipeline_stages": 1, "tensor_parallel_size": (2,)},
     }.items():
         space = EVERYTHING.model_copy(update={"leave_out": False, **shape})
-        made = make_plan(profile, job.global_batch, space=space)
+        made = make_plan(profile, job.global_batch_size, space=space)
         _save(made, folder, name)
     _save(_of_unlike_teams(profile, Plan.load(folder / "teams.json")), folder, "unlike")
     return [
@@ -357,7 +368,7 @@ def _estimated(job: Job, folder: Path) -> Profile:
     assert isinstance(config, dict)
     cluster = NamedCluster("4x rtx3090, 2x p40")
     model = NamedDecoder("llama", decoder(config))
-    length, batch = job.sequence_length, job.global_batch
+    length, batch = job.sequence_length, job.global_batch_size
     found = Estimate(cluster, model, FULL, job.optimizer, length, batch, "fp32").profile()
     anatomy = split_into_units(build_model(job.model, folder=folder, seed=0))
     units = [unit.name for unit in anatomy.units]

@@ -119,7 +119,7 @@ def profile_of(setting: Setting) -> Profile:
         setting.build,
         lambda samples: setting.rows(0, samples),
         sequence_length=setting.sequence,
-        global_batch=setting.global_batch,
+        global_batch_size=setting.global_batch,
         cluster=setting.cluster,
         budget_s=PROFILE_BUDGET_S,
         progress=lambda line: None,

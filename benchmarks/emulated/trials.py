@@ -118,10 +118,10 @@ def _job(folder: Path, config: dict[str, Any], global_batch: int, sequence_lengt
         "model": {"config": config},
         "data": {"text": [str(TEXT)], "pattern": "*.py"},
         "sequence_length": sequence_length,
-        "global_batch": global_batch,
-        "steps": 1000,
+        "global_batch_size": global_batch,
+        "max_steps": 1000,
         "cluster": CLUSTER,
-        "output": str(folder / "run"),
+        "output_dir": str(folder / "run"),
     }
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job), encoding="utf-8")

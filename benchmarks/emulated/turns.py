@@ -65,9 +65,9 @@ def job_file(config: dict[str, Any], length: int, **keys: Any) -> Iterator[Path]
             "model": {"config": config},
             "data": {"factory": "emulated.tokens:samples", "arguments": tokens},
             "sequence_length": length,
-            "steps": 1000,
-            "profile": {"cache": "profiles"},
-            "output": "run",
+            "max_steps": 1000,
+            "advanced": {"profile_cache": "profiles"},
+            "output_dir": "run",
         }
         path = Path(folder) / "job.yaml"
         path.write_text(yaml.safe_dump(job | keys), encoding="utf-8")

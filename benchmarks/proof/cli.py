@@ -59,16 +59,17 @@ def _train(bench: Bench) -> dict[str, Any]:
         bench,
         "run",
         REHEARSED if bench.rehearses else SMALL,
-        global_batch=8 if bench.rehearses else 32,
-        steps=steps,
-        trace_step=traced,
+        global_batch_size=8 if bench.rehearses else 32,
+        max_steps=steps,
+        advanced={"trace_step": traced},
         optimizer={"lr": 1e-3},
-        schedule={"warmup_steps": 6},
-        evaluation={"every_steps": steps // 2, "batches": 1},
-        checkpoint={"memory_every_steps": 0},
+        lr_scheduler={"warmup_steps": 6},
+        eval_steps=steps // 2,
+        eval_batches=1,
+        memory_save_steps=0,
         **keys,
     )
-    told = yaml_with(job, data={"held_out": 0.05})
+    told = yaml_with(job, data={"validation_split": 0.05})
     done = well(gpumix(bench, "train", str(told), "--json"), "gpumix train")
     by_step = losses(bench.folder / "run")
     (step_s,) = (

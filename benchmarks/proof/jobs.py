@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -111,18 +112,25 @@ def well(done: Done, what: str) -> Done:
     return done
 
 
-def write_job(bench: Bench, name: str, spec: Llama, **keys: Any) -> Path:
+def write_job(
+    bench: Bench,
+    name: str,
+    spec: Llama,
+    *,
+    advanced: Mapping[str, Any] = MappingProxyType({}),
+    **keys: Any,
+) -> Path:
     """A job's file: text that every Python brings along as bytes, on the devices that are found."""
     job = {
         "model": {"config": spec.configuration},
-        "data": {"text": texts(bench), "pattern": "*.py", "held_out": 0.0},
+        "data": {"text": texts(bench), "pattern": "*.py", "validation_split": 0.0},
         "sequence_length": spec.sequence,
         "optimizer": {"lr": 4e-4, "betas": [0.9, 0.95], "weight_decay": 0.1},
         "precision": "fp32" if bench.rehearses else "bf16",
         "cluster": "auto",
-        "profile": {"budget": 1 if bench.rehearses else 15},
-        "output": str(bench.folder / name),
-        "log_every_steps": 1,
+        "advanced": {"profile_budget": 1 if bench.rehearses else 15, **advanced},
+        "output_dir": str(bench.folder / name),
+        "logging_steps": 1,
         **keys,
     }
     file = bench.folder / f"{name}.yaml"

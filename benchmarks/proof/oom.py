@@ -66,14 +66,14 @@ def run(bench: Bench) -> Outcome:
 def _job(bench: Bench, name: str, *, disturbed: bool = False) -> Path:
     steps = 4 if bench.rehearses else STEPS
     batch = REHEARSED_BATCH if bench.rehearses else GLOBAL_BATCH
-    keys: dict[str, Any] = {"global_batch": batch, "steps": steps}
-    keys |= {"checkpoint": {"memory_every_steps": 1}, "rebalance": False}
+    keys: dict[str, Any] = {"global_batch_size": batch, "max_steps": steps}
+    keys |= {"memory_save_steps": 1, "advanced": {"rebalance": False}}
     if bench.place == "gpu":
         assert bench.card is not None
         memory_gib = min(PLANNED_GIB, 0.7 * bench.card.memory_bytes / GIB)
         cluster = [{"class": "h100", "memory": f"{memory_gib:.1f} GiB"}]
         # All micro-batches go through a block before the next one: so a plan fills its memory.
-        techniques = {"orders": ["layered"], "state_on": ["device"], "boundaries": ["device"]}
+        techniques = {"orders": ["layered"], "state_on": ["device"], "checkpoints_on": ["device"]}
         return write_job(bench, name, SMALL, cluster=cluster, techniques=techniques, **keys)
     taken = int(TAKEN_PART * REHEARSED_MIB * 2**20) if disturbed else 0
     arguments = {"folder": str(bench.folder), "length": LENGTH, "rank": 0, "step": 2}
@@ -85,7 +85,7 @@ def _job(bench: Bench, name: str, *, disturbed: bool = False) -> Path:
         data={
             "factory": "faulted.hog:samples",
             "arguments": {**arguments, "taken_bytes": taken},
-            "held_out": 0.0,
+            "validation_split": 0.0,
         },
         sequence_length=LENGTH,
         cluster=[{"class": "small", "accelerator": "cpu", "memory": f"{REHEARSED_MIB} MiB"}],

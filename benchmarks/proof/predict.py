@@ -25,9 +25,11 @@ def run(bench: Bench) -> Outcome:
     spec, _ = shape_of(bench)
     folder = fast_folder(bench, STATE_BYTES * spec.parameters)
     try:
-        keys = {"output": str(folder / "run"), "checkpoint": {"memory_every_steps": 0}}
+        keys = {"output_dir": str(folder / "run"), "memory_save_steps": 0}
         steps = 4 if bench.rehearses else STEPS
-        file = write_job(bench, "run", spec, global_batch=GLOBAL_BATCH, steps=steps, **keys)
+        file = write_job(
+            bench, "run", spec, global_batch_size=GLOBAL_BATCH, max_steps=steps, **keys
+        )
         with Clocks(bench) as clocks:
             command = Command(bench, "train", str(file), "--json")
             done = well(command.wait(), "gpumix train")

@@ -79,8 +79,8 @@ class _Resume:
         saves = records(self.bench.folder / "whole", "checkpoint")
         step_s, without_s = self._step_s("whole"), None
         if not self.bench.rehearses:
-            without = {"every_steps": 0, "memory_every_steps": 0}
-            well(self._train(self._job("without", checkpoint=without)), "the run without copies")
+            without = {"save_steps": 0, "memory_save_steps": 0}
+            well(self._train(self._job("without", **without)), "the run without copies")
             without_s = self._step_s("without")
         later = [one["stalled_s"] for one in saves[1:-1]]  # the first makes room, the last waits
         figures = {
@@ -138,10 +138,15 @@ class _Resume:
         return told, ()
 
     def _job(self, name: str, **keys: Any) -> Path:
-        checkpoint = {"every_steps": self.course.save_every, "memory_every_steps": 1}
-        more = {"checkpoint": checkpoint, "rebalance": False, **keys}
+        saving = {"save_steps": self.course.save_every, "memory_save_steps": 1}
         return write_job(
-            self.bench, name, self.spec, global_batch=GLOBAL_BATCH, steps=self.course.steps, **more
+            self.bench,
+            name,
+            self.spec,
+            global_batch_size=GLOBAL_BATCH,
+            max_steps=self.course.steps,
+            advanced={"rebalance": False},
+            **saving | keys,
         )
 
     def _words(self, job: Path, *more: str) -> list[str]:
@@ -169,7 +174,7 @@ class _Resume:
         if not (folder / "checkpoints").is_dir():
             return None
         shutil.copytree(folder, self.bench.folder / "files")
-        told = yaml.safe_load(job.read_text()) | {"output": str(self.bench.folder / "files")}
+        told = yaml.safe_load(job.read_text()) | {"output_dir": str(self.bench.folder / "files")}
         alone = self.bench.folder / "files.yaml"
         alone.write_text(yaml.safe_dump(told, sort_keys=False))
         return alone

@@ -33,11 +33,10 @@ HEAD = "| key | takes | default | meaning |\n|---|---|---|---|"
 
 def tables() -> str:
     """All sections of the page."""
-    nested = [(n, f.annotation) for n, f in Job.model_fields.items() if _is_model(f.annotation)]
     sections = [_section("The job", Job)]
-    sections += [_section(f"`{name}`", model) for name, model in nested]
+    sections += [_section(f"`{name}`", model, above=f"{name}.") for name, model in _nested(Job)]
     sections += [_section("`optimizer.groups[]`", ParameterGroup)]
-    sections += [_section(f"`trackers.{name}`", model) for name, model in _trackers()]
+    sections += [_section(f"`report_to.{name}`", model) for name, model in _trackers()]
     sections += [
         _section("A cluster: the long form", cluster_file.ClusterForm, LONG),
         _section("`classes.NAME`", cluster_file.ClassForm),
@@ -47,20 +46,29 @@ def tables() -> str:
     return "\n\n".join(sections)
 
 
+def _nested(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """The models below a model, by dotted key."""
+    for name, field in model.model_fields.items():
+        if _is_model(field.annotation):
+            yield f"{above}{name}", field.annotation
+            yield from _nested(field.annotation, f"{above}{name}.")
+
+
 def _trackers() -> Iterator[tuple[str, type[BaseModel]]]:
     for name, field in Trackers.model_fields.items():
         yield name, next(part for part in get_args(field.annotation) if _is_model(part))
 
 
-def _section(title: str, model: type[BaseModel], about: str = "") -> str:
-    rows = "\n".join(_row(model, name, field) for name, field in model.model_fields.items())
+def _section(title: str, model: type[BaseModel], about: str = "", *, above: str = "") -> str:
+    rows = "\n".join(_row(model, name, field, above) for name, field in model.model_fields.items())
     return f"## {title}\n\n{about or inspect.getdoc(model)}\n\n{HEAD}\n{rows}"
 
 
-def _row(model: type[BaseModel], name: str, field: FieldInfo) -> str:
+def _row(model: type[BaseModel], name: str, field: FieldInfo, above: str) -> str:
     key = field.alias or name
     if _is_model(field.annotation):
-        takes, default = f"[keys below](#{key})", "" if field.is_required() else "its defaults"
+        anchor = f"{above}{key}".replace(".", "")
+        takes, default = f"[keys below](#{anchor})", "" if field.is_required() else "its defaults"
     else:
         takes = _takes(field.annotation, field.metadata)
         default = _default(field, unit=" s" if takes == UNITS[Seconds] else "")

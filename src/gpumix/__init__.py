@@ -1,7 +1,7 @@
 """gpumix trains transformers on any mixture of GPUs, at their combined speed.
 
-    profile = gpumix.profile(build, make_batch, sequence_length=512, global_batch=64)
-    plan = gpumix.plan(profile, global_batch=64)
+    profile = gpumix.profile(build, make_batch, sequence_length=512, global_batch_size=64)
+    plan = gpumix.plan(profile, global_batch_size=64)
     engine = gpumix.prepare(gpumix.build(build, seed=0), plan)
     optimizer = torch.optim.AdamW(engine.parameters())
 

@@ -65,7 +65,7 @@ def test_bytes_of_what_is_saved(tmp_path):
 def test_packages_that_a_job_needs(tmp_path, monkeypatch):
     job = read_job(write_job(tmp_path, efficiency={"attention": {"big": "flash"}}))
     assert find_missing_packages(job) == {"flash_attn": "pip install flash-attn"}
-    job = read_job(write_job(tmp_path, compile=True))
+    job = read_job(write_job(tmp_path, torch_compile=True))
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert list(find_missing_packages(job)) == ["a C++ compiler"]
 

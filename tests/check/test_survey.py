@@ -133,7 +133,7 @@ def test_a_gpu_that_is_not_there(tmp_path):
 @pytest.mark.extended
 def test_what_a_job_lacks_is_told_of_every_host(tmp_path):
     (tmp_path / "file").touch()
-    changes = {"output": "file/run", "data": {"text": ["nothing.txt"]}}
+    changes = {"output_dir": "file/run", "data": {"text": ["nothing.txt"]}}
     found = wrong(survey_of(write_job(tmp_path, cluster=ON_TWO_HOSTS, **changes)))
     assert [(one.check, one.host) for one in found] == [
         ("disk", "a"),

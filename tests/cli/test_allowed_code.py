@@ -86,4 +86,4 @@ def test_an_override_of_another_key_allows_nothing(tmp_path):
     path = write_job(tmp_path)
     job = read_job(path)
     with pytest.raises(InputError, match=r"'data\.factory'"):
-        check_allowed(job, path, [], ["model.factory=toys:model", "data.held_out=0.1"])
+        check_allowed(job, path, [], ["model.factory=toys:model", "data.validation_split=0.1"])

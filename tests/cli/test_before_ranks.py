@@ -54,7 +54,7 @@ def job_with(
 @pytest.mark.parametrize("case", CASES)
 def test_of_teams_that_the_job_wants(tmp_path, case, verb):
     heads, key_heads, degree, told = CASES[case]
-    job_with(tmp_path, heads, key_heads, degree, techniques={"tensor": degree})
+    job_with(tmp_path, heads, key_heads, degree, techniques={"tensor_parallel_size": degree})
     assert_refused(tmp_path, told, verb, "job.yaml")
 
 
@@ -72,10 +72,14 @@ def test_of_teams_of_a_given_plan(tmp_path, case):
 @pytest.mark.parametrize(
     ("devices", "techniques", "told"),
     [
-        (4, {"least_stages": 3}, "no plan of 3 stages: there are 4 devices, of which"),
-        (2, {"least_stages": 9}, "each may have 2 stages, and 2 units"),
-        (2, {"least_stages": 2, "tensor": 2}, "one team of 2 alone has one stage"),
-        (1, {"least_stages": 2}, "one device alone has one stage"),
+        (4, {"min_pipeline_stages": 3}, "no plan of 3 stages: there are 4 devices, of which"),
+        (2, {"min_pipeline_stages": 9}, "each may have 2 stages, and 2 units"),
+        (
+            2,
+            {"min_pipeline_stages": 2, "tensor_parallel_size": 2},
+            "one team of 2 alone has one stage",
+        ),
+        (1, {"min_pipeline_stages": 2}, "one device alone has one stage"),
     ],
 )
 def test_of_stages_that_the_job_wants(tmp_path, devices, techniques, told, verb):
@@ -85,12 +89,17 @@ def test_of_stages_that_the_job_wants(tmp_path, devices, techniques, told, verb)
 
 STRATEGIES = [
     (1, "staged", {}, "one device alone has one stage"),
-    (2, "staged", {"tensor": 2}, "one team of 2 alone has one stage"),
+    (2, "staged", {"tensor_parallel_size": 2}, "one team of 2 alone has one stage"),
     (2, "staged", {"orders": "sequential"}, "with orders sequential: it needs layered"),
     (1, "model", {}, "one device alone has one stage"),
-    (2, "model", {"tensor": 2}, "with tensor 2: it needs 1"),
+    (2, "model", {"tensor_parallel_size": 2}, "with tensor_parallel_size 2: it needs 1"),
     (2, "model", {"zero_stages": [1, 2]}, "with zero_stages 1 or 2: it needs 0"),
-    (2, "even", {"least_stages": 2}, "the strategy does not choose how many stages there are"),
+    (
+        2,
+        "even",
+        {"min_pipeline_stages": 2},
+        "the strategy does not choose how many stages there are",
+    ),
 ]
 
 

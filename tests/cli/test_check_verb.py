@@ -42,7 +42,7 @@ def test_a_cluster_that_is_fit(tmp_path):
 
 
 def test_errors_leave_with_3_and_each_has_a_line_with_its_fix(tmp_path):
-    write_job(tmp_path, cluster=EMULATED, output="file/run")
+    write_job(tmp_path, cluster=EMULATED, output_dir="file/run")
     (tmp_path / "file").touch()
     done = jobs.gpumix("check", "job.yaml", folder=tmp_path)
     assert done.code == 3
@@ -62,7 +62,7 @@ def test_bad_input_is_told_as_by_every_verb(tmp_path):
     job = tmp_path / "job.yaml"
     for verb in ("check", "train"):
         assert f"gpumix: {job}: there is no such job file" in refused(verb, job)
-    assert "no job is given" in refused("check", "--set", "steps=3")
+    assert "no job is given" in refused("check", "--set", "max_steps=3")
     elsewhere = [{"class": "one", "accelerator": "cpu", "memory": "1 GiB", "host": "elsewhere"}]
     assert "-m gpumix" in refused("check", write_job(tmp_path, cluster=elsewhere))
 

@@ -12,7 +12,7 @@ from gpumix.cli import app
 from gpumix.planner.plan import STRATEGIES
 
 CARDS = "rtx3090, p40"
-SMALL = ("--sequence-length", "512", "--global-batch", "4")
+SMALL = ("--sequence-length", "512", "--global-batch-size", "4")
 
 
 def compared(*arguments: str, code: int = 0):
@@ -65,7 +65,7 @@ def test_nothing_that_fits_is_an_error():
     [
         ([], "there is no GPU to plan for"),
         (["--cluster", "4x rtx9999"], "rtx9999"),
-        (["--cluster", CARDS, "--global-batch", "0"], "global-batch"),
+        (["--cluster", CARDS, "--global-batch-size", "0"], "global-batch"),
     ],
 )
 def test_bad_input_is_one_error(arguments, told):

@@ -14,20 +14,20 @@ SMALLER = [
     "model.config.n_layer=2",
     "model.config.n_embd=48",
     "sequence_length=32",
-    "global_batch=8",
+    "global_batch_size=8",
     # Few plans; of the even ones that are tried one.
-    "techniques.most_stages=1",
-    "techniques.tensor=1",
+    "techniques.max_pipeline_stages=1",
+    "techniques.tensor_parallel_size=1",
     "techniques.zero_stages=3",
-    "techniques.recompute=true",
+    "techniques.gradient_checkpointing=true",
     "techniques.state_on=device",
-    "profile.budget=2",
+    "advanced.profile_budget=2",
 ]
 
 
 def demo(folder, *arguments) -> Done:
     sets = [word for change in SMALLER for word in ("--set", change)]
-    command = ("demo", "--output", "mine", *sets, *arguments)
+    command = ("demo", "--output-dir", "mine", *sets, *arguments)
     done = gpumix(*command, folder=folder, timeout_s=200)
     assert done.code == 0, done.err
     assert "Traceback" not in done.err
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first(folder):
-    return demo(folder, "--steps", "3", "--json")
+    return demo(folder, "--max-steps", "3", "--json")
 
 
 def test_a_demo_trains_and_compares_itself_with_an_even_split(first, folder):
@@ -67,7 +67,7 @@ def test_a_demo_trains_and_compares_itself_with_an_even_split(first, folder):
 
 @pytest.mark.extended
 def test_a_demo_replaces_a_former_one(first, folder):
-    done = demo(folder, "--steps", "4")
+    done = demo(folder, "--max-steps", "4")
     assert done.out == ""
     assert "step 4/4" in done.err
     losses = [record["loss"] for record in metrics(folder / "mine")]

@@ -18,9 +18,14 @@ from gpumix.schema.profile.profile import Profile
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("documents")
-    few = {"most_stages": 1, "tensor": 1, "zero_stages": 3, "leave_out": False}
-    soon = {"cache": "profiles", "budget": 2}
-    write_job(folder, cluster=EMULATED, steps=2, techniques=few, profile=soon)
+    few = {
+        "max_pipeline_stages": 1,
+        "tensor_parallel_size": 1,
+        "zero_stages": 3,
+        "leave_out": False,
+    }
+    soon = {"profile_cache": "profiles", "profile_budget": 2}
+    write_job(folder, cluster=EMULATED, max_steps=2, techniques=few, **soon)
     return folder
 
 
@@ -101,7 +106,7 @@ def test_plan_hands_on_the_error_of_its_measurement(tmp_path):
 
 @pytest.mark.extended
 def test_without_a_compiler_memory_is_said_to_be_unknown(tmp_path):
-    write_job(tmp_path, cluster=EMULATED[:1], steps=2)
+    write_job(tmp_path, cluster=EMULATED[:1], max_steps=2)
     nothing = {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path / "empty")}
     done = gpumix("train", "job.yaml", "--json", folder=tmp_path, env=nothing)
     assert done.code == 0, done.err

@@ -12,7 +12,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 
 CARDS = "rtx3090, p40"  # few: plans are found soon
-SMALL = ("--model", "20M", "--sequence-length", "512", "--global-batch", "16")
+SMALL = ("--model", "20M", "--sequence-length", "512", "--global-batch-size", "16")
 LABEL = "estimate from datasheets"
 
 
@@ -122,7 +122,7 @@ def test_a_configuration_serves_as_a_model(job, tmp_path):
     config = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4,
               "num_attention_heads": 4, "intermediate_size": 512, "vocab_size": 1000}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    length = ("--sequence-length", "128", "--global-batch", "2")
+    length = ("--sequence-length", "128", "--global-batch-size", "2")
     plan = planned("--cluster", CARDS, "--model", tmp_path / "config.json", *length)
     assert sum(len(stage.units) for stage in plan.stages) == 4
 
@@ -157,7 +157,7 @@ def test_a_plan_of_a_profile_that_was_estimated_says_so(job, tmp_path):
         (("--cluster", "4x t4", "--network", "25GbE"), "there is only one"),
         (("--network", "25GbE"), "--network has no effect without --cluster"),
         (("--cluster", "t4", "--profile", "p.json"), "give one of them"),
-        (("--cluster", "t4", "--set", "steps=3"), "--set replaces keys of a job"),
+        (("--cluster", "t4", "--set", "max_steps=3"), "--set replaces keys of a job"),
         (("--cluster", "t4", "--model", "7X"), "there is no model '7X' to plan for"),
         (("--cluster", "t4", "--model", "900T"), "no model of 900000 B parameters"),
         (("--cluster", "t4", "--model", "0B"), "no model of 0 B parameters"),
@@ -173,7 +173,8 @@ def test_a_wrong_question_is_one_error(arguments, said):
     ("arguments", "said"),
     [
         (("--model", "7B"), "--model has no effect on a job"),
-        (("--cluster", "t4", "--global-batch", "8"), "--global-batch has no effect on a job"),
+        (("--cluster", "t4", "--global-batch-size", "8"),
+         "--global-batch-size has no effect on a job"),
         (("--network", "25GbE"), "--network has no effect without --cluster"),
         (("--cluster", "t4", "--profile", "profile.json"), "give one of them"),
         (("--cluster", __file__), "this is not YAML"),

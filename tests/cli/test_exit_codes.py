@@ -36,8 +36,13 @@ def job(tmp_path):
 def planned(tmp_path_factory):
     """A folder with a job, its profile and its plan."""
     folder = tmp_path_factory.mktemp("planned")
-    few = {"most_stages": 1, "tensor": 1, "zero_stages": 3, "leave_out": False}
-    train(write_job(folder, techniques=few), "steps=1")
+    few = {
+        "max_pipeline_stages": 1,
+        "tensor_parallel_size": 1,
+        "zero_stages": 3,
+        "leave_out": False,
+    }
+    train(write_job(folder, techniques=few), "max_steps=1")
     Profile.load(folder / "run" / "profile.json").save(folder / "profile.json")
     Plan.load(folder / "run" / "plan.json").save(folder / "plan.json")
     return folder
@@ -90,10 +95,10 @@ def test_a_plan_for_other_devices_is_told_before_torch_is_needed(planned, tmp_pa
 
 def test_a_plan_for_another_batch_is_told(planned):
     done = refused(
-        planned, 2, "train", "job.yaml", "--plan", "plan.json", "--set", "global_batch=9",
-        "--set", "output=other",
+        planned, 2, "train", "job.yaml", "--plan", "plan.json", "--set", "global_batch_size=9",
+        "--set", "output_dir=other",
     )  # fmt: skip
-    assert "the plan is for global_batch 8, the job has 9" in done.err
+    assert "the plan is for global_batch_size 8, the job has 9" in done.err
 
 
 def test_there_must_be_something_to_resume(job):
@@ -134,7 +139,7 @@ def test_a_strategy_must_be_known_before_anything_is_measured(job):
 def test_an_even_split_needs_a_sample_for_every_device(planned):
     done = refused(
         planned, 2, "plan", "job.yaml", "--profile", "profile.json", "--strategy", "even",
-        "--set", "global_batch=2",
+        "--set", "global_batch_size=2",
     )  # fmt: skip
     assert "cannot be split evenly over 3 devices" in done.err
 
@@ -142,7 +147,7 @@ def test_an_even_split_needs_a_sample_for_every_device(planned):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--set", "steps=3"), "--set replaces keys of a job"),
+        (("--set", "max_steps=3"), "--set replaces keys of a job"),
         (("job.yaml", "--cluster", "cluster.yaml"), "not both"),
     ],
 )
@@ -155,10 +160,10 @@ def test_a_demo_clears_nothing_but_a_former_demo(tmp_path):
     (tmp_path / "mine").mkdir()
     for name in ("demo.yaml", "precious"):
         (tmp_path / "mine" / name).write_text("kept")
-    done = refused(tmp_path, 2, "demo", "--output", "mine")
+    done = refused(tmp_path, 2, "demo", "--output-dir", "mine")
     assert "'precious' is there, which no demo wrote" in done.err
     (tmp_path / "mine" / "precious").rename(tmp_path / "mine" / "plan.json")
-    refused(tmp_path, 2, "demo", "--output", "mine", "--set", "nonsense=1")
+    refused(tmp_path, 2, "demo", "--output-dir", "mine", "--set", "nonsense=1")
     assert (tmp_path / "mine" / "plan.json").read_text() == "kept"
 
 
@@ -187,7 +192,7 @@ def test_a_run_of_a_newer_gpumix_is_not_written_over(job, name, resume):
     run.mkdir()
     newer = json.dumps({"kind": name, "schema_version": 99})
     (run / f"{name}.json").write_text(newer)
-    done = refused(job.parent, 2, "train", "job.yaml", "--trace", "1", *resume)
+    done = refused(job.parent, 2, "train", "job.yaml", "--trace-step", "1", *resume)
     assert f"{run / name}.json: a {name} of schema 1 is wanted" in done.err
     assert "why: a newer gpumix wrote it" in done.err
     assert "fix: install that version; or write elsewhere" in done.err
@@ -208,7 +213,7 @@ def test_a_wrong_call_is_told(job, arguments):
     [
         (("train", "--json"), "JOB"),
         (("train", "job.yaml", "--fast", "--json"), "--fast"),
-        (("plan", "--json", "--global-batch", "none"), "--global-batch"),
+        (("plan", "--json", "--global-batch-size", "none"), "--global-batch-size"),
         (("trane", "job.yaml", "--json"), "trane"),
     ],
 )

@@ -25,7 +25,7 @@ OF_TOKENS = "no tokenizer is written: its data may be tokens already, not bytes 
 def folder(tmp_path_factory):
     """Beside a run of two devices that each hold a part of the weights."""
     folder = tmp_path_factory.mktemp("exported")
-    job = write_job(folder, model={"config": LLAMA}, steps=2, cluster=PAIR)
+    job = write_job(folder, model={"config": LLAMA}, max_steps=2, cluster=PAIR)
     train(job, plan=plan_for(job, (4, 4), (0.5, 0.5)))
     return folder
 

@@ -36,7 +36,7 @@ def folder(files, monkeypatch, tmp_path):
 
 def untracked(use: tuple[str, ...]) -> tuple[str, ...]:
     """Processes of trackers take seconds to start."""
-    return (*use, "--set", "trackers={}") if use[0] == "train" else use
+    return (*use, "--set", "report_to={}") if use[0] == "train" else use
 
 
 def quick(good: Good) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ def test_every_good_file_is_accepted(files, folder):
 
 def test_every_key_of_a_job_is_spoilt():
     """But for those that go with others alone."""
-    alone = {"trackers.trackio.server", "trackers.prometheus.textfile"}
+    alone = {"report_to.trackio.server", "report_to.prometheus.textfile"}
     alone |= {f"optimizer.{name}" for name in ("beta2_decay", "clip_threshold", "least_scale")}
     written = {key for text in (JOB, SMALL, OWN) for key in keys_of(yaml.safe_load(text))}
     assert {key for key in fields_of(Job) if not key.startswith("cluster.")} - written == alone
@@ -146,9 +146,9 @@ def test_what_a_plan_cannot_be_for_the_model_is_told_with_its_file(folder):
     [
         (("seed",), 10**30, "'seed' must be 9.0072e+15 or less"),
         (("sequence_length",), 10**12, "'sequence_length' must be 1.07374e+09 or less"),
-        (("steps",), 10**30, "'steps' must be 1.09951e+12 or less"),
-        (("timeout",), 1e300, "'timeout' must be 1e+09 or less"),
-        (("data", "workers"), 10**12, "'data.workers' must be "),
+        (("max_steps",), 10**30, "'max_steps' must be 1.09951e+12 or less"),
+        (("advanced", "timeout"), 1e300, "'advanced.timeout' must be 1e+09 or less"),
+        (("data", "num_workers"), 10**12, "'data.num_workers' must be "),
         (("model", "config", "num_hidden_layers"), 10**30, "models have 1024 layers at most"),
         (("model", "config", "hidden_size"), 2**40, "transformers cannot build"),
         (("model", "config", "num_attention_heads"), -1, "job.yaml: model.config of type 'llama'"),
@@ -164,10 +164,13 @@ def test_numbers_that_cannot_be_meant_are_refused(folder, keys, value, said):
 
 def test_a_batch_that_can_be_cut_in_too_many_ways_is_refused(folder):
     done = run(
-        ["plan", "small.yaml", "--profile", "cards.json", "--set", "global_batch=1000000"], folder
+        ["plan", "small.yaml", "--profile", "cards.json", "--set", "global_batch_size=1000000"],
+        folder,
     )
     assert done.code == 2
-    assert done.err.startswith("gpumix: small.yaml, cards.json: 'global_batch' is 1000000: so many")
+    assert done.err.startswith(
+        "gpumix: small.yaml, cards.json: 'global_batch_size' is 1000000: so many"
+    )
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_helping_deciding_from_the_cache_and_showing_do_not_import_torch(run, tm
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(EMULATED))
     helps = [("--help",), ("train", "--help"), ("demo", "--help")]
     devices = ("devices", "--cluster", "cluster.yaml")
-    few = {"most_stages": 1, "tensor": 1, "zero_stages": 3}
+    few = {"max_pipeline_stages": 1, "tensor_parallel_size": 1, "zero_stages": 3}
     job = write_job(tmp_path, cluster=PAIR, techniques=few)
     JobController.of_file(job, [], debug=False).profile()
     cached = [("plan", "job.yaml"), ("profile", "job.yaml")]
@@ -62,7 +62,10 @@ def test_helping_deciding_from_the_cache_and_showing_do_not_import_torch(run, tm
 
 def test_what_answers_before_anything_is_there_does_not_import_torch(tmp_path):
     cards = ("--cluster", "rtx3090, p40")
-    small, batch = (*cards, "--model", "20M"), ("--sequence-length", "512", "--global-batch", "4")
+    small, batch = (
+        (*cards, "--model", "20M"),
+        ("--sequence-length", "512", "--global-batch-size", "4"),
+    )
     write_small_job(tmp_path)
     found = heavy_imports(
         tmp_path,

@@ -61,11 +61,16 @@ def test_the_job_trains(desk):
         "init", "--data", "texts", "--model", "20M", "--cluster", "cluster.yaml", "--json"
     )
     told = json.loads(done.stdout)
-    smaller = "model.config.num_hidden_layers=2", "sequence_length=16", "global_batch=4", "steps=2"
+    smaller = (
+        "model.config.num_hidden_layers=2",
+        "sequence_length=16",
+        "global_batch_size=4",
+        "max_steps=2",
+    )
     sets = [word for one in smaller for word in ("--set", one)]
     narrow = ("hidden_size=64", "num_attention_heads=2", "num_key_value_heads=2", "head_dim=32")
     sets += [word for one in narrow for word in ("--set", f"model.config.{one}")]
-    sets += ["--set", "schedule.warmup_steps=0", "--set", "profile.cache=cache"]
+    sets += ["--set", "lr_scheduler.warmup_steps=0", "--set", "advanced.profile_cache=cache"]
     for command in told["next"]:
         verb, target = command.split()[1:3]
         done = gpumix(verb, target, *(sets if verb != "report" else []))
@@ -145,8 +150,8 @@ def write(desk, **changes):
         "model": {"config": {"model_type": "llama", "vocab_size": 32_000}},
         "data": {"text": ["texts"]},
         "sequence_length": 16,
-        "global_batch": 4,
-        "steps": 2,
+        "global_batch_size": 4,
+        "max_steps": 2,
     }
     (desk / "job.yaml").write_text(yaml.safe_dump(job | changes))
     return desk / "job.yaml"

@@ -13,7 +13,7 @@ from gpumix.train.checkpoint.manifest import read_manifest
 def folder(tmp_path_factory):
     """Beside a run with three checkpoints."""
     folder = tmp_path_factory.mktemp("inspected")
-    job = write_job(folder, steps=6, checkpoint={"every_steps": 2, "keep": 3})
+    job = write_job(folder, max_steps=6, save_steps=2, save_total_limit=3)
     train(job, plan=plan_for(job))
     return folder
 

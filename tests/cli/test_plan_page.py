@@ -17,12 +17,12 @@ from gpumix.hardware.discovery import discover
 from gpumix.hardware.estimates.cluster_shorthand import parse_cluster, split_count
 from gpumix.schema.plan.plan import Plan
 
-SMALL = ("--sequence-length", "256", "--global-batch", "16")
+SMALL = ("--sequence-length", "256", "--global-batch-size", "16")
 ASKED = {
     "one stage": ("--cluster", "rtx3090, p40", "--model", "20M", *SMALL),
     "one card": ("--cluster", "l4", "--model", "20M", *SMALL),
     "stages": ("--cluster", "rtx3090, rtx3060", "--model", "1B"),
-    "teams": ("--cluster", "8x v100-16gb-sxm", "--model", "3B", "--global-batch", "64"),
+    "teams": ("--cluster", "8x v100-16gb-sxm", "--model", "3B", "--global-batch-size", "64"),
     "hosts": ("--cluster", "2 hosts of 2x t4; l4", "--network", "10GbE", "--model", "60M", *SMALL),
     "long names": (
         "--cluster", "2x rtxpro6000-maxq, quadro-rtx8000, a2",
@@ -113,7 +113,7 @@ def test_an_even_split_that_is_too_full_is_compared_in_passes():
     asked = ("--cluster", "rtx3090, rtx3060", "--model", "1B")
     even = ("--strategy", "even", "--json")
     assert gpumix("plan", *asked, *even).exit_code == 4  # at 128 samples
-    half = gpumix("plan", *asked, "--global-batch", "64", *even).stdout
+    half = gpumix("plan", *asked, "--global-batch-size", "64", *even).stdout
     step_s = 2 * Plan.model_validate_json(half).prediction.step_s
     plan = Plan.model_validate_json(gpumix("plan", *asked, "--json").stdout)
     told = {other.strategy: other for other in plan.reasons.alternatives}["even"]
@@ -176,7 +176,7 @@ def test_more_cards_are_tried():
 
 @pytest.mark.parametrize("ram", ["60GiB", "96 GiB"])
 def test_a_plan_uses_no_more_memory_of_hosts_than_there_is(ram):
-    asked = ("--cluster", "2x rtx3090", "--model", "3B", "--global-batch", "32", "--ram", ram)
+    asked = ("--cluster", "2x rtx3090", "--model", "3B", "--global-batch-size", "32", "--ram", ram)
     done = gpumix("plan", *asked, "--json")
     plan = Plan.model_validate_json(done.stdout)
     used = sum(worker.host_bytes for worker in plan.prediction.workers)
@@ -184,7 +184,7 @@ def test_a_plan_uses_no_more_memory_of_hosts_than_there_is(ram):
 
 
 def test_more_memory_of_hosts_is_never_slower():
-    asked = ("--cluster", "2x rtx3090", "--model", "3B", "--global-batch", "32")
+    asked = ("--cluster", "2x rtx3090", "--model", "3B", "--global-batch-size", "32")
     steps = [
         Plan.model_validate_json(gpumix("plan", *asked, "--ram", ram, "--json").stdout)
         for ram in ("50GiB", "70GiB", "512GiB")
@@ -305,7 +305,7 @@ def test_the_planner_works_without_torch():
 def test_what_needs_torch_says_how_to_install_it(tmp_path):
     job = write_job(tmp_path)
     (tmp_path / "a.txt").write_text("some text " * 500)
-    done = without_torch("profile", str(job), "--set", "profile.cache=cache")
+    done = without_torch("profile", str(job), "--set", "advanced.profile_cache=cache")
     assert done.returncode == 3, done.stderr
     assert "needs torch, which is not installed" in done.stderr
     assert 'pip install "gpumix[transformers]"' in done.stderr

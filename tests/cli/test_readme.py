@@ -23,10 +23,10 @@ SMALLER = [
     "model.config.num_attention_heads=4",
     "model.config.intermediate_size=48",
     "sequence_length=16",
-    "global_batch=8",
-    "evaluation.every_steps=2",
+    "global_batch_size=8",
+    "eval_steps=2",
     "cluster=cluster.yaml",
-    "profile.cache=profiles",
+    "advanced.profile_cache=profiles",
 ]
 
 
@@ -53,12 +53,12 @@ def test_the_job_of_the_readme_goes_its_whole_way(tmp_path, monkeypatch):
     (tmp_path / "cluster.yaml").write_text(block_after("a file `cluster.yaml`"), encoding="utf-8")
     (tmp_path / "my-texts").mkdir()
     (tmp_path / "my-texts" / "one.txt").write_text(README * 4, encoding="utf-8")
-    steps = {"train": ["steps=3"], "resume": ["steps=5"]}
+    steps = {"train": ["max_steps=3"], "resume": ["max_steps=5"]}
     ran = []
     for words in commands():
         part = "resume" if "--resume" in words else words[0]
-        sets = [*SMALLER, *steps.get(part, ["steps=3"])] if "job.yaml" in words else []
-        given = [word for word in words if not word.startswith("steps=") and word != "--set"]
+        sets = [*SMALLER, *steps.get(part, ["max_steps=3"])] if "job.yaml" in words else []
+        given = [word for word in words if not word.startswith("max_steps=") and word != "--set"]
         done = gpumix(*given, *(w for s in sets for w in ("--set", s)))
         assert done.exit_code == 0, f"{words}: {done.stderr}"
         ran.append(part)

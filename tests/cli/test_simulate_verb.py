@@ -21,7 +21,12 @@ CLUSTER = "2x rtx3090, 2x p40"
 ESTIMATE = ("--cluster", CLUSTER, "--model", "3B")
 PAIR = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB", "count": 2}]
 # Few plans, which are found soon.
-TECHNIQUES = {"most_stages": 1, "tensor": 1, "zero_stages": 3, "leave_out": False}
+TECHNIQUES = {
+    "max_pipeline_stages": 1,
+    "tensor_parallel_size": 1,
+    "zero_stages": 3,
+    "leave_out": False,
+}
 FEW = Space.model_validate(TECHNIQUES)
 
 
@@ -113,7 +118,7 @@ def test_a_job_that_was_measured_says_what_its_profile_says(measured):
 
 def test_a_run_can_be_laid_beside_its_simulation(tmp_path):
     """As the command line page says: the run's folder has all that it takes."""
-    train(write_job(tmp_path, cluster=PAIR, steps=2, trace_step=2, techniques=TECHNIQUES))
+    train(write_job(tmp_path, cluster=PAIR, max_steps=2, trace_step=2, techniques=TECHNIQUES))
     run_folder, beside = tmp_path / "run", tmp_path / "simulated.json"
     ran("simulate", run_folder / "plan.json", "--profile", run_folder / "profile.json",
         "--trace", beside)  # fmt: skip
@@ -172,7 +177,7 @@ def test_times_must_come_from_somewhere(estimated, tmp_path):
 @pytest.mark.parametrize(
     "option",
     [("--job", "job.yaml"), ("--cluster", "p40"), ("--network", "25GbE"), ("--model", "1B"),
-     ("--set", "steps=3")],
+     ("--set", "max_steps=3")],
     ids=lambda option: option[0],
 )  # fmt: skip
 def test_times_must_not_come_from_two_places(measured, option):
@@ -182,7 +187,7 @@ def test_times_must_not_come_from_two_places(measured, option):
 
 
 def test_a_job_that_was_not_measured_is_told_and_not_measured(tmp_path):
-    job = write_job(tmp_path, cluster=PAIR, profile=OWN_PROFILES)
+    job = write_job(tmp_path, cluster=PAIR, **OWN_PROFILES)
     plan_for(job, (4, 4), (0.5, 0.5)).save(tmp_path / "plan.json")
     err = refused("simulate", tmp_path / "plan.json", "--job", job)
     assert "this job was not measured" in err

@@ -35,11 +35,16 @@ JOB = {
     "data": {"text": ["a.txt"]},
     "tokenizer": "bytes",
     "sequence_length": 128,
-    "global_batch": 8,
-    "steps": 1,
+    "global_batch_size": 8,
+    "max_steps": 1,
     # Few plans: they are found soon.
-    "techniques": {"most_stages": 1, "tensor": 1, "zero_stages": 3, "state_on": "device"},
-    "output": "run",
+    "techniques": {
+        "max_pipeline_stages": 1,
+        "tensor_parallel_size": 1,
+        "zero_stages": 3,
+        "state_on": "device",
+    },
+    "output_dir": "run",
 }
 
 

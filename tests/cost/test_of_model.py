@@ -29,7 +29,9 @@ PROFILE = in_a_row(
 
 @pytest.fixture(scope="module")
 def made() -> Plan:
-    space = Space(least_stages=2, most_stages=2, schedules="1f1b", leave_out=False)
+    space = Space(
+        min_pipeline_stages=2, max_pipeline_stages=2, pipeline_schedules="1f1b", leave_out=False
+    )
     return make_plan(PROFILE, 4, space=space)
 
 
@@ -80,13 +82,13 @@ def test_all_of_the_root_is_enough(made):
     ],
 )
 def test_the_unit_that_is_wrong_is_named(units, told):
-    plan = make_plan(PROFILE, 4, space=Space(most_stages=1))
+    plan = make_plan(PROFILE, 4, space=Space(max_pipeline_stages=1))
     with pytest.raises(InputError, match=told):
         predict(PROFILE, edited(plan, 0, units=[f"layers.{n}" for n in units]))
 
 
 def test_ends_name_what_only_they_use():
-    one = make_plan(PROFILE, 4, space=Space(most_stages=1, leave_out=False))
+    one = make_plan(PROFILE, 4, space=Space(max_pipeline_stages=1, leave_out=False))
     with pytest.raises(InputError, match=r"'after' names 'tied\.weight', which is not used"):
         predict(PROFILE, edited(one, 0, after=["tied.weight"]))
 
@@ -106,7 +108,7 @@ def test_what_would_have_no_effect_is_refused(made, changes, told):
 
 
 def test_more_graphs_than_there_are_cannot_be_kept():
-    one = make_plan(PROFILE, 4, space=Space(most_stages=1, recompute=(True,)))
+    one = make_plan(PROFILE, 4, space=Space(max_pipeline_stages=1, gradient_checkpointing=(True,)))
     workers = one.model_dump(mode="json")["stages"][0]["workers"]
     workers[0]["kept_graphs"] = 1 + 4 * len(one.workers[0].micro_batches)
     with pytest.raises(InputError, match=r"'kept_graphs' is \d+, device '.*' has \d+ pairs"):

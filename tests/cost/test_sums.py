@@ -27,7 +27,9 @@ def timed(*sums: CollectiveTimes) -> Profile:
 
 
 def step_s(found: Profile, zero_stage: int) -> float:
-    request = PlanRequest(global_batch=2, space=Space(zero_stages=zero_stage, recompute=True))
+    request = PlanRequest(
+        global_batch=2, space=Space(zero_stages=zero_stage, gradient_checkpointing=True)
+    )
     return predict_step_seconds(found, plan_even(found, request))
 
 

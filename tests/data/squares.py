@@ -35,7 +35,7 @@ class Squares:
 
 
 def processes(dataset: Any, shares: list[int] = [6, 2], rank: int = 0, **given: Any) -> Loader:  # noqa: B006
-    return Loader(dataset, shares, rank, **{"workers": 2, "kind": "processes"} | given)
+    return Loader(dataset, shares, rank, **{"num_workers": 2, "kind": "processes"} | given)
 
 
 def take(loader: Loader, steps: int) -> list[int]:

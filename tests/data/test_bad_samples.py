@@ -184,7 +184,7 @@ def test_a_pack_does_without_its_bad_documents_and_no_other_is_lost(cut, how):
     assert sum(len(batch["input_ids"]) for batch in expected) == len(healthy), "all packs are read"
     found, skipped = [], []
     for rank in range(len(cut)):
-        given = {"kind": kind, "workers": workers, "bad_samples": "skip"}
+        given = {"kind": kind, "num_workers": workers, "bad_samples": "skip"}
         with Loader(damaged, cut, rank, **given) as loader:
             found.append([next(loader) for _ in expected])
             skipped += [(one.index, one.instead, one.why) for one in loader.skipped]
@@ -331,11 +331,11 @@ def test_whatever_a_sample_raises_is_told_at_once(kind, error):
 
     Other.error = error
     told = f"sample 7 of Other cannot be read: {error.__name__}: enough"
-    with Loader(Other(8, 7), [8], 0, kind=kind, workers=1) as loader:
+    with Loader(Other(8, 7), [8], 0, kind=kind, num_workers=1) as loader:
         with pytest.raises(TrainingError, match=told):
             next(loader)
         assert not loader.lost_workers
-    with Loader(Other(8, 7), [8], 0, kind=kind, workers=1, bad_samples="skip") as loader:
+    with Loader(Other(8, 7), [8], 0, kind=kind, num_workers=1, bad_samples="skip") as loader:
         assert 7 not in next(loader)["input_ids"] and [one.index for one in loader.skipped] == [7]
     with pytest.raises(TrainingError, match=told.replace("7", "0")):
         as_source(Other(8, 0))

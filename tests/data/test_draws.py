@@ -89,15 +89,15 @@ def life(dataset: Any, cut: list[int], **given: Any) -> Rows:
 @cache
 def by_one_process(dataset: Any, **given: Any) -> Rows:
     """The samples of one rank, which must be those of all; read once."""
-    return life(dataset, [BATCH], workers=1, kind="processes", **given)
+    return life(dataset, [BATCH], num_workers=1, kind="processes", **given)
 
 
 READERS: list[dict[str, Any]] = [
     {},
-    {"workers": 0},
-    {"workers": 1, "kind": "processes"},
-    {"workers": 3, "kind": "processes", "prefetch": 5},
-    {"workers": 3, "kind": "threads"},
+    {"num_workers": 0},
+    {"num_workers": 1, "kind": "processes"},
+    {"num_workers": 3, "kind": "processes", "prefetch": 5},
+    {"num_workers": 3, "kind": "threads"},
 ]
 
 
@@ -129,10 +129,10 @@ def test_samples_that_come_many_at_once_draw_what_each_would_alone(truth, given)
 
 
 def test_a_resume_and_a_new_plan_repeat_them(truth):
-    with Loader(Augmented(), [5, 3], 1, seed=3, workers=0) as first:
+    with Loader(Augmented(), [5, 3], 1, seed=3, num_workers=0) as first:
         found = together([first], 4)
         state = first.state_dict()
-    with Loader(Augmented(), [2, 6], 1, seed=3, workers=2, kind="processes") as other:
+    with Loader(Augmented(), [2, 6], 1, seed=3, num_workers=2, kind="processes") as other:
         together([other], 1)
         other.load_state_dict(state)
         found += together([other], 3)
@@ -147,7 +147,7 @@ def test_a_resume_and_a_new_plan_repeat_them(truth):
 
 def test_what_takes_a_killed_workers_place_repeats_them(truth):
     found = []
-    with Loader(Augmented(), [BATCH], 0, seed=3, workers=2, kind="processes") as loader:
+    with Loader(Augmented(), [BATCH], 0, seed=3, num_workers=2, kind="processes") as loader:
         for _ in range(STEPS):
             found += rows_of(next(loader))
             crew = loader._feed._crew
@@ -166,7 +166,7 @@ def test_a_generator_of_the_samples_own_serves_threads_too(given):
 
 def test_threads_stay_where_samples_draw_from_a_generator_of_their_own():
     """Nobody waits for them then."""
-    with Loader(Augmented(own), [8], 0, workers=3, kind="threads", prefetch=4) as loader:
+    with Loader(Augmented(own), [8], 0, num_workers=3, kind="threads", prefetch=4) as loader:
         next(loader), next(loader)
         assert (loader.setting.workers, loader.setting.ahead) == (3, 4)
 
@@ -175,7 +175,7 @@ def test_where_samples_draw_from_the_processs_generators_processes_are_chosen():
     with Loader(Augmented(), [8], 0) as loader:
         next(loader)
         assert loader.setting.kind == "processes"
-    with Loader(Augmented(), [8], 0, kind="threads", workers=3) as loader:
+    with Loader(Augmented(), [8], 0, kind="threads", num_workers=3) as loader:
         next(loader)
         assert (loader.setting.kind, loader.setting.workers) == ("threads", 1)
         ((step, why),) = loader.reasons
@@ -256,7 +256,7 @@ def test_that_samples_draw_is_told(caplog):
     with Loader(Late(), [8], 0) as loader:
         next(loader)
         assert loader.setting.kind == "processes"
-    with Loader(Late(), [8], 0, kind="threads", workers=2) as loader:
+    with Loader(Late(), [8], 0, kind="threads", num_workers=2) as loader:
         next(loader)
         assert (loader.setting.workers, loader.setting.ahead) == (1, 1)
         assert "they are read while `next` waits" in loader.reasons[-1][1]
@@ -297,7 +297,7 @@ def test_to_look_for_it_does_not_hold_up_a_batch_that_is_there():
         if len(returned) == 8 and not over.wait(10.0):
             waited_out.append(k)
 
-    with Loader(Still(hang), [4], 0, workers=2, kind="threads", prefetch=4) as loader:
+    with Loader(Still(hang), [4], 0, num_workers=2, kind="threads", prefetch=4) as loader:
         while len(returned) < 7:
             returned.append(next(loader))
         while loader.ready < 4:
@@ -315,8 +315,8 @@ def test_other_samples_in_the_places_of_bad_ones_draw_the_same_in_every_plan():
                 raise ValueError("no such picture")
             return super().__getitem__(k)
 
-    one = life(Bad(), [8], bad_samples="skip", workers=2, kind="processes")
-    assert one == life(Bad(), [3, 5], bad_samples="skip", workers=0)
+    one = life(Bad(), [8], bad_samples="skip", num_workers=2, kind="processes")
+    assert one == life(Bad(), [3, 5], bad_samples="skip", num_workers=0)
 
 
 def test_a_batch_draws_by_its_first_sample():
@@ -344,8 +344,8 @@ def test_documents_in_packs_draw_by_the_places_of_the_packs():
         documents = OwnSamples(Documents(), "documents", longest=8)
         return PackedDocuments(documents, seed=0, predicts_next=True)
 
-    one = life(packs(), [8], workers=2, kind="processes")
-    assert one == life(packs(), [6, 2], workers=0)
+    one = life(packs(), [8], num_workers=2, kind="processes")
+    assert one == life(packs(), [6, 2], num_workers=0)
     tokens = [row[:8] for row in one]  # two documents of a pack are never alike
     assert all(len({t for t in row if t}) == sum(map(bool, row)) for row in tokens)
 
@@ -362,8 +362,8 @@ def augmented(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 STREAM_READERS: list[tuple[Any, ...]] = [
-    ([5, 3], {"workers": 0}),
-    ([5, 3], {"workers": 2, "kind": "processes"}),
+    ([5, 3], {"num_workers": 0}),
+    ([5, 3], {"num_workers": 2, "kind": "processes"}),
     ([5, 3], {}),
     ([8], {}),
 ]
@@ -501,7 +501,7 @@ def test_what_another_loader_reads_is_not_taken_for_draws(caplog):
     def build_other() -> None:
         Loader(Still(read), [8], 0).close()
 
-    with Loader(Still(wait_for_other), [8], 0, workers=2, kind="threads") as loader:
+    with Loader(Still(wait_for_other), [8], 0, num_workers=2, kind="threads") as loader:
         alone = seeded()
         waited_for.set()
         other = in_a_thread(build_other)

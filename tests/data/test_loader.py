@@ -179,7 +179,7 @@ def test_a_loader_says_what_holds_it_back():
 
 
 @pytest.mark.parametrize(
-    "given", [{"prefetch": 0}, {"workers": -1}, {"workers": 2000}, {"timeout_s": math.nan}]
+    "given", [{"prefetch": 0}, {"num_workers": -1}, {"num_workers": 2000}, {"timeout_s": math.nan}]
 )
 def test_settings_that_cannot_be_are_refused(given):
     with pytest.raises(InputError, match=next(iter(given))):

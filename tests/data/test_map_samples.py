@@ -163,7 +163,7 @@ class Computed:
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 @pytest.mark.parametrize("collate", [None, torch.utils.data.default_collate])
 def test_batches_do_not_know_how_samples_were_computed(kind, collate):
-    with Loader(Computed(), [8], 0, kind=kind, workers=2, collate=collate) as loader:
+    with Loader(Computed(), [8], 0, kind=kind, num_workers=2, collate=collate) as loader:
         batches = [next(loader)["x"] for _ in range(3)]
     assert not any(batch.requires_grad for batch in batches)
     assert all(batch.sum().item() == 3 * sum(range(8)) for batch in batches)
@@ -223,7 +223,7 @@ def test_a_dataset_of_datasets_is_read_as_it_is():
     order = GlobalOrder(30, 0).span(0, 16).tolist()
     torchs, numpys = rows.with_format("torch"), rows.with_format("numpy")
     for dataset, kind in ((rows, "processes"), (torchs, "threads"), (numpys, "threads")):
-        with Loader(dataset, [5, 3], 0, workers=2, kind=kind) as loader:
+        with Loader(dataset, [5, 3], 0, num_workers=2, kind=kind) as loader:
             batches = [next(loader) for _ in range(2)]
         found = torch.cat([batch["k"] for batch in batches]).tolist()
         assert found == order[:5] + order[8:13]
@@ -241,7 +241,7 @@ def test_a_transform_of_datasets_that_draws_draws_for_each_row_by_itself():
     noised = datasets.Dataset.from_dict({"k": range(30)}).with_transform(noisy)
     found = []
     for cut in ([8], [5, 3]):
-        loaders = [Loader(noised, cut, rank, workers=2) for rank in range(len(cut))]
+        loaders = [Loader(noised, cut, rank, num_workers=2) for rank in range(len(cut))]
         batches = [next(loader) for _ in range(4) for loader in loaders]
         found.append([torch.cat([b[key] for b in batches]).tolist() for key in ("k", "noise")])
         for loader in loaders:
@@ -278,6 +278,6 @@ def test_a_share_of_zero_asks_for_no_samples_at_once(kind):
             assert indices, "nothing is asked for"
             return [self[k] for k in indices]
 
-    with Loader(Together(), [4, 0], 1, kind=kind, workers=2) as loader:
+    with Loader(Together(), [4, 0], 1, kind=kind, num_workers=2) as loader:
         for _ in range(6):
             assert next(loader)["tensor"].shape == (0, 2, 3)

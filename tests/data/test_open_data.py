@@ -63,7 +63,13 @@ number = 3
 
 def job(**data: Any) -> Job:
     return Job.model_validate(
-        {"model": {"config": {}}, "sequence_length": 4, "global_batch": 2, "steps": 1, "data": data}
+        {
+            "model": {"config": {}},
+            "sequence_length": 4,
+            "global_batch_size": 2,
+            "max_steps": 1,
+            "data": data,
+        }
     )
 
 
@@ -83,7 +89,7 @@ def module(tmp_path, monkeypatch) -> str:
 
 def test_text_is_found_from_the_folder_and_split(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(40)))
-    train, held_out = opened(tmp_path, text=["a.txt"], held_out=0.2)
+    train, held_out = opened(tmp_path, text=["a.txt"], validation_split=0.2)
     assert (len(train), len(held_out)) == (8, 2)
     assert train[1]["input_ids"].tolist() == [4, 5, 6, 7] == train[1]["labels"].tolist()
     assert held_out[0]["input_ids"].tolist() == [32, 33, 34, 35]
@@ -95,7 +101,7 @@ def test_text_is_found_from_the_folder_and_split(tmp_path):
 def test_a_tokenizer_is_found_from_the_folder(tmp_path):
     write_tokenizer(tmp_path / "t.json", "</s>")
     (tmp_path / "a.txt").write_text("the cat sat on the mat")
-    named = job(text=["a.txt"], held_out=0).model_copy(update={"tokenizer": Path("t.json")})
+    named = job(text=["a.txt"], validation_split=0).model_copy(update={"tokenizer": Path("t.json")})
     train, held_out = open_data(named, tmp_path, tmp_path / "cache")
     assert train[0]["input_ids"].tolist() == [2, 3, 4, 5]
     assert len(held_out) == 0
@@ -113,7 +119,9 @@ def test_a_saved_dataset_is_found_from_the_folder(tmp_path):
 
 
 def test_a_factory_is_found_in_the_folder_and_called(tmp_path, module):
-    train, held_out = opened(tmp_path, factory=f"{module}:make", arguments={"n": 10}, held_out=0.3)
+    train, held_out = opened(
+        tmp_path, factory=f"{module}:make", arguments={"n": 10}, validation_split=0.3
+    )
     assert (len(train), len(held_out)) == (7, 3)
     assert train.rows(np.array([6]))["input_ids"].tolist() == [[6, 6, 6, 6]]
 
@@ -126,14 +134,16 @@ def test_a_factory_is_found_in_the_folder_and_called(tmp_path, module):
     ],
 )
 def test_tokens_are_their_own_labels_where_there_are_none(tmp_path, module, name, labels):
-    for source in opened(tmp_path, factory=f"{module}:{name}", held_out=0.2):
+    for source in opened(tmp_path, factory=f"{module}:{name}", validation_split=0.2):
         assert source.rows(np.array([0]))["labels"].tolist() == [labels]
         assert source.specimen(np.array([0]))["labels"].tolist() == [labels]
         assert source.rows(np.array([], dtype=int))["labels"].shape == (0, 4)
 
 
 def test_a_stream_of_tokens_has_labels(tmp_path, module):
-    train, _ = opened(tmp_path, factory=f"{module}:make_generator", arguments={"n": 9}, held_out=0)
+    train, _ = opened(
+        tmp_path, factory=f"{module}:make_generator", arguments={"n": 9}, validation_split=0
+    )
     batch = train.rows(np.arange(2))
     assert torch.equal(batch["labels"], batch["input_ids"])
 
@@ -186,12 +196,11 @@ def test_a_factory_may_make_a_stream(tmp_path, module, name):
     assert not len(held_out)  # there is no evaluation
     assert train.in_order and not train.once
     assert train.rows(np.arange(5))["input_ids"][:, 0].tolist() == [8, 9, 8, 9, 8]
-    every, none = opened(tmp_path, factory=factory, arguments={"n": 3}, held_out=0)
+    every, none = opened(tmp_path, factory=factory, arguments={"n": 3}, validation_split=0)
     assert every.rows(np.arange(4))["input_ids"][:, 0].tolist() == [0, 1, 2, 0]
     assert not len(none) and every.fingerprint != train.fingerprint
     evaluated = job(factory=factory, arguments={"n": 10})
-    evaluation = evaluated.evaluation.model_copy(update={"every_steps": 1, "batches": 2})
-    evaluated = evaluated.model_copy(update={"evaluation": evaluation})
+    evaluated = evaluated.model_copy(update={"eval_steps": 1, "eval_batches": 2})
     train, held_out = open_data(evaluated, tmp_path, tmp_path / "cache", vocabulary=9)
     assert held_out.rows(np.array([3, 0]))["input_ids"].tolist() == [[3] * 4, [0] * 4]
     assert len(held_out) == 4

@@ -41,7 +41,7 @@ def shares(draw: st.DrawFn, total: int, ranks: int | None = None) -> list[int]:
     return [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
 
 
-FORKED: dict[str, Any] = {"workers": 2, "kind": "processes"}
+FORKED: dict[str, Any] = {"num_workers": 2, "kind": "processes"}
 
 
 class Cluster:
@@ -148,7 +148,7 @@ def test_a_batch_that_is_forgotten_while_it_is_put_together_gives_its_memory_bac
         return found
 
     monkeypatch.setattr(Arena, "lend", slowly)
-    with Loader(Numbers(100), [8], 0, workers=1, kind="processes", prefetch=2) as loader:
+    with Loader(Numbers(100), [8], 0, num_workers=1, kind="processes", prefetch=2) as loader:
         next(loader)
         assert lent.wait(30)
         loader.load_state_dict(loader.state_dict())
@@ -190,7 +190,7 @@ READ = [("processes", 1), ("threads", 0), ("processes", 0), ("threads", 1)]
 def test_a_replan_keeps_workers_and_what_they_fetched(tmp_path, kind, rank):
     dataset = Logged(tmp_path / "log")
     order, wanted = GlobalOrder(len(dataset), 0), {0}  # the first tells what all are like
-    with Loader(dataset, cut(OWN[0], rank), rank, workers=2, kind=kind, prefetch=4) as loader:
+    with Loader(dataset, cut(OWN[0], rank), rank, num_workers=2, kind=kind, prefetch=4) as loader:
         next(loader)
         crew = loader._feed._crew
         assert crew is not None
@@ -237,7 +237,7 @@ def comes(true: Callable[[], bool]) -> bool:
 
 def test_what_cannot_be_read_is_told_to_the_batch_that_took_over_in_the_end():
     dataset = Held()
-    with Loader(dataset, [8, 0], 0, workers=1, kind="threads", prefetch=2) as loader:
+    with Loader(dataset, [8, 0], 0, num_workers=1, kind="threads", prefetch=2) as loader:
         next(loader)
         loader.replan([7, 1])
         loader.replan([6, 2])
@@ -251,7 +251,7 @@ def test_what_cannot_be_read_is_told_to_the_batch_that_took_over_in_the_end():
 def test_a_batch_that_is_dropped_waits_for_no_rows_of_the_one_before():
     """Else its memory would never be given back."""
     dataset = Held()
-    with Loader(dataset, [4, 4], 0, workers=2, kind="threads", prefetch=1) as loader:
+    with Loader(dataset, [4, 4], 0, num_workers=2, kind="threads", prefetch=1) as loader:
         next(loader)
         loader.replan([6, 2])
         loader.load_state_dict(loader.state_dict())
@@ -261,7 +261,7 @@ def test_a_batch_that_is_dropped_waits_for_no_rows_of_the_one_before():
 
 def test_a_replan_keeps_what_is_known_of_samples(tmp_path):
     """And what they take of the device is measured anew."""
-    with Loader(Logged(tmp_path / "log"), [12, 12], 0, workers=2, prefetch=3) as loader:
+    with Loader(Logged(tmp_path / "log"), [12, 12], 0, num_workers=2, prefetch=3) as loader:
         next(loader)
         known = loader._tuner._solo
         assert known is not None
@@ -274,7 +274,7 @@ def test_a_replan_keeps_what_is_known_of_samples(tmp_path):
 
 def test_batches_that_outgrow_the_memory_that_is_shared_come_in_a_larger_one(monkeypatch):
     monkeypatch.setattr(prefetcher, "UNKNOWN_BYTES", 1)
-    with Loader(Numbers(10_000), [4, 508], 0, workers=2, kind="processes") as loader:
+    with Loader(Numbers(10_000), [4, 508], 0, num_workers=2, kind="processes") as loader:
         loader._feed.want(0, lambda: loader.course.part(0))
         arena = loader._feed._arena
         assert arena is not None and arena.slot_bytes < 508 * 16

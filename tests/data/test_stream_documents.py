@@ -148,9 +148,9 @@ def test_little_of_the_packs_is_padding(lanes):
 
 PLANS: list[tuple[Any, list[int], dict[str, Any]]] = [
     (texts, [5, 3], {}),
-    (sharded, [1, 0, 7], {"workers": 0}),
-    (sharded, [2, 6], {"workers": 2, "kind": "processes"}),
-    (texts, [2, 6], {"workers": 2, "kind": "processes"}),
+    (sharded, [1, 0, 7], {"num_workers": 0}),
+    (sharded, [2, 6], {"num_workers": 2, "kind": "processes"}),
+    (texts, [2, 6], {"num_workers": 2, "kind": "processes"}),
 ]
 # Of packed documents the first and the third, of padded ones the others.
 MADE = [((packed, padded)[(n + other) % 2], *p) for other in (0, 1) for n, p in enumerate(PLANS)]
@@ -165,7 +165,7 @@ def test_samples_are_the_same_in_every_plan(make, stream, cut, given):
         """Each rank pads by itself."""
         return [[[t for t in row if t != END] for row in step] for step in steps]
 
-    alone = life(source, [BATCH], 12, workers=0)
+    alone = life(source, [BATCH], 12, num_workers=0)
     assert bare(life(source, cut, 12, **given)) == bare(alone)
 
 
@@ -184,12 +184,12 @@ def test_documents_of_a_window_are_waited_for_one_by_one():
 
 @pytest.mark.parametrize("make", every_second([packed, padded]))
 def test_a_run_goes_on_elsewhere(make):
-    whole = life(make, [BATCH], 10, workers=0)
+    whole = life(make, [BATCH], 10, num_workers=0)
     with Loader(make(), [5, 3], 0) as first:
         for _ in range(6):
             next(first)
         state = first.state_dict()
-    with Loader(make(), [BATCH], 0, workers=1, kind="processes") as other:
+    with Loader(make(), [BATCH], 0, num_workers=1, kind="processes") as other:
         other.load_state_dict(state)
         assert next(other)["input_ids"].tolist() == whole[6]
 
@@ -261,7 +261,7 @@ def test_each_document_that_is_passed_over_is_counted_once_a_pass(cut, how):
     kind, workers = how
     found = []
     for rank in range(len(cut)):
-        given = {"kind": kind, "workers": workers, "bad_samples": "skip"}
+        given = {"kind": kind, "num_workers": workers, "bad_samples": "skip"}
         with Loader(packed(broken, bad="skip"), cut, rank, **given) as loader:
             for _ in range(in_a_pass // BATCH + 1):  # into the second pass
                 next(loader)
@@ -332,9 +332,10 @@ def opened(folder: Path, task: str = "causal-lm", **data: Any) -> tuple[Source, 
         {
             "model": {"config": {"model_type": "any"}, "task": task},
             "sequence_length": LENGTH,
-            "global_batch": 2,
-            "steps": 1,
-            "evaluation": {"every_steps": 1, "batches": 3},
+            "global_batch_size": 2,
+            "max_steps": 1,
+            "eval_steps": 1,
+            "eval_batches": 3,
             "data": {**data, "factory": f"{name}:{data['factory']}"},
         }
     )
@@ -344,7 +345,7 @@ def opened(folder: Path, task: str = "causal-lm", **data: Any) -> tuple[Source, 
 @pytest.mark.parametrize("factory", every_second(["unknown_stream", "Unknown"]))
 def test_a_pack_does_without_documents_of_tokens_that_the_model_does_not_know(tmp_path, factory):
     """Which are told by their own numbers, not by those of packs."""
-    given = {"factory": factory, "packing": "documents", "held_out": 0}
+    given = {"factory": factory, "packing": "documents", "validation_split": 0}
     train, _ = opened(tmp_path, **given, bad_samples="skip")
     assert len(train.rows(NO_INDICES)["input_ids"]) == 0
     bad, per_pack = {0, 17, 23, 60}, LENGTH // 3
@@ -362,7 +363,7 @@ def test_a_pack_does_without_documents_of_tokens_that_the_model_does_not_know(tm
 @pytest.mark.parametrize(("factory", "tokenize"), [("texts", "on-the-fly"), ("tokens", "ahead")])
 def test_a_job_packs_or_pads_a_stream_and_holds_out_the_first(tmp_path, factory, tokenize, packing):
     given = {"factory": factory, "tokenize": tokenize, "packing": packing}
-    whole, none = opened(tmp_path, **given, held_out=0)
+    whole, none = opened(tmp_path, **given, validation_split=0)
     train, held_out = opened(tmp_path, **given)
     assert (len(none), len(held_out)) == (0, 6)
     first, rest = whole.rows(np.arange(6)), whole.rows(np.arange(6, 12))

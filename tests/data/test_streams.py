@@ -61,9 +61,9 @@ def in_a_row(batch: int, steps: int) -> list[list[int]]:
 STREAMS: list[tuple[Any, dict[str, Any]]] = [
     (numbers, {}),
     (Numbers(), {}),
-    (numbers, {"workers": 1, "kind": "processes"}),
-    (numbers, {"workers": 3, "kind": "processes", "transform": squared}),
-    (numbers, {"workers": 0, "transform": squared}),
+    (numbers, {"num_workers": 1, "kind": "processes"}),
+    (numbers, {"num_workers": 3, "kind": "processes", "transform": squared}),
+    (numbers, {"num_workers": 0, "transform": squared}),
 ]
 
 
@@ -110,9 +110,9 @@ def nested() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", every_second(["threads", "processes"]))
 def test_a_transform_may_change_what_it_is_given(kind):
-    found = steps_of(numbers, [4], 3, transform=takes_away, workers=1, kind=kind)
+    found = steps_of(numbers, [4], 3, transform=takes_away, num_workers=1, kind=kind)
     assert found == in_a_row(4, 3)
-    found = steps_of(nested, [4], 3, transform=doubles, workers=1, kind=kind)
+    found = steps_of(nested, [4], 3, transform=doubles, num_workers=1, kind=kind)
     assert found == [[2 * k + 2 for k in step] for step in in_a_row(4, 3)]
 
 
@@ -171,7 +171,7 @@ def test_a_run_goes_on_elsewhere():
         for _ in range(11):
             next(first)
         state = first.state_dict()
-    with Loader(numbers, [3, 3], 0, workers=1, kind="processes") as other:
+    with Loader(numbers, [3, 3], 0, num_workers=1, kind="processes") as other:
         other.load_state_dict(state)
         assert next(other)["k"].tolist() == in_a_row(6, 12)[11][:3]
         other.replan([1, 5])
@@ -189,9 +189,9 @@ def test_a_file_that_is_read_on_is_not_shared_with_workers(tmp_path):
         with path.open() as file:
             yield from ({"k": int(line)} for line in file)
 
-    assert steps_of(lines, [3, 3], 20, workers=2, kind="processes", transform=squared) == in_a_row(
-        6, 20
-    )
+    assert steps_of(
+        lines, [3, 3], 20, num_workers=2, kind="processes", transform=squared
+    ) == in_a_row(6, 20)
 
 
 # -- shards ----------------------------------------------------------------------------------------
@@ -285,12 +285,12 @@ def test_streamed_datasets_of_unlike_shards_come_equally_often():
 
 
 UNLIKE: list[tuple[Any, ...]] = [
-    ([2, 0, 5, 1], {"workers": 0}),
-    ([8], {"kind": "processes", "workers": 2}),
-    ([8], {"workers": 0}),
-    ([2, 0, 5, 1], {"kind": "processes", "workers": 2}),
-    ([3, 3, 1, 1], {"kind": "processes", "workers": 2}),
-    ([3, 3, 1, 1], {"workers": 0}),
+    ([2, 0, 5, 1], {"num_workers": 0}),
+    ([8], {"kind": "processes", "num_workers": 2}),
+    ([8], {"num_workers": 0}),
+    ([2, 0, 5, 1], {"kind": "processes", "num_workers": 2}),
+    ([3, 3, 1, 1], {"kind": "processes", "num_workers": 2}),
+    ([3, 3, 1, 1], {"num_workers": 0}),
 ]
 
 
@@ -305,7 +305,7 @@ def test_shards_of_unlike_sizes_come_in_one_order(cut, given):
         for _ in range(25):
             next(loader)
             states.append(loader.state_dict())
-    for step in (24,) if given["workers"] else (2, 13, 24):
+    for step in (24,) if given["num_workers"] else (2, 13, 24):
         with Loader(stream, [8], 0, **given) as loader:
             loader.load_state_dict(states[step])
             assert [next(loader)["k"].tolist() for _ in range(5)] == expected[step + 1 : step + 6]
@@ -332,7 +332,7 @@ def test_a_rank_reads_its_own_lanes_only():
         def __iter__(self) -> Iterator[Any]:
             raise AssertionError("it has lanes")
 
-    with Loader(Shards(), [4, 2], 1, workers=0) as loader:
+    with Loader(Shards(), [4, 2], 1, num_workers=0) as loader:
         assert next(loader)["k"].tolist() == [400, 500]
     assert set(opened) == {0, 4, 5}  # the first says what samples look like
 
@@ -385,7 +385,7 @@ def test_a_stream_that_is_all_held_out_is_refused():
     with pytest.raises(InputError, match="nothing of the stream is left to train on") as caught:
         StreamSource(numbers, "mine", 10).split(5, read=True)
     assert "the first 50 samples of each pass" in caught.value.why
-    assert "data.held_out" in caught.value.fix
+    assert "data.validation_split" in caught.value.fix
 
 
 # -- what goes wrong -------------------------------------------------------------------------------
@@ -461,7 +461,7 @@ def test_a_bad_sample_does_not_begin_a_stream_anew():
         begun.append(1)
         return numbers()
 
-    with Loader(counted, [5], 0, transform=bad, bad_samples="skip", workers=0) as loader:
+    with Loader(counted, [5], 0, transform=bad, bad_samples="skip", num_workers=0) as loader:
         for _ in range(6):
             next(loader)
         assert len(loader.skipped) == 3
@@ -509,7 +509,7 @@ def test_a_stream_that_breaks_stops_the_run(good, bad_samples, once):
     told = f"sample {good} of breaking cannot be read: OSError: the line is dead"
     with (
         pytest.raises(TrainingError, match=told) as caught,
-        Loader(dataset, [4], 0, bad_samples=bad_samples, workers=0) as loader,
+        Loader(dataset, [4], 0, bad_samples=bad_samples, num_workers=0) as loader,
     ):
         next(loader)
     assert "test_streams.py" in caught.value.where
@@ -530,7 +530,7 @@ def test_a_stream_that_breaks_once_is_read_anew(tmp_path):
             yield {"k": k}
 
     found = []
-    with Loader(breaking, [1], 0, workers=0) as loader:
+    with Loader(breaking, [1], 0, num_workers=0) as loader:
         for _ in range(2 * N):
             found += next(loader)["k"].tolist()
     assert failed.exists() and found == 2 * list(range(N))
@@ -595,6 +595,6 @@ def test_one_thread_at_a_time_reads_a_stream(given):
             inside.release()
             yield {"k": k}
 
-    with Loader(stream, [4], 0, workers=3, **given) as loader:
+    with Loader(stream, [4], 0, num_workers=3, **given) as loader:
         found = [k for _ in range(60) for k in next(loader)["k"].tolist()]
     assert found == list(range(240))

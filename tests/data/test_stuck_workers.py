@@ -111,7 +111,7 @@ def test_a_sample_that_sticks_in_two_threads_stops_the_run_and_is_named():
         if k == bad:
             go_on.wait(60)
 
-    with processes(Squares(read=read), workers=1, kind="threads", timeout_s=0.5) as loader:
+    with processes(Squares(read=read), num_workers=1, kind="threads", timeout_s=0.5) as loader:
         assert take(loader, 3) == expected(3)
         for _ in range(2):
             with pytest.raises(

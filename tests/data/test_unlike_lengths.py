@@ -36,10 +36,10 @@ def opened(folder: Path, length: int = 8, task: str = "causal-lm", **data: Any) 
         {
             "model": {"config": {"model_type": "any"}, "task": task},
             "sequence_length": length,
-            "global_batch": 2,
-            "steps": 1,
+            "global_batch_size": 2,
+            "max_steps": 1,
             "tokenizer": tokenizer,
-            "data": {"held_out": 0, **data},
+            "data": {"validation_split": 0, **data},
         }
     )
     return open_data(job, folder, folder / "cache")[0]

@@ -37,7 +37,7 @@ from gpumix.schema.errors import InputError, MachineError, TrainingError
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
 
 
-READERS: list[dict[str, Any]] = [{"workers": 3}, {"kind": "threads"}, {}, {"prefetch": 1}]
+READERS: list[dict[str, Any]] = [{"num_workers": 3}, {"kind": "threads"}, {}, {"prefetch": 1}]
 
 
 @pytest.mark.parametrize("given", left_out(READERS, READERS[2:]))
@@ -72,7 +72,7 @@ def test_memory_of_threads_is_used_again_when_nobody_has_the_batch(monkeypatch, 
     monkeypatch.setattr(prefetcher, "LARGE_BYTES", 1)
     dataset = Squares()
     dataset.thread_safe = True
-    with processes(dataset, [64], kind="threads", workers=3, prefetch=3) as loader:
+    with processes(dataset, [64], kind="threads", num_workers=3, prefetch=3) as loader:
         if chunks == "parts":
             loader._feed.set(replace(loader.setting, chunk=10))
         batches: list[dict[str, torch.Tensor]] = []
@@ -117,7 +117,7 @@ DYING = """
 import os, signal
 from gpumix.data.loader import Loader
 loaders = [
-    Loader([{"x": k} for k in range(10)], [2], 0, workers=2, kind="processes") for _ in range(2)
+    Loader([{"x": k} for k in range(10)], [2], 0, num_workers=2, kind="processes") for _ in range(2)
 ]
 for loader in loaders:
     next(loader)
@@ -282,7 +282,7 @@ def spinning(k: int) -> None:
 @pytest.mark.extended
 def test_where_processes_turn_out_to_be_wanted_and_none_can_be_had_no_batch_is_lost(monkeypatch):
     """They are wanted once a thread has fetched the first batch."""
-    with processes(Squares(read=spinning), workers="auto", kind="auto") as loader:
+    with processes(Squares(read=spinning), num_workers="auto", kind="auto") as loader:
         monkeypatch.setattr(ForkServer, "fork", refusing())
         found = take(loader, 1)
         assert loader.setting.kind == "processes"
@@ -313,7 +313,7 @@ from gpumix.schema.errors import MachineError
 real = ForkServer.fork
 def fork(server):
     raise MachineError("no")
-with Loader([{"x": k} for k in range(10)], [2], 0, workers=2, kind="processes") as loader:
+with Loader([{"x": k} for k in range(10)], [2], 0, num_workers=2, kind="processes") as loader:
     ForkServer.fork = fork
     try:
         next(loader)
@@ -356,7 +356,7 @@ def test_as_many_workers_as_a_job_may_ask_for_can_be_had(monkeypatch):
         return WorkerProcess(0, Connection(ours.detach()), os.eventfd(0))
 
     monkeypatch.setattr(ForkServer, "fork", fork)
-    with processes(Squares(), workers=300) as loader:
+    with processes(Squares(), num_workers=300) as loader:
         loader._feed.want(0, partial(loader.course.part, 0))
         assert len(pids(loader)) == 300
 
@@ -465,7 +465,7 @@ def test_a_dataset_that_changes_its_length_stops_the_run_also_where_bad_samples_
             return super().__getitem__(k)
 
     with (
-        processes(Growing(), bad_samples="skip", workers=1) as loader,
+        processes(Growing(), bad_samples="skip", num_workers=1) as loader,
         pytest.raises(
             DataChangedError, match="had 200 samples when it was opened, and has 201 now"
         ),
@@ -497,7 +497,7 @@ class Texts(Squares):
         return {"k": k, "tokens": [k] * (1 + k % 7), "name": str(k)}
 
 
-@pytest.mark.parametrize("given", [{}, {"kind": "threads"}, {"workers": 0, "kind": "auto"}])
+@pytest.mark.parametrize("given", [{}, {"kind": "threads"}, {"num_workers": 0, "kind": "auto"}])
 def test_batches_are_collated_in_the_worker(given):
     def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         return {**padded(samples), "pid": torch.full((len(samples),), os.getpid())}

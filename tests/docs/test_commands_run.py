@@ -41,11 +41,11 @@ JOB = {
         }
     },
     "sequence_length": 16,
-    "global_batch": 8,
-    "steps": 2,
+    "global_batch_size": 8,
+    "max_steps": 2,
     "cluster": "cluster.yaml",
-    "output": "runs/first",
-    "profile": {"cache": "profiles", "budget": 1},
+    "output_dir": "runs/first",
+    "advanced": {"profile_cache": "profiles", "profile_budget": 1},
 }
 CLASSES = {
     "big": {"emulate": "40 GFLOP/s", "memory": "64 MiB"},
@@ -78,7 +78,7 @@ if __name__ == "__main__":
 SCRIPTS = "tests/examples/test_changed_imports.py"
 # What takes long is run elsewhere, on something smaller.
 ELSEWHERE = {
-    "gpumix demo --steps 10": "tests/cli/test_demo.py",
+    "gpumix demo --max-steps 10": "tests/cli/test_demo.py",
     "gpumix launch examples/run_clm.py --output_dir runs/clm": SCRIPTS,
     "gpumix launch examples/clm_no_trainer.py": SCRIPTS,
     "gpumix launch examples/sft_lora.py --output_dir runs/lora": SCRIPTS,
@@ -139,7 +139,9 @@ RUN = [
 
 
 # For verbs that search: few plans.
-SEARCHED = "techniques={most_stages: 1, tensor: 1, zero_stages: 3, state_on: device}"
+SEARCHED = (
+    "techniques={max_pipeline_stages: 1, tensor_parallel_size: 1, zero_stages: 3, state_on: device}"
+)
 # What others try too, in long searches and in runs; and of each, its options are looked at in
 # `test_page_commands.py`.
 FURTHER = {
@@ -148,10 +150,10 @@ FURTHER = {
     "gpumix plan --cluster '4x a100-40gb-sxm; 8x v100-16gb-sxm' --network ib-hdr --model 1B",
     "gpumix plan job.yaml --strategy even --output plan.json",
     "gpumix simulate plan.json --cluster '4x rtx3090, 2x p40' --model 3B",
-    "gpumix train job.yaml --trace 20",
+    "gpumix train job.yaml --trace-step 20",
     "gpumix plan job.yaml --cluster '4x a100-40gb-sxm'",
     "gpumix train job.yaml --strategy model",
-    "gpumix train job.yaml --set trackers=tensorboard",
+    "gpumix train job.yaml --set report_to=tensorboard",
 }
 
 
@@ -244,9 +246,9 @@ def shorter(verb: str, words: list[str]) -> list[str]:
     """What makes a command short, whatever the page says: few steps, of the sizes that are measured
     already, and few plans; and real cards where real ones join."""
     if verb == "train":
-        steps = 4 if "--resume" in words else 20 if "--trace" in words else 2
-        sizes = (f"{key}={JOB[key]}" for key in ("sequence_length", "global_batch"))
-        return [word for one in (f"steps={steps}", *sizes) for word in ("--set", one)]
+        steps = 4 if "--resume" in words else 20 if "--trace-step" in words else 2
+        sizes = (f"{key}={JOB[key]}" for key in ("sequence_length", "global_batch_size"))
+        return [word for one in (f"max_steps={steps}", *sizes) for word in ("--set", one)]
     if verb == "whatif" and "job.yaml" in words:
         real = ["--profile", "real.json", "--set", "cluster=real.yaml"]
         return [*real, "--set", SEARCHED]

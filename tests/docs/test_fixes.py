@@ -32,9 +32,9 @@ def _without_none(kind: Any) -> Any:
 SECTIONS = "|".join(name for name, kind in fields_of(Job).items() if fields_of(kind))
 AS_KEYS = (
     re.compile(r"--set (?!key=|KEY=)(\w[\w.]+)="),
-    re.compile(rf"(?<![\w.'])((?:{SECTIONS})\.(?!json)\w+)(?![\w(])"),
+    re.compile(rf"(?<![\w.'])((?:{SECTIONS})\.(?!json)[\w.]*\w)(?![\w(])"),
     re.compile(rf"(?<!\w)((?:{SECTIONS}): \{{\w+)"),
-    re.compile(r"`(\w+)` in the job"),
+    re.compile(r"`([\w.]+)` in the job"),
 )
 # Files without it are not parsed: their texts name no key.
 MAY_NAME = re.compile(
@@ -74,7 +74,14 @@ def is_key(key: str) -> bool:
 
 
 def test_keys_that_fixes_name_can_be_set():
-    assert not is_key("data.timeout") and not is_key("patience") and not is_key("output.path")
+    assert not is_key("data.timeout") and not is_key("patience") and not is_key("output_dir.path")
     found = named()
-    assert {"data.packing", "data.workers", "optimizer.lr", "output", "timeout"} <= found.keys()
+    assert {
+        "data.packing",
+        "data.num_workers",
+        "optimizer.lr",
+        "output_dir",
+        "advanced.timeout",
+        "advanced.efficiency.attention",
+    } <= found.keys()
     assert {key: where for key, where in found.items() if not is_key(key)} == {}

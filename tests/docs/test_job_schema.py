@@ -20,8 +20,8 @@ LEAST = """\
 model: {config: {model_type: gpt2}}
 data: {text: [a.txt]}
 sequence_length: 8
-global_batch: 4
-steps: 1
+global_batch_size: 4
+max_steps: 1
 """
 
 
@@ -53,16 +53,16 @@ def test_jobs_of_the_examples_are_valid(path):
 @pytest.mark.parametrize(
     "more",
     [
-        "timeout: 5 min",
-        "compile: on",
-        "compile: {fast: true}",
+        "advanced: {timeout: 5 min}",
+        "torch_compile: on",
+        "torch_compile: {fast: true}",
         "precision: {fast: bf16}",
-        "techniques: {zero_stages: 3, tensor: [1, 2]}",
+        "techniques: {zero_stages: 3, tensor_parallel_size: [1, 2]}",
         "cluster: cluster.yaml",
         "cluster: [{class: a, memory: 24 GiB, count: 2}]",
         "cluster: {classes: {a: {memory: 1 GiB, emulate: 8 GFLOP/s}}, devices: [{class: a}]}",
         "cluster: {classes: {a: {memory: 9}}, devices: [{class: a}], network: {between: 25GbE}}",
-        "optimizer: {clip_norm: null}",
+        "max_grad_norm: null",
     ],
 )
 def test_what_gpumix_takes_is_valid(more, tmp_path):
@@ -75,9 +75,9 @@ def test_what_gpumix_takes_is_valid(more, tmp_path):
         ("stepz: 3", "$"),
         ("optimizer: {lr: -1}", "$.optimizer.lr"),
         ("optimizer: {name: adan}", "$.optimizer.name"),
-        ("timeout: soon", "$.timeout"),
+        ("advanced: {timeout: soon}", "$.advanced.timeout"),
         ("cluster: [{klass: a, memory: 24 GiB}]", "$.cluster"),
-        ("checkpoint: {keep: 0}", "$.checkpoint.keep"),
+        ("save_total_limit: 0", "$.save_total_limit"),
     ],
 )
 def test_what_gpumix_refuses_is_not(more, where, tmp_path):
@@ -86,4 +86,4 @@ def test_what_gpumix_refuses_is_not(more, where, tmp_path):
 
 def test_what_must_be_there_is_asked_for():
     missing = {error.message.split("'")[1] for error in VALIDATOR.iter_errors({})}
-    assert missing == {"model", "data", "sequence_length", "global_batch", "steps"}
+    assert missing == {"model", "data", "sequence_length", "global_batch_size", "max_steps"}

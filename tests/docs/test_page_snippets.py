@@ -39,7 +39,7 @@ IMPORTS = [block for block in DIFFS if ONE_LINE.fullmatch(block.text)]
 CHANGES = [block for block in DIFFS if block not in IMPORTS]
 SMALLER = {
     "sequence_length=512": "sequence_length=4, budget_s=1.0",
-    "global_batch=64": "global_batch=4",
+    "global_batch_size=64": "global_batch_size=4",
     "range(1000)": "range(20)",
     "AdamW(engine.parameters())": "AdamW(engine.parameters(), lr=0.05)",
 }
@@ -47,8 +47,8 @@ LEAST = {
     "model": {"factory": "mine:model"},
     "data": {"factory": "mine:data"},
     "sequence_length": 8,
-    "global_batch": 8,
-    "steps": 10,
+    "global_batch_size": 8,
+    "max_steps": 10,
 }
 
 
@@ -66,7 +66,7 @@ def read(written: dict[str, Any], folder):
 @pytest.mark.parametrize("block", JOBS, ids=str)
 def test_a_job_is_read(block, tmp_path):
     written = yaml.safe_load(block.text)
-    assert read(written, tmp_path).steps == written["steps"]
+    assert read(written, tmp_path).max_steps == written["max_steps"]
 
 
 @pytest.mark.parametrize("block", PARTS, ids=str)

@@ -55,7 +55,7 @@ def test_workers_of_other_labels_and_resources_go_on_with_it(trained, there, mon
             "Workers(4": "Workers(2",
             '{"GPU": 1, "CPU": 2}': '{"slow": 1, "CPU": 1}',
             "in(b, c)": "in(a, c)",
-            "steps=1000": "steps=6",
+            "max_steps=1000": "max_steps=6",
         },
     )
     summary = run_lines(lines)["summary"]

@@ -14,13 +14,13 @@ SMALLER = [
     "model.config.num_attention_heads=4",
     "model.config.intermediate_size=48",
     "sequence_length=16",
-    "global_batch=8",
-    "steps=3",
-    "evaluation.every_steps=2",
-    "schedule.warmup_steps=1",
+    "global_batch_size=8",
+    "max_steps=3",
+    "eval_steps=2",
+    "lr_scheduler.warmup_steps=1",
     "cluster=cluster.yaml",
-    "profile.cache=profiles",
-    "profile.budget=5",
+    "advanced.profile_cache=profiles",
+    "advanced.profile_budget=5",
 ]
 
 

@@ -20,14 +20,18 @@ from gpumix.schema.reading.read import read_job
 JOB = """
 # a comment
 model: {config: {model_type: gpt2}}
-data: {text: [.], workers: 0}
+data: {text: [.], num_workers: 0}
 sequence_length: 8
-global_batch: 4
-steps: 10
-techniques: {recompute: true}
+global_batch_size: 4
+max_steps: 10
+techniques: {gradient_checkpointing: true}
 """
 
-CHANGES = {"data.workers": "auto", "techniques.recompute": [True, False], "data.prefetch": 3}
+CHANGES = {
+    "data.num_workers": "auto",
+    "techniques.gradient_checkpointing": [True, False],
+    "data.prefetch": 3,
+}
 
 
 @pytest.fixture
@@ -41,7 +45,7 @@ def test_a_tuned_file_is_the_job_with_the_changes(job):
     tuned = job.with_name("tuned.yaml")
     write_tuned(job, tuned, CHANGES)
     assert read_job(tuned) == read_job(job, format_overrides(CHANGES))
-    assert read_job(job).data.workers == 0
+    assert read_job(job).data.num_workers == 0
 
 
 def test_a_tuned_file_begins_with_what_comes_with_its_changes(job):
@@ -56,14 +60,14 @@ WRITTEN = """# what I think of it
 model: {config: {model_type: gpt2}}   # small
 
 data:
-  workers: 0        # because of the disk
+  num_workers: 0        # because of the disk
   text:             # all of it
     - .
-steps: 10
+max_steps: 10
 # the batch of the paper
-global_batch: 4
+global_batch_size: 4
 sequence_length: 8
-techniques: {recompute: true}
+techniques: {gradient_checkpointing: true}
 """
 
 TUNED = """# job.yaml as gpumix doctor would have it
@@ -71,23 +75,27 @@ TUNED = """# job.yaml as gpumix doctor would have it
 model: {config: {model_type: gpt2}}   # small
 
 data:
-  workers: auto        # because of the disk
+  num_workers: auto        # because of the disk
   text:             # all of it
     - .
   prefetch: 3
-steps: 10
+max_steps: 10
 # the batch of the paper
-global_batch: 4
+global_batch_size: 4
 sequence_length: 8
-techniques: {recompute: [true, false], most_stages: 1}
-efficiency: {attention: eager}
+techniques: {gradient_checkpointing: [true, false], max_pipeline_stages: 1}
+advanced: {efficiency: {attention: eager}}
 """
 
 
 def test_a_tuned_file_keeps_comments_and_order(job):
     job.write_text(WRITTEN)
     tuned = job.with_name("tuned.yaml")
-    more = {"techniques.most_stages": 1, "efficiency.attention": "eager", "compile": False}
+    more = {
+        "techniques.max_pipeline_stages": 1,
+        "advanced.efficiency.attention": "eager",
+        "torch_compile": False,
+    }
     write_tuned(job, tuned, {**CHANGES, **more})
     assert tuned.read_text() == TUNED
 
@@ -95,12 +103,12 @@ def test_a_tuned_file_keeps_comments_and_order(job):
 @pytest.mark.parametrize(
     ("written", "changes"),
     [
-        ("data:\n  text: [.]\n  workers:\n    0\nsteps: 1", {"data.workers": 2}),
-        ("a: &x {b: 1}\nc: *x\n", {"data.workers": 2}),
-        ("a:\n- b\n- {c: 1}", {"compile": True}),
-        ("a: |\n  text\n\n  more\n", {"compile": True}),
-        ("{a: 1}", {"compile": True, "data.workers": 2}),
-        ("data: {}\n", {"data.workers": 2, "data.prefetch": 3}),
+        ("data:\n  text: [.]\n  num_workers:\n    0\nmax_steps: 1", {"data.num_workers": 2}),
+        ("a: &x {b: 1}\nc: *x\n", {"data.num_workers": 2}),
+        ("a:\n- b\n- {c: 1}", {"torch_compile": True}),
+        ("a: |\n  text\n\n  more\n", {"torch_compile": True}),
+        ("{a: 1}", {"torch_compile": True, "data.num_workers": 2}),
+        ("data: {}\n", {"data.num_workers": 2, "data.prefetch": 3}),
         ("precision: {a: bf16,\n  b: fp32}\n", {"precision": "fp16"}),
     ],
 )
@@ -119,13 +127,17 @@ def test_whatever_the_layout_the_values_are_right(job, written, changes):
 def test_changes_in_words():
     assert (
         describe_changes(CHANGES)
-        == "no `data.workers`, no `techniques.recompute`, `data.prefetch: 3`"
+        == "no `data.num_workers`, no `techniques.gradient_checkpointing`, `data.prefetch: 3`"
     )
 
 
 @pytest.mark.parametrize(
     ("key", "default"),
-    [("strategy", "optimal"), ("data.workers", "auto"), ("techniques.zero_stages", [3, 2, 1, 0])],
+    [
+        ("strategy", "optimal"),
+        ("data.num_workers", "auto"),
+        ("techniques.zero_stages", [3, 2, 1, 0]),
+    ],
 )
 def test_defaults(key, default):
     assert get_default(key) == default
@@ -133,25 +145,29 @@ def test_defaults(key, default):
 
 SMALL = """model: {config: {model_type: gpt2}}
 sequence_length: 8
-global_batch: 4
-steps: 10
+global_batch_size: 4
+max_steps: 10
 """
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        "data: {text: [.]}\nevaluation: &often {every_steps: 10}\ncheckpoint: *often\n",
-        "data: {text: [.], workers: &n 2, prefetch: *n}\n",
-        "data: {text: [.]}\noutput: 2026-11-26\n",
+        "data: {text: [.]}\neval_steps: &often 10\nsave_steps: *often\n",
+        "data: {text: [.], num_workers: &n 2, prefetch: *n}\n",
+        "data: {text: [.]}\noutput_dir: 2026-11-26\n",
         "data:\n  text: [größe.txt]  # ✓\n",
-        "techniques:\n  recompute:\n  - true\n  - false\ndata: {text: [.]}\n",
+        "techniques:\n  gradient_checkpointing:\n  - true\n  - false\ndata: {text: [.]}\n",
     ],
 )
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 @pytest.mark.parametrize(
     "changes",
-    [{"checkpoint.every_steps": 50}, {"data.workers": 4}, {"techniques.recompute": [False, True]}],
+    [
+        {"save_steps": 50},
+        {"data.num_workers": 4},
+        {"techniques.gradient_checkpointing": [False, True]},
+    ],
 )
 def test_nothing_else_changes_however_a_job_is_written(job, more, mark, changes):
     """What stands for several keys is changed for one of them; a mark of its encoding is left
@@ -180,19 +196,22 @@ def test_a_tuned_file_is_whole_or_not_there(job, monkeypatch):
     tuned.unlink()
     tuned.mkdir()
     with pytest.raises(MachineError, match="cannot write the job") as caught:
-        write_tuned(job, tuned, {"data.workers": "auto"})
-    assert "--set data.workers" in caught.value.fix
+        write_tuned(job, tuned, {"data.num_workers": "auto"})
+    assert "--set data.num_workers" in caught.value.fix
 
 
 @pytest.mark.parametrize(
     ("given", "again"),
     [
-        (["steps=3"], ["steps=3"]),
-        (["steps=3", "data.workers=0", " compile . fast = off"], ["steps=3"]),
-        (["data={text: [a], workers: 0}"], ["data={text: [a], workers: 0}", "data.workers=2"]),
-        (["data.workers_of=1"], ["data.workers_of=1"]),
+        (["max_steps=3"], ["max_steps=3"]),
+        (["max_steps=3", "data.num_workers=0", " torch_compile . fast = off"], ["max_steps=3"]),
+        (
+            ["data={text: [a], num_workers: 0}"],
+            ["data={text: [a], num_workers: 0}", "data.num_workers=2"],
+        ),
+        (["data.num_workers_of=1"], ["data.num_workers_of=1"]),
         ([], []),
     ],
 )
 def test_what_is_given_again_leaves_the_changes_as_they_are(given, again):
-    assert merge_overrides(given, {"data.workers": 2, "compile": True}) == again
+    assert merge_overrides(given, {"data.num_workers": 2, "torch_compile": True}) == again

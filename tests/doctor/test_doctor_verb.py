@@ -21,7 +21,7 @@ from gpumix.schema.reading.read import read_job
 @pytest.mark.slow
 def test_a_fault_is_found_measured_and_mended(tmp_path):
     """Samples over a network, and one thread that waits for one after the other."""
-    data = {"factory": "toys:remote_tokens", "held_out": 0.1, "workers": 0}
+    data = {"factory": "toys:remote_tokens", "validation_split": 0.1, "num_workers": 0}
     one = [{"class": "big", "accelerator": "cpu", "memory": "64 MiB"}]
     job = write_job(tmp_path, data=data, cluster=one, precision="fp32")
     options = ("--json", "--apply", "--pairs", "3", "--steps", "6", "--only", "workers")
@@ -29,12 +29,12 @@ def test_a_fault_is_found_measured_and_mended(tmp_path):
     assert done.code == 0, done.err
     found = done.json()
     (finding,) = found["findings"]
-    assert finding["name"] == "workers" and finding["changes"] == {"data.workers": "auto"}
+    assert finding["name"] == "workers" and finding["changes"] == {"data.num_workers": "auto"}
     assert 1.1 < finding["gain_low"] <= finding["gain"] <= finding["gain_high"]
     assert finding["gain"] > 1.5
     assert found["gain"] == finding["gain"] and 0.1 < found["input_share"] < 1.0
     tuned = read_job(tmp_path / "job.tuned.yaml")
-    assert tuned.data.workers == "auto" and tuned.steps == read_job(job).steps
+    assert tuned.data.num_workers == "auto" and tuned.max_steps == read_job(job).max_steps
     assert not (tmp_path / "run").exists()  # nothing was written where the job would write
 
 
@@ -42,7 +42,7 @@ def test_what_is_left_to_the_user_is_told_and_not_written(tmp_path, monkeypatch,
     """One finding that changes what is trained, and one that gives something up."""
     gain = Gain(1.5, 1.4, 1.6, pairs=5)
     order = Suspect("padding", "", "", {"data.bucketing": True}, "", "another order", True)
-    rarer = Suspect("checkpoints", "", "", {"checkpoint.every_steps": 50}, "", "older ones")
+    rarer = Suspect("checkpoints", "", "", {"save_steps": 50}, "", "older ones")
     findings = (Slowdown(order, gain), Slowdown(rarer, gain))
     report = Report(
         findings, (), (), (), (), step_s=1.0, input_share=0.125, seconds=1.0, trained_s=1.0
@@ -51,26 +51,26 @@ def test_what_is_left_to_the_user_is_told_and_not_written(tmp_path, monkeypatch,
     job = write_job(tmp_path)
     doctor(str(job), apply=True)
     tuned = tmp_path / "job.tuned.yaml"
-    assert read_job(tuned) == read_job(job, ["checkpoint.every_steps=50"])
-    assert "# `checkpoint.every_steps: 50` (older ones)\n" in tuned.read_text()
+    assert read_job(tuned) == read_job(job, ["save_steps=50"])
+    assert "# `save_steps: 50` (older ones)\n" in tuned.read_text()
     told = " ".join(capsys.readouterr().err.split())
     assert "12% of a step was spent waiting for data" in told
     assert "left to you: `data.bucketing: true`" in told
 
 
 def test_a_tuned_file_says_what_it_was_measured_with(tmp_path, monkeypatch, capsys):
-    rarer = Suspect("checkpoints", "", "", {"checkpoint.every_steps": 50}, "", "older ones")
+    rarer = Suspect("checkpoints", "", "", {"save_steps": 50}, "", "older ones")
     findings = (Slowdown(rarer, Gain(1.5, 1.4, 1.6, pairs=5)),)
     report = Report(
         findings, (), (), (), (), step_s=1.0, input_share=0.0, seconds=1.0, trained_s=1.0
     )
     monkeypatch.setattr("gpumix.doctor.examine.examine", lambda *args, **kwargs: report)
     job = write_job(tmp_path)
-    mended = "checkpoint.every_steps=1"  # by what was found
-    doctor(str(job), apply=True, overrides=["steps=3", mended, "model.config={tie: [1, 2]}"])
+    mended = "save_steps=1"  # by what was found
+    doctor(str(job), apply=True, overrides=["max_steps=3", mended, "model.config={tie: [1, 2]}"])
     tuned = tmp_path / "job.tuned.yaml"
-    assert read_job(tuned) == read_job(job, ["checkpoint.every_steps=50"])
-    given = "--set steps=3 --set 'model.config={tie: [1, 2]}'"
+    assert read_job(tuned) == read_job(job, ["save_steps=50"])
+    given = "--set max_steps=3 --set 'model.config={tie: [1, 2]}'"
     assert f"# measured with {given}, which is not written here\n" in tuned.read_text()
     told = " ".join(capsys.readouterr().err.split())
     assert f"what --set gave is not in it: gpumix train {tuned} {given}" in told

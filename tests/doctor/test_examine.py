@@ -138,19 +138,19 @@ def test_what_is_of_code_is_no_setting():
     """What changes the training is none that is written, either."""
     gain = Gain(1.5, 1.4, 1.6, pairs=5)
     made = [
-        Suspect("a", "", "", {"data.workers": "auto"}),
+        Suspect("a", "", "", {"data.num_workers": "auto"}),
         Suspect("b", "", "", {"quiet": True}, fix="print less"),
         Suspect("c", "", "", {"data.bucketing": True}, changes_training=True),
-        Suspect("d", "", "", {"checkpoint.every_steps": 9}, note="older"),
+        Suspect("d", "", "", {"save_steps": 9}, note="older"),
     ]
     findings = tuple(Slowdown(one, gain) for one in made)
     report = Report(
         findings, (), (), (), (), step_s=1.0, input_share=0.0, seconds=1.0, trained_s=1.0
     )
-    assert report.settings == {"data.workers": "auto", "checkpoint.every_steps": 9}
+    assert report.settings == {"data.num_workers": "auto", "save_steps": 9}
     assert report.changes == report.settings | {"quiet": True}
     assert report.left == ["print less", "`data.bucketing: true`"]
-    assert report.notes == ["`checkpoint.every_steps: 9` (older)"]
+    assert report.notes == ["`save_steps: 9` (older)"]
 
 
 def test_all_measured_steps_are_added_up():

@@ -164,7 +164,7 @@ def test_a_loader_of_gpumix_is_waited_for_as_others_are():
             return {"x": super().__getitem__(index)[0]}
 
     def train() -> None:
-        with Loader(data(Rows), [8], 0, workers=1) as loader:  # own loader
+        with Loader(data(Rows), [8], 0, num_workers=1) as loader:  # own loader
             fit(((batch["x"],) for batch in loader), nn.Linear(4, 1))
 
     seen = seen_of(train)

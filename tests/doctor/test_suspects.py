@@ -21,8 +21,8 @@ HEALTHY: dict[str, Any] = {
     "model": {"config": {"model_type": "gpt2"}},
     "data": {"factory": "toys:data"},
     "sequence_length": 8,
-    "global_batch": 4,
-    "steps": 10,
+    "global_batch_size": 4,
+    "max_steps": 10,
 }
 
 
@@ -43,7 +43,7 @@ def seen(job: dict[str, Any], **given: Any) -> Evidence:
         "other_dtypes": False,
         "tf32": (),
         "planned_s": 0.1,
-        "predict_step_s": lambda changes: None if "global_batch" in changes else 0.05,
+        "predict_step_s": lambda changes: None if "global_batch_size" in changes else 0.05,
         "plan": Plan.model_construct(stages=()),
     }
     return Evidence(job=Job.model_validate(HEALTHY | job), **evidence | given)
@@ -67,26 +67,31 @@ def test_nothing_is_suspected_of_a_job_that_says_nothing():
 @pytest.mark.parametrize(
     ("job", "given", "name", "changes"),
     [
-        (data(workers=0), {"input_share": 0.2}, "workers", {"data.workers": "auto"}),
+        (data(num_workers=0), {"input_share": 0.2}, "workers", {"data.num_workers": "auto"}),
         (data(prefetch=1), {"input_share": 0.2}, "workers", {"data.prefetch": "auto"}),
         ({"strategy": "even"}, {}, "strategy", {"strategy": "optimal"}),
         (
-            {"techniques": {"recompute": True}},
+            {"techniques": {"gradient_checkpointing": True}},
             {},
-            "recompute",
-            {"techniques.recompute": [True, False]},
+            "gradient_checkpointing",
+            {"techniques.gradient_checkpointing": [True, False]},
         ),
-        ({"techniques": {"tensor": 2}}, {}, "tensor", {"techniques.tensor": [1, 2, 4, 8]}),
+        (
+            {"techniques": {"tensor_parallel_size": 2}},
+            {},
+            "tensor_parallel_size",
+            {"techniques.tensor_parallel_size": [1, 2, 4, 8]},
+        ),
         ({"precision": "fp32"}, {"other_dtypes": True}, "precision", {"precision": "auto"}),
         (
-            {"efficiency": {"fused_optimizer": False}},
+            {"advanced": {"efficiency": {"fused_optimizer": False}}},
             {},
             "fused_optimizer",
-            {"efficiency.fused_optimizer": "auto"},
+            {"advanced.efficiency.fused_optimizer": "auto"},
         ),
-        ({}, {"compilers": True}, "compile", {"compile": True}),
-        ({}, {"compilers": True, "kernels_share": 0.9}, "compile", {"compile": True}),
-        ({}, {"compilers": True, "kernels_share": 0.4}, "launches", {"compile": True}),
+        ({}, {"compilers": True}, "compile", {"torch_compile": True}),
+        ({}, {"compilers": True, "kernels_share": 0.9}, "compile", {"torch_compile": True}),
+        ({}, {"compilers": True, "kernels_share": 0.4}, "launches", {"torch_compile": True}),
         ({}, {"cpu_bf16": ("cpu",)}, "bf16", {"precision": {"cpu": "bf16"}}),
         ({}, {"retries": 3}, "retries", {"expandable_segments": True}),
         ({}, {"inside": RankObservations(syncs=(ITEM,))}, "syncs", {"late_values": True}),
@@ -101,7 +106,7 @@ def test_nothing_is_suspected_of_a_job_that_says_nothing():
             {"model": {"config": {"model_type": "gpt2", "_attn_implementation": "eager"}}},
             {},
             "eager",
-            {"efficiency.attention": "sdpa"},
+            {"advanced.efficiency.attention": "sdpa"},
         ),
         (
             {
@@ -123,22 +128,22 @@ def test_nothing_is_suspected_of_a_job_that_says_nothing():
             {"data.bucketing": True},
         ),
         (
-            {"checkpoint": {"every_steps": 2}},
+            {"save_steps": 2},
             {"save": InterruptionCost(0.1)},
             "checkpoints",
-            {"checkpoint.every_steps": 50},  # then it is 2 % of the steps
+            {"save_steps": 50},  # then it is 2 % of the steps
         ),
         (
-            {"checkpoint": {"every_steps": 1}},
+            {"save_steps": 1},
             {"save": InterruptionCost(0.001, 0.001, 0.4)},
             "checkpoints",
-            {"checkpoint.every_steps": 4},  # then one is written before the next begins
+            {"save_steps": 4},  # then one is written before the next begins
         ),
         (
-            {"evaluation": {"every_steps": 1}},
+            {"eval_steps": 1},
             {"evaluation": InterruptionCost(0.2)},
             "evaluation",
-            {"evaluation.every_steps": 100},
+            {"eval_steps": 100},
         ),
     ],
 )
@@ -163,8 +168,8 @@ def test_bf16_of_a_cpu_is_left_to_the_user():
 
 def test_small_batches_come_last_and_are_left_to_the_user():
     *_, found = find_suspects(seen({"strategy": "even"}, predict_step_s=lambda changes: 0.08))
-    assert (found.name, found.changes) == ("batch", {"global_batch": 8})
-    assert found.changes_training and "`global_batch: 8`" in found.change_text
+    assert (found.name, found.changes) == ("batch", {"global_batch_size": 8})
+    assert found.changes_training and "`global_batch_size: 8`" in found.change_text
 
 
 def test_another_order_of_samples_is_left_to_the_user():
@@ -177,15 +182,14 @@ def test_another_order_of_samples_is_left_to_the_user():
     ("job", "given", "told"),
     [
         (
-            {"checkpoint": {"every_steps": 2}},
+            {"save_steps": 2},
             {"save": InterruptionCost(0.1)},
-            "`checkpoint.every_steps: 50` (what is on the disk is up to 50 steps old, 2 as it is)",
+            "`save_steps: 50` (what is on the disk is up to 50 steps old, 2 as it is)",
         ),
         (
-            {"evaluation": {"every_steps": 1}},
+            {"eval_steps": 1},
             {"evaluation": InterruptionCost(0.2)},
-            "`evaluation.every_steps: 100` (the loss of evaluation is known every 100 steps, every "
-            "1 as it is)",
+            "`eval_steps: 100` (the loss of evaluation is known every 100 steps, every 1 as it is)",
         ),
     ],
 )
@@ -199,18 +203,18 @@ def test_what_is_given_up_is_told(job, given, told):
     [
         ({}, {"predict_step_s": lambda changes: 0.09}),  # of twice as many samples, by half of them
         ({}, {"predict_step_s": lambda changes: 0.05, "input_share": 0.2}),
-        (data(workers=0), {"input_share": 0.02}),
+        (data(num_workers=0), {"input_share": 0.02}),
         (data(packing="documents", tokenize="on-the-fly"), {"input_share": 0.2}),
         ({"precision": "fp32"}, {}),  # what its classes compute in by themselves
         ({"strategy": "even"}, {"predict_step_s": lambda changes: 0.099}),
         ({"strategy": "even"}, {"predict_step_s": lambda changes: None}),  # there is no such plan
-        ({"techniques": {"recompute": True}}, {"predict_step_s": lambda changes: 0.2}),
-        ({"checkpoint": {"every_steps": 100}}, {"save": InterruptionCost(0.1)}),
+        ({"techniques": {"gradient_checkpointing": True}}, {"predict_step_s": lambda changes: 0.2}),
+        ({"save_steps": 100}, {"save": InterruptionCost(0.1)}),
         ({}, {"inside": RankObservations(syncs=(replace(ITEM, calls=3),))}),  # not in each step
         ({}, {"inside": RankObservations(syncs=(replace(ITEM, what="__bool__"),))}),
         ({}, {"inside": RankObservations(writes=(replace(PRINT, seconds=0.005),))}),
-        ({"compile": True}, {"compilers": True, "kernels_share": 0.4}),
-        ({"checkpoint": {"every_steps": 10}}, {"save": InterruptionCost(0.001, 0.001, 0.9)}),
+        ({"torch_compile": True}, {"compilers": True, "kernels_share": 0.4}),
+        ({"save_steps": 10}, {"save": InterruptionCost(0.001, 0.001, 0.9)}),
         (data(packing="none"), {"padding_share": 0.01}),
     ],
 )

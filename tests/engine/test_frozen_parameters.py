@@ -122,6 +122,6 @@ def test_a_model_without_trained_parameters_is_not_profiled():
             frozen,
             lambda samples: next(batches(GPT2, samples, 1)),
             sequence_length=16,
-            global_batch=4,
+            global_batch_size=4,
             progress=lambda line: None,
         )

@@ -87,10 +87,12 @@ UNLIKE = {
 }  # fmt: skip
 # What the planner is given.
 PLANNED: dict[str, dict[str, Any]] = {
-    "planned": {"space": Space(most_stages=1, tensor=2, leave_out=False)},
+    "planned": {"space": Space(max_pipeline_stages=1, tensor_parallel_size=2, leave_out=False)},
     "planned in stages": {
         "strategy": "staged",
-        "space": Space(least_stages=2, tensor=1, zero_stages=0, leave_out=False),
+        "space": Space(
+            min_pipeline_stages=2, tensor_parallel_size=1, zero_stages=0, leave_out=False
+        ),
     },
 }
 FEW = {"stage 3", "interleaved, in two modes"}

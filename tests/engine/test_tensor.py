@@ -382,15 +382,18 @@ def test_what_styles_of_torch_ask_for(style, name):
 
 
 NOT_FOLLOWED = [
-    (ColwiseParallel(input_layouts=Shard(1)), "input_layouts=Shard(dim=1)", "sequence: true"),
-    (ColwiseParallel(output_layouts=Shard(1)), "output_layouts=Shard(dim=1)", "sequence: true"),
+    (ColwiseParallel(input_layouts=Shard(1)), "input_layouts=Shard(dim=1)",
+     "sequence_parallel: true"),
+    (ColwiseParallel(output_layouts=Shard(1)), "output_layouts=Shard(dim=1)",
+     "sequence_parallel: true"),
     (ColwiseParallel(use_local_output=False), "use_local_output=False", "plain tensors"),
     (RowwiseParallel(input_layouts=Replicate()), "input_layouts=Replicate()", "embedding_rowwise"),
-    (RowwiseParallel(output_layouts=Shard(1)), "output_layouts=Shard(dim=1)", "sequence: true"),
+    (RowwiseParallel(output_layouts=Shard(1)), "output_layouts=Shard(dim=1)",
+     "sequence_parallel: true"),
     (RowwiseParallel(output_layouts=Shard(-1)), "output_layouts=Shard(dim=-1)", "leave it out"),
-    (SequenceParallel(), "a SequenceParallel", "sequence: true"),
+    (SequenceParallel(), "a SequenceParallel", "sequence_parallel: true"),
     (PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-     "a PrepareModuleInput", "sequence: true"),
+     "a PrepareModuleInput", "sequence_parallel: true"),
 ]  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def _meeting(how: str) -> tuple[str, list[str]]:
     measured: list[str] = []
     device_class = gpumix.DeviceClass(name="d", accelerator="cpu", memory_bytes=96 * 2**20)
     devices = [gpumix.Device(id=f"d-{n}", device_class="d") for n in range(2)]
-    settings: dict[str, Any] = {"sequence_length": 4, "global_batch": 2, "budget_s": 1.0}
+    settings: dict[str, Any] = {"sequence_length": 4, "global_batch_size": 2, "budget_s": 1.0}
     try:
         if how == "profile":
             cluster = gpumix.Cluster(classes=[device_class], devices=devices)

@@ -34,7 +34,7 @@ def some_batch(samples):
 
 
 def profiled(number, **changes):
-    settings = {"sequence_length": 4, "global_batch": 2, "budget_s": 1.0}
+    settings = {"sequence_length": 4, "global_batch_size": 2, "budget_s": 1.0}
     settings |= {"progress": lambda line: None, **changes}
     return gpumix.profile(lambda: blocks(number), some_batch, **settings)
 
@@ -86,7 +86,7 @@ def profile_what_is_built_already():
         lambda: gpumix.build(lambda: blocks(2), seed=0),
         some_batch,
         sequence_length=4,
-        global_batch=2,
+        global_batch_size=2,
         cluster=CLUSTER,
         progress=lambda line: None,
     )

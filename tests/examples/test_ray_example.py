@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 def test_a_job_trains_on_workers_of_ray(cache, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    changes = ["--set", f"output={tmp_path / 'run'}", "--set", "steps=10"]
+    changes = ["--set", f"output_dir={tmp_path / 'run'}", "--set", "max_steps=10"]
     # Ray starts services of its own with Python, from a process with threads: not to be forked.
     out = python("examples/ray_job.py", *changes, cache=cache, fresh=True)
     losses = [float(found) for found in re.findall(r"loss (\d+\.\d+)", out)]

@@ -119,7 +119,7 @@ def test_a_pin_is_for_all_classes_or_for_one():
 @pytest.mark.parametrize(
     ("spec", "installed", "message"),
     [
-        (EfficiencySpec(tf32=True), ALL, r"'p40' cannot have 'efficiency.tf32' on"),
+        (EfficiencySpec(tf32=True), ALL, r"'p40' cannot have 'advanced.efficiency.tf32' on"),
         (EfficiencySpec(attention={"v100": "flash"}), ALL, "begins with compute capability 8.0"),
         (EfficiencySpec(kernels={"a100": "liger"}), Installed(), "pip install liger-kernel"),
         (EfficiencySpec(loss={"p40": "triton"}), ALL, "begins with compute capability 7.0"),

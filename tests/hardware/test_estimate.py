@@ -24,7 +24,7 @@ def model_in(dtype):
 
 
 MODEL = model_in("bf16")
-ONE_STAGE = Space(most_stages=1, tensor=1)  # which is found soon
+ONE_STAGE = Space(max_pipeline_stages=1, tensor_parallel_size=1)  # which is found soon
 
 
 def estimated(text="2x rtx3090, 1x p40", model=model_in, **changes):
@@ -108,7 +108,7 @@ def test_what_teams_tell_each_other_takes_as_long_as_their_link_is_slow():
 
 def test_stages_are_weighed_between_hosts_with_a_slow_link():
     profile = small("2 hosts of 1x rtx3090", "1GbE")
-    few = Space(recompute=False, heads="whole", schedules="1f1b")
+    few = Space(gradient_checkpointing=False, cross_entropy="whole", pipeline_schedules="1f1b")
     request = PlanRequest(global_batch=16, space=few)
     in_one = plan_one_stage(profile, request.model_copy(update={"space": few.with_all_devices()}))
     found = plan_staged(profile, request)
@@ -121,7 +121,7 @@ def test_stages_are_weighed_between_hosts_with_a_slow_link():
 @pytest.mark.parametrize("schedule", ["zero-bubble", "interleaved"])
 def test_every_schedule_can_be_told(schedule):
     profile = small("2x rtx3090")
-    few = Space(recompute=False, heads="whole", schedules=schedule)
+    few = Space(gradient_checkpointing=False, cross_entropy="whole", pipeline_schedules=schedule)
     found = plan_staged(profile, PlanRequest(global_batch=8, space=few))
     assert found.schedule == schedule
     assert get_prediction(found).step_s > 0

@@ -26,7 +26,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.profile.profile import CollectiveTimes, EndParameters, Profile, RootParameter
 
-ONE_STAGE = Space(most_stages=1, tensor=1)
+ONE_STAGE = Space(max_pipeline_stages=1, tensor_parallel_size=1)
 
 
 def model_in(dtype):

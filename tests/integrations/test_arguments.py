@@ -250,8 +250,8 @@ def _asked(folder: Path) -> dict[str, Any]:
 
     def host(name: str) -> Any:
         def told(model: Any, training: Any, **settings: Any) -> None:
-            space = sorted(training.space.recompute)
-            found[said][name] = training.compile, space, training.precision
+            space = sorted(training.space.gradient_checkpointing)
+            found[said][name] = training.torch_compile, space, training.precision
             raise Told
 
         return told

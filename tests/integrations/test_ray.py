@@ -30,21 +30,24 @@ WORKERS = {
 }
 JOB: dict[str, Any] = {
     "model": {"factory": "toys:model"},
-    "data": {"factory": "toys:tokens", "held_out": 0.1},
+    "data": {"factory": "toys:tokens", "validation_split": 0.1},
     "sequence_length": 8,
-    "global_batch": 8,
-    "steps": 4,
+    "global_batch_size": 8,
+    "max_steps": 4,
     "optimizer": {"lr": 1e-2},
     "cluster": [
         {"class": "fast", "emulate": "50 GFLOP/s", "memory": "64 MiB"},
         {"class": "slow", "emulate": "25 GFLOP/s", "memory": "32 MiB", "count": 2},
     ],
-    "output": "run",
-    "log_every_steps": 1,
-    "profile": {"cache": "profiles", "budget": 20},
-    "techniques": {"most_stages": 1, "leave_out": False},
-    "restarts": 0,
-    "rebalance": False,
+    "output_dir": "run",
+    "logging_steps": 1,
+    "advanced": {
+        "profile_cache": "profiles",
+        "profile_budget": 20,
+        "max_restarts": 0,
+        "rebalance": False,
+    },
+    "techniques": {"max_pipeline_stages": 1, "leave_out": False},
 }
 
 
@@ -94,7 +97,7 @@ def test_a_job_trains_to_the_losses_of_gpumix_train(trained, folder):
     assert [event["step"] for event in steps] == [1, 2, 3, 4]
     assert [event["loss"] for event in steps] == summary["losses"]
     command = [sys.executable, "-m", "gpumix", "train", "job.yaml", "--allow", "toys", "--json"]
-    command += ["--plan", "run/plan.json", "--set", "output=alone"]
+    command += ["--plan", "run/plan.json", "--set", "output_dir=alone"]
     alone = subprocess.run(command, cwd=folder, capture_output=True, check=True)
     assert summary["losses"] == json.loads(alone.stdout)["losses"]
 
@@ -110,7 +113,7 @@ def test_who_interrupts_a_job_has_a_checkpoint(trained, there):
         if event.get("step") == 3:
             raise KeyboardInterrupt
 
-    settings = ["output=interrupted", "steps=100000"]
+    settings = ["output_dir=interrupted", "max_steps=100000"]
     with pytest.raises(Interrupted, match="stopped after step"):
         train(
             "job.yaml",
@@ -128,7 +131,7 @@ def test_metrics_are_reported_to_ray_tune(trained, folder):
 
     def trial(config: dict[str, Any]) -> None:
         os.chdir(folder)
-        settings = ["output=tuned", f"optimizer.lr={config['lr']}"]
+        settings = ["output_dir=tuned", f"optimizer.lr={config['lr']}"]
         train("job.yaml", WORKERS, plan="run/plan.json", overrides=settings, allow=["toys"])
 
     found = tune.Tuner(

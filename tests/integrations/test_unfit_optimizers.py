@@ -50,7 +50,7 @@ def test_plans_for_optimizers_of_whole_matrices_have_one_stage():
         )
 
     for kind in (gpumix.Adafactor, gpumix.Muon):
-        assert (allowed(kind).most_stages, allowed(kind).tensor) == (1, (1,))
+        assert (allowed(kind).max_pipeline_stages, allowed(kind).tensor_parallel_size) == (1, (1,))
     assert allowed(torch.optim.AdamW) == EVERYTHING
     assert _restrict_space(TrainingSetup(lambda n: None, 12, 4)) == EVERYTHING
 

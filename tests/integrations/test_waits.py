@@ -44,7 +44,7 @@ def waits(timeout_s: float | None) -> tuple[list[float], float]:
         Regression,
         lambda samples: {"x": torch.randn(samples, 4, 8)},
         sequence_length=4,
-        global_batch=2,
+        global_batch_size=2,
         cluster=gpumix.Cluster(classes=[device_class], devices=devices),
         units=["Linear"],
         budget_s=1.0,

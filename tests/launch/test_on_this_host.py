@@ -148,10 +148,10 @@ def test_whatever_ends_the_launcher_ends_the_ranks_and_what_they_started(folder,
 def test_a_job_on_one_host_is_trained(folder):
     devices = [one | {"count": 1} for one in CLUSTER]
     (folder / "cpus.yaml").write_text(yaml.safe_dump(devices), encoding="utf-8")
-    job = write_job(folder, steps=2, cluster=devices)
+    job = write_job(folder, max_steps=2, cluster=devices)
     plan = plan_for(job, (4, 4), (0.5, 0.5))
     plan.save(folder / "plan.json")
-    expected = train(job, f"output={folder / 'first'}", plan=plan).losses
+    expected = train(job, f"output_dir={folder / 'first'}", plan=plan).losses
     words = ("--cluster", "cpus.yaml", "job.yaml", "--plan", "plan.json")
     done = gpumix("launch", "--json", *words, folder=folder)
     assert done.code == 0, done.err
@@ -206,7 +206,7 @@ SENSELESS = [
     ),
     (["job.yaml", "--print-commands"], "--print-commands is an option of gpumix launch, and"),
     (["job.yaml", "--hosts=a,b"], "fix: put it before: gpumix launch --hosts=a,b ... JOB.yaml"),
-    (["--grace", "0", "job.yaml"], "--grace has no effect on a job on one host"),
+    (["--grace-period", "0", "job.yaml"], "--grace-period has no effect on a job on one host"),
     (["--hosts", "cluster.yaml", "script.py"], "the cluster file names no hosts"),
 ]
 

@@ -61,7 +61,7 @@ time.sleep(600)
 def waiting(two: Hosts, folder: Path, script: str = WAITS) -> Iterator[Running]:
     """A script that all ranks run, and that waits to be stopped."""
     (folder / "waits.py").write_text(script, encoding="utf-8")
-    carried = options(two, "--grace", "20", carried=(*CARRIED, MARK))
+    carried = options(two, "--grace-period", "20", carried=(*CARRIED, MARK))
     with running(folder, *carried, program=["waits.py"]) as started:
         started.wait_until(lambda: started.said.count("waiting") == 3)
         assert len(started.left()) >= 6  # ranks, launchers, and who connects them
@@ -131,7 +131,7 @@ dist.destroy_process_group()
 @pytest.mark.extended
 def test_ctrl_c_stops_all_and_the_run_is_saved(two, tmp_path):
     pair = [one | {"count": 1} for one in CLUSTER]
-    job = write_job(tmp_path, cluster=pair, steps=1000, model=toy(sample_s=0.02))
+    job = write_job(tmp_path, cluster=pair, max_steps=1000, model=toy(sample_s=0.02))
     plan_for(job, (4, 4), (0.5, 0.5)).save(tmp_path / "plan.json")
     words = options(two, "--hosts", "gpx-a:1,gpx-b:1", carried=(*CARRIED, MARK))
     with running(tmp_path, *words, program=BY_PLAN) as started:

@@ -129,12 +129,12 @@ def test_mixed_nodes_ask_for_each_kind_of_gpu(folder):
 NODES = ("a100:8", "a100:8", "t4:4", "A100:3,T4:1", "A100:1,T4:3")
 
 
-@pytest.mark.parametrize(("words", "grace_s"), [([], 270), (["--grace", "900"], 900)])
+@pytest.mark.parametrize(("words", "grace_s"), [([], 270), (["--grace-period", "900"], 900)])
 def test_runs_have_as_long_to_save_as_is_said(folder, words, grace_s):
     """What is left of the time when SLURM sends the signal is more than that."""
     script = template("slurm", folder, *words, "train.py")
     (only,) = components(script)
-    assert only["signal"] == f"TERM@{grace_s + 30}" and f" --grace {grace_s} " in script
+    assert only["signal"] == f"TERM@{grace_s + 30}" and f" --grace-period {grace_s} " in script
     assert f"comes {grace_s + 30} s before the time is over" in script
 
 
@@ -168,8 +168,8 @@ def test_what_a_template_cannot_say_is_refused(folder, kind, words, said):
 
 def test_a_job_may_say_port_and_grace(folder):
     write_job(folder, cluster="two.yaml")
-    script = template("slurm", folder, "--port", "4000", "--grace", "60", "job.yaml")
-    assert "PORT=4000\n" in script and " --grace 60 " in script
+    script = template("slurm", folder, "--port", "4000", "--grace-period", "60", "job.yaml")
+    assert "PORT=4000\n" in script and " --grace-period 60 " in script
 
 
 @pytest.fixture(scope="module")
@@ -206,15 +206,15 @@ def test_slurm_knows_what_mixed_nodes_hold(folder, slurm):
 @pytest.mark.slow
 def test_slurm_lets_runs_save_for_as_long_as_we_do(folder, slurm):
     """The longest that we take, SLURM does; more than that neither of us."""
-    script = template("slurm", folder, "--hosts", "n0:4", "--grace", "65505", "train.py")
+    script = template("slurm", folder, "--hosts", "n0:4", "--grace-period", "65505", "train.py")
     (folder / "train.sbatch").write_text(script, encoding="utf-8")
     assert "to start at" in slurm.run("sbatch", "--test-only", "train.sbatch", folder=folder)
     (folder / "train.sbatch").write_text(script.replace("TERM@65535", "TERM@65536"))
     with pytest.raises(AssertionError, match="signal"):
         slurm.run("sbatch", "--test-only", "train.sbatch", folder=folder)
-    words = ["--template", "slurm", "--grace", "65506", "train.py"]
+    words = ["--template", "slurm", "--grace-period", "65506", "train.py"]
     done = gpumix("launch", *words, folder=folder)
-    assert (done.code, done.out) == (2, "") and "--grace 65505, or less" in done.err
+    assert (done.code, done.out) == (2, "") and "--grace-period 65505, or less" in done.err
 
 
 @pytest.mark.extended

@@ -17,7 +17,7 @@ ROUNDS = {"interleaved": 2}  # stages of each group
 
 def every_plan(found: Profile, batch: int, space: Space) -> Iterator[Plan]:
     """All plans of a space, with equal shares; teams do not divide the sequence."""
-    for groups, schedule in product(every_row(found), space.schedules):
+    for groups, schedule in product(every_row(found), space.pipeline_schedules):
         stages = len(groups) * ROUNDS.get(schedule, 1)
         if stages > len(found.model.calls):
             continue
@@ -39,7 +39,7 @@ def degrees_of(found: Profile, group: Sequence[Device], space: Space) -> list[in
         teams = [places[n : n + degree] for n in range(0, len(places), degree)]
         return all(len(team) == degree and len(set(team)) == 1 for team in teams)
 
-    return [n for n in space.tensor if n == 1 or (n in measured and alike(n))]
+    return [n for n in space.tensor_parallel_size if n == 1 or (n in measured and alike(n))]
 
 
 def every_row(found: Profile) -> list[list[tuple[Device, ...]]]:
@@ -93,10 +93,12 @@ def dealt(
     """
     calls, stages = len(found.model.calls), len(groups) * ROUNDS.get(schedule, 1)
     keeps = [
-        Mode(recompute=value) for value in space.recompute if found.model.kinds[0].saved or value
+        Mode(recompute=value)
+        for value in space.gradient_checkpointing
+        if found.model.kinds[0].saved or value
     ]
     modes = [mode for mode in keeps if schedule != "zero-bubble" or not mode.recompute]
-    heads = space.heads if found.model.root.chunked_head else ("whole",)
+    heads = space.cross_entropy if found.model.root.chunked_head else ("whole",)
     ends_in = [mode.model_copy(update={"head": head}) for mode in modes for head in heads]
     fewest = min(map(max, deal))
     for inner in cuts or combinations(range(1, calls), stages - 1):

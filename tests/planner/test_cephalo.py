@@ -32,7 +32,7 @@ INF = float("inf")
 @given(small_profiles(), st.integers(1, 8))
 def test_it_is_the_published_recurrence(profile, batch):
     assume(batch >= len(profile.cluster.devices))
-    plan = plan_by(plan_cephalo, profile, batch, Space(boundaries=("device",)))
+    plan = plan_by(plan_cephalo, profile, batch, Space(checkpoints_on=("device",)))
     expected = recurrence(profile, batch)
     assert (None if plan is None else sorted(parts_of(plan))) == expected
 
@@ -95,7 +95,7 @@ def test_shares_are_as_even_as_room_allows():
 def test_inputs_are_kept_on_the_host_where_that_is_known_and_allowed():
     cards = [Card("a", 1, GIB, steady(1.0), host_copy=line(1e-12)), Card("b", 1, GIB, steady(1.0))]
     made = profile(cards, kinds=[block(kept=line(1_000))])
-    for space, boundary in ((EVERYTHING, "host"), (Space(boundaries=("device",)), "device")):
+    for space, boundary in ((EVERYTHING, "host"), (Space(checkpoints_on=("device",)), "device")):
         plan = plan_cephalo(made, PlanRequest(global_batch=4, space=space))
         kept = {w.device_class: w.mode.boundary for w in plan.workers}
         assert kept == {"a": boundary, "b": "device"}
@@ -134,7 +134,9 @@ def test_every_device_needs_a_sample():
         plan_cephalo(fleet(4), PlanRequest(global_batch=3))
 
 
-@pytest.mark.parametrize("space", [Space(zero_stages=(0, 2)), Space(recompute=(False,))])
+@pytest.mark.parametrize(
+    "space", [Space(zero_stages=(0, 2)), Space(gradient_checkpointing=(False,))]
+)
 def test_other_techniques_than_theirs_are_refused(space):
     with pytest.raises(InputError, match="ZeRO-3 with recompute"):
         plan_cephalo(fleet(4), PlanRequest(global_batch=64, space=space))

@@ -70,7 +70,12 @@ def test_what_is_faster_in_stages_counts_in_stages():
         )
         for link in ("1GbE", "2.5GbE")
     )
-    space = Space(recompute=False, heads="whole", schedules="1f1b", leave_out=False)
+    space = Space(
+        gradient_checkpointing=False,
+        cross_entropy="whole",
+        pipeline_schedules="1f1b",
+        leave_out=False,
+    )
     request = PlanRequest(global_batch=16, space=space)
     found = forecast_clusters([("now", now), ("then", then)], request)
     planned = [plan_staged(variant, request).prediction.step_s for variant in (now, then)]

@@ -104,7 +104,7 @@ def test_a_plan_and_a_comparison_agree(link):
 
 
 def test_who_wants_one_stage_gets_one():
-    request = PlanRequest(global_batch=32, space=Space(most_stages=1))
+    request = PlanRequest(global_batch=32, space=Space(max_pipeline_stages=1))
     assert len(plan_fastest(hosts(1e5), request).stages) == 1
 
 

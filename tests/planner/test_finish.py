@@ -76,7 +76,12 @@ def test_units_are_joined_where_each_collective_takes_long_by_itself():
     assert after.prediction.step_s < 0.5 * before.prediction.step_s
 
 
-IN_CHUNKS = Space(zero_stages=(3,), recompute=(True,), orders=("layered",), boundaries=("device",))
+IN_CHUNKS = Space(
+    zero_stages=(3,),
+    gradient_checkpointing=(True,),
+    orders=("layered",),
+    checkpoints_on=("device",),
+)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from gpumix.schema.profile.profile import HostInput, Profile
 from gpumix.train.run_log.tables import explain_plan
 
 BATCH = 64
-ONE_STAGE = Space(most_stages=1, tensor=1, leave_out=False)
+ONE_STAGE = Space(max_pipeline_stages=1, tensor_parallel_size=1, leave_out=False)
 
 
 def hosts(
@@ -225,7 +225,7 @@ def test_stages_that_there_may_be_make_no_plan_slower(calls, batch):
 def test_a_class_alone_is_compared_with_what_its_host_reads():
     """Either alone waits for its host: no less than reading the batch takes there."""
     found = hosts(16e-3)
-    plan = make_plan(found, BATCH, space=Space(most_stages=1, tensor=1))
+    plan = make_plan(found, BATCH, space=Space(max_pipeline_stages=1, tensor_parallel_size=1))
     assert plan.reasons is not None
     alone = {one.strategy: one.step_s for one in plan.reasons.alternatives}
     for name, cores in (("fast", 4), ("slow", 12)):

@@ -19,7 +19,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import ROOT, Profile, UnitTimes
 
 SPACE = Space(
-    zero_stages=(3,), shardings=("all",), orders=("layered",), heads="whole", padded=False
+    zero_stages=(3,), shardings=("all",), orders=("layered",), cross_entropy="whole", padded=False
 )
 MODES = list(SPACE.modes(3))
 SOLVER = 1e-5  # what HiGHS takes for equal

@@ -16,7 +16,12 @@ from gpumix.schema.cluster.network import Link, Network
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.profile.profile import Profile
 
-SPACE = Space(schedules="1f1b", recompute=True, heads="whole", most_stages=2)
+SPACE = Space(
+    pipeline_schedules="1f1b",
+    gradient_checkpointing=True,
+    cross_entropy="whole",
+    max_pipeline_stages=2,
+)
 
 
 def cluster(*hosts: int, trainable: int = 5_000_000) -> Profile:

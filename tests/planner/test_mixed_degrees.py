@@ -21,7 +21,12 @@ from gpumix.simulate.events import simulate
 from gpumix.train.run_log.tables import plan_table
 
 optimal, even = STRATEGIES["optimal"], STRATEGIES["even"]
-ONE_STAGE = {"most_stages": 1, "boundaries": "device", "state_on": "device", "leave_out": True}
+ONE_STAGE = {
+    "max_pipeline_stages": 1,
+    "checkpoints_on": "device",
+    "state_on": "device",
+    "leave_out": True,
+}
 
 
 def cards(*, memory: int = 40 * MIB, faster: float = 1.8) -> Profile:
@@ -57,9 +62,12 @@ def test_small_ones_team_up_beside_a_large_one_that_computes_alone():
         ["large"], ["small", "small"], ["small", "small"],
     ]  # fmt: skip
     assert all(leader.samples for leader in stage.leaders)
-    assert get_prediction(plan).step_s < 0.8 * get_prediction(best(found, tensor=1)).step_s
+    assert (
+        get_prediction(plan).step_s
+        < 0.8 * get_prediction(best(found, tensor_parallel_size=1)).step_s
+    )
     with pytest.raises(NoFeasiblePlanError):  # the small ones cannot hold all of the state
-        best(found, tensor=2)
+        best(found, tensor_parallel_size=2)
     for worker in get_prediction(plan).workers:
         assert worker.peak_bytes <= worker.memory_limit_bytes
 
@@ -93,7 +101,8 @@ def test_of_three_on_a_host_two_team_up_and_one_computes_alone():
     console.print(plan_table(plan))
     assert "2 in teams of 2" in console.export_text()
     assert (
-        get_prediction(plan).step_s < 0.9 * get_prediction(best(found, batch=12, tensor=1)).step_s
+        get_prediction(plan).step_s
+        < 0.9 * get_prediction(best(found, batch=12, tensor_parallel_size=1)).step_s
     )
     assert simulate(found, plan).step_s == pytest.approx(get_prediction(plan).step_s, rel=0.02)
     again = predict(found, plan)
@@ -113,7 +122,7 @@ def test_teams_that_were_not_measured_are_refused():
 def test_memory_is_foretold_of_ranks_in_their_own_order():
     """Which need not be that of the stage."""
     found = cards(memory=GIB, faster=1.2)
-    plan = best(found, tensor=1, zero_stages=3)
+    plan = best(found, tensor_parallel_size=1, zero_stages=3)
     (stage,) = plan.stages
     first, second, *others = stage.workers
     shares = (0.5, 0.1, *([0.4 / len(others)] * len(others)))

@@ -25,7 +25,12 @@ from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.profile.profile import CollectiveTimes, Profile, RankGroup
 
 FAST, SLOW = 1e9, 2e6  # bytes/s
-SPACE = Space(zero_stages=(0, 1), recompute=True, schedules="1f1b", heads="whole")
+SPACE = Space(
+    zero_stages=(0, 1),
+    gradient_checkpointing=True,
+    pipeline_schedules="1f1b",
+    cross_entropy="whole",
+)
 
 
 def cluster(count: int, per_host: int, *, calls: int = 4) -> Profile:
@@ -92,7 +97,7 @@ CLUSTERS: dict[str, Callable[[int], Profile]] = {
 def test_stages_are_of_devices_that_are_near(name):
     """Listed in turn. Sums of gradients over slow links take long, messages are small."""
     found = CLUSTERS[name](4)
-    space = SPACE.model_copy(update={"most_stages": 2})
+    space = SPACE.model_copy(update={"max_pipeline_stages": 2})
     plan = plan_staged(found, PlanRequest(global_batch=4, space=space))
     groups = {frozenset(w.device for w in stage.workers) for stage in plan.stages}
     assert groups == {frozenset({"card-0", "card-2"}), frozenset({"card-1", "card-3"})}
@@ -139,7 +144,7 @@ def test_of_many_devices_groups_follow_islands_and_racks():
 def test_teams_keep_to_an_island():
     found = stated(cluster(4, 4), "island")
     found = with_teams(found, 2, faster=2.0)
-    space = Space(tensor=2, schedules="1f1b", heads="whole")
+    space = Space(tensor_parallel_size=2, pipeline_schedules="1f1b", cross_entropy="whole")
     pairs = [["card-0", "card-2"], ["card-1", "card-3"]]
     devices = found.cluster.in_rank_order()
     assert [[d.id for d in team] for team in form_tensor_parallel_groups(devices, 2)] == pairs
@@ -152,4 +157,4 @@ def test_teams_keep_to_an_island():
 def test_no_team_is_larger_than_an_island():
     found = with_teams(stated(cluster(4, 4), "island"), 4, faster=4.0)
     with pytest.raises(InputError, match="no island has 4 devices of one class"):
-        make_plan(found, 4, space=Space(tensor=4))
+        make_plan(found, 4, space=Space(tensor_parallel_size=4))

@@ -59,7 +59,7 @@ def cluster(
 def estimated(found: Profile, batch: int, schedule: str = "1f1b", space: Space | None = None):
     """Estimates of all rows at ZeRO stages 0 and 1, in seconds, with the exact plans of those that
     fit."""
-    space = space or Space(zero_stages=(0, 1), heads="whole")
+    space = space or Space(zero_stages=(0, 1), cross_entropy="whole")
     pace_of = CallTimesCache(found)
     estimates = PipelineEstimates(pace_of, StageModes(pace_of.profiles, space), batch, [1, 2, 4])
     every, _ = list_rows(found.cluster.in_rank_order(), 4)
@@ -130,7 +130,12 @@ def test_slow_links_make_more_micro_batches_wait():
     )
 
     def step_s(schedule: str) -> float:
-        space = Space(zero_stages=0, recompute=True, schedules=schedule, heads="whole")
+        space = Space(
+            zero_stages=0,
+            gradient_checkpointing=True,
+            pipeline_schedules=schedule,
+            cross_entropy="whole",
+        )
         plan = plan_staged(apart, PlanRequest(global_batch=32, space=space))
         return get_prediction(plan).step_s
 

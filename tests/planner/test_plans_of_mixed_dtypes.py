@@ -22,7 +22,7 @@ from gpumix.train.run_log.tables import explain_plan
 
 V100, A100 = "v100-16gb-sxm", "a100-40gb-pcie"
 MODEL = make_llama_like(3e8)
-ONE_STAGE = Space(most_stages=1, leave_out=False)  # slow ones as well
+ONE_STAGE = Space(max_pipeline_stages=1, leave_out=False)  # slow ones as well
 
 
 def profile(text: str = f"2x {V100}, 1x {A100}", precision="auto") -> Profile:

@@ -25,10 +25,10 @@ from gpumix.schema.job.search_space import EVERYTHING, Space
 from gpumix.schema.profile.profile import ROOT, UnitTimes
 
 MANY = examples(8)
-ONE_WAY = {"shardings": ("all",), "recompute": (True,), "boundaries": ("device",)}
+ONE_WAY = {"shardings": ("all",), "gradient_checkpointing": (True,), "checkpoints_on": ("device",)}
 
 
-LAYERS = Space(zero_stages=3, recompute=True, state_on="device")
+LAYERS = Space(zero_stages=3, gradient_checkpointing=True, state_on="device")
 
 
 @pytest.mark.parametrize("space", [EVERYTHING, LAYERS], ids=["everything", "layers"])

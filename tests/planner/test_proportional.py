@@ -33,7 +33,7 @@ from gpumix.schema.plan.stage import Mode
 MANY = examples(4)
 
 
-LAYERS = Space(zero_stages=3, recompute=True, state_on="device")
+LAYERS = Space(zero_stages=3, gradient_checkpointing=True, state_on="device")
 
 
 @pytest.mark.parametrize(

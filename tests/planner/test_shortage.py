@@ -20,8 +20,8 @@ from gpumix.schema.job.search_space import EVERYTHING, Space
 LAYERED = Space(
     zero_stages=(3,),
     shardings=("all",),
-    recompute=(True,),
-    boundaries=("device",),
+    gradient_checkpointing=(True,),
+    checkpoints_on=("device",),
     orders=("layered",),
 )
 
@@ -71,7 +71,7 @@ def test_the_largest_batch_that_fits_is_named(space):
     setting = profile([Card("c", 2, 50_000, steady(1.0))], kinds=kinds)
     with pytest.raises(NoFeasiblePlanError, match="the largest that fits") as caught:
         plan_one_stage(setting, PlanRequest(global_batch=40, space=space))
-    largest = int(caught.value.fix.split("global_batch: ")[1].split("`")[0])
+    largest = int(caught.value.fix.split("global_batch_size: ")[1].split("`")[0])
     assert plan_of(setting, largest, space) is not None
     assert plan_of(setting, largest + 1, space) is None
 
@@ -89,7 +89,7 @@ def test_kernels_that_like_large_micro_batches_count_as_they_are():
     setting = profile([Card("c", 1, 160_000, steady(1.0))], kinds=[block(kept=kept)])
     with pytest.raises(NoFeasiblePlanError) as caught:
         plan_one_stage(setting, PlanRequest(global_batch=40, space=LAYERED))
-    largest = int(caught.value.fix.split("global_batch: ")[1].split("`")[0])
+    largest = int(caught.value.fix.split("global_batch_size: ")[1].split("`")[0])
     assert [plan_of(setting, largest + n, LAYERED) is not None for n in range(4)] == [
         True,
         False,
@@ -100,9 +100,9 @@ def test_kernels_that_like_large_micro_batches_count_as_they_are():
 
 # -- every way out is one --------------------------------------------------------------------------
 
-GRAPHS = EVERYTHING.model_copy(update={"recompute": (False,), "zero_stages": (3,)})
+GRAPHS = EVERYTHING.model_copy(update={"gradient_checkpointing": (False,), "zero_stages": (3,)})
 REPLICATED = LAYERED.model_copy(update={"zero_stages": (0,)})
-TO_HOST = LAYERED.model_copy(update={"boundaries": ("host",)})
+TO_HOST = LAYERED.model_copy(update={"checkpoints_on": ("host",)})
 COPY = curve(1e-4, 1e-3, sizes=(100.0, 2000.0))
 
 
@@ -145,14 +145,14 @@ def grown(of, extra):
 @pytest.mark.parametrize(
     ("setting", "batch", "space", "technique", "wider"),
     [
-        (cards(), 10, GRAPHS, "recompute", {"recompute": (True,)}),
+        (cards(), 10, GRAPHS, "gradient checkpointing", {"gradient_checkpointing": (True,)}),
         (cards(600_000, 10_000), 4, REPLICATED, "ZeRO-3", {"zero_stages": (3,)}),
         (
             cards(700_000, 10_000),
             16,
-            REPLICATED.model_copy(update={"recompute": (False,)}),
-            "recompute and ZeRO-3",
-            {"recompute": (True,), "zero_stages": (3,)},
+            REPLICATED.model_copy(update={"gradient_checkpointing": (False,)}),
+            "gradient checkpointing and ZeRO-3",
+            {"gradient_checkpointing": (True,), "zero_stages": (3,)},
         ),
     ],
     ids=["recompute", "ZeRO-3", "both"],
@@ -171,7 +171,7 @@ def test_a_technique_that_was_not_measured_is_named_with_the_class():
     error = refusal(setting, 2, GRAPHS)
     assert "what class 'without' takes to keep graphs was not measured" in error.what
     assert error.where == "1 x with, 1 x without"
-    assert "allow recompute" in error.fix
+    assert "allow gradient checkpointing" in error.fix
 
 
 def test_the_bytes_for_each_class_are_those_that_it_would_take():
@@ -234,6 +234,6 @@ def test_a_large_batch_that_does_not_fit_is_told_what_fits(batch):
     kinds = [block(trainable=100, kept=line(100, start=5))]
     setting = profile([Card("c", 2, 60_000, steady(1.0))], kinds=kinds)
     error = refusal(setting, batch)
-    fitting = int(re.search(r"`global_batch: (\d+)`, which fits", error.fix)[1])
+    fitting = int(re.search(r"`global_batch_size: (\d+)`, which fits", error.fix)[1])
     assert plan_of(setting, fitting, LAYERED) is not None
     assert plan_of(setting, fitting + batch // 10, LAYERED) is None

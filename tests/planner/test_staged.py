@@ -30,8 +30,15 @@ from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan, Schedule
 from gpumix.schema.profile.profile import Profile
 
-ALIKE = Space(zero_stages=0, recompute=True, schedules="1f1b", heads="whole")
-SPACE = Space(zero_stages=(0, 1), recompute=True, schedules=("1f1b",), heads="whole")
+ALIKE = Space(
+    zero_stages=0, gradient_checkpointing=True, pipeline_schedules="1f1b", cross_entropy="whole"
+)
+SPACE = Space(
+    zero_stages=(0, 1),
+    gradient_checkpointing=True,
+    pipeline_schedules=("1f1b",),
+    cross_entropy="whole",
+)
 
 
 def cluster(
@@ -187,7 +194,7 @@ def test_of_three_devices_no_plan_of_some_kinds_is_faster(
     cards = sorted(Counter(speeds).items())
     calls = 4 if schedule == "interleaved" else 3
     found = with_split_backward(cluster(cards, calls=calls, link=link, per_host=per_host))
-    space = Space(zero_stages=zero_stage, schedules=schedule, heads="whole")
+    space = Space(zero_stages=zero_stage, pipeline_schedules=schedule, cross_entropy="whole")
     is_the_fastest(found, batch, space, short=short)
 
 
@@ -228,7 +235,7 @@ def test_no_schedule_is_faster_where_it_is_the_only_one(cards, link):
     found = with_split_backward(cluster(cards, calls=9, link=link, message=1e4))
 
     def step_s(*schedules: Schedule) -> float:
-        space = Space(zero_stages=(0, 1), schedules=schedules, heads="whole")
+        space = Space(zero_stages=(0, 1), pipeline_schedules=schedules, cross_entropy="whole")
         return get_prediction(plan_staged(found, PlanRequest(global_batch=8, space=space))).step_s
 
     several: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble")
@@ -244,7 +251,11 @@ def test_layers_go_where_they_are_computed_fast():
 
 @pytest.mark.parametrize("most", [2, 4])
 def test_stages_that_go_round_count_each_time(most):
-    space = Space(most_stages=most, schedules=("1f1b", "interleaved"), recompute=True)
+    space = Space(
+        max_pipeline_stages=most,
+        pipeline_schedules=("1f1b", "interleaved"),
+        gradient_checkpointing=True,
+    )
     plan = plan_staged(cluster([(1e-3, 2)], calls=8), PlanRequest(global_batch=4, space=space))
     assert len(plan.stages) == most and space.missing(plan) == ""
 
@@ -253,19 +264,23 @@ def test_stages_that_go_round_count_each_time(most):
     ("space", "told", "fix"),
     [
         (
-            {"schedules": "interleaved", "most_stages": 2},
-            "so 4 at least, and techniques.most_stages is 2",
-            r"most_stages to \d or more",
+            {"pipeline_schedules": "interleaved", "max_pipeline_stages": 2},
+            "so 4 at least, and techniques.max_pipeline_stages is 2",
+            r"max_pipeline_stages to \d or more",
         ),
         (
-            {"schedules": "interleaved", "least_stages": 5, "most_stages": 5},
-            "so 6 at least, and techniques.most_stages is 5",
-            r"most_stages to \d or more",
+            {
+                "pipeline_schedules": "interleaved",
+                "min_pipeline_stages": 5,
+                "max_pipeline_stages": 5,
+            },
+            "so 6 at least, and techniques.max_pipeline_stages is 5",
+            r"max_pipeline_stages to \d or more",
         ),
         (
-            {"schedules": "zero-bubble", "recompute": True},
-            "`recompute: true` keeps none",
-            r"recompute: \[true, false\]",
+            {"pipeline_schedules": "zero-bubble", "gradient_checkpointing": True},
+            "`gradient_checkpointing: true` keeps none",
+            r"gradient_checkpointing: \[true, false\]",
         ),
     ],
 )
@@ -281,14 +296,18 @@ def test_why_a_schedule_is_not_possible_is_told(space, told, fix):
 @pytest.mark.parametrize("zero_stage", left_out([1, 2, 3], [1, 2]))
 def test_zero_bubble_goes_with_every_zero_stage(zero_stage):
     found = with_split_backward(cluster([(1e-3, 2), (3e-3, 2)], calls=4, link=1e9))
-    space = Space(zero_stages=zero_stage, schedules="zero-bubble", most_stages=2)
+    space = Space(zero_stages=zero_stage, pipeline_schedules="zero-bubble", max_pipeline_stages=2)
     plan = plan_staged(found, PlanRequest(global_batch=4, space=space))
     assert (plan.zero_stage, plan.schedule, len(plan.stages)) == (zero_stage, "zero-bubble", 2)
     assert not any(worker.mode.recompute for worker in plan.workers)
 
 
 def test_each_schedule_has_its_own_reason():
-    space = Space(schedules=("interleaved", "zero-bubble"), most_stages=2, recompute=True)
+    space = Space(
+        pipeline_schedules=("interleaved", "zero-bubble"),
+        max_pipeline_stages=2,
+        gradient_checkpointing=True,
+    )
     with pytest.raises(NoFeasiblePlanError) as caught:
         plan_staged(cluster([(1e-3, 4)], calls=8), PlanRequest(global_batch=4, space=space))
     assert "interleaved: it has 2 stages for each" in caught.value.why
@@ -296,22 +315,24 @@ def test_each_schedule_has_its_own_reason():
 
 
 def test_stages_are_not_to_be_had_where_one_is_the_most():
-    with pytest.raises(InputError, match="with most_stages 1"):
-        plan_staged(cluster([(1e-3, 4)]), PlanRequest(global_batch=4, space=Space(most_stages=1)))
+    with pytest.raises(InputError, match="with max_pipeline_stages 1"):
+        plan_staged(
+            cluster([(1e-3, 4)]), PlanRequest(global_batch=4, space=Space(max_pipeline_stages=1))
+        )
 
 
 def test_interleaved_stages_count_each():
     """Two groups of two stages each are four."""
     found = cluster([(1e-3, 2)], calls=8, link=1e12)
     for least in (3, 4):
-        space = Space(schedules="interleaved", least_stages=least)
+        space = Space(pipeline_schedules="interleaved", min_pipeline_stages=least)
         plan = plan_staged(found, PlanRequest(global_batch=8, space=space))
         assert len(plan.stages) == 4
-    three = Space(least_stages=3, most_stages=3)
+    three = Space(min_pipeline_stages=3, max_pipeline_stages=3)
     with pytest.raises(NoFeasiblePlanError):
         plan_staged(found, PlanRequest(global_batch=8, space=three))
     with pytest.raises(InputError, match="2 devices, of which each may have 2 stages, and 8 units"):
-        plan_staged(found, PlanRequest(global_batch=8, space=Space(least_stages=5)))
+        plan_staged(found, PlanRequest(global_batch=8, space=Space(min_pipeline_stages=5)))
 
 
 def test_micro_batches_go_to_workers_as_they_are_fast():
@@ -351,7 +372,7 @@ def test_on_some_devices_no_others_are_used(strategy):
 @pytest.mark.parametrize("stages", left_out([2, 3], [2]))
 def test_a_pinned_number_of_stages_is_that_of_the_fastest_such_plan(stages):
     found = cluster([(1.0, 1), (2.0, 2)], calls=3)
-    space = SPACE.model_copy(update={"least_stages": stages, "most_stages": stages})
+    space = SPACE.model_copy(update={"min_pipeline_stages": stages, "max_pipeline_stages": stages})
     plan = plan_staged(found, PlanRequest(global_batch=2, space=space))
     assert len(plan.stages) == stages
     wanted_s = min(
@@ -366,7 +387,7 @@ def test_a_pinned_number_of_stages_is_that_of_the_fastest_such_plan(stages):
 def test_advice_to_take_one_class_keeps_to_what_is_pinned(strategy):
     """In one stage the fast two would be much faster; the other class has one device alone."""
     found = cluster([(1.0, 2), (9.0, 1)], calls=6, link=1e4)
-    space = SPACE.model_copy(update={"least_stages": 2})
+    space = SPACE.model_copy(update={"min_pipeline_stages": 2})
     plan = make_plan(found, 4, strategy=strategy, space=space)
     assert plan.reasons is not None
     others = {one.strategy: one for one in plan.reasons.alternatives}
@@ -389,24 +410,26 @@ def test_one_class_alone_may_have_stages_too():
 @pytest.mark.parametrize("strategy", ["optimal", "staged"])
 def test_what_plans_stages_plans_no_fewer_than_wanted(strategy):
     found = cluster([(1.0, 3)], link=1e12)
-    assert len(make_plan(found, 4, strategy=strategy, space=Space(least_stages=3)).stages) >= 3
+    assert (
+        len(make_plan(found, 4, strategy=strategy, space=Space(min_pipeline_stages=3)).stages) >= 3
+    )
 
 
 @pytest.mark.parametrize("strategy", ["model", "even", "best-subset"])
 def test_a_number_of_stages_that_nobody_looks_at_is_refused(strategy):
-    with pytest.raises(InputError, match="'least_stages' has no effect"):
-        make_plan(cluster([(1.0, 3)]), 4, strategy=strategy, space=Space(least_stages=2))
+    with pytest.raises(InputError, match="'min_pipeline_stages' has no effect"):
+        make_plan(cluster([(1.0, 3)]), 4, strategy=strategy, space=Space(min_pipeline_stages=2))
 
 
 def test_more_stages_than_devices_or_units_are_refused():
-    space = Space(least_stages=4, schedules="1f1b")
+    space = Space(min_pipeline_stages=4, pipeline_schedules="1f1b")
     with pytest.raises(InputError, match="no plan of 4 stages: there are 3 devices, and 4 units"):
         plan_staged(cluster([(1.0, 3)]), PlanRequest(global_batch=4, space=space))
-    space = Space(least_stages=3, schedules="1f1b")
+    space = Space(min_pipeline_stages=3, pipeline_schedules="1f1b")
     with pytest.raises(InputError, match="no plan of 3 stages: there are 4 devices, and 2 units"):
         plan_staged(cluster([(1.0, 4)], calls=2), PlanRequest(global_batch=4, space=space))
-    with pytest.raises(ValueError, match="'least_stages' is 4, 'most_stages' 2"):
-        Space(least_stages=4, most_stages=2)
+    with pytest.raises(ValueError, match="'min_pipeline_stages' is 4, 'max_pipeline_stages' 2"):
+        Space(min_pipeline_stages=4, max_pipeline_stages=2)
 
 
 # -- units that are called again -------------------------------------------------------------------
@@ -429,7 +452,7 @@ def test_a_model_is_cut_where_no_unit_is_called_on_both_sides(order):
 @pytest.mark.parametrize("strategy", every_third(["staged", "model", "optimal"]))
 @pytest.mark.parametrize("order", every_second([[0, 1, 0, 1, 2, 3], [0, 1, 1, 2, 2, 2, 3]]))
 def test_all_calls_of_a_unit_are_in_one_stage(strategy, order):
-    space = Space(least_stages=2 if strategy == "optimal" else 1)
+    space = Space(min_pipeline_stages=2 if strategy == "optimal" else 1)
     plan = make_plan(calling(order), 6, strategy=strategy, space=space)
     assert len(plan.stages) > 1
     stages = [set(stage.units) for stage in plan.stages]
@@ -466,7 +489,13 @@ def least_of_many_deals(found: Profile, row: list[list[str]], cut: int, batch: i
 def test_micro_batches_are_dealt_otherwise_than_by_speed_where_that_is_faster(batch):
     """And where there are too many ways for all of them no more is claimed than is known."""
     found = cluster([(1e-3, 2), (3.5e-3, 3)], calls=2)
-    space = Space(zero_stages=0, recompute=True, schedules="1f1b", heads="whole", most_stages=2)
+    space = Space(
+        zero_stages=0,
+        gradient_checkpointing=True,
+        pipeline_schedules="1f1b",
+        cross_entropy="whole",
+        max_pipeline_stages=2,
+    )
     plan = plan_staged(found, PlanRequest(global_batch=batch, space=space))
     row = [[w.device for w in stage.workers] for stage in plan.stages]
     wanted_s = least_of_many_deals(found, row, len(plan.stages[0].units), batch)
@@ -503,13 +532,13 @@ def test_no_micro_batch_is_larger_than_was_measured():
 @pytest.mark.parametrize(
     ("space", "what"),
     [
-        (Space(heads="chunked"), "a head in chunks was not measured"),
-        (Space(recompute=False), "kept graphs were not measured on class 'c0'"),
+        (Space(cross_entropy="chunked"), "a head in chunks was not measured"),
+        (Space(gradient_checkpointing=False), "kept graphs were not measured on class 'c0'"),
     ],
 )
 def test_what_was_not_measured_is_told(strategy, space, what):
     if strategy == "optimal":
-        space = space.model_copy(update={"least_stages": 2})
+        space = space.model_copy(update={"min_pipeline_stages": 2})
     with pytest.raises(NoFeasiblePlanError, match=what) as caught:
         make_plan(cluster([(1e-3, 2)]), 4, strategy=strategy, space=space)
     assert "or use `strategy: optimal`" not in caught.value.fix
@@ -519,7 +548,7 @@ def test_what_was_not_measured_is_told(strategy, space, what):
 
 PINS = [
     Space(state_on="host"),
-    Space(boundaries="host"),
+    Space(checkpoints_on="host"),
     Space(orders="sequential"),
     Space(shardings="host"),
 ]
@@ -547,10 +576,10 @@ def test_what_is_pinned_is_kept_by_the_fastest(space):
 @pytest.mark.parametrize(
     "space",
     [
-        Space(most_stages=2, leave_out=False),
-        Space(schedules="gpipe"),
+        Space(max_pipeline_stages=2, leave_out=False),
+        Space(pipeline_schedules="gpipe"),
         Space(zero_stages=3),
-        Space(tensor=2),
+        Space(tensor_parallel_size=2),
     ],
 )
 def test_naive_model_parallelism_is_refused_where_it_is_left_out(space):
@@ -560,8 +589,8 @@ def test_naive_model_parallelism_is_refused_where_it_is_left_out(space):
 
 def test_a_head_in_chunks_is_the_last_stages():
     found = cluster([(1e-3, 2)], chunked=True)
-    space = Space(heads="chunked", least_stages=2)
+    space = Space(cross_entropy="chunked", min_pipeline_stages=2)
     plan = make_plan(found, 4, space=space)
     assert space.missing(plan) == ""
     assert {w.mode.head for w in plan.stages[-1].workers} == {"chunked"}
-    assert "head in chunks" in Space(heads="whole").missing(plan)
+    assert "head in chunks" in Space(cross_entropy="whole").missing(plan)

@@ -39,7 +39,7 @@ def in_hosts(
 
 def test_as_many_stages_as_are_wanted_where_teams_would_have_one():
     found = in_hosts(4, 4, faster=3.9)
-    assert len(plan_fastest(found, request(1, least_stages=2)).stages) >= 2
+    assert len(plan_fastest(found, request(1, min_pipeline_stages=2)).stages) >= 2
 
 
 @examples(4)
@@ -69,8 +69,9 @@ def test_no_plan_of_stages_of_which_some_are_teams_is_faster(
     if old and degrees == (2,):
         degrees = (1, 2)  # one device is no team
     space = Space(
-        tensor=degrees, zero_stages=zero_stage, schedules=schedule, recompute=True, heads="whole",
-        sequence=False, orders="layered", boundaries="device",
+        tensor_parallel_size=degrees, zero_stages=zero_stage, pipeline_schedules=schedule,
+        gradient_checkpointing=True, cross_entropy="whole", sequence_parallel=False,
+        orders="layered", checkpoints_on="device",
     )  # fmt: skip
     plan = plan_staged(found, PlanRequest(global_batch=batch, space=space))
     assert get_prediction(plan).step_s == pytest.approx(least_s(found, batch, space), rel=1e-6)
@@ -91,7 +92,7 @@ def with_limit(found: Profile, largest: int) -> Profile:
 
 def test_teams_run_no_larger_micro_batches_than_were_measured():
     found = in_hosts(2, 2, faster=1.9, start=2e-2, count=4)
-    wanted = request(2, tensor=(1, 2), schedules="1f1b")
+    wanted = request(2, tensor_parallel_size=(1, 2), pipeline_schedules="1f1b")
     plan = plan_staged(found, wanted)
     assert plan.in_teams and max(worker.micro_batch for worker in plan.workers) == 2
     plan = plan_staged(with_limit(found, 1), wanted)
@@ -102,7 +103,7 @@ def test_teams_may_run_larger_micro_batches_than_their_members_alone():
     found = in_hosts(2, 2, faster=1.9, start=5e-3)
     alone = tuple(c.model_copy(update={"largest_micro_batch": 1}) for c in found.classes)
     found = found.model_copy(update={"classes": alone})
-    plan = plan_staged(found, request(8, tensor=(1, 2), schedules="1f1b"))
+    plan = plan_staged(found, request(8, tensor_parallel_size=(1, 2), pipeline_schedules="1f1b"))
     assert max(worker.micro_batch for worker in plan.workers) > 1
 
 
@@ -122,7 +123,7 @@ def test_stages_may_have_teams_of_different_degrees_where_none_computes_alone():
     teams = tuple(team for one in both for team in one.teams)
     network = tuple(times for one in both for times in one.network)
     found = found.model_copy(update={"teams": teams, "network": network})
-    plan = plan_staged(found, request(1, tensor=(2, 4), schedules="1f1b"))
+    plan = plan_staged(found, request(1, tensor_parallel_size=(2, 4), pipeline_schedules="1f1b"))
     assert {s.workers[0].device_class: s.tensor for s in plan.stages} == {"four": 4, "two": 2}
 
 
@@ -140,10 +141,15 @@ def test_in_one_stage_two_team_up_beside_others_that_compute_alone():
         links=Network(inside=Link.stated(1e12, 1e-6), between=Link.stated(1e9, 1e-6)),
     )
     found = with_teams(in_a_row(found, message=line(1e4)), 2, faster=1.5, divided=1.9)
-    space = {"schedules": "1f1b", "sequence": False, "boundaries": "device", "heads": "whole"}
-    plan = plan_staged(found, request(2, tensor=(1, 2), **space))
+    space = {
+        "pipeline_schedules": "1f1b",
+        "sequence_parallel": False,
+        "checkpoints_on": "device",
+        "cross_entropy": "whole",
+    }
+    plan = plan_staged(found, request(2, tensor_parallel_size=(1, 2), **space))
     assert len(plan.stages) > 1 and any(stage.unlike_teams for stage in plan.stages)
-    alone = plan_staged(found, request(2, tensor=1, **space))
+    alone = plan_staged(found, request(2, tensor_parallel_size=1, **space))
     assert get_prediction(plan).step_s < 0.95 * get_prediction(alone).step_s
     again = predict(found, plan)
     assert again.step_s == pytest.approx(get_prediction(plan).step_s, rel=1e-9)
@@ -155,16 +161,18 @@ def test_in_one_stage_two_team_up_beside_others_that_compute_alone():
 
 def test_devices_that_are_too_many_for_teams_are_left_out():
     found = in_hosts(3, 2, faster=1.9)
-    plan = plan_staged(found, request(4, tensor=2, leave_out=True, schedules="1f1b"))
+    plan = plan_staged(
+        found, request(4, tensor_parallel_size=2, leave_out=True, pipeline_schedules="1f1b")
+    )
     assert len(plan.workers) == 6 and {stage.tensor for stage in plan.stages} == {2}
     with pytest.raises(NoFeasiblePlanError, match="cannot all be divided into teams of 2"):
-        plan_staged(found, request(4, tensor=2, leave_out=False))
+        plan_staged(found, request(4, tensor_parallel_size=2, leave_out=False))
 
 
 def test_one_team_alone_has_one_stage():
     """Of three devices two are a team, and the third is none."""
     found = in_hosts(3, 2, faster=1.9, count=3)
     with pytest.raises(InputError, match="one team of 2 alone has one stage") as caught:
-        plan_staged(found, request(4, tensor=2, leave_out=True))
-    assert "tensor: [1, 2]" in caught.value.fix
-    assert len(plan_fastest(found, request(4, tensor=2, leave_out=True)).stages) == 1
+        plan_staged(found, request(4, tensor_parallel_size=2, leave_out=True))
+    assert "tensor_parallel_size: [1, 2]" in caught.value.fix
+    assert len(plan_fastest(found, request(4, tensor_parallel_size=2, leave_out=True)).stages) == 1

@@ -20,7 +20,7 @@ from gpumix.planner.common.strategy import PlanRequest
 from gpumix.planner.plan import STRATEGIES
 from gpumix.schema.job.search_space import EVERYTHING, Space
 
-LAYERS = Space(zero_stages=3, recompute=True, state_on="device")
+LAYERS = Space(zero_stages=3, gradient_checkpointing=True, state_on="device")
 
 EASY = examples(4)
 BATCHES = st.integers(1, 12)

@@ -61,19 +61,19 @@ def teams(plan: Plan) -> list[tuple[str, ...]]:
 def test_one_sample_is_computed_by_several():
     """A batch that cannot be divided over the devices."""
     found = cards()
-    plan = optimal(found, request(1, most_stages=1, leave_out=True))
+    plan = optimal(found, request(1, max_pipeline_stages=1, leave_out=True))
     assert [stage.tensor for stage in plan.stages] == [2]
-    alone = plan_fastest(found, request(1, tensor=1, most_stages=1))
+    alone = plan_fastest(found, request(1, tensor_parallel_size=1, max_pipeline_stages=1))
     assert get_prediction(plan).step_s < 0.6 * get_prediction(alone).step_s
 
 
 def test_waiting_for_each_other_may_cost_more_than_it_gives():
-    plan = optimal(cards(waits=10e-3), request(1, most_stages=1, leave_out=True))
+    plan = optimal(cards(waits=10e-3), request(1, max_pipeline_stages=1, leave_out=True))
     assert not plan.in_teams
 
 
 def test_a_team_is_of_one_class_and_host():
-    plan = optimal(cards(), request(8, tensor=2, leave_out=True))
+    plan = optimal(cards(), request(8, tensor_parallel_size=2, leave_out=True))
     assert plan.in_teams
     for team in teams(plan):
         assert len(team) == 2
@@ -87,9 +87,14 @@ def test_a_team_is_of_one_class_and_host():
 def test_where_a_model_has_no_room_teams_may():
     """Kept whole it is too large for each, and divided over all of them too slow is no matter."""
     found = cards(memory=48 * MIB)
-    space = {"zero_stages": 0, "most_stages": 1, "recompute": True, "state_on": "device"}
+    space = {
+        "zero_stages": 0,
+        "max_pipeline_stages": 1,
+        "gradient_checkpointing": True,
+        "state_on": "device",
+    }
     with pytest.raises(NoFeasiblePlanError):
-        optimal(found, request(4, tensor=1, **space))
+        optimal(found, request(4, tensor_parallel_size=1, **space))
     plan = optimal(found, request(4, leave_out=True, **space))
     assert plan.in_teams
     for worker in get_prediction(plan).workers:
@@ -97,7 +102,7 @@ def test_where_a_model_has_no_room_teams_may():
 
 
 def test_stages_of_teams():
-    plan = staged(cards(), request(8, tensor=2, leave_out=True))
+    plan = staged(cards(), request(8, tensor_parallel_size=2, leave_out=True))
     assert len(plan.stages) > 1 and {stage.tensor for stage in plan.stages} == {2}
     assert get_prediction(plan).step_s == pytest.approx(predict_step_seconds(cards(), plan))
 
@@ -106,7 +111,9 @@ def test_stages_of_teams():
 def test_a_plan_in_teams_is_predicted_as_a_whole_and_replayed(most_stages):
     found = cards(waits=1e-4)
     strategy = optimal if most_stages == 1 else staged
-    plan = strategy(found, request(4, tensor=2, leave_out=True, most_stages=most_stages))
+    plan = strategy(
+        found, request(4, tensor_parallel_size=2, leave_out=True, max_pipeline_stages=most_stages)
+    )
     expected = predict(found, plan)
     assert len(expected.workers) == len(plan.workers)
     assert expected.step_s == pytest.approx(get_prediction(plan).step_s)
@@ -118,29 +125,29 @@ def test_a_plan_in_teams_is_predicted_as_a_whole_and_replayed(most_stages):
 
 def test_all_devices_are_wanted_and_not_all_make_teams():
     with pytest.raises(NoFeasiblePlanError, match="cannot all be divided into teams of 2"):
-        optimal(cards(), request(8, tensor=2, leave_out=False))
+        optimal(cards(), request(8, tensor_parallel_size=2, leave_out=False))
 
 
 def test_a_degree_that_was_not_measured_is_told():
     found = cards().model_copy(update={"teams": ()})
     with pytest.raises(InputError, match="does not say how 2 ranks compute units together"):
-        optimal(found, request(8, tensor=2, leave_out=True))
+        optimal(found, request(8, tensor_parallel_size=2, leave_out=True))
 
 
 @pytest.mark.parametrize("strategy", [optimal, staged])
 @pytest.mark.parametrize("degrees", [3, (4, 8)])
 def test_teams_for_which_no_host_has_devices_are_told(strategy, degrees):
     with pytest.raises(InputError, match=r"no host has \d devices of one class") as caught:
-        strategy(cards(), request(8, tensor=degrees, leave_out=True))
+        strategy(cards(), request(8, tensor_parallel_size=degrees, leave_out=True))
     assert "2 of class 'new', 1 of class 'old'" in caught.value.why
     assert "to 2 at most, or to 1" in caught.value.fix
 
 
 def test_more_stages_than_there_are_teams_are_refused():
-    space = {"tensor": 2, "leave_out": True, "schedules": "1f1b"}
-    assert len(staged(cards(), request(8, least_stages=2, **space)).stages) == 2
+    space = {"tensor_parallel_size": 2, "leave_out": True, "pipeline_schedules": "1f1b"}
+    assert len(staged(cards(), request(8, min_pipeline_stages=2, **space)).stages) == 2
     with pytest.raises(InputError, match="no plan of 3 stages: there are 2 teams of 2, and 4"):
-        staged(cards(), request(8, least_stages=3, **space))
+        staged(cards(), request(8, min_pipeline_stages=3, **space))
 
 
 def test_naive_model_parallelism_has_one_device_a_stage():
@@ -151,7 +158,7 @@ def test_naive_model_parallelism_has_one_device_a_stage():
 
 
 def test_the_sequence_is_divided_where_that_is_faster():
-    space = {"tensor": 2, "most_stages": 1, "leave_out": True}
+    space = {"tensor_parallel_size": 2, "max_pipeline_stages": 1, "leave_out": True}
     assert all(stage.sequence for stage in optimal(cards(divided=2.0), request(1, **space)).stages)
     for speed in (1.901, 1.8):  # a little faster is not worth it
         plan = optimal(cards(divided=speed), request(1, **space))
@@ -161,8 +168,13 @@ def test_the_sequence_is_divided_where_that_is_faster():
 @pytest.mark.extended
 def test_the_sequence_is_divided_where_a_whole_one_has_no_room():
     found = cards(memory=48 * MIB, divided=1.0, kept=1.2e7)
-    space = {"most_stages": 1, "boundaries": "device", "state_on": "device", "leave_out": True}
-    whole = request(1, sequence=False, **space)
+    space = {
+        "max_pipeline_stages": 1,
+        "checkpoints_on": "device",
+        "state_on": "device",
+        "leave_out": True,
+    }
+    whole = request(1, sequence_parallel=False, **space)
     with pytest.raises(NoFeasiblePlanError):
         optimal(found, whole)
     plan = optimal(found, request(1, **space))
@@ -174,22 +186,36 @@ def test_the_sequence_is_divided_where_a_whole_one_has_no_room():
 @pytest.mark.parametrize("wanted", [True, False])
 def test_whether_the_sequence_is_divided_can_be_said(wanted):
     found = cards(divided=1.5 if wanted else 3.0)
-    plan = optimal(found, request(1, tensor=2, sequence=wanted, most_stages=1, leave_out=True))
+    plan = optimal(
+        found,
+        request(
+            1,
+            tensor_parallel_size=2,
+            sequence_parallel=wanted,
+            max_pipeline_stages=1,
+            leave_out=True,
+        ),
+    )
     assert {stage.sequence for stage in plan.stages} == {wanted}
-    other = Space(sequence=not wanted)
+    other = Space(sequence_parallel=not wanted)
     assert ("without" in other.missing(plan)) != wanted and other.missing(plan)
 
 
 def test_a_divided_sequence_without_teams_is_refused():
     with pytest.raises(ValueError, match="no effect without a tensor degree above 1"):
-        Space(sequence=True, tensor=1)
+        Space(sequence_parallel=True, tensor_parallel_size=1)
 
 
 def test_stages_that_divide_the_sequence_make_it_whole_at_their_ends():
     """And wait for that."""
     found = cards(waits=1e-4, divided=1.9)
-    settings = {"tensor": 2, "leave_out": True, "most_stages": 2, "schedules": "1f1b"}
-    plan = staged(found, request(8, sequence=True, **settings))
+    settings = {
+        "tensor_parallel_size": 2,
+        "leave_out": True,
+        "max_pipeline_stages": 2,
+        "pipeline_schedules": "1f1b",
+    }
+    plan = staged(found, request(8, sequence_parallel=True, **settings))
     assert len(plan.stages) == 2 and all(stage.sequence for stage in plan.stages)
     whole = plan.model_copy(
         update={"stages": tuple(s.model_copy(update={"sequence": False}) for s in plan.stages)}
@@ -231,7 +257,7 @@ def _with_gathers(
 
 
 def test_the_plan_says_why():
-    plan = make_plan(cards(), 1, space=Space(most_stages=1, leave_out=True))
+    plan = make_plan(cards(), 1, space=Space(max_pipeline_stages=1, leave_out=True))
     assert plan.in_teams and plan.reasons is not None
     assert plan.reasons.alternatives
 
@@ -242,7 +268,9 @@ def test_devices_that_are_in_no_team_are_told_so():
     third = found.cluster.devices[0].model_copy(update={"id": "new-9", "ordinal": 9})
     cluster = found.cluster.model_copy(update={"devices": (*found.cluster.devices, third)})
     plan = make_plan(
-        found.model_copy(update={"cluster": cluster}), 8, space=Space(tensor=2, leave_out=True)
+        found.model_copy(update={"cluster": cluster}),
+        8,
+        space=Space(tensor_parallel_size=2, leave_out=True),
     )
     reasons = plan.reasons
     assert reasons is not None and reasons.mixing is None
@@ -255,7 +283,7 @@ def test_devices_that_are_in_no_team_are_told_so():
 
 
 def test_devices_that_a_team_is_faster_without_are_told_so():
-    plan = make_plan(in_threes(), 1, space=Space(most_stages=1, leave_out=True))
+    plan = make_plan(in_threes(), 1, space=Space(max_pipeline_stages=1, leave_out=True))
     assert [stage.tensor for stage in plan.stages] == [2] and plan.reasons is not None
     (left,) = plan.reasons.devices_left_out
     assert plan.reasons.in_no_team == ()

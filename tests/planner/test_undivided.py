@@ -23,7 +23,11 @@ from gpumix.schema.job.search_space import EVERYTHING, Space
 
 MANY = examples(6)
 ONE = EVERYTHING.in_one_stage()
-SPACES = [EVERYTHING, Space(zero_stages=3, recompute=True, state_on="device"), Space(zero_stages=0)]
+SPACES = [
+    EVERYTHING,
+    Space(zero_stages=3, gradient_checkpointing=True, state_on="device"),
+    Space(zero_stages=0),
+]
 
 
 def fits(profile, plan) -> bool:

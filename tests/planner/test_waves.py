@@ -17,7 +17,7 @@ from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 
-ON_DEVICES = {"boundaries": "device", "state_on": "device", "most_stages": 1}
+ON_DEVICES = {"checkpoints_on": "device", "state_on": "device", "max_pipeline_stages": 1}
 
 
 def planned(profile: Profile, batch: int, **space) -> Plan | None:
@@ -55,5 +55,5 @@ def test_several_waves_where_one_does_not_fit(memory_factor, batch):
 def test_waves_may_be_left_out():
     for space in ({"zero_stages": (0, 1)}, {"orders": "sequential"}, {"waves": False}):
         assert Space(**space).of_one_wave() is None
-    assert Space(least_stages=2).of_one_wave() is None
+    assert Space(min_pipeline_stages=2).of_one_wave() is None
     assert planned(fleet(4, memory_factor=0.5), 256, zero_stages=(0, 1)) is None

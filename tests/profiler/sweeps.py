@@ -90,7 +90,7 @@ def profile_json(
         model,
         make_batch,
         sequence_length=length,
-        global_batch=global_batch,
+        global_batch_size=global_batch,
         cluster=cluster,
         budget_s=20,
         progress=lambda line: None,

@@ -154,7 +154,7 @@ def profile(cluster) -> Profile:
         wide_model,
         some_batch,
         sequence_length=ROWS,
-        global_batch=2,
+        global_batch_size=2,
         cluster=cluster,
         progress=lambda line: None,
     )

@@ -118,7 +118,7 @@ def test_more_devices_are_measured_on_their_links_only(measured, tmp_path):
     "change",
     [
         "sequence_length=4",
-        "global_batch=16",
+        "global_batch_size=16",
         "precision=bf16",
         "optimizer.name=sgd",
         "model.arguments={width: 24}",
@@ -131,7 +131,8 @@ def test_other_work_was_not_measured(measured, tmp_path, change):
 
 
 @pytest.mark.parametrize(
-    "change", ["steps=99", "optimizer.lr=1", "output=other", "timeout=9", "strategy=even"]
+    "change",
+    ["max_steps=99", "optimizer.lr=1", "output_dir=other", "advanced.timeout=9", "strategy=even"],
 )
 def test_what_does_not_matter_is_not_measured_again(measured, tmp_path, change):
     assert missing(tmp_path, change) == []
@@ -150,7 +151,7 @@ def test_without_what_reading_takes_that_alone_is_measured(measured, tmp_path):
 
 @pytest.mark.extended
 def test_a_given_plan_waits_for_no_measurement_and_its_reader_is_told(measured, tmp_path, capfd):
-    pipeline = JobController.of_file(tmp_path / "job.yaml", ["steps=1"], debug=False)
+    pipeline = JobController.of_file(tmp_path / "job.yaml", ["max_steps=1"], debug=False)
     plan = pipeline.plan(measured)
     cache(tmp_path).input_file().unlink()
     pipeline.train(plan, resume=False)
@@ -160,7 +161,9 @@ def test_a_given_plan_waits_for_no_measurement_and_its_reader_is_told(measured, 
 
 @pytest.mark.parametrize(
     "change",
-    every_second(["data.prefetch=4", "data.bad_samples=skip", "data.held_out=0.25", "seed=7"]),
+    every_second(
+        ["data.prefetch=4", "data.bad_samples=skip", "data.validation_split=0.25", "seed=7"]
+    ),
 )
 def test_how_samples_are_asked_for_changes_nothing_of_what_reading_takes(
     measured, tmp_path, change
@@ -175,12 +178,12 @@ def test_how_samples_are_asked_for_changes_nothing_of_what_reading_takes(
 )
 def test_a_profile_has_the_readers_that_its_job_wants(measured, tmp_path, workers, readers):
     planted = plant_input(measured, tmp_path)
-    found = cache(tmp_path, f"data.workers={workers}").load()
+    found = cache(tmp_path, f"data.num_workers={workers}").load()
     assert found is not None
     assert found.inputs == (planted[0].model_copy(update={"readers": readers}),)
     alone = InputMeasurement(inputs=(planted[0].model_copy(update={"parallel": False}),))
     cache(tmp_path).save_inputs(alone)
-    found = cache(tmp_path, f"data.workers={workers}").load()
+    found = cache(tmp_path, f"data.num_workers={workers}").load()
     assert found is not None and found.inputs[0].readers == 1
 
 
@@ -312,10 +315,10 @@ def test_only_fresh_measures_what_is_known(tmp_path):
 
 def test_a_larger_budget_measures_what_a_smaller_one_left(tmp_path):
     write_job(tmp_path, cluster=ALONE)
-    budget = "profile.budget=0.001"
+    budget = "advanced.profile_budget=0.001"
     measure_here(tmp_path, lambda clock: clock.spend(1.0), budget, budget_s=0.001, largest=8)
-    assert missing(tmp_path, "profile.budget=0.001") == []
-    assert missing(tmp_path, "profile.budget=0.0005") == []
+    assert missing(tmp_path, "advanced.profile_budget=0.001") == []
+    assert missing(tmp_path, "advanced.profile_budget=0.0005") == []
     assert missing(tmp_path) == ["one"]
 
 

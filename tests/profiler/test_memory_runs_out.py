@@ -113,7 +113,7 @@ def profile(place, cluster):
             partial(hungry_model, place),
             some_batch,
             sequence_length=ROWS,
-            global_batch=2,
+            global_batch_size=2,
             cluster=cluster,
             progress=lambda line: None,
         )
@@ -178,7 +178,7 @@ def profile_with_large_logits():
         language_model,
         tokens,
         sequence_length=LENGTH,
-        global_batch=2,
+        global_batch_size=2,
         cluster=cluster,
         progress=lambda line: None,
     )
@@ -194,4 +194,4 @@ def test_whole_logits_may_be_too_much_where_chunks_fit():
     assert all(value < 24 * 2**20 for value in root.chunked_head.values)
     assert root.flops == pytest.approx(2 * LENGTH * 32 * VOCABULARY, rel=0.01)
     assert of_class.largest_micro_batch == 2
-    assert {w.mode.head for w in gpumix.plan(found, global_batch=2).workers} == {"chunked"}
+    assert {w.mode.head for w in gpumix.plan(found, global_batch_size=2).workers} == {"chunked"}

@@ -45,12 +45,12 @@ def test_refused(tmp_path, arguments, told):
 def test_a_block_that_is_never_called_is_no_unit(tmp_path, resume):
     """It is gathered with what lies outside of the blocks, saved, and resumed with the rest."""
     model = {"factory": "toys:selective", "arguments": {"calls": [0, 2]}}
-    job = write_job(tmp_path, model=model, cluster=CARD, steps=2)
+    job = write_job(tmp_path, model=model, cluster=CARD, max_steps=2)
     train(job)
     plan = Plan.load(next(tmp_path.rglob("plan.json")))
     assert plan.stages[0].units == ("blocks.0", "blocks.2")
     if resume:
-        assert train(job, "steps=4", resume=True).steps == 4
+        assert train(job, "max_steps=4", resume=True).steps == 4
 
 
 @pytest.mark.parametrize("before", every_second(range(1, 6)))

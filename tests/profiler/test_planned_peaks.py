@@ -335,7 +335,12 @@ def test_what_a_split_backward_leaves_is_planned_for_where_gradients_end_early()
     devices = tuple(one.model_copy(update={"id": f"d{n}", "ordinal": n}) for n in range(2))
     cluster = profile.cluster.model_copy(update={"devices": devices})
     profile = profile.model_copy(update={"cluster": cluster})
-    space = Space(least_stages=2, schedules="zero-bubble", recompute=False, zero_stages=0)
+    space = Space(
+        min_pipeline_stages=2,
+        pipeline_schedules="zero-bubble",
+        gradient_checkpointing=False,
+        zero_stages=0,
+    )
     plan = make_plan(profile, BATCH, space=space)
     peaks = run_ranks(_measure, 2, "adapted", plan.model_dump_json())
     if None in peaks:

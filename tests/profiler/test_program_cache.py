@@ -73,7 +73,11 @@ def test_what_changed_and_what_reads_is_measured(tmp_path):
         fast, slow = profile.inputs
         assert (fast.host, slow.host) == ("host-0", "host-1")
         assert slow.cpu_s_per_sample > SLOW_S > fast.cpu_s_per_sample
-        plan = gpumix.plan(profile, global_batch=4, space=gpumix.Space(most_stages=1, tensor=(1,)))
+        plan = gpumix.plan(
+            profile,
+            global_batch_size=4,
+            space=gpumix.Space(max_pipeline_stages=1, tensor_parallel_size=(1,)),
+        )
         assert {w.device: w.samples for w in plan.workers}.get("d-1", 0) <= 1
     assert _kept(tmp_path) == ["class", "class", "links", "links"]
 
@@ -94,9 +98,9 @@ def _measured(folder: Path, name: str, calls: list[tuple[str, bool]]) -> list[st
             architecture.factory,
             lambda samples: architecture.batch(samples, torch.Generator().manual_seed(0)),
             sequence_length=LENGTH,
-            global_batch=4,
+            global_batch_size=4,
             cluster=cluster(),
-            space=gpumix.Space(tensor=(1,)),
+            space=gpumix.Space(tensor_parallel_size=(1,)),
             dataset=slow_here if reads else None,
             budget_s=0.1,
             same_as=told,

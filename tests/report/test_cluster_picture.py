@@ -22,7 +22,9 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import CollectiveTimes, Profile
 
 Named = Callable[[Device], str]
-FEW = Space(most_stages=1, tensor=(1,), zero_stages=(3,), state_on=("device",))
+FEW = Space(
+    max_pipeline_stages=1, tensor_parallel_size=(1,), zero_stages=(3,), state_on=("device",)
+)
 
 
 def nowhere(device: Device) -> str:

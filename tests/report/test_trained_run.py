@@ -29,12 +29,19 @@ def trained(tmp_path_factory):
     job = write_job(
         folder,
         cluster=EMULATED,
-        steps=8,
+        max_steps=8,
         trace_step=5,
-        evaluation={"every_steps": 4, "batches": 1},
-        checkpoint={"every_steps": 4},
-        techniques={"most_stages": 1, "tensor": 1, "zero_stages": 3, "leave_out": False},
-        profile={"cache": "profiles", "budget": 2},
+        eval_steps=4,
+        eval_batches=1,
+        save_steps=4,
+        techniques={
+            "max_pipeline_stages": 1,
+            "tensor_parallel_size": 1,
+            "zero_stages": 3,
+            "leave_out": False,
+        },
+        profile_cache="profiles",
+        profile_budget=2,
     )
     return folder / "run", train(job)
 

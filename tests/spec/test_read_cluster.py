@@ -37,8 +37,8 @@ JOB = """\
 model: {config: {model_type: gpt2}}
 data: {text: [corpus]}
 sequence_length: 32
-global_batch: 8
-steps: 10
+global_batch_size: 8
+max_steps: 10
 cluster:
 """
 
@@ -100,7 +100,7 @@ def test_a_cpu_can_be_a_real_device(read):
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("model: {factory: a:b}\ndata: {text: [a]}\nsteps: 3\n", "job"),
+        ("model: {factory: a:b}\ndata: {text: [a]}\nmax_steps: 3\n", "job"),
         ('{"kind": "plan", "schema_version": 1, "stages": []}', "plan"),
     ],
 )

@@ -20,13 +20,14 @@ model:
   units: [Block]
 data:
   text: [a, b/c]
-  held_out: 0.1
+  validation_split: 0.1
 tokenizer: bytes
 sequence_length: 32
-global_batch: 8
-steps: 10
-optimizer: {name: adamw, lr: 3e-4, betas: [0.9, 0.95], clip_norm: null}
-schedule: {warmup_steps: 2, kind: cosine, final_ratio: 0.1}
+global_batch_size: 8
+max_steps: 10
+optimizer: {name: adamw, lr: 3e-4, betas: [0.9, 0.95]}
+max_grad_norm: null
+lr_scheduler: {warmup_steps: 2, type: cosine, min_lr_ratio: 0.1}
 precision: fp32
 cluster:
   classes:
@@ -36,10 +37,10 @@ cluster:
     - {class: fast}
     - {class: slow, count: 2, host: b}
     - {class: slow, id: my-slow-one}
-output: runs/one
-evaluation: {every_steps: 5, batches: 2}
-profile: {budget: 2 min, cache: ~/cache}
-timeout: 90 s
+output_dir: runs/one
+eval_steps: 5
+eval_batches: 2
+advanced: {profile_budget: 2 min, profile_cache: ~/cache, timeout: 90 s}
 """
 ODD = [
     "", " ", "\n", "\t", ":", "- ", "[", "]", "{", "}", ",", "'", '"', "#", "&a ", "*a", "!!int ",
@@ -66,7 +67,7 @@ VALUES = st.recursive(
 )
 FIELDS = sorted(Job.model_fields)
 BELOW = ["", ".classes", ".classes.fast", ".classes.fast.memory", ".devices", ".lr", ".betas",
-         ".config", ".text", ".budget", ".x", "."]  # fmt: skip
+         ".config", ".text", ".profile_budget", ".x", "."]  # fmt: skip
 FUZZ = examples(60)
 
 
@@ -77,7 +78,7 @@ def read(path, *overrides):
         assert error.where, error
         assert "[type=" not in str(error)
         return
-    assert Job.model_validate_json(job.model_dump_json()).steps == job.steps
+    assert Job.model_validate_json(job.model_dump_json()).max_steps == job.max_steps
 
 
 @pytest.fixture
@@ -114,8 +115,8 @@ def test_changed_values(path, line, new):
 @given(st.sampled_from(FIELDS), st.sampled_from(BELOW), VALUES)
 @example("cluster", ".classes.fast.memory", 10**400)
 @example("optimizer", ".lr", 10**400)
-@example("timeout", "", 10**400)
-@example("steps", "", 10**400)
+@example("advanced", ".timeout", 10**400)
+@example("max_steps", "", 10**400)
 @example("cluster", ".classes.fast.emulate", 10**400)
 def test_odd_overrides(path, field, below, value):
     path.write_text(JOB)

@@ -10,6 +10,8 @@ import pytest
 
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import Job
+from gpumix.schema.reading.error_text import _dotted
+from gpumix.schema.reading.known_names import KEY_BY_NAME
 from gpumix.schema.reading.read import read_job
 
 JOB = """\
@@ -18,8 +20,8 @@ model:
 data:
   text: [corpus]
 sequence_length: 32
-global_batch: 8
-steps: 10
+global_batch_size: 8
+max_steps: 10
 """
 
 
@@ -44,7 +46,7 @@ def test_the_smallest_job(job_file, tmp_path):
     job = read_job(job_file(JOB))
     assert job.model.config == {"model_type": "gpt2", "n_layer": 2}
     assert job.data.text == (tmp_path / "corpus",)
-    assert (job.sequence_length, job.global_batch, job.steps) == (32, 8, 10)
+    assert (job.sequence_length, job.global_batch_size, job.max_steps) == (32, 8, 10)
     assert job.cluster == "auto"
     assert job.tokenizer == "bytes"
 
@@ -57,28 +59,31 @@ def test_one_text_needs_no_list(job_file, tmp_path):
 
 def test_a_job_survives_json(job_file):
     cluster = "cluster: [{class: fast, emulate: 8 GFLOP/s, memory: 96 MiB}]\n"
-    job = read_job(job_file(JOB + cluster + "profile: {budget: 2 min, cache: here}\n"))
+    job = read_job(
+        job_file(JOB + cluster + "advanced: {profile_budget: 2 min, profile_cache: here}\n")
+    )
     assert Job.model_validate_json(job.model_dump_json()) == job
-    assert job.profile.budget == 120
+    assert job.advanced.profile_budget == 120
 
 
 def test_numbers_as_people_write_them(job_file):
-    more = "optimizer: {lr: 3e-4, betas: [0, 9.5e-1], eps: 1.e-8, weight_decay: 0}\ntimeout: 90 s\n"
+    more = "optimizer: {lr: 3e-4, betas: [0, 9.5e-1], eps: 1.e-8, weight_decay: 0}\n"
+    more += "advanced: {timeout: 90 s}\n"
     job = read_job(job_file(JOB + more))
     assert job.optimizer.lr == 3e-4
     assert job.optimizer.betas == (0.0, 0.95)
     assert job.optimizer.eps == 1e-8
-    assert job.timeout == 90
+    assert job.advanced.timeout == 90
 
 
 @pytest.mark.parametrize(
-    "written", ["zero_stages: 3", "zero_stages: [3]", "{zero_stages: [3], heads: [whole]}"]
+    "written", ["zero_stages: 3", "zero_stages: [3]", "{zero_stages: [3], cross_entropy: [whole]}"]
 )
 def test_one_technique_or_a_list_of_them(job_file, written):
     inside = written if written.startswith("{") else f"{{{written}}}"
     assert read_job(job_file(JOB + f"techniques: {inside}\n")).techniques.zero_stages == (3,)
-    by_hand = read_job(job_file(JOB), ["techniques.recompute=[true, false]"])
-    assert by_hand.techniques.recompute == (True, False)
+    by_hand = read_job(job_file(JOB), ["techniques.gradient_checkpointing=[true, false]"])
+    assert by_hand.techniques.gradient_checkpointing == (True, False)
 
 
 def test_whole_batches_are_planned_by_their_own_strategy(job_file):
@@ -89,7 +94,7 @@ def test_whole_batches_are_planned_by_their_own_strategy(job_file):
 
 
 def test_null_where_none_is_meant(job_file):
-    assert read_job(job_file(JOB + "optimizer: {clip_norm: null}\n")).optimizer.clip_norm is None
+    assert read_job(job_file(JOB + "max_grad_norm: null\n")).max_grad_norm is None
 
 
 @pytest.mark.parametrize(
@@ -98,7 +103,7 @@ def test_null_where_none_is_meant(job_file):
         ("optimizer:\n  learning_rate: 3e-4\n",
          "job.yaml:9: unknown key 'optimizer.learning_rate'\n  fix: did you mean 'lr'? valid keys: "
          "name, lr, betas, eps, momentum, nesterov, ns_steps, adjust_lr, beta2_decay, "
-         "clip_threshold, least_scale, weight_decay, groups, clip_norm"),
+         "clip_threshold, least_scale, weight_decay, groups"),
         ("\n# a comment\nsede: 3\n",
          "job.yaml:10: unknown key 'sede'\n  fix: did you mean 'seed'?"),
         ("lr: 3e-4\n", "job.yaml:8: unknown key 'lr'\n  fix: did you mean 'optimizer.lr'?"),
@@ -143,15 +148,15 @@ def test_null_where_none_is_meant(job_file):
          "job.yaml:8: 'precision' must be 'auto', 'fp32', 'bf16' or 'fp16' or a mapping, it is "
          "'bfloat16'\n"
          "  fix: did you mean 'bf16'?"),
-        ("timeout: 3 parsecs\n",
-         "job.yaml:8: 'timeout': '3 parsecs' is not an amount such as '90 s' "
+        ("advanced: {timeout: 3 parsecs}\n",
+         "job.yaml:8: 'advanced.timeout': '3 parsecs' is not an amount such as '90 s' "
          "(units: ms, s, min, h)"),
         ("tokenizer: 3\n", "job.yaml:8: 'tokenizer' must be 'bytes' or a path, it is 3"),
-        ("output: [a]\n", "job.yaml:8: 'output' must be a path, it is a list of 1"),
-        ("output: ~nobody-of-this-name/x\n",
+        ("output_dir: [a]\n", "job.yaml:8: 'output_dir' must be a path, it is a list of 1"),
+        ("output_dir: ~nobody-of-this-name/x\n",
          "job.yaml:8: '~nobody-of-this-name/x' names no user's home"),
-        ("schedule: {final_ratio: 2}\n",
-         "job.yaml:8: 'schedule.final_ratio' must be 1 or less, it is 2"),
+        ("lr_scheduler: {min_lr_ratio: 2}\n",
+         "job.yaml:8: 'lr_scheduler.min_lr_ratio' must be 1 or less, it is 2"),
         ("cluster: 3\n",
          "job.yaml:8: a cluster must be a mapping or a list of devices, it is 3\n"
          "  fix: write [{class: rtx3090, memory: 24 GiB}]; a job may also say 'auto' "
@@ -168,7 +173,7 @@ def test_one_wrong_thing(job_file, more, expected):
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("steps: 10\n", "", "job.yaml:1: 'steps' is missing\n  fix: add steps: 1000"),
+        ("max_steps: 10\n", "", "job.yaml:1: 'max_steps' is missing\n  fix: add max_steps: 1000"),
         ("data:\n  text: [corpus]\n", "",
          "job.yaml:1: 'data' is missing\n  fix: add data: {text: [corpus.txt]}"),
         ("  text: [corpus]\n", "  text: [corpus, corpus]\n",
@@ -194,7 +199,7 @@ def test_one_wrong_thing_among_what_must_be_there(job_file, old, new, expected):
 
 
 def test_all_errors_come_at_once_in_the_order_of_the_file(job_file):
-    text = JOB.replace("steps: 10", "step: 10\noptimizer: {lr: -1}")
+    text = JOB.replace("max_steps: 10", "step: 10\noptimizer: {lr: -1}")
     text += "cluster:\n- {class: fast, memory: 1 GiB, emulat: 1}\nseed: x\n"
     assert error_of(job_file(text), "precision=fp8") == (
         "job.yaml:7: unknown key 'step'\n"
@@ -205,12 +210,59 @@ def test_all_errors_come_at_once_in_the_order_of_the_file(job_file):
         "  also job.yaml:11: 'seed' must be a whole number, it is 'x'\n"
         "  also --set precision=fp8: 'precision' must be 'auto', 'fp32', 'bf16' or 'fp16' or a "
         "mapping, it is 'fp8'\n"
-        "  fix: did you mean 'steps'? valid keys: model, data, tokenizer, sequence_length, "
-        "global_batch, steps, optimizer, schedule, precision, compile, efficiency, seed, cluster, "
-        "strategy, techniques, output, log_every_steps, trace_step, trackers, evaluation, "
-        "checkpoint, profile, rebalance, replay_every_steps, restarts, timeout, "
-        "grace"
+        "  fix: did you mean 'max_steps'? valid keys: model, data, tokenizer, sequence_length, "
+        "global_batch_size, max_steps, optimizer, max_grad_norm, lr_scheduler, precision, "
+        "torch_compile, seed, cluster, strategy, techniques, output_dir, logging_steps, report_to, "
+        "eval_steps, eval_batches, save_steps, save_total_limit, memory_save_steps, advanced"
     )
+
+
+@pytest.mark.parametrize(
+    ("more", "meant"),
+    [
+        ("learning_rate: 1e-3", "optimizer.lr"),
+        ("per_device_train_batch_size: 8", "global_batch_size"),
+        ("bf16: true", "precision"),
+        ("num_train_epochs: 3", "max_steps"),
+        ("deepspeed: ds.json", "techniques.zero_stages"),
+        ("warmup_ratio: 0.1", "lr_scheduler.warmup_steps"),
+        ("lr_scheduler: {kind: linear}", "type"),
+        ("output: run", "output_dir"),
+        ("trackers: wandb", "report_to"),
+        ("compile: on", "torch_compile"),
+        ("evaluation: {every_steps: 3}", "eval_steps"),
+        ("checkpoint: {keep: 3}", "save_steps"),
+        ("timeout: 90 s", "advanced.timeout"),
+        ("restarts: 1", "advanced.max_restarts"),
+        ("efficiency: {attention: eager}", "advanced.efficiency"),
+        ("techniques: {recompute: true}", "gradient_checkpointing"),
+        ("techniques: {tensor: 2}", "tensor_parallel_size"),
+    ],
+)
+def test_names_of_elsewhere_and_of_before_lead_to_the_key(job_file, more, meant):
+    told = error_of(job_file(f"{JOB}{more}\n"))
+    assert told.startswith("job.yaml:8: unknown key '")
+    assert f"\n  fix: did you mean '{meant}'? valid keys: " in told
+
+
+def test_a_key_that_was_in_another_section_is_told_with_its_place(job_file):
+    assert error_of(job_file(JOB + "optimizer: {clip_norm: 1.0}\n")) == (
+        "job.yaml:8: unknown key 'optimizer.clip_norm'\n"
+        "  fix: did you mean 'max_grad_norm', next to 'optimizer' and not in it?"
+    )
+
+
+def test_a_key_under_its_old_name_is_not_missing_as_well(job_file):
+    text = JOB.replace("global_batch_size", "global_batch").replace("max_steps", "steps")
+    told = error_of(job_file(text))
+    assert told.startswith("job.yaml:6: unknown key 'global_batch'\n  also job.yaml:7: unknown")
+    assert "missing" not in told and "(did you mean 'max_steps'?" in told
+
+
+def test_names_that_are_known_from_elsewhere_lead_to_keys_that_there_are():
+    every = set(_dotted(Job))
+    assert set(KEY_BY_NAME.values()) <= every
+    assert not every & KEY_BY_NAME.keys()
 
 
 def test_an_error_leaves_with_code_2_and_crosses_processes(job_file):
@@ -230,25 +282,25 @@ def test_paths_start_at_the_folder_of_the_job(tmp_path, monkeypatch):
         data: {text: [a, /b, ~/c]}
         tokenizer: words.json
         sequence_length: 32
-        global_batch: 8
-        steps: 10
-        profile: {cache: cache}
+        global_batch_size: 8
+        max_steps: 10
+        advanced: {profile_cache: cache}
         cluster: cluster.yaml
     """)
     monkeypatch.chdir(elsewhere)
     monkeypatch.setenv("HOME", "/home/someone")
-    job = read_job(Path("../jobs/job.yaml"), ["data.text=[x, ~/y]", "output=run"])
+    job = read_job(Path("../jobs/job.yaml"), ["data.text=[x, ~/y]", "output_dir=run"])
     start = elsewhere / ".." / "jobs"
     assert job.model.config == start / "gpt2.json"
     assert job.model.weights == start / "../weights"
     assert job.data.text == (elsewhere / "x", Path("/home/someone/y"))
     assert job.tokenizer == start / "words.json"
-    assert job.profile.cache == start / "cache"
-    assert job.output == elsewhere / "run"
+    assert job.advanced.profile_cache == start / "cache"
+    assert job.output_dir == elsewhere / "run"
     assert [d.id for d in job.cluster.devices] == ["fast-0"]
     job = read_job(Path("../jobs/job.yaml"))
     assert job.data.text == (start / "a", Path("/b"), Path("/home/someone/c"))
-    assert job.output == start / "runs/latest"
+    assert job.output_dir == start / "runs/latest"
 
 
 def test_a_dataset_is_a_path_too(job_file, tmp_path):

@@ -14,9 +14,9 @@ JOB = """\
 model: {config: {model_type: gpt2}}
 data: {text: [corpus]}
 sequence_length: 32
-global_batch: 8
-steps: 10
-output: out
+global_batch_size: 8
+max_steps: 10
+output_dir: out
 """
 
 
@@ -28,21 +28,24 @@ def path(tmp_path):
 
 
 def test_values_are_yaml_and_the_last_one_holds(path):
-    job = read_job(path, ["steps=3", "steps=4", "optimizer.lr=1e-4", "optimizer.clip_norm=null",
+    job = read_job(path, ["max_steps=3", "max_steps=4", "optimizer.lr=1e-4", "max_grad_norm=null",
                           "optimizer.betas=[0.8, 0.9]", "precision='bf16'"])  # fmt: skip
-    assert job.steps == 4
+    assert job.max_steps == 4
     assert job.optimizer.lr == 1e-4
-    assert job.optimizer.clip_norm is None
+    assert job.max_grad_norm is None
     assert job.optimizer.betas == (0.8, 0.9)
     assert job.precision == "bf16"
 
 
 def test_mappings_on_the_way_are_made(path):
-    path.write_text(JOB + "schedule:\n")
-    job = read_job(path, ["schedule.kind=linear", "model.config.n_layer=3", "profile.budget=1 min"])
-    assert job.schedule.kind == "linear"
+    path.write_text(JOB + "lr_scheduler:\n")
+    job = read_job(
+        path,
+        ["lr_scheduler.type=linear", "model.config.n_layer=3", "advanced.profile_budget=1 min"],
+    )
+    assert job.lr_scheduler.type == "linear"
     assert job.model.config == {"model_type": "gpt2", "n_layer": 3}
-    assert job.profile.budget == 60
+    assert job.advanced.profile_budget == 60
 
 
 def test_one_source_takes_the_place_of_another(path):
@@ -61,7 +64,7 @@ def test_a_whole_cluster(path):
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ("steps", "'steps' is not of the form key=value\n  fix: write a dotted key,"),
+        ("max_steps", "'max_steps' is not of the form key=value\n  fix: write a dotted key,"),
         ("=3", "'=3' is not of the form key=value"),
         ("a..b=3", "'a..b=3' is not of the form key=value"),
         ("\udcff=3", "'\udcff=3' is not of the form key=value"),
@@ -69,14 +72,15 @@ def test_a_whole_cluster(path):
          "unknown key 'optimizer.learning_rate'\n  fix: did you mean 'lr'? valid keys: name, lr,"),
         ("optimzer.lr=1", "unknown key 'optimzer'\n  fix: did you mean 'optimizer'?"),
         ("lr=1", "unknown key 'lr'\n  fix: did you mean 'optimizer.lr'?"),
-        ("steps=ten", "'steps' must be a whole number, it is 'ten'"),
-        ("steps=", "'steps' must be a whole number, it is empty"),
+        ("max_steps=ten", "'max_steps' must be a whole number, it is 'ten'"),
+        ("max_steps=", "'max_steps' must be a whole number, it is empty"),
         ("optimizer={lr: 0}", "'optimizer.lr' must be greater than 0, it is 0"),
-        ("steps.x=1", "'steps' is 10, it has no keys\n  fix: set all of it: --set 'steps=...'"),
+        ("max_steps.x=1",
+         "'max_steps' is 10, it has no keys\n  fix: set all of it: --set 'max_steps=...'"),
         ("data.text.0=1", "'data.text' is a list of 1, it has no keys"),
-        ("steps=[1", "this is not YAML: expected ',' or ']', but got '<stream end>'"),
-        ("steps={a: 1, a: 2}", "key 'a' is given twice"),
-        ("steps=\x07", "this is not YAML: the character '\\x07' may not stand here"),
+        ("max_steps=[1", "this is not YAML: expected ',' or ']', but got '<stream end>'"),
+        ("max_steps={a: 1, a: 2}", "key 'a' is given twice"),
+        ("max_steps=\x07", "this is not YAML: the character '\\x07' may not stand here"),
         ("cluster=nowhere.yaml", "'cluster': there is no cluster file"),
         (f"cluster={'x' * 300}", "'cluster': there is no cluster file"),
         (f"model.config={'x' * 300}", "'model.config': cannot read"),
@@ -99,10 +103,10 @@ def test_the_argument_is_the_place(path, argument, expected):
 def test_the_file_keeps_its_lines(path):
     path.write_text(JOB + "seed: x\n")
     with pytest.raises(InputError) as caught:
-        read_job(path, ["steps=0"])
+        read_job(path, ["max_steps=0"])
     assert str(caught.value) == (
         f"{path}:7: 'seed' must be a whole number, it is 'x'\n"
-        "  also --set steps=0: 'steps' must be greater than 0, it is 0\n"
+        "  also --set max_steps=0: 'max_steps' must be greater than 0, it is 0\n"
         f"  fix: correct {path}:7"
     )
 

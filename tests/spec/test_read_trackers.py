@@ -19,8 +19,8 @@ JOB = """
 model: {factory: mine:model}
 data: {factory: mine:data}
 sequence_length: 8
-global_batch: 8
-steps: 3
+global_batch_size: 8
+max_steps: 3
 """
 
 
@@ -40,33 +40,33 @@ def read(tmp_path):
     ("lines", "expected"),
     [
         ("", {}),
-        ("trackers: wandb", {"wandb": WandbSpec()}),
-        ("trackers: [mlflow, wandb]", {"wandb": WandbSpec(), "mlflow": MlflowSpec()}),
-        ("trackers: {wandb: , mlflow: {}}", {"wandb": WandbSpec(), "mlflow": MlflowSpec()}),
-        ("trackers: {wandb: {project: mine}}", {"wandb": WandbSpec(project="mine")}),
-        ("trackers: []", {}),
+        ("report_to: wandb", {"wandb": WandbSpec()}),
+        ("report_to: [mlflow, wandb]", {"wandb": WandbSpec(), "mlflow": MlflowSpec()}),
+        ("report_to: {wandb: , mlflow: {}}", {"wandb": WandbSpec(), "mlflow": MlflowSpec()}),
+        ("report_to: {wandb: {project: mine}}", {"wandb": WandbSpec(project="mine")}),
+        ("report_to: []", {}),
     ],
 )
 def test_a_name_names_or_settings(read, lines, expected):
-    assert read(lines).trackers.named() == expected
+    assert read(lines).report_to.named() == expected
 
 
 def test_from_the_command_line(read):
-    assert list(read("", "trackers=tensorboard").trackers.named()) == ["tensorboard"]
-    assert list(read("", "trackers=[trackio,wandb]").trackers.named()) == ["wandb", "trackio"]
-    assert read("trackers: wandb", "trackers=").trackers.named() == {}
-    found = read("trackers: {prometheus: {}}", "trackers.prometheus.port=0").trackers.named()
+    assert list(read("", "report_to=tensorboard").report_to.named()) == ["tensorboard"]
+    assert list(read("", "report_to=[trackio,wandb]").report_to.named()) == ["wandb", "trackio"]
+    assert read("report_to: wandb", "report_to=").report_to.named() == {}
+    found = read("report_to: {prometheus: {}}", "report_to.prometheus.port=0").report_to.named()
     assert found == {"prometheus": PrometheusSpec(port=0)}
 
 
 def test_paths_start_at_the_job(read, tmp_path):
-    found = read("trackers: {tensorboard: {folder: all}}").trackers.named()
+    found = read("report_to: {tensorboard: {folder: all}}").report_to.named()
     assert found == {"tensorboard": TensorBoardSpec(folder=tmp_path / "all")}
 
 
 def test_a_job_that_is_passed_on_has_the_same_trackers(read):
     """Those that are left out do not come to be there by their defaults."""
-    job = read("trackers: {wandb: {tags: [a, b]}, tensorboard: }")
+    job = read("report_to: {wandb: {tags: [a, b]}, tensorboard: }")
     assert Job.model_validate_json(job.model_dump_json()) == job
 
 
@@ -81,19 +81,22 @@ def test_all_stay_on_this_machine_by_default():
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
-        ("trackers: tensorbord", "there is no tracker 'tensorbord'; there are tensorboard, wandb,"),
-        ("trackers: [wandb, wandb]", "'wandb' is named twice"),
-        ("trackers: 3", "give a name, a list of names, or settings by name"),
-        ("trackers: {tensorbord: {}}", "did you mean 'tensorboard'?"),
-        ("trackers: {wandb: {projekt: x}}", "did you mean 'project'?"),
-        ("trackers: {wandb: on}", "'trackers.wandb' must be a mapping, it is true"),
-        ("trackers: {wandb: {mode: away}}", "must be 'offline' or 'online'"),
-        ("trackers: {wandb: {name: ''}}", "of length 1 or more"),
-        ("trackers: {tensorboard: {name: x}}", "'name' has no effect without 'folder'"),
-        ("trackers: {prometheus: {port: 65536}}", "must be 65535 or less"),
-        ("trackers: {prometheus: {textfile: a.txt}}", "reads files that end in .prom"),
-        ("trackers: {prometheus: {textfile: a.prom, port: 1}}", "'port' have no effect"),
-        ("trackers: {trackio: {space: a/b, server: 'http://x'}}", "at most one of 'space'"),
+        (
+            "report_to: tensorbord",
+            "there is no tracker 'tensorbord'; there are tensorboard, wandb,",
+        ),
+        ("report_to: [wandb, wandb]", "'wandb' is named twice"),
+        ("report_to: 3", "give a name, a list of names, or settings by name"),
+        ("report_to: {tensorbord: {}}", "did you mean 'tensorboard'?"),
+        ("report_to: {wandb: {projekt: x}}", "did you mean 'project'?"),
+        ("report_to: {wandb: on}", "'report_to.wandb' must be a mapping, it is true"),
+        ("report_to: {wandb: {mode: away}}", "must be 'offline' or 'online'"),
+        ("report_to: {wandb: {name: ''}}", "of length 1 or more"),
+        ("report_to: {tensorboard: {name: x}}", "'name' has no effect without 'folder'"),
+        ("report_to: {prometheus: {port: 65536}}", "must be 65535 or less"),
+        ("report_to: {prometheus: {textfile: a.txt}}", "reads files that end in .prom"),
+        ("report_to: {prometheus: {textfile: a.prom, port: 1}}", "'port' have no effect"),
+        ("report_to: {trackio: {space: a/b, server: 'http://x'}}", "at most one of 'space'"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_line(read, lines, told):

@@ -22,6 +22,7 @@ from commands import Done
 from gpumix.engine.model.deferred_init import build
 from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.job.advanced import AdvancedSpec
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import PLAIN, Mode, Stage, Worker
 from gpumix.schema.reading.read import read_job
@@ -36,7 +37,7 @@ BATCH = 8
 # What is measured once serves all tests that do not look at how it is; those have a cache of their
 # own, beside their job.
 SHARED_PROFILES = "GPUMIX_TEST_PROFILES"
-OWN_PROFILES = {"cache": "profiles", "budget": 20}
+OWN_PROFILES = {"profile_cache": "profiles", "profile_budget": 20}
 
 # A real CPU class is not slowed down; memory is counted and capped as on any device.
 CLUSTER = [
@@ -53,24 +54,33 @@ EMULATED = [
 
 
 def write_job(folder: Path, **changes: Any) -> Path:
-    """A job file in `folder`; `changes` replace top-level keys, None removes one."""
+    """A job file in `folder`; `changes` replace top-level keys, or keys of `advanced`. None removes
+    one, except `max_grad_norm`, where it is a value."""
     job: dict[str, Any] = {
         "model": {"factory": "toys:model"},
-        "data": {"factory": "toys:tokens", "held_out": 0.1},
+        "data": {"factory": "toys:tokens", "validation_split": 0.1},
         "sequence_length": LENGTH,
-        "global_batch": BATCH,
-        "steps": 6,
+        "global_batch_size": BATCH,
+        "max_steps": 6,
         "optimizer": {"lr": 1e-2},
         "cluster": CLUSTER,
-        "output": "run",
-        "log_every_steps": 2,
-        "profile": {"cache": os.environ.get(SHARED_PROFILES, "profiles"), "budget": 20},
-        "techniques": {"most_stages": 1, "leave_out": False},  # what is faster is measured
+        "output_dir": "run",
+        "logging_steps": 2,
+        "techniques": {"max_pipeline_stages": 1, "leave_out": False},  # what is faster is measured
+    }
+    advanced: dict[str, Any] = {
+        "profile_cache": os.environ.get(SHARED_PROFILES, "profiles"),
+        "profile_budget": 20,
         "timeout": 30,
-        "restarts": 0,
+        "max_restarts": 0,
         "rebalance": False,  # by measured times, and so the same sums would not come in each run
     }
-    job = {key: value for key, value in (job | changes).items() if value is not None}
+    for key, value in changes.items():
+        (advanced if key in AdvancedSpec.model_fields else job)[key] = value
+    for keys in (job, advanced):
+        for key in [k for k, value in keys.items() if value is None and k != "max_grad_norm"]:
+            del keys[key]
+    job["advanced"] = advanced
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")

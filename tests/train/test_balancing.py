@@ -30,7 +30,7 @@ class Run:
             stages=(Stage(units=("unit",), workers=workers),),
         )
         context: Any = SimpleNamespace(
-            job=SimpleNamespace(steps=100),
+            job=SimpleNamespace(max_steps=100),
             runtime=SimpleNamespace(peak_bytes=lambda: None),
             ranks=SimpleNamespace(gather=lambda what, own: [own, own]),
         )

@@ -119,7 +119,7 @@ def test_a_copy_is_of_the_same_names_shapes_and_values():
 
 
 def test_a_run_tells_what_its_checkpoints_took(tmp_path):
-    job = write_job(tmp_path, steps=6, checkpoint={"every_steps": 2})
+    job = write_job(tmp_path, max_steps=6, save_steps=2)
     train(job, plan=plan_for(job))
     records = metrics(tmp_path / "run", "checkpoint")
     assert [record["step"] for record in records] == [2, 4, 6]
@@ -129,8 +129,8 @@ def test_a_run_tells_what_its_checkpoints_took(tmp_path):
 @pytest.mark.extended
 @pytest.mark.parametrize("data", every_second(["tokens_without_room", "tokens"]))
 def test_a_run_whose_checkpoints_are_not_copied_says_so_once(tmp_path, data):
-    often = {"checkpoint": {"every_steps": 1, "memory_every_steps": 0}, "log_every_steps": 1}
-    job = write_job(tmp_path, data={"factory": f"toys:{data}", "held_out": 0.1}, **often)
+    often = {"save_steps": 1, "memory_save_steps": 0, "logging_steps": 1}
+    job = write_job(tmp_path, data={"factory": f"toys:{data}", "validation_split": 0.1}, **often)
     plan_for(job).save(tmp_path / "plan.json")
     done = gpumix("train", "job.yaml", "--plan", "plan.json", folder=tmp_path)
     assert done.code == 0, done.err
@@ -142,9 +142,9 @@ def test_a_run_whose_checkpoints_are_not_copied_says_so_once(tmp_path, data):
 
 def on_a_slow_disk(folder, steps, **settings):
     """Steps of a run with a checkpoint for each, of which checkpoints were written, and put off."""
-    slow = {"factory": "toys:tokens_on_slow_disk", "arguments": settings, "held_out": 0.1}
-    often = {"checkpoint": {"every_steps": 1, "keep": 99, "memory_every_steps": 0}}
-    job = write_job(folder, data=slow, steps=steps, **often)
+    slow = {"factory": "toys:tokens_on_slow_disk", "arguments": settings, "validation_split": 0.1}
+    often = {"save_steps": 1, "save_total_limit": 99, "memory_save_steps": 0}
+    job = write_job(folder, data=slow, max_steps=steps, **often)
     train(job, plan=plan_for(job))
     assert [one["step"] for one in metrics(folder / "run")] == list(range(1, steps + 1))
     return [

@@ -455,10 +455,10 @@ def test_dtypes_that_no_tensor_has_are_refused(copy, name, why):
     assert why in load_error(copy).why
 
 
-@pytest.mark.parametrize("job", [None, "x", {}, {"steps": "many"}])
+@pytest.mark.parametrize("job", [None, "x", {}, {"max_steps": "many"}])
 def test_what_no_job_saved_is_of_no_number_of_steps(job):
     assert get_job_steps({"job": job}) is None and get_job_steps({}) is None
-    assert get_job_steps({"job": {"steps": 7}}) == 7
+    assert get_job_steps({"job": {"max_steps": 7}}) == 7
 
 
 # -- another run -----------------------------------------------------------------------------------

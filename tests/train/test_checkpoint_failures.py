@@ -156,7 +156,7 @@ def test_read_only_folder(tmp_path):
     kind, text = run_ranks(_save_as_nobody, 1, tmp_path)[0]
     assert kind is MachineError
     assert "rank 0 could not" in text and "Permission denied" in text and str(tmp_path) in text
-    assert "choose another `output`" in text
+    assert "choose another `output_dir`" in text
 
 
 def _lose_a_rank(folder):

@@ -39,9 +39,9 @@ def read_s(profile: Profile, first: int) -> float:
 @pytest.mark.slow
 def test_a_plan_gives_a_host_no_more_than_it_can_read(tmp_path):
     cpu_s = 5e-3 * count_cores()  # 10 ms of a host, which has half of the cores
-    data = {"factory": "toys:costly_tokens", "arguments": {"cpu_s": cpu_s}, "held_out": 0.1}
+    data = {"factory": "toys:costly_tokens", "arguments": {"cpu_s": cpu_s}, "validation_split": 0.1}
     job = write_job(tmp_path, data=data, cluster=TWO_HOSTS)
-    pipeline = JobController.of_file(job, ["profile.budget=1"], debug=False)
+    pipeline = JobController.of_file(job, ["advanced.profile_budget=1"], debug=False)
     profile = pipeline.profile()
     assert [one.host for one in profile.inputs] == ["one", "two"]
     assert {one.cores for one in profile.inputs} == {count_cores() / 2}
@@ -75,8 +75,8 @@ def test_a_data_worker_that_is_killed_is_in_the_records_and_changes_no_loss(tmp_
         if kind == "whole":
             once.touch()
         arguments = {"cpu_s": cpu_s, "at": at, "once": str(once)}
-        data = {"factory": "toys:killing_tokens", "arguments": arguments, "workers": 2}
-        job = write_job(tmp_path / kind, data=data, cluster=alone, steps=14, log_every_steps=1)
+        data = {"factory": "toys:killing_tokens", "arguments": arguments, "num_workers": 2}
+        job = write_job(tmp_path / kind, data=data, cluster=alone, max_steps=14, logging_steps=1)
         losses[kind] = train(job, plan=plan_for(job, (BATCH,), (1.0,))).losses
         assert once.exists()
         records = metrics(job.parent / "run", "ranks")

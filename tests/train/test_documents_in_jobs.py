@@ -31,11 +31,11 @@ def text(tmp_path) -> Path:
 def write(folder: Path, data: dict[str, object], **changes: object) -> Path:
     job = {
         "model": {"config": GPT},
-        "data": {"held_out": 0.1, **data},
+        "data": {"validation_split": 0.1, **data},
         "sequence_length": LENGTH,
-        "steps": 4,
-        "evaluation": {"every_steps": 2},
-        "schedule": {"kind": "constant"},
+        "max_steps": 4,
+        "eval_steps": 2,
+        "lr_scheduler": {"type": "constant"},
     }
     return write_job(folder, **(job | changes))
 
@@ -67,13 +67,13 @@ def test_a_run_learns_and_goes_on_where_it_was(tmp_path, text, data):
 
         datasets.disable_progress_bars()
         datasets.Dataset.from_dict({"text": LINES}).save_to_disk(str(tmp_path / "saved"))
-    job = write(tmp_path, data, cluster=UNLIKE, evaluation={"every_steps": 2, "batches": 1})
+    job = write(tmp_path, data, cluster=UNLIKE, eval_steps=2, eval_batches=1)
     plan = plan_for(job, (5, 3), (0.7, 0.3))
-    whole = train(job, f"output={tmp_path / 'whole'}", plan=plan)
+    whole = train(job, f"output_dir={tmp_path / 'whole'}", plan=plan)
     assert all(math.isfinite(loss) for loss in whole.losses) and len(whole.losses) == 4
     assert whole.losses[-1] < whole.losses[0]
     assert len(metrics(tmp_path / "whole", "evaluation")) == 2
-    train(job, "steps=2", plan=plan)
+    train(job, "max_steps=2", plan=plan)
     assert train(job, plan=plan, resume=True).losses == pytest.approx(whole.losses[2:], rel=1e-5)
     steps = metrics(tmp_path / "whole")
     tokens = [step["tokens"] for step in steps]
@@ -117,7 +117,7 @@ def test_utilisation_is_told_of_samples_as_long_as_planned(tmp_path, line, told)
     (tmp_path / "lines.txt").write_text("\n".join([line] * 40))
     emulated = [{"class": "device", "emulate": "50 MFLOP/s", "memory": "64 MiB"}]
     data = {**LINE_BY_LINE, "packing": "none"}
-    job = write(tmp_path, data, cluster=emulated, profile={"cache": "profiles", "budget": 1})
+    job = write(tmp_path, data, cluster=emulated, profile_cache="profiles", profile_budget=1)
     pipeline = JobController.of_file(job, [], debug=True)
     train(job, plan=pipeline.plan(pipeline.profile()))
     for record in metrics(tmp_path / "run", "ranks"):
@@ -133,7 +133,11 @@ def test_documents_may_be_as_short_as_any_model_has_positions_for(tmp_path):
     short = {"config": GPT | {"n_positions": 4}}
     (tmp_path / "lines.txt").write_text("a\nbc\nd\n" * 20)
     job = write(
-        tmp_path, {**LINE_BY_LINE, "packing": "documents"}, model=short, sequence_length=4, steps=1
+        tmp_path,
+        {**LINE_BY_LINE, "packing": "documents"},
+        model=short,
+        sequence_length=4,
+        max_steps=1,
     )
     assert math.isfinite(train(job, plan=plan_for(job)).losses[0])
 

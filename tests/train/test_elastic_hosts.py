@@ -57,14 +57,14 @@ def job_in(
     harm = {"fault": "stop", "at": 10, "among": 2, "once": str(once)} if once is not None else {}
     model = toy(sample_s=sample_s, rank=0, until=str(folder / "all-came"), **harm)
     # So slow that losses stay away from zero, where sums of another order show.
-    changes = {"optimizer": {"lr": 1e-4}, "checkpoint": {"memory_every_steps": 1}}
+    changes = {"optimizer": {"lr": 1e-4}, "memory_save_steps": 1}
     return write_job(
         folder,
         cluster=cluster,
         model=model,
-        steps=steps,
+        max_steps=steps,
         timeout=600,
-        profile=OWN_PROFILES,
+        **OWN_PROFILES,
         **changes,
     )
 

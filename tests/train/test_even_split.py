@@ -22,7 +22,7 @@ CARDS = [Card("fast", 1, GIB, steady(4.0)), Card("slow", 1, GIB, steady(1.0))]
 
 
 def job(**techniques):
-    return SimpleNamespace(global_batch=8, techniques=Space(**techniques))
+    return SimpleNamespace(global_batch_size=8, techniques=Space(**techniques))
 
 
 @dataclass
@@ -50,7 +50,7 @@ def test_settings_that_may_be_the_fastest_are_planned_once_each():
 
 
 def test_only_techniques_of_the_job_are_tried():
-    (plan,) = select_even_plans(job(zero_stages=3, recompute=True), profile(CARDS))
+    (plan,) = select_even_plans(job(zero_stages=3, gradient_checkpointing=True), profile(CARDS))
     assert (plan.zero_stage, plan.workers[0].mode.recompute) == (3, True)
 
 

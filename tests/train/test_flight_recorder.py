@@ -27,7 +27,7 @@ def test_files_go_into_the_run_and_what_is_set_stays(monkeypatch):
 
 @pytest.mark.parametrize("has_dumps", left_out([True, False], [False]))
 def test_a_run_that_fails_says_where_they_are(tmp_path, has_dumps):
-    job = write_job(tmp_path, model=toy(fault="raise", at=4), steps=4)
+    job = write_job(tmp_path, model=toy(fault="raise", at=4), max_steps=4)
     plan_for(job).save(tmp_path / "plan.json")
     dumps = tmp_path / "run" / run_files.COLLECTIVES
     if has_dumps:

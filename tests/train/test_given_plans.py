@@ -19,18 +19,20 @@ from gpumix.train.controller import JobController
 FEW = {
     "zero_stages": [1],
     "shardings": ["all"],
-    "boundaries": ["device"],
+    "checkpoints_on": ["device"],
     "orders": ["layered"],
-    "heads": ["whole"],
+    "cross_entropy": ["whole"],
     "state_on": ["device"],
-    "schedules": ["1f1b"],
+    "pipeline_schedules": ["1f1b"],
 }
-TWO = {"techniques": {"least_stages": 2, "most_stages": 2, "leave_out": False, **FEW}}
+TWO = {
+    "techniques": {"min_pipeline_stages": 2, "max_pipeline_stages": 2, "leave_out": False, **FEW}
+}
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    return write_job(tmp_path_factory.mktemp("given"), steps=2, model=toy(blocks=4), **TWO)
+    return write_job(tmp_path_factory.mktemp("given"), max_steps=2, model=toy(blocks=4), **TWO)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,7 @@ def test_a_profile_of_more_memory_is_held_to_what_there_is(tmp_path, made):
     """A plan that fits may still be split anew, within the memory of here."""
     plan, profile = made
     smaller = [CLUSTER[0] | {"memory": "48 MiB"}, CLUSTER[1]]
-    job = write_job(tmp_path, model=toy(blocks=4), cluster=smaller, profile=OWN_PROFILES, **TWO)
+    job = write_job(tmp_path, model=toy(blocks=4), cluster=smaller, **OWN_PROFILES, **TWO)
     found, known = JobController.of_file(job, [], debug=True)._checked(plan, profile)
     assert known is not None and found.prediction is not None
     assert known.cluster.class_named("big").memory_bytes == 48 * 2**20
@@ -122,7 +124,7 @@ def test_a_plan_for_faster_devices_of_the_same_names_is_told_of(tmp_path, made, 
     plan = plan.model_copy(update={"prediction": prediction})
     slower = [one | {"emulate": "25 GFLOP/s"} for one in CLUSTER]
     job = write_job(
-        tmp_path, steps=1, model=toy(blocks=4), cluster=slower, profile=OWN_PROFILES, **TWO
+        tmp_path, max_steps=1, model=toy(blocks=4), cluster=slower, **OWN_PROFILES, **TWO
     )
     pipeline = JobController.of_file(job, [], debug=False)
     pipeline.train(plan, resume=False, made_from=profile)
@@ -136,15 +138,15 @@ def test_a_plan_for_faster_devices_of_the_same_names_is_told_of(tmp_path, made, 
 
 def test_what_a_job_does_not_say_is_not_said_to_have_no_effect(tmp_path, made, capsys):
     other = made[0].model_copy(update={"strategy": "by hand"})
-    train(write_job(tmp_path, steps=1, model=toy(blocks=4), techniques=None), plan=other)
+    train(write_job(tmp_path, max_steps=1, model=toy(blocks=4), techniques=None), plan=other)
     told = capsys.readouterr().err
     assert "`strategy:" not in told and "`techniques` have" not in told
 
 
 def test_what_the_job_says_of_plans_and_a_given_one_does_not_follow_is_told(tmp_path, made, capsys):
     other = 0 if made[0].zero_stage else 3
-    said = {"strategy": "even", "techniques": {"zero_stages": [other], "most_stages": 1}}
-    job = write_job(tmp_path, steps=1, model=toy(blocks=4), **said)
+    said = {"strategy": "even", "techniques": {"zero_stages": [other], "max_pipeline_stages": 1}}
+    job = write_job(tmp_path, max_steps=1, model=toy(blocks=4), **said)
     train(job, plan=made[0])
     told = capsys.readouterr().err
     assert "`strategy: even` has no effect" in told
@@ -157,7 +159,7 @@ def test_waves_train_what_one_wave_trains(tmp_path):
     for waves in (1, 3):
         folder = tmp_path / str(waves)
         folder.mkdir()
-        job = write_job(folder, steps=3, trace_step=2)
+        job = write_job(folder, max_steps=3, trace_step=2)
         whole = plan_for(job, samples=(5, 2, 1))
         [stage] = whole.stages
         cut = [worker.model_copy(update={"micro_batch": 1}) for worker in stage.workers]

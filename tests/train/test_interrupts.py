@@ -127,7 +127,7 @@ def test_a_signal_to_any_process_stops_all_of_them(tmp_path, losses, fault):
 def test_a_rank_that_is_lost_before_it_answers_makes_no_run_go_on(tmp_path, losses):
     """Ranks start again, to save: what was asked for is not forgotten."""
     fault = toy(fault="interrupt-and-die", rank=1, at=3, once=str(tmp_path / "once"))
-    job = write_job(tmp_path, model=fault, restarts=1)
+    job = write_job(tmp_path, model=fault, max_restarts=1)
     with pytest.raises(Interrupted, match=r"stopped after step \d of 6"):
         train(job, plan=plan_for(job))
     [restart] = metrics(tmp_path / "run", "restart")
@@ -148,7 +148,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path):
 
 def test_a_signal_ends_a_profile_at_once(tmp_path):
     model = toy(fault="interrupt-launcher", rank=0, at=1)
-    job = write_job(tmp_path, model=model, profile=OWN_PROFILES)
+    job = write_job(tmp_path, model=model, **OWN_PROFILES)
     with pytest.raises(KeyboardInterrupt):
         train(job)
     assert not (tmp_path / "profiles").exists()

@@ -30,20 +30,20 @@ CLUSTER = Cluster(
 
 @pytest.mark.parametrize("name", left_out(OPTIMIZERS, ("adafactor", "groups")))
 def test_a_job_is_trained_and_resumed_to_the_bit(tmp_path, name):
-    job = write_job(tmp_path, optimizer=OPTIMIZERS[name], schedule={"kind": "constant"})
+    job = write_job(tmp_path, optimizer=OPTIMIZERS[name], lr_scheduler={"type": "constant"})
     plan = plan_for(job, shares=(0.7, 0.0, 0.3))
-    whole = train(job, f"output={tmp_path / 'whole'}", plan=plan)
+    whole = train(job, f"output_dir={tmp_path / 'whole'}", plan=plan)
     assert whole.losses[-1] < 0.9 * whole.losses[0]
-    train(job, "steps=3", plan=plan)
+    train(job, "max_steps=3", plan=plan)
     assert train(job, plan=plan, resume=True).losses == whole.losses[3:]
 
 
 @pytest.mark.extended
 def test_another_plan_goes_on_alike(tmp_path):
-    job = write_job(tmp_path, optimizer=OPTIMIZERS["adafactor"], schedule={"kind": "constant"})
+    job = write_job(tmp_path, optimizer=OPTIMIZERS["adafactor"], lr_scheduler={"type": "constant"})
     plan = plan_for(job)
-    whole = train(job, f"output={tmp_path / 'whole'}", plan=plan)
-    train(job, "steps=3", plan=plan)
+    whole = train(job, f"output_dir={tmp_path / 'whole'}", plan=plan)
+    train(job, "max_steps=3", plan=plan)
     other = plan_for(job, (0, 5, 3), (0.1, 0.9, 0.0))
     assert train(job, plan=other, resume=True).losses == pytest.approx(whole.losses[3:], rel=1e-4)
 
@@ -65,7 +65,7 @@ def test_groups_have_their_own_rates_and_decay(tmp_path):
         ),
     )
     optimizer = build_optimizer(spec, engine.pieces())
-    job = read_job(write_job(tmp_path, schedule={"warmup_steps": 4}))
+    job = read_job(write_job(tmp_path, lr_scheduler={"warmup_steps": 4}))
     set_learning_rates(optimizer, job, 1)
     names = {id(p): n for n, p in engine.named_parameters()}
     found = {
@@ -116,7 +116,7 @@ def measured(spec: OptimizerSpec) -> tuple[ModelProfile, float]:
         toy_model,
         lambda n: dict.fromkeys(("input_ids", "labels"), torch.zeros(n, 8, dtype=torch.int64)),
         sequence_length=8,
-        global_batch=2,
+        global_batch_size=2,
         cluster=CLUSTER,
         optimizer=lambda parameters: build_trial_optimizer(spec, parameters),
         budget_s=5,
@@ -143,5 +143,5 @@ def test_adafactor_counts_as_having_no_state():
 @pytest.mark.extended
 def test_a_job_with_muon_is_planned_from_its_profile(tmp_path):
     """The toy's elements are half in matrices of blocks, so its state is no whole number."""
-    job = write_job(tmp_path, optimizer=OPTIMIZERS["muon"], model=toy(width=20), steps=1)
+    job = write_job(tmp_path, optimizer=OPTIMIZERS["muon"], model=toy(width=20), max_steps=1)
     assert train(job).steps == 1

@@ -34,7 +34,7 @@ def undisturbed(tmp_path_factory) -> list[float]:
 
 
 def trained(folder: Path, *, resume: bool = False, **changes) -> Path:
-    job = write_job(folder, steps=STEPS, **changes)
+    job = write_job(folder, max_steps=STEPS, **changes)
     train(job, plan=plan_for(job), resume=resume)
     return folder / "run"
 
@@ -43,21 +43,21 @@ def losses_of(run: Path) -> list[float]:
     return [record["loss"] for record in metrics(run)]
 
 
-SAVING = {"every_steps": 2, "memory_every_steps": 0, "keep": 9}
+SAVING = {"save_steps": 2, "memory_save_steps": 0, "save_total_limit": 9}
 
 
 def test_a_run_on_unlike_gpus_saves_beside_training(tmp_path, undisturbed):
-    run = trained(tmp_path, cluster=GPUS, checkpoint=SAVING)
+    run = trained(tmp_path, cluster=GPUS, **SAVING)
     assert losses_of(run) == pytest.approx(undisturbed, rel=1e-4)
     assert checkpoints(run)[-1] == "step-00000008"
 
 
 @pytest.mark.extended
 def test_a_run_on_unlike_gpus_is_gone_on_with(tmp_path, undisturbed):
-    run = trained(tmp_path, cluster=GPUS, checkpoint=SAVING)
+    run = trained(tmp_path, cluster=GPUS, **SAVING)
     for name in ("step-00000006", "step-00000008"):
         shutil.rmtree(run / "checkpoints" / name)
-    trained(tmp_path, cluster=GPUS, checkpoint=SAVING, resume=True)
+    trained(tmp_path, cluster=GPUS, **SAVING, resume=True)
     assert losses_of(run)[-4:] == pytest.approx(undisturbed[-4:], rel=1e-4)
 
 
@@ -65,8 +65,8 @@ def test_a_run_on_unlike_gpus_is_gone_on_with(tmp_path, undisturbed):
 def test_a_killed_rank_is_replaced_from_copies_in_memory(tmp_path, undisturbed):
     """The copies are made by a stream of their own into memory that is registered."""
     harm = toy(fault="kill", rank=1, at=4)
-    kept = {"memory_every_steps": 1}
-    run = trained(tmp_path, model=harm, cluster=GPUS, restarts=3, checkpoint=kept)
+    kept = {"memory_save_steps": 1}
+    run = trained(tmp_path, model=harm, cluster=GPUS, max_restarts=3, **kept)
     restarts = metrics(run, "restart")
     assert restarts and restarts[0]["resumed_from"] in (2, 3)
     assert losses_of(run) == pytest.approx(undisturbed, rel=1e-4)
@@ -82,7 +82,7 @@ def test_a_plan_that_takes_more_memory_than_there_is_is_made_again(tmp_path):
         {"class": "big", "accelerator": "cuda", "memory": "300 MiB"},
         {"class": "small", "accelerator": "cuda", "memory": "40 MiB", "count": 2, "ordinal": 1},
     ]
-    job = write_job(tmp_path, cluster=less, restarts=3, steps=STEPS, **usual)
+    job = write_job(tmp_path, cluster=less, max_restarts=3, max_steps=STEPS, **usual)
     plan_for(job, shares=(0.1, 0.8, 0.1)).save(tmp_path / "plan.json")
     options = ("--plan", "plan.json")
     done = gpumix("train", job.name, *options, folder=tmp_path, env=NO_CONTEXT, timeout_s=120)
@@ -99,7 +99,7 @@ def test_a_plan_that_takes_more_memory_than_there_is_is_made_again(tmp_path):
 def test_the_doctor_of_a_job_on_gpus(tmp_path):
     """It trains windows on them, and writes nothing where the job would."""
     one = [{"class": "big", "accelerator": "cuda", "memory": "400 MiB"}]
-    job = write_job(tmp_path, cluster=one, precision="fp32", global_batch=BATCH)
+    job = write_job(tmp_path, cluster=one, precision="fp32", global_batch_size=BATCH)
     options = ("--json", "--pairs", "3", "--steps", "3")
     done = gpumix("doctor", job.name, *options, folder=tmp_path, timeout_s=200)
     assert done.code == 0, done.err

@@ -21,7 +21,7 @@ pytestmark = [
 
 
 # Measured once for all. GPUs would choose bf16.
-WIDE = {"model": toy(width=256, blocks=4), "global_batch": 16, "precision": "fp32"}
+WIDE = {"model": toy(width=256, blocks=4), "global_batch_size": 16, "precision": "fp32"}
 
 
 def test_a_job_trains_as_on_the_cpu(tmp_path):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpumix.schema.job.job import CheckpointSpec
+from gpumix.schema.job.job import DataSpec, Job, ModelSpec
 from gpumix.train.state_keeper import (
     SAVE_EVERY_S,
     StateKeeper,
@@ -45,13 +45,20 @@ class Ranks:
         return [own, own, f"{copies} {int(saves) * 2}"]
 
 
-def intervals(**checkpoint) -> tuple[int, int]:
+def intervals(**saving) -> tuple[int, int]:
     """Steps between copies in memory, and between checkpoints, once both are chosen."""
     keeper = object.__new__(StateKeeper)
-    spec = CheckpointSpec(**checkpoint)
-    keeper._context = SimpleNamespace(job=SimpleNamespace(checkpoint=spec), ranks=Ranks())
+    job = Job(
+        model=ModelSpec(factory="toys:model"),
+        data=DataSpec(factory="toys:tokens"),
+        sequence_length=8,
+        global_batch_size=8,
+        max_steps=10,
+        **saving,
+    )
+    keeper._context = SimpleNamespace(job=job, ranks=Ranks())
     keeper._memory, keeper._copied_s, keeper._every_steps = None, deque([0.1]), 1
-    keeper.save_every_steps = spec.stated_steps
+    keeper.save_every_steps = job.stated_save_steps
     keeper.choose_intervals(2.0)
     return keeper._every_steps, keeper.save_every_steps
 
@@ -61,5 +68,5 @@ def test_all_ranks_save_after_the_same_step():
 
 
 def test_what_the_job_says_is_done():
-    assert intervals(every_steps=0) == (1, 0)
-    assert intervals(every_steps=7) == (1, 7)
+    assert intervals(save_steps=0) == (1, 0)
+    assert intervals(save_steps=7) == (1, 7)

@@ -20,7 +20,7 @@ from gpumix.train.preemption_save import AT_ONCE, PreemptionSaver, StopTiming
 from ports import free_port
 from warm_commands import Command
 
-EACH_STEP = {"memory_every_steps": 1}
+EACH_STEP = {"memory_save_steps": 1}
 GRACE_S = 13.0
 
 
@@ -75,7 +75,8 @@ def test_a_save_that_does_not_end_is_waited_for_as_long_as_one_may_take(tmp_path
     goes_on = threading.Event()
     word = f"{AT_ONCE}0.1"
     ranks = SimpleNamespace(rank=3, claim=lambda *_: word, claimed=lambda _: word)
-    job = SimpleNamespace(steps=6, grace=0.1, output=tmp_path)
+    advanced = SimpleNamespace(grace_period=0.1)
+    job = SimpleNamespace(max_steps=6, advanced=advanced, output_dir=tmp_path)
     keeping = SimpleNamespace(
         is_step_saved=lambda done, deadline: False,
         checkpointer=SimpleNamespace(writing_since=None),
@@ -102,7 +103,7 @@ def test_a_save_that_does_not_end_is_waited_for_as_long_as_one_may_take(tmp_path
 def asked(tmp_path, fault: str, **changes):
     """A job of which a rank is asked to end in its fourth step, which takes a minute then."""
     harm = toy(fault=fault, rank=1, at=4, once=str(tmp_path / "asked"))
-    return write_job(tmp_path, model=harm, **{"grace": 2, "checkpoint": EACH_STEP} | changes)
+    return write_job(tmp_path, model=harm, **{"grace_period": 2} | EACH_STEP | changes)
 
 
 def check_stopped_after_three(tmp_path, losses, job) -> None:
@@ -111,7 +112,7 @@ def check_stopped_after_three(tmp_path, losses, job) -> None:
     assert caught.value.what == "stopped after step 3 of 6"
     assert checkpoints(tmp_path / "run")[-1] == "step-00000003"
     assert caught.value.where.endswith("step-00000003")
-    assert "`grace`" in caught.value.why
+    assert "`advanced.grace_period`" in caught.value.why
     assert train(job, plan=plan_for(job), resume=True).losses == pytest.approx(losses[3:], rel=1e-6)
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
@@ -123,7 +124,7 @@ def test_a_long_step_is_given_up_and_no_other_one(tmp_path, losses):
 @pytest.mark.extended
 def test_with_updates_beside_the_backward_pass(tmp_path):
     """Part of the parameters may be those of the next step by then."""
-    unclipped = {"optimizer": {"lr": 1e-2, "clip_norm": None}}
+    unclipped = {"optimizer": {"lr": 1e-2}, "max_grad_norm": None}
     job = write_job(tmp_path / "undisturbed", **unclipped)
     losses = train(job, plan=plan_for(job)).losses
     check_stopped_after_three(tmp_path, losses, asked(tmp_path, "notice", **unclipped))
@@ -132,18 +133,26 @@ def test_with_updates_beside_the_backward_pass(tmp_path):
 @pytest.mark.extended
 def test_on_a_slow_disk_that_is_busy(tmp_path, losses):
     """It still writes the checkpoint of the step before: that is waited for."""
-    slow = {"factory": "toys:tokens_on_slow_disk", "arguments": {"sync_s": 0.2}, "held_out": 0.1}
-    job = asked(tmp_path, "notice", data=slow, checkpoint={"every_steps": 3, "keep": 3} | EACH_STEP)
+    slow = {
+        "factory": "toys:tokens_on_slow_disk",
+        "arguments": {"sync_s": 0.2},
+        "validation_split": 0.1,
+    }
+    job = asked(tmp_path, "notice", data=slow, save_steps=3, save_total_limit=3, **EACH_STEP)
     check_stopped_after_three(tmp_path, losses, job)
 
 
 @pytest.mark.extended
 def test_on_a_disk_too_slow_for_another_checkpoint(tmp_path):
     """That of step 3 is whole in time; one of step 4, after it, would not be."""
-    slow = {"factory": "toys:tokens_on_slow_disk", "arguments": {"sync_s": 1.2}, "held_out": 0.1}
+    slow = {
+        "factory": "toys:tokens_on_slow_disk",
+        "arguments": {"sync_s": 1.2},
+        "validation_split": 0.1,
+    }
     harm = toy(fault="notice", rank=1, at=5, once=str(tmp_path / "asked"))
-    often = {"checkpoint": {"every_steps": 3} | EACH_STEP}
-    job = write_job(tmp_path, model=harm, data=slow, grace=GRACE_S, **often)
+    often = {"save_steps": 3} | EACH_STEP
+    job = write_job(tmp_path, model=harm, data=slow, grace_period=GRACE_S, **often)
     with pytest.raises(Interrupted, match="stopped after step 3 of 6"):
         train(job, plan=plan_for(job))
     assert time.time() - (tmp_path / "asked").stat().st_mtime < GRACE_S + 10
@@ -155,7 +164,7 @@ def test_on_a_disk_too_slow_for_another_checkpoint(tmp_path):
 @pytest.mark.extended
 def test_one_rank_that_is_asked_tells_the_others(tmp_path, losses):
     """All save, and start again from there."""
-    job = asked(tmp_path, "notice-to-one", restarts=3)
+    job = asked(tmp_path, "notice-to-one", max_restarts=3)
     train(job, plan=plan_for(job))
     told = metrics(tmp_path / "run")
     assert [one["loss"] for one in told] == pytest.approx(losses, rel=1e-6)
@@ -167,18 +176,20 @@ def test_one_rank_that_is_asked_tells_the_others(tmp_path, losses):
 @pytest.mark.extended
 def test_a_first_step_that_does_not_end_is_given_up(tmp_path, losses):
     harm = toy(fault="notice", rank=1, at=1, once=str(tmp_path / "asked"))
-    job = write_job(tmp_path, model=harm, grace=2)
+    job = write_job(tmp_path, model=harm, grace_period=2)
     with pytest.raises(Interrupted, match="stopped before the first step was done") as caught:
         train(job, plan=plan_for(job))
-    assert "`grace`" in caught.value.why and not list((tmp_path / "run" / "checkpoints").glob("*"))
-    again = write_job(tmp_path, model=harm, output="again")
+    assert "`advanced.grace_period`" in caught.value.why and not list(
+        (tmp_path / "run" / "checkpoints").glob("*")
+    )
+    again = write_job(tmp_path, model=harm, output_dir="again")
     assert train(again, plan=plan_for(again)).losses == pytest.approx(losses, rel=1e-6)
 
 
 @pytest.mark.extended
 def test_a_step_after_a_checkpoint_is_given_up_without_copies_in_memory(tmp_path, losses):
-    saved = {"every_steps": 3, "memory_every_steps": 0}
-    job = asked(tmp_path, "notice", checkpoint=saved)
+    saved = {"save_steps": 3, "memory_save_steps": 0}
+    job = asked(tmp_path, "notice", **saved)
     check_stopped_after_three(tmp_path, losses, job)
 
 
@@ -186,8 +197,8 @@ def test_a_step_after_a_checkpoint_is_given_up_without_copies_in_memory(tmp_path
 def test_without_copies_in_memory_the_step_is_waited_for(tmp_path, losses):
     """There is nothing else to save: who has none is asked to choose a `grace` of several steps."""
     slow = toy(fault="terminate", rank=1, at=3, sample_s=0.2)
-    none = {"memory_every_steps": 0}
-    job = write_job(tmp_path, model=slow, checkpoint=none, grace=0.1)
+    none = {"memory_save_steps": 0}
+    job = write_job(tmp_path, model=slow, **none, grace_period=0.1)
     with pytest.raises(Interrupted, match=r"stopped after step [34] of 6"):
         train(job, plan=plan_for(job))
 
@@ -199,7 +210,7 @@ def test_a_host_of_an_elastic_run_that_is_asked_to_end(tmp_path, losses):
     """torchrun passes it on to the ranks there; the others go on without them."""
     slow = toy(rank=1, at=3, sample_s=1.0)
     two = {"cluster": [*CLUSTER[:1], CLUSTER[1] | {"count": 1}]}
-    job = write_job(tmp_path, model=slow, grace=2, restarts=3, checkpoint=EACH_STEP, **two)
+    job = write_job(tmp_path, model=slow, grace_period=2, max_restarts=3, **EACH_STEP, **two)
     plan_for(job, (4, 4), (0.5, 0.5)).save(tmp_path / "plan.json")
     run = tmp_path / "run"
     port = free_port()

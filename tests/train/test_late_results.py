@@ -34,8 +34,8 @@ def run(
     **changes: Any,
 ) -> list[float]:
     """The losses of a run of two ranks; those are `late` whose results can be."""
-    changes = {"optimizer": {"lr": 1e-2, "clip_norm": 1.0}} | changes
-    job_file = write_job(folder, cluster=PAIR, steps=9, **changes)
+    changes = {"optimizer": {"lr": 1e-2}, "max_grad_norm": 1.0} | changes
+    job_file = write_job(folder, cluster=PAIR, max_steps=9, **changes)
     job = read_job(job_file)
     plan = plan_for(job_file, samples=(5, 3), shares=(0.5, 0.5))
     devices = tuple(job.cluster.in_rank_order())
@@ -46,7 +46,7 @@ def run(
 def on_gpu(folder: Path, function: Callable[..., Any], *settings: Any, **changes: Any) -> list[Any]:
     """What `function` of `late_runs` returns of a run on one GPU."""
     gpu = [{"class": "card", "accelerator": "cuda", "memory": "1 GiB"}]
-    job_file = write_job(folder, cluster=gpu, steps=9, **changes)
+    job_file = write_job(folder, cluster=gpu, max_steps=9, **changes)
     job = read_job(job_file)
     plan = plan_for(job_file, samples=(8,), shares=(1.0,))
     devices = tuple(job.cluster.in_rank_order())
@@ -66,9 +66,9 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 
 OPTIMIZERS = [
-    {"lr": 1e-2, "clip_norm": 1.0},
-    {"lr": 1e-2, "clip_norm": None},  # steps while gradients are computed
-    {"name": "sgd", "momentum": 0.9, "lr": 1e-2},
+    {"optimizer": {"lr": 1e-2}, "max_grad_norm": 1.0},
+    {"optimizer": {"lr": 1e-2}, "max_grad_norm": None},  # steps while gradients are computed
+    {"optimizer": {"name": "sgd", "momentum": 0.9, "lr": 1e-2}},
 ]
 
 
@@ -79,10 +79,11 @@ OPTIMIZERS = [
 )
 def test_a_run_tells_the_same(tmp_path, optimizer):
     changes = {
-        "optimizer": optimizer,
-        "evaluation": {"every_steps": 4},
-        "checkpoint": {"every_steps": 3, "memory_every_steps": 0},
-        "log_every_steps": 2,
+        **optimizer,
+        "eval_steps": 4,
+        "save_steps": 3,
+        "memory_save_steps": 0,
+        "logging_steps": 2,
     }
     losses = run(tmp_path / "late", late=BOTH, **changes)
     assert losses == run(tmp_path / "at once", late=(), **changes)
@@ -93,7 +94,7 @@ def test_a_run_tells_the_same(tmp_path, optimizer):
 
 def test_ranks_read_alike_where_one_must_read_at_once(tmp_path):
     """An optimizer on the host, say, waits for each step: so do the others."""
-    changes = {"evaluation": {"every_steps": 2}, "log_every_steps": 1, "rebalance": True}
+    changes = {"eval_steps": 2, "logging_steps": 1, "rebalance": True}
     assert run(tmp_path / "one", late=(1,), **changes)
     assert [one["step"] for one in metrics(tmp_path / "one" / "run")] == list(range(1, 10))
 
@@ -102,7 +103,7 @@ def test_ranks_read_alike_where_one_must_read_at_once(tmp_path):
 def test_a_bad_step_leaves_the_state_before_it(tmp_path, late):
     """The step that was given before the bad one was known changed nothing either, and its samples
     come again."""
-    kept = {"checkpoint": {"memory_every_steps": 0}}
+    kept = {"memory_save_steps": 0}
     with pytest.raises(TrainingError, match="the gradient norm of step 5 is") as error:
         run(tmp_path / "late", late=late, bad_step=5, **kept)
     assert "step-00000004" in str(error.value)
@@ -124,7 +125,7 @@ COPIES = {"host_copy.py", "dcp_storage.py"}  # beside the loop, in threads of th
 def test_no_step_of_the_loop_waits_for_the_device(tmp_path, optimizer):
     """But for the first, whose optimizer makes its state: its results are read before that, and
     what it computes again is compared."""
-    changes = {"optimizer": optimizer, "checkpoint": {"every_steps": 4}, "log_every_steps": 2}
+    changes = {**optimizer, "save_steps": 4, "logging_steps": 2}
     losses, waits = on_gpu(tmp_path, late_runs.waits, **changes)
     assert len(losses) == len(waits) == 9
     files = [{Path(place.rpartition(":")[0]).name for place in one} - COPIES for one in waits]
@@ -135,8 +136,9 @@ def test_no_step_of_the_loop_waits_for_the_device(tmp_path, optimizer):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_bad_step_leaves_the_state_before_it(tmp_path):
     changes = {
-        "optimizer": {"lr": 1e-2, "clip_norm": 1.0},
-        "checkpoint": {"memory_every_steps": 0},
+        "optimizer": {"lr": 1e-2},
+        "max_grad_norm": 1.0,
+        "memory_save_steps": 0,
     }
     whole = on_gpu(tmp_path / "whole", late_runs.train, (), None, False, **changes)
     with pytest.raises(TrainingError, match="the gradient norm of step 5 is"):

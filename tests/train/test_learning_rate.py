@@ -12,7 +12,7 @@ from torch import nn
 
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard import Piece
-from gpumix.schema.job.job import DataSpec, Job, ModelSpec, OptimizerSpec, ScheduleSpec
+from gpumix.schema.job.job import DataSpec, Job, LrSchedulerSpec, ModelSpec, OptimizerSpec
 from gpumix.train.worker.optimizer import build_optimizer, compute_learning_rate
 
 PEAK = 0.3
@@ -23,10 +23,10 @@ def job(steps: int, **schedule) -> Job:
         model=ModelSpec(factory="toys:model"),
         data=DataSpec(factory="toys:tokens"),
         sequence_length=8,
-        global_batch=8,
-        steps=steps,
+        global_batch_size=8,
+        max_steps=steps,
         optimizer=OptimizerSpec(lr=PEAK),
-        schedule=ScheduleSpec(**schedule),
+        lr_scheduler=LrSchedulerSpec(**schedule),
     )
 
 
@@ -36,13 +36,13 @@ def rates(steps: int, **schedule) -> list[float]:
 
 
 def test_warm_up_grows_evenly_to_the_peak():
-    assert rates(10, warmup_steps=4, kind="constant") == pytest.approx(
+    assert rates(10, warmup_steps=4, type="constant") == pytest.approx(
         [PEAK / 4, PEAK / 2, PEAK * 3 / 4, PEAK] + [PEAK] * 6
     )
 
 
 def test_cosine_is_half_way_down_in_the_middle():
-    found = rates(101, warmup_steps=1, kind="cosine", final_ratio=0.2)
+    found = rates(101, warmup_steps=1, type="cosine", min_lr_ratio=0.2)
     expected = [PEAK] + [
         PEAK * (0.2 + 0.8 * (1 + math.cos(math.pi * step / 100)) / 2) for step in range(100)
     ]
@@ -51,12 +51,12 @@ def test_cosine_is_half_way_down_in_the_middle():
 
 
 def test_linear_falls_evenly():
-    found = rates(11, warmup_steps=1, kind="linear", final_ratio=0.0)
+    found = rates(11, warmup_steps=1, type="linear", min_lr_ratio=0.0)
     assert found == pytest.approx([PEAK] + [PEAK * (1 - step / 10) for step in range(10)])
 
 
 def test_constant_stays():
-    assert rates(5, kind="constant", final_ratio=0.5) == [PEAK] * 5
+    assert rates(5, type="constant", min_lr_ratio=0.5) == [PEAK] * 5
 
 
 def test_a_warm_up_may_be_longer_than_the_run():
@@ -70,15 +70,15 @@ def test_a_warm_up_may_be_longer_than_the_run():
     st.floats(0, 1),
 )
 def test_every_schedule_rises_to_the_peak_and_never_falls_below_its_end(
-    steps, warmup, kind, final_ratio
+    steps, warmup, kind, min_lr_ratio
 ):
-    found = rates(steps, warmup_steps=warmup, kind=kind, final_ratio=final_ratio)
+    found = rates(steps, warmup_steps=warmup, type=kind, min_lr_ratio=min_lr_ratio)
     assert found[: warmup + 1] == sorted(found[: warmup + 1])
     assert found[warmup:] == sorted(found[warmup:], reverse=True)
     assert max(found) <= PEAK * (1 + 1e-12)
     if warmup < steps:
         assert found[warmup] == pytest.approx(PEAK)
-        assert found[-1] >= PEAK * final_ratio * (1 - 1e-12)
+        assert found[-1] >= PEAK * min_lr_ratio * (1 - 1e-12)
 
 
 # -- the optimizer ---------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_a_rank_without_matrices_has_one_group():
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
 def test_after_the_last_step_it_stays_at_its_end(kind):
     """As where the doctor tries out more steps than a job has."""
-    made = job(10, kind=kind, final_ratio=0.1)
+    made = job(10, type=kind, min_lr_ratio=0.1)
     assert [compute_learning_rate(made, step) for step in (10, 15, 100)] == pytest.approx(
         [PEAK / 10] * 3
     )

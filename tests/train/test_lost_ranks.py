@@ -17,7 +17,7 @@ MIB = 2**20
 
 @pytest.fixture
 def job(tmp_path):
-    return write_job(tmp_path, checkpoint={"every_steps": 2})
+    return write_job(tmp_path, save_steps=2)
 
 
 def failure(job, kind: type[GpumixError] = TrainingError, **options) -> GpumixError:
@@ -34,7 +34,8 @@ def harmed(tmp_path, fault: str, **changes):
     return write_job(
         tmp_path,
         model=toy(fault=fault, rank=1, at=3, after=str(saved)),
-        checkpoint={"every_steps": 2, "memory_every_steps": 0},
+        save_steps=2,
+        memory_save_steps=0,
         **changes,
     )
 
@@ -59,7 +60,7 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path):
 @pytest.mark.extended
 def test_a_run_goes_on_where_a_killed_rank_left_it(tmp_path, losses):
     failure(harmed(tmp_path, "kill"))
-    job = write_job(tmp_path, checkpoint={"every_steps": 2})
+    job = write_job(tmp_path, save_steps=2)
     assert train(job, plan=plan_for(job), resume=True).losses == losses[2:]
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
@@ -69,7 +70,7 @@ def test_a_run_goes_on_where_a_killed_rank_left_it(tmp_path, losses):
 def test_ranks_that_nobody_watches_are_ended_and_start_again(tmp_path, losses):
     """The process that they are forked from was killed: they live, and none of them is at fault."""
     fault = toy(fault="kill-parent", rank=1, at=3, once=str(tmp_path / "once"))
-    plan_for(write_job(tmp_path, model=fault, restarts=1)).save(tmp_path / "plan.json")
+    plan_for(write_job(tmp_path, model=fault, max_restarts=1)).save(tmp_path / "plan.json")
     command = ("train", "job.yaml", "--plan", "plan.json", "--json")
     done = gpumix(*command, folder=tmp_path, fresh=True)
     assert done.code == 0
@@ -87,7 +88,11 @@ def test_ranks_that_nobody_watches_are_ended_and_start_again(tmp_path, losses):
 def test_a_dataset_that_ends_its_rank_is_named_with_the_sample(tmp_path, killed, how):
     """All ranks read the first sample, to know what they are like. What takes too much memory for
     one is killed by the system."""
-    data = {"factory": "toys:leaving_tokens", "arguments": {"killed": killed}, "held_out": 0}
+    data = {
+        "factory": "toys:leaving_tokens",
+        "arguments": {"killed": killed},
+        "validation_split": 0,
+    }
     error = failure(write_job(tmp_path, data=data))
     assert re.fullmatch(rf"rank \d \(device '.*', pid \d+\) {how}", error.what)
     assert error.why.endswith("; sample 0 of toys:leaving_tokens was being read then")
@@ -95,7 +100,7 @@ def test_a_dataset_that_ends_its_rank_is_named_with_the_sample(tmp_path, killed,
 
 
 def test_a_rank_that_fails_leaves_no_semaphore(tmp_path):
-    job = write_job(tmp_path, data={"factory": "toys:locked_tokens", "held_out": 0})
+    job = write_job(tmp_path, data={"factory": "toys:locked_tokens", "validation_split": 0})
     plan_for(job).save(tmp_path / "plan.json")
     done = gpumix("train", "job.yaml", "--plan", "plan.json", folder=tmp_path)
     assert done.code == 2
@@ -201,8 +206,8 @@ def test_a_run_goes_on_from_before_a_gradient_that_was_not_finite(tmp_path, loss
 @pytest.mark.extended
 def test_weights_that_are_not_finite_already_are_not_saved(tmp_path):
     """The step before had made them so: what was saved earlier is worth more."""
-    fast = {"name": "sgd", "lr": 1e300, "clip_norm": None}
-    job = write_job(tmp_path, optimizer=fast, schedule={"kind": "constant"})
+    fast = {"name": "sgd", "lr": 1e300}
+    job = write_job(tmp_path, optimizer=fast, max_grad_norm=None, lr_scheduler={"type": "constant"})
     error = failure(job)
     assert error.what.startswith("the loss of step 2 is")
     assert "nothing was saved" in error.fix
@@ -211,7 +216,7 @@ def test_weights_that_are_not_finite_already_are_not_saved(tmp_path):
 
 @pytest.mark.extended
 def test_a_gradient_that_is_not_finite_is_seen_without_clipping_too(tmp_path):
-    job = harmed(tmp_path, "nan-gradient", optimizer={"clip_norm": None})
+    job = harmed(tmp_path, "nan-gradient", max_grad_norm=None)
     assert failure(job).what == "the gradient norm of step 3 is nan"
 
 
@@ -233,9 +238,9 @@ STUCK = [(1, 2), (1, 0), (-1, 0), (-1, 2)]
 def test_a_disk_that_hangs_is_named_with_the_rank_and_the_folder(tmp_path, rank, every_steps):
     """Of one rank, or of all; beside training, or at its end, where nothing else is waited for."""
     model = toy(fault="stuck-disk", rank=rank, at=1)
-    saving = {"every_steps": every_steps, "memory_every_steps": 0}
+    saving = {"save_steps": every_steps, "memory_save_steps": 0}
     error = failure(
-        write_job(tmp_path, model=model, checkpoint=saving, timeout=4, restarts=3), MachineError
+        write_job(tmp_path, model=model, **saving, timeout=4, max_restarts=3), MachineError
     )
     assert error.exit_code == 3
     which = "1" if rank == 1 else r"\d"

@@ -22,11 +22,11 @@ SHARES = (1 / 3, 1 / 3, 1 / 3)
 SLACK = 1.03
 ALIKE = [{"class": "card", "accelerator": "cpu", "memory": "64 MiB", "count": 3}]
 USUAL = {
-    "steps": STEPS,
-    "global_batch": sum(SAMPLES),
-    "data": {"factory": "toys:tokens", "arguments": {"samples": 1000}, "held_out": 0},
+    "max_steps": STEPS,
+    "global_batch_size": sum(SAMPLES),
+    "data": {"factory": "toys:tokens", "arguments": {"samples": 1000}, "validation_split": 0},
     "optimizer": {"lr": 1e-4},
-    "schedule": {"kind": "constant"},
+    "lr_scheduler": {"type": "constant"},
 }
 
 

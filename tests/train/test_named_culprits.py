@@ -22,7 +22,7 @@ BLOCKS = 6
 def sound(tmp_path_factory):
     """A job without harm, whose profile tells what stages need."""
     model = toy(blocks=BLOCKS) | {"tensor_plan": DIVIDED}
-    return write_job(tmp_path_factory.mktemp("sound"), model=model, steps=4)
+    return write_job(tmp_path_factory.mktemp("sound"), model=model, max_steps=4)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def named_after(tmp_path, plan: Plan, fault: str, rank: int, block: int) -> Rank
     """What a run says of which one rank comes to harm in the middle of a step."""
     harm = {"fault": fault, "rank": rank, "block": block, "at": BATCH * 2 + 3, "blocks": BLOCKS}
     model = toy(**harm) | {"tensor_plan": DIVIDED}
-    job = write_job(tmp_path, model=model, steps=4, timeout=6)
+    job = write_job(tmp_path, model=model, max_steps=4, timeout=6)
     with pytest.raises(RankLost) as caught:
         train(job, plan=plan)
     return caught.value

@@ -23,8 +23,8 @@ def told(samples: int, held_out: float, global_batch: int = 8) -> list[str]:
         (8, 0.0, []),
         (9, 0.02, []),
         (16, 0.5, []),
-        (7, 0.0, ["7 to train on, for a global_batch of 8"]),
-        (8, 0.02, ["7 to train on, for a global_batch of 8"]),
+        (7, 0.0, ["7 to train on, for a global_batch_size of 8"]),
+        (8, 0.02, ["7 to train on, for a global_batch_size of 8"]),
         (64, 0.8, ["keeps 51 of 64 samples for evaluation, 13 are left"]),
         (
             64,
@@ -44,8 +44,8 @@ def test_a_peak_that_is_never_reached_is_told_with_the_last_rate(tmp_path):
     def told(**settings):
         return warn_of_schedule(read_job(write_job(tmp_path, **settings)))
 
-    assert told(steps=5, schedule={"warmup_steps": 5}) == []  # the last step has it
-    (line,) = told(steps=5, schedule={"warmup_steps": 20}, optimizer={"lr": 0.1})
+    assert told(max_steps=5, lr_scheduler={"warmup_steps": 5}) == []  # the last step has it
+    (line,) = told(max_steps=5, lr_scheduler={"warmup_steps": 20}, optimizer={"lr": 0.1})
     assert "is 20, but the run has 5 steps" in line
     assert "ends at 0.025, below optimizer.lr 0.1" in line
 
@@ -56,12 +56,12 @@ def test_a_stream_is_not_counted():
 
 
 def test_a_run_says_it_once(tmp_path):
-    data = {"factory": "toys:tokens", "arguments": {"samples": 6}, "held_out": 0.6}
-    job = write_job(tmp_path, data=data, steps=2, schedule={"warmup_steps": 3})
+    data = {"factory": "toys:tokens", "arguments": {"samples": 6}, "validation_split": 0.6}
+    job = write_job(tmp_path, data=data, max_steps=2, lr_scheduler={"warmup_steps": 3})
     plan_for(job).save(tmp_path / "plan.json")
     done = gpumix("train", "job.yaml", "--plan", "plan.json", folder=tmp_path)
     assert done.code == 0
     said = " ".join(done.err.split())
-    assert said.count("data.held_out keeps 3 of 6 samples") == 0  # half is not odd
-    assert said.count("3 to train on, for a global_batch of 8") == 1
-    assert said.count("schedule.warmup_steps is 3, but the run has 2 steps") == 1
+    assert said.count("data.validation_split keeps 3 of 6 samples") == 0  # half is not odd
+    assert said.count("3 to train on, for a global_batch_size of 8") == 1
+    assert said.count("lr_scheduler.warmup_steps is 3, but the run has 2 steps") == 1

@@ -35,7 +35,7 @@ STEP = StepRecord(1, 2.0, 1e-3, 0.7, 0.5, 100.0, 50)
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory) -> Plan:
     """Of `big-0`, `small-0` and `small-1`."""
-    return plan_for(write_job(tmp_path_factory.mktemp("job"), global_batch=16), (6, 6, 4))
+    return plan_for(write_job(tmp_path_factory.mktemp("job"), global_batch_size=16), (6, 6, 4))
 
 
 def other(plan: Plan) -> Plan:

@@ -396,7 +396,7 @@ def test_what_has_moved_is_gone_on_from():
 
 def test_a_run_splits_its_samples_anew_and_has_the_same_losses(tmp_path):
     """Rank 1 sleeps over each of its samples, which the plan does not know."""
-    usual = {"steps": 20, "global_batch": 16, "rebalance": True}
+    usual = {"max_steps": 20, "global_batch_size": 16, "rebalance": True}
     job = write_job(tmp_path, model=toy(rank=1, sample_s=0.05), **usual)
     samples = (6, 6, 4)
     train(job, plan=plan_for(job, samples))

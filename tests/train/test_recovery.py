@@ -31,7 +31,7 @@ def held_in(output: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    job = write_job(folder, steps=STEPS)
+    job = write_job(folder, max_steps=STEPS)
     train(job, plan=plan_for(job))
     return metrics(folder / "run")
 
@@ -40,9 +40,9 @@ def disturbed(
     tmp_path, fault: str, rank: int = 1, at: int = 4, harm: dict | None = None, **changes
 ) -> Path:
     """A job of which a rank comes to harm in the fourth step after each start."""
-    usual = {"restarts": 3, "checkpoint": {"memory_every_steps": 1}}
+    usual = {"max_restarts": 3, "memory_save_steps": 1}
     model = toy(fault=fault, rank=rank, at=at, **harm or {})
-    return write_job(tmp_path, model=model, steps=STEPS, **usual | changes)
+    return write_job(tmp_path, model=model, max_steps=STEPS, **usual | changes)
 
 
 def check_same(run: Path, undisturbed: list[dict]) -> list[dict]:
@@ -76,7 +76,7 @@ def test_how_losses_add_up_is_not_rehearsed_again(tmp_path, undisturbed):
     check_same(tmp_path / "run", undisturbed)
     passes = log.read_text().split()
     (tmp_path / "alone").mkdir()
-    undisturbed_job = write_job(tmp_path / "alone", steps=1, model=toy(log=str(log)))
+    undisturbed_job = write_job(tmp_path / "alone", max_steps=1, model=toy(log=str(log)))
     log.unlink()
     train(undisturbed_job, plan=plan_for(undisturbed_job))
     assert sorted(passes) == sorted(log.read_text().split())
@@ -109,8 +109,8 @@ def test_a_device_that_hangs_again_and_again_is_left_out(tmp_path, undisturbed):
     all_compute = {"strategy": "even"}
     sound = JobController.of_file(write_job(tmp_path / "sound", **all_compute), (), debug=False)
     profile = sound.profile()
-    kept = {"memory_every_steps": 0}
-    job = disturbed(tmp_path, "hang", 2, at=1, checkpoint=kept, timeout=5, **all_compute)
+    kept = {"memory_save_steps": 0}
+    job = disturbed(tmp_path, "hang", 2, at=1, **kept, timeout=5, **all_compute)
     pipeline = JobController.of_file(job, (), debug=False)
     pipeline.train(sound.plan(profile), resume=False, made_from=profile)
     check_same(tmp_path / "run", undisturbed)
@@ -156,10 +156,10 @@ def test_a_call_that_keeps_pythons_lock_is_waited_for(tmp_path, undisturbed, mon
 
 @pytest.mark.extended
 def test_without_copies_in_memory_a_run_goes_on_from_its_last_checkpoint(tmp_path, undisturbed):
-    saving = {"every_steps": 3, "memory_every_steps": 0}
+    saving = {"save_steps": 3, "memory_save_steps": 0}
     saved = tmp_path / "run" / "checkpoints" / "step-00000003"
     harm = {"after": str(saved), "once": str(tmp_path / "killed")}
-    job = disturbed(tmp_path, "kill", at=6, harm=harm, checkpoint=saving)
+    job = disturbed(tmp_path, "kill", at=6, harm=harm, **saving)
     train(job, plan=plan_for(job))
     restarts = check_same(tmp_path / "run", undisturbed)
     assert [one["resumed_from"] for one in restarts] == [3]
@@ -171,8 +171,8 @@ def test_a_device_whose_rank_is_lost_again_and_again_is_left_out(tmp_path, undis
     all_compute = {"strategy": "even"}
     sound = JobController.of_file(write_job(tmp_path / "sound", **all_compute), (), debug=False)
     profile = sound.profile()
-    kept = {"memory_every_steps": 0}
-    job = disturbed(tmp_path, "kill", at=1, checkpoint=kept, **all_compute)
+    kept = {"memory_save_steps": 0}
+    job = disturbed(tmp_path, "kill", at=1, **kept, **all_compute)
     pipeline = JobController.of_file(job, (), debug=False)
     pipeline.train(sound.plan(profile), resume=False, made_from=profile)
     restarts = check_same(tmp_path / "run", undisturbed)
@@ -215,7 +215,7 @@ def test_a_device_that_was_left_out_is_tried_once_more_later(tmp_path, monkeypat
     newest = [5, 5, 9, 9, 12]
     monkeypatch.setattr(JobController, "_newest", lambda self: newest.pop(0))
     runs = Scripted(list(lost))
-    job = read_job(write_job(tmp_path, strategy="even", restarts=3))
+    job = read_job(write_job(tmp_path, strategy="even", max_restarts=3))
     pipeline = JobController(job, tmp_path, runs)
     assert pipeline.train(None, resume=False) == "trained"
     every = ["big-0", "small-0", "small-1"]
@@ -230,7 +230,7 @@ def test_a_gpu_that_is_not_there_any_more_is_left_out(tmp_path, monkeypatch, los
     missing = DeviceMissing("this process does not see GPU small-0", device="small-0")
     monkeypatch.setattr(JobController, "_newest", lambda self: 5)
     runs = Scripted([lost, missing] if lost_before else [missing])
-    job = read_job(write_job(tmp_path, strategy="even", restarts=3))
+    job = read_job(write_job(tmp_path, strategy="even", max_restarts=3))
     pipeline = JobController(job, tmp_path, runs)
     if lost_before:
         assert pipeline.train(None, resume=True) == "trained"
@@ -241,7 +241,7 @@ def test_a_gpu_that_is_not_there_any_more_is_left_out(tmp_path, monkeypatch, los
 
 
 def test_without_any_state_it_begins_anew_and_gives_up_in_the_end(tmp_path):
-    job = disturbed(tmp_path, "kill", restarts=1, checkpoint={"memory_every_steps": 0})
+    job = disturbed(tmp_path, "kill", max_restarts=1, memory_save_steps=0)
     with pytest.raises(TrainingError) as caught:
         train(job, plan=plan_for(job))
     assert "was killed by signal 9" in caught.value.what
@@ -252,19 +252,19 @@ def test_without_any_state_it_begins_anew_and_gives_up_in_the_end(tmp_path):
 
 @pytest.mark.extended
 def test_who_does_not_want_it_is_told_at_once(tmp_path):
-    job = disturbed(tmp_path, "kill", restarts=0)
+    job = disturbed(tmp_path, "kill", max_restarts=0)
     with pytest.raises(RankLost):
         train(job, plan=plan_for(job))
     assert not metrics(tmp_path / "run", "restart")
 
 
 def test_what_a_killed_run_left_in_memory_is_gone_on_from(tmp_path, undisturbed):
-    job = disturbed(tmp_path, "kill", restarts=0, at=6)
+    job = disturbed(tmp_path, "kill", max_restarts=0, at=6)
     with pytest.raises(RankLost):
         train(job, plan=plan_for(job))
     assert not (tmp_path / "run" / "checkpoints").exists()
     done = metrics(tmp_path / "run")[-1]["step"]
-    job = write_job(tmp_path, steps=STEPS)
+    job = write_job(tmp_path, max_steps=STEPS)
     summary = train(job, plan=plan_for(job), resume=True)
     assert len(summary.losses) in (STEPS - done, STEPS - done + 1)
     check_same(tmp_path / "run", undisturbed)
@@ -274,13 +274,13 @@ def test_what_a_killed_run_left_in_memory_is_gone_on_from(tmp_path, undisturbed)
 def test_a_run_begun_anew_goes_by_nothing_that_an_earlier_one_left(tmp_path, undisturbed):
     """Neither by its copies in memory nor by its plan, though it has the same output, and loses a
     rank before it has any of its own."""
-    job = disturbed(tmp_path, "kill", restarts=0, at=6, optimizer={"lr": 0.1})
+    job = disturbed(tmp_path, "kill", max_restarts=0, at=6, optimizer={"lr": 0.1})
     with pytest.raises(RankLost):
         train(job, plan=plan_for(job, (2, 2, 4)))
     assert held_in(tmp_path / "run")
     once = str(tmp_path / "killed")
-    data = {"factory": "toys:deadly_tokens", "arguments": {"once": once}, "held_out": 0.1}
-    job = write_job(tmp_path, data=data, steps=STEPS, restarts=3)
+    data = {"factory": "toys:deadly_tokens", "arguments": {"once": once}, "validation_split": 0.1}
+    job = write_job(tmp_path, data=data, max_steps=STEPS, max_restarts=3)
     train(job, plan=plan_for(job))
     (restart,) = check_same(tmp_path / "run", undisturbed)
     assert (restart["resumed_from"], restart["kept_in"]) == (0, "")
@@ -292,15 +292,15 @@ def test_a_run_begun_anew_goes_by_nothing_that_an_earlier_one_left(tmp_path, und
 def test_copies_in_memory_count_where_what_is_later_on_disk_is_damaged(tmp_path, undisturbed):
     """Before what is earlier on disk."""
     saved = tmp_path / "run" / "checkpoints" / "step-00000006"
-    saving = {"every_steps": 3, "memory_every_steps": 4}
+    saving = {"save_steps": 3, "memory_save_steps": 4}
     harm = {"after": str(saved)}
-    job = disturbed(tmp_path, "kill", restarts=0, at=8, harm=harm, checkpoint=saving)
+    job = disturbed(tmp_path, "kill", max_restarts=0, at=8, harm=harm, **saving)
     with pytest.raises(RankLost):
         train(job, plan=plan_for(job))
     assert checkpoints(tmp_path / "run") == ["step-00000003", "step-00000006"]
     file = saved / "__1_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
-    job = write_job(tmp_path, steps=STEPS)
+    job = write_job(tmp_path, max_steps=STEPS)
     summary = train(job, plan=plan_for(job), resume=True)
     assert len(summary.losses) == STEPS - 4
     check_same(tmp_path / "run", undisturbed)
@@ -325,10 +325,10 @@ def test_a_plan_that_takes_more_memory_than_there_is_is_made_again(tmp_path):
         {"class": "small", "accelerator": "cpu", "memory": "6 MiB", "count": 2},
     ]
     # So slow that its losses stay away from zero, where sums of another order show.
-    usual = {"model": toy(width=256), "steps": STEPS, "optimizer": {"lr": 1e-4}}
+    usual = {"model": toy(width=256), "max_steps": STEPS, "optimizer": {"lr": 1e-4}}
     large = write_job(tmp_path / "large", **usual)
     train(large, plan=plan_for(large))
-    job = write_job(tmp_path, cluster=cluster, restarts=3, **usual)
+    job = write_job(tmp_path, cluster=cluster, max_restarts=3, **usual)
     train(job, plan=plan_for(job, shares=(0.1, 0.8, 0.1)))
     restarts = check_same(tmp_path / "run", metrics(tmp_path / "large" / "run"))
     (restart,) = restarts

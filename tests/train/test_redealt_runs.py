@@ -13,12 +13,12 @@ STEPS, BATCH = 26, 12
 CLUSTER = [{"class": "same", "emulate": "0.2 GFLOP/s", "memory": "64 MiB", "count": 3}]
 USUAL = {
     "cluster": CLUSTER,
-    "steps": STEPS,
-    "global_batch": BATCH,
-    "data": {"factory": "toys:tokens", "arguments": {"samples": 1000}, "held_out": 0},
+    "max_steps": STEPS,
+    "global_batch_size": BATCH,
+    "data": {"factory": "toys:tokens", "arguments": {"samples": 1000}, "validation_split": 0},
     "optimizer": {"lr": 1e-4},
-    "schedule": {"kind": "constant"},
-    "techniques": {"tensor": [1], "leave_out": False},
+    "lr_scheduler": {"type": "constant"},
+    "techniques": {"tensor_parallel_size": [1], "leave_out": False},
 }
 
 

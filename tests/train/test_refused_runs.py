@@ -35,7 +35,7 @@ def job(tmp_path):
 def one_step(tmp_path_factory) -> Path:
     """The folder of a run of one step."""
     job = write_job(tmp_path_factory.mktemp("one-step"))
-    train(job, "steps=1", plan=plan_for(job))
+    train(job, "max_steps=1", plan=plan_for(job))
     return job.parent / "run"
 
 
@@ -59,7 +59,7 @@ def refused(kind: type[GpumixError], *arguments, **options) -> GpumixError:
 def test_a_folder_without_texts_is_told_of_before_anything_is_measured(tmp_path):
     (tmp_path / "texts").mkdir()
     text = {"factory": None, "text": ["texts"], "pattern": "*.txt"}
-    own = {"profile": {"cache": "own", "budget": 20}}
+    own = {"profile_cache": "own", "profile_budget": 20}
     error = refused(InputError, write_job(tmp_path, data=text, **own))
     assert "no file with text in it matches the pattern '*.txt'" in error.what
     assert str(tmp_path / "texts") in error.what and "put some there" in error.fix
@@ -71,14 +71,14 @@ def test_a_folder_without_texts_is_told_of_before_anything_is_measured(tmp_path)
 
 
 def test_an_even_split_needs_a_sample_for_every_device(job):
-    error = refused(InputError, job, "global_batch=2", "strategy=even")
+    error = refused(InputError, job, "global_batch_size=2", "strategy=even")
     assert "a global batch of 2 cannot be split evenly over 3 devices" in error.what
     assert "optimal" in error.fix
 
 
 @pytest.mark.extended
 def test_the_optimal_plan_may_leave_devices_without_samples(job):
-    summary = train(job, "global_batch=2", "steps=2")
+    summary = train(job, "global_batch_size=2", "max_steps=2")
     plan = Plan.load(job.parent / "run" / "plan.json")
     assert sum(w.samples for w in plan.workers) == 2
     assert 0 in {w.samples for w in plan.workers}
@@ -105,7 +105,7 @@ def test_a_model_that_fits_nowhere_is_refused_in_bytes(tmp_path, memory, told):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ("global_batch=16", "the plan is for global_batch 8, the job has 16"),
+        ("global_batch_size=16", "the plan is for global_batch_size 8, the job has 16"),
         ("sequence_length=4", "the plan is for sequence_length 8, the job has 4"),
         ("precision=bf16", "the plan is for precision fp32, the job has bf16"),
     ],
@@ -142,7 +142,7 @@ def test_a_plan_that_is_predicted_not_to_fit_is_refused(job):
     )
     prediction = plan.prediction.model_copy(update={"workers": swollen})
     too_large = plan.model_copy(update={"prediction": prediction})
-    unmeasured = "profile.cache=other"  # what was measured would foretell it anew
+    unmeasured = "advanced.profile_cache=other"  # what was measured would foretell it anew
     error = refused(NoFeasiblePlanError, job, unmeasured, plan=too_large)
     assert "the plan needs 1.0 GiB" in error.what
 
@@ -150,8 +150,8 @@ def test_a_plan_that_is_predicted_not_to_fit_is_refused(job):
 @pytest.mark.parametrize(
     ("techniques", "told"),
     [
-        ({"tensor": 3}, "no host has 3 devices of one class"),
-        ({"tensor": 2}, "nothing says how a Toy is divided"),
+        ({"tensor_parallel_size": 3}, "no host has 3 devices of one class"),
+        ({"tensor_parallel_size": 2}, "nothing says how a Toy is divided"),
     ],
 )
 def test_teams_that_there_cannot_be_are_told_whatever_was_measured_before(
@@ -164,8 +164,8 @@ def test_teams_that_there_cannot_be_are_told_whatever_was_measured_before(
 
 
 def test_more_stages_than_a_factorys_model_has_units_are_told_before_it_is_measured(tmp_path):
-    techniques = {"least_stages": 4, "leave_out": False}
-    job = write_job(tmp_path, model=toy(blocks=3), techniques=techniques, profile=OWN_PROFILES)
+    techniques = {"min_pipeline_stages": 4, "leave_out": False}
+    job = write_job(tmp_path, model=toy(blocks=3), techniques=techniques, **OWN_PROFILES)
     error = refused(InputError, job)
     assert re.search("no plan of 4 stages: .* and 3 units", error.what)
     assert not [file for file in (tmp_path / "profiles").rglob("*") if file.is_file()]
@@ -185,7 +185,7 @@ def test_a_finished_run_is_not_overwritten(trained):
 def test_what_died_while_it_saved_first_may_start_again(job):
     """It has no checkpoint to go on from, so nothing stands in the way."""
     (job.parent / "run" / "checkpoints" / "step-00000002.part").mkdir(parents=True)
-    train(job, "steps=1", plan=plan_for(job))
+    train(job, "max_steps=1", plan=plan_for(job))
 
 
 @pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "checkpoints"])
@@ -209,13 +209,13 @@ def test_a_refused_resume_leaves_the_run_as_it_was(trained):
     job = trained
     before = (job.parent / "run" / "plan.json").read_text()
     wider = write_job(job.parent, model=toy(width=32))
-    refused(InputError, wider, "steps=2", plan=plan_for(wider), resume=True)
+    refused(InputError, wider, "max_steps=2", plan=plan_for(wider), resume=True)
     assert (job.parent / "run" / "plan.json").read_text() == before
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
     """Told before anything is measured."""
-    job = write_job(tmp_path, profile=OWN_PROFILES)
+    job = write_job(tmp_path, **OWN_PROFILES)
     run = job.parent / "run"
     run.mkdir()
     with (run / ".lock").open("w") as held:
@@ -243,10 +243,10 @@ def test_a_run_that_goes_on_is_not_resumed(trained):
 @pytest.mark.parametrize("size", [200, 0])
 def test_a_record_that_was_not_written_to_its_end_stops_no_resume(job, size):
     plan = plan_for(job)
-    train(job, "steps=2", plan=plan)
+    train(job, "max_steps=2", plan=plan)
     record = job.parent / "run" / "run.json"
     record.write_bytes(record.read_bytes()[:size])
-    assert len(train(job, "steps=4", plan=plan, resume=True).losses) == 2
+    assert len(train(job, "max_steps=4", plan=plan, resume=True).losses) == 2
     assert RunRecord.load(record).job["steps"] == 4
 
 
@@ -264,7 +264,7 @@ def test_a_checkpoint_of_another_model_is_refused(trained):
 
 CONFIG = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 257}
 GPT = {"config": CONFIG | {"n_positions": 8, "bos_token_id": 256, "eos_token_id": 256}}
-TOKENS = {"factory": "toys:tokens", "held_out": 0.1}
+TOKENS = {"factory": "toys:tokens", "validation_split": 0.1}
 
 
 OTHERS = {
@@ -275,9 +275,9 @@ OTHERS = {
         "`data.arguments.samples` was null, here it is 48",
     ),
     "held out": (
-        {"data": TOKENS | {"held_out": 0.2, "prefetch": 3}},
+        {"data": TOKENS | {"validation_split": 0.2, "prefetch": 3}},
         "other data",
-        "`data.held_out` was 0.1, here it is 0.2",
+        "`data.validation_split` was 0.1, here it is 0.2",
     ),
     "model": (
         {"model": toy(width=24)},
@@ -298,9 +298,9 @@ def test_a_resume_that_cannot_be_names_the_keys_before_anything_is_measured(trai
     folder = trained.parent
     record = (folder / "run" / "run.json").read_text()
     for given in (False, True):
-        changed = write_job(folder, **{"profile": OWN_PROFILES} | change)
+        changed = write_job(folder, **OWN_PROFILES | change)
         plan = plan_for(changed) if given else None
-        error = refused(InputError, changed, "steps=2", plan=plan, resume=True)
+        error = refused(InputError, changed, "max_steps=2", plan=plan, resume=True)
         assert error.what == f"the checkpoint is of {what}" and error.why == why
         assert error.where.endswith("step-00000001") and "begin anew" in error.fix
     assert not any((folder / "profiles").glob("*"))
@@ -316,7 +316,7 @@ def test_a_resume_that_one_key_forbids_is_refused_before_ranks_start(
 ):
     """Where all was measured before, too."""
     monkeypatch.setattr(JobController, "_train", None)
-    error = refused(InputError, trained, "steps=2", change, resume=True)
+    error = refused(InputError, trained, "max_steps=2", change, resume=True)
     assert error.what == f"the checkpoint is of {what}"
 
 
@@ -324,7 +324,7 @@ def test_a_resume_that_one_key_forbids_is_refused_before_ranks_start(
 def test_a_resume_with_another_configuration_names_what_differs(tmp_path):
     text = {"factory": "toys:tokens"}
     job = write_job(tmp_path, data=text, model=GPT)
-    train(job, "steps=1", plan=plan_for(job))
+    train(job, "max_steps=1", plan=plan_for(job))
     wider = write_job(tmp_path, data=text, model={"config": GPT["config"] | {"n_embd": 32}})
     error = refused(InputError, wider, plan=plan_for(wider), resume=True)
     assert error.why == "`model.config.n_embd` was 16, here it is 32"
@@ -334,9 +334,9 @@ def test_a_resume_with_other_texts_of_the_same_name_is_refused(tmp_path):
     """No key of the job differs."""
     (tmp_path / "text.txt").write_text("of the same name, " * 40)
     job = write_job(tmp_path, data={"text": ["text.txt"]}, model=GPT)
-    train(job, "steps=1", plan=plan_for(job))
+    train(job, "max_steps=1", plan=plan_for(job))
     (tmp_path / "text.txt").write_text("and of other words " * 40)
-    error = refused(InputError, job, "steps=2", plan=plan_for(job), resume=True)
+    error = refused(InputError, job, "max_steps=2", plan=plan_for(job), resume=True)
     assert error.what == "the checkpoint is of other data"
     assert "of other content" in error.why
 
@@ -344,13 +344,21 @@ def test_a_resume_with_other_texts_of_the_same_name_is_refused(tmp_path):
 @pytest.mark.extended
 @pytest.mark.slow
 def test_a_resume_with_other_batches_or_fewer_steps_says_so(job):
-    train(job, "steps=3", plan=plan_for(job))
+    train(job, "max_steps=3", plan=plan_for(job))
     plan_for(job, (2, 1, 1)).save(job.parent / "halves.json")
-    words = ["train", "job.yaml", "--plan", "halves.json", "--resume", "--set", "global_batch=4"]
-    less = gpumix(*words, "--set", "steps=1", folder=job.parent)
+    words = [
+        "train",
+        "job.yaml",
+        "--plan",
+        "halves.json",
+        "--resume",
+        "--set",
+        "global_batch_size=4",
+    ]
+    less = gpumix(*words, "--set", "max_steps=1", folder=job.parent)
     assert less.code == 0, less.err
     assert "nothing was left to do: the run has 3 steps, and the job wants 1" in less.err
-    more = gpumix(*words, "--set", "steps=4", folder=job.parent)
+    more = gpumix(*words, "--set", "max_steps=4", folder=job.parent)
     assert more.code == 0 and "steps now take 4 samples, they took 8" in more.err
 
 
@@ -360,9 +368,9 @@ def test_a_resume_reads_other_files_with_the_same_texts(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("of the same words, " * 40)
     job = write_job(tmp_path, data={"text": ["a.txt"]}, model=GPT)
-    train(job, "steps=1", plan=plan_for(job))
-    job = write_job(tmp_path, data={"text": ["b.txt"], "workers": 2}, model=GPT)
-    assert len(train(job, "steps=2", plan=plan_for(job), resume=True).losses) == 1
+    train(job, "max_steps=1", plan=plan_for(job))
+    job = write_job(tmp_path, data={"text": ["b.txt"], "num_workers": 2}, model=GPT)
+    assert len(train(job, "max_steps=2", plan=plan_for(job), resume=True).losses) == 1
 
 
 @pytest.mark.extended
@@ -431,7 +439,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_measured(
     values.pop(dropped, None)
     save_file(values, tmp_path / "weights.safetensors")
     model = {**toy(width=16), "weights": "weights.safetensors"}
-    job = write_job(tmp_path, model=model, profile=OWN_PROFILES)
+    job = write_job(tmp_path, model=model, **OWN_PROFILES)
     error = refused(InputError, job)
     assert error.what == "the weights are those of another model"
     assert re.search(told, error.why, re.MULTILINE)
@@ -470,8 +478,8 @@ def disagreement(job, *, overrides=("", "", ""), plans=None) -> GpumixError:
 
 
 def test_ranks_with_different_jobs_are_told_apart(job):
-    error = disagreement(job, overrides=("", "steps=7", ""))
-    assert "ranks disagree about the job: 'steps' is 6 on rank 0" in error.what
+    error = disagreement(job, overrides=("", "max_steps=7", ""))
+    assert "ranks disagree about the job: 'max_steps' is 6 on rank 0" in error.what
     assert "7 on rank 1 (device 'small-0'" in error.what
 
 
@@ -479,9 +487,9 @@ def test_ranks_with_different_jobs_are_told_apart(job):
 def test_hosts_may_keep_their_files_in_different_places(job, tmp_path):
     pipeline = JobController.of_file(job, [], debug=False)
     tasks = [
-        Task(pipeline.job.model_copy(update={"profile": profile}), pipeline.cluster, tmp_path)
-        for profile in (
-            pipeline.job.profile.model_copy(update={"cache": tmp_path / str(rank)})
+        Task(pipeline.job.model_copy(update={"advanced": advanced}), pipeline.cluster, tmp_path)
+        for advanced in (
+            pipeline.job.advanced.model_copy(update={"profile_cache": tmp_path / str(rank)})
             for rank in range(3)
         )
     ]
@@ -497,7 +505,7 @@ def test_ranks_with_different_plans_are_told_apart(job):
 
 
 def test_ranks_that_see_different_data_are_told_apart(tmp_path):
-    data = {"factory": "toys:tokens", "arguments": {"per_rank": 10}, "held_out": 0}
+    data = {"factory": "toys:tokens", "arguments": {"per_rank": 10}, "validation_split": 0}
     job = write_job(tmp_path, data=data)
     error = disagreement(job)
     assert "ranks see different data: rank 0 (device 'big-0'" in error.what

@@ -29,13 +29,13 @@ BATCH, STEPS = 16, 10_000
 SPACE = Space(
     zero_stages=(1,),
     shardings=("all",),
-    recompute=(True,),
-    boundaries=("device",),
+    gradient_checkpointing=(True,),
+    checkpoints_on=("device",),
     orders=("layered",),
-    heads=("whole",),
+    cross_entropy=("whole",),
     state_on=("device",),
-    tensor=(1,),
-    schedules=("1f1b",),
+    tensor_parallel_size=(1,),
+    pipeline_schedules=("1f1b",),
     leave_out=False,
 )
 

@@ -28,21 +28,21 @@ def test_a_slow_device_gets_fewer_units(tmp_path):
     usual = {
         "cluster": CLUSTER,
         "strategy": "staged",
-        "techniques": {"tensor": [1], "leave_out": False},
+        "techniques": {"tensor_parallel_size": [1], "leave_out": False},
         "rebalance": True,
-        "restarts": 3,
-        "schedule": {"kind": "constant"},
+        "max_restarts": 3,
+        "lr_scheduler": {"type": "constant"},
         "optimizer": {"lr": 1e-4},
     }
-    sound = write_job(tmp_path / "sound", model=toy(blocks=6, width=64), steps=16, **usual)
-    pipeline = JobController.of_file(sound, ["rebalance=false"], debug=False)
+    sound = write_job(tmp_path / "sound", model=toy(blocks=6, width=64), max_steps=16, **usual)
+    pipeline = JobController.of_file(sound, ["advanced.rebalance=false"], debug=False)
     profile = pipeline.profile()
     plan = pipeline.plan(profile)
     pipeline.train(plan, resume=False, made_from=profile)
     device = max(plan.workers, key=lambda worker: _work_of(plan, worker.device)).device
     rank = [worker.device for worker in plan.workers].index(device)
     slow = toy(blocks=6, width=64, rank=rank, at=10, sample_s=0.05)
-    job = write_job(tmp_path, model=slow, steps=100_000, **usual)
+    job = write_job(tmp_path, model=slow, max_steps=100_000, **usual)
     profile.save(tmp_path / "plan.profile.json")
     plan.save(tmp_path / "plan.json")
     said, run = _until_started_again(job)

@@ -34,11 +34,13 @@ def run(tmp_path_factory):
     job = write_job(
         folder,
         model=toy(width=192, blocks=3),
-        data={"factory": "toys:tokens", "arguments": {"samples": 200}, "held_out": 0.1},
-        global_batch=24,
+        data={"factory": "toys:tokens", "arguments": {"samples": 200}, "validation_split": 0.1},
+        global_batch_size=24,
         optimizer={"lr": 3e-3},
-        evaluation={"every_steps": 3, "batches": 1},
-        checkpoint={"every_steps": 2, "keep": 2},
+        eval_steps=3,
+        eval_batches=1,
+        save_steps=2,
+        save_total_limit=2,
     )
     return folder / "run", train(job)
 
@@ -109,20 +111,20 @@ def test_the_summary_can_be_printed_as_json(run):
 def test_a_run_can_be_trained_again_by_its_plan(run, tmp_path):
     folder, summary = run
     plan = Plan.load(folder / "plan.json")
-    again = train(folder.parent / "job.yaml", f"output={tmp_path / 'again'}", plan=plan)
+    again = train(folder.parent / "job.yaml", f"output_dir={tmp_path / 'again'}", plan=plan)
     assert again.losses == summary.losses
     assert Plan.load(tmp_path / "again" / "plan.json") == plan
 
 
 def test_a_runs_profile_gives_its_plan(run):
     profile = Profile.load(run[0] / "profile.json")
-    assert make_plan(profile, 24, space=Space(most_stages=1, leave_out=False)) == Plan.load(
+    assert make_plan(profile, 24, space=Space(max_pipeline_stages=1, leave_out=False)) == Plan.load(
         run[0] / "plan.json"
     )
 
 
 def test_resuming_a_finished_run_does_nothing(tmp_path, capsys):
-    job = write_job(tmp_path, steps=2)
+    job = write_job(tmp_path, max_steps=2)
     plan = plan_for(job)
     first = train(job, plan=plan)
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
@@ -140,10 +142,12 @@ def test_resuming_a_finished_run_does_nothing(tmp_path, capsys):
 @pytest.mark.extended
 @pytest.mark.slow
 def test_nothing_is_said_of_rates_where_no_step_is_left(tmp_path):
-    train(write_job(tmp_path, steps=3, schedule={"kind": "cosine"}))
+    train(write_job(tmp_path, max_steps=3, lr_scheduler={"type": "cosine"}))
     told = {}
     for steps in (2, 4):
-        done = gpumix("train", "job.yaml", "--resume", "--set", f"steps={steps}", folder=tmp_path)
+        done = gpumix(
+            "train", "job.yaml", "--resume", "--set", f"max_steps={steps}", folder=tmp_path
+        )
         assert done.code == 0
         told[steps] = " ".join(done.err.split())
     assert "nothing was left to do" in told[2]
@@ -153,11 +157,11 @@ def test_nothing_is_said_of_rates_where_no_step_is_left(tmp_path):
 
 @pytest.mark.extended
 def test_a_run_goes_on_to_more_steps(tmp_path):
-    job = write_job(tmp_path, schedule={"kind": "constant"})
-    whole = train(job, "steps=4", f"output={tmp_path / 'whole'}")
+    job = write_job(tmp_path, lr_scheduler={"type": "constant"})
+    whole = train(job, "max_steps=4", f"output_dir={tmp_path / 'whole'}")
     plan = Plan.load(tmp_path / "whole" / "plan.json")
-    train(job, "steps=2", plan=plan)
-    rest = train(job, "steps=4", plan=plan, resume=True)
+    train(job, "max_steps=2", plan=plan)
+    rest = train(job, "max_steps=4", plan=plan, resume=True)
     assert rest.losses == whole.losses[2:]
     assert [r["step"] for r in metrics(tmp_path / "run")] == [1, 2, 3, 4]
     assert [r["tokens"] for r in metrics(tmp_path / "run")][-1] == 4 * BATCH * LENGTH
@@ -165,14 +169,14 @@ def test_a_run_goes_on_to_more_steps(tmp_path):
 
 @pytest.mark.extended
 def test_brackets_in_folders_and_files_are_shown_as_they_are(tmp_path):
-    job = write_job(tmp_path, output="run [of old]", steps=4, checkpoint={"every_steps": 2})
+    job = write_job(tmp_path, output_dir="run [of old]", max_steps=4, save_steps=2)
     plan = plan_for(job)
     train(job, plan=plan)
     saved = tmp_path / "run [of old]" / "checkpoints"
     manifest = saved / "step-00000004" / "checkpoint.json"
     manifest.write_text(manifest.read_text().replace('"kind": "checkpoint"', '"kind": "[/x]"'))
     plan.save(tmp_path / "plan.json")
-    more = ("--resume", "--set", "steps=5")
+    more = ("--resume", "--set", "max_steps=5")
     done = gpumix("train", "job.yaml", "--plan", "plan.json", *more, folder=tmp_path)
     assert done.code == 0, done.err
     assert f"passed over: {manifest} is damaged: it is a [/x] of schema 1\n" in done.err
@@ -181,12 +185,12 @@ def test_brackets_in_folders_and_files_are_shown_as_they_are(tmp_path):
 
 def test_records_after_the_checkpoint_are_dropped(tmp_path):
     """A run that died told of steps that it did not save; the last line may be half a line."""
-    job = write_job(tmp_path, schedule={"kind": "constant"})
+    job = write_job(tmp_path, lr_scheduler={"type": "constant"})
     plan = plan_for(job)
-    train(job, "steps=2", plan=plan)
+    train(job, "max_steps=2", plan=plan)
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"event": "step", "step": 3, "loss": 9}\n{"event": "st')
-    train(job, "steps=4", plan=plan, resume=True)
+    train(job, "max_steps=4", plan=plan, resume=True)
     assert [r["step"] for r in metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
@@ -194,5 +198,5 @@ def test_a_run_without_checkpoints_starts_its_metrics_anew(tmp_path):
     job = write_job(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"event": "step", "step": 1, "loss": 9}\n')
-    summary = train(job, "steps=2", plan=plan_for(job))
+    summary = train(job, "max_steps=2", plan=plan_for(job))
     assert [r["loss"] for r in metrics(tmp_path / "run")] == summary.losses

@@ -38,7 +38,7 @@ CLUSTERS = {
 
 
 def record_of(path):
-    job = read_job(path, ["steps=7"])
+    job = read_job(path, ["max_steps=7"])
     return job, RunRecord.of(SimpleNamespace(job=job, folder=path.parent))
 
 
@@ -50,7 +50,7 @@ def test_the_job_in_it_is_the_same_job(tmp_path, name):
     other.parent.mkdir()
     other.write_text(record.job_text(), encoding="utf-8")
     assert read_job(other) == job
-    assert job.steps == 7
+    assert job.max_steps == 7
 
 
 def test_keys_that_nobody_gave_are_not_in_its_text(tmp_path):

@@ -11,7 +11,7 @@ STEPS = 24
 def harmed(tmp_path, fault: str = "", at: int = 3, steps: int = STEPS, **changes) -> list[dict]:
     """What a job tells whose second rank has a fault from step `at` on."""
     model = toy(width=64, fault=fault, rank=1, at=at)
-    job = write_job(tmp_path, model=model, steps=steps, **{"replay_every_steps": 4} | changes)
+    job = write_job(tmp_path, model=model, max_steps=steps, **{"replay_steps": 4} | changes)
     train(job, plan=plan_for(job))
     return metrics(tmp_path / "run", "replay")
 
@@ -28,7 +28,7 @@ def test_it_is_named_with_where_it_begins(tmp_path):
 @pytest.mark.extended
 def test_sound_devices_are_not_blamed_and_nothing_changes(tmp_path):
     assert not harmed(tmp_path / "replayed")
-    assert not harmed(tmp_path / "plain", replay_every_steps=0)
+    assert not harmed(tmp_path / "plain", replay_steps=0)
     assert not metrics(tmp_path / "replayed" / "run", "norm-spike")
     told = [metrics(tmp_path / name / "run") for name in ("replayed", "plain")]
     for mine, other in zip(*told, strict=True):
@@ -38,7 +38,7 @@ def test_sound_devices_are_not_blamed_and_nothing_changes(tmp_path):
 @pytest.mark.extended
 def test_a_gradient_that_jumps_is_told_and_looked_into_at_once(tmp_path):
     """It was for one step only: of the same batch all make the same."""
-    assert not harmed(tmp_path, "large-gradient", at=20, replay_every_steps=STEPS)
+    assert not harmed(tmp_path, "large-gradient", at=20, replay_steps=STEPS)
     (found,) = metrics(tmp_path / "run", "norm-spike")
     assert (found["device"], found["of_step"], found["step"]) == ("small-0", 20, 21)
     assert found["times"] > 10 > found["others"]
@@ -46,13 +46,13 @@ def test_a_gradient_that_jumps_is_told_and_looked_into_at_once(tmp_path):
 
 @pytest.mark.extended
 def test_jumps_are_told_without_replays_too(tmp_path):
-    harmed(tmp_path, "large-gradient", at=20, replay_every_steps=0)
+    harmed(tmp_path, "large-gradient", at=20, replay_steps=0)
     assert len(metrics(tmp_path / "run", "norm-spike")) == 1
 
 
 def test_a_device_that_computes_nothing_has_no_part_in_it(tmp_path):
     job = write_job(
-        tmp_path, model=toy(width=64, fault="wrong", rank=1, at=1), steps=6, replay_every_steps=2
+        tmp_path, model=toy(width=64, fault="wrong", rank=1, at=1), max_steps=6, replay_steps=2
     )
     train(job, plan=plan_for(job, samples=(5, 3, 0)))
     found = metrics(tmp_path / "run", "replay")
@@ -63,7 +63,7 @@ def test_a_device_that_computes_nothing_has_no_part_in_it(tmp_path):
 @pytest.mark.extended
 def test_workers_of_a_stage_are_compared(tmp_path):
     model = toy(width=64, blocks=3, fault="wrong", rank=1, at=3)
-    job = write_job(tmp_path, model=model, steps=7, replay_every_steps=2)
+    job = write_job(tmp_path, model=model, max_steps=7, replay_steps=2)
     train(job, plan=staged_plan_for(job, [(6, 2), (8,)], micro_batch=2))
     found = metrics(tmp_path / "run", "replay")
     assert [one["step"] for one in found] == [4, 6]
@@ -75,14 +75,14 @@ def test_workers_of_a_stage_are_compared(tmp_path):
 def test_people_are_told(tmp_path):
     """Who computes wrong, or that nobody can be compared with."""
     job = write_job(
-        tmp_path, model=toy(width=64, fault="wrong", rank=1, at=1), steps=3, replay_every_steps=1
+        tmp_path, model=toy(width=64, fault="wrong", rank=1, at=1), max_steps=3, replay_steps=1
     )
     for samples, said in {
         (4, 2, 2): "rank 1 (device 'small-0' on localhost) computes wrong: of the same batch its",
         (8, 0, 0): "no batch is replayed: one device alone computes",
     }.items():
         plan_for(job, samples=samples).save(tmp_path / "plan.json")
-        output = f"output=run-{samples[0]}"
+        output = f"output_dir=run-{samples[0]}"
         done = gpumix("train", job, "--plan", "plan.json", "--set", output, folder=tmp_path)
         assert done.code == 0
         assert said in " ".join(done.err.split())

@@ -140,15 +140,13 @@ def forked_from(monkeypatch) -> list[int]:
 def test_a_run_whose_server_is_killed_goes_on_from_memory_and_with_the_spare(
     tmp_path, forked_from, monkeypatch
 ):
-    train(sound := write_job(tmp_path / "sound", steps=STEPS), plan=plan_for(sound))
+    train(sound := write_job(tmp_path / "sound", max_steps=STEPS), plan=plan_for(sound))
     first, seen = server(), []
     keep = local_launcher.keep_spare
     monkeypatch.setattr(local_launcher, "keep_spare", lambda: seen.append(keep()))
     del forked_from[:]
     fault = toy(fault="kill-parent", rank=1, at=5, once=str(tmp_path / "once"))
-    job = write_job(
-        tmp_path, model=fault, steps=STEPS, restarts=1, checkpoint={"memory_every_steps": 1}
-    )
+    job = write_job(tmp_path, model=fault, max_steps=STEPS, max_restarts=1, memory_save_steps=1)
     train(job, plan=plan_for(job))
     assert seen[0] is not None
     assert forked_from == [first] * 3 + [seen[0].pid] * 3
@@ -168,7 +166,7 @@ def test_a_run_whose_server_is_killed_goes_on_from_memory_and_with_the_spare(
 @pytest.mark.extended
 def test_runs_that_do_not_start_again_and_profiles_have_no_spare(tmp_path, monkeypatch):
     monkeypatch.setattr(local_launcher, "keep_spare", lambda: pytest.fail("a spare is made"))
-    job = write_job(tmp_path, restarts=0)
+    job = write_job(tmp_path, max_restarts=0)
     train(job, plan=plan_for(job))
     cluster = read_job(job).cluster
     assert isinstance(cluster, Cluster)
@@ -178,7 +176,7 @@ def test_runs_that_do_not_start_again_and_profiles_have_no_spare(tmp_path, monke
 @pytest.mark.extended
 def test_a_launcher_that_is_killed_leaves_no_spare_behind(tmp_path):
     fault = toy(fault="kill-launcher", rank=1, at=3)
-    job = write_job(tmp_path, model=fault, restarts=1)
+    job = write_job(tmp_path, model=fault, max_restarts=1)
     plan_for(job).save(tmp_path / "plan.json")
     done = gpumix("train", "job.yaml", "--plan", "plan.json", folder=tmp_path)
     assert done.code == -9  # and `gpumix` has looked for processes that are left

@@ -18,7 +18,7 @@ IN_STEPS = {"forward": 27, "backward": 40}
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    job = write_job(folder, steps=STEPS, model=toy(blocks=3))
+    job = write_job(folder, max_steps=STEPS, model=toy(blocks=3))
     train(job, plan=staged_plan_for(job, ROWS, zero_stage=1))
     return metrics(folder / "run")
 
@@ -39,11 +39,11 @@ LOST = [
     left_out(LOST, LOST[1:4]),
 )
 def test_a_rank_of_a_stage_is_killed(tmp_path, undisturbed, rank, zero_stage, place):
-    sound = write_job(tmp_path / "sound", steps=STEPS, model=toy(blocks=3))
+    sound = write_job(tmp_path / "sound", max_steps=STEPS, model=toy(blocks=3))
     once = str(tmp_path / "killed")
     harm = {"fault": "kill", "rank": rank, "block": rank, "at": IN_STEPS[place], "once": once}
-    settings = {"restarts": 3, "checkpoint": {"memory_every_steps": 1}}
-    job = write_job(tmp_path, steps=STEPS, model=toy(blocks=3, **harm), **settings)
+    settings = {"max_restarts": 3, "memory_save_steps": 1}
+    job = write_job(tmp_path, max_steps=STEPS, model=toy(blocks=3, **harm), **settings)
     train(job, plan=staged_plan_for(sound, ROWS, zero_stage=zero_stage))
     told = metrics(tmp_path / "run")
     assert [one["step"] for one in told] == list(range(1, STEPS + 1))

@@ -35,17 +35,19 @@ def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("staged")
     return write_job(
         folder,
-        steps=6,
-        schedule={"kind": "constant"},
-        evaluation={"every_steps": 3, "batches": 1},
-        checkpoint={"every_steps": 3, "keep": 3},
+        max_steps=6,
+        lr_scheduler={"type": "constant"},
+        eval_steps=3,
+        eval_batches=1,
+        save_steps=3,
+        save_total_limit=3,
     )
 
 
 @pytest.fixture(scope="module")
 def alone(job):
     """By one stage."""
-    summary = train(job, f"output={job.parent / 'alone'}", plan=plan_for(job))
+    summary = train(job, f"output_dir={job.parent / 'alone'}", plan=plan_for(job))
     return summary.losses, evaluations(job.parent / "alone")
 
 
@@ -62,7 +64,7 @@ def evaluations(folder) -> list[float]:
 def test_a_run_in_stages_is_that_of_one(job, alone, zero_stage):
     folder = job.parent / f"stages-{zero_stage}"
     plan = staged(job, zero_stage=zero_stage)
-    found = train(job, f"output={folder}", "trace_step=4", plan=plan)
+    found = train(job, f"output_dir={folder}", "advanced.trace_step=4", plan=plan)
     assert found.losses == pytest.approx(alone[0], rel=1e-5)
     assert evaluations(folder) == pytest.approx(alone[1], rel=1e-5)
     check_trace(job, plan, Trace.load(folder / "trace.json"))
@@ -95,8 +97,8 @@ def test_a_trial_tells_how_much_of_its_time_each_rank_waited(job):
 
 
 def test_a_run_in_stages_goes_on_without(job, alone):
-    there = f"output={job.parent / 'there'}"
-    train(job, there, "steps=3", plan=staged(job, zero_stage=1))
+    there = f"output_dir={job.parent / 'there'}"
+    train(job, there, "max_steps=3", plan=staged(job, zero_stage=1))
     train(job, there, plan=plan_for(job), resume=True)
     seen = [record["loss"] for record in metrics(job.parent / "there")]
     assert seen == pytest.approx(alone[0], rel=1e-5)
@@ -105,11 +107,13 @@ def test_a_run_in_stages_goes_on_without(job, alone):
 @pytest.mark.slow
 def test_a_run_in_a_team_is_that_of_one(tmp_path):
     model = toy() | {"tensor_plan": TENSOR_PLAN}
-    settings = {"model": model, "cluster": PAIR, "schedule": {"kind": "constant"}}
-    job = write_job(tmp_path, evaluation={"every_steps": 3, "batches": 1}, **settings)
-    alone = train(job, f"output={tmp_path / 'alone'}", plan=plan_for(job, (4, 4), (0.5, 0.5)))
-    team = f"output={tmp_path / 'team'}"
-    found = train(job, team, "techniques.tensor=2", "techniques.sequence=true")
+    settings = {"model": model, "cluster": PAIR, "lr_scheduler": {"type": "constant"}}
+    job = write_job(tmp_path, eval_steps=3, eval_batches=1, **settings)
+    alone = train(job, f"output_dir={tmp_path / 'alone'}", plan=plan_for(job, (4, 4), (0.5, 0.5)))
+    team = f"output_dir={tmp_path / 'team'}"
+    found = train(
+        job, team, "techniques.tensor_parallel_size=2", "techniques.sequence_parallel=true"
+    )
     plan = Plan.load(tmp_path / "team" / "plan.json")
     assert [(stage.tensor, stage.sequence) for stage in plan.stages] == [(2, True)]
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
@@ -122,11 +126,11 @@ def test_a_run_in_a_team_is_that_of_one(tmp_path):
 def test_a_run_in_teams_of_unlike_sizes_is_that_of_one_and_goes_on_without(tmp_path):
     model = toy() | {"tensor_plan": TENSOR_PLAN}
     cluster = [CLUSTER[0], *PAIR]
-    settings = {"model": model, "cluster": cluster, "schedule": {"kind": "constant"}}
-    job = write_job(tmp_path, evaluation={"every_steps": 3, "batches": 1}, **settings)
-    alone = train(job, f"output={tmp_path / 'alone'}")
-    there, plan = f"output={tmp_path / 'there'}", plan_in_unlike_teams(job)
-    train(job, there, "steps=3", plan=plan)
+    settings = {"model": model, "cluster": cluster, "lr_scheduler": {"type": "constant"}}
+    job = write_job(tmp_path, eval_steps=3, eval_batches=1, **settings)
+    alone = train(job, f"output_dir={tmp_path / 'alone'}")
+    there, plan = f"output_dir={tmp_path / 'there'}", plan_in_unlike_teams(job)
+    train(job, there, "max_steps=3", plan=plan)
     train(job, there, resume=True)
     seen = [record["loss"] for record in metrics(tmp_path / "there")]
     assert seen == pytest.approx(alone.losses, rel=1e-5)
@@ -138,7 +142,9 @@ def test_a_run_in_teams_of_unlike_sizes_is_that_of_one_and_goes_on_without(tmp_p
 @pytest.mark.extended
 def test_who_insists_has_a_team_of_unlike_devices(tmp_path, capsys):
     model = toy() | {"tensor_plan": TENSOR_PLAN}
-    alike = write_job(tmp_path / "alike", model=model, cluster=PAIR, techniques={"tensor": 2})
+    alike = write_job(
+        tmp_path / "alike", model=model, cluster=PAIR, techniques={"tensor_parallel_size": 2}
+    )
     pipeline = JobController.of_file(alike, [], debug=True)
     made = pipeline.plan(pipeline.profile()).model_dump_json()
     for own, other in (("pair-0", "big"), ("pair-1", "small")):
@@ -148,7 +154,7 @@ def test_who_insists_has_a_team_of_unlike_devices(tmp_path, capsys):
     assert [w.device_class for w in plan.workers] == ["big", "small"]
     unlike = [CLUSTER[0], CLUSTER[1] | {"count": 1}]
     job = write_job(tmp_path / "unlike", model=model, cluster=unlike)
-    alone = train(job, f"output={tmp_path / 'alone'}")
+    alone = train(job, f"output_dir={tmp_path / 'alone'}")
     capsys.readouterr()
     assert train(job, plan=plan).losses == pytest.approx(alone.losses, rel=1e-5)
     told = capsys.readouterr().err
@@ -156,15 +162,15 @@ def test_who_insists_has_a_team_of_unlike_devices(tmp_path, capsys):
 
 
 def test_a_model_that_nobody_says_how_to_divide_is_refused(tmp_path):
-    job = write_job(tmp_path, profile=OWN_PROFILES, cluster=PAIR)
+    job = write_job(tmp_path, **OWN_PROFILES, cluster=PAIR)
     with pytest.raises(InputError, match="nothing says how a Toy is divided"):
-        train(job, "techniques.tensor=2")
+        train(job, "techniques.tensor_parallel_size=2")
 
 
 def test_devices_that_a_plan_leaves_out_are_not_started(tmp_path):
-    job = write_job(tmp_path, steps=3, schedule={"kind": "constant"})
-    alone = train(job, f"output={tmp_path / 'alone'}", plan=plan_for(job))
-    found = train(job, f"output={tmp_path / 'subset'}", "strategy=best-subset")
+    job = write_job(tmp_path, max_steps=3, lr_scheduler={"type": "constant"})
+    alone = train(job, f"output_dir={tmp_path / 'alone'}", plan=plan_for(job))
+    found = train(job, f"output_dir={tmp_path / 'subset'}", "strategy=best-subset")
     plan = Plan.load(tmp_path / "subset" / "plan.json")
     assert len({worker.device_class for worker in plan.workers}) == 1
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
@@ -173,10 +179,10 @@ def test_devices_that_a_plan_leaves_out_are_not_started(tmp_path):
 @pytest.mark.extended
 @pytest.mark.parametrize("strategy", every_second(["staged", "model"]))
 def test_the_planner_makes_such_plans(tmp_path, strategy):
-    job = write_job(tmp_path, steps=3, model=toy(blocks=4), schedule={"kind": "constant"})
-    alone = train(job, f"output={tmp_path / 'alone'}")
-    set_so = (f"strategy={strategy}", "techniques.most_stages=null")
-    found = train(job, f"output={tmp_path / strategy}", *set_so)
+    job = write_job(tmp_path, max_steps=3, model=toy(blocks=4), lr_scheduler={"type": "constant"})
+    alone = train(job, f"output_dir={tmp_path / 'alone'}")
+    set_so = (f"strategy={strategy}", "techniques.max_pipeline_stages=null")
+    found = train(job, f"output_dir={tmp_path / strategy}", *set_so)
     plan = Plan.load(tmp_path / strategy / "plan.json")
     assert plan.strategy == strategy and len(plan.stages) > 1
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)

@@ -35,7 +35,7 @@ def run(request, tmp_path_factory):
     cluster, samples, shares = RUNS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     job = write_job(
-        folder, model=toy(width=32, blocks=3), cluster=cluster, steps=STEP + 1, trace_step=STEP
+        folder, model=toy(width=32, blocks=3), cluster=cluster, max_steps=STEP + 1, trace_step=STEP
     )
     plan = plan_for(job, samples, shares).model_copy(update={"emulated": cluster is EMULATED})
     train(job, plan=plan)
@@ -99,13 +99,15 @@ def test_collectives_do_not_overlap(run):
 def test_a_run_is_not_traced_unless_it_is_asked_for_and_trains_the_same(run, tmp_path):
     folder, plan, _ = run
     losses = [record["loss"] for record in metrics(folder)]
-    found = train(folder.parent / "job.yaml", f"output={tmp_path}", "trace_step=null", plan=plan)
+    found = train(
+        folder.parent / "job.yaml", f"output_dir={tmp_path}", "advanced.trace_step=null", plan=plan
+    )
     assert found.losses == losses
     assert not (tmp_path / "trace.json").exists()
 
 
 def test_one_device_waits_for_nobody(tmp_path):
-    job = write_job(tmp_path, cluster=[{**REAL[0], "count": 1}], trace_step=2, steps=2)
+    job = write_job(tmp_path, cluster=[{**REAL[0], "count": 1}], trace_step=2, max_steps=2)
     train(job, plan=plan_for(job, (8,), (1.0,)))
     [threads] = slices(Trace.load(tmp_path / "run" / "trace.json")).values()
     assert set(threads) == {"compute", "waiting"}
@@ -113,18 +115,19 @@ def test_one_device_waits_for_nobody(tmp_path):
 
 
 def test_a_step_that_never_comes_cannot_be_traced(tmp_path):
-    with pytest.raises(InputError, match="'trace_step' is 9, the run has 6 steps"):
+    with pytest.raises(InputError, match=r"'advanced\.trace_step' is 9, the run has 6 steps"):
         train(write_job(tmp_path, trace_step=9))
 
 
 @pytest.mark.extended
 def test_a_step_that_is_done_is_told_and_not_traced(tmp_path):
-    job = write_job(tmp_path, cluster=REAL, steps=2, schedule={"kind": "constant"})
+    job = write_job(tmp_path, cluster=REAL, max_steps=2, lr_scheduler={"type": "constant"})
     plan = plan_for(job, (4, 4), (0.5, 0.5))
     plan.save(tmp_path / "plan.json")
     train(job, plan=plan)
     done = gpumix(
-        "train", "job.yaml", "--plan", "plan.json", "--resume", "--set", "steps=3", "--trace", "2",
+        "train", "job.yaml", "--plan", "plan.json", "--resume",
+        "--set", "max_steps=3", "--trace-step", "2",
         folder=tmp_path,
     )  # fmt: skip
     assert done.code == 0, done.err

@@ -19,9 +19,7 @@ STREAMS = ["toys:token_stream", "toys:token_passes", "toys:token_iterable"]
 
 def stream_job(folder, factory: str = STREAMS[0], **changes):
     data = {"factory": factory, "arguments": {"samples": SAMPLES}, **changes.pop("data", {})}
-    return write_job(
-        folder, data=data, evaluation={"every_steps": 2, "batches": 1}, steps=4, **changes
-    )
+    return write_job(folder, data=data, eval_steps=2, eval_batches=1, max_steps=4, **changes)
 
 
 def losses_of(numbers: list[list[int]]) -> list[float]:
@@ -50,9 +48,9 @@ def test_a_stream_is_read_in_its_order_without_what_is_held_out(tmp_path, factor
 
 
 def test_a_stream_goes_on_where_it_was_with_another_plan(tmp_path):
-    job = stream_job(tmp_path, schedule={"kind": "constant"})
-    whole = train(job, f"output={tmp_path / 'whole'}", plan=plan_for(job))
-    train(job, "steps=2", plan=plan_for(job, (2, 3, 3)))
+    job = stream_job(tmp_path, lr_scheduler={"type": "constant"})
+    whole = train(job, f"output_dir={tmp_path / 'whole'}", plan=plan_for(job))
+    train(job, "max_steps=2", plan=plan_for(job, (2, 3, 3)))
     rest = train(job, plan=plan_for(job, (8, 0, 0)), resume=True)
     assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-5)
 
@@ -60,21 +58,23 @@ def test_a_stream_goes_on_where_it_was_with_another_plan(tmp_path):
 @pytest.mark.extended
 def test_other_samples_held_out_make_another_order(tmp_path):
     job = stream_job(tmp_path)
-    train(job, "steps=1", plan=plan_for(job))
+    train(job, "max_steps=1", plan=plan_for(job))
     with pytest.raises(InputError, match="the checkpoint is of other data"):
-        train(job, "data.held_out=0", "evaluation.every_steps=0", plan=plan_for(job), resume=True)
+        train(job, "data.validation_split=0", "eval_steps=0", plan=plan_for(job), resume=True)
 
 
 @pytest.mark.extended
 def test_a_stream_is_profiled_and_planned_without_what_it_takes(tmp_path):
     """Each rank reads all of it, whatever its share."""
-    pipeline = JobController.of_file(stream_job(tmp_path), ["profile.budget=1"], debug=False)
+    pipeline = JobController.of_file(
+        stream_job(tmp_path), ["advanced.profile_budget=1"], debug=False
+    )
     profile = pipeline.profile()
     assert profile.inputs == ()
     assert sum(worker.samples for worker in pipeline.plan(profile).workers) == BATCH
 
 
 def test_an_evaluation_needs_samples_that_are_held_out(tmp_path):
-    job = stream_job(tmp_path, data={"held_out": 0})
+    job = stream_job(tmp_path, data={"validation_split": 0})
     with pytest.raises(InputError, match="no held-out samples"):
         train(job, plan=plan_for(job))

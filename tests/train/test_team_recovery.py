@@ -55,8 +55,8 @@ def test_a_member_is_killed(tmp_path, case, zero_stage):
 
     def job_of(folder, **harm):
         model = toy(**harm) | {"tensor_plan": TENSOR_PLAN}
-        copied = {"checkpoint": {"memory_every_steps": 1}}
-        return write_job(folder, model=model, cluster=cluster, restarts=3, **copied)
+        copied = {"memory_save_steps": 1}
+        return write_job(folder, model=model, cluster=cluster, max_restarts=3, **copied)
 
     sound = job_of(tmp_path / "sound")
     plan = plan_of(sound).model_copy(update={"zero_stage": zero_stage})

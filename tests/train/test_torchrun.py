@@ -52,11 +52,11 @@ def standalone(folder, processes: int, *arguments: str, restarts: int = 0, **set
 
 def losses_by(plan: Plan, job, tmp_path) -> list[float]:
     """Without torchrun."""
-    return train(job, f"output={tmp_path / 'alone'}", plan=plan).losses
+    return train(job, f"output_dir={tmp_path / 'alone'}", plan=plan).losses
 
 
 def test_torchrun_measures_plans_and_trains(tmp_path):
-    job = write_job(tmp_path, cluster=PAIR, steps=4, profile=OWN_PROFILES)
+    job = write_job(tmp_path, cluster=PAIR, max_steps=4, **OWN_PROFILES)
     done = standalone(tmp_path, 2, "--json")
     assert done.code == 0, done.err
     summary = done.json()
@@ -82,14 +82,14 @@ MEETINGS = [(["gpumix"], (1, 2)), (["c10d", "--local-addr", "127.0.0.1"], (1, 1)
 )
 def test_hosts_may_differ_in_devices_and_in_what_they_have_measured(tmp_path, own, processes):
     cluster = CLUSTER if sum(processes) > 2 else PAIR
-    job = write_job(tmp_path, cluster=cluster, steps=4, profile=OWN_PROFILES)
-    train(job, "steps=1", f"output={tmp_path / 'first'}")
+    job = write_job(tmp_path, cluster=cluster, max_steps=4, **OWN_PROFILES)
+    train(job, "max_steps=1", f"output_dir={tmp_path / 'first'}")
     meeting = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-backend", *own]
 
     def host(processes: int, cache: str) -> Done:
         return torchrun(
             tmp_path, "--nnodes", "2", "--nproc-per-node", str(processes), *meeting,
-            *GPUMIX_TRAIN, "--set", f"profile.cache={cache}",
+            *GPUMIX_TRAIN, "--set", f"advanced.profile_cache={cache}",
         )  # fmt: skip
 
     said: list[bool] = []
@@ -106,7 +106,7 @@ def test_hosts_may_differ_in_devices_and_in_what_they_have_measured(tmp_path, ow
 def test_the_first_rank_may_have_the_store_itself(tmp_path):
     """Then it is there until all others have told their errors. That runs end well by it too is
     shown below."""
-    write_job(tmp_path, cluster=PAIR, model=toy(fault="raise", rank=0), profile=OWN_PROFILES)
+    write_job(tmp_path, cluster=PAIR, model=toy(fault="raise", rank=0), **OWN_PROFILES)
     done = standalone(tmp_path, 2, **FIRST_RANKS_STORE)
     assert done.code == 1
     assert "no such token" in done.err
@@ -126,7 +126,7 @@ def test_there_must_be_a_process_for_every_device(tmp_path):
 @pytest.mark.extended  # without torchrun: `test_lost_ranks`
 def test_a_stopped_rank_is_found_and_started_again_long_before_the_timeout(tmp_path):
     """The agents see only processes that end."""
-    changes = {"cluster": PAIR, "steps": 8, "checkpoint": {"memory_every_steps": 1}}
+    changes = {"cluster": PAIR, "max_steps": 8, "memory_save_steps": 1}
     sound = write_job(tmp_path / "sound", **changes)
     plan = plan_for(sound, **HALVES)
     expected = train(sound, plan=plan).losses
@@ -149,7 +149,7 @@ def test_a_stopped_rank_is_found_and_started_again_long_before_the_timeout(tmp_p
 @pytest.mark.parametrize("resume", [True, False])
 def test_what_a_killed_run_left_in_memory_is_of_the_run_that_is_resumed(tmp_path, resume):
     """Not of one that begins anew in its place; also if a rank is lost before there is more."""
-    changes = {"cluster": PAIR, "steps": 8, "checkpoint": {"memory_every_steps": 1}}
+    changes = {"cluster": PAIR, "max_steps": 8, "memory_save_steps": 1}
     sound = write_job(tmp_path / "sound", **changes)
     plan = plan_for(sound, **HALVES)
     expected = train(sound, plan=plan).losses
@@ -158,7 +158,7 @@ def test_what_a_killed_run_left_in_memory_is_of_the_run_that_is_resumed(tmp_path
     changes["data"] = {
         "factory": "toys:deadly_tokens",
         "arguments": {"once": str(once)},
-        "held_out": 0.1,
+        "validation_split": 0.1,
     }
     killed = write_job(tmp_path, model=toy(fault="kill", rank=1, at=6), **changes)
     with pytest.raises(RankLost):
@@ -182,7 +182,7 @@ def test_what_a_killed_run_left_in_memory_is_of_the_run_that_is_resumed(tmp_path
 def test_a_run_is_begun_anew_by_who_starts_it_from_the_same_process(tmp_path):
     """Ranks that a shell, or a job of a cluster, gives their places have no agent: what the same
     one starts next is another run, which does not go on unasked from what is there."""
-    job = write_job(tmp_path, cluster=CLUSTER[:1], steps=2)
+    job = write_job(tmp_path, cluster=CLUSTER[:1], max_steps=2)
     plan_for(job, (8,), (1.0,)).save(tmp_path / "plan.json")
     place = {
         "RANK": "0",
@@ -202,7 +202,7 @@ def test_a_run_is_begun_anew_by_who_starts_it_from_the_same_process(tmp_path):
     assert "the output folder holds the checkpoints of an earlier run" in again.err
 
 
-WIDE = {"model": toy(width=256), "optimizer": {"lr": 1e-4}, "steps": 6}
+WIDE = {"model": toy(width=256), "optimizer": {"lr": 1e-4}, "max_steps": 6}
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def test_ranks_that_are_out_of_memory_begin_anew(roomy, tmp_path, store):
     """torchrun, which was told of no restarts, takes no notice; no step is lost."""
     big, small = PAIR
     cluster = [big, small | {"memory": "6 MiB"}]
-    job = write_job(tmp_path, cluster=cluster, restarts=3, **WIDE)
+    job = write_job(tmp_path, cluster=cluster, max_restarts=3, **WIDE)
     plan_for(job, (4, 4), (0.2, 0.8)).save(tmp_path / "tight.json")
     own = {} if store == "of the agent" else FIRST_RANKS_STORE
     done = standalone(tmp_path, 2, "--plan", "tight.json", **own)
@@ -233,7 +233,7 @@ def test_ranks_that_are_out_of_memory_begin_anew(roomy, tmp_path, store):
 @pytest.mark.extended
 def test_ranks_that_begin_anew_after_they_were_asked_to_stop_save_and_end(roomy, tmp_path):
     fault = toy(width=256, fault="terminate-and-oom", rank=0, at=3, once=str(tmp_path / "once"))
-    job = write_job(tmp_path, cluster=PAIR, restarts=3, **WIDE | {"model": fault})
+    job = write_job(tmp_path, cluster=PAIR, max_restarts=3, **WIDE | {"model": fault})
     plan_for(job, **HALVES).save(tmp_path / "plan.json")
     done = standalone(tmp_path, 2, "--plan", "plan.json")
     assert "planning again, with" in done.err, done.err
@@ -246,7 +246,7 @@ def test_ranks_that_begin_anew_after_they_were_asked_to_stop_save_and_end(roomy,
 @pytest.mark.extended
 def test_a_device_whose_rank_is_lost_again_and_again_is_left_out(tmp_path):
     """Its process, which has spoken for all and has their store, waits for the others."""
-    changes = {"strategy": "even", "steps": 6, "optimizer": {"lr": 1e-4}, "restarts": 3}
+    changes = {"strategy": "even", "max_steps": 6, "optimizer": {"lr": 1e-4}, "max_restarts": 3}
     sound = write_job(tmp_path / "sound", **changes)
     plan = plan_for(sound)
     expected = train(sound, plan=plan).losses

@@ -49,8 +49,8 @@ def gpt_job(folder, data: dict, **changes):
         model={"config": config},
         data=data,
         cluster=ALONE,
-        steps=3,
-        global_batch=4,
+        max_steps=3,
+        global_batch_size=4,
         **changes,
     )
 
@@ -104,15 +104,15 @@ def test_a_folder_of_datasets(tmp_path):
 
     rows = [" ".join(WORDS[k % 7 :]) for k in range(40)]
     datasets.Dataset.from_dict({"story": rows}).save_to_disk(tmp_path / "saved")
-    job = gpt_job(tmp_path, {"dataset": "saved", "column": "story"}, evaluation={"every_steps": 3})
+    job = gpt_job(tmp_path, {"dataset": "saved", "column": "story"}, eval_steps=3)
     assert_learns(train(job, plan=plan_for(job, [4], [1.0])))
     assert metrics(tmp_path / "run", "evaluation")[0]["loss"] > 0
 
 
 @pytest.mark.extended
 def test_what_the_data_holds_is_no_memory_of_a_device_that_is_a_cpu(tmp_path):
-    data = {"factory": "toys:large_tokens", "arguments": {"mib": 100}, "held_out": 0.1}
-    job = write_job(tmp_path, data=data, steps=2)  # on devices of 64 and 32 MiB
+    data = {"factory": "toys:large_tokens", "arguments": {"mib": 100}, "validation_split": 0.1}
+    job = write_job(tmp_path, data=data, max_steps=2)  # on devices of 64 and 32 MiB
     assert len(train(job, plan=plan_for(job)).losses) == 2
 
 
@@ -148,7 +148,7 @@ def in_bf16(plan):
 def test_bf16_stays_close_to_fp32(tmp_path):
     job = write_job(tmp_path)
     plan = plan_for(job)
-    exact = train(job, f"output={tmp_path / 'exact'}", plan=plan)
+    exact = train(job, f"output_dir={tmp_path / 'exact'}", plan=plan)
     coarse = train(job, "precision=bf16", plan=in_bf16(plan))
     assert coarse.losses == pytest.approx(exact.losses, rel=0.02)
     assert coarse.losses != exact.losses
@@ -159,12 +159,12 @@ def test_sgd_with_momentum_is_resumed_to_the_bit(tmp_path):
     job = write_job(
         tmp_path,
         optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9},
-        schedule={"kind": "constant"},
+        lr_scheduler={"type": "constant"},
     )
     plan = plan_for(job)
-    whole = train(job, f"output={tmp_path / 'whole'}", plan=plan)
+    whole = train(job, f"output_dir={tmp_path / 'whole'}", plan=plan)
     assert_learns(whole)
-    train(job, "steps=3", plan=plan)
+    train(job, "max_steps=3", plan=plan)
     assert train(job, plan=plan, resume=True).losses == whole.losses[3:]
 
 
@@ -172,7 +172,7 @@ def test_sgd_with_momentum_is_resumed_to_the_bit(tmp_path):
 def test_another_optimizer_cannot_go_on(tmp_path):
     job = write_job(tmp_path)
     plan = plan_for(job)
-    train(job, "steps=1", plan=plan)
+    train(job, "max_steps=1", plan=plan)
     with pytest.raises(InputError, match="the checkpoint is of another optimizer"):
         train(job, "optimizer.name=sgd", plan=plan, resume=True)
 
@@ -181,13 +181,13 @@ def test_another_optimizer_cannot_go_on(tmp_path):
 def test_other_data_cannot_go_on(tmp_path):
     job = write_job(tmp_path)
     plan = plan_for(job)
-    train(job, "steps=1", plan=plan)
+    train(job, "max_steps=1", plan=plan)
     with pytest.raises(InputError, match="data"):
         train(job, "data.arguments={samples: 80}", plan=plan, resume=True)
 
 
 def test_samples_that_cannot_be_read_stop_the_run_or_are_counted(tmp_path):
-    data = {"factory": "toys:damaged_tokens", "held_out": 0, "bad_samples": "skip"}
+    data = {"factory": "toys:damaged_tokens", "validation_split": 0, "bad_samples": "skip"}
     job = write_job(tmp_path, data=data)
     plan = plan_for(job)
     plan.save(tmp_path / "plan.json")
@@ -201,20 +201,20 @@ def test_samples_that_cannot_be_read_stop_the_run_or_are_counted(tmp_path):
         told.count(f"could not be read, and were skipped: {bad[0]} of rank 0 (device 'big-0'") == 1
     )
     with pytest.raises(TrainingError, match=r"sample \d*9 of .* cannot be read: OSError: a bad"):
-        train(job, "data.bad_samples=stop", f"output={tmp_path / 'other'}", plan=plan)
+        train(job, "data.bad_samples=stop", f"output_dir={tmp_path / 'other'}", plan=plan)
 
 
 @pytest.mark.extended
 def test_bad_samples_are_skipped_in_all_that_a_run_does(tmp_path):
     """While it is measured what samples take, and in evaluations; the first one is bad, too."""
-    data = {"factory": "toys:damaged_tokens", "arguments": {"first": 0}, "held_out": 0.2}
+    data = {"factory": "toys:damaged_tokens", "arguments": {"first": 0}, "validation_split": 0.2}
     job = write_job(
         tmp_path,
         data={**data, "bad_samples": "skip"},
         cluster=ALONE,
-        profile=OWN_PROFILES | {"budget": 1},
-        evaluation={"every_steps": 1},
-        steps=2,
+        **OWN_PROFILES | {"profile_budget": 1},
+        eval_steps=1,
+        max_steps=2,
     )
     summary = train(job)
     assert len(summary.losses) == 2
@@ -229,9 +229,9 @@ def test_bad_samples_are_skipped_in_all_that_a_run_does(tmp_path):
 
 @pytest.mark.extended
 def test_a_sample_that_never_comes_while_devices_are_measured_is_named(tmp_path):
-    data = {"factory": "toys:absent_tokens", "arguments": {"first": 8}, "held_out": 0}
-    own = OWN_PROFILES | {"budget": 1}
-    job = write_job(tmp_path, data=data, profile=own, timeout=5)
+    data = {"factory": "toys:absent_tokens", "arguments": {"first": 8}, "validation_split": 0}
+    own = OWN_PROFILES | {"profile_budget": 1}
+    job = write_job(tmp_path, data=data, **own, timeout=5)
     with pytest.raises(TrainingError, match=r"sample \d+ of toys:absent_tokens does not come"):
         JobController.of_file(job, [], debug=False).profile()
 
@@ -241,10 +241,11 @@ def test_an_evaluation_may_have_fewer_samples_than_a_batch(tmp_path, held_out):
     """One or three of 64 samples: some ranks get no row."""
     job = write_job(
         tmp_path,
-        data={"factory": "toys:tokens", "held_out": held_out},
-        evaluation={"every_steps": 1, "batches": 3},
+        data={"factory": "toys:tokens", "validation_split": held_out},
+        eval_steps=1,
+        eval_batches=3,
     )
-    train(job, "steps=2", plan=plan_for(job))
+    train(job, "max_steps=2", plan=plan_for(job))
     losses = [record["loss"] for record in metrics(tmp_path / "run", "evaluation")]
     assert len(losses) == 2
     assert losses[1] < losses[0]
@@ -253,11 +254,11 @@ def test_an_evaluation_may_have_fewer_samples_than_a_batch(tmp_path, held_out):
 def test_an_evaluation_needs_samples(tmp_path):
     job = write_job(
         tmp_path,
-        data={"factory": "toys:tokens", "held_out": 0},
-        evaluation={"every_steps": 1},
+        data={"factory": "toys:tokens", "validation_split": 0},
+        eval_steps=1,
     )
     with pytest.raises(InputError, match="no held-out samples"):
-        train(job, "steps=2", plan=plan_for(job))
+        train(job, "max_steps=2", plan=plan_for(job))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -315,21 +316,21 @@ def test_text_is_for_models_that_foretell_the_next_token(tmp_path, text):
     bert = {"config": {"model_type": "bert", **small, "intermediate_size": 16}}
     job = write_job(tmp_path, model=bert, data={"text": ["text"]}, cluster=ALONE)
     with pytest.raises(InputError, match="text has its own tokens as labels"):
-        train(job, "model.task=masked-lm", "steps=1")
+        train(job, "model.task=masked-lm", "max_steps=1")
 
 
 def test_a_token_that_the_model_does_not_know_is_named_with_its_sample(tmp_path):
-    data = {"factory": "toys:tokens", "held_out": 0}
+    data = {"factory": "toys:tokens", "validation_split": 0}
     job = gpt_job(tmp_path, data, config={"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0})
     with pytest.raises(InputError, match=r"sample \d+ holds token \d+, the model knows 0 to 19"):
-        train(job, "steps=2")
+        train(job, "max_steps=2")
 
 
 def test_a_step_without_a_label_that_counts_is_told_as_that(tmp_path):
-    data = {"factory": "toys:masked_tokens", "held_out": 0}
+    data = {"factory": "toys:masked_tokens", "validation_split": 0}
     job = gpt_job(tmp_path, data)
     with pytest.raises(TrainingError, match="step 1 has no loss: none of its labels counts"):
-        train(job, "steps=2", plan=plan_for(job, [4], [1.0]))
+        train(job, "max_steps=2", plan=plan_for(job, [4], [1.0]))
 
 
 def test_a_task_that_the_model_does_not_do_is_refused(tmp_path):

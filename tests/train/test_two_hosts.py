@@ -54,7 +54,7 @@ def _job(folder: Path, hosts: Sequence[str] = HOSTS, timeout_s: float = TIMEOUT_
     ]
     model = {"factory": "toys:model", "arguments": {"sample_s": 0.02, "rank": 0, "width": WIDTH}}
     # So slow that losses stay away from zero, where sums of another order show.
-    usual = {"optimizer": {"lr": 1e-4}, "steps": STEPS}
+    usual = {"optimizer": {"lr": 1e-4}, "max_steps": STEPS}
     return write_job(folder, cluster=cluster, timeout=timeout_s, model=model, **usual)
 
 

@@ -144,10 +144,10 @@ def slow_job(folder: Path, window_steps: int) -> Path:
     slow = {"factory": "toys:slow_tokens", "arguments": {"window_steps": window_steps}}
     return write_job(
         folder,
-        data=slow | {"held_out": 0.1, "workers": 0, "prefetch": 1},
-        global_batch=2,
-        steps=4 * window_steps,
-        log_every_steps=window_steps // 2,
+        data=slow | {"validation_split": 0.1, "num_workers": 0, "prefetch": 1},
+        global_batch_size=2,
+        max_steps=4 * window_steps,
+        logging_steps=window_steps // 2,
         cluster=[{"class": "big", "accelerator": "cpu", "memory": "64 MiB", "count": 2}],
     )
 

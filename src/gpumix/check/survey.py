@@ -216,8 +216,8 @@ class Surveyor:
         size = self._sizes(speakers, on_hosts)
         return JobFacts(
             checkpoint_bytes=size.get("checkpoint_bytes"),
-            checkpoints=job.checkpoint.keep + 1,
-            copies=count_copies(len(self._hosts)) if job.checkpoint.memory_every_steps else 0,
+            checkpoints=job.save_total_limit + 1,
+            copies=count_copies(len(self._hosts)) if job.memory_save_steps else 0,
             saved_bytes=size.get("saved_bytes", 0),
             named_cluster=job.cluster != "auto",
             on_hosts=on_hosts,

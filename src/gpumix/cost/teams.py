@@ -225,7 +225,8 @@ def refuse_unmeasured(
 def _not_measured(name: str, size: int) -> InputError:
     return InputError(
         f"teams of {size} of class '{name}' were not measured",
-        fix="profile again with `techniques: {tensor: [1, ...]}`, or take another degree",
+        fix="profile again with `techniques: {tensor_parallel_size: [1, ...]}`, or take another "
+        "degree",
     )
 
 
@@ -239,8 +240,8 @@ def get_group_measurements(profile: Profile, degree: int, *, sequence: bool) -> 
     raise InputError(
         f"the profile does not say how {degree} ranks compute units together{how}",
         why=f"tensor parallel degrees that were measured so: {', '.join(alike) or 'none'}",
-        fix="profile again with `techniques: {tensor: [1, ...]}`, or take another degree"
-        + (", or `techniques: {sequence: false}`" if sequence else ""),
+        fix="profile again with `techniques: {tensor_parallel_size: [1, ...]}`, or take another "
+        "degree" + (", or `techniques: {sequence_parallel: false}`" if sequence else ""),
     )
 
 

@@ -88,9 +88,9 @@ class Loader(Iterator[Batch]):
         device: destination of batches. A batch for a CUDA device is copied during the previous
             step; tokens with an `attention_mask` come in pinned memory, because the engine trims
             padding before it copies them.
-        workers: number of workers, at most 1024; 0: one thread.
+        num_workers: number of workers, at most 1024; 0: one thread.
         kind: threads of this process, for which the dataset must be safe to read concurrently, or
-            processes. A stream is read by a single thread, whatever `workers` says.
+            processes. A stream is read by a single thread, whatever `num_workers` says.
         prefetch: batches fetched ahead of the current one.
         transform: applied to a stream's samples in the workers; expensive work belongs here.
         collate: makes a batch of a list of samples, in a worker; default: stack the samples.
@@ -118,7 +118,7 @@ class Loader(Iterator[Batch]):
         *,
         seed: int = 0,
         device: torch.device | str = "cpu",
-        workers: int | Literal["auto"] = "auto",
+        num_workers: int | Literal["auto"] = "auto",
         kind: Kind | Literal["auto"] = "auto",
         prefetch: int | Literal["auto"] = "auto",
         transform: Callable[[Any], Any] | None = None,
@@ -128,7 +128,7 @@ class Loader(Iterator[Batch]):
         by_length: ByLength = DEFAULT_BY_LENGTH,
         cores: float | None = None,
     ) -> None:
-        _check(workers, kind, prefetch, bad_samples, timeout_s)
+        _check(num_workers, kind, prefetch, bad_samples, timeout_s)
         safe = True if kind == "threads" else None
         self._share = get_batch_share(shares, rank)
         reading = Reading(bad_samples, timeout_s)
@@ -145,7 +145,7 @@ class Loader(Iterator[Batch]):
             threads=self._source.thread_safe or (kind == "threads" and not self._source.in_order),
             memory_bytes=0,
             kind=None if kind == "auto" else kind,
-            workers=workers if workers != "auto" else None if self._source.parallel else 1,
+            workers=num_workers if num_workers != "auto" else None if self._source.parallel else 1,
             ahead=None if prefetch == "auto" else prefetch,
         )
         self._bounds = bounds.with_random_draws() if self._source.draws else bounds
@@ -448,12 +448,13 @@ def _source_of(
 
 
 def _check(
-    workers: int | str, kind: str, prefetch: int | str, bad_samples: str, timeout_s: float
+    num_workers: int | str, kind: str, prefetch: int | str, bad_samples: str, timeout_s: float
 ) -> None:
     if prefetch != "auto" and (not isinstance(prefetch, int) or prefetch < 1):
         raise InputError(f"prefetch must be 1 or more or 'auto', not {prefetch}")
-    if workers != "auto" and (not isinstance(workers, int) or not 0 <= workers <= MOST_WORKERS):
-        raise InputError(f"workers must be 0 to {MOST_WORKERS} or 'auto', not {workers}")
+    whole = isinstance(num_workers, int) and 0 <= num_workers <= MOST_WORKERS
+    if num_workers != "auto" and not whole:
+        raise InputError(f"num_workers must be 0 to {MOST_WORKERS} or 'auto', not {num_workers}")
     if kind not in ("auto", "threads", "processes"):
         raise InputError(f"kind must be 'auto', 'threads' or 'processes', not {kind!r}")
     if kind == "processes" and not can_fork():
@@ -497,7 +498,7 @@ def evaluation_batches(
     if not total:
         raise InputError(
             "there are no held-out samples to evaluate on",
-            fix="set data.held_out above 0, or evaluation.every_steps to 0",
+            fix="set data.validation_split above 0, or eval_steps to 0",
         )
     own = [np.arange(rows.start, rows.stop) for rows in share.rows(total)]
     indices, pin = np.concatenate([NO_INDICES, *own]), find_pin_memory_device(device)

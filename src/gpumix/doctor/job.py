@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from gpumix.doctor.change import Changes, format_overrides
 from gpumix.doctor.examine import TimedWindow
@@ -42,7 +43,8 @@ LOSS_CHANGES = {
     "late_values": "late_values",
     "precision": "autocast",
 }  # changes, and names in `alike`
-MEASURED = {"precision", "compile", "efficiency"}  # job keys affecting its profile
+# Job keys affecting its profile.
+MEASURED: dict[str, Any] = {"precision": True, "torch_compile": True, "advanced": {"efficiency"}}
 AMPERE = 8  # major compute capability introducing TF32
 
 
@@ -81,8 +83,8 @@ class JobPatient:
         said = [
             *self.given,
             *format_overrides(settings),
-            f"output={self.folder}",
-            "trace_step=null",
+            f"output_dir={self.folder}",
+            "advanced.trace_step=null",
         ]
         return JobController.of_file(self.path, said, allowed=self.allowed, debug=self.debug)
 
@@ -95,14 +97,14 @@ class JobPatient:
         """The plan after a run's possible rebalancing of samples."""
         profile = self._profile()
         plan = self.pipeline.plan(profile)
-        return predict_rebalanced_plan(profile, plan) if self.job.rebalance else plan
+        return predict_rebalanced_plan(profile, plan) if self.job.advanced.rebalance else plan
 
     def _profile(self) -> Profile:
         """Return the profile, measured once for all changes without effect on it."""
         job = self.job
         said = job.model_dump(mode="json", include=MEASURED)
-        techniques = job.techniques
-        key = json.dumps([said, techniques.tensor, techniques.sequence, job.data.workers])
+        teams = (job.techniques.tensor_parallel_size, job.techniques.sequence_parallel)
+        key = json.dumps([said, *teams, job.data.num_workers])
         if key not in self.profiles:
             self.profiles[key] = self.pipeline.profile()
         return self.profiles[key]
@@ -115,7 +117,7 @@ class JobPatient:
             log=self.folder / "printed.log",
             gpu=bool(self._list_real_classes(gpus=True)),
             looks=looks,
-            attention=self.job.compile is False,
+            attention=self.job.torch_compile is False,
         )
         with watch_machine() as told:
             trial = self.pipeline.try_out(plan, self.steps, beside=True, watcher=inside)
@@ -128,8 +130,8 @@ class JobPatient:
         seconds = trial.mean_s
         took_s = self.steps * trial.mean_s
         for every, took in (
-            (self.job.evaluation.every_steps, trial.evaluation),
-            (self.job.checkpoint.stated_steps, trial.save),
+            (self.job.eval_steps, trial.evaluation),
+            (self.job.stated_save_steps, trial.save),
         ):
             if every:
                 seconds += took.compute_added_s(every * trial.mean_s) / every
@@ -146,11 +148,11 @@ class JobPatient:
     @property
     def _batch_ratio(self) -> float:
         """Ratio of the unchanged to the changed batch size."""
-        return (self.global_batch or self.job.global_batch) / self.job.global_batch
+        return (self.global_batch or self.job.global_batch_size) / self.job.global_batch_size
 
     def with_changes(self, changes: Changes) -> JobPatient:
         both = {**self.changes, **changes}
-        batch = self.global_batch or self.job.global_batch
+        batch = self.global_batch or self.job.global_batch_size
         tokens = self.tokens or _tokens(self.trials[-1]) if self.trials else self.tokens
         return replace(self, changes=both, global_batch=batch, tokens=tokens, trials=[])
 

@@ -73,18 +73,18 @@ class Evidence:
 
 
 PINS = {
-    "recompute": "blocks are computed twice",
+    "gradient_checkpointing": "blocks are computed twice",
     "zero_stages": "what of the state is divided is pinned",
     "shardings": "between which devices the state is divided is pinned",
-    "boundaries": "inputs of blocks are kept on the host",
+    "checkpoints_on": "inputs of blocks are kept on the host",
     "orders": "the order of micro-batches is pinned",
-    "heads": "how the head is computed is pinned",
+    "cross_entropy": "how the head is computed is pinned",
     "state_on": "where the state is kept is pinned",
-    "tensor": "how many devices compute a block together is pinned",
-    "sequence": "whether the sequence is divided is pinned",
-    "most_stages": "the number of stages is pinned",
-    "least_stages": "the number of stages is pinned",
-    "schedules": "the schedule of stages is pinned",
+    "tensor_parallel_size": "how many devices compute a block together is pinned",
+    "sequence_parallel": "whether the sequence is divided is pinned",
+    "max_pipeline_stages": "the number of stages is pinned",
+    "min_pipeline_stages": "the number of stages is pinned",
+    "pipeline_schedules": "the schedule of stages is pinned",
     "padded": "padded collectives are left out",
     "leave_out": "devices that only hold the others up may not be left out",
 }
@@ -134,7 +134,7 @@ def _input(seen: Evidence) -> Iterator[Suspect]:
     data = seen.job.data
     why = f"a device waits for its data in {seen.input_share:.0%} of a step"
     pinned = {
-        f"data.{key}": "auto" for key in ("workers", "prefetch") if getattr(data, key) != "auto"
+        f"data.{key}": "auto" for key in ("num_workers", "prefetch") if getattr(data, key) != "auto"
     }
     if pinned:
         yield Suspect("workers", "too few workers, or batches ahead", why, pinned)
@@ -178,19 +178,19 @@ def _suspect_computation(seen: Evidence) -> Iterator[Suspect]:
         why = "each class has a dtype that it is fastest in"
         what, changes = f"`precision: {job.precision}`", {"precision": "auto"}
         yield Suspect("precision", what, why, changes, note=DTYPE_NOTE)
-    for key, value in job.efficiency.model_dump(mode="json").items():
+    for key, value in job.advanced.efficiency.model_dump(mode="json").items():
         if value != "auto":
-            what = f"`efficiency.{key}: {value}`"
+            what = f"`advanced.efficiency.{key}: {value}`"
             why = "what a class does best is known"
-            yield Suspect(key, what, why, {f"efficiency.{key}": "auto"})
+            yield Suspect(key, what, why, {f"advanced.efficiency.{key}": "auto"})
     if isinstance(job.model.config, dict) and _has_eager_attention(job.model.config):
         why = "a fused kernel makes no matrix of all pairs of positions"
-        changes = {"efficiency.attention": "sdpa"}
+        changes = {"advanced.efficiency.attention": "sdpa"}
         yield Suspect("eager", "the model's `config` asks for attention `eager`", why, changes)
-    if job.precision == "fp32" and job.efficiency.tf32 == "auto" and seen.tf32:
+    if job.precision == "fp32" and job.advanced.efficiency.tf32 == "auto" and seen.tf32:
         why = "tensor cores compute fp32 products in TF32, which keeps 10 of 23 bits"
         by_class = dict.fromkeys(seen.tf32, True)
-        yield Suspect("tf32", "TF32 is off", why, {"efficiency.tf32": by_class})
+        yield Suspect("tf32", "TF32 is off", why, {"advanced.efficiency.tf32": by_class})
     if job.precision == "auto" and seen.cpu_bf16:
         yield Suspect(
             name="bf16",
@@ -204,14 +204,14 @@ def _suspect_computation(seen: Evidence) -> Iterator[Suspect]:
 
 
 def _compiled(seen: Evidence) -> Iterator[Suspect]:
-    if seen.job.compile is not False or not (seen.compilers or seen.cpu_compilers):
+    if seen.job.torch_compile is not False or not (seen.compilers or seen.cpu_compilers):
         return
     name, what = "compile", "blocks are not compiled"
     why = "compiled code fuses what lies between products"
     if seen.kernels_share is not None and seen.kernels_share < LAUNCH_SHARE:
         name, what = "launches", "a GPU waits for its next kernel: kernels are small"
         why = f"it computes in {seen.kernels_share:.0%} of a step"
-    yield Suspect(name, what, why, {"compile": True}, costly=not seen.compilers)
+    yield Suspect(name, what, why, {"torch_compile": True}, costly=not seen.compilers)
 
 
 def _has_eager_attention(config: dict[str, Any]) -> bool:
@@ -236,23 +236,23 @@ def _padding(seen: Evidence) -> Iterator[Suspect]:
 
 def _suspect_interludes(seen: Evidence) -> Iterator[Suspect]:
     """Suspect evaluations and checkpoints running too often."""
-    for name, section, took, what, given_up in (
+    for name, key, took, what, given_up in (
         (
             "checkpoints",
-            "checkpoint",
+            "save_steps",
             seen.save,
             "checkpoints are saved too often",
             "what is on the disk is up to {} steps old, {} as it is",
         ),
         (
             "evaluation",
-            "evaluation",
+            "eval_steps",
             seen.evaluation,
             "it is evaluated too often",
             "the loss of evaluation is known every {} steps, every {} as it is",
         ),
     ):
-        stated = getattr(seen.job, section).every_steps
+        stated = getattr(seen.job, key)
         every = 0 if stated == "auto" else stated
         each_s = took.compute_added_s(every * seen.step_s)
         if not every or each_s <= MOST_INTERLUDE_SHARE * every * seen.step_s:
@@ -264,15 +264,15 @@ def _suspect_interludes(seen: Evidence) -> Iterator[Suspect]:
             name=name,
             what=what,
             why=f"that is {share:.0%} of the run",
-            changes={f"{section}.every_steps": rarer},
+            changes={key: rarer},
             note=given_up.format(rarer, every),
         )
 
 
 def _batch(seen: Evidence) -> Iterator[Suspect]:
     """Suspect a small batch last, because it changes training, and only without waits for data."""
-    changes = {"global_batch": 2 * seen.job.global_batch}
-    if seen.input_share > MIN_STARVED_SHARE or changes["global_batch"] > LARGEST_BATCH:
+    changes = {"global_batch_size": 2 * seen.job.global_batch_size}
+    if seen.input_share > MIN_STARVED_SHARE or changes["global_batch_size"] > LARGEST_BATCH:
         return
     predicted_s = seen.predict_step_s(changes)
     if predicted_s is None or predicted_s >= seen.planned_s * (1.0 - SMALL_BATCH):

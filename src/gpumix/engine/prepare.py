@@ -289,7 +289,8 @@ def _check_plan(plan: Plan, anatomy: ModelUnits, comm: Communicator) -> None:
     root = [slot.name for slot in anatomy.root.slots]
     check_root_ends(plan, root, root)
     _check_root_parameters(plan, root)
-    if missing := EVERYTHING.model_copy(update={"tensor": plan.degrees}).missing(plan):
+    space = EVERYTHING.model_copy(update={"tensor_parallel_size": plan.degrees})
+    if missing := space.missing(plan):
         raise InputError(
             f"the engine does not run this plan: {missing}",
             fix="make a plan that it runs: gpumix plan JOB.yaml",

@@ -275,7 +275,7 @@ class RankGroup:
                         f"{self.names[rank]} did not come to '{topic}' within {allowed_s:.0f} s",
                         where=self.names[self.rank],
                         fix="look at that rank's host, then run the same command with --resume; a "
-                        "longer `timeout` in the job waits longer",
+                        "longer `advanced.timeout` in the job waits longer",
                         wait=wait,
                     )
                 time.sleep(0.005)

@@ -94,7 +94,7 @@ def make_host_line(
         HOST_MODULE,
         *make_rank_arguments(str(place.first), place.processes, world),
         *make_rendezvous_arguments(meeting.address, str(meeting.port)),
-        "--grace",
+        "--grace-period",
         f"{around.grace_s:g}",
         *(["--led"] if led else []),
         "--",

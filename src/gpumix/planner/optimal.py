@@ -91,10 +91,10 @@ class FastestPlans:
     @cached_property
     def _found(self) -> Plan | InputError | NoFeasiblePlanError:
         best, space = _BestPlan(), self.request.space
-        if space.least_stages == 1:
+        if space.min_pipeline_stages == 1:
             _ = self.alone  # an invalid request raises here already
             best.try_search(self._search_one_stage)
-        if space.most_stages != 1:
+        if space.max_pipeline_stages != 1:
             best.try_search(self._search_staged)
             if space.leave_out:
                 self._leave_out_of_stages(best)
@@ -129,7 +129,7 @@ class FastestPlans:
                     request = fewer
 
     def _search_one_stage(self, _: float) -> Searched:
-        space = self.request.space.model_copy(update={"most_stages": 1})
+        space = self.request.space.model_copy(update={"max_pipeline_stages": 1})
         request = self.request.model_copy(update={"space": space})
         plan, bound_s = search_all_degrees(self.profile, request, self._search_degree)
         if plan is None:
@@ -159,7 +159,7 @@ class FastestPlans:
             few = len(self.profile.cluster.devices) <= FEW_DEVICES
             gained = MAX_REFINE_FACTOR if few else MAX_REFINE_FACTOR_MANY
             found = plan_one_stage_below(profile, request, paces, below_s * gained)
-            if found is None and 1 not in self.request.space.tensor:
+            if found is None and 1 not in self.request.space.tensor_parallel_size:
                 devices, space = ranked_devices(profile, request), request.space
                 raise make_no_fit_error(profile, devices, space, request.global_batch)
         bound_s: float | None = below_s

@@ -48,7 +48,7 @@ from gpumix.schema.units import LARGEST_BATCH
 
 
 def _refuse_stage_choice(strategy: Strategy) -> Strategy:
-    """Wrap a strategy with a fixed number of stages, to refuse `least_stages`."""
+    """Wrap a strategy with a fixed number of stages, to refuse `min_pipeline_stages`."""
 
     def planned(profile: Profile, request: PlanRequest) -> Plan:
         refuse_least_stages(request.space)
@@ -91,7 +91,11 @@ def check_strategy(name: str) -> None:
 
 
 def plan(
-    profile: Profile, global_batch: int, *, strategy: str = "optimal", space: Space = EVERYTHING
+    profile: Profile,
+    global_batch_size: int,
+    *,
+    strategy: str = "optimal",
+    space: Space = EVERYTHING,
 ) -> Plan:
     """Plan with `strategy` within `space`, and add the reasons (`Plan.reasons`).
 
@@ -104,12 +108,12 @@ def plan(
         NoFeasiblePlanError: no plan of this strategy fits the devices.
     """
     check_strategy(strategy)
-    if not 1 <= global_batch <= LARGEST_BATCH:
+    if not 1 <= global_batch_size <= LARGEST_BATCH:
         raise InputError(
-            f"the global batch must be 1 to {LARGEST_BATCH} samples, it is {global_batch}",
+            f"the global batch must be 1 to {LARGEST_BATCH} samples, it is {global_batch_size}",
             fix="give the samples of a step over all devices",
         )
-    request = PlanRequest(global_batch=global_batch, space=space)
+    request = PlanRequest(global_batch=global_batch_size, space=space)
     searched = FastestPlans(profile, request)
 
     @cache
@@ -188,7 +192,7 @@ def _single_classes(
 
 def _can_have_stages_or_groups(profile: Profile, request: PlanRequest) -> bool:
     """Return True if plans of several stages or with teams may exist."""
-    stages = profile.model.needs and request.space.most_stages != 1
+    stages = profile.model.needs and request.space.max_pipeline_stages != 1
     return bool(stages or measured_teams(profile).intersection(teams_of_space(request.space)))
 
 
@@ -267,7 +271,7 @@ def _find_ungrouped_devices(profile: Profile, request: PlanRequest, plan: Plan) 
     for device in profile.cluster.devices:
         if device.id not in used:
             left.setdefault((device.host, device.device_class), []).append(device.id)
-    least = min(request.space.tensor)
+    least = min(request.space.tensor_parallel_size)
     return tuple(sorted(name for some in left.values() if len(some) < least for name in some))
 
 

@@ -76,7 +76,7 @@ def _join_and_keep_graphs(
     profile: Profile, request: PlanRequest, plan: Plan, below_s: float = float("inf")
 ) -> Plan:
     plan = _join_units(profile, plan)
-    if set(request.space.recompute) == {True, False}:
+    if set(request.space.gradient_checkpointing) == {True, False}:
         plan = _keep_graphs(profile, plan, below_s)
     return plan
 

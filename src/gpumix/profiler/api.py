@@ -62,7 +62,7 @@ def profile(
     make_batch: Callable[[int], Any],
     *,
     sequence_length: int,
-    global_batch: int,
+    global_batch_size: int,
     cluster: Cluster | None = None,
     precision: Precision = "auto",
     optimizer: OptimizerOf | None = None,
@@ -72,7 +72,7 @@ def profile(
     dataset: Any = None,
     collate: Collate | None = None,
     space: Space = EVERYTHING,
-    compile: bool | Mapping[str, bool] = False,
+    torch_compile: bool | Mapping[str, bool] = False,
     efficiency: EfficiencySpec | None = None,
     budget_s: float = 120.0,
     timeout_s: float | None = None,
@@ -94,7 +94,7 @@ def profile(
         dataset, collate: the arguments of the `gpumix.Loader` feeding the ranks: the input rate of
             each host is measured too and limits plans. Streams are not measured.
         space: limits of plans; the tensor-parallel degrees in it are measured.
-        compile: use compiled units, on all classes that support it, or by class.
+        torch_compile: use compiled units, on all classes that support it, or by class.
         efficiency: compute settings besides dtype and compilation; default: by the table.
         budget_s: the time limit for measuring one device.
         timeout_s: how long a rank waits for other ranks beyond that; default: as in the default
@@ -120,17 +120,17 @@ def profile(
             build=partial(deferred, build, 0),
             make_batch=make_batch,
             optimizer_of=optimizer or partial(torch.optim.AdamW, fused=True),
-            shape=WorkloadShape(sequence_length, global_batch),
+            shape=WorkloadShape(sequence_length, global_batch_size),
             budget_s=budget_s,
             settings=ClassSettings.choose(
-                found, precision, compile, efficiency or EfficiencySpec()
+                found, precision, torch_compile, efficiency or EfficiencySpec()
             ),
             loss=loss,
             units=tuple(units),
             tensor=tensor,
             degrees=get_allowed_degrees(found, space),
-            sequence=space.sequence,
-            requires_tensor_parallel=1 not in space.tensor,
+            sequence=space.sequence_parallel,
+            requires_tensor_parallel=1 not in space.tensor_parallel_size,
         )
         cache = None if same_as is None else open_program_cache(same_as, subject, found)
         source = None if dataset is None or is_stream(dataset) else as_source(dataset, collate)

@@ -114,8 +114,8 @@ def _find_run_folder(folder: Path) -> Path:
         "this is no run",
         where=str(folder),
         why=why,
-        fix="give the `output` of a job that was trained, such as runs/first, or the folder that a "
-        "script wrote to",
+        fix="give the `output_dir` of a job that was trained, such as runs/first, or the folder "
+        "that a script wrote to",
     )
 
 

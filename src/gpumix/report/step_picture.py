@@ -1,8 +1,8 @@
 """Picture of a step: computing, communication and waits of each device over time.
 
-Draws traces, measured (`gpumix train --trace`) or simulated (`gpumix simulate`). Numbers in bars
-are micro-batches, for plans with several stages; passes through a device's second stage are paler.
-Needs matplotlib, which is imported for drawing only.
+Draws traces, measured (`gpumix train --trace-step`) or simulated (`gpumix simulate`). Numbers in
+bars are micro-batches, for plans with several stages; passes through a device's second stage are
+paler. Needs matplotlib, which is imported for drawing only.
 """
 
 from __future__ import annotations

@@ -114,8 +114,10 @@ class JobController:
         if allowed is not None:
             check_allowed(job, path, allowed, overrides)
         imports = TRANSFORMERS if job.model.config is not None else ()
-        restarts = job.restarts > 0
-        runs = make_runner(debug=debug, imports=imports, silence_s=job.timeout, restarts=restarts)
+        restarts = job.advanced.max_restarts > 0
+        runs = make_runner(
+            debug=debug, imports=imports, silence_s=job.advanced.timeout, restarts=restarts
+        )
         return cls(job, path.absolute().parent, runs, debug=debug)
 
     @property
@@ -173,8 +175,8 @@ class JobController:
             plan_file, made_from_file: the files of plan and profile.
         """
         if self.speaks:
-            check_installed(self.job.trackers)
-        lessons = self._runs.started_again(self.job.output, self._newest)
+            check_installed(self.job.report_to)
+        lessons = self._runs.started_again(self.job.output_dir, self._newest)
         if not self._exclude_devices(lessons):
             summary = self._runs.outcome()
             for home in self._homes():  # copies of an earlier start with this process
@@ -200,7 +202,7 @@ class JobController:
             stack.enter_context(self._lock_output(fresh=not resume and lessons is None))
             self._runs.warm_up()
             if self.speaks:
-                self._runs.begins(self.job.output, lessons)
+                self._runs.begins(self.job.output_dir, lessons)
                 stack.enter_context(run_trackers(self.job, fresh=not resume and lessons is None))
             try:
                 summary = self._train(plan, profile, resume, lessons)
@@ -208,11 +210,11 @@ class JobController:
                 return summary
             except KeyboardInterrupt:
                 if self.speaks:
-                    mark_stopped(self.job.output)
+                    mark_stopped(self.job.output_dir)
                 raise
             except BaseException as error:
                 if self.speaks:  # a killed rank could not report it
-                    mark_failed(self.job.output, get_first_line(error))
+                    mark_failed(self.job.output_dir, get_first_line(error))
                 raise
 
     def _exclude_devices(self, lessons: Lessons | None) -> bool:
@@ -233,7 +235,7 @@ class JobController:
     def _train(
         self, plan: Plan | None, profile: Profile | None, resume: bool, lessons: Lessons | None
     ) -> Summary:
-        recovery = Recovery(self.job.restarts, lessons)
+        recovery = Recovery(self.job.advanced.max_restarts, lessons)
         restart = lessons.restart if lessons is not None else None
         self.show(devices_table(self.cluster))
         if plan is None:
@@ -248,7 +250,7 @@ class JobController:
         begins = f"Plan ({plan.strategy})."
         self.show(plan_page(plan, begins=begins, doubt=describe_doubt(profile)))
         if restart is not None and self.speaks:
-            before = load_plan_in_force(self.job.output, fresh=not resume)
+            before = load_plan_in_force(self.job.output_dir, fresh=not resume)
             restart = complete_restart(restart, before, plan, self._devices, self.cluster)
             self.show(f"started again: {restart.why}; {restart.decided}")
         while True:
@@ -266,8 +268,8 @@ class JobController:
                 restart = Restart(error.what, failed_at, again.told, step_s)
                 self.show(f"{error}\n{again.told}")
                 if self.speaks:
-                    mark_restarting(self.job.output, error.what)
-                self._runs.starts_again(self.job.output, recovery.lessons(restart))
+                    mark_restarting(self.job.output_dir, error.what)
+                self._runs.starts_again(self.job.output_dir, recovery.lessons(restart))
                 plan, profile = self._plan_again(again, plan, profile)
 
     def _as_lost(
@@ -296,7 +298,7 @@ class JobController:
         with suppress(GpumixError):  # too many failures in a row
             again = recovery.after(error, self._newest(), plan)
             lessons = recovery.lessons(Restart(error.what, failed_at, again.told))
-            self._runs.learns(self.job.output, lessons)
+            self._runs.learns(self.job.output_dir, lessons)
 
     def _run(
         self, plan: Plan, profile: Profile | None, resume: bool, restart: Restart | None
@@ -321,21 +323,21 @@ class JobController:
         return summary
 
     def _show_flight_recorder(self) -> None:
-        folder = self.job.output / run_files.COLLECTIVES
+        folder = self.job.output_dir / run_files.COLLECTIVES
         if folder.is_dir() and any(folder.iterdir()):
             self.show(f"what ranks did last on NCCL is in {folder}: torchfrtrace -p rank_ {folder}")
 
     def _newest(self) -> int:
         """Return the last step with a state to resume from; 0 without a state."""
         found = find_newest_state([home.held() for home in self._homes()])
-        saved = find_latest(self.job.output / run_files.CHECKPOINTS)
+        saved = find_latest(self.job.output_dir / run_files.CHECKPOINTS)
         return max(found.step if found else 0, parse_step(saved) if saved else 0)
 
     def _homes(self) -> list[MemoryFolder]:
         """Return the folders of copies in memory, for each of the run's hosts on this machine."""
         root = shared_memory_folder()
         hosts = sorted({device.host for device in self._devices.devices})
-        output = self.job.output
+        output = self.job.output_dir
         run = read_run_id(output)
         return [] if root is None else [MemoryFolder(root, output, host, run) for host in hosts]
 
@@ -377,7 +379,8 @@ class JobController:
     def show_summary(self, summary: Summary) -> None:
         """Show the classes' table and a line with speed, loss and prediction error."""
         if summary.loss is None:
-            more = f", and the job wants {self.job.steps}" if self.job.steps < summary.steps else ""
+            wanted = self.job.max_steps
+            more = f", and the job wants {wanted}" if wanted < summary.steps else ""
             self.show(f"nothing was left to do: the run has {summary.steps} steps{more}")
             return
         from gpumix.train.run_log.display import classes_table
@@ -392,7 +395,7 @@ class JobController:
         self.show(line)
         if summary.overruns:
             self.show(format_overrun_warning(summary.overruns))
-        self.show(f"more of it: gpumix report {_shortest(self.job.output)}")
+        self.show(f"more of it: gpumix report {_shortest(self.job.output_dir)}")
 
     def _task(self) -> Any:
         from gpumix.train.worker.context import Task
@@ -411,7 +414,7 @@ class JobController:
         if not self.speaks:
             yield
             return
-        output = self.job.output
+        output = self.job.output_dir
         try:
             output.mkdir(parents=True, exist_ok=True)
             lock = os.fdopen(open_lock_file(output / run_files.LOCK), "r+b")
@@ -429,14 +432,14 @@ class JobController:
             yield
 
     def _check_output(self, resume: bool) -> None:
-        output = self.job.output
+        output = self.job.output_dir
         if output.exists() and not output.is_dir():
             raise InputError(
                 "the output is a file, it must be a folder",
                 where=str(output),
-                fix="write elsewhere: --set output=runs/another",
+                fix="write elsewhere: --set output_dir=runs/another",
             )
-        check_folder(output, traces=self.job.trace_step is not None)
+        check_folder(output, traces=self.job.advanced.trace_step is not None)
         if self.speaks:
             _check_free(output)
         saved = find_latest(output / run_files.CHECKPOINTS)
@@ -452,7 +455,7 @@ class JobController:
             raise InputError(
                 "the output folder holds the checkpoints of an earlier run",
                 where=str(output),
-                fix="go on with --resume, or write elsewhere: --set output=runs/another",
+                fix="go on with --resume, or write elsewhere: --set output_dir=runs/another",
             )
 
     def _checked(
@@ -506,7 +509,7 @@ class JobController:
 
             find_files(self.job.data)
         check_wanted_stages(strategy, space, self.cluster.devices)
-        if 1 not in space.tensor:
+        if 1 not in space.tensor_parallel_size:
             from gpumix.train.checks import attention_heads
 
             attention_heads.check_job_heads(self.job, self.cluster)
@@ -527,7 +530,7 @@ def plan_job(job: Job, profile: Profile, strategy: str | None = None, *, leaving
     """
     techniques = job.techniques
     space = techniques.leaving_out() if leaving_out else techniques.with_all_devices()
-    return make_plan(profile, job.global_batch, strategy=strategy or job.strategy, space=space)
+    return make_plan(profile, job.global_batch_size, strategy=strategy or job.strategy, space=space)
 
 
 def _check_free(output: Path) -> None:
@@ -548,7 +551,7 @@ def _not_writable(output: Path, error: OSError) -> MachineError:
         "cannot write into the output folder",
         where=str(output),
         why=error.strerror or str(error),
-        fix="write elsewhere: --set output=runs/another",
+        fix="write elsewhere: --set output_dir=runs/another",
     )
 
 
@@ -556,7 +559,7 @@ def _make_locked_error(output: Path) -> InputError:
     return InputError(
         "another run writes into the output folder",
         where=str(output),
-        fix="wait for its end, or write elsewhere: --set output=runs/another",
+        fix="wait for its end, or write elsewhere: --set output_dir=runs/another",
     )
 
 

@@ -212,9 +212,9 @@ class IssuedSteps:
 
     def _compute(self, batch: Any, cursor: dict[str, Any]) -> Results:
         """Run forward and backward of a batch whose data begins at `cursor`, and the update."""
-        engine, optimizer, clip_norm = self._engine, self._optimizer, self._job.optimizer.clip_norm
+        engine, optimizer, max_norm = self._engine, self._optimizer, self._job.max_grad_norm
         # Without clipping an update needs no norm over all gradients.
-        early = clip_norm is None and engine.may_update_early(optimizer)
+        early = max_norm is None and engine.may_update_early(optimizer)
         if early:
             self._keeping.settle(self.given + 1)
             engine.guard = self._guard_now()
@@ -222,7 +222,7 @@ class IssuedSteps:
         loss = engine.step(batch, optimizer if early else None)
         # Before the ranks agree on the norm: see `memory_checkpoint`.
         self._keeping.settle(self.given + 1)
-        norm = engine.gradient_norm() if clip_norm is None else engine.clip_grad_norm_(clip_norm)
+        norm = engine.gradient_norm() if max_norm is None else engine.clip_grad_norm_(max_norm)
         results, guard = Results(engine.exchanged, loss, norm), self._guard_now()
         if guard is None:
             self._read_finite_results(results, cursor, self._some_samples())

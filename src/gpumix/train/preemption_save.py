@@ -106,9 +106,9 @@ class PreemptionSaver:
 
     def __init__(self, context: RankContext, keeping: StateKeeper, done: Callable[[], int]) -> None:
         self._ranks, self._keeping, self._done = context.ranks, keeping, done
-        self._folder = context.job.output / run_files.CHECKPOINTS
-        self._steps = context.job.steps
-        self._grace_s = context.job.grace or grace_of_launcher() or GRACE_S
+        self._folder = context.job.output_dir / run_files.CHECKPOINTS
+        self._steps = context.job.max_steps
+        self._grace_s = context.job.advanced.grace_period or grace_of_launcher() or GRACE_S
         self._began_at, self._step_s, self._tells = time.monotonic(), 0.0, False
         self._behind = 0
         self._closed, self._over = threading.Event(), threading.Event()
@@ -217,7 +217,7 @@ class PreemptionSaver:
 
     @property
     def _grace(self) -> str:
-        return f"{show_seconds(self._grace_s)} (`grace`)"
+        return f"{show_seconds(self._grace_s)} (`advanced.grace_period`)"
 
     def _ended_without_a_save(self, done: int) -> Interrupted:
         if not done:

@@ -52,14 +52,14 @@ def profile(
             build=partial(_build_checked_model, task),
             make_batch=context.batch,
             optimizer_of=partial(build_trial_optimizer, job.optimizer, fused=own.fused_optimizer),
-            shape=WorkloadShape(job.sequence_length, job.global_batch),
-            budget_s=job.profile.budget,
+            shape=WorkloadShape(job.sequence_length, job.global_batch_size),
+            budget_s=job.advanced.profile_budget,
             settings=cache.settings,
             units=job.model.units,
             tensor=job.model.tensor_plan,
             degrees=cache.degrees,
-            sequence=job.techniques.sequence,
-            requires_tensor_parallel=1 not in job.techniques.tensor,
+            sequence=job.techniques.sequence_parallel,
+            requires_tensor_parallel=1 not in job.techniques.tensor_parallel_size,
         )
         profiler = ClusterProfiler(
             subject,
@@ -105,7 +105,7 @@ def _build_checked_model(task: Task) -> nn.Module:
     match_names([group.match for group in task.job.optimizer.groups], trained)
     if spec.weights is not None:
         make_source(model, spec.weights)
-    must_divide = 1 not in task.job.techniques.tensor
+    must_divide = 1 not in task.job.techniques.tensor_parallel_size
     if spec.tensor_plan is not None or must_divide:
         resolve_tensor_plan(model, spec.tensor_plan)
     if must_divide:
@@ -132,13 +132,13 @@ def train(
         trainer = build_trainer(context, own, profile, resume=resume, restart=restart)
         if context.first:
             job = task.job
-            odd = warn_of_data(context.train_data, context.held_out, job.global_batch)
+            odd = warn_of_data(context.train_data, context.held_out, job.global_batch_size)
             for line in (*warn_of_schedule(job), *odd):
                 get_stderr_console().print(line, style="yellow")
-            RunRecord.of(task).save(task.job.output / run_files.RUN)
-            plan.save(task.job.output / run_files.PLAN)
+            RunRecord.of(task).save(task.job.output_dir / run_files.RUN)
+            plan.save(task.job.output_dir / run_files.PLAN)
             if profile is not None:
-                profile.save(task.job.output / run_files.PROFILE)
+                profile.save(task.job.output_dir / run_files.PROFILE)
         return trainer.run()
 
 

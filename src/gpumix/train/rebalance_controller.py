@@ -86,8 +86,8 @@ class RebalanceController:
             self._restaging = StageReplanner(
                 plan,
                 profile,
-                replan=partial(_replan_job, job) if job.restarts else None,
-                steps=job.steps,
+                replan=partial(_replan_job, job) if job.advanced.max_restarts else None,
+                steps=job.max_steps,
             )
 
     def after_step(self, times: Sequence[float], compute_s: Sequence[float]) -> list[RunEvent]:
@@ -158,7 +158,7 @@ class RebalanceController:
 
     def _watching(self) -> Rebalancer:
         """Return the rebalancer. Collective without a profile."""
-        plan, profile, steps = self._planned, self._profile, self._context.job.steps
+        plan, profile, steps = self._planned, self._profile, self._context.job.max_steps
         if profile is None or plan.prediction is None:
             return Rebalancer(plan, self._room(), steps=steps)
         return Rebalancer(

@@ -45,7 +45,7 @@ from gpumix.train.worker.context import RankContext
 
 LATE_CHECKPOINT = (
     "a checkpoint is due before the last one is written, and put off until then: the disk is "
-    "slower than `checkpoint.every_steps` asks for"
+    "slower than `save_steps` asks for"
 )
 
 
@@ -76,7 +76,9 @@ class RunLogger:
         self.records: list[RankRecord] = []
         self.classes: list[ClassRecord] = []
         self.held_out_skipped: list[Skipped] = []
-        self._log = RunLog(context.job.output, engine.plan, context.job.steps, done=begun_at)
+        self._log = RunLog(
+            context.job.output_dir, engine.plan, context.job.max_steps, done=begun_at
+        )
         self._display: Display | None = None
         self._told_of_copies = self._told_of_disk = self._told_of_waiting = False
         self._spent = TimeBreakdown.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -91,9 +93,7 @@ class RunLogger:
         """Write the run's files from here until the end of `stack`."""
         if self._context.first:
             stack.enter_context(self._log)
-            self._display = stack.enter_context(
-                Display(self._log, self._context.job.log_every_steps)
-            )
+            self._display = stack.enter_context(Display(self._log, self._context.job.logging_steps))
 
     def say(self, line: str) -> None:
         if self._display is not None:
@@ -156,7 +156,7 @@ class RunLogger:
     def trace(self, step: int, told: Sequence[str]) -> None:
         """Save the trace of a step from the recordings of all ranks."""
         if self._display is not None:
-            path = self._context.job.output / run_files.TRACE
+            path = self._context.job.output_dir / run_files.TRACE
             recordings = [RecordedStep.from_json(text) for text in told]
             build_trace(self._engine.plan, recordings).save(path)
             self._display.say(f"trace of step {step}: {path}, open it in ui.perfetto.dev")

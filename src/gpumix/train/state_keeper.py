@@ -39,7 +39,7 @@ MEMORY_SHARE, LONG_SHARE, LONG_STEP_S = 0.01, 0.05, 1.0
 MEASURED_COPIES = 100
 # Time between checkpoints on disk if their interval is chosen.
 SAVE_EVERY_S = 600.0
-# Minimum disk throughput on top of the `timeout`; a slower disk counts as hanging.
+# Minimum disk throughput on top of `advanced.timeout`; a slower disk counts as hanging.
 SLOWEST_BYTES_PER_S = 5e7
 # A parameter and the usual optimizer state, in fp32 each.
 BYTES_A_PARAMETER = 12
@@ -91,7 +91,7 @@ class StateKeeper:
         self._engine, self._optimizer, self._loader = engine, optimizer, loader
         job, ranks = context.job, context.ranks
         self._place = RankOnHost(ranks.rank, [worker.host for worker in plan.workers])
-        self.patience_s = job.timeout + _size_of(engine) / SLOWEST_BYTES_PER_S
+        self.patience_s = job.advanced.timeout + _size_of(engine) / SLOWEST_BYTES_PER_S
         """Time limit of a checkpoint, or of a copy in memory."""
         self._group = self._group_of_ranks()
         self.checkpointer = self._checkpointer_of(self._group)
@@ -104,14 +104,14 @@ class StateKeeper:
         self._safe_step = 0  # the state after it is on disk, or is the run's initial state
         self._begun_step = -1  # step of the checkpoint begun last
         root = shared_memory_folder()
-        run = ranks.share("id of the run", read_run_id(job.output) if context.first else None)
+        run = ranks.share("id of the run", read_run_id(job.output_dir) if context.first else None)
         self._home = (
-            None if root is None else MemoryFolder(root, job.output, context.device.host, run)
+            None if root is None else MemoryFolder(root, job.output_dir, context.device.host, run)
         )
         self._memory: MemoryCheckpointer | None = None
-        every = job.checkpoint.memory_every_steps
+        every = job.memory_save_steps
         self._every_steps = 1 if every == "auto" else every
-        self.save_every_steps = job.checkpoint.stated_steps
+        self.save_every_steps = job.stated_save_steps
         """Steps between checkpoints on disk; 0 if none is due, or before the interval is chosen."""
         # Pauses of training for the newest copies in memory.
         self._copied_s: deque[float] = deque(maxlen=MEASURED_COPIES)
@@ -121,8 +121,8 @@ class StateKeeper:
     def _checkpointer_of(self, group: dist.ProcessGroup | None) -> Checkpointer:
         job = self._context.job
         return Checkpointer(
-            job.output / run_files.CHECKPOINTS,
-            keep=job.checkpoint.keep,
+            job.output_dir / run_files.CHECKPOINTS,
+            keep=job.save_total_limit,
             group=group,
             ranks_here=self._place.ranks_here,
             patience_s=self.patience_s,
@@ -249,9 +249,9 @@ class StateKeeper:
     def choose_intervals(self, step_s: float) -> list[RunEvent]:
         """Choose the intervals that the job leaves open: of copies in memory by the cost of the
         first (see `choose_copy_interval`), of checkpoints on disk by time. Return the report."""
-        spec, found = self._context.job.checkpoint, []
-        copies = self._memory is not None and spec.memory_every_steps == "auto"
-        saves = spec.every_steps == "auto"
+        job, found = self._context.job, []
+        copies = self._memory is not None and job.memory_save_steps == "auto"
+        saves = job.save_steps == "auto"
         if not copies and not saves:
             return []
         copied_s = min(self._copied_s, default=0.0)

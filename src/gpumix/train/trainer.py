@@ -127,7 +127,7 @@ class Trainer:
             self.taken,
             begun_at=self.step,
         )
-        self._balancing = self._make_controller(profile) if self.job.rebalance else None
+        self._balancing = self._make_controller(profile) if self.job.advanced.rebalance else None
         self._clocks = ClockMonitor(profile)
         self._soundness = CorruptionMonitor(context, plan, self.engine)
 
@@ -146,7 +146,7 @@ class Trainer:
             TrainingError: the loss is not finite; the state before that step is saved.
         """
         saved = self._start.state.path if self._start.state is not None else None
-        if saved is not None and self.step >= self.job.steps:
+        if saved is not None and self.step >= self.job.max_steps:
             return self._summary(saved)  # nothing is left to train or to write
         with ExitStack() as stack:
             stack.enter_context(self.loader)
@@ -158,8 +158,8 @@ class Trainer:
             stack.enter_context(self._last_minute.beside(stop))
             if self._soundness.no_replay_reason:
                 self._telling.say(f"no batch is replayed: {self._soundness.no_replay_reason}")
-            while self.steps.given < self.job.steps:
-                traced = self.steps.given + 1 == self.job.trace_step
+            while self.steps.given < self.job.max_steps:
+                traced = self.steps.given + 1 == self.job.advanced.trace_step
                 step = self._traced_step if traced else self.issue_step
                 step(stop)
                 while self.steps.unread > self._most_pending():
@@ -174,11 +174,11 @@ class Trainer:
 
     def _after(self, exchanged: StepTable) -> None:
         """Act on a step just read, given the ranks' reports."""
-        if self._due(self.job.evaluation.every_steps):
+        if self._due(self.job.eval_steps):
             sent_bytes = self.engine.comm.sent.total()
             self._evaluate()
             self._telling.exclude_sent_bytes(self.engine.comm.sent.total() - sent_bytes)
-        if self.step == self.job.steps:
+        if self.step == self.job.max_steps:
             return
         # An error is raised in one step on all ranks, once all know of it.
         if self.keeping.checkpointer.written or UNSAVED in exchanged.notices:
@@ -225,9 +225,9 @@ class Trainer:
             waited_s = self.engine.comm.clock.total_s() - waited_s
             counted = [now - then for now, then in zip(self._counters(), before)]
             shares = self.watch.take().shares()
-            if beside and self.job.evaluation.every_steps:
+            if beside and self.job.eval_steps:
                 evaluation = InterruptionCost(pause_s=measure_s(self._evaluate))
-            if beside and self.job.checkpoint.stated_steps:
+            if beside and self.job.stated_save_steps:
                 usual_s = fmean(r.step_s for r in records)
                 save = self._save_beside(stop, 1, usual_s)
                 lasts = self._steps_beside(save, usual_s)
@@ -324,13 +324,13 @@ class Trainer:
         next."""
         job = self.job
         return (
-            step == job.steps
+            step == job.max_steps
             or step <= self._at_once_until
             or self._put_off
             or step - self._begun_at == MEASURED_STEPS
             or self.keeping.is_copy_due(step)
-            or job.trace_step in (step, step + 1)
-            or _is_due(step, job.evaluation.every_steps)
+            or job.advanced.trace_step in (step, step + 1)
+            or _is_due(step, job.eval_steps)
             or _is_due(step, self.keeping.save_every_steps)
         )
 
@@ -362,7 +362,7 @@ class Trainer:
         self._telling.trace(self.steps.given, told)
 
     def _tell(self, step: ReadStep) -> None:
-        if self._due(self.job.log_every_steps) or self.step == self.job.steps:
+        if self._due(self.job.logging_steps) or self.step == self.job.max_steps:
             waited_s = self.engine.comm.clock.at_s(step.given.ticks.communicated[1])
             sent_bytes = step.given.sent_bytes
             self._telling.exchange(self.step, waited_s=waited_s, sent_bytes=sent_bytes)
@@ -383,7 +383,7 @@ class Trainer:
                 self.context.held_out,
                 self.plan,
                 self.context.ranks.rank,
-                batches=self.job.evaluation.batches,
+                batches=self.job.eval_batches,
                 device=self.context.runtime.torch_device,
                 reading=self.context.reading,
                 skipped=self._telling.held_out_skipped,
@@ -437,7 +437,7 @@ class Trainer:
 
     def _rebalance(self, reports: Sequence[float]) -> None:
         """Split the samples again if worthwhile by the ranks' `reports` of the last steps."""
-        if self._balancing is None or self.step == self.job.trace_step:
+        if self._balancing is None or self.step == self.job.advanced.trace_step:
             return
         if not self._found:
             self._found = self._balancing.after_step(self.taken.times_s, reports)
@@ -470,7 +470,7 @@ class Trainer:
         path = self.save()
         self.keeping.forget()
         raise Interrupted(
-            f"stopped after step {self.step} of {self.job.steps}",
+            f"stopped after step {self.step} of {self.job.max_steps}",
             where=str(path),
             fix="go on with the same command and --resume",
         )

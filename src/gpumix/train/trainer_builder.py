@@ -64,7 +64,7 @@ def build_trainer(
     keeping = StateKeeper(context, plan, engine, optimizer, loader)
     start = TrainingStart(restart=restart)
     if resume or restart is not None:
-        before = load_parts_in_force(job.output, fresh=not resume) if context.first else None
+        before = load_parts_in_force(job.output_dir, fresh=not resume) if context.first else None
         state = keeping.restore_newest_state(needed=restart is None)
         if state is not None and restart is not None:
             keeping.assume_losses(state)
@@ -113,10 +113,10 @@ def _open_loader(context: RankContext, plan: Plan, of_attention: float) -> Loade
         context.ranks.rank,
         seed=job.seed,
         device=context.runtime.torch_device,
-        workers=job.data.workers,
+        num_workers=job.data.num_workers,
         prefetch=job.data.prefetch,
         bad_samples=job.data.bad_samples,
-        timeout_s=job.timeout,
+        timeout_s=job.advanced.timeout,
         by_length=ByLength(job.data.bucketing, of_attention),
     )
 
@@ -127,15 +127,15 @@ def _print_resumed(context: RankContext, state: ResumedState) -> None:
     for damage in state.passed_over:
         console.print(f"passed over: {damage.where} is damaged: {damage.why}")
     console.print(f"going on from {state.where}")
-    if job.trace_step is not None and job.trace_step <= state.step:
-        console.print(f"step {job.trace_step} is done, and is not traced")
-    batch = get_job_number(state.extra, "global_batch")
-    if batch not in (None, job.global_batch):
-        console.print(f"steps now take {job.global_batch} samples, they took {batch}")
-    before, goes_on = state.of_steps, state.step < job.steps
-    varies = job.schedule.kind != "constant"
-    if before not in (None, job.steps) and varies and goes_on:
+    if job.advanced.trace_step is not None and job.advanced.trace_step <= state.step:
+        console.print(f"step {job.advanced.trace_step} is done, and is not traced")
+    batch = get_job_number(state.extra, "global_batch_size")
+    if batch not in (None, job.global_batch_size):
+        console.print(f"steps now take {job.global_batch_size} samples, they took {batch}")
+    before, goes_on = state.of_steps, state.step < job.max_steps
+    varies = job.lr_scheduler.type != "constant"
+    if before not in (None, job.max_steps) and varies and goes_on:
         console.print(
-            f"the schedule of the learning rate now ends at step {job.steps}, it ended at step "
+            f"the schedule of the learning rate now ends at step {job.max_steps}, it ended at step "
             f"{before}: the rate may jump here"
         )

@@ -19,7 +19,7 @@ def test_mlflow(tmp_path):
     settings = {"experiment": "mine", "name": "first", "tags": {"who": "me"}}
     job = job_for(tmp_path, {"mlflow": settings})
     tell_all(job)
-    client = mlflow.MlflowClient(f"sqlite:///{job.output / 'mlflow.db'}")
+    client = mlflow.MlflowClient(f"sqlite:///{job.output_dir / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("mine")
     [run] = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
@@ -28,11 +28,11 @@ def test_mlflow(tmp_path):
     assert [(point.step, point.value) for point in points] == STEPS
     assert run.data.metrics["eval/loss"] == 1.25
     assert WHY in run.data.tags["event/restart"]
-    assert run.data.params["job.global_batch"] == "8"
+    assert run.data.params["job.global_batch_size"] == "8"
     [config] = client.list_artifacts(run.info.run_id)
     kept = mlflow.artifacts.load_dict(f"{run.info.artifact_uri}/{config.path}")
     assert kept["plan"]["workers"][0]["device"] == "big-0"
-    assert run.info.artifact_uri.startswith(job.output.as_uri())
+    assert run.info.artifact_uri.startswith(job.output_dir.as_uri())
 
 
 def test_trackio(tmp_path, monkeypatch):
@@ -58,7 +58,7 @@ def test_wandb(tmp_path):
     wandb = pytest.importorskip("wandb")
     job = job_for(tmp_path, {"wandb": {"project": "mine", "tags": "toy"}})
     tell_all(job)
-    files = sorted((job.output / "wandb").glob("offline-run-*/run-*.wandb"))
+    files = sorted((job.output_dir / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2  # of one run, as `wandb sync` puts them together
     every = [list(wandb_records(file)) for file in files]
     runs = [record.run for records in every for record in records if record.HasField("run")]
@@ -73,7 +73,7 @@ def test_wandb(tmp_path):
     [restart] = [one for one in rows if "event/restart" in one]
     assert restart["event/restart/text"].endswith(WHY)
     config = {one.key: json.loads(one.value_json) for one in runs[0].config.update}
-    assert config["job"]["global_batch"] == 8
+    assert config["job"]["global_batch_size"] == 8
     assert wandb.run is None  # all was in another process
 
 

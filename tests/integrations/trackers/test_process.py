@@ -63,11 +63,11 @@ def says(started: subprocess.Popen[str], patience_s: float) -> str:
 def test_one_ends_when_the_run_is_gone_without_a_word_and_the_next_goes_on(tmp_path):
     """As when all ranks begin anew: the next one waits for the other's last word."""
     job = job_for(tmp_path, {"prometheus": {"textfile": "run.prom"}})
-    plan_for(tmp_path / "job.yaml").save(job.output / run_files.PLAN)
+    plan_for(tmp_path / "job.yaml").save(job.output_dir / run_files.PLAN)
     shown = tmp_path / "run.prom"
     with process(job, since=1.0) as first:
         assert json.loads(says(first, 60)) == {"ready": True}
-        with RunLog(job.output, plan_for(tmp_path / "job.yaml"), 6) as log:
+        with RunLog(job.output_dir, plan_for(tmp_path / "job.yaml"), 6) as log:
             trains(log, 1, 2)
             assert eventually(shown.exists)
             with process(job, since=0.0) as second:
@@ -81,5 +81,5 @@ def test_one_ends_when_the_run_is_gone_without_a_word_and_the_next_goes_on(tmp_p
                 second.stdin.close()
                 assert second.wait(30) == 0
     assert 'state="finished"' in shown.read_text()
-    marks = json.loads((job.output / run_files.TRACKERS / "prometheus.json").read_text())
+    marks = json.loads((job.output_dir / run_files.TRACKERS / "prometheus.json").read_text())
     assert (marks["steps"], marks["since"]) == ({"step": 3}, 1.0)

@@ -55,9 +55,9 @@ def test_a_port_that_is_taken_is_an_error_before_the_run(tmp_path):
         job = job_for(tmp_path, {"prometheus": {"port": port}})
         with pytest.raises(MachineError) as caught, run_trackers(job, fresh=True):
             raise AssertionError("the run must not begin")
-    assert caught.value.where == "trackers.prometheus"
+    assert caught.value.where == "report_to.prometheus"
     assert caught.value.what.endswith(f"cannot listen at 127.0.0.1:{port}")
-    assert "trackers.prometheus.port" in caught.value.fix
+    assert "report_to.prometheus.port" in caught.value.fix
 
 
 @pytest.mark.extended
@@ -66,9 +66,9 @@ def test_an_address_that_is_not_of_this_host_is_told(tmp_path, address):
     job = job_for(tmp_path, {"prometheus": {"address": address, "port": 0}})
     with pytest.raises(MachineError) as caught, run_trackers(job, fresh=True):
         raise AssertionError("the run must not begin")
-    assert caught.value.where == "trackers.prometheus"
+    assert caught.value.where == "report_to.prometheus"
     assert f"cannot listen at {address}" in caught.value.what
-    assert "trackers.prometheus.address" in caught.value.fix
+    assert "report_to.prometheus.address" in caught.value.fix
 
 
 @pytest.mark.extended

@@ -34,17 +34,19 @@ def run(steps, tmp_path_factory):
     job = write_job(
         folder,
         model=toy(fault="kill", rank=0, at=6, once=str(folder / "killed")),
-        steps=STEPS,
-        restarts=3,
-        log_every_steps=1,
-        evaluation={"every_steps": 4, "batches": 1},
-        checkpoint={"every_steps": 4, "memory_every_steps": 1},
-        trackers={"tensorboard": {}, "prometheus": {"textfile": "shown/run.prom"}},
+        max_steps=STEPS,
+        max_restarts=3,
+        logging_steps=1,
+        eval_steps=4,
+        eval_batches=1,
+        save_steps=4,
+        memory_save_steps=1,
+        report_to={"tensorboard": {}, "prometheus": {"textfile": "shown/run.prom"}},
     )
     plan = plan_for(job)
     train(job, plan=plan)
     if steps > STEPS:
-        train(job, f"steps={steps}", plan=plan, resume=True)
+        train(job, f"max_steps={steps}", plan=plan, resume=True)
     return folder
 
 
@@ -99,8 +101,8 @@ def test_events_and_settings_are_texts(run, shown, steps):
     [told] = texts("events/restart")
     assert told.endswith(f"{restart['why']}; {restart['decided']}")
     assert [point.step for point in shown.Scalars("event/restart")] == [restart["step"]]
-    assert f"steps: {STEPS}\n" in texts("run/job")[0]
-    assert f"steps: {steps}\n" in texts("run/job")[-1]
+    assert f"max_steps: {STEPS}\n" in texts("run/job")[0]
+    assert f"max_steps: {steps}\n" in texts("run/job")[-1]
     assert "global_batch: 8" in texts("run/plan")[0]
     assert "torch: " in texts("run/versions")[0]
 
@@ -134,7 +136,7 @@ def test_the_run_folder_knows_how_far_each_tracker_is(run, steps):
 def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path, capfd):
     """The file cannot be replaced: a folder has its name."""
     (tmp_path / "taken.prom").mkdir()
-    job = write_job(tmp_path, trackers={"prometheus": {"textfile": "taken.prom"}})
+    job = write_job(tmp_path, report_to={"prometheus": {"textfile": "taken.prom"}})
     summary = train(job, plan=plan_for(job))
     told = capfd.readouterr().err
     assert summary.steps == 6
@@ -161,7 +163,7 @@ READY = "print('{\"ready\": true}', flush=True)\n"
 def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, monkeypatch, capfd, other_process):
     other_process(f"import time\n{READY}time.sleep(600)")
     monkeypatch.setattr(tracker_processes, "END_S", 0.2)
-    job = write_job(tmp_path, trackers="tensorboard")
+    job = write_job(tmp_path, report_to="tensorboard")
     assert train(job, plan=plan_for(job)).steps == 6
     assert "tracker 'tensorboard' did not take the rest within 0 s" in capfd.readouterr().err
 
@@ -169,7 +171,7 @@ def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, monkeypatch, capfd, ot
 @pytest.mark.extended
 def test_a_tracker_that_dies_is_told_of(tmp_path, capfd, other_process):
     other_process(f"import os\n{READY}os.kill(os.getpid(), 11)")
-    job = write_job(tmp_path, trackers="tensorboard")
+    job = write_job(tmp_path, report_to="tensorboard")
     assert train(job, plan=plan_for(job)).steps == 6
     assert "tracker 'tensorboard' had died, with exit code -11" in capfd.readouterr().err
 
@@ -178,7 +180,7 @@ def test_a_tracker_that_cannot_start_is_an_error_before_anything_is_measured(
     tmp_path, other_process
 ):
     other_process("raise SystemExit(3)")
-    job = write_job(tmp_path, trackers="tensorboard")
+    job = write_job(tmp_path, report_to="tensorboard")
     with pytest.raises(MachineError, match="tracker 'tensorboard' does not start"):
         train(job)
     assert not (tmp_path / "run" / "plan.json").exists()
@@ -187,7 +189,7 @@ def test_a_tracker_that_cannot_start_is_an_error_before_anything_is_measured(
 @pytest.mark.extended
 def test_a_folder_that_cannot_be_made_is_told_with_what_to_do(tmp_path):
     (tmp_path / "taken").touch()
-    job = write_job(tmp_path, trackers={"tensorboard": {"folder": "taken"}})
+    job = write_job(tmp_path, report_to={"tensorboard": {"folder": "taken"}})
     with pytest.raises(MachineError, match="tracker 'tensorboard' does not start") as caught:
         train(job)
     taken = tmp_path / "taken" / "run"
@@ -200,7 +202,7 @@ def test_a_folder_that_cannot_be_made_is_told_with_what_to_do(tmp_path):
 
 def test_a_package_that_is_missing_is_told_with_the_line_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setattr(tracker_processes, "find_spec", lambda name: None)
-    job = write_job(tmp_path, trackers=["wandb", "prometheus"])
+    job = write_job(tmp_path, report_to=["wandb", "prometheus"])
     with pytest.raises(MachineError) as caught:
         train(job)
     assert "wandb, prometheus" in caught.value.what

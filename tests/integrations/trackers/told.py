@@ -26,15 +26,18 @@ WHY = "rank 1 was killed"
 
 
 def job_for(folder: Path, trackers: Any) -> Job:
-    return read_job(write_job(folder, trackers=trackers))
+    return read_job(write_job(folder, report_to=trackers))
 
 
 @contextmanager
 def telling(job: Job, *, done: int = 0) -> Iterator[RunLog]:
     """The log of a run that its trackers follow; it goes on after step `done`."""
-    plan = plan_for(job.output.parent / "job.yaml")
-    plan.save(job.output / run_files.PLAN)
-    with run_trackers(job, fresh=not done), RunLog(job.output, plan, job.steps, done=done) as log:
+    plan = plan_for(job.output_dir.parent / "job.yaml")
+    plan.save(job.output_dir / run_files.PLAN)
+    with (
+        run_trackers(job, fresh=not done),
+        RunLog(job.output_dir, plan, job.max_steps, done=done) as log,
+    ):
         yield log
 
 
@@ -50,7 +53,7 @@ def tell_all(job: Job) -> None:
         with telling(job) as log:
             trains(log, 1, 4)
             time.sleep(1.0)  # for the trackers to look
-            with RunLog(job.output, log.plan, job.steps, done=2) as again:
+            with RunLog(job.output_dir, log.plan, job.max_steps, done=2) as again:
                 trains(again, 3, 3)
                 again.restart(3, resumed_from=2, kept_in="memory", why=WHY, decided="", seconds=2.0)
                 trains(again, 4, 5)

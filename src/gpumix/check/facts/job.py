@@ -55,15 +55,16 @@ def find_missing_packages(job: Job) -> dict[str, str]:
         "transformers": job.model.config is not None,
         "tokenizers": job.tokenizer != "bytes",
         "datasets": job.data.dataset is not None,
-        "flash_attn": _requires_option(job.efficiency.attention, "flash"),
-        "liger_kernel": _requires_option(job.efficiency.kernels, "liger"),
-        "triton": _requires_option(job.efficiency.loss, "triton"),
+        "flash_attn": _requires_option(job.advanced.efficiency.attention, "flash"),
+        "liger_kernel": _requires_option(job.advanced.efficiency.kernels, "liger"),
+        "triton": _requires_option(job.advanced.efficiency.loss, "triton"),
     }
     lacking = [name for name, wanted in needed.items() if wanted and find_spec(name) is None]
     missing = {name: _INSTALLS[name] for name in lacking}
-    compiled = job.compile is True or (isinstance(job.compile, dict) and any(job.compile.values()))
+    asked = job.torch_compile
+    compiled = asked is True or (isinstance(asked, dict) and any(asked.values()))
     if compiled and not has_cpp_compiler():
-        missing["a C++ compiler"] = "apt-get install g++, or leave out `compile` in the job"
+        missing["a C++ compiler"] = "apt-get install g++, or leave out `torch_compile` in the job"
     return missing
 
 

@@ -106,7 +106,7 @@ class RankProbe:
         found: JsonDict = {}
         if of_host:
             job = self.setting.job
-            folders = {"output": job.output} if job is not None else {}
+            folders = {"output": job.output_dir} if job is not None else {}
             found["host"] = gather_host_facts(folders | {"cache": cache_folder()}).model_dump()
         if self._on_gpu:
             told = self._health()
@@ -294,7 +294,7 @@ class RankProbe:
         job = self.setting.job
         assert job is not None, "asked with a job only"
         size = estimate_checkpoint_bytes(job, self.setting.folder)
-        return {"checkpoint_bytes": size, "saved_bytes": saved_bytes(job.output)}
+        return {"checkpoint_bytes": size, "saved_bytes": saved_bytes(job.output_dir)}
 
     def leave(self, *, name: str, there: bool) -> JsonDict:
         """Create or remove a marker file next to the output."""
@@ -311,7 +311,7 @@ class RankProbe:
     def _beside_output(self, name: str) -> Path:
         job = self.setting.job
         assert job is not None, "asked with a job only"
-        return find_existing_parent(job.output) / name
+        return find_existing_parent(job.output_dir) / name
 
 
 def _fastest_s(runtime: DeviceRuntime, source: torch.Tensor, into: torch.Tensor) -> float:

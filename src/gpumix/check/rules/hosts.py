@@ -24,7 +24,9 @@ def check_disk(survey: Survey) -> Iterator[Finding]:
     for host, facts in survey.hosts.items():
         for folder in facts.folders:
             key = (
-                "--set output=FOLDER" if folder.role == "output" else "export XDG_CACHE_HOME=FOLDER"
+                "--set output_dir=FOLDER"
+                if folder.role == "output"
+                else "export XDG_CACHE_HOME=FOLDER"
             )
             if folder.refusal:
                 yield Finding(
@@ -42,7 +44,7 @@ def check_disk(survey: Survey) -> Iterator[Finding]:
                 check="disk",
                 severity=Severity.ERROR,
                 what="it does not see what the first host writes where the output goes",
-                fix="choose an `output` in the job on a file system that all hosts share",
+                fix="choose an `output_dir` in the job on a file system that all hosts share",
                 host=host,
             )
 
@@ -163,7 +165,7 @@ def check_memory(survey: Survey) -> Iterator[Finding]:
             told, severity = f"{ranks} processes take {show_bytes(needed)}", Severity.WARNING
         elif state > room:
             told = f"a copy of the state takes {show_bytes(state)}: training waits for checkpoints"
-            fix += "; or save more rarely: checkpoint.every_steps"
+            fix += "; or save more rarely: save_steps"
         elif copies > room:
             told = f"copies of the state take {show_bytes(copies)}: without them {WITHOUT_COPIES}"
         if told:

@@ -96,7 +96,7 @@ class PlanArguments:
     global_batch: Annotated[
         int | None,
         typer.Option(
-            "--global-batch",
+            "--global-batch-size",
             min=1,
             max=LARGEST_BATCH,
             help="Without a job: samples per step [default: 128].",
@@ -180,7 +180,7 @@ class PlanOptions(PlanArguments):
         check_named_files(job, self.job)
         job = job.model_copy(update={"strategy": strategy or job.strategy})
         profile = self._of_job(job, self.job)
-        request = _request(job.global_batch, job.techniques.leaving_out())
+        request = _request(job.global_batch_size, job.techniques.leaving_out())
         place = ", ".join(str(path) for path in (self.job, self.profile) if path is not None)
         return PlanSource(profile, request, job.strategy, place)
 
@@ -229,7 +229,7 @@ class PlanOptions(PlanArguments):
             FULL,
             job.optimizer,
             job.sequence_length,
-            job.global_batch,
+            job.global_batch_size,
             job.precision,
         )
 
@@ -292,7 +292,7 @@ class PlanOptions(PlanArguments):
         given = {
             "--model": self.model,
             "--sequence-length": self.sequence_length,
-            "--global-batch": self.global_batch,
+            "--global-batch-size": self.global_batch,
             "--precision": self.precision,
             "--optimizer": self.optimizer,
             "--lora": self.lora,

@@ -196,7 +196,7 @@ def _smaller_batch(estimate: Estimate, space: Space) -> WayOut | None:
 
     def of_batch(batch: int) -> WayOut | None:
         smaller = replace(estimate, global_batch=batch)
-        return _try(f"--global-batch {batch}", smaller, space, thorough=False)
+        return _try(f"--global-batch-size {batch}", smaller, space, thorough=False)
 
     best, low, high = None, 0, estimate.global_batch
     while high - low > 1:

@@ -38,15 +38,16 @@ def register(app: typer.Typer) -> None:
     app.command(
         help="Train a small GPT on unlike GPUs of this host, or on an emulated mixture; takes a "
         "few minutes.\n\n"
-        "Example: gpumix demo --steps 10"
+        "Example: gpumix demo --max-steps 10"
     )(demo)
 
 
 @make_command
 def demo(
-    steps: Annotated[int, typer.Option("--steps", min=3, help="Training steps.")] = 24,
+    steps: Annotated[int, typer.Option("--max-steps", min=3, help="Training steps.")] = 24,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The run's folder; a former demo is replaced.")
+        Path,
+        typer.Option("--output-dir", "-o", help="The run's folder; a former demo is replaced."),
     ] = Path("runs/demo"),
     overrides: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the job.")
@@ -73,7 +74,7 @@ def demo(
         pipeline.show(format_overrun_warning(overruns))
     speedup = summary.tokens_per_s / even.trial.tokens_per_s
     error = summary.prediction_error or 0.0
-    append_event(pipeline.job.output, summary.steps, _make_even_event(even))
+    append_event(pipeline.job.output_dir, summary.steps, _make_even_event(even))
     from rich.text import Text
 
     answer = (
@@ -108,17 +109,18 @@ def _write_job(folder: Path, steps: int, devices: DemoDevices) -> Path:
 
     job = {
         "model": {"config": GPT | devices.model_size},
-        "data": {"text": _list_library_sources(), "pattern": "*.py", "held_out": 0.01},
+        "data": {"text": _list_library_sources(), "pattern": "*.py", "validation_split": 0.01},
         "sequence_length": devices.sequence_length,
-        "global_batch": devices.global_batch,
-        "steps": steps,
+        "global_batch_size": devices.global_batch,
+        "max_steps": steps,
         "optimizer": {"lr": 1e-3},  # at twice that rate the loss jumps before it falls
-        "schedule": {"warmup_steps": 6},
+        "lr_scheduler": {"warmup_steps": 6},
         "cluster": devices.cluster,
         "techniques": {"leave_out": False},  # the demo shows all devices
-        "output": str(folder.absolute()),
-        "log_every_steps": 2,
-        "evaluation": {"every_steps": max(1, steps // 2), "batches": 1},
+        "output_dir": str(folder.absolute()),
+        "logging_steps": 2,
+        "eval_steps": max(1, steps // 2),
+        "eval_batches": 1,
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / JOB_FILE
@@ -136,7 +138,7 @@ def _check_output_folder(folder: Path) -> None:
         raise InputError(
             f"'{min(foreign)}' is there, which no demo wrote",
             where=str(folder),
-            fix="give the demo a folder of its own: `gpumix demo --output FOLDER`",
+            fix="give the demo a folder of its own: `gpumix demo --output-dir FOLDER`",
         )
 
 

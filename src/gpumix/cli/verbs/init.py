@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 BYTES_VOCABULARY = 264  # 256 bytes, the end of a text, rounded up
 SCRATCH_MODEL = "20M"
-SCRATCH = {"sequence_length": 256, "global_batch": 32, "steps": 200}
-TUNING = {"sequence_length": 1024, "global_batch": 16, "steps": 200}
+SCRATCH = {"sequence_length": 256, "global_batch_size": 32, "max_steps": 200}
+TUNING = {"sequence_length": 1024, "global_batch_size": 16, "max_steps": 200}
 LORA_RANK = 16
 SCRIPT = '''\
 """LoRA on {weights}, by gpumix: gpumix launch {name}"""
@@ -47,8 +47,8 @@ trainer = SFTTrainer(
     model=AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype="auto"),
     args=SFTConfig(
         output_dir={output!r},
-        max_steps={steps},
-        per_device_train_batch_size={global_batch},  # samples of all GPUs together
+        max_steps={max_steps},
+        per_device_train_batch_size={global_batch_size},  # samples of all GPUs together
         max_length={sequence_length},
         learning_rate=2e-4,
         logging_steps=10,
@@ -122,7 +122,7 @@ def init(
         bool | None, typer.Option("--lora/--full", help="Train adapters, or the whole model.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the run.")
+        Path | None, typer.Option("--output-dir", "-o", help="Folder of the run.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -209,13 +209,13 @@ def _job(found: Answers) -> str:
     rate = 3e-4 if weights is None else 2e-5
     job = {
         "model": model,
-        "data": {"text": [str(found.data)], "held_out": 0.02},
+        "data": {"text": [str(found.data)], "validation_split": 0.02},
         **sizes,
         "optimizer": {"name": "adamw", "lr": rate},
-        "schedule": {"warmup_steps": 20},
-        "evaluation": {"every_steps": 50},
+        "lr_scheduler": {"warmup_steps": 20},
+        "eval_steps": 50,
         "cluster": found.cluster,
-        "output": str(found.output),
+        "output_dir": str(found.output),
     }
     return yaml.safe_dump(job, sort_keys=False)
 

@@ -109,7 +109,7 @@ TimeoutS = Annotated[
 GraceS = Annotated[
     float | None,
     typer.Option(
-        "--grace",
+        "--grace-period",
         min=0.0,
         help=f"Seconds to save in, when it is stopped; default: {GRACE_S:.0f}, under SLURM "
         f"{SLURM_GRACE_S:.0f}.",
@@ -145,7 +145,7 @@ def launch(
     address: Address = None,
     port: Port = None,
     timeout: TimeoutS = None,
-    grace: GraceS = None,
+    grace_period: GraceS = None,
     ssh: SshCommand = None,
     print_commands: PrintsCommands = False,
     template: PrintedTemplate = None,
@@ -164,8 +164,8 @@ def launch(
     devices, file, on = _read_devices(named, cluster, hosts)
     usual = PYTHON if template is Template.k8s else sys.executable
     default, pythons = parse_pythons(python, on, usual)
-    if grace is None:
-        grace = SLURM_GRACE_S if template is Template.slurm else GRACE_S
+    if grace_period is None:
+        grace_period = SLURM_GRACE_S if template is Template.slurm else GRACE_S
     asked = pass_cluster(
         LaunchRequest(
             program=named,
@@ -174,7 +174,7 @@ def launch(
                 python=default,
                 pythons=pythons,
                 settings=parse_variables(env),
-                grace_s=grace,
+                grace_s=grace_period,
             ),
             hosts=on,
             cluster=devices,
@@ -227,8 +227,8 @@ def _refuse_unused_options(called: typer.Context, is_job: bool) -> None:
         )
         if is_job:
             _refuse_options(
-                {**given, "grace": given["grace"] is not None},
-                ["processes", "port", "grace"],
+                {**given, "grace_period": given["grace_period"] is not None},
+                ["processes", "port", "grace_period"],
                 "has no effect on a job on one host",
                 fix="leave it out: its cluster says which devices it has",
             )

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # A failed run may restart: it says so within this time.
 RESTART_WAIT_S = 2.0
-# A run ends itself when a rank is silent for its `timeout`. A run silent for this many timeouts, or
-# for this many of its steps, was killed along with every process that would report it.
+# A run ends itself when a rank is silent for its `advanced.timeout`. A run silent for this many
+# timeouts, or for this many of its steps, was killed along with every process that would report it.
 SILENT_TIMEOUTS, SILENT_STEPS, TIMEOUT_S = 2.0, 20.0, 300.0
 # Bytes of metrics.jsonl read each time: the last ten thousand steps or so.
 NEWEST_BYTES = 4 * 2**20
@@ -94,7 +94,8 @@ def has_ended(run: Run) -> bool:
     if not progress.live:
         return True
     job = run.record.job if run.record is not None else {}
-    timeout = job.get("timeout", TIMEOUT_S)
+    advanced = job.get("advanced")
+    timeout = advanced.get("timeout") if isinstance(advanced, dict) else None
     timeout_s = timeout if isinstance(timeout, int | float) else TIMEOUT_S
     return progress.silent_s() > max(
         SILENT_TIMEOUTS * timeout_s, SILENT_STEPS * (progress.step_s or 0.0)

@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
         "it with torchrun.\n\n"
         "Several hosts: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend gpumix "
         "--rdzv-endpoint host-a:29500 -m gpumix train job.yaml\n\n"
-        "Example: gpumix train job.yaml --set steps=1000 --resume\n\n"
+        "Example: gpumix train job.yaml --set max_steps=1000 --resume\n\n"
         "Example: gpumix train job.yaml --strategy model"
     )(train)
 
@@ -54,7 +54,7 @@ def train(
     trace: Annotated[
         int | None,
         typer.Option(
-            "--trace",
+            "--trace-step",
             min=1,
             metavar="STEP",
             help="Write a trace of this step into the run's folder, for ui.perfetto.dev.",
@@ -78,7 +78,7 @@ def train(
     if strategy is not None:
         overrides = [*overrides, f"strategy={strategy}"]
     if trace is not None:
-        overrides = [*overrides, f"trace_step={trace}"]
+        overrides = [*overrides, f"advanced.trace_step={trace}"]
     found = load_profile_beside(plan, given) if plan is not None and given is not None else None
     made_from, made_from_file = found or (None, "")
     with locate_errors(job):

@@ -28,8 +28,8 @@ _NOTE = struct.Struct(f"q{NOTE_BYTES - 8}s")
 NOTHING_READ = _NOTE.pack(NO_SAMPLE, b"")
 _LOOK_S = 0.1
 IF_SLOW = (
-    "look at that sample; if it takes that long, wait longer: --set timeout=..., in a loop of "
-    "one's own Loader(timeout_s=...)"
+    "look at that sample; if it takes that long, wait longer: --set advanced.timeout=..., in a "
+    "loop of one's own Loader(timeout_s=...)"
 )
 
 T = TypeVar("T")

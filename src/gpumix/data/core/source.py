@@ -349,9 +349,9 @@ def split_held_out(whole: Source, held_out: float) -> tuple[Source, Source]:
     kept = max(1, int(n * held_out)) if held_out else 0
     if kept >= n:
         raise InputError(
-            f"the data has {n} sample{'s' if n != 1 else ''}, and data.held_out keeps {kept} of "
-            "them for evaluation: none is left to train on",
-            fix="give more data, lower sequence_length, or set data.held_out to 0",
+            f"the data has {n} sample{'s' if n != 1 else ''}, and data.validation_split keeps "
+            f"{kept} of them for evaluation: none is left to train on",
+            fix="give more data, lower sequence_length, or set data.validation_split to 0",
         )
     return SourceSlice(whole, 0, n - kept), SourceSlice(whole, n - kept, n)
 

@@ -153,8 +153,8 @@ class Cursor:
                 "the checkpoint's place in the data does not belong to this data",
                 where="data cursor",
                 why="; ".join(differing),
-                fix="resume with the data, seed, sequence_length and data.held_out of the first "
-                "run, or start a new run",
+                fix="resume with the data, seed, sequence_length and data.validation_split of the "
+                "first run, or start a new run",
             )
         return replace(self, position=position)
 

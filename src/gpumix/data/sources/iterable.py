@@ -350,7 +350,7 @@ class _Lane:
                 where=self._name,
                 why=f"the first {self._passed_over} samples of each pass, or of each shard's, are "
                 "held out for evaluation",
-                fix="give more samples, lower evaluation.batches, or set data.held_out to 0",
+                fix="give more samples, lower eval_batches, or set data.validation_split to 0",
             )
         if self._bare == self._parts:
             raise InputError("the stream is empty", where=self._name)

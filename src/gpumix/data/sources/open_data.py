@@ -81,10 +81,10 @@ def open_data(
         return VocabularyCheckedSource(source, vocabulary, aligned=opened.aligned)
 
     if isinstance(whole, StreamSource):
-        batches = job.evaluation.batches if job.data.held_out else 0
-        train, held_out = whole.split(batches, read=job.evaluation.every_steps > 0)
+        batches = job.eval_batches if job.data.validation_split else 0
+        train, held_out = whole.split(batches, read=job.eval_steps > 0)
         return known(train), known(held_out)
-    return split_held_out(known(whole), job.data.held_out)
+    return split_held_out(known(whole), job.data.validation_split)
 
 
 class _JobData:
@@ -103,7 +103,7 @@ class _JobData:
         self._folder = folder
         self._cache = cache
         self._length = job.sequence_length
-        self._reading = Reading(job.data.bad_samples, job.timeout)
+        self._reading = Reading(job.data.bad_samples, job.advanced.timeout)
         self.is_text = False
         self.lacks_labels = False
         self.aligned = job.model.config is not None and job.model.task != "seq2seq-lm"
@@ -171,7 +171,7 @@ class _JobData:
         return StreamSource(
             stream,
             job.data.factory,
-            job.global_batch,
+            job.global_batch_size,
             form=form,
             seed=job.seed,
             reading=self._reading,

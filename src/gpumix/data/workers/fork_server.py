@@ -112,7 +112,7 @@ class ForkServer:
             raise MachineError(
                 "a worker process cannot be started",
                 why=error.strerror or str(error),
-                fix="raise `ulimit -u`, free memory, or set `data: {workers: 0}`",
+                fix="raise `ulimit -u`, free memory, or set `data: {num_workers: 0}`",
             ) from error
         if self._pid == 0:
             _run_child(lambda: _run_server(ours, theirs, work))
@@ -182,7 +182,7 @@ def _channel() -> tuple[socket.socket, socket.socket, int]:
         raise MachineError(
             "a worker process cannot be connected",
             why=error.strerror or str(error),
-            fix="raise `ulimit -n`, or have fewer workers: `data: {workers: ...}`",
+            fix="raise `ulimit -n`, or have fewer workers: `data: {num_workers: ...}`",
         ) from error
 
 

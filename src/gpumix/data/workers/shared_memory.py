@@ -78,5 +78,5 @@ def _map_shared(slots: int, slot_bytes: int) -> mmap.mmap:
         raise MachineError(
             f"{show_bytes(slot_bytes)} of memory for a batch cannot be shared with data workers",
             why=error.strerror or str(error),
-            fix="free memory, raise `ulimit -v`, or fetch in a thread: `data: {workers: 0}`",
+            fix="free memory, raise `ulimit -v`, or fetch in a thread: `data: {num_workers: 0}`",
         ) from error

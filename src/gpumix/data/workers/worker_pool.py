@@ -470,7 +470,7 @@ class ProcessWorkerPool(WorkerPool):
             f"one before it: {how}",
             where=f"process {os.getpid()}",
             why="the system kills what takes too much memory: see `dmesg`" if killed else "",
-            fix="look at these samples; fewer workers take less memory: `data: {workers: 1}`"
+            fix="look at these samples; fewer workers take less memory: `data: {num_workers: 1}`"
             if killed
             else IF_SLOW,
         )

@@ -59,7 +59,7 @@ def _import_kernel() -> tuple[Any, Any]:
     except ImportError as error:
         raise MachineError(
             "Triton is not here, which the fused loss is written in",
-            fix="pip install triton, or `efficiency: {loss: torch}`",
+            fix="pip install triton, or `advanced.efficiency.loss: torch`",
         ) from error
     from gpumix.engine.cross_entropy.triton_cross_entropy import cross_entropy_kernel
 

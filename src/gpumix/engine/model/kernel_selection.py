@@ -54,7 +54,7 @@ def _set_attention(model: nn.Module, name: str) -> None:
         raise InputError(
             "the model has no choice of attention",
             why="models of transformers have: others say themselves how they attend",
-            fix="leave `efficiency.attention` out",
+            fix="leave `advanced.efficiency.attention` out",
         )
     try:
         choose(name)

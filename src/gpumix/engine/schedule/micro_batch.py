@@ -261,7 +261,7 @@ def make_call_order_error(calls: Sequence[str], number: int, called: str) -> Mod
         "one stage lets a pass leave units out",
         fix=again + "profile and plan again for this model and its current settings (a plan of "
         "gpumix.testing.plan_for takes all unit calls in order, as calls=...); for LayerDrop plan "
-        "with techniques.most_stages=1",
+        "with techniques.max_pipeline_stages=1",
     )
 
 

@@ -43,7 +43,7 @@ from gpumix.engine.sequence_parallel.probe import (
 from gpumix.schema.errors import get_first_line
 
 Forward = Callable[..., Any]
-DISABLE_SEQUENCE_FIX = "make a plan without: `techniques: {sequence: false}`"
+DISABLE_SEQUENCE_FIX = "make a plan without: `techniques: {sequence_parallel: false}`"
 
 
 class DividedHidden(torch.Tensor):

@@ -231,7 +231,7 @@ class _SequenceParallelUnits:
                 f"positions cannot be divided beside parameter '{slot.name}': {attribute} of "
                 f"module '{name}'",
                 why=why,
-                fix="make a plan without: `techniques: {sequence: false}`",
+                fix="make a plan without: `techniques: {sequence_parallel: false}`",
             )
 
     def mark_partial_gradients(self, anatomy: ModelUnits) -> ModelUnits:

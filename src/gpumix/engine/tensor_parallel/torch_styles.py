@@ -11,7 +11,7 @@ from gpumix.schema.errors import InputError
 
 # torch's layouts of a module's inputs and outputs, by their last dimension.
 _REPLICATED, _SHARDED_LAST_DIM = (Replicate(),), (Shard(-1),)
-_SEQUENCE_HINT = "positions are divided with `techniques: {sequence: true}`"
+_SEQUENCE_HINT = "positions are divided with `techniques: {sequence_parallel: true}`"
 
 
 def translate_style(pattern: str, style: Any) -> str:

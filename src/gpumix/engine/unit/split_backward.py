@@ -44,8 +44,8 @@ def check_supported() -> None:
             "backward passes cannot be split here, as schedule 'zero-bubble' does",
             where=f"torch {torch.__version__}",
             why=why,
-            fix="make a plan by another schedule: `techniques: {schedules: [1f1b, eager-1f1b, "
-            "gpipe, interleaved]}`",
+            fix="make a plan by another schedule: `techniques: {pipeline_schedules: [1f1b, "
+            "eager-1f1b, gpipe, interleaved]}`",
         )
 
 

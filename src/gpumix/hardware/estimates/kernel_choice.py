@@ -218,7 +218,7 @@ def choose(
         InputError: the job names an unknown class, or a setting unsupported by a class.
     """
     for key, name in spec.named():
-        cluster.refuse_unknown(f"efficiency.{key}", [name])
+        cluster.refuse_unknown(f"advanced.efficiency.{key}", [name])
     return {
         c.name: _chosen(spec, KernelContext(c, dtypes[c.name], c.name in compiled, installed))
         for c in cluster.classes
@@ -227,7 +227,9 @@ def choose(
 
 def _chosen(spec: EfficiencySpec, at: KernelContext) -> ChosenSettings:
     name, pins = at.device_class.name, spec.pins(at.device_class.name)
-    compiled = "as asked" if at.compiled else "compiling takes a while: `compile: on` asks for it"
+    compiled = (
+        "as asked" if at.compiled else "compiling takes a while: `torch_compile: on` asks for it"
+    )
     choices = [
         SettingChoice(
             what="dtype", value=at.dtype, why=explain_compute_dtype(at.device_class, at.dtype)
@@ -239,9 +241,10 @@ def _chosen(spec: EfficiencySpec, at: KernelContext) -> ChosenSettings:
         value, why = (pins[key], "as asked") if key in pins else row.auto(at)
         if key in pins and (obstacle := row.obstacle(at, value)):
             raise InputError(
-                f"device class '{name}' cannot have 'efficiency.{key}' {show(value)}",
+                f"device class '{name}' cannot have 'advanced.efficiency.{key}' {show(value)}",
                 why=obstacle,
-                fix=f"leave the class out: `efficiency: {{{key}: {{OTHER_CLASS: {show(value)}}}}}`",
+                fix=f"leave the class out: `advanced.efficiency.{key}: "
+                f"{{OTHER_CLASS: {show(value)}}}`",
             )
         settings[key] = value
         choices.append(SettingChoice(what=key, value=show(value), why=why))

@@ -299,7 +299,7 @@ class Accelerator(accelerate.Accelerator):
             loss=measured if inside else stand_in_loss,
             optimizer=make_factory_from_optimizer(optimizers[0].optimizer) if optimizers else None,
             precision=self._precision,
-            compile=self._compile,
+            torch_compile=self._compile,
             space=EVERYTHING.in_one_stage(),
             seed=torch.initial_seed() % 2**31,
             told=f"loop {inside} {[type(one.optimizer).__name__ for one in optimizers]}",
@@ -320,7 +320,8 @@ class Accelerator(accelerate.Accelerator):
             raise InputError(
                 "the plan has several stages, or teams",
                 why="every rank of a loop calls the model, and looks at what it returns",
-                fix="make one with techniques.most_stages=1 and techniques.tensor=1",
+                fix="make one with techniques.max_pipeline_stages=1 and "
+                "techniques.tensor_parallel_size=1",
             )
         if padded := specimen.padded():
             # A loop may use outputs of padding in any way.

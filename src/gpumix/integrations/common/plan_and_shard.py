@@ -57,7 +57,7 @@ class TrainingSetup:
         global_batch: samples of a step, of all ranks.
         loss: as for `gpumix.prepare`.
         optimizer: makes an optimizer like the program's for given parameters.
-        precision, compile, space: as for `gpumix.profile`.
+        precision, torch_compile, space: as for `gpumix.profile`.
         seed: of dropout.
         told: text identifying how losses and updates are computed, for reuse of measurements.
         couples: as for `gpumix.prepare`.
@@ -69,7 +69,7 @@ class TrainingSetup:
     loss: Objective | None = None
     optimizer: OptimizerOf | None = None
     precision: Precision = "auto"
-    compile: bool = False
+    torch_compile: bool = False
     space: Space = EVERYTHING
     seed: int = 0
     told: str = ""
@@ -208,12 +208,12 @@ def _measure_and_plan(
         partial(without_weights, model),
         training.make_batch,
         sequence_length=training.sequence_length,
-        global_batch=training.global_batch,
+        global_batch_size=training.global_batch,
         precision=training.precision,
         optimizer=training.optimizer,
         loss=training.loss,
         space=allowed,
-        compile=training.compile,
+        torch_compile=training.torch_compile,
         progress=say,
         same_as=describe_work(model, training.make_batch(1), training.told),
     )

@@ -74,7 +74,8 @@ from gpumix.train.run_log import run_files  # noqa: E402
 
 __all__ = ["GpumixStrategy"]
 
-METRICS_SPACE = EVERYTHING.model_copy(update={"tensor": (1,)})  # a team would count samples twice
+# A team would count samples twice.
+METRICS_SPACE = EVERYTHING.model_copy(update={"tensor_parallel_size": (1,)})
 ONE_OPTIMIZER = "return one torch optimizer, with or without schedulers"
 
 
@@ -89,7 +90,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         couples: for a loss coupling samples of a batch: "batch" has a single device compute each
             batch, "micro-batch" accepts a separate loss per micro-batch; by default refused.
         space: the search space of plans.
-        compile: compile the blocks.
+        torch_compile: compile the blocks.
         seed: of dropout.
     """
 
@@ -102,7 +103,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         count: Callable[[Any], Tensor | int] | None = None,
         couples: str = "",
         space: Space = EVERYTHING,
-        compile: bool = False,
+        torch_compile: bool = False,
         seed: int = 0,
     ) -> None:
         show_errors_without_traceback()
@@ -113,7 +114,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         self._couples = couples
         self._width = PaddingScope()
         self._space = space
-        self._compile = compile
+        self._compile = torch_compile
         self._seed = seed
         self._trains = False  # False: the engine was made to evaluate
         self._adds = self._overflowed = False  # accumulates gradients; any overflowed
@@ -210,7 +211,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
             loss=self._steps.loss,
             optimizer=make_factory_from_optimizer(self.optimizers[0]) if fitting else None,
             precision=self._get_precision(module),
-            compile=self._compile,
+            torch_compile=self._compile,
             space=METRICS_SPACE if metrics and self._space == EVERYTHING else self._space,
             seed=self._seed,
             told=self._steps.told([type(optimizer).__name__ for optimizer in self.optimizers]),
@@ -222,7 +223,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
             raise InputError(
                 "the plan has teams, and the module has metrics",
                 why="each rank of a team would count the same samples",
-                fix="make a plan with techniques.tensor=1",
+                fix="make a plan with techniques.tensor_parallel_size=1",
             )
         if fitting:
             take_over_optimizer(self.optimizers[0], self._engine, names)

@@ -63,7 +63,7 @@ def _find_unsupported(trainer: Trainer, module: LightningModule) -> Any:
         yield (
             "a module that was compiled as a whole",
             "a unit's boundary is where micro-batches stop",
-            "GpumixStrategy(compile=True)",
+            "GpumixStrategy(torch_compile=True)",
         )
     if getattr(trainer.strategy, "_layer_sync", None) is not None:
         yield (

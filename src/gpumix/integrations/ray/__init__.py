@@ -92,7 +92,7 @@ def train(
         GpumixError: the error of the failed run.
     """
     folder, tell = Path.cwd(), on_metrics or _reporter()
-    metrics = read_job(Path(job), list(overrides)).output / run_files.METRICS
+    metrics = read_job(Path(job), list(overrides)).output_dir / run_files.METRICS
     arguments = ["train", str(job), "--json", *_options(overrides, allow)]
     arguments += [*(["--plan", str(plan)] if plan else []), *(["--resume"] if resume else [])]
     with _start_ranks(JobRank, list_wanted_workers(workers), timeout_s) as ranks:

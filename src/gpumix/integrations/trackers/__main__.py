@@ -45,9 +45,9 @@ def main() -> None:
         given = json.loads(sys.stdin.readline())
         try:
             job = Job.model_validate_json(given["job"])
-            marks, path = stack.enter_context(lock_position(job.output, name, given["since"]))
+            marks, path = stack.enter_context(lock_position(job.output_dir, name, given["since"]))
             tracker: Tracker = import_module(f"{TRACKERS_PACKAGE}.{name}").make_tracker(
-                job.trackers.named()[name], job
+                job.report_to.named()[name], job
             )
             tracker.prepare()
         except Exception as error:
@@ -91,9 +91,9 @@ def _describe_error(name: str, error: Exception) -> dict[str, Any]:
     mend = f"see that {file} can be written, name another" if file else "change what is said"
     return kind(
         f"tracker '{name}' does not start",
-        where=f"trackers.{name}",
+        where=f"report_to.{name}",
         why=format_in_one_line(error),
-        fix=f"{mend} at `trackers.{name}`, or leave `{name}` out: the run's {run_files.METRICS} "
+        fix=f"{mend} at `report_to.{name}`, or leave `{name}` out: the run's {run_files.METRICS} "
         "has all that it would be told",
     ).as_dict()
 
@@ -117,7 +117,7 @@ class TrackerFeed:
     ) -> None:
         self._name, self._tracker, self._job = name, tracker, job
         self._marks, self._path = marks, path
-        self._follower = Follower(job.output / run_files.METRICS)
+        self._follower = Follower(job.output_dir / run_files.METRICS)
         self._begun = False
 
     def tell(self, state: str) -> None:
@@ -136,7 +136,7 @@ class TrackerFeed:
             self._tracker.end(state)
 
     def _begin(self, done: int) -> None:
-        plan = Plan.load(self._job.output / run_files.PLAN)
+        plan = Plan.load(self._job.output_dir / run_files.PLAN)
         self._marks.run = self._tracker.begin(TrackedRun(self._job, plan, self._marks.run, done))
         self._begun = True
         say(self._name, self._tracker.where)

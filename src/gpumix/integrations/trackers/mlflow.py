@@ -22,7 +22,7 @@ INVALID_CHARACTERS = re.compile(r"[^\w\-. /]")
 
 
 def make_tracker(settings: MlflowSpec, job: Job) -> Mlflow:
-    return Mlflow(settings, job.output)
+    return Mlflow(settings, job.output_dir)
 
 
 class Mlflow:

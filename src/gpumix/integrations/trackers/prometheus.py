@@ -54,12 +54,12 @@ HELP_TEXTS = {
     "eval_loss": "Loss on the samples that are held out.",
 }
 PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
-ANOTHER_PORT = "take another port: --set trackers.prometheus.port=0 takes any that is free"
-ANOTHER_ADDRESS = "give one of this host, such as --set trackers.prometheus.address=127.0.0.1"
+ANOTHER_PORT = "take another port: --set report_to.prometheus.port=0 takes any that is free"
+ANOTHER_ADDRESS = "give one of this host, such as --set report_to.prometheus.address=127.0.0.1"
 
 
 def make_tracker(settings: PrometheusSpec, job: Job) -> Prometheus:
-    return Prometheus(settings, settings.name or job.output.name)
+    return Prometheus(settings, settings.name or job.output_dir.name)
 
 
 class Prometheus:
@@ -89,7 +89,7 @@ class Prometheus:
         except OSError as error:
             raise MachineError(
                 f"the endpoint for Prometheus cannot listen at {address}:{port}",
-                where="trackers.prometheus",
+                where="report_to.prometheus",
                 why=error.strerror or str(error),
                 fix=ANOTHER_PORT if error.errno in PORT_ERRORS else ANOTHER_ADDRESS,
             ) from error
@@ -100,7 +100,7 @@ class Prometheus:
         plan, version = run.plan, get_versions()["gpumix"]
         emulated = str(plan.emulated).lower()
         board.put("run_info", 1, strategy=plan.strategy, emulated=emulated, version=version)
-        board.put("steps", run.job.steps)
+        board.put("steps", run.job.max_steps)
         for worker in plan.workers:
             where = {"class": worker.device_class, "host": worker.host}
             board.put("device_info", 1, device=worker.device, **where)

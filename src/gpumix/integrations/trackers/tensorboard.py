@@ -23,8 +23,8 @@ FOLDER = "tensorboard"
 
 def make_tracker(settings: TensorBoardSpec, job: Job) -> TensorBoard:
     if settings.folder is None:
-        return TensorBoard(job.output / FOLDER)
-    return TensorBoard(settings.folder / (settings.name or job.output.name))
+        return TensorBoard(job.output_dir / FOLDER)
+    return TensorBoard(settings.folder / (settings.name or job.output_dir.name))
 
 
 class TensorBoard:

@@ -75,7 +75,7 @@ class TrackedRun:
 
     @property
     def folder(self) -> Path:
-        return self.job.output
+        return self.job.output_dir
 
     @property
     def name(self) -> str:
@@ -86,7 +86,7 @@ class TrackedRun:
         """Return the resolved job, a summary of the plan, and versions; without settings of
         trackers, with addresses that may contain a password."""
         return {
-            "job": self.job.model_dump(mode="json", exclude={"trackers"}),
+            "job": self.job.model_dump(mode="json", exclude={"report_to"}),
             "plan": summarize_plan(self.plan),
             "versions": get_versions(),
         }

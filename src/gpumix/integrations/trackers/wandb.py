@@ -17,7 +17,7 @@ EXIT_CODES = {"finished": 0, "failed": 1, "interrupted": 130}
 
 
 def make_tracker(settings: WandbSpec, job: Job) -> Wandb:
-    return Wandb(settings, settings.folder or job.output)
+    return Wandb(settings, settings.folder or job.output_dir)
 
 
 class Wandb:

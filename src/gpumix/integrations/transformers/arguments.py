@@ -166,7 +166,7 @@ def fold_accumulation(args: Any) -> Any:
 def space_of(args: Any) -> Space:
     """Return the search space of plans; with activation checkpointing if it is asked for."""
     if any(getattr(args, name, None) for name in CHECKPOINTING):
-        return EVERYTHING.model_copy(update={"recompute": (True,)})
+        return EVERYTHING.model_copy(update={"gradient_checkpointing": (True,)})
     return EVERYTHING
 
 

@@ -256,7 +256,7 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
             loss=self._loss,
             optimizer=make_factory_from_trainer(self),
             precision=precision_of(args, model),
-            compile=args.torch_compile,
+            torch_compile=args.torch_compile,
             space=self._space,
             seed=args.seed,
             told=f"{type(self).__name__} {args.optim} {type(self.optimizer).__name__}",

@@ -123,7 +123,7 @@ def main() -> None:
         try:
             take = print_line if asked.led else None
             code, told = run_host_ranks(
-                share, asked.program, orders, grace_s=asked.grace, take=take
+                share, asked.program, orders, grace_s=asked.grace_period, take=take
             )
         except GpumixError as error:
             code, told = error.exit_code, str(error)
@@ -153,7 +153,7 @@ def _parse_arguments() -> argparse.Namespace:
         parser.add_argument(name, type=int, required=True, help=text)
     parser.add_argument("--address", required=True, help="of the first host, as others reach it")
     parser.add_argument(
-        "--grace", type=float, default=60.0, help="seconds to save in, when stopped"
+        "--grace-period", type=float, default=60.0, help="seconds to save in, when stopped"
     )
     parser.add_argument("--led", action="store_true", help="orders come by standard input")
     parser.add_argument("program", nargs="+", help="script or -m module, and its arguments")

@@ -164,7 +164,7 @@ def _make_command(
     words = make_rank_arguments(number, part.component.devices, world)
     run = [shlex.quote(around.python), "-m", HOST_MODULE, "--first-rank", f'"{number}"']
     # Kubernetes would replace `$(NAME)` by the value of a variable.
-    run += [*words[2:], *meeting, "--grace", f"{around.grace_s:g}", "--"]
+    run += [*words[2:], *meeting, "--grace-period", f"{around.grace_s:g}", "--"]
     run.append(shlex.join(program.words).replace("$(", "$$("))
     return ["sh", "-c", "exec " + " ".join(run)]
 

@@ -66,8 +66,8 @@ def make_sbatch_script(
     if before_s > MOST_S:
         raise InputError(
             "SLURM does not send a signal so long before the time is over",
-            where=f"--grace {around.grace_s:g}",
-            fix=f"--grace {MOST_S - END_S}, or less",
+            where=f"--grace-period {around.grace_s:g}",
+            fix=f"--grace-period {MOST_S - END_S}, or less",
         )
     parts, several = number_components(components), len(components) > 1
     nodes = "SLURM_JOB_NODELIST_HET_GROUP_0" if several else "SLURM_JOB_NODELIST"
@@ -134,5 +134,5 @@ def _make_task_command(
         *make_rendezvous_arguments('"$ADDRESS"', '"$PORT"'),
     ]
     command = [shlex.quote(around.python), "-m", HOST_MODULE, *filled]
-    command += ["--grace", f"{around.grace_s:g}", "--", shlex.join(program.words)]
+    command += ["--grace-period", f"{around.grace_s:g}", "--", shlex.join(program.words)]
     return f"bash -c {shlex.quote('exec ' + ' '.join(command))}"

@@ -96,7 +96,8 @@ class _Task:
             raise InputError(
                 f"a global batch of {request.global_batch} has no sample for each of "
                 f"{len(devices)} devices, as Cephalo's rules want",
-                fix=f"set `global_batch` to {len(devices)} or more, or use `strategy: optimal`",
+                fix=f"set `global_batch_size` to {len(devices)} or more, or use "
+                "`strategy: optimal`",
             )
         modes = _modes(profile, request, devices)
         equal, unequal = (

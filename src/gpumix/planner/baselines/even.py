@@ -51,7 +51,7 @@ def iterate_even_plans(profile: Profile, request: PlanRequest) -> Iterator[Plan]
     if batch < ranks:
         raise InputError(
             f"a global batch of {batch} cannot be split evenly over {ranks} devices",
-            fix=f"set `global_batch` to {ranks} or more, or use `strategy: optimal`",
+            fix=f"set `global_batch_size` to {ranks} or more, or use `strategy: optimal`",
         )
     each, rest = divmod(batch, ranks)
     samples = [each + (rank < rest) for rank in range(ranks)]

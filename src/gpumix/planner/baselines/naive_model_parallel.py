@@ -76,7 +76,7 @@ def _select_largest_devices(
     profile: Profile, request: PlanRequest, devices: tuple[Device, ...]
 ) -> tuple[Device, ...]:
     """Return at most as many devices as possible stages, in rank order."""
-    most = min(profile.model.most_stages, request.space.most_stages or len(devices))
+    most = min(profile.model.most_stages, request.space.max_pipeline_stages or len(devices))
     if len(devices) <= most:
         return devices
     if request.space.leave_out is False:

@@ -11,17 +11,22 @@ from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Schedule
 from gpumix.schema.profile.profile import Profile
 
-ALLOW_ONE_STAGE_FIX = "allow one stage: `strategy: optimal` without `least_stages`"
+ALLOW_ONE_STAGE_FIX = "allow one stage: `strategy: optimal` without `min_pipeline_stages`"
 
 STAGED_TECHNIQUES = {
-    "boundaries": "device",
+    "checkpoints_on": "device",
     "orders": "layered",
     "state_on": "device",
     "shardings": "all",
 }
 """By field of a space, the value common to all plans of several stages."""
 
-SINGLE_DEVICE_TECHNIQUES = {**STAGED_TECHNIQUES, "schedules": "1f1b", "zero_stages": 0, "tensor": 1}
+SINGLE_DEVICE_TECHNIQUES = {
+    **STAGED_TECHNIQUES,
+    "pipeline_schedules": "1f1b",
+    "zero_stages": 0,
+    "tensor_parallel_size": 1,
+}
 """The values if each stage has one device."""
 
 NEEDED_BY: Mapping[str, Mapping[str, object]] = {
@@ -36,7 +41,7 @@ STAGE_CHOOSING_STRATEGIES = ("optimal", "staged")
 
 def needs_several_stages(strategy: str, space: Space) -> bool:
     """Return True if one stage alone is not enough."""
-    return strategy in NEEDED_BY or space.least_stages > 1
+    return strategy in NEEDED_BY or space.min_pipeline_stages > 1
 
 
 def check_wanted_stages(strategy: str, space: Space, devices: Sequence[Device]) -> None:
@@ -51,10 +56,11 @@ def check_wanted_stages(strategy: str, space: Space, devices: Sequence[Device]) 
 
 
 def refuse_least_stages(space: Space) -> None:
-    """Raise an InputError if a space sets `least_stages` for a strategy unable to choose."""
-    if space.least_stages > 1:
+    """Raise an InputError if a space sets `min_pipeline_stages` for a strategy unable to choose."""
+    if space.min_pipeline_stages > 1:
         raise InputError(
-            "the strategy does not choose how many stages there are: 'least_stages' has no effect",
+            "the strategy does not choose how many stages there are: 'min_pipeline_stages' has no "
+            "effect",
             fix="use `strategy: staged` or `optimal`",
         )
 
@@ -70,26 +76,27 @@ def check_stage_count(
         rounds: the most stages of a group.
     """
     most = min(units, most_groups * rounds)
-    if space.most_stages == 1:
+    if space.max_pipeline_stages == 1:
         raise InputError(
-            "there is no plan of several stages with most_stages 1",
-            where="techniques.most_stages",
-            fix=f"set techniques.most_stages to 2 or more, or {ALLOW_ONE_STAGE_FIX}",
+            "there is no plan of several stages with max_pipeline_stages 1",
+            where="techniques.max_pipeline_stages",
+            fix=f"set techniques.max_pipeline_stages to 2 or more, or {ALLOW_ONE_STAGE_FIX}",
         )
     if most_groups < 2:  # `refuse_one_device` covers a single device
         raise InputError(
             f"there is no plan of several stages: one team of {degree} alone has one stage",
-            where="techniques.tensor",
-            fix=f"allow `techniques: {{tensor: [1, {degree}]}}`, or {ALLOW_ONE_STAGE_FIX}",
+            where="techniques.tensor_parallel_size",
+            fix=f"allow `techniques: {{tensor_parallel_size: [1, {degree}]}}`, or "
+            f"{ALLOW_ONE_STAGE_FIX}",
         )
-    if space.least_stages > most:
+    if space.min_pipeline_stages > most:
         teams = f"teams of {degree}" if degree > 1 else "devices"
         twice = f", of which each may have {rounds} stages" if rounds > 1 else ""
         raise InputError(
-            f"there is no plan of {space.least_stages} stages: there are {most_groups} {teams}"
-            f"{twice}, and {units} units",
-            where="techniques.least_stages",
-            fix=f"set techniques.least_stages to {max(1, most)} at most",
+            f"there is no plan of {space.min_pipeline_stages} stages: there are {most_groups} "
+            f"{teams}{twice}, and {units} units",
+            where="techniques.min_pipeline_stages",
+            fix=f"set techniques.min_pipeline_stages to {max(1, most)} at most",
         )
 
 

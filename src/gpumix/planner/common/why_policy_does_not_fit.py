@@ -108,7 +108,7 @@ class NearestMiss:
             why=f"{_describe_shortages(profile, self._nearest)}, in the plan that comes nearest"
             if self._nearest
             else "no stages of theirs have room for their state and a micro-batch",
-            fix=f"lower `global_batch` or `sequence_length`, or {ALLOW_ONE_STAGE_FIX}",
+            fix=f"lower `global_batch_size` or `sequence_length`, or {ALLOW_ONE_STAGE_FIX}",
         )
 
 

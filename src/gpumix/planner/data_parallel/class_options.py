@@ -219,11 +219,11 @@ class GridCache:
         """
         if (most - least) * len(sizes) > MOST_CELLS:
             raise InputError(
-                f"'global_batch' is {self._batch}: so many samples of so small a model can be cut "
-                "in too many ways to look through",
+                f"'global_batch_size' is {self._batch}: so many samples of so small a model can be "
+                "cut in too many ways to look through",
                 why=f"a device may do {least} to {most} of them, in micro-batches of {sizes[0]} to "
                 f"{sizes[-1]}",
-                fix="lower `global_batch`; samples may be longer instead (`sequence_length`)",
+                fix="lower `global_batch_size`; samples may be longer instead (`sequence_length`)",
             )
         least -= least % ROWS_AT_ONCE
         most = min(self._batch, -(-most // ROWS_AT_ONCE) * ROWS_AT_ONCE)

@@ -166,9 +166,9 @@ def _list_requests(request: PlanRequest) -> list[PlanRequest]:
     """Return the request, and a single-stage variant if several stages are allowed: only the first
     stage is charged for reading, though all read, so stages look better than they are."""
     space = request.space
-    if space.least_stages > 1 or space.most_stages == 1:
+    if space.min_pipeline_stages > 1 or space.max_pipeline_stages == 1:
         return [request]
-    one_stage = space.model_copy(update={"most_stages": 1})
+    one_stage = space.model_copy(update={"max_pipeline_stages": 1})
     return [request, request.model_copy(update={"space": one_stage})]
 
 

@@ -137,7 +137,7 @@ class _Shortage:
     def _nothing_measured(self) -> NoFeasiblePlanError:
         stages = self.space.zero_stages
         every = [mode for stage in stages for mode in self.space.modes(stage)]
-        modes = {mode.describe() for mode in every if mode.head == self.space.heads[0]}
+        modes = {mode.describe() for mode in every if mode.head == self.space.cross_entropy[0]}
         missing = self._find_saving_technique()
         return NoFeasiblePlanError(
             f"no plan is possible: what class '{self._unmeasured()[0]}' takes to "
@@ -200,7 +200,7 @@ class _Shortage:
             middle = (low + high) // 2
             low, high = (middle, high) if self.fits(middle, {}) else (low, middle)
         which = "the largest that fits" if self.batch <= MAX_SAMPLE_COUNTS else "which fits"
-        ways = [f"set `global_batch: {low}`, {which}"] if low else []
+        ways = [f"set `global_batch_size: {low}`, {which}"] if low else []
         if shorter := self._find_shorter_sequence():
             ways.append(f"set `sequence_length: {shorter}`, at which it should fit")
         return ", or ".join(
@@ -209,16 +209,19 @@ class _Shortage:
 
     def _find_saving_technique(self) -> str:
         """Name a memory-saving technique outside the space with which the batch fits."""
-        recompute: dict[str, object] = {"recompute": (True,)}
+        recompute: dict[str, object] = {"gradient_checkpointing": (True,)}
         sharded: dict[str, object] = {"zero_stages": (3,)}
         on_hosts: dict[str, object] = {"state_on": ("device", "host")}
-        in_chunks: dict[str, object] = {"heads": ("chunked",)}
+        in_chunks: dict[str, object] = {"cross_entropy": ("chunked",)}
         for name, change in (
-            ("recompute", recompute),
-            ("a head in chunks", in_chunks),
+            ("gradient checkpointing", recompute),
+            ("chunked cross-entropy", in_chunks),
             ("ZeRO-3", sharded),
-            ("recompute and ZeRO-3", recompute | sharded),
-            ("recompute, a head in chunks and ZeRO-3", recompute | in_chunks | sharded),
+            ("gradient checkpointing and ZeRO-3", recompute | sharded),
+            (
+                "gradient checkpointing, chunked cross-entropy and ZeRO-3",
+                recompute | in_chunks | sharded,
+            ),
             ("state on hosts", on_hosts),
         ):
             wider = self.space.model_copy(update=change)

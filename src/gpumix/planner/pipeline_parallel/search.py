@@ -123,7 +123,7 @@ class StageSearch:
         teams = measured_teams(profile).intersection(teams_of_space(request.space))
         self._pace_of = pace_of = CallTimesCache(profile, {NO_TENSOR_PARALLEL, *teams})
         self._manners = StageModes(pace_of.profiles, request.space)
-        self._schedules = [one for one in SCHEDULES if one in request.space.schedules]
+        self._schedules = [one for one in SCHEDULES if one in request.space.pipeline_schedules]
         check_stage_count(
             request.space,
             most_groups=self._most_groups,
@@ -178,30 +178,30 @@ class StageSearch:
         if any(self._zero_stages(row, schedule) for row in self._rows[0]):
             return None
         # Too few stages are allowed, or too few units exist.
-        least = max(space.least_stages, 2 * rounds)
+        least = max(space.min_pipeline_stages, 2 * rounds)
         least = -(-least // rounds) * rounds
         if least > self._most_stages:
-            pinned = space.most_stages == self._most_stages
-            pin = f"techniques.most_stages is {space.most_stages}"
+            pinned = space.max_pipeline_stages == self._most_stages
+            pin = f"techniques.max_pipeline_stages is {space.max_pipeline_stages}"
             there = pin if pinned else f"the model has {self._most_stages} units"
             each = (
                 f"{rounds} stages for each of 2 groups or more, so {least}" if rounds > 1 else least
             )
             return Refusal(
                 f"it has {each} at least, and {there}",
-                f"set techniques.most_stages to {least} or more"
+                f"set techniques.max_pipeline_stages to {least} or more"
                 if pinned
-                else "allow `techniques: {schedules: [1f1b, ...]}`",
+                else "allow `techniques: {pipeline_schedules: [1f1b, ...]}`",
             )
         return Refusal(
             f"no groups of devices make {self._wanted} stages",
-            "allow another number of stages, or `techniques: {schedules: [1f1b, ...]}`",
+            "allow another number of stages, or `techniques: {pipeline_schedules: [1f1b, ...]}`",
         )
 
     @property
     def _wanted(self) -> str:
         """The allowed numbers of stages, in words."""
-        least, most = max(2, self._space.least_stages), self._most_stages
+        least, most = max(2, self._space.min_pipeline_stages), self._most_stages
         return f"{least}" if least == most else f"{least} to {most}"
 
     @cached_property
@@ -232,7 +232,7 @@ class StageSearch:
     @property
     def _most_stages(self) -> int:
         most = self._profile.model.most_stages
-        return min(most, self._space.most_stages or most)
+        return min(most, self._space.max_pipeline_stages or most)
 
     @cached_property
     def _classes(self) -> Counter[str]:
@@ -260,7 +260,7 @@ class StageSearch:
         """Return the ZeRO stages for a row: only the lowest if each stage has one device, none if
         the schedule gives the row too many stages or too few."""
         if (
-            not self._space.least_stages
+            not self._space.min_pipeline_stages
             <= len(row) * get_stages_per_group(schedule)
             <= self._most_stages
         ):

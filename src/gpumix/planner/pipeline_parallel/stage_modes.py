@@ -43,7 +43,8 @@ MEASURE_FIX = "allow more `techniques`, or profile again: `gpumix profile JOB.ya
 
 def teams_of_space(space: Space) -> list[TensorParallelDegree]:
     """Return the teams of a space, small ones first."""
-    degrees, sequence = sorted(set(space.tensor)), sorted(set(space.sequence))
+    degrees = sorted(set(space.tensor_parallel_size))
+    sequence = sorted(set(space.sequence_parallel))
     of_several = product((degree for degree in degrees if degree > 1), sequence)
     return [
         *([NO_TENSOR_PARALLEL] if 1 in degrees else []),
@@ -127,10 +128,12 @@ class StageModes:
     def find_refusal(self, names: Iterable[str], schedule: Schedule) -> Refusal | None:
         """Return the reason why classes cannot have stages by a schedule; None if possible."""
         there = sorted(names)
-        if schedule == "zero-bubble" and False not in self._space.recompute:
+        if schedule == "zero-bubble" and False not in self._space.gradient_checkpointing:
             return Refusal(
-                "it splits the backward of graphs that are kept, and `recompute: true` keeps none",
-                "allow `techniques: {recompute: [true, false]}` or another of `schedules`",
+                "it splits the backward of graphs that are kept, and "
+                "`gradient_checkpointing: true` keeps none",
+                "allow `techniques: {gradient_checkpointing: [true, false]}` or another of "
+                "`pipeline_schedules`",
             )
         for name in there:
             if not self.of_class(name):
@@ -180,7 +183,7 @@ class StageModes:
         if splits and not _may_split(profile, names):
             return
         for recompute in (True, False):
-            if recompute not in self._space.recompute or (recompute and splits):
+            if recompute not in self._space.gradient_checkpointing or (recompute and splits):
                 continue
             for head in heads:
                 mode = Mode(recompute=recompute, head=head)
@@ -188,13 +191,13 @@ class StageModes:
                     yield mode
 
     def _heads(self, profile: Profile, names: Sequence[str]) -> list[Head]:
-        chunks = "chunked" in self._space.heads and all(
+        chunks = "chunked" in self._space.cross_entropy and all(
             can_predict_mode(profile, name, Mode(head="chunked")) for name in names
         )
         if chunks and all(is_chunked_head_free(profile, name) for name in names):
             return ["chunked"]
         chunked: list[Head] = ["chunked"] if chunks else []
-        whole: list[Head] = ["whole"] if "whole" in self._space.heads else []
+        whole: list[Head] = ["whole"] if "whole" in self._space.cross_entropy else []
         return [*whole, *chunked]
 
 

@@ -185,7 +185,7 @@ def _make_indivisible_error(degrees: list[int]) -> NoFeasiblePlanError:
     return NoFeasiblePlanError(
         f"the devices cannot all be divided into teams of {' or '.join(map(str, degrees))}",
         why="a team is devices of one class on one host",
-        fix="allow `techniques: {tensor: [1]}`, or `leave_out: true`",
+        fix="allow `techniques: {tensor_parallel_size: [1]}`, or `leave_out: true`",
     )
 
 
@@ -249,7 +249,9 @@ def _mixtures(
             sizes = {size for one in chosen for size in one.sizes}
             if len(sizes) > 1 and not any(max(sizes) % size for size in sizes):
                 of_class = {name: one.size for name, one in zip(kept, chosen)}
-                mixture = _Sizes(of_class, sequence, others_alone=1 in request.space.tensor)
+                mixture = _Sizes(
+                    of_class, sequence, others_alone=1 in request.space.tensor_parallel_size
+                )
                 found.append(_Mixture(mixture, _seconds(request, chosen)))
     found.sort(key=lambda mixture: mixture.least_s)
     yield from found[:most]
@@ -270,7 +272,7 @@ def _options(
     profile: Profile, request: PlanRequest, devices: Sequence[Device], *, sequence: bool
 ) -> dict[str, list[_Option]]:
     """Return the options of each class, the fastest first."""
-    alone, of_sizes = 1 in request.space.tensor, {1: profile}
+    alone, of_sizes = 1 in request.space.tensor_parallel_size, {1: profile}
     found: dict[str, list[_Option]] = {}
     for name in dict.fromkeys(device.device_class for device in devices):
         own = tuple(device for device in devices if device.device_class == name)
@@ -313,7 +315,7 @@ def _sizes_of(profile: Profile, request: PlanRequest, name: str, *, sequence: bo
         for team in profile.teams
         if team.sequence == sequence and any(c.device_class == name for c in team.classes)
     }
-    return sorted(set(request.space.tensor) & (measured | {1}))
+    return sorted(set(request.space.tensor_parallel_size) & (measured | {1}))
 
 
 def _kind(team: Sequence[Device]) -> TensorParallelGroup:
@@ -340,10 +342,13 @@ def _search_groups(
     of_team = make_leader_profile(profile, kinds, sequence=sizes.sequence, in_stages=in_stages)
     # Chunked heads were measured on single devices only, and all workers of a stage run the head
     # alike.
-    if len(there) > 1 and "whole" not in request.space.heads:
+    if len(there) > 1 and "whole" not in request.space.cross_entropy:
         raise _make_indivisible_error(there)
     space = request.space.model_copy(
-        update={"tensor": (1,), "heads": ("whole",) if len(there) > 1 else request.space.heads}
+        update={
+            "tensor_parallel_size": (1,),
+            "cross_entropy": ("whole",) if len(there) > 1 else request.space.cross_entropy,
+        }
     )
     request = request.model_copy(update={"devices": tuple(leaders), "space": space})
     of_team = of_team.model_copy(update={"cluster": of_team.cluster.only(leaders)})

@@ -66,13 +66,15 @@ class MeasurementCache(MeasurementFiles):
         self._job_folder = folder
         check_degrees_fit(cluster, job.techniques)
         super().__init__(
-            job.profile.cache or profiles_folder(),
+            job.advanced.profile_cache or profiles_folder(),
             work_key(job, folder),
             cluster,
-            settings=ClassSettings.choose(cluster, job.precision, job.compile, job.efficiency),
+            settings=ClassSettings.choose(
+                cluster, job.precision, job.torch_compile, job.advanced.efficiency
+            ),
             degrees=get_allowed_degrees(cluster, job.techniques),
-            sequence=job.techniques.sequence,
-            budget_s=job.profile.budget,
+            sequence=job.techniques.sequence_parallel,
+            budget_s=job.advanced.profile_budget,
         )
 
     def input_file(self) -> Path:
@@ -115,7 +117,8 @@ class MeasurementCache(MeasurementFiles):
 
     def _known(self, device_class: DeviceClass) -> ClassMeasurement | None:
         found = super()._known(device_class)
-        alone = 1 in self._job.techniques.tensor or not self.degrees.get(device_class.name)
+        degrees = self._job.techniques.tensor_parallel_size
+        alone = 1 in degrees or not self.degrees.get(device_class.name)
         if found is not None and not found.teams and not alone:
             return None  # a new measurement says why the model has no teams
         return found
@@ -246,7 +249,7 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
         **({} if job.data.packing == "concatenate" else {"packing": job.data.packing}),
         "tokenizer": str(job.tokenizer),
         "sequence_length": job.sequence_length,
-        "global_batch": job.global_batch,
+        "global_batch": job.global_batch_size,
         "optimizer": (job.optimizer.name, bool(job.optimizer.momentum), job.optimizer.ns_steps),
     }
 
@@ -268,7 +271,7 @@ def reading_key(job: Job, folder: Path) -> dict[str, object]:
 
 def set_readers(job: Job, profile: Profile) -> Profile:
     """Set the job's number of data workers per rank in a profile."""
-    wanted = job.data.workers
+    wanted = job.data.num_workers
     readers = None if wanted == "auto" else max(1, wanted)
     inputs = [
         one.model_copy(update={"readers": readers if one.parallel else 1}) for one in profile.inputs

@@ -95,8 +95,8 @@ def _make_job_commands(facts: RunFacts) -> Iterator[tuple[str, str]]:
     train = f"gpumix train {JOB}{''.join(f' --allow {shlex.quote(m)}' for m in calls)}"
     if run.checkpoints and run.progress.state in ("interrupted", "failed"):
         yield f"{train} --resume", "go on where it stopped"
-    yield f"{train} --plan {plan} --set output=runs/again", "the same plan"
-    yield f"{train} --set output=runs/again", "measured and planned anew"
+    yield f"{train} --plan {plan} --set output_dir=runs/again", "the same plan"
+    yield f"{train} --set output_dir=runs/again", "measured and planned anew"
 
 
 def _make_script_commands(facts: RunFacts, script: Script) -> Iterator[tuple[str, str]]:

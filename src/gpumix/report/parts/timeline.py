@@ -66,7 +66,7 @@ def render_timeline(facts: RunFacts) -> Markup:
 
 
 def _render_trace_hint() -> Markup:
-    command = el("code", "gpumix train JOB.yaml --trace STEP")
+    command = el("code", "gpumix train JOB.yaml --trace-step STEP")
     return el("p", command, " puts a measured one beside it.", class_="aside")
 
 

@@ -26,13 +26,13 @@ def choose_compiled_classes(
     obstacles = {c.name: _find_compile_obstacle(c, cpp_compiler) for c in cluster.classes}
     if not isinstance(wanted, Mapping):
         return frozenset(name for name, why in obstacles.items() if wanted and not why)
-    cluster.refuse_unknown("compile", wanted)
+    cluster.refuse_unknown("torch_compile", wanted)
     for name, on in wanted.items():
         if on and obstacles[name]:
             raise InputError(
                 f"units cannot be compiled for device class '{name}'",
                 why=obstacles[name],
-                fix=f"leave it out: `compile: {{{name}: off}}`",
+                fix=f"leave it out: `torch_compile: {{{name}: off}}`",
             )
     return frozenset(name for name, on in wanted.items() if on)
 

@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from gpumix.schema.cluster.cluster import Cluster
-from gpumix.schema.cluster.kernels import EfficiencySpec
+from gpumix.schema.job.advanced import AdvancedSpec
 from gpumix.schema.job.couples import WHOLE_BATCH
 from gpumix.schema.job.search_space import EVERYTHING, Space, wrap_single_value
 from gpumix.schema.job.trackers import NO_TRACKERS, Trackers
 from gpumix.schema.plan.dtypes import Precision
 from gpumix.schema.profile.profile import ModelProfile
-from gpumix.schema.units import LARGEST, LARGEST_BATCH, LARGEST_LENGTH, MOST_STEPS, Seconds
+from gpumix.schema.units import LARGEST, LARGEST_BATCH, LARGEST_LENGTH, MOST_STEPS
 from gpumix.schema.value import Value
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -115,7 +115,7 @@ class DataSpec(Value):
         "stream of them: an iterable, a generator, or a function that makes one for each pass",
     )
     arguments: dict[str, Any] = Field(default_factory=dict, description="of the factory, by name")
-    workers: Literal["auto"] | Annotated[int, Field(ge=0, le=MOST_WORKERS)] = Field(
+    num_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=MOST_WORKERS)] = Field(
         default="auto",
         description="threads or processes that fetch samples for each device: `auto` measures what "
         "is needed; 0 is one thread",
@@ -143,7 +143,7 @@ class DataSpec(Value):
         default=False,
         description="whether samples of like length meet in a batch; with `packing: none`",
     )
-    held_out: float = Field(
+    validation_split: float = Field(
         default=0.02,
         ge=0,
         lt=1,
@@ -273,11 +273,6 @@ class OptimizerSpec(Value):
     groups: tuple[ParameterGroup, ...] = Field(
         default=(), description="other settings for some parameters"
     )
-    clip_norm: float | None = Field(
-        default=1.0,
-        gt=0,
-        description="largest norm of all gradients together; `null` does not clip",
-    )
 
     def state_bytes_per_element(self, model: ModelProfile) -> float:
         """Return the mean bytes of fp32 optimizer state per element: two moments, the momentum, or
@@ -300,58 +295,18 @@ class OptimizerSpec(Value):
         return self
 
 
-class ScheduleSpec(Value):
-    """Learning rate: linear warm-up, then constant or a decay to `final_ratio` of the peak."""
+class LrSchedulerSpec(Value):
+    """Learning rate: linear warm-up, then constant or a decay to `min_lr_ratio` of the peak."""
 
     warmup_steps: int = Field(
         default=0, ge=0, description="steps in which the rate rises from 0 to its peak"
     )
-    kind: Literal["cosine", "linear", "constant"] = Field(
+    type: Literal["cosine", "linear", "constant"] = Field(
         default="cosine", description="how the rate falls afterwards"
     )
-    final_ratio: float = Field(
+    min_lr_ratio: float = Field(
         default=0.1, ge=0, le=1, description="rate of the last step over the peak"
     )
-
-
-class EvaluationSpec(Value):
-    """Evaluation on held-out samples; `every_steps` 0 disables evaluation."""
-
-    every_steps: int = Field(default=0, ge=0, description="0: never")
-    batches: int = Field(default=4, ge=1, description="global batches per evaluation")
-
-
-class CheckpointSpec(Value):
-    """Checkpoints. The end of the run always saves one. A due checkpoint waits 5 s for the previous
-    one to be written, then is postponed."""
-
-    every_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
-        default="auto", description="`auto`: about every ten minutes; 0: only at the end"
-    )
-    keep: int = Field(default=2, ge=1, description="how many are kept, the newest")
-    memory_every_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
-        default="auto",
-        description="how often the state is copied into the memory of the hosts, from where a run "
-        "goes on that lost a rank; `auto`: after each step, or after so many that training stands "
-        "still for it for a hundredth of its time at most, a twentieth where steps take over a "
-        "second; 0: never",
-    )
-
-    @property
-    def stated_steps(self) -> int:
-        """Steps between checkpoints as stated; 0 for none, or if the run chooses."""
-        return 0 if self.every_steps == "auto" else self.every_steps
-
-
-class ProfileSpec(Value):
-    """Time limit of the profiler, and the cache of its results."""
-
-    budget: Seconds = Field(
-        default=120.0,
-        description="how long each device class may be measured; the smallest micro-batch is "
-        "measured all the same",
-    )
-    cache: Path | None = Field(default=None, description="default: ~/.cache/gpumix/profiles")
 
 
 class Job(Value):
@@ -367,31 +322,33 @@ class Job(Value):
     sequence_length: int = Field(
         gt=1, le=LARGEST_LENGTH, description="tokens in a sample", examples=[1024]
     )
-    global_batch: int = Field(
+    global_batch_size: int = Field(
         gt=0, le=LARGEST_BATCH, description="samples per step over all devices", examples=[64]
     )
-    steps: int = Field(
+    max_steps: int = Field(
         gt=0,
         le=MOST_STEPS,
         description="steps of the whole run, those before a resume included",
         examples=[1000],
     )
     optimizer: OptimizerSpec = Field(default=OptimizerSpec(), description="how weights are updated")
-    schedule: ScheduleSpec = Field(
-        default=ScheduleSpec(), description="how the learning rate changes"
+    max_grad_norm: float | None = Field(
+        default=1.0,
+        gt=0,
+        description="largest norm of all gradients together; `null` does not clip",
+    )
+    lr_scheduler: LrSchedulerSpec = Field(
+        default=LrSchedulerSpec(), description="how the learning rate changes"
     )
     precision: Precision = Field(
         default="auto",
         description="what is computed in: `auto` goes by what each device class does best, or one "
         "dtype for all, or one by class; parameters and optimizer state are kept in fp32",
     )
-    compile: bool | dict[str, bool] = Field(
+    torch_compile: bool | dict[str, bool] = Field(
         default=False,
         description="whether blocks run in compiled code (torch.compile): `on`, `off`, or that for "
         "each device class; classes that cannot are left out, unless they are named",
-    )
-    efficiency: EfficiencySpec = Field(
-        default=EfficiencySpec(), description="how devices compute, beside dtype and compiled code"
     )
     seed: int = Field(
         default=0, ge=0, le=LARGEST, description="of initial weights, order of samples and dropout"
@@ -419,58 +376,43 @@ class Job(Value):
     techniques: Space = Field(
         default=EVERYTHING, description="what the plan may use; all by default, the plan chooses"
     )
-    output: Path = Field(
+    output_dir: Path = Field(
         default=Path("runs/latest"), description="folder of the run: plan, metrics, checkpoints"
     )
-    log_every_steps: int = Field(default=10, ge=1, description="how often a line is printed")
-    trace_step: int | None = Field(
-        default=None,
-        ge=1,
-        description="the step whose trace goes into the run's folder, for ui.perfetto.dev",
-    )
-    trackers: Trackers = Field(
+    logging_steps: int = Field(default=10, ge=1, description="how often a line is printed")
+    report_to: Trackers = Field(
         default=NO_TRACKERS,
         description="experiment trackers that the run tells, beside its folder: a name, a list of "
         "names, or settings by name; none by default ([more](trackers.md))",
     )
-    evaluation: EvaluationSpec = Field(
-        default=EvaluationSpec(), description="on samples that are held out"
+    eval_steps: int = Field(
+        default=0, ge=0, description="how often held-out samples are evaluated; 0: never"
     )
-    checkpoint: CheckpointSpec = Field(
-        default=CheckpointSpec(), description="when the state is saved"
+    eval_batches: int = Field(default=4, ge=1, description="global batches per evaluation")
+    save_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+        default="auto",
+        description="how often a checkpoint is saved, beside the end of the run: `auto`: about "
+        "every ten minutes; 0: only at the end. A due checkpoint waits 5 s for the previous one "
+        "to be written, then is postponed",
     )
-    profile: ProfileSpec = Field(default=ProfileSpec(), description="how the devices are measured")
-    rebalance: bool = Field(
-        default=True,
-        description="whether samples are split anew while the run trains, when devices turn out to "
-        "take longer or less long than the plan says; where stages should have other units, the "
-        "run starts by another plan. Without, a run gives the same numbers to the bit each time, "
-        "as long as its plan and devices are the same",
+    save_total_limit: int = Field(
+        default=2, ge=1, description="how many checkpoints are kept, the newest"
     )
-    replay_every_steps: int = Field(
-        default=0,
-        ge=0,
-        description="how often all devices compute the gradient of one sample, to find one that "
-        "computes wrong without an error; 0: never",
+    memory_save_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+        default="auto",
+        description="how often the state is copied into the memory of the hosts, from where a run "
+        "goes on that lost a rank; `auto`: after each step, or after so many that training stands "
+        "still for it for a hundredth of its time at most, a twentieth where steps take over a "
+        "second; 0: never",
     )
-    restarts: int = Field(
-        default=3,
-        ge=0,
-        description="how often in a row, without a step between, a run starts again by itself "
-        "after it lost a rank, or ran out of memory; under torchrun it is `--max-restarts` for the "
-        "first",
+    advanced: AdvancedSpec = Field(
+        default=AdvancedSpec(), description="what seldom needs to be set"
     )
-    timeout: Seconds = Field(
-        default=300.0,
-        description="how long a rank waits for another before it names it; one that died is known "
-        "at once, one that was stopped or whose host is gone after 20 s",
-    )
-    grace: Seconds | None = Field(
-        default=None,
-        description="how long after SIGTERM or Ctrl-C a run may take to save: where the step under "
-        "way would not end in time, the state before it is saved, or the run just ends if it is on "
-        "disk; default: what `gpumix launch --grace` says, else 30 s, as torchrun has it",
-    )
+
+    @property
+    def stated_save_steps(self) -> int:
+        """Steps between checkpoints as stated; 0 for none, or if the run chooses."""
+        return 0 if self.save_steps == "auto" else self.save_steps
 
     @model_validator(mode="after")
     def _whole_batches_are_planned(self) -> Self:
@@ -483,6 +425,7 @@ class Job(Value):
 
     @model_validator(mode="after")
     def _traced_step_is_one_of_the_run(self) -> Self:
-        if self.trace_step is not None and self.trace_step > self.steps:
-            raise ValueError(f"'trace_step' is {self.trace_step}, the run has {self.steps} steps")
+        step = self.advanced.trace_step
+        if step is not None and step > self.max_steps:
+            raise ValueError(f"'advanced.trace_step' is {step}, the run has {self.max_steps} steps")
         return self

@@ -34,19 +34,19 @@ class Space(Value):
         default=("all", "host"),
         description="whether all devices divide the state, or those of each host",
     )
-    recompute: Some[bool] = Field(
+    gradient_checkpointing: Some[bool] = Field(
         default=(True, False),
         description="whether the backward computes blocks again or keeps their graphs; with both, "
         "as many graphs are kept as there is room for",
     )
-    boundaries: Some[Place] = Field(
+    checkpoints_on: Some[Place] = Field(
         default=("device", "host"), description="where the inputs to recompute from are kept"
     )
     orders: Some[Literal["layered", "sequential"]] = Field(
         default=("layered", "sequential"),
         description="each block for all micro-batches, or one micro-batch after the other",
     )
-    heads: Some[Head] = Field(
+    cross_entropy: Some[Head] = Field(
         default=("whole", "chunked"),
         description="whether a micro-batch's logits are made whole, or some rows at a time",
     )
@@ -54,27 +54,27 @@ class Space(Value):
         default=("device", "host"),
         description="where fp32 parameters and the optimizer's state are kept and updated",
     )
-    tensor: Some[Annotated[int, Field(ge=1)]] = Field(
+    tensor_parallel_size: Some[Annotated[int, Field(ge=1)]] = Field(
         default=(1, 2, 4, 8),
         description="tensor parallel degrees: how many devices of one class and host compute each "
         "block together",
     )
-    sequence: Some[bool] = Field(
+    sequence_parallel: Some[bool] = Field(
         default=(False, True),
         description="whether devices that compute each block together also divide the positions of "
         "a sample where blocks are not divided: sequence parallelism",
     )
-    most_stages: int | None = Field(
+    max_pipeline_stages: int | None = Field(
         default=None,
         ge=1,
         description="no plan has more stages; null: as many as there are devices, or blocks",
     )
-    least_stages: int = Field(
+    min_pipeline_stages: int = Field(
         default=1,
         ge=1,
         description="no plan has fewer stages; for strategies `staged` and `optimal`",
     )
-    schedules: Some[Schedule] = Field(
+    pipeline_schedules: Some[Schedule] = Field(
         default=("1f1b", "eager-1f1b", "gpipe", "interleaved", "zero-bubble"),
         description="in which order micro-batches go through several stages",
     )
@@ -94,13 +94,16 @@ class Space(Value):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.most_stages is not None and self.most_stages < self.least_stages:
+        least, most = self.min_pipeline_stages, self.max_pipeline_stages
+        if most is not None and most < least:
             raise ValueError(
-                f"'least_stages' is {self.least_stages}, 'most_stages' {self.most_stages}: the "
-                "least is to be no more than the most"
+                f"'min_pipeline_stages' is {least}, 'max_pipeline_stages' {most}: the least is to "
+                "be no more than the most"
             )
-        if self.sequence == (True,) and max(self.tensor) == 1:
-            raise ValueError("`sequence: true` has no effect without a tensor degree above 1")
+        if self.sequence_parallel == (True,) and max(self.tensor_parallel_size) == 1:
+            raise ValueError(
+                "`sequence_parallel: true` has no effect without a tensor degree above 1"
+            )
         return self
 
     def leaving_out(self) -> Space:
@@ -113,16 +116,22 @@ class Space(Value):
 
     def in_one_stage(self) -> Space:
         """Return the space without several stages and tensor parallelism."""
-        return self.model_copy(update={"most_stages": 1, "tensor": (1,)})
+        return self.model_copy(update={"max_pipeline_stages": 1, "tensor_parallel_size": (1,)})
 
     def of_one_wave(self) -> Space | None:
         """Return the space of a wave of several; None if several waves are not in the space."""
         stages = tuple(stage for stage in self.zero_stages if stage >= 2)
-        single = self.least_stages == 1
+        single = self.min_pipeline_stages == 1
         if not (self.waves and single and stages and "layered" in self.orders):
             return None
-        changes = {"zero_stages": stages, "orders": ("layered",), "most_stages": 1, "waves": False}
-        return self.model_copy(update=changes)
+        return self.model_copy(
+            update={
+                "zero_stages": stages,
+                "orders": ("layered",),
+                "max_pipeline_stages": 1,
+                "waves": False,
+            }
+        )
 
     def modes(self, zero_stage: ZeroStage) -> Iterator[Mode]:
         """Yield the modes of a worker at a ZeRO stage, plainest first.
@@ -130,7 +139,9 @@ class Space(Value):
         Sequential micro-batches need the full parameters and the full gradient to accumulate into,
         so they require stage 0 or 1.
         """
-        choices = product(self.orders, self.recompute, self.boundaries, self.heads)
+        choices = product(
+            self.orders, self.gradient_checkpointing, self.checkpoints_on, self.cross_entropy
+        )
         for order, recompute, boundary, head in choices:
             if order == "sequential" and zero_stage > 1:
                 continue
@@ -142,14 +153,15 @@ class Space(Value):
         """Describe the first technique of `plan` outside this space; return "" if there is none."""
         if plan.zero_stage not in self.zero_stages:
             return f"ZeRO stage {plan.zero_stage}"
-        if other := set(plan.degrees) - set(self.tensor):
+        if other := set(plan.degrees) - set(self.tensor_parallel_size):
             return f"tensor parallel degree {min(other)}"
         ways = {stage.sequence for stage in plan.stages if stage.tensor > 1}
-        if unwanted := ways - set(self.sequence):
+        if unwanted := ways - set(self.sequence_parallel):
             return f"teams {'with' if True in unwanted else 'without'} a divided sequence"
-        if not self.least_stages <= len(plan.stages) <= (self.most_stages or len(plan.stages)):
-            return f"{len(plan.stages)} stages"
-        if len(plan.stages) > 1 and plan.schedule not in self.schedules:
+        stages = len(plan.stages)
+        if not self.min_pipeline_stages <= stages <= (self.max_pipeline_stages or stages):
+            return f"{stages} stages"
+        if stages > 1 and plan.schedule not in self.pipeline_schedules:
             return f"schedule '{plan.schedule}'"
         if len(plan.stages) == 1 and plan.waves > 1 and not self.waves:
             return f"{plan.waves} waves"

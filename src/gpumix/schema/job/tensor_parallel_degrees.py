@@ -13,7 +13,9 @@ def get_allowed_degrees(cluster: Cluster, space: Space) -> dict[str, tuple[int, 
     """Return each class's tensor parallel degrees above 1 allowed by the space and by the number of
     devices per host."""
     return {
-        name: tuple(sorted(degree for degree in set(space.tensor) if 1 < degree <= count))
+        name: tuple(
+            sorted(degree for degree in set(space.tensor_parallel_size) if 1 < degree <= count)
+        )
         for name, count in _count_most_per_host(cluster).items()
     }
 
@@ -24,7 +26,7 @@ def check_degrees_fit(cluster: Cluster, space: Space) -> None:
     Raises:
         InputError: no group is possible.
     """
-    if 1 in space.tensor or any(get_allowed_degrees(cluster, space).values()):
+    if 1 in space.tensor_parallel_size or any(get_allowed_degrees(cluster, space).values()):
         return
     most = _count_most_per_host(cluster)
     there = ", ".join(f"{count} of class '{name}'" for name, count in most.items())
@@ -33,10 +35,11 @@ def check_degrees_fit(cluster: Cluster, space: Space) -> None:
     place, on = ("island", "in one island") if islands else ("host", "on one host")
     below = f"{largest} at most, or to 1" if largest > 1 else "1"
     raise InputError(
-        f"no {place} has {min(space.tensor)} devices of one class, which make a team together",
-        where="techniques.tensor",
+        f"no {place} has {min(space.tensor_parallel_size)} devices of one class, which make a team "
+        "together",
+        where="techniques.tensor_parallel_size",
         why=f"{on} there are at most {there}",
-        fix=f"set `techniques: {{tensor: ...}}` to {below}",
+        fix=f"set `techniques: {{tensor_parallel_size: ...}}` to {below}",
     )
 
 

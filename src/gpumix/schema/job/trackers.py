@@ -137,17 +137,17 @@ Tracker = TensorBoardSpec | WandbSpec | MlflowSpec | TrackioSpec | PrometheusSpe
 
 class Trackers(Value):
     """All trackers of a run: a name, a list of names, or settings by name:
-    `trackers: tensorboard`, `trackers: [tensorboard, wandb]`,
-    `trackers: {wandb: {project: mine}, prometheus: {port: 9000}}`."""
+    `report_to: tensorboard`, `report_to: [tensorboard, wandb]`,
+    `report_to: {wandb: {project: mine}, prometheus: {port: 9000}}`."""
 
     tensorboard: TensorBoardSpec | None = Field(
-        default=None, description="[keys below](#trackerstensorboard)"
+        default=None, description="[keys below](#report_totensorboard)"
     )
-    wandb: WandbSpec | None = Field(default=None, description="[keys below](#trackerswandb)")
-    mlflow: MlflowSpec | None = Field(default=None, description="[keys below](#trackersmlflow)")
-    trackio: TrackioSpec | None = Field(default=None, description="[keys below](#trackerstrackio)")
+    wandb: WandbSpec | None = Field(default=None, description="[keys below](#report_towandb)")
+    mlflow: MlflowSpec | None = Field(default=None, description="[keys below](#report_tomlflow)")
+    trackio: TrackioSpec | None = Field(default=None, description="[keys below](#report_totrackio)")
     prometheus: PrometheusSpec | None = Field(
-        default=None, description="[keys below](#trackersprometheus)"
+        default=None, description="[keys below](#report_toprometheus)"
     )
 
     @model_validator(mode="before")

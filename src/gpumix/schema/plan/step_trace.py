@@ -148,7 +148,7 @@ class Trace(Document):
     """A trace file. Viewers ignore keys outside the format, such as `kind`."""
 
     KIND: ClassVar[str] = "trace"
-    MADE_BY: ClassVar[str] = "gpumix train JOB.yaml --trace STEP"
+    MADE_BY: ClassVar[str] = "gpumix train JOB.yaml --trace-step STEP"
     kind: Literal["trace"] = "trace"
 
     displayTimeUnit: Literal["ms", "ns"] = "ms"  # name given by the format

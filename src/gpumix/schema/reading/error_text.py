@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 from gpumix.schema.cluster.cluster import CLASS_NAME
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import FACTORY
+from gpumix.schema.reading.known_names import KEY_BY_NAME
 from gpumix.schema.reading.yaml_places import Keys, Tree, YamlPlace, show_keys, show_value
 
 M = TypeVar("M", bound=BaseModel)
@@ -73,8 +74,8 @@ def validate_strictly(
     """Validate `value`, found at `keys` of its file, as `model`; return None and problems on
     errors.
 
-    Strict, because `steps: yes` is not 1. As JSON, because strict JSON mode still converts text to
-    a path and a list to a tuple.
+    Strict, because `max_steps: yes` is not 1. As JSON, because strict JSON mode still converts text
+    to a path and a list to a tuple.
     """
     try:
         return model.model_validate_json(json.dumps(value), strict=True), []
@@ -158,15 +159,21 @@ def _real_keys(value: Any, error: ErrorDetails) -> Keys:
 
 def _describe_unknown_key(model: type[BaseModel], below: Keys, top: Keys) -> Problem:
     keys, valid = (*top, *below), list(_fields(_model_at(model, below[:-1])))
-    fix = suggest(_guess_meant_key(model, below), valid, "valid keys")
-    return Problem(keys, f"unknown key '{show_keys(keys)}'", fix)
+    meant, what = _guess_meant_key(model, below), f"unknown key '{show_keys(keys)}'"
+    if len(below) > 1 and meant is not None and meant not in valid:
+        section = show_keys(keys[:-1])
+        return Problem(keys, what, f"did you mean '{meant}', next to '{section}' and not in it?")
+    return Problem(keys, what, suggest(meant, valid, "valid keys"))
 
 
 def _guess_meant_key(model: type[BaseModel], keys: Keys) -> str | None:
-    """Guess the valid key meant by an unknown key: an equally named nested key, or a similar
-    name."""
-    name = str(keys[-1])
-    deeper = [k for k in _dotted(model) if k.endswith(f".{name}")] if len(keys) == 1 else []
+    """Guess the valid key meant by an unknown key: by a name known from elsewhere, an equally named
+    nested key, or a similar name. Relative to the key's section, if it is in it."""
+    name, every = str(keys[-1]), list(_dotted(model))
+    known = KEY_BY_NAME.get(".".join(map(str, keys)))
+    if known in every:
+        return known.removeprefix("".join(f"{key}." for key in keys[:-1]))
+    deeper = [k for k in every if k.endswith(f".{name}")] if len(keys) == 1 else []
     if len(deeper) == 1:
         return deeper[0]
     return find_nearest(name, list(_fields(_model_at(model, keys[:-1]))))

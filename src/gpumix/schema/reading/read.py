@@ -29,7 +29,7 @@ from gpumix.schema.value import Value
 
 AUTO: Literal["auto"] = "auto"
 CLUSTER: Keys = ("cluster",)
-KEYS_FIX = "write a key and a value on each line, such as `steps: 100`"
+KEYS_FIX = "write a key and a value on each line, such as `max_steps: 100`"
 MOST_BYTE_TOKENS = 1024  # of models made for bytes: 256, some special ones, and room
 CONFIG_FIX = "give the config.json of a transformers model, or its content with a model_type"
 

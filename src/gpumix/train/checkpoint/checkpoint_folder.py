@@ -78,7 +78,7 @@ def take_first_intact(
         f"all {len(found)} checkpoints here are damaged",
         where=str(paths[0].parent),
         why="; ".join(f"{error.where}: {error.why}" for error in found),
-        fix="give one of another run, or begin anew: without --resume, with another `output`",
+        fix="give one of another run, or begin anew: without --resume, with another `output_dir`",
     )
 
 
@@ -135,7 +135,7 @@ def check_visible(part: Path, saved_files: Mapping[str, SavedFile]) -> None:
                 f"a rank wrote {name}, which rank 0 does not find",
                 where=str(part),
                 why="the hosts do not share this folder",
-                fix="choose an `output` in the job on a file system that all hosts share",
+                fix="choose an `output_dir` in the job on a file system that all hosts share",
             )
 
 

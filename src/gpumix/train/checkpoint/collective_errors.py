@@ -34,7 +34,9 @@ T = TypeVar("T")
 NONE_TYPE = TypeAdapter(None)
 
 _FURTHER_FIXES = dict.fromkeys(FULL, "if need be by removing this run's older checkpoints") | (
-    dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "or choose another `output` in the job")
+    dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS), "or choose another `output_dir` in the job"
+    )
 )
 
 
@@ -158,7 +160,7 @@ def make_timeout_error(error: BackgroundTimeout, what: str, rank: int, folder: P
         where=where,
         why="a call of the system has not come back: the disk, or the server behind it, hangs",
         fix="look at that disk and at `dmesg | tail`, then run the same command with --resume; a "
-        "longer `timeout` in the job waits longer",
+        "longer `advanced.timeout` in the job waits longer",
     )
 
 

@@ -104,7 +104,7 @@ class Manifest(Value):
 
 def get_job_steps(extra: Mapping[str, Any]) -> int | None:
     """Return the steps of the job having saved a checkpoint; see `get_job_number`."""
-    return get_job_number(extra, "steps")
+    return get_job_number(extra, "max_steps")
 
 
 def get_job_number(extra: Mapping[str, Any], key: str) -> int | None:

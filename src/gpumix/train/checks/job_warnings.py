@@ -15,13 +15,14 @@ MOST_HELD_OUT_SHARE = 0.5  # of the samples; more is a slip, such as the part to
 
 def warn_of_schedule(job: Job) -> list[str]:
     """Warn of a learning rate whose peak is never reached."""
-    warmup_steps = job.schedule.warmup_steps
-    if warmup_steps <= job.steps:
+    warmup_steps = job.lr_scheduler.warmup_steps
+    if warmup_steps <= job.max_steps:
         return []
     return [
-        f"schedule.warmup_steps is {warmup_steps:,}, but the run has "
-        f"{format_count(job.steps, 'step')}: the learning rate ends at "
-        f"{job.optimizer.lr * job.steps / warmup_steps:g}, below optimizer.lr {job.optimizer.lr:g}"
+        f"lr_scheduler.warmup_steps is {warmup_steps:,}, but the run has "
+        f"{format_count(job.max_steps, 'step')}: the learning rate ends at "
+        f"{job.optimizer.lr * job.max_steps / warmup_steps:g}, below optimizer.lr "
+        f"{job.optimizer.lr:g}"
     ]
 
 
@@ -33,12 +34,12 @@ def warn_of_data(train: Source, held_out: Source, global_batch: int) -> list[str
     found = []
     if kept > MOST_HELD_OUT_SHARE * (count + kept):
         found.append(
-            f"data.held_out keeps {kept} of {count + kept} samples for evaluation, {count} "
+            f"data.validation_split keeps {kept} of {count + kept} samples for evaluation, {count} "
             f"{'is' if count == 1 else 'are'} left to train on"
         )
     if count < global_batch:
         found.append(
             f"each step trains on the same samples several times: {count} to train on, for a "
-            f"global_batch of {global_batch}"
+            f"global_batch_size of {global_batch}"
         )
     return found

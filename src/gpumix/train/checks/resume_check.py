@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from gpumix.train.worker.context import RankContext
 
 # Keys deciding on the samples and their order; the batch only with streams and buckets.
-_OF_DATA = ("data", "tokenizer", "sequence_length", "seed", "global_batch")
+_OF_DATA = ("data", "tokenizer", "sequence_length", "seed", "global_batch_size")
 # Keys whose change alone makes a checkpoint unusable.
 _DECISIVE_KEYS = {"seed": "other data", "optimizer.name": "another optimizer"}
-_READ_KEYS = ("workers", "prefetch", "bad_samples")  # no influence on the samples
+_READ_KEYS = ("num_workers", "prefetch", "bad_samples")  # no influence on the samples
 # Keys of a transformers configuration without influence on the model.
 _NON_MODEL_KEYS = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 LONGEST = 100  # length of a reported value
@@ -36,7 +36,7 @@ def check_keys(job: Job) -> None:
     Raises:
         InputError: the newest checkpoint in the job's output is of another seed or optimizer.
     """
-    found = _newest(job.output / run_files.CHECKPOINTS)
+    found = _newest(job.output_dir / run_files.CHECKPOINTS)
     before = found and found[1].extra.get("job")
     if found is not None and isinstance(before, dict):
         _check_keys(before, job.model_dump(mode="json"), found[0])
@@ -63,7 +63,7 @@ def check_resume(context: RankContext, model: nn.Module, fingerprint: str) -> No
         make_start_cursor,
     )
 
-    found = _newest(context.job.output / run_files.CHECKPOINTS) if context.first else None
+    found = _newest(context.job.output_dir / run_files.CHECKPOINTS) if context.first else None
     told = found and json.dumps([found[0], found[1].model_dump_json()])
     text = context.ranks.share("newest checkpoint", told)
     if not text:
@@ -80,7 +80,7 @@ def check_resume(context: RankContext, model: nn.Module, fingerprint: str) -> No
         _refuse("another model", differing or [same], where)
     source, by_length = context.train_data, ByLength(job.data.bucketing)
     try:
-        make_start_cursor(source, job.seed, by_length, job.global_batch).load_state_dict(
+        make_start_cursor(source, job.seed, by_length, job.global_batch_size).load_state_dict(
             saved.cursor
         )
     except InputError:
@@ -133,7 +133,7 @@ def _compare_models(
 
 def _compare_data(before: Mapping[str, Any], now: Mapping[str, Any], job: Job) -> Iterator[str]:
     for key in _OF_DATA:
-        if key != "global_batch" or job.data.factory or job.data.bucketing:
+        if key != "global_batch_size" or job.data.factory or job.data.bucketing:
             yield from _compare_key(key, before, now)
 
 
@@ -166,5 +166,6 @@ def _refuse(what: str, why: list[str], where: str) -> NoReturn:
         f"the checkpoint is of {what}",
         where=where,
         why="; ".join(why),
-        fix="resume with what the job had, or begin anew: without --resume, with another `output`",
+        fix="resume with what the job had, or begin anew: without --resume, with another "
+        "`output_dir`",
     )

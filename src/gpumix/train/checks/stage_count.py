@@ -34,11 +34,11 @@ def check_job_stage_count(model: nn.Module, job: Job, cluster: Cluster) -> None:
     refuse_one_unit(units)
     if job.strategy == "model":
         return
-    degree = min(space.tensor)
+    degree = min(space.tensor_parallel_size)
     check_stage_count(
         space,
         most_groups=len(cluster.devices) // degree,
         units=units,
-        rounds=max(map(get_stages_per_group, space.schedules)),
+        rounds=max(map(get_stages_per_group, space.pipeline_schedules)),
         degree=degree,
     )

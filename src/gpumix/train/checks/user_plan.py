@@ -35,7 +35,7 @@ def check_plan_fits_job(plan: Plan, job: Job, cluster: Cluster) -> None:
     check_settings_have_effect(plan)
     dtypes = choose_compute_dtypes(job.precision, cluster)
     for what, planned, wanted in (
-        ("global_batch", plan.global_batch, job.global_batch),
+        ("global_batch_size", plan.global_batch, job.global_batch_size),
         ("sequence_length", plan.sequence_length, job.sequence_length),
         *(("precision", w.compute_dtype, dtypes[w.device_class]) for w in plan.workers),
     ):
@@ -52,7 +52,8 @@ def check_plan_fits_job(plan: Plan, job: Job, cluster: Cluster) -> None:
             why="with another dtype another model is trained",
             fix=f'set "communication_dtype" to "{sent}"',
         )
-    if missing := EVERYTHING.model_copy(update={"tensor": plan.degrees}).missing(plan):
+    space = EVERYTHING.model_copy(update={"tensor_parallel_size": plan.degrees})
+    if missing := space.missing(plan):
         raise InputError(
             f"the engine does not run this plan: {missing}",
             fix="make a plan that it runs: gpumix plan JOB.yaml",

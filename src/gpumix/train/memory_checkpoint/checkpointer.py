@@ -160,7 +160,7 @@ class MemoryCheckpointer:
             where=found.where,
             why="a copy from its device, or into the memory of its host, has not come back",
             fix="look at `dmesg | tail` there, then run the same command with --resume; a longer "
-            "`timeout` in the job waits longer",
+            "`advanced.timeout` in the job waits longer",
         )
 
     def finish(self) -> None:

@@ -38,7 +38,7 @@ class CorruptionMonitor:
         self._engine = engine
         self._spikes = SpikeDetector()
         self._counts: Sequence[float] | None = None  # of the step before
-        self._every_steps = context.job.replay_every_steps
+        self._every_steps = context.job.advanced.replay_steps
         self._batch: Any = None
         self.no_replay_reason = ""
         if self._every_steps and (reason := explain_no_replay(plan)):
@@ -87,7 +87,7 @@ class CorruptionMonitor:
             fields,
             f"the gradient of {name} in step {step} was {spike.times:.0f} times as large as usual, "
             f"that of the others {spike.others:.1f} times: bad samples, or a device that computes "
-            "wrong; replay_every_steps tells them apart",
+            "wrong; advanced.replay_steps tells them apart",
         )
 
     def _make_verdict_event(self, wrong: Verdict) -> RunEvent:

@@ -298,7 +298,7 @@ class _RankProcess:
             f"{self.name()} stopped answering",
             why=why + others,
             first="look at its device and its file systems, or, if its host is only busy, give the "
-            "job a longer `timeout`; then ",
+            "job a longer `advanced.timeout`; then ",
             device=self.seat.device,
         )
 

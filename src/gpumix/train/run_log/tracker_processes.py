@@ -39,7 +39,7 @@ def check_installed(trackers: Trackers) -> None:
     if missing:
         raise MachineError(
             f"the job names trackers that are not installed: {', '.join(missing)}",
-            where="trackers",
+            where="report_to",
             fix=f'pip install "gpumix[{",".join(missing)}]"',
         )
 
@@ -55,7 +55,7 @@ def run_trackers(job: Job, *, fresh: bool) -> Iterator[None]:
         MachineError: a tracker cannot start.
     """
     beginning = {"job": job.model_dump_json(), "since": time.time() if fresh else 0.0}
-    followers = [_TrackerProcess(name, beginning) for name in job.trackers.named()]
+    followers = [_TrackerProcess(name, beginning) for name in job.report_to.named()]
     state = "failed"
     try:
         for follower in followers:
@@ -103,7 +103,7 @@ class _TrackerProcess:
             how = "ended" if heard else f"said nothing for {START_S:.0f} s"
             raise MachineError(
                 f"tracker '{self._name}' does not start: its process {how}",
-                fix=f"leave it out of `trackers`, or try `python -c 'import "
+                fix=f"leave it out of `report_to`, or try `python -c 'import "
                 f"{PACKAGES.get(self._name, self._name)}'`",
             )
         answer = json.loads(told)

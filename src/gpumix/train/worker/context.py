@@ -61,7 +61,7 @@ class RankContext:
 
     @property
     def reading(self) -> Reading:
-        return Reading(self.job.data.bad_samples, self.job.timeout)
+        return Reading(self.job.data.bad_samples, self.job.advanced.timeout)
 
     @property
     def first(self) -> bool:
@@ -82,18 +82,18 @@ def join_run(seat: RankAddress, task: Task) -> Iterator[RankContext]:
         TrainingError: also for errors inside the context: out of memory, a lost rank.
     """
     device_class = task.cluster.class_named(seat.device.device_class)
-    store = connect_store(seat, task.job.timeout)
+    store = connect_store(seat, task.job.advanced.timeout)
     if device_class.accelerator == "cpu":
         hide_gpus()
     else:
-        _record_collectives(task.job.output / run_files.COLLECTIVES)
+        _record_collectives(task.job.output_dir / run_files.COLLECTIVES)
     with _open_device(seat.device, device_class) as runtime:
         ranks = RankGroup(
             store,
             rank=seat.rank,
             world=seat.world,
             device=runtime.torch_device,
-            timeout_s=task.job.timeout,
+            timeout_s=task.job.advanced.timeout,
             seat=seat.device,
         )
         with ranks:
@@ -156,10 +156,10 @@ def _open_same_data(task: Task, ranks: RankGroup) -> tuple[Source, Source]:
             cache_folder() / "tokens",
             vocabulary=get_vocabulary_size(task.job.model),
         )
-    if task.job.evaluation.every_steps and not len(held_out):
+    if task.job.eval_steps and not len(held_out):
         raise InputError(
             "there are no held-out samples to evaluate on",
-            fix="set data.held_out above 0, or evaluation.every_steps to 0",
+            fix="set data.validation_split above 0, or eval_steps to 0",
         )
     told = ranks.gather("data", f"{len(train)} samples, fingerprint {train.fingerprint}")
     others = [rank for rank, text in enumerate(told) if text != told[0]]

@@ -15,7 +15,7 @@ from gpumix.engine.optimizers.layout import OptimizerLayout
 from gpumix.engine.optimizers.muon import Muon
 from gpumix.engine.optimizers.parameter_groups import match_names
 from gpumix.engine.sharding.shard import Piece
-from gpumix.schema.job.job import Job, OptimizerSpec, ParameterGroup, ScheduleSpec
+from gpumix.schema.job.job import Job, LrSchedulerSpec, OptimizerSpec, ParameterGroup
 
 
 def build_optimizer(
@@ -107,23 +107,23 @@ def _construct_optimizer(
 
 def compute_learning_rate(job: Job, step: int) -> float:
     """Return the learning rate of `step`, counted from 0."""
-    return job.optimizer.lr * _compute_schedule_factor(job.schedule, step, job.steps)
+    return job.optimizer.lr * _compute_schedule_factor(job.lr_scheduler, step, job.max_steps)
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, job: Job, step: int) -> None:
     """Set the learning rates of `step`: one schedule, scaled by each group's peak."""
-    factor = _compute_schedule_factor(job.schedule, step, job.steps)
+    factor = _compute_schedule_factor(job.lr_scheduler, step, job.max_steps)
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
 
 
-def _compute_schedule_factor(schedule: ScheduleSpec, step: int, steps: int) -> float:
+def _compute_schedule_factor(schedule: LrSchedulerSpec, step: int, steps: int) -> float:
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
     # A trial may take more steps than the job.
     done = min(1.0, (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps))
-    if schedule.kind == "cosine":
+    if schedule.type == "cosine":
         done = (1 - math.cos(math.pi * done)) / 2
-    if schedule.kind == "constant":
+    if schedule.type == "constant":
         done = 0.0
-    return 1.0 - (1.0 - schedule.final_ratio) * done
+    return 1.0 - (1.0 - schedule.min_lr_ratio) * done
