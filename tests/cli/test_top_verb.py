@@ -12,8 +12,8 @@ from rich.console import Console
 from verbs import gpumix
 
 from gpumix.cli.verbs import top
-from gpumix.report import words
 from gpumix.report.run import read_run
+from gpumix.train.run_figures import words
 from staging import rows, staged_plan
 
 

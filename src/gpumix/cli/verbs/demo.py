@@ -55,8 +55,9 @@ def demo(
 ) -> None:
     from gpumix.cli.demo_devices import choose_demo_devices
     from gpumix.train.controller import JobController, format_overrun_warning
+    from gpumix.train.run_figures.words import describe_gap, format_token_rate
+    from gpumix.train.run_figures.writer import append_event
     from gpumix.train.run_log.even_baseline import measure_best_even_plan
-    from gpumix.train.run_log.metrics import append_event
 
     _check_output_folder(output)
     devices = choose_demo_devices()
@@ -72,14 +73,13 @@ def demo(
     if overruns:
         pipeline.show(format_overrun_warning(overruns))
     speedup = summary.tokens_per_s / even.trial.tokens_per_s
-    error = summary.prediction_error or 0.0
     append_event(pipeline.job.output, summary.steps, _make_even_event(even))
     from rich.text import Text
 
+    gap = describe_gap(summary.slower_than_planned)
     answer = (
-        f"{summary.tokens_per_s:.0f} tokens/s, {speedup:.2f} times an even split "
-        f"in its best setting ({even.trial.tokens_per_s:.0f} tokens/s: {even.setting}); "
-        f"the prediction was off by {error:+.1%}"
+        f"{format_token_rate(summary.tokens_per_s)}, {speedup:.2f} times an even split in its best "
+        f"setting ({format_token_rate(even.trial.tokens_per_s)}: {even.setting}); a step was {gap}"
     )
     pipeline.show(Text(answer, style="bold"))
     if as_json:
