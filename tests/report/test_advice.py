@@ -138,6 +138,24 @@ def test_mixing_that_does_not_pay_drops_the_other_gpus():
     assert found.command == "gpumix train job.yaml --strategy best-subset"
 
 
+def test_measured_steps_may_show_that_mixing_pays():
+    """Faster than the best GPU type alone is planned to be."""
+    mixing = MixingComparison(pays=False, best_class=QUICK, speedup=0.97)
+    slow, fast = (
+        run(slower=part, plan=with_reasons(mixing=mixing, worth=())) for part in (0, -0.05)
+    )
+    assert only(slow).what == f"Drop {TARDY}"
+    assert is_nothing(advise(fast))
+
+
+def test_another_strategy_is_replaced_before_gpus_are_dropped():
+    mixing = MixingComparison(pays=False, best_class=QUICK, speedup=0.75)
+    plan = with_reasons(mixing=mixing, worth=()).model_copy(update={"strategy": "even"})
+    found = only(run(plan=plan))
+    assert found.what == "Use the strategy `optimal`, not `even`"
+    assert found.command == "gpumix train job.yaml --strategy optimal"
+
+
 def test_gpus_that_the_plan_leaves_out_are_free():
     mixing = MixingComparison(pays=True, best_class=QUICK, speedup=1.2, left_out=("old",))
     found = only(run(plan=with_reasons(mixing=mixing, worth=())))
@@ -172,6 +190,7 @@ def test_faster_steps_ask_for_another_profile():
     found = only(run(slower=-0.3))
     assert (found.what, found.command) == ("Profile again", "gpumix profile job.yaml --fresh")
     assert "30% faster than planned" in found.why
+    assert is_nothing(advise(run(event_line("plan", 4, live=True), slower=-0.3)))  # rebalanced
 
 
 def test_a_busy_machine_is_blamed_first():

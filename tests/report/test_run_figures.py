@@ -112,6 +112,16 @@ def test_means_over_windows_are_by_the_steps_that_count():
     assert fast.busy_share == pytest.approx((8 * 0.5 + 30 * 0.9) / 38)
 
 
+def test_rates_are_those_of_the_median_step():
+    """Steps of the first window take twice as long; MFU follows the run's tokens/s."""
+    lines = [step_line(n, step_s=1.0 if n <= 6 else 0.5) for n in range(1, 25)]
+    told = [window(6, mfu=0.2, tokens_per_s=100.0), window(24, mfu=0.4, tokens_per_s=200.0)]
+    found = figures_of([*lines, *told])
+    (fast,) = found.classes
+    assert found.step_s == 0.5
+    assert (fast.mfu, fast.tokens_per_s) == (pytest.approx(0.4), pytest.approx(200.0))
+
+
 def test_a_window_of_first_steps_alone_does_not_count():
     lines = [*steps(6), window(2, busy_share=0.1, peak_bytes=9), window(6, busy_share=0.9)]
     (fast,) = figures_of(lines).classes

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from gpumix.report.facts import ClassFacts, RunFacts
+from gpumix.report.facts import ClassFacts, DeviceGroup, RunFacts
 from gpumix.report.run import Run
-from gpumix.train.elastic.plan_change import PlanParts
 from gpumix.train.run_figures import words
 
+LONGEST_TEXT = 32  # of a cell in a terminal; longer facts are on the page
 LITTLE = 0.01  # a smaller difference in speed is none
-IGNORED_KEYS = ("output",)  # of a job: two runs always differ there
+IGNORED_KEYS = ("output", "strategy")  # of a job: always different; told of the plans
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,10 @@ class Comparison:
                 ("GPUs", [len(plan.workers) for plan in plans]),
             )
         ]
-        first, second = map(PlanParts.of, plans)
-        rows += _compare_devices("samples", first.samples, second.samples, str)
-        rows += _compare_devices("micro-batch", first.micro_batches, second.micro_batches, str)
-        stored = words.format_fraction
-        rows += _compare_devices("training state stored", first.shares, second.shares, stored)
-        rows += _compare_devices("activations", first.modes, second.modes, str)
+        groups = [_name_groups(facts) for facts in self._both]
+        for name in _join(*groups):
+            pair = [named.get(name) for named in groups]
+            rows += _list_group_facts(name, pair)
         return tuple(row for row in rows if row.first != row.second)
 
     @cached_property
@@ -147,15 +145,13 @@ class Comparison:
         )
 
     def lines(self) -> Iterator[str]:
-        """Yield the comparison as lines for a terminal."""
-        yield f"{self.verdict[:1].upper()}{self.verdict[1:]}."
-        rows = [row for row in self.figures if {row.first, row.second} != {words.UNKNOWN}]
-        rows += [*self.plans, *self.jobs]
+        """Yield the comparison as lines for a terminal: what differs, as far as it is short."""
+        yield self.verdict
+        rows = [row for row in (*self.figures, *self.plans, *self.jobs) if row.first != row.second]
+        short = [row for row in rows if max(map(len, _texts(row))) <= LONGEST_TEXT]
         head = ComparedRow("", *self.names)
-        widths = [
-            max(len(texts[place]) for texts in map(_texts, [head, *rows])) for place in range(3)
-        ]
-        for row in [head, *rows]:
+        widths = [max(map(len, column)) for column in zip(*map(_texts, [head, *short]))]
+        for row in [head, *short]:
             cells = [text.ljust(width) for text, width in zip(_texts(row), widths)]
             yield "  ".join([*cells, row.difference]).rstrip()
 
@@ -195,12 +191,33 @@ def _describe_change(first: float | None, second: float | None) -> str:
     return "" if gap is None else "equal" if abs(gap) < LITTLE else f"{gap:+.0%}"
 
 
-def _compare_devices(
-    what: str, first: Mapping[str, Any], second: Mapping[str, Any], shown: Any
-) -> Iterator[ComparedRow]:
-    for device in _join(first, second):
-        texts = (shown(one[device]) if device in one else words.UNKNOWN for one in (first, second))
-        yield ComparedRow.of(f"{device}: {what}", texts)
+def _name_groups(facts: RunFacts) -> dict[str, DeviceGroup]:
+    """Return the groups of GPUs by type, and by stage if there are several."""
+    several = len(facts.run.plan.stages) > 1
+    return {
+        f"stage {one.stage + 1}, {one.device_class}" if several else one.device_class: one
+        for one in facts.groups
+    }
+
+
+def _list_group_facts(name: str, pair: Sequence[DeviceGroup | None]) -> Iterator[ComparedRow]:
+    """Yield what the plans have each GPU of a type do."""
+
+    def row(what: str, shown: Callable[[DeviceGroup], str]) -> ComparedRow:
+        texts = (words.UNKNOWN if one is None else shown(one) for one in pair)
+        return ComparedRow.of(f"{name}: {what}", texts)
+
+    yield row("GPUs", lambda one: f"{one.devices}")
+    yield row("samples each", lambda one: one.samples_each.format_with(words.format_number))
+    yield row("micro-batch", lambda one: f"{one.micro_batch}")
+    yield row("training state stored", _describe_stored)
+    yield row("mode", lambda one: one.mode)
+    yield row("tensor-parallel group", lambda one: f"{one.tensor_parallel}")
+    yield row("compute dtype", lambda one: one.compute_dtype)
+
+
+def _describe_stored(one: DeviceGroup) -> str:
+    return "all" if one.stored is None else one.stored_each.format_with(words.format_fraction)
 
 
 def _join(first: Iterable[str], second: Iterable[str]) -> list[str]:

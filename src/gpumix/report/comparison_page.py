@@ -44,22 +44,11 @@ def _both(found: Comparison) -> Sequence[tuple[str, RunFacts]]:
 
 
 def _render_header(found: Comparison) -> list[Markup]:
-    verdict = f"{found.verdict[:1].upper()}{found.verdict[1:]}."
     lines = [
         el(
             "p",
             el("strong", name),
-            " · ".join(
-                filter(
-                    None,
-                    (
-                        "",
-                        facts.run.model,
-                        describe_state(facts.run.progress),
-                        words.format_progress(facts.run.progress.step, facts.run.progress.steps),
-                    ),
-                )
-            ),
+            [f" · {text}" for text in _describe_run(facts) if text],
             " ",
             render_labels(facts),
             class_="stand",
@@ -69,9 +58,15 @@ def _render_header(found: Comparison) -> list[Markup]:
     return [
         el("p", "gpumix report of two runs", class_="eyebrow"),
         el("h1", f"{found.names[0]} and {found.names[1]}"),
-        el("p", verdict, class_="headline"),
+        el("p", found.verdict, class_="headline"),
         *lines,
     ]
+
+
+def _describe_run(facts: RunFacts) -> Sequence[str]:
+    run, progress = facts.run, facts.run.progress
+    state = describe_state(progress)
+    return run.model, state, words.format_progress(progress.step, progress.steps)
 
 
 def _render_speeds(found: Comparison) -> Markup:
@@ -123,11 +118,13 @@ def _render_curves(found: Comparison) -> Markup:
 
 
 def _render_memory(found: Comparison) -> Markup:
+    types = dict.fromkeys(one.device_class for _, facts in _both(found) for one in facts.classes)
     peaks = [
-        (f"{one.device_class} in {name}", one.peak_bytes, class_)
+        (f"{kind} in {name}", one.peak_bytes, class_)
+        for kind in types
         for (name, facts), class_ in zip(_both(found), BARS)
         for one in facts.classes
-        if one.peak_bytes
+        if one.device_class == kind and one.peak_bytes
     ]
     if not peaks:
         return render_section("memory", "Memory", render_remark("No peak is measured yet."))

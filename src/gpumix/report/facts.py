@@ -16,6 +16,7 @@ from gpumix.report.speed import RunSpeeds, compute_run_speeds
 from gpumix.schema.plan.plan import Plan, WorkerPrediction
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.train.run_figures.figures import RunFigures, compute_planned_busy
+from gpumix.train.run_figures.words import describe_mode
 from gpumix.train.run_log.metrics import ClassRecord, compute_utilization
 from gpumix.train.run_log.time_breakdown import TimeShares
 
@@ -185,7 +186,7 @@ def _make_group(plan: Plan, stage: Stage, number: int, workers: list[Worker]) ->
         # Workers of a tensor-parallel group divide the group's share.
         stored_each=Range.of([stage.stored_by(worker) for worker in workers]),
         micro_batch=max(worker.micro_batch for worker in workers),
-        mode=" / ".join(dict.fromkeys(worker.mode.describe() for worker in workers)),
+        mode=" / ".join(dict.fromkeys(describe_mode(worker.mode) for worker in workers)),
         compute_dtype=first.compute_dtype,
         state_on=first.state_on,
         tensor_parallel=stage.team_size(first),

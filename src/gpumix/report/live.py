@@ -37,7 +37,7 @@ def render_frame(facts: RunFacts, *, width: int, height: int | None = None) -> R
         devices = max(LEAST_DEVICES, min(DEVICES, height - FIXED_LINES - len(facts.classes)))
     parts: list[RenderableType] = [_title(facts), _render_progress(facts, width), *_speed(facts)]
     if not is_nothing(facts.run.advice):
-        parts += render_advice(facts.run.advice)
+        parts.append(render_advice(facts.run.advice))
     parts += [*_render_course(facts), _plan(facts)]
     parts += [Text(), render_classes(facts.figures, width)]
     if facts.run.history.ranks:

@@ -55,7 +55,7 @@ def demo(
 ) -> None:
     from gpumix.cli.demo_devices import choose_demo_devices
     from gpumix.train.controller import JobController, format_overrun_warning
-    from gpumix.train.run_figures.words import describe_gap, format_token_rate
+    from gpumix.train.run_figures.words import format_token_rate
     from gpumix.train.run_figures.writer import append_event
     from gpumix.train.run_log.even_baseline import measure_best_even_plan
 
@@ -70,16 +70,16 @@ def demo(
     pipeline.show(f"now an even split on the same devices, {EVEN_STEPS} steps in each setting")
     even = measure_best_even_plan(pipeline, pipeline.profile(), EVEN_STEPS)
     overruns = summary.overruns + even.overruns
-    if overruns:
-        pipeline.show(format_overrun_warning(overruns))
+    if even.overruns:
+        pipeline.show(format_overrun_warning(even.overruns))
     speedup = summary.tokens_per_s / even.trial.tokens_per_s
     append_event(pipeline.job.output, summary.steps, _make_even_event(even))
     from rich.text import Text
 
-    gap = describe_gap(summary.slower_than_planned)
+    pipeline.show_summary(summary)
     answer = (
-        f"{format_token_rate(summary.tokens_per_s)}, {speedup:.2f} times an even split in its best "
-        f"setting ({format_token_rate(even.trial.tokens_per_s)}: {even.setting}); a step was {gap}"
+        f"{speedup:.2f} times an even split in its best setting "
+        f"({format_token_rate(even.trial.tokens_per_s)}: {even.setting})"
     )
     pipeline.show(Text(answer, style="bold"))
     if as_json:

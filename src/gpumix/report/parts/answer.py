@@ -59,7 +59,7 @@ def _render_even_figure(found: RunSpeeds) -> Markup:
     return _figure(
         words.format_factor(found.speedup_over_even),
         what,
-        _describe_sources(found.comparable_to_even, found.even),
+        _describe_sources(found.comparable_to_even, "even split", found.even),
     )
 
 
@@ -67,17 +67,16 @@ def _render_ideal_figure(found: RunSpeeds) -> Markup:
     what = "of the speed of all GPUs, each alone, added up"
     if found.fraction_of_ideal is None:
         return _figure(words.UNKNOWN, what, found.ideal.why or found.best.why)
-    return _figure(
-        f"{found.fraction_of_ideal:.0%}", what, _describe_sources(found.best, found.ideal)
-    )
+    how = _describe_sources(found.best, "all GPUs alone", found.ideal)
+    return _figure(words.format_fraction(found.fraction_of_ideal), what, how)
 
 
-def _describe_sources(here: StepSpeed, other: StepSpeed) -> str:
-    """Describe both sides of a comparison."""
+def _describe_sources(here: StepSpeed, name: str, other: StepSpeed) -> str:
+    """Describe both sides of a comparison, with the speed of the side `name`."""
     rate = words.format_token_rate(other.tokens_per_s)
     if here.source == other.source:
-        return f"both {here.source}; the other: {rate}"
-    return f"this run {here.source}; the other {other.source}: {rate}"
+        return f"both {here.source}; {name}: {rate}"
+    return f"this run {here.source}; {name}: {rate}, {other.source}"
 
 
 def _bars(found: RunSpeeds) -> Markup | None:

@@ -217,5 +217,6 @@ def _row(
         BAR_PIXELS + 4,
         draw_bar(0, 1, y=2, height=BAR_PIXELS, class_="track"),
         draw_bar(0, scale.at(part), y=2, height=BAR_PIXELS, class_=class_),
+        draw_tick(scale.at(even), 0, BAR_PIXELS + 4, "halo thin"),
         draw_tick(scale.at(even), 0, BAR_PIXELS + 4, "even"),
     )

@@ -50,19 +50,25 @@ def _row(
 
 def _make_class_rows(one: ClassFacts) -> list[list[Child]]:
     name = one.device_class
-    return [
+    rows = [
         _row(f"{name}: memory", one.peak_bytes, one.planned_peak_bytes, words.format_bytes),
         _row(f"{name}: busy", one.busy_share, one.planned_busy_share, words.format_fraction),
         _row(f"{name}: MFU", one.mfu, one.planned_mfu, words.format_fraction),
-        _row(f"{name}: HFU", one.hfu, one.planned_hfu, words.format_fraction),
     ]
+    if (one.hfu, one.planned_hfu) != (one.mfu, one.planned_mfu):
+        rows.append(_row(f"{name}: HFU", one.hfu, one.planned_hfu, words.format_fraction))
+    return rows
 
 
 def _note(facts: RunFacts) -> str:
+    parts = [
+        "Memory: the peak of the fullest GPU of each type.",
+        "Busy: the part of a step spent computing.",
+    ]
     known = [one for one in facts.classes if one.peak_source]
-    peaks = ", ".join(f"{one.device_class} {one.peak_source}" for one in known)
-    return (
-        "Memory: the peak of the fullest GPU of each type. Busy: the part of a step spent "
-        "computing. MFU, HFU: parts of the peak FLOP/s"
-        + (f" ({peaks})." if peaks else ", which is unknown here.")
-    )
+    if known:
+        peaks = ", ".join(f"{one.device_class} {one.peak_source}" for one in known)
+        parts.append(f"MFU: the part of the peak FLOP/s ({peaks}); HFU also counts recomputing.")
+    else:
+        parts.append("MFU and HFU are unknown: so are the peak FLOP/s.")
+    return " ".join(parts)

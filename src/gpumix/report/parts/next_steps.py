@@ -9,8 +9,10 @@ from gpumix.train.run_figures.advice import Advice
 
 
 def render_advice(facts: RunFacts) -> Markup:
-    items = (el("li", _item(one)) for one in facts.run.advice)
-    return render_section("next", "What to do next", el("ol", items, class_="next"))
+    advice = facts.run.advice
+    items = [_item(one) for one in advice]
+    shown = el("ol", [el("li", one) for one in items], class_="next") if items[1:] else items[0]
+    return render_section("next", "What to do next", shown)
 
 
 def _item(one: Advice) -> list[Markup]:

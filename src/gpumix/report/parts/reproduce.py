@@ -123,7 +123,7 @@ def _list_facts(facts: RunFacts) -> list[list[str]]:
     run, plan = facts.run, facts.run.plan
     rows = [
         ["plan", f"{plan.digest()}, strategy {plan.strategy}, ZeRO stage {plan.zero_stage}"],
-        ["model", plan.model],
+        ["model", ", ".join(filter(None, (run.model, f"fingerprint {plan.model}")))],
         ["batch", f"{plan.global_batch:,} samples of {plan.sequence_length:,} tokens"],
     ]
     if run.profile is not None:

@@ -29,7 +29,8 @@ def render_time_shares(facts: RunFacts) -> Markup:
         return render_section("spent", heading, render_remark(_explain_missing(facts)))
     entries = [
         (class_ or get_type_class(facts.classes.index(known[0])), name)
-        for class_, name in SHARES.values()
+        for key, (class_, name) in SHARES.items()
+        if any(_is_visible(getattr(one.shares, key)) for one in known)
     ]
     return render_section(
         "spent",

@@ -29,6 +29,7 @@ WAIT_DOUBT = 0.05  # a wait this much longer than planned is no surprise
 LITTLE_GAIN = 0.01  # of a GPU type: it may be of more use elsewhere
 MOST_OF_EXCESS = 0.5  # part of the time beyond the plan that names its cause
 NOTHING = "Nothing to do"
+OPTIMAL = "optimal"  # the strategy that searches all plans
 
 
 @dataclass(frozen=True)
@@ -142,13 +143,19 @@ def _drop_gpus(run: AdvisedRun) -> Advice | None:
     return None
 
 
-def _drop_all_but_best(run: AdvisedRun, mixing: MixingComparison, step_s: float) -> Advice:
+def _drop_all_but_best(run: AdvisedRun, mixing: MixingComparison, step_s: float) -> Advice | None:
     assert mixing.speedup is not None, "mixing that does not pay is slower than something"
-    others = {worker.device_class for worker in run.figures.plan.workers} - {mixing.best_class}
+    plan, alone_s = run.figures.plan, mixing.speedup * step_s
+    if run.known and (run.figures.step_s or 0.0) <= alone_s:
+        return None  # measured, mixing pays
     why = (
-        f"with {mixing.best_class} alone a step takes {show_seconds(mixing.speedup * step_s)} "
-        f"instead of {show_seconds(step_s)} (planned)"
+        f"with {mixing.best_class} alone a step takes {show_seconds(alone_s)} instead of "
+        f"{show_seconds(step_s)} (planned)"
     )
+    if plan.strategy != OPTIMAL:
+        command = run.command("train", f"--strategy {OPTIMAL}")
+        return Advice(f"Use the strategy `{OPTIMAL}`, not `{plan.strategy}`", why, command)
+    others = {worker.device_class for worker in plan.workers} - {mixing.best_class}
     command = run.command("train", "--strategy best-subset")
     return Advice(f"Drop {join_names(tuple(sorted(others)))}", why, command)
 
@@ -174,6 +181,8 @@ def _speed_up(run: AdvisedRun) -> Advice | None:
     if not run.known or slower is None or not is_far_off(slower):
         return None
     if slower < 0:
+        if figures.last_live_split is not None:
+            return None  # the plan was improved while training
         why = f"steps are {describe_gap(slower)}: by new measurements the split may be better"
         return Advice("Profile again", why, run.command("profile", "--fresh"))
     assert figures.step_s is not None and figures.predicted_step_s is not None
@@ -214,9 +223,10 @@ def _shorten_waits(run: AdvisedRun) -> Advice | None:
         return None
     (share, name), (least, _) = max(found), min(found)
     rest = len(run.figures.classes) - len(found)
-    who = "every GPU" if len(found) > 1 and not rest else name if len(found) == 1 else "most GPUs"
+    who = "most GPUs wait" if rest else "every GPU waits"
+    who = f"{name} waits" if len(found) == 1 else who
     part = f"{share:.0%}" if f"{least:.0%}" == f"{share:.0%}" else f"{least:.0%} to {share:.0%}"
-    why = f"{who} waits for other GPUs in {part} of each step"
+    why = f"{who} for other GPUs in {part} of each step"
     if name in planned and share <= 1 - planned[name] + WAIT_DOUBT:
         why += ", as planned: the links or the slowest GPU limit the speed"
     return Advice("Find out what the GPUs wait for", why, run.command("doctor"))

@@ -23,6 +23,7 @@ from gpumix.train.run_log.tables import EMULATED
 from gpumix.train.run_log.terminal import get_stderr_console
 
 ROWS = 8
+MOST_ADVICE = 2
 UNKNOWN_JOB = "JOB.yaml"  # ranks do not know where the job was read
 
 
@@ -109,7 +110,7 @@ class Display:
         if self._validation:
             parts.append(Text(self._validation))
         advice = advise(AdvisedRun(figures, job=UNKNOWN_JOB))
-        parts += [] if is_nothing(advice) else render_advice(advice)
+        parts += [] if is_nothing(advice) else [render_advice(advice, MOST_ADVICE)]
         if figures.classes:
             parts.append(render_classes(figures, self._console.width))
         if self._log.plan.emulated:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any
@@ -98,8 +99,8 @@ class RunFigures:
 
     @cached_property
     def classes(self) -> tuple[ClassRecord, ...]:
-        """Record of each device class over the windows of the counted steps: means over these
-        steps; peaks of all the time by the plan, counters since the last start."""
+        """Record of each device class over the windows of the counted steps: mean shares, rates at
+        the median step, peaks of all the time by the plan, counters since the last start."""
         return compute_class_figures(self.history)
 
     @cached_property
@@ -159,16 +160,27 @@ def compute_class_figures(history: History) -> tuple[ClassRecord, ...]:
     if not history.windows:
         return ()
     other_plan = find_last_other_plan_step(history)
-    counted = [one.step for one in select_counted_steps(history)]
+    counted = select_counted_steps(history)
+    numbers, times = [one.step for one in counted], [one.step_s for one in counted]
+    step_s = compute_median_s(times)
     found: dict[str, list[tuple[int, ClassRecord]]] = {}
-    before = 0
+    begin = 0
     for window in history.windows:
-        steps = bisect_right(counted, window.step) - bisect_right(counted, before)
-        before = window.step
+        end = bisect_right(numbers, window.step)
         if window.step > other_plan:
+            pace = compute_median_s(times[begin:end]) / step_s if step_s else 0.0
             for one in window.classes:
-                found.setdefault(one.device_class, []).append((steps, one))
+                weighted = end - begin, _scale_rates(one, pace or 1.0)
+                found.setdefault(one.device_class, []).append(weighted)
+        begin = end
     return tuple(_combine(found.get(last.device_class), last) for last in history.classes)
+
+
+def _scale_rates(one: ClassRecord, pace: float) -> ClassRecord:
+    """Return a record with rates as of the run's median step, of which the window's own is `pace`
+    times as long: so they agree with the run's tokens/s."""
+    mfu, hfu = (None if rate is None else rate * pace for rate in (one.mfu, one.hfu))
+    return replace(one, tokens_per_s=one.tokens_per_s * pace, mfu=mfu, hfu=hfu)
 
 
 def _combine(weighted: Sequence[tuple[int, ClassRecord]] | None, last: ClassRecord) -> ClassRecord:

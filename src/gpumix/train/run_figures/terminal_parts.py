@@ -47,17 +47,16 @@ def render_speed(figures: RunFigures) -> Text:
     return line
 
 
-def render_advice(advice: Sequence[Advice]) -> list[Text]:
-    """Return lines saying what to do next."""
-    lines = []
-    for number, one in enumerate(advice[:MOST_ADVICE]):
-        line = Text("Next: " if number == 0 else "      ", style="bold")
-        line.append(one.what, FAR_OFF_STYLE if one.urgent else "bold")
-        line.append(f": {one.why}" if one.why else "", "not bold")
-        lines.append(line)
+def render_advice(advice: Sequence[Advice], most: int = MOST_ADVICE) -> Table:
+    """Return what to do next, with the commands for it."""
+    table = Table.grid(padding=(0, 1))
+    for number, one in enumerate(advice[:most]):
+        text = Text(one.what, style=FAR_OFF_STYLE if one.urgent else "bold")
+        text.append(f": {one.why}" if one.why else "", "not bold")
+        table.add_row(Text("Next:" if number == 0 else "", style="bold"), text)
         if one.command:
-            lines.append(Text(f"      {one.command}", style="cyan"))
-    return lines
+            table.add_row("", Text(one.command, style="cyan", overflow="fold"))
+    return table
 
 
 def render_classes(figures: RunFigures, width: int) -> Table:
@@ -132,28 +131,24 @@ def render_summary(figures: RunFigures, advice: Sequence[Advice], width: int) ->
     """Return the end of a run: its speed, what to do next, and how each GPU type did."""
     head, last = render_speed(figures), figures.history.steps[-1]
     head.append(f"{SEPARATOR}loss {last.loss:.4f} after {last.step:,} steps", "not bold")
-    parts: list[RenderableType] = [head, *render_advice(advice), Text()]
+    parts: list[RenderableType] = [head, render_advice(advice), Text()]
     parts.append(render_classes(figures, width))
     parts += [Text(line, style="dim") for line in _iterate_notes(figures.classes)]
     return Group(*parts)
 
 
 def _iterate_notes(classes: Sequence[ClassRecord]) -> Iterator[str]:
-    """Yield the sources of peak FLOP rates and the causes of memory."""
+    """Yield the sources of peak FLOP rates, and memory as far as its causes are measured."""
     known = [one for one in classes if one.mfu is not None]
     if known:
         sources = ", ".join(f"{one.device_class} {one.peak_source}" for one in known)
         yield f"MFU and HFU are parts of each GPU type's peak FLOP/s ({sources})"
     for one in classes:
-        parts = group_by_part(one.planned_memory) if one.planned_memory else {}
-        if measured := one.measured_memory:
-            found = (
-                f"{name} {show_bytes(size)}"
-                + (f" ({show_bytes(parts[name])} planned)" if name in parts else "")
-                for name, size in measured.items()
-            )
-            yield f"memory of {one.device_class}: {', '.join(found)}"
-        causes = sorted(one.planned_memory.items(), key=lambda item: -item[1])
-        told = (f"{words.name_memory(cause)} {show_bytes(size)}" for cause, size in causes if size)
-        if causes:
-            yield f"planned memory of {one.device_class}: {', '.join(told)}"
+        planned = group_by_part(one.planned_memory) if one.planned_memory else {}
+        parts = [
+            f"{words.name_memory(name)} {show_bytes(size)}"
+            + (f" (planned {show_bytes(planned[name])})" if name in planned else "")
+            for name, size in one.measured_memory.items()
+        ]
+        if parts:
+            yield f"memory of {one.device_class}: {', '.join(parts)}"

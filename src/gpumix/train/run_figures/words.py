@@ -8,6 +8,7 @@ from pathlib import PurePath
 from statistics import fmean
 from typing import Any
 
+from gpumix.schema.plan.stage import Mode
 from gpumix.schema.units import format_count, show_bytes, show_seconds
 
 UNKNOWN = "–"
@@ -20,6 +21,7 @@ MEMORY_NAMES = {
     "boundary gradients": "gradients of activations",
     "working set": "working memory of a layer",
     "framework": "CUDA context and libraries",
+    "team": "tensor-parallel buffers",
     "laid out": "between steps",
     "samples": "added by samples",
 }
@@ -69,6 +71,18 @@ def name_memory(cause: str) -> str:
     return MEMORY_NAMES.get(cause, cause)
 
 
+def describe_mode(mode: Mode) -> str:
+    """Describe how a GPU trades memory for time, in the field's terms."""
+    parts = ["activation checkpointing" if mode.recompute else "no activation checkpointing"]
+    if mode.boundary == "host":
+        parts.append("activations in host memory")
+    if mode.order == "sequential":
+        parts.append("one micro-batch after the other")
+    if mode.head == "chunked":
+        parts.append("chunked cross-entropy")
+    return ", ".join(parts)
+
+
 def is_far_off(gap: float | None) -> bool:
     """Return whether a measurement is so far from its prediction that readers should notice."""
     return gap is not None and abs(gap) > FAR_OFF
@@ -109,7 +123,9 @@ def format_remaining(seconds: float | None) -> str:
         return f"{minutes // (24 * 60)} d {minutes // 60 % 24} h left"
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60} min left"
-    return f"{show_seconds(seconds)} left"
+    if minutes:
+        return f"{minutes} min {int(seconds % 60)} s left"
+    return f"{max(1, round(seconds))} s left"
 
 
 def format_validation_loss(loss: float, step: int) -> str:
