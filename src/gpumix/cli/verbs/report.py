@@ -34,7 +34,7 @@ RunFolder = Annotated[
 def report(
     run: RunFolder,
     other: Annotated[
-        Path | None, typer.Argument(metavar="[OTHER]", help="A second run, to compare.")
+        Path | None, typer.Argument(metavar="OTHER", help="A second run, to compare.")
     ] = None,
     output: Annotated[
         Path | None,
