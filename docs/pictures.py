@@ -12,6 +12,7 @@ import argparse
 import re
 import sys
 import tempfile
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from gpumix.report.facts import RunFacts
 from gpumix.report.live import render_frame
 from gpumix.report.page import render_page
 from gpumix.report.run import Run, read_run
+from gpumix.train.run_figures.history import History
 
 WIDE, NARROW, PLAN, TERMINAL = 1400, 390, 1140, 1400
 COLUMNS = 120
@@ -37,8 +39,9 @@ TERMINAL_ALONE = "<!doctype html><style>body {margin: 0} svg {width: 100%; heigh
 def made(run: Run, to: Path, work: Path) -> None:
     """All of them."""
     beginning, plan = work / "beginning.html", work / "plan.html"
-    for part, alone in ((beginning, BEGINNING_ALONE), (plan, PLAN_ALONE)):
-        part.write_text(_parts(render_page(run), alone), encoding="utf-8")
+    planned = replace(run, history=History())  # before it was rebalanced
+    for part, of, alone in ((beginning, run, BEGINNING_ALONE), (plan, planned, PLAN_ALONE)):
+        part.write_text(_parts(render_page(of), alone), encoding="utf-8")
     _shown(beginning, to / "report-light.png", width=WIDE, dark=False)
     _shown(beginning, to / "report-dark.png", width=WIDE, dark=True)
     _shown(beginning, to / "report-narrow.png", width=NARROW, dark=False)
