@@ -12,6 +12,7 @@ import argparse
 import re
 import sys
 import tempfile
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -22,28 +23,28 @@ from gpumix.report.facts import RunFacts
 from gpumix.report.live import render_frame
 from gpumix.report.page import render_page
 from gpumix.report.run import Run, read_run
+from gpumix.train.run_figures.history import History
 
 WIDE, NARROW, PLAN, TERMINAL = 1400, 390, 1140, 1400
 COLUMNS = 120
 POLICY = re.compile(r"<meta http-equiv=\"Content-Security-Policy\"[^>]*>")
 CLOSE = "body {padding: 0 1.5rem}"
-BEGINNING = "#answer, #cluster, #plan, #memory, #step"
+BEGINNING = "#next, #answer, #cluster, #plan, #memory"
 BEGINNING_ALONE = f"footer, main > section:not({BEGINNING}) {{display: none}}"
-REST_ALONE = f"header, {BEGINNING} {{display: none}} #curves {{border-top: 0}} {CLOSE}"
-PLAN_ALONE = "header, footer, main > section:not(#cluster, #plan) {display: none}"
+PLAN_ALONE = "header > :not(.devices), footer, main > section:not(#cluster, #plan) {display: none}"
 PLAN_ALONE += f" section {{border-top: 0}} {CLOSE}"
 TERMINAL_ALONE = "<!doctype html><style>body {margin: 0} svg {width: 100%; height: auto}</style>"
 
 
 def made(run: Run, to: Path, work: Path) -> None:
     """All of them."""
-    beginning, rest, plan = work / "beginning.html", work / "rest.html", work / "plan.html"
-    for part, alone in ((beginning, BEGINNING_ALONE), (rest, REST_ALONE), (plan, PLAN_ALONE)):
-        part.write_text(_parts(render_page(run), alone), encoding="utf-8")
-    for part, name in ((beginning, "report"), (rest, "report-rest")):
-        _shown(part, to / f"{name}-light.png", width=WIDE, dark=False)
-        _shown(part, to / f"{name}-dark.png", width=WIDE, dark=True)
-        _shown(part, to / f"{name}-narrow.png", width=NARROW, dark=False)
+    beginning, plan = work / "beginning.html", work / "plan.html"
+    planned = replace(run, history=History())  # before it was rebalanced
+    for part, of, alone in ((beginning, run, BEGINNING_ALONE), (plan, planned, PLAN_ALONE)):
+        part.write_text(_parts(render_page(of), alone), encoding="utf-8")
+    _shown(beginning, to / "report-light.png", width=WIDE, dark=False)
+    _shown(beginning, to / "report-dark.png", width=WIDE, dark=True)
+    _shown(beginning, to / "report-narrow.png", width=NARROW, dark=False)
     for dark, name in ((False, "plan-light"), (True, "plan-dark")):
         _shown(plan, to / f"{name}.png", width=PLAN, dark=dark)
     top = work / "top.html"

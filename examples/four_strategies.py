@@ -167,8 +167,8 @@ def row(one: Strategy, plan: gpumix.Plan, told: dict[str, Any], step: Panel) -> 
         for stage in plan.stages
     ]
     speed = f"{told['tokens_per_s']:.0f}"
-    if told["prediction_error"] is not None:
-        speed += f" ({told['tokens_per_s'] / (1 + told['prediction_error']):.0f})"
+    if told["slower_than_planned"] is not None:
+        speed += f" ({told['tokens_per_s'] * (1 + told['slower_than_planned']):.0f})"
     return [
         one.title,
         " | ".join(devices),

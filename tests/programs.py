@@ -127,7 +127,7 @@ def best(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def told_of_input(run: Run) -> None:
     """A run tells what all of its time was spent on, and that batches were waited for."""
-    classes = [one.shares for one in run.history.over_all()]
+    classes = [one.shares for one in run.figures.classes]
     assert classes
     for shares in (*classes, *(one.shares for one in run.history.steps)):
         assert shares is not None

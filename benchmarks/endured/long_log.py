@@ -87,7 +87,7 @@ def page_costs(folder: Path) -> dict[str, float]:
 def resume_costs(folder: Path, step: int) -> float:
     """Seconds of a processor that a run takes to find where its log goes on."""
     from gpumix.schema.plan.plan import Plan
-    from gpumix.train.run_log.metrics import RunLog
+    from gpumix.train.run_figures.writer import RunLog
 
     plan, began = Plan.load(folder / "plan.json"), time.process_time()
     with RunLog(folder, plan, None, done=step):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import webbrowser
@@ -34,7 +35,7 @@ def test_lines_that_could_not_be_read_are_told_beside_the_page(run):
         file.write("{torn\n")
     done = gpumix("report", run)
     assert done.exit_code == 0
-    assert "1 line of metrics.jsonl could not be read: the page goes by the others" in done.stderr
+    assert "1 line of metrics.jsonl could not be read: the page does without them" in done.stderr
 
 
 def test_it_goes_elsewhere_if_asked(run, tmp_path):
@@ -64,8 +65,23 @@ def test_json_has_the_numbers_of_the_page(run):
     assert sum(group["samples"] for group in found["groups"]) == 8
     text = (run / "report.html").read_text(encoding="utf-8")
     assert found["report"] == str(run / "report.html")
-    assert f"{found['answer']['of_ideal']:.0%}" in text
+    assert f"{found['answer']['of_ideal']:.1%}" in text
     assert found["plan"] in text
+
+
+def test_two_runs_are_compared(run, tmp_path):
+    other = tmp_path / "second"
+    shutil.copytree(run, other)
+    done = gpumix("report", run, other)
+    assert done.exit_code == 0
+    assert done.stdout.startswith("both runs are equally fast")
+    path = run / "comparison.html"
+    assert done.stderr == f"report: {path}\n"
+    assert "first and second" in path.read_text(encoding="utf-8")
+    told = json.loads(gpumix("report", run, other, "--json", "-o", tmp_path / "x.html").stdout)
+    assert [one["name"] for one in told["runs"]] == ["first", "second"]
+    assert told["report"] == str(tmp_path / "x.html")
+    assert "this is no run" in refused("report", run, tmp_path / "nothing")
 
 
 def test_the_browser_is_opened_if_asked(run, monkeypatch):

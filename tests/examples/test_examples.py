@@ -134,7 +134,7 @@ def test_peaks_stand_in_the_order_of_the_stages():
     plan = staged_plan("gpt2", rows([6], [4, 2]))
     peaks = {"d1": 6, "d2": 7, "d0": 5}
     devices = [{"device": d, "peak_bytes": n << 20, "sent_bytes": 0} for d, n in peaks.items()]
-    told = {"tokens_per_s": 1.0, "prediction_error": None, "devices": devices, "loss": 1.0}
+    told = {"tokens_per_s": 1.0, "slower_than_planned": None, "devices": devices, "loss": 1.0}
     cells = row(
         STRATEGIES[0], plan, told, Panel("a step", {"d0": [ActivityBar("forward", 0.0, 1.0)]})
     )

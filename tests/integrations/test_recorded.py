@@ -157,6 +157,6 @@ def test_a_run_that_ended_early_does_not_promise_more(loop):
     loop.batch(waits=1.0, idles=0.0, computes=3.0)
     loop.step(updates=0.0)
     assert loop.steps < REPORT_INTERVAL_STEPS
-    assert "has not told yet how its devices did" in render_page(read_run(loop.folder))
+    assert "the run has not recorded it yet" in render_page(read_run(loop.folder))
     loop.record.close()
-    assert "ended before it told how its devices did" in render_page(read_run(loop.folder))
+    assert "the run ended before it was recorded" in render_page(read_run(loop.folder))

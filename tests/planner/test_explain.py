@@ -120,7 +120,7 @@ def test_classes_that_cost_more_than_they_give_are_named():
     found = best.reasons.mixing
     assert (found.pays, found.best_class, found.left_out) == (False, "fast", ("slow",))
     assert explain_plan(best)[0] == (
-        "mixing does not pay: only fast trains, for slow would cost more than they give"
+        "mixing does not pay: only fast trains, slow would cost more time than they save"
     )
 
 
@@ -131,7 +131,7 @@ def test_mixing_where_nobody_can_do_alone():
     assert found.speedup is None
 
 
-# -- what binds ------------------------------------------------------------------------------------
+# -- bottlenecks ---------------------------------------------------------------------------------
 
 
 def on_two_hosts(link: str, slow: float = 3.0):
@@ -223,9 +223,9 @@ def test_a_class_whose_worth_is_not_told_is_in_the_table():
 def test_whether_mixing_pays_is_said_first():
     made = of_two_classes()
     first, second, third, *_ = explain_plan(made)
-    assert first == "mixing pays: 1.33 times as fast as only fast, the best single class"
-    assert second.endswith("; no plan for the devices that take part takes less")
-    assert third == "what binds: compute of fast, slow"
+    assert first == "mixing pays: 1.33 times as fast as fast alone, the best GPU type"
+    assert second.endswith("; no plan for these GPUs takes less")
+    assert third == "bottleneck: compute of fast, slow"
     assert shown(made).startswith("mixing pays")
 
 
@@ -233,15 +233,15 @@ def test_a_small_gain_of_mixing_is_not_rounded_to_none():
     made = of_two_classes().reasons.mixing.model_copy(update={"speedup": 1.004})
     assert (
         describe_mixing(made)
-        == "mixing hardly pays: 0.4% faster than only fast, the best single class"
+        == "mixing hardly pays: 0.4% faster than fast alone, the best GPU type"
     )
 
 
 def test_that_mixing_does_not_pay_comes_with_what_to_do():
     wire = Network(gather={"broadcast": curve(50.0)}, reduce={"all_to_all": curve(50.0)})
     lines = explain_plan(plan(two_classes(network=wire), 8))
-    assert lines[0].startswith("mixing does not pay: with only fast a step takes")
-    assert "give the job a cluster of that class" in lines[0]
+    assert lines[0].startswith("mixing does not pay: with fast alone a step takes")
+    assert "use a cluster of that type alone" in lines[0]
     assert "; links inside hosts, as measured (" in lines[2]
 
 

@@ -251,7 +251,7 @@ def test_what_is_predicted_says_what_the_data_takes():
 )
 def test_what_binds_is_told_where_it_is_the_data_too(cpu_s, told):
     lines = explain_plan(make_plan(hosts(cpu_s), BATCH, space=ONE_STAGE))
-    assert any(line.startswith(f"what binds: {told}") for line in lines)
+    assert any(line.startswith(f"bottleneck: {told}") for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,10 @@ def test_of_three_on_a_host_two_team_up_and_one_computes_alone():
     (stage,) = plan.stages
     assert sorted(map(len, stage.teams)) == [1, 2]
     assert {worker.device_class for worker in plan.workers} == {"card"}
-    assert sorted((g.devices, g.team) for g in group_workers(plan, stage, 1)) == [(1, 1), (2, 2)]
+    assert sorted((g.devices, g.tensor_parallel) for g in group_workers(plan, stage, 1)) == [
+        (1, 1),
+        (2, 2),
+    ]
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(plan_table(plan))
     assert "2 in teams of 2" in console.export_text()

@@ -277,7 +277,7 @@ def test_devices_that_are_in_no_team_are_told_so():
     assert reasons.in_no_team == ("new-9", "old-0")
     assert reasons.hosts_left_out == reasons.devices_left_out == ()
     assert (
-        "2 devices (new-9, old-0) left out: too few of a class on a host for a team"
+        "2 GPUs (new-9, old-0) left out: too few of a type on a host for a tensor-parallel group"
         in explain_plan(plan)
     )
 
@@ -287,7 +287,7 @@ def test_devices_that_a_team_is_faster_without_are_told_so():
     assert [stage.tensor for stage in plan.stages] == [2] and plan.reasons is not None
     (left,) = plan.reasons.devices_left_out
     assert plan.reasons.in_no_team == ()
-    assert f"{left} left out: more devices would cost more than they give" in explain_plan(plan)
+    assert f"{left} left out: more GPUs would cost more time than they save" in explain_plan(plan)
 
 
 def in_threes() -> Profile:

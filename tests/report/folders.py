@@ -20,6 +20,7 @@ from gpumix.schema.plan.plan import Plan
 
 BATCH, STEP_S = 8, 0.5
 PARTS = [
+    "next",
     "answer",
     "cluster",
     "plan",
@@ -76,8 +77,8 @@ def write_run(
     if lines:
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     if state is not None:
-        told = {"state": state, "why": "", "step": 3, "steps": 10, "loss": 2.0, "step_s": STEP_S}
-        told |= {"tokens_per_s": 100.0, "remaining_s": 3.5, "time": time.time()} | progress
+        told = {"state": state, "why": "", "step": 3, "steps": 10, "loss": 2.0}
+        told |= {"time": time.time()} | progress
         (folder / "progress.json").write_text(json.dumps(told), encoding="utf-8")
     return folder
 

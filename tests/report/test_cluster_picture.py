@@ -172,7 +172,7 @@ def test_many_alike_are_one(tmp_path):
     ) == pytest.approx(1)
     text = read(run_of(tmp_path, profile, workers)).text
     assert "4 × a100" in text
-    assert "and 7 hosts alike, 32 devices in all" in text
+    assert "and 7 equal hosts, 32 GPUs in total" in text
     assert "between hosts, stated 25GbE" in text and "inside, stated pcie4" in text
 
 
@@ -188,7 +188,7 @@ def test_rates_are_those_that_the_cost_model_goes_by(tmp_path):
     )
     profile = profile.model_copy(update={"network": (message,)})
     assert "250 MB/s  inside, measured" in read(run_of(tmp_path / "timed", profile)).text
-    assert "How fast its links are is not known" in read(run_of(tmp_path / "not", measured())).text
+    assert "The speed of its links is unknown" in read(run_of(tmp_path / "not", measured())).text
 
 
 def test_without_a_profile_the_plan_tells_who_is_there(tmp_path):
@@ -196,7 +196,7 @@ def test_without_a_profile_the_plan_tells_who_is_there(tmp_path):
     plan.save(tmp_path / "plan.json")
     found = read(read_run(tmp_path))
     assert len([a for a in found.named("div") if a.get("class") == "member"]) == 3
-    assert "How fast its links are is not known" in found.text
+    assert "The speed of its links is unknown" in found.text
 
 
 def test_devices_without_a_part_are_told(tmp_path):
@@ -206,7 +206,7 @@ def test_devices_without_a_part_are_told(tmp_path):
     )
     found = read(run_of(tmp_path, profile, plan))
     assert len([a for a in found.named("div") if a.get("class") == "member out"]) == 2
-    assert "left out of the plan" in found.text
+    assert "not used" in found.text
 
 
 @pytest.mark.parametrize("name", ["</p><script>alert(1)</script>", '"><img src=x onerror=a()>'])

@@ -96,8 +96,8 @@ def test_a_folders_name_is_text_too(tmp_path):
     ("state", "said"),
     [
         (None, "planned, not trained"),
-        ("training", "under way"),
-        ("restarting", "starting again"),
+        ("training", "running"),
+        ("restarting", "restarting"),
         ("interrupted", "stopped"),
         ("failed", "failed"),
         ("finished", "finished"),
@@ -110,20 +110,21 @@ def test_every_state_has_a_page(tmp_path, state, said, steps):
     assert said in found.text
     ended = state in ("restarting", "interrupted", "failed")
     assert ("the disk is full" in found.text) == ended
-    assert ("3.50 s left" in found.text) == (state in ("training", "restarting"))
+    running = state in ("training", "restarting")
+    assert ("1 s left" in found.text) == (running and steps == 1)
 
 
 def test_a_run_that_is_silent_is_said_to_be(tmp_path):
     found = read(run_of(tmp_path, [step_line(1)], state="training", time=1.7e9))
-    assert "nothing heard for" in found.text
-    assert "it may be no more" in found.text
+    assert "no news for" in found.text
+    assert "it may have been killed" in found.text
 
 
 def test_a_plan_without_anything_else_has_a_page(tmp_path):
     plan = planned().model_copy(update={"prediction": None, "reasons": None})
     plan.save(tmp_path / "plan.json")
     found = read(read_run(tmp_path))
-    assert "the plan holds no prediction" in found.text
+    assert "the plan has no prediction" in found.text
     assert "cannot be simulated" in found.text
 
 
@@ -162,10 +163,10 @@ def test_a_report_replaces_a_report_and_nothing_else(tmp_path):
     write_page(run, path)
     assert [file.name for file in path.parent.iterdir()] == ["report.html"]
     path.write_text("<!doctype html> my own page")
-    with pytest.raises(InputError, match="no report"):
+    with pytest.raises(InputError, match="not a report"):
         write_page(run, path)
     assert path.read_text() == "<!doctype html> my own page"
-    with pytest.raises(InputError, match="no report"):
+    with pytest.raises(InputError, match="not a report"):
         write_page(run, tmp_path)
 
 

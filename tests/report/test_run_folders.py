@@ -10,6 +10,7 @@ from folders import planned, run_of, step_line, write_run
 
 from gpumix.report.run import read_run
 from gpumix.schema.errors import InputError
+from gpumix.train.run_figures.history import FIGURE_STEPS
 
 
 def refused(folder) -> InputError:
@@ -42,10 +43,15 @@ def test_a_profile_of_something_else_is_not_used(tmp_path):
 
 
 def test_who_looks_again_and_again_reads_the_end_of_the_metrics(tmp_path):
-    write_run(tmp_path, [step_line(n) for n in range(1, 101)], state="training")
-    found = read_run(tmp_path, newest_bytes=10 * len(step_line(100)))
-    assert 8 <= len(found.history.steps) <= 10
-    assert (found.history.steps[-1].step, found.history.unread) == (100, 0)
+    """At least as much of it as the figures are computed of."""
+    last = 3 * FIGURE_STEPS
+    write_run(tmp_path, [step_line(n) for n in range(1, last + 1)], state="training")
+    whole = read_run(tmp_path)
+    for least in (10, 2 * FIGURE_STEPS):
+        found = read_run(tmp_path, newest_bytes=least * len(step_line(last)))
+        assert len(found.history.steps) == pytest.approx(max(least, FIGURE_STEPS), abs=3)
+        assert (found.history.steps[-1].step, found.history.unread) == (last, 0)
+        assert found.figures.as_dict() == whole.figures.as_dict()
 
 
 @pytest.mark.parametrize("name", ["nothing", "file", "empty", "measuring", "robbed"])

@@ -59,11 +59,14 @@ def test_the_page_says_how_and_where(tmp_path):
     shown = shown_of(tmp_path, script("my script.py", "--hub_token", "..."))
     assert "gpumix launch --processes 3 'my script.py' --hub_token ..." in shown
     assert f"Start it in {tmp_path}." in shown
-    assert "values that look secret are not kept" in shown
+    assert "values that look secret are not stored" in shown
     assert f"Trainer(..., plan='{tmp_path / 'plan.json'}')" in shown
     assert "job.yaml" not in shown
 
 
 def test_what_was_no_script_is_called_again(tmp_path):
     shown = shown_of(tmp_path, script(launcher="Ray"))
-    assert "called by Ray" in shown and "gpumix launch" not in shown.partition("What it ran")[0]
+    assert (
+        "called by Ray" in shown
+        and "gpumix launch" not in shown.partition("Plan, model and versions")[0]
+    )

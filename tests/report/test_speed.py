@@ -26,7 +26,6 @@ def test_of_a_plan_alone_it_is_the_predicted_one(tmp_path):
     assert (found.best.source, found.measured.step_s) == ("predicted", None)
     assert found.best.step_s == expected.step_s
     assert found.best.tokens_per_s == pytest.approx(expected.tokens_per_s)
-    assert found.prediction_error is None
 
 
 def test_the_even_split_is_that_which_the_plan_was_weighed_against(tmp_path):

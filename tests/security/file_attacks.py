@@ -70,7 +70,8 @@ def resume(place: Place) -> str:
     """What a run does with its folder when it goes on, as the first rank does it."""
     from gpumix.schema.plan.plan import Plan
     from gpumix.train.checks.output_folder import check_folder
-    from gpumix.train.run_log.metrics import RunEvent, RunLog, StepRecord, append_event
+    from gpumix.train.run_figures.writer import RunLog, append_event
+    from gpumix.train.run_log.metrics import RunEvent, StepRecord
     from gpumix.train.run_log.progress import mark_failed, mark_restarting
     from gpumix.train.run_log.run_id import assign_run_id
 

@@ -19,16 +19,15 @@ from gpumix.schema.errors import Interrupted, MachineError
 from gpumix.schema.peak_flops import Peak
 from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
 from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.train.run_figures.display import Display
+from gpumix.train.run_figures.writer import RunLog, append_event
 from gpumix.train.run_log import progress as progress_file
-from gpumix.train.run_log.display import Display, classes_table
 from gpumix.train.run_log.metrics import (
     ClassRecord,
     ComputedPart,
     RankRecord,
     RunEvent,
-    RunLog,
     StepRecord,
-    append_event,
     by_class,
     fullest_by_class,
     speed_of,
@@ -110,12 +109,6 @@ def test_of_allocators_the_fullest_is_told_and_retries_are_counted():
     ]
     found = {c.device_class: (c.reserved_bytes, c.retries) for c in by_class(plan(), records)}
     assert found == {"fast": (6 * MIB, 0), "slow": (5 * MIB, 3), "idle": (None, 0)}
-    told = classes_table([asdict(one) for one in by_class(plan(), records)])
-    console = Console(width=150, record=True, file=io.StringIO())
-    console.print(told)
-    text = console.export_text()
-    assert "allocator" in text
-    assert "allocator of slow: gave memory back 3 times" in text
 
 
 def test_what_is_predicted_of_a_device_stays_its_own_in_any_order_of_ranks():
@@ -251,11 +244,12 @@ def step(number: int, step_s: float = 0.5) -> StepRecord:
 
 def test_speed_is_that_of_a_median_step(tmp_path):
     with RunLog(tmp_path, plan(), 10) as log:
-        assert log.tokens_per_s() == 0.0
+        assert log.figures.tokens_per_s is None
         for number, seconds in enumerate((9.0, 0.5, 0.5), 1):
             log.step(step(number, seconds))
-        assert log.tokens_per_s() == 24 / 0.5  # as the steps tell, which leave out padding
         found = progress(tmp_path)
+        # As the steps tell, which leave out padding.
+        assert log.figures.tokens_per_s == found["tokens_per_s"] == 24 / 0.5
     assert found["state"] == "training"
     assert (found["step"], found["remaining_s"]) == (3, 7 * 0.5)
 
@@ -342,33 +336,36 @@ def shown(screen: Console) -> str:
 
 def test_without_a_terminal_there_is_a_line_every_few_steps(tmp_path):
     screen = console(terminal=False, width=120)
-    with RunLog(tmp_path, plan(), 5) as log, Display(log, 2, screen) as display:
+    with RunLog(tmp_path, plan(), 5) as log, Display(log, 2, "run", screen) as display:
         for number in range(1, 6):
             log.step(step(number))
+            log.classes(number, by_class(plan(), RECORDS))
             display.step(step(number))
-            display.classes(by_class(plan(), RECORDS))
     lines = shown(screen).splitlines()
     assert [line.split()[1] for line in lines] == ["1/5", "2/5", "4/5", "5/5"]
     assert lines[-1] == (
-        "step 5/5  loss 0.4000  lr 1.00e-03  48 tokens/s  busy: fast 100%, slow 50%, idle 10%"
+        "step 5/5  loss 0.4000  lr 1.00e-03  48 tokens/s  busy: fast 100.0%, slow 50.0%, idle 10.0%"
     )
 
 
 def test_on_a_terminal_there_is_a_table(tmp_path):
-    screen = console(terminal=True)
+    screen = console(terminal=True, width=140)
     planned = plan(6 * MIB, 3 * MIB, 4 * MIB, MIB)
-    with RunLog(tmp_path, planned, 5) as log, Display(log, 1, screen) as display:
+    with RunLog(tmp_path, planned, 5) as log, Display(log, 1, "mine · gpt2", screen) as display:
+        log.step(step(1))
         display.step(step(1))
-        display.classes(by_class(planned, RECORDS))
         display.evaluation(1, 1.25)
+        log.step(step(2))
+        log.classes(2, by_class(planned, RECORDS))
         display.step(step(2))
     text = shown(screen)
-    assert "held-out loss 1.2500 at step 1" in text
-    last = text[text.rindex("training") :]
-    assert "2/5" in last
-    assert "4.0 MiB" in last
-    assert "unknown" in last
-    assert "times are of the emulation" in last
+    assert "validation loss 1.2500 at step 1" in text
+    last = text[text.rindex("mine · gpt2") :]
+    for said in (
+        "48 tokens/s", "500 ms a step", "75% faster than planned", "2/5", "2 s left",
+        "2 × slow", "50.0%", "4.0 MiB", "times are of the emulation",
+    ):  # fmt: skip
+        assert said in last, said
 
 
 def test_that_it_failed_is_told_where_no_further_file_has_room(tmp_path, monkeypatch):

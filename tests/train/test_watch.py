@@ -15,7 +15,7 @@ from gpumix.cost.layout.causes import MEMORY_PARTS, group_by_part
 from gpumix.data.workers.autotune import Limit
 from gpumix.hardware.timestamps import HostClock
 from gpumix.train.monitor.step_timer import WINDOW_STEPS, StarvationDetector, StepTimer
-from gpumix.train.run_log.display import describe_input_bound_ranks
+from gpumix.train.run_figures.display import describe_input_bound_ranks
 from gpumix.train.run_log.metrics import RankRecord
 from gpumix.train.run_log.summary import Summary
 from gpumix.train.run_log.time_breakdown import TimeShares

@@ -44,7 +44,7 @@ class PlanPart:
     even_computed: float
     stored: float | None
     even_stored: float | None
-    team: int
+    tensor_parallel: int
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def _part(plan: Plan, stage: Stage, worker: Worker, number: int) -> PlanPart:
         even_computed=1 / len(stage.workers),
         stored=stage.stored_by(worker) if plan.zero_stage else None,
         even_stored=1 / divide if plan.zero_stage else None,
-        team=stage.team_size(worker),
+        tensor_parallel=stage.team_size(worker),
     )
 
 

@@ -12,11 +12,14 @@ from typing import Literal
 
 from gpumix.report.html import Child, Markup, el
 
-COLOR_COUNT = 8  # classes c0 to c7 of the style sheet
+TYPE_COLORS = 6  # colours of GPU types in the style sheet, t0 to t5
+TONES = 5  # of each colour, "" and tone1 to tone4
 
 
-def get_color_class(number: int) -> str:
-    return f"c{number % COLOR_COUNT}"
+def get_type_class(number: int, tone: int = 0) -> str:
+    """Return the style sheet's class of a GPU type, in one of its tones."""
+    color = f"t{number % TYPE_COLORS}"
+    return f"{color} tone{tone}" if tone else color
 
 
 def percent(part: float) -> str:

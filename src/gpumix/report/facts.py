@@ -10,13 +10,13 @@ from typing import Any
 
 from gpumix.report.cluster import Box, build_cluster_box
 from gpumix.report.events import ShownEvent, list_events
-from gpumix.report.history import HistoryEvent
 from gpumix.report.ranges import Range
 from gpumix.report.run import Run
 from gpumix.report.speed import RunSpeeds, compute_run_speeds
 from gpumix.schema.plan.plan import Plan, WorkerPrediction
 from gpumix.schema.plan.stage import Stage, Worker
-from gpumix.train.elastic.plan_change import EVENT, apply_split
+from gpumix.train.run_figures.figures import RunFigures, compute_planned_busy
+from gpumix.train.run_figures.words import describe_mode
 from gpumix.train.run_log.metrics import ClassRecord, compute_utilization
 from gpumix.train.run_log.time_breakdown import TimeShares
 
@@ -42,7 +42,7 @@ class DeviceGroup:
     mode: str
     compute_dtype: str
     state_on: str
-    team: int
+    tensor_parallel: int
 
 
 @dataclass(frozen=True)
@@ -87,22 +87,13 @@ class RunFacts:
     def answer(self) -> RunSpeeds:
         return compute_run_speeds(self.run)
 
-    @cached_property
-    def last_live_split(self) -> HistoryEvent | None:
-        """The latest plan change, if made live, in the time since the run's last start."""
-        changes = [one for one in self.run.history.events if one.event == EVENT]
-        return changes[-1] if changes and changes[-1].told.get("live") is True else None
-
-    @cached_property
-    def plan_now(self) -> Plan:
-        """The plan with current samples and shares."""
-        if self.last_live_split is None:
-            return self.run.plan
-        return apply_split(self.run.plan, self.last_live_split.told)
+    @property
+    def figures(self) -> RunFigures:
+        return self.run.figures
 
     @cached_property
     def groups(self) -> tuple[DeviceGroup, ...]:
-        plan = self.plan_now
+        plan = self.figures.plan_now
         return tuple(
             group
             for number, stage in enumerate(plan.stages)
@@ -111,17 +102,11 @@ class RunFacts:
 
     @cached_property
     def cluster(self) -> Box:
-        return build_cluster_box(self.plan_now, self.run.profile)
+        return build_cluster_box(self.figures.plan_now, self.run.profile)
 
     @cached_property
     def classes(self) -> tuple[ClassFacts, ...]:
-        """Results over the complete run."""
-        return _make_all_class_facts(self.run, self.run.history.over_all())
-
-    @cached_property
-    def classes_now(self) -> tuple[ClassFacts, ...]:
-        """Results of the latest window."""
-        return _make_all_class_facts(self.run, self.run.history.classes)
+        return _make_all_class_facts(self.run, self.figures.classes)
 
     @cached_property
     def events(self) -> tuple[ShownEvent, ...]:
@@ -153,12 +138,15 @@ class RunFacts:
             "estimated": list(self.estimated),
             "plan": run.plan.digest(),
             "strategy": run.plan.strategy,
+            "name": run.name,
+            "model": run.model,
             "progress": asdict(run.progress),
+            "figures": self.figures.as_dict(),
+            "next": [asdict(one) for one in run.advice],
             "answer": asdict(answer)
             | {
                 "against_even": answer.speedup_over_even,
                 "of_ideal": answer.fraction_of_ideal,
-                "prediction_error": answer.prediction_error,
             },
             "cluster": asdict(self.cluster),
             "groups": [asdict(group) for group in self.groups],
@@ -198,10 +186,10 @@ def _make_group(plan: Plan, stage: Stage, number: int, workers: list[Worker]) ->
         # Workers of a tensor-parallel group divide the group's share.
         stored_each=Range.of([stage.stored_by(worker) for worker in workers]),
         micro_batch=max(worker.micro_batch for worker in workers),
-        mode=" / ".join(dict.fromkeys(worker.mode.describe() for worker in workers)),
+        mode=" / ".join(dict.fromkeys(describe_mode(worker.mode) for worker in workers)),
         compute_dtype=first.compute_dtype,
         state_on=first.state_on,
-        team=stage.team_size(first),
+        tensor_parallel=stage.team_size(first),
     )
 
 
@@ -244,7 +232,7 @@ def _make_class_facts(
         measured_memory={} if seen is None else seen.measured_memory,
         reserved_bytes=None if seen is None else seen.reserved_bytes,
         retries=0 if seen is None else seen.retries,
-        planned_busy_share=_mean([one.busy_s / step_s for one in planned if step_s]),
+        planned_busy_share=compute_planned_busy(run.plan).get(name),
         busy_share=None if seen is None else seen.busy_share,
         planned_mfu=_mean([mfu for mfu, _ in used]),
         mfu=None if seen is None else seen.mfu,

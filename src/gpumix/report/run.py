@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
-from gpumix.report.history import History, parse_number, read_history
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import MARK_BYTES, lines_in, open_for_reading, read_text
+from gpumix.schema.files import MARK_BYTES, read_text
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.step_trace import Trace
 from gpumix.schema.profile.profile import Profile
 from gpumix.train.checkpoint.checkpoint_folder import list_checkpoints
 from gpumix.train.checkpoint.manifest import parse_step
+from gpumix.train.run_figures.advice import Advice, AdvisedRun, advise
+from gpumix.train.run_figures.figures import RunFigures
+from gpumix.train.run_figures.history import (
+    History,
+    load_history,
+    make_unreadable_error,
+    parse_number,
+)
+from gpumix.train.run_figures.words import describe_model, format_large
 from gpumix.train.run_log import run_files
 from gpumix.train.run_manifest import RunRecord
 
@@ -30,6 +39,7 @@ OTHER_FOLDER_FIX = (
 )
 # Written next to the plan by `gpumix plan --output plan.json`.
 BESIDE_PLAN = "plan.profile.json"
+JOB = "job.yaml"  # in commands: the name of the job's file is not recorded
 
 
 @dataclass(frozen=True)
@@ -40,9 +50,6 @@ class Progress:
     step: int = 0
     steps: int | None = None
     loss: float | None = None
-    tokens_per_s: float | None = None
-    step_s: float | None = None
-    remaining_s: float | None = None
     why: str = ""
     heard_at: float | None = None
 
@@ -73,13 +80,51 @@ class Run:
     trace: Trace | None
     checkpoints: tuple[tuple[int, str], ...]
 
+    @property
+    def name(self) -> str:
+        """The name of the output folder; of a script's run, the folder that the script names."""
+        folder = self.folder.resolve()
+        return folder.parent.name if folder.name == run_files.SCRIPT_FOLDER else folder.name
+
+    @cached_property
+    def model(self) -> str:
+        """The model's name and size, as far as known."""
+        parameters = None if self.profile is None else self.profile.model.parameters
+        job = {} if self.record is None else self.record.job
+        model = job.get("model")
+        if isinstance(model, dict):
+            return describe_model(model, parameters)
+        return "" if parameters is None else f"{format_large(parameters)} parameters"
+
+    @cached_property
+    def figures(self) -> RunFigures:
+        progress = self.progress
+        steps = progress.step if progress.state == "finished" else progress.steps
+        return RunFigures(self.history, self.plan, steps)
+
+    @cached_property
+    def advice(self) -> tuple[Advice, ...]:
+        """What to do next."""
+        progress, of_job = self.progress, self.record is None or self.record.script is None
+        plan = shlex.quote(str(self.folder / run_files.PLAN))
+        return advise(
+            AdvisedRun(
+                self.figures,
+                state=progress.state,
+                why=progress.why,
+                resumable=bool(self.checkpoints),
+                job=JOB if of_job else "",
+                plan_file=plan,
+            )
+        )
+
 
 def read_run(folder: Path, *, newest_bytes: int | None = None) -> Run:
     """Read the run in `folder`, or the run of the script with this output folder.
 
     Args:
-        newest_bytes: read only this many trailing bytes of the metrics, and no trace, for repeated
-            reading.
+        newest_bytes: read only the newest part of the metrics, see `load_history`, and no trace,
+            for repeated reading.
 
     Raises:
         InputError: there is no run, or a file is unreadable or of another schema.
@@ -93,7 +138,7 @@ def read_run(folder: Path, *, newest_bytes: int | None = None) -> Run:
         profile=_load_profile(folder, plan),
         record=_load_record(folder),
         progress=_read_progress(folder / run_files.PROGRESS),
-        history=read_history(_read_lines(folder / run_files.METRICS, newest_bytes)),
+        history=load_history(folder, newest_bytes=newest_bytes),
         trace=Trace.load(trace) if newest_bytes is None and trace.exists() else None,
         checkpoints=tuple(_list_checkpoints(folder)),
     )
@@ -134,49 +179,24 @@ def _load_record(folder: Path) -> RunRecord | None:
     return RunRecord.load(path, fix=OTHER_FOLDER_FIX) if path.exists() else None
 
 
-def _read_lines(path: Path, newest_bytes: int | None) -> Iterator[bytes]:
-    if not path.exists():
-        return
-    try:
-        with open_for_reading(path) as file:
-            if newest_bytes is not None and os.fstat(file.fileno()).st_size > newest_bytes:
-                file.seek(-newest_bytes, os.SEEK_END)
-                file.readline()  # the rest of a partial line
-            yield from lines_in(file)
-    except OSError as error:
-        raise _make_unreadable_error(path, error.strerror or str(error)) from error
-
-
 def _read_progress(path: Path) -> Progress:
     if not path.exists():
         return Progress("planned")
     try:
         told = json.loads(read_text(path, MARK_BYTES))
     except OSError as error:
-        raise _make_unreadable_error(path, error.strerror or str(error)) from error
+        raise make_unreadable_error(path, error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:
-        raise _make_unreadable_error(path, f"it is no JSON: {error}") from error
+        raise make_unreadable_error(path, f"it is no JSON: {error}") from error
     if not isinstance(told, dict) or told.get("state") not in get_args(State):
-        raise _make_unreadable_error(path, "it does not say how the run stands")
+        raise make_unreadable_error(path, "it does not say how the run stands")
     return Progress(
         state=told["state"],
         step=int(parse_number(told.get("step")) or 0),
         steps=None if (steps := parse_number(told.get("steps"))) is None else int(steps),
         loss=parse_number(told.get("loss")),
-        tokens_per_s=parse_number(told.get("tokens_per_s")),
-        step_s=parse_number(told.get("step_s")),
-        remaining_s=parse_number(told.get("remaining_s")),
         why=str(told.get("why") or ""),
         heard_at=parse_number(told.get("time")),
-    )
-
-
-def _make_unreadable_error(path: Path, why: str) -> InputError:
-    return InputError(
-        "cannot read this file of the run",
-        where=str(path),
-        why=why,
-        fix="give the folder of another run, or remove this file: the rest is shown without it",
     )
 
 

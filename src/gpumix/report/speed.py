@@ -7,12 +7,11 @@ of speeds equal ratios of step times.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Literal
 
 from gpumix.cost.device_alone import compute_ideal_tokens_per_s
-from gpumix.report.history import HistoryEvent
 from gpumix.report.run import Run
+from gpumix.train.run_figures.history import HistoryEvent
 
 EVEN = "even"
 
@@ -63,13 +62,6 @@ class RunSpeeds:
         """Fraction of the ideal speed."""
         return _compute_speedup(self.best, self.ideal)
 
-    @property
-    def prediction_error(self) -> float | None:
-        """Predicted over measured step time, minus 1, as reported by the run itself."""
-        if not self.measured.step_s or not self.predicted.step_s:
-            return None
-        return self.predicted.step_s / self.measured.step_s - 1
-
 
 def _compute_speedup(one: StepSpeed, other: StepSpeed) -> float | None:
     if not one.step_s or not other.step_s:
@@ -78,28 +70,19 @@ def _compute_speedup(one: StepSpeed, other: StepSpeed) -> float | None:
 
 
 def compute_run_speeds(run: Run) -> RunSpeeds:
-    tokens = _count_step_tokens(run)
-    step_s = run.history.step_s
-    expected = run.plan.prediction
+    figures, expected = run.figures, run.plan.prediction
+    tokens = figures.step_tokens or float(run.plan.global_batch * run.plan.sequence_length)
     return RunSpeeds(
-        measured=_speed(step_s, tokens, "measured", "no step was done yet"),
+        measured=_speed(figures.step_s, tokens, "measured", "no step is done yet"),
         predicted=_speed(
             None if expected is None else expected.step_s,
             tokens,
             "predicted",
-            "the plan holds no prediction",
+            "the plan has no prediction",
         ),
         even=_even(run, tokens),
         ideal=_ideal(run, tokens),
     )
-
-
-def _count_step_tokens(run: Run) -> float:
-    """Return tokens per step, without padding once steps are done."""
-    counted = run.history.counted()
-    if counted:
-        return fmean(one.tokens_per_s * one.step_s for one in counted)
-    return float(run.plan.global_batch * run.plan.sequence_length)
 
 
 def _speed(step_s: float | None, tokens: float, source: Source, why: str) -> StepSpeed:
@@ -118,7 +101,7 @@ def _even(run: Run, tokens: float) -> StepSpeed:
     reasons = run.plan.reasons
     found = [a for a in reasons.alternatives if a.strategy == EVEN] if reasons else []
     if not found:
-        return StepSpeed(why="the plan was not weighed against it")
+        return StepSpeed(why="the plan was not compared with it")
     return _speed(found[0].step_s, tokens, "predicted", f"not possible: {found[0].why}")
 
 
@@ -131,7 +114,7 @@ def is_comparison_with(one: HistoryEvent, strategy: str) -> bool:
 def _ideal(run: Run, tokens: float) -> StepSpeed:
     profile = run.profile
     if profile is None:
-        return StepSpeed(why="what the devices were measured to do is not in the folder")
+        return StepSpeed(why="the folder has no profile of the devices")
     alone = compute_ideal_tokens_per_s(profile, (d.device_class for d in profile.cluster.devices))
     step_s = run.plan.global_batch * run.plan.sequence_length / alone if alone else None
     return _speed(step_s, tokens, "predicted", "")

@@ -42,7 +42,6 @@ from gpumix.schema.reading.allowed_code import check_allowed
 from gpumix.schema.reading.error_location import join_locations, locate_errors
 from gpumix.schema.reading.named_files import check_named_files
 from gpumix.schema.reading.read import read_job
-from gpumix.schema.units import show_seconds
 from gpumix.train.checkpoint.checkpoint_folder import find_latest
 from gpumix.train.checkpoint.manifest import parse_step
 from gpumix.train.checks.output_folder import check_folder
@@ -89,6 +88,7 @@ class JobController:
         self.folder = folder
         self._runs = runs
         self._debug = debug
+        self._job_file = "JOB.yaml"
         self._console = get_stderr_console()
         self.cluster: Cluster = runs.cluster(None if job.cluster == "auto" else job.cluster)
         self._devices = self.cluster  # including devices left out for a while
@@ -118,7 +118,9 @@ class JobController:
         runs = make_runner(
             debug=debug, imports=imports, silence_s=job.advanced.timeout, restarts=restarts
         )
-        return cls(job, path.absolute().parent, runs, debug=debug)
+        found = cls(job, path.absolute().parent, runs, debug=debug)
+        found._job_file = shlex.quote(str(path))
+        return found
 
     @property
     def speaks(self) -> bool:
@@ -377,25 +379,27 @@ class JobController:
         return trial
 
     def show_summary(self, summary: Summary) -> None:
-        """Show the classes' table and a line with speed, loss and prediction error."""
+        """Show speed, loss, what to do next and a table of GPU types, from the run's files."""
         if summary.loss is None:
             wanted = self.job.max_steps
             more = f", and the job wants {wanted}" if wanted < summary.steps else ""
             self.show(f"nothing was left to do: the run has {summary.steps} steps{more}")
             return
-        from gpumix.train.run_log.display import classes_table
+        if not self.speaks:
+            return
+        from gpumix.train.run_figures.advice import AdvisedRun, advise
+        from gpumix.train.run_figures.figures import RunFigures
+        from gpumix.train.run_figures.history import load_history
+        from gpumix.train.run_figures.terminal_parts import render_summary
 
-        self.show(classes_table(summary.classes))
-        line = (
-            f"{summary.tokens_per_s:.0f} tokens/s, {show_seconds(summary.step_s)} a step, loss "
-            f"{summary.loss:.4f} after {summary.steps} steps"
-        )
-        if summary.prediction_error is not None:
-            line += f"; predicted step time off by {summary.prediction_error:+.1%}"
-        self.show(line)
+        output = self.job.output_dir
+        plan = Plan.load(output / run_files.PLAN)
+        figures = RunFigures(load_history(output), plan, self.job.max_steps)
+        advice = advise(AdvisedRun(figures, state="finished", job=self._job_file))
+        self.show(render_summary(figures, advice, self._console.width))
         if summary.overruns:
             self.show(format_overrun_warning(summary.overruns))
-        self.show(f"more of it: gpumix report {_shortest(self.job.output_dir)}")
+        self.show(f"The whole report: gpumix report {_shortest(output)}")
 
     def _task(self) -> Any:
         from gpumix.train.worker.context import Task

@@ -27,7 +27,7 @@ from gpumix.train.checkpoint.collective_errors import make_timeout_error
 from gpumix.train.checkpoint.manifest import get_folder_name
 from gpumix.train.processes.stop_signals import StopRequest
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.metrics import SPEED_WINDOW_STEPS, compute_median_s
+from gpumix.train.run_log.metrics import compute_median_s
 from gpumix.train.state_keeper import StateKeeper
 from gpumix.train.worker.context import RankContext
 
@@ -35,6 +35,7 @@ from gpumix.train.worker.context import RankContext
 GRACE_S = 30.0
 LOOK_S = 1.0  # between checks for a hurried rank elsewhere
 LOOK_ASKED_S = 0.1  # on a rank asked to end
+RECENT_STEPS = 20  # that tell how long a step takes now
 # The next save may take longer than the last by this factor.
 SAVE_TIME_FACTOR = 1.5
 # Assumed save time before the first save, as a share of the grace period.
@@ -134,7 +135,7 @@ class PreemptionSaver:
         """Note the begin of a step; `before` are earlier step times, `announced` and `behind` as in
         `StopTiming`."""
         self._step_s, self._tells, self._behind = (
-            compute_median_s(before[-SPEED_WINDOW_STEPS:]),
+            compute_median_s(before[-RECENT_STEPS:]),
             tells,
             behind,
         )

@@ -5,10 +5,11 @@ Only the first rank writes and shows; the other ranks send their measurements to
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict
 from typing import Any
 
 from gpumix.data.core.read_policy import Skipped
@@ -23,23 +24,26 @@ from gpumix.train.memory_checkpoint.memory_folder import WITHOUT_COPIES
 from gpumix.train.monitor.step_history import StepHistory
 from gpumix.train.monitor.step_timer import StepTimer
 from gpumix.train.monitor.step_trace import build_trace
-from gpumix.train.run_log import run_files
-from gpumix.train.run_log.display import (
+from gpumix.train.run_figures.display import (
     Display,
     describe_first_reason,
     describe_input_bound_ranks,
     describe_skipped_samples,
 )
+from gpumix.train.run_figures.figures import RESUME_EVENT
+from gpumix.train.run_figures.terminal_parts import SEPARATOR
+from gpumix.train.run_figures.words import describe_model
+from gpumix.train.run_figures.writer import RunLog
+from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import (
+    WARM_UP_STEPS,
     ClassRecord,
     RankRecord,
     RunEvent,
-    RunLog,
     StepRecord,
     by_class,
     fullest_by_class,
 )
-from gpumix.train.run_log.time_breakdown import TimeBreakdown
 from gpumix.train.state_keeper import StateKeeper
 from gpumix.train.worker.context import RankContext
 
@@ -81,8 +85,6 @@ class RunLogger:
         )
         self._display: Display | None = None
         self._told_of_copies = self._told_of_disk = self._told_of_waiting = False
-        self._spent = TimeBreakdown.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        self._waited_s, self._since = 0.0, time.perf_counter()
         self._begun_at = self._steps_before = begun_at
         self._sent_before = float(engine.comm.sent.total())
         self._fullest = fullest_by_class(engine.plan)  # of all plans so far, like measured peaks
@@ -93,7 +95,10 @@ class RunLogger:
         """Write the run's files from here until the end of `stack`."""
         if self._context.first:
             stack.enter_context(self._log)
-            self._display = stack.enter_context(Display(self._log, self._context.job.logging_steps))
+            job = self._context.job
+            model = describe_model(job.model.model_dump(mode="json"))
+            title = SEPARATOR.join(filter(None, (job.output_dir.name, model)))
+            self._display = stack.enter_context(Display(self._log, job.logging_steps, title))
 
     def say(self, line: str) -> None:
         if self._display is not None:
@@ -108,17 +113,24 @@ class RunLogger:
                     self._display.say(one.text)
 
     def step(self, record: StepRecord) -> None:
+        """Write a step into the log."""
         if self._display is not None:
             self._log.reduction(record.step, self._engine.reduction)
             self._log.step(record)
+
+    def show_step(self, record: StepRecord) -> None:
+        """Show a step that is in the log."""
+        if self._display is not None:
             self._display.step(record)
 
     def start(self, before: PlanParts | None, restart: Restart | None) -> None:
-        """Report a plan unlike the plan of the run `before`."""
+        """Report that the run goes on, and a plan unlike the plan of the run `before`."""
         why = restart.decided if restart is not None else "the run was resumed"
         now = PlanParts.of(self._engine.plan, self._context.task.cluster)
         told = make_start_event(before, now, why) if before is not None else None
-        self.tell(self._begun_at, [told] if told is not None else [])
+        resumed = restart is None and self._begun_at > 0
+        events = [RunEvent(RESUME_EVENT, {}, "")] if resumed else []
+        self.tell(self._begun_at, [*events, told] if told is not None else events)
 
     def restart(self, step: int, restart: Restart, kept_in: str) -> None:
         """Report a restart when training continues, from state kept in memory or on disk."""
@@ -175,22 +187,19 @@ class RunLogger:
 
     # -- of each rank, by all ----------------------------------------------------------------------
 
-    def exchange(self, step: int, *, waited_s: float, sent_bytes: float) -> None:
-        """Exchange all ranks' measurements since the last call. Collective. Up to `step`, this rank
-        has waited `waited_s` for other ranks and sent `sent_bytes` since it began."""
-        now = time.perf_counter()
-        busy = 1.0 - (waited_s - self._waited_s) / (now - self._since)
+    def exchange(self, step: int, *, sent_bytes: float) -> None:
+        """Exchange all ranks' measurements since the last call, without those of the first steps.
+        Collective. Up to `step`, this rank has sent `sent_bytes` since it began."""
         sent_each = (sent_bytes - self._sent_before) / max(1, step - self._steps_before)
-        self._waited_s, self._since = waited_s, now
         self._sent_before, self._steps_before = sent_bytes, step
         watched = self._watch.take()
-        self._spent = self._spent.and_then(watched)
+        shares = watched.shares()
         device, runtime = self._context.device, self._context.runtime
         clocks = runtime.clocks()
         mine = RankRecord(
             device=device.id,
             device_class=device.device_class,
-            busy_share=max(0.0, busy),
+            busy_share=shares.compute,
             peak_bytes=runtime.peak_bytes(),
             overruns=self._taken.overruns,
             laid_out_bytes=runtime.current_bytes(),
@@ -198,7 +207,7 @@ class RunLogger:
             retries=runtime.allocator_retries,
             sm_mhz=None if clocks is None else clocks.sm_mhz,
             sent_bytes=sent_each,
-            shares=watched.shares(),
+            shares=shares,
             starved_share=self._watch.starvation.share,
             input_limit=self._loader.limit,
             skipped=self._skipped,
@@ -212,7 +221,6 @@ class RunLogger:
             names = self._context.ranks.names
             self._log.classes(step, self.classes)
             self._log.ranks(step, self.records)
-            self._display.classes(self.classes)
             if self._log.report_starvation(step, self.records):
                 self.say(describe_input_bound_ranks(names, self.records))
             self.copies(describe_first_reason(names, (one.not_copied for one in self.records)))
@@ -220,14 +228,24 @@ class RunLogger:
                 describe_first_reason(names, (one.saved_in_place for one in self.records))
             )
 
-    def extend_records_to_run(self) -> None:
-        """Extend the records, if any, to the entire run. Collective."""
-        if self.records:
-            mine = self.records[self._context.ranks.rank]
-            speed = self._speed(self._taken.counted_steps)
-            spent, skipped = self._spent.shares(), self._skipped
-            self._gather(replace(mine, shares=spent, skipped=skipped, **speed))
-        missed = describe_skipped_samples(self._context.ranks.names, self.records)
+    def end_warm_up(self, step: int) -> None:
+        """After the first steps, leave their times out of the next exchange."""
+        if step - self._begun_at == WARM_UP_STEPS:
+            self._watch.take()
+
+    def gather_figures(self) -> dict[str, Any]:
+        """Return the figures of the run, and the classes' over the run. Collective."""
+        figures = self._log.figures
+        told = figures.as_dict() | {"classes": [asdict(one) for one in figures.classes]}
+        own = json.dumps(told) if self._context.first else ""
+        found: dict[str, Any] = json.loads(self._context.ranks.gather("figures", own)[0])
+        return found
+
+    def report_skipped_samples(self) -> None:
+        """Report samples that could not be read. Collective."""
+        told = self._context.ranks.gather("skipped", str(self._skipped))
+        names = self._context.ranks.names
+        missed = describe_skipped_samples(names, [int(text) for text in told])
         if missed and self._display is not None:
             self._display.say(missed)
 

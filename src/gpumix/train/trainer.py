@@ -207,7 +207,7 @@ class Trainer:
         with self.loader, StopRequest() as stop:
             for _ in range(WARM_UP_STEPS):
                 self.train_step(stop)
-            self._telling.exchange(self.step, **self._so_far())
+            self._telling.exchange(self.step, sent_bytes=self.engine.comm.sent.total())
             waited_s, before = self.engine.comm.clock.total_s(), self._counters()
             records, tokens, padded = [], 0, 0
             if watcher is not None:
@@ -277,11 +277,6 @@ class Trainer:
         """Return this rank's overruns of emulated devices and retries of its allocator so far."""
         return self.taken.overruns, self.context.runtime.allocator_retries
 
-    def _so_far(self) -> dict[str, float]:
-        """Return the arguments of `RunLogger.exchange` for all steps given so far."""
-        comm = self.engine.comm
-        return {"waited_s": comm.clock.total_s(), "sent_bytes": comm.sent.total()}
-
     def _save_beside(self, stop: StopRequest, steps: int, usual_s: float) -> InterruptionCost:
         """Save once during some steps, usually taking `usual_s` each."""
         still_s = measure_s(self._begin_save)
@@ -338,7 +333,9 @@ class Trainer:
         """Log the completed steps after an error, without waiting for a device that may hang."""
         with suppress(Exception):
             while kind is not None and self.steps.is_next_ready:
-                self._telling.step(self._read().record)
+                record = self._read().record
+                self._telling.step(record)
+                self._telling.show_step(record)
 
     def _begins(self, stop: StopRequest | None) -> float:
         """Return the notice to send to all ranks with a step whose batch is ready."""
@@ -362,14 +359,14 @@ class Trainer:
         self._telling.trace(self.steps.given, told)
 
     def _tell(self, step: ReadStep) -> None:
+        self._telling.step(step.record)
         if self._due(self.job.logging_steps) or self.step == self.job.max_steps:
-            waited_s = self.engine.comm.clock.at_s(step.given.ticks.communicated[1])
-            sent_bytes = step.given.sent_bytes
-            self._telling.exchange(self.step, waited_s=waited_s, sent_bytes=sent_bytes)
+            self._telling.exchange(self.step, sent_bytes=step.given.sent_bytes)
             self._telling.tell(
                 self.step, self._clocks.find_clock_changes(self.plan, self._telling.records)
             )
-        self._telling.step(step.record)
+        self._telling.show_step(step.record)
+        self._telling.end_warm_up(self.step)
         restart, self._restart = self._restart, None
         if restart is not None:
             state = self._start.state
@@ -492,19 +489,17 @@ class Trainer:
 
     def _summary(self, path: Path) -> Summary:
         """Return the summary of the run. Collective."""
-        self._telling.extend_records_to_run()
-        counting = self.taken.counted_steps
-        step_s, losses = self.taken.step_s(counting), self.taken.losses[:]
-        predicted = self.plan.prediction.step_s if self.plan.prediction else None
+        self._telling.report_skipped_samples()
+        told, losses = self._telling.gather_figures(), self.taken.losses[:]
         return Summary(
             steps=self.step,
             loss=losses[-1] if losses else None,
-            tokens_per_s=self.taken.tokens_per_s(counting),
-            step_s=step_s,
-            predicted_step_s=predicted,
-            prediction_error=predicted / step_s - 1 if predicted and step_s else None,
-            overruns=sum(c.overruns for c in self._telling.classes),
-            classes=[asdict(c) for c in self._telling.classes],
+            tokens_per_s=told["tokens_per_s"] or 0.0,
+            step_s=told["step_s"] or 0.0,
+            predicted_step_s=told["predicted_step_s"],
+            slower_than_planned=told["slower_than_planned"],
+            overruns=sum(one["overruns"] for one in told["classes"]),
+            classes=told["classes"],
             devices=[asdict(r) for r in self._telling.records],
             losses=losses,
             checkpoint=str(path),

@@ -15,8 +15,8 @@ from told import eventually, job_for, trains
 
 from gpumix.hardware.host.environment import TELEMETRY_OPT_OUTS, tracker_environment
 from gpumix.schema.job.job import Job
+from gpumix.train.run_figures.writer import RunLog
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.metrics import RunLog
 from gpumix.train.run_log.tracker_processes import MODULE
 
 

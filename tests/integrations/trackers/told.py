@@ -17,8 +17,9 @@ from jobs import plan_for, write_job
 from gpumix.schema.errors import Interrupted
 from gpumix.schema.job.job import Job
 from gpumix.schema.reading.read import read_job
+from gpumix.train.run_figures.writer import RunLog
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.metrics import RunLog, StepRecord
+from gpumix.train.run_log.metrics import StepRecord
 from gpumix.train.run_log.tracker_processes import run_trackers
 
 LOSSES = {step: 3.0 / step for step in range(1, 20)}

@@ -56,8 +56,9 @@ def demo(
 ) -> None:
     from gpumix.cli.demo_devices import choose_demo_devices
     from gpumix.train.controller import JobController, format_overrun_warning
+    from gpumix.train.run_figures.words import format_token_rate
+    from gpumix.train.run_figures.writer import append_event
     from gpumix.train.run_log.even_baseline import measure_best_even_plan
-    from gpumix.train.run_log.metrics import append_event
 
     _check_output_folder(output)
     devices = choose_demo_devices()
@@ -70,17 +71,16 @@ def demo(
     pipeline.show(f"now an even split on the same devices, {EVEN_STEPS} steps in each setting")
     even = measure_best_even_plan(pipeline, pipeline.profile(), EVEN_STEPS)
     overruns = summary.overruns + even.overruns
-    if overruns:
-        pipeline.show(format_overrun_warning(overruns))
+    if even.overruns:
+        pipeline.show(format_overrun_warning(even.overruns))
     speedup = summary.tokens_per_s / even.trial.tokens_per_s
-    error = summary.prediction_error or 0.0
     append_event(pipeline.job.output_dir, summary.steps, _make_even_event(even))
     from rich.text import Text
 
+    pipeline.show_summary(summary)
     answer = (
-        f"{summary.tokens_per_s:.0f} tokens/s, {speedup:.2f} times an even split "
-        f"in its best setting ({even.trial.tokens_per_s:.0f} tokens/s: {even.setting}); "
-        f"the prediction was off by {error:+.1%}"
+        f"{speedup:.2f} times an even split in its best setting "
+        f"({format_token_rate(even.trial.tokens_per_s)}: {even.setting})"
     )
     pipeline.show(Text(answer, style="bold"))
     if as_json:

@@ -1,20 +1,26 @@
-"""`gpumix report`: a run as a page readable offline. Reads files; never imports torch."""
+"""`gpumix report`: a run, or two, as a page readable offline. Reads files; never imports torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gpumix.cli.common import Json, make_command, print_json
 
+if TYPE_CHECKING:
+    from gpumix.report.run import Run
+
 
 def register(app: typer.Typer) -> None:
     app.command(
-        help="Write a run as one page that opens offline: how fast, who does what, and why.\n\n"
-        "Of a run that is under way, ended, failed, or only planned; nothing of it is changed.\n\n"
-        "Example: gpumix report runs/first --open"
+        help="Write a run as one page that opens offline: what to do next, how fast, who does "
+        "what, and why. With a second run, write a page that compares both, and print the "
+        "differences.\n\n"
+        "The run may be running, ended, failed, or only planned; nothing of it is changed.\n\n"
+        "Example: gpumix report runs/first --open\n\n"
+        "Example: gpumix report runs/first runs/second"
     )(report)
 
 
@@ -27,6 +33,9 @@ RunFolder = Annotated[
 @make_command
 def report(
     run: RunFolder,
+    other: Annotated[
+        Path | None, typer.Argument(metavar="OTHER", help="A second run, to compare.")
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write the page here; default: into the run's folder."),
@@ -36,19 +45,16 @@ def report(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    from gpumix.report.facts import RunFacts
-    from gpumix.report.page import write_page
     from gpumix.report.run import read_run
-    from gpumix.train.run_log import run_files
     from gpumix.train.run_log.terminal import get_stderr_console
 
     found = read_run(run)
-    path = output or found.folder / run_files.REPORT
-    write_page(found, path)
-    if unread := found.history.unread_note:
-        get_stderr_console().print(f"{unread}: the page goes by the others", style="yellow")
+    if other is None:
+        path, told = _write_one(found, output)
+    else:
+        path, told = _write_both(found, read_run(other), output, prints=not as_json)
     if as_json:
-        print_json(RunFacts(found).as_dict() | {"report": str(path)})
+        print_json(told | {"report": str(path)})
     else:
         get_stderr_console().print(f"report: {path}")
     if shown:
@@ -56,3 +62,43 @@ def report(
 
         if not webbrowser.open(path.absolute().as_uri()):
             get_stderr_console().print("no browser was found here: open that file in one")
+
+
+def _write_one(run: Run, output: Path | None) -> tuple[Path, dict[str, Any]]:
+    """Write a run's page; return its path and numbers."""
+    from gpumix.report.facts import RunFacts
+    from gpumix.report.page import write_page
+    from gpumix.train.run_log import run_files
+
+    path = output or run.folder / run_files.REPORT
+    write_page(run, path)
+    _warn_of_unread_lines(run)
+    return path, RunFacts(run).as_dict()
+
+
+def _write_both(
+    first: Run, second: Run, output: Path | None, *, prints: bool
+) -> tuple[Path, dict[str, Any]]:
+    """Write the page of two runs, and print their differences."""
+    from gpumix.report.comparison import compare_runs
+    from gpumix.report.comparison_page import render_comparison
+    from gpumix.report.page import write_document
+    from gpumix.train.run_log import run_files
+    from gpumix.train.run_log.terminal import get_result_console
+
+    path = output or first.folder / run_files.COMPARISON
+    found = compare_runs(first, second)
+    write_document(render_comparison(found), path)
+    for run in (first, second):
+        _warn_of_unread_lines(run)
+    if prints:
+        for line in found.lines():
+            get_result_console().print(line)
+    return path, found.as_dict()
+
+
+def _warn_of_unread_lines(run: Run) -> None:
+    from gpumix.train.run_log.terminal import get_stderr_console
+
+    if unread := run.history.unread_note:
+        get_stderr_console().print(f"{unread}: the page does without them", style="yellow")

@@ -22,17 +22,17 @@ RESTART_WAIT_S = 2.0
 # A run ends itself when a rank is silent for its `advanced.timeout`. A run silent for this many
 # timeouts, or for this many of its steps, was killed along with every process that would report it.
 SILENT_TIMEOUTS, SILENT_STEPS, TIMEOUT_S = 2.0, 20.0, 300.0
-# Bytes of metrics.jsonl read each time: the last ten thousand steps or so.
+# Bytes of metrics.jsonl read each time, for curves: the last ten thousand steps or so.
 NEWEST_BYTES = 4 * 2**20
 
 
 def register(app: typer.Typer) -> None:
     app.command(
-        help="Show a run live: how far, how fast, what each device does, what happened.\n\n"
+        help="Show a run live: progress, speed, what to do, what each GPU does, what happened.\n\n"
         "Only reads the run's files, so it may be called from anywhere, and several times. Ends "
-        "with the run, with code 0 however that ended (--json tells); Ctrl-C ends it, not the "
-        "run. Where stdout is no terminal it prints one frame. Of a long run its last ten thousand "
-        "steps or so count.\n\n"
+        "with the run, with code 0 however that ended (see --json); Ctrl-C ends it, not the run. "
+        "If stdout is not a terminal it prints one frame. Its numbers are those of gpumix "
+        "report.\n\n"
         "Example: gpumix top runs/first"
     )(top)
 
@@ -40,10 +40,12 @@ def register(app: typer.Typer) -> None:
 @make_command
 def top(
     run: RunFolder,
-    once: Annotated[bool, typer.Option("--once", help="Print how it stands now, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,
     every_s: Annotated[
         float,
-        typer.Option("--every", min=0.1, max=3600, metavar="SECONDS", help="How often to look."),
+        typer.Option(
+            "--every", min=0.1, max=3600, metavar="SECONDS", help="Seconds between frames."
+        ),
     ] = 1.0,
     as_json: Json = False,
 ) -> None:
@@ -98,5 +100,5 @@ def has_ended(run: Run) -> bool:
     timeout = advanced.get("timeout") if isinstance(advanced, dict) else None
     timeout_s = timeout if isinstance(timeout, int | float) else TIMEOUT_S
     return progress.silent_s() > max(
-        SILENT_TIMEOUTS * timeout_s, SILENT_STEPS * (progress.step_s or 0.0)
+        SILENT_TIMEOUTS * timeout_s, SILENT_STEPS * (run.figures.step_s or 0.0)
     )

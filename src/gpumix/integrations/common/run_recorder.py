@@ -21,11 +21,14 @@ from gpumix.hardware.timestamps import make_device_clock
 from gpumix.integrations.common.gather import gather_texts
 from gpumix.schema.errors import Interrupted
 from gpumix.train.monitor.step_timer import StepStamps, StepTimer
+from gpumix.train.run_figures.figures import RESUME_EVENT
+from gpumix.train.run_figures.writer import RunLog
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import (
+    WARM_UP_STEPS,
     ComputedPart,
     RankRecord,
-    RunLog,
+    RunEvent,
     StepRecord,
     by_class,
     compute_median_s,
@@ -96,6 +99,9 @@ class RunRecorder:
             log = RunLog(folder, engine.plan, steps, done=done)
             self._log = self._stack.enter_context(log)
             RunRecord.of_script(plans).save(folder / run_files.RUN)
+            if done:
+                log.tell(done, RunEvent(RESUME_EVENT, {}, ""))
+        self._steps_read = 0
         self._begin_anew()
         self.rest()
 
@@ -152,9 +158,13 @@ class RunRecorder:
             device_s += self._watch.step_s
         step_s = device_s if self._late else given.host_s
         spent = self._watch.take()
-        self._spent = self._spent.and_then(spent)
-        self._sent_bytes += given.sent_bytes
         tokens = sum(self._tokens_of(int(count)) for count in counted)
+        if self._steps_read == WARM_UP_STEPS:
+            self._forget_times()
+        self._steps_read += 1
+        self._unreported += 1
+        self._sent_bytes += given.sent_bytes
+        self._spent = self._spent.and_then(spent)
         self._times.append(step_s)
         self._tokens.append(tokens)
         self._parts.append(given.part)
@@ -173,7 +183,7 @@ class RunRecorder:
             )
             self._log.reduction(given.number, self._engine.reduction)
             self._log.step(record)
-        if len(self._times) == REPORT_INTERVAL_STEPS:
+        if self._unreported == REPORT_INTERVAL_STEPS:
             self._classes(given.number)
             self.rest()
 
@@ -193,11 +203,16 @@ class RunRecorder:
 
     def _begin_anew(self) -> None:
         """Start collecting for the next report of ranks."""
+        self._unreported = 0
+        self._sent_bytes = 0.0
+        self._forget_times()
+
+    def _forget_times(self) -> None:
+        """Leave the steps so far out of the next report's times."""
         self._times: list[float] = []
         self._tokens: list[float] = []
         self._parts: list[ComputedPart] = []
         self._spent = TimeBreakdown.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        self._sent_bytes = 0.0
 
     def rest(self) -> None:
         """Exclude the time since the last step from the next step."""
@@ -226,7 +241,7 @@ class RunRecorder:
     def finish(self, step: int) -> None:
         """End the record after all steps. Collective."""
         self._read_all()
-        if self._times:
+        if self._unreported:
             self._classes(step)
         self.close()
 
@@ -245,7 +260,7 @@ class RunRecorder:
         """Read steps finished by the device, without waiting and without other ranks."""
         with suppress(Exception):
             while self._pending and self._pending[0].numbers.is_complete:
-                if len(self._times) == REPORT_INTERVAL_STEPS - 1:
+                if self._unreported == REPORT_INTERVAL_STEPS - 1:
                     return
                 self._read()
 
@@ -260,12 +275,12 @@ class RunRecorder:
         return RankRecord(
             device=worker.device,
             device_class=worker.device_class,
-            busy_share=max(0.0, 1.0 - shares.communication),
+            busy_share=shares.compute,
             peak_bytes=None if runtime is None else runtime.peak_bytes(),
             overruns=0 if runtime is None else runtime.overruns,
             reserved_bytes=None if runtime is None else runtime.peak_reserved_bytes(),
             retries=0 if runtime is None else runtime.allocator_retries,
-            sent_bytes=self._sent_bytes / max(1, len(self._times)),
+            sent_bytes=self._sent_bytes / max(1, self._unreported),
             shares=shares,
             starved_share=self._watch.starvation.share,
             tokens_per_s=speed.tokens_per_s,

@@ -11,6 +11,7 @@ from typing import Any
 from gpumix.integrations.trackers.tracker import Numbers, Series, TrackedEvent
 from gpumix.schema.units import show_seconds
 from gpumix.train.elastic.plan_change import describe_changes as plan_in_words
+from gpumix.train.run_figures.history import RUN_FIGURES
 
 # With more devices only classes are reported: trackers cannot show as many curves.
 MAX_DEVICES = 64
@@ -45,8 +46,15 @@ DEVICE_NAMES = {
     "retries": "retries",
     "sent_bytes": "sent_bytes",
 }
+# Figures of the run so far, as in every view of it.
+RUN_NAMES = {
+    "tokens_per_s": "tokens_per_s",
+    "step_s": "step_s",
+    "slower_than_planned": "slower_than_planned",
+    "remaining_s": "remaining_s",
+}
 CHECKPOINT_NAMES = {"seconds": "seconds", "stalled_s": "stalled_s"}
-NUMERIC_KINDS = ("step", "classes", "ranks", "evaluation")
+NUMERIC_KINDS = ("step", "classes", "ranks", "evaluation", RUN_FIGURES)
 """Kinds of lines with numbers only; all others are events."""
 
 
@@ -71,6 +79,8 @@ def _values(kind: str, line: Mapping[str, Any]) -> Iterator[tuple[Series, float]
     elif kind == "ranks" and len(line["ranks"]) <= MAX_DEVICES:
         for one in line["ranks"]:
             yield from _select_known(one, "device", DEVICE_NAMES, of=one["device"])
+    elif kind == RUN_FIGURES:
+        yield from _select_known(line, "run", RUN_NAMES)
     elif kind == "checkpoint":
         yield from _select_known(line, "checkpoint", CHECKPOINT_NAMES)
 

@@ -37,6 +37,8 @@ PROMETHEUS_NAMES = {
     "planned_peak_bytes": "planned_peak_memory_bytes",
     "sent_bytes": "sent_per_step_bytes",
     "stalled_s": "stalled_seconds",
+    "slower_than_planned": "slower_than_planned_ratio",
+    "remaining_s": "remaining_seconds",
 }
 HELP_TEXTS = {
     "run_info": "What the run is.",
@@ -51,7 +53,11 @@ HELP_TEXTS = {
     "step_seconds": "Time that the last step took.",
     "step_share_ratio": "What the last step of the first rank was spent on.",
     "tokens_per_second": "Tokens of samples a second, in the last step.",
-    "eval_loss": "Loss on the samples that are held out.",
+    "run_tokens_per_second": "Tokens of samples a second, over the steps that count.",
+    "run_step_seconds": "Time of the median step, of those that count.",
+    "run_slower_than_planned_ratio": "Median step over the planned one, minus 1.",
+    "run_remaining_seconds": "Time of the steps still to do.",
+    "eval_loss": "Validation loss.",
 }
 PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 ANOTHER_PORT = "take another port: --set report_to.prometheus.port=0 takes any that is free"

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-from gpumix.report import words
 from gpumix.report.draw import draw_bar, draw_picture
 from gpumix.report.facts import RunFacts
-from gpumix.report.html import Markup, el
-from gpumix.report.parts.section import render_busy_warning, render_labels, render_remark
+from gpumix.report.html import Child, Markup, el
+from gpumix.report.parts.section import render_gap, render_remark, render_section
 from gpumix.report.speed import RunSpeeds, StepSpeed
 from gpumix.schema.units import format_count
+from gpumix.train.run_figures import words
+from gpumix.train.run_figures.figures import find_last_other_plan_step
 
 MOST = 0.985  # fraction of the width taken by the longest bar
 
 
 def render_speeds(facts: RunFacts) -> Markup:
     found = facts.answer
-    return el(
-        "section",
-        el("h2", "How fast", " ", render_labels(facts), id="answer-heading"),
+    return render_section(
+        "answer",
+        "How fast",
         el(
             "div",
-            _render_speed_figure(found),
+            _render_speed_figure(facts),
             _render_even_figure(found),
             _render_ideal_figure(found),
             class_="figures",
         ),
         _bars(found),
-        render_busy_warning(facts),
         render_remark(_note(facts)),
-        id="answer",
-        aria_labelledby="answer-heading",
     )
 
 
-def _figure(number: str, what: str, how: str, class_: str = "figure") -> Markup:
+def _figure(number: str, what: str, how: Child, class_: str = "figure") -> Markup:
     return el(
         "div",
         el("p", number, class_="big"),
@@ -43,50 +41,50 @@ def _figure(number: str, what: str, how: str, class_: str = "figure") -> Markup:
     )
 
 
-def _render_speed_figure(found: RunSpeeds) -> Markup:
-    best = found.best
+def _render_speed_figure(facts: RunFacts) -> Markup:
+    best = facts.answer.best
     if not best:
-        return _figure(words.UNKNOWN, "tokens/s", best.why)
-    how = f"{best.source}, {words.format_seconds(best.step_s)} a step"
-    if found.prediction_error is not None:
-        how += f"; predicted step time off by {found.prediction_error:+.1%}"
+        return _figure(words.UNKNOWN, "tokens/s", best.why, "figure first")
+    how: list[Child] = [f"{best.source}, {words.format_seconds(best.step_s)} a step"]
+    if gap := render_gap(facts.figures):
+        how += [", ", gap]
     return _figure(words.format_number(best.tokens_per_s), "tokens/s", how, "figure first")
 
 
 def _render_even_figure(found: RunSpeeds) -> Markup:
     if found.speedup_over_even is None:
         why = found.even.why or found.comparable_to_even.why
-        return _figure(words.UNKNOWN, "against an even split", why)
+        return _figure(words.UNKNOWN, "compared with an even split", why)
     what = "the speed of an even split"
     return _figure(
         words.format_factor(found.speedup_over_even),
         what,
-        _describe_sources(found.comparable_to_even, found.even),
+        _describe_sources(found.comparable_to_even, "even split", found.even),
     )
 
 
 def _render_ideal_figure(found: RunSpeeds) -> Markup:
-    what = "of what all devices reach alone, added up"
+    what = "of the speed of all GPUs, each alone, added up"
     if found.fraction_of_ideal is None:
         return _figure(words.UNKNOWN, what, found.ideal.why or found.best.why)
-    return _figure(
-        f"{found.fraction_of_ideal:.0%}", what, _describe_sources(found.best, found.ideal)
-    )
+    how = _describe_sources(found.best, "all GPUs alone", found.ideal)
+    return _figure(words.format_fraction(found.fraction_of_ideal), what, how)
 
 
-def _describe_sources(here: StepSpeed, other: StepSpeed) -> str:
-    """Describe both sides of a comparison."""
-    return (
-        f"{here.source} here; {words.format_token_rate(other.tokens_per_s)} there, {other.source}"
-    )
+def _describe_sources(here: StepSpeed, name: str, other: StepSpeed) -> str:
+    """Describe both sides of a comparison, with the speed of the side `name`."""
+    rate = words.format_token_rate(other.tokens_per_s)
+    if here.source == other.source:
+        return f"both {here.source}; {name}: {rate}"
+    return f"this run {here.source}; {name}: {rate}, {other.source}"
 
 
 def _bars(found: RunSpeeds) -> Markup | None:
     rows = [
-        ("even split", found.even, "bar-other"),
-        ("this plan", found.predicted, "bar-predicted"),
-        ("this run", found.measured, "bar-measured"),
-        ("ideal", found.ideal, "bar-other"),
+        ("this run", found.measured, "measured"),
+        ("this plan", found.predicted, "predicted"),
+        ("even split", found.even, found.even.source),
+        ("all GPUs alone", found.ideal, found.ideal.source),
     ]
     known = [(name, speed, class_) for name, speed, class_ in rows if speed.tokens_per_s]
     if len(known) < 2:
@@ -109,22 +107,18 @@ def _bar(name: str, speed: StepSpeed, class_: str, longest: float) -> Markup:
 
 
 def _note(facts: RunFacts) -> str:
-    steps = len(facts.run.history.counted())
-    every = facts.run.history.every
-    one_in = f", one in {every}" if every > 1 else ""
+    steps = facts.figures.counted_steps
     parts = []
     if steps:
-        earlier = " and those by an earlier plan" if facts.run.history.last_other_plan_step else ""
+        earlier = " or by an earlier plan" if find_last_other_plan_step(facts.run.history) else ""
         parts.append(
-            f"Measured: the median of {format_count(steps, 'step')}{one_in}, those after each start"
-            f"{earlier} left out."
+            f"Measured: tokens of a mean step over the time of the median one, of the last "
+            f"{format_count(steps, 'step')} that are not the first after a start{earlier}."
         )
-    known = "datasheets of the cards" if facts.estimated else "what was measured of each class"
-    parts.append(f"Predicted: what the cost model expects from {known}.")
+    known = "datasheets of the GPUs" if facts.estimated else "the profile of each GPU type"
+    parts.append(f"Predicted: by the cost model, from {known}.")
     parts.append(
-        "Ideal: each device of the cluster computing without a pause in its fastest way, "
-        "sending nothing and lacking no memory."
+        "All GPUs alone: the sum over the GPUs of the cluster, each computing without pauses in "
+        "its fastest mode, with no communication and enough memory."
     )
-    if facts.emulated:
-        parts.append("Times are of the emulation, not of any real card.")
     return " ".join(parts)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from gpumix.report import words
 from gpumix.report.cluster import Box, BoxMember, PlanPart, Rate
 from gpumix.report.draw import (
     Entry,
@@ -14,13 +13,15 @@ from gpumix.report.draw import (
     draw_legend,
     draw_picture,
     draw_tick,
-    get_color_class,
+    get_type_class,
 )
 from gpumix.report.facts import RunFacts
 from gpumix.report.html import Markup, el
-from gpumix.report.parts.plan_picture import class_names
+from gpumix.report.parts.plan_picture import STORED_TONE, class_names
 from gpumix.report.parts.section import render_remark, render_section
+from gpumix.report.ranges import Range
 from gpumix.schema.units import format_count
+from gpumix.train.run_figures import words
 
 MOST_BOXES = 24  # drawn per box; the rest is counted
 BAR_PIXELS = 9  # pixels
@@ -31,36 +32,38 @@ def render_cluster(facts: RunFacts) -> Markup:
     whole = facts.cluster
     many = whole.devices > len(whole.all_members)
     return render_section(
-        facts,
         "cluster",
         "The cluster",
         draw_legend(_legend(facts)),
         _draw_outermost(whole, _Scale(facts)),
         render_remark(_note(facts, many=many)),
-        lead="Who stands where, what links them, and what each computes and stores.",
+        lead="Hosts, links, and the share of the samples and of the training state of each GPU.",
     )
 
 
 def _legend(facts: RunFacts) -> Iterator[Entry]:
     for name in class_names(facts):
         yield _colour(facts, name), name
-    yield "even", "as much as an even split", "mark"
+    parts = [m.part for m in facts.cluster.all_members if m.part is not None]
+    if parts:
+        even = Range.of(part.even_computed for part in parts).format_with(words.format_fraction)
+        yield "even", f"an even split: {even} of the samples each", "mark"
 
 
 def _colour(facts: RunFacts, name: str) -> str:
-    return get_color_class(class_names(facts).index(name))
+    return get_type_class(class_names(facts).index(name))
 
 
 def _note(facts: RunFacts, *, many: bool) -> str:
-    parts = ["Bars are drawn to one scale."]
+    parts = ["All bars have one scale."]
     if many:
-        parts.append("Devices of a class that stand together are one, with the mean of each.")
+        parts.append("GPUs of one type in one box are drawn once, with their mean.")
     if len(facts.run.plan.stages) > 1:
-        parts.append("Parts are of the samples, and of the state, of a device's own stage.")
+        parts.append("Shares are of the samples and the training state of a GPU's pipeline stage.")
     if _has_link(facts.cluster):
-        parts.append("Rates are of one large message between two devices, or two hosts.")
+        parts.append("Link rates are of one large message between two GPUs, or two hosts.")
     elif facts.cluster.devices > 1:
-        parts.append("How fast its links are is not known.")
+        parts.append("The speed of its links is unknown.")
     return " ".join(parts)
 
 
@@ -99,7 +102,7 @@ def _box(box: Box, scale: _Scale) -> Markup:
         "div",
         el("div", _draw_box_name(box), _link(box), class_="box-head"),
         el("div", inner, class_="boxes") if inner else None,
-        render_remark(f"{more:,} more are not drawn.") if more else None,
+        render_remark(f"{more:,} more are not shown.") if more else None,
         el("div", [_member(one, scale) for one in box.members], class_="members")
         if box.members
         else None,
@@ -114,8 +117,8 @@ def _draw_box_name(box: Box) -> Markup:
         "host": box.name,
         "island": f"island {box.name}",
     }
-    told = format_count(box.devices, "device")
-    alike = f"and {format_count(len(box.alike), 'host')} alike, {told} in all"
+    told = format_count(box.devices, "GPU")
+    alike = f"and {format_count(len(box.alike), 'equal host')}, {told} in total"
     return el(
         "p",
         el("strong", names[box.level]),
@@ -162,7 +165,7 @@ def _line(link: Rate) -> Markup:
 def _member(one: BoxMember, scale: _Scale) -> Markup:
     name = f"{one.count:,} × {one.device_class}" if one.count > 1 else one.device
     what = "" if one.count > 1 else one.device_class
-    class_ = _colour(scale.facts, one.device_class) if one.part is not None else "idle"
+    class_ = _colour(scale.facts, one.device_class) if one.part is not None else "unused"
     square = el("rect", width=11, height=11, rx=2, class_=class_)
     head = [
         el("svg", square, width=11, height=11, aria_hidden="true", class_="swatch"),
@@ -172,7 +175,7 @@ def _member(one: BoxMember, scale: _Scale) -> Markup:
         return el(
             "div",
             el("div", head, class_="member-head"),
-            el("p", ", ".join(filter(None, (what, "left out of the plan"))), class_="small"),
+            el("p", ", ".join(filter(None, (what, "not used"))), class_="small"),
             class_="member out",
         )
     return el(
@@ -188,19 +191,19 @@ def _describe_stages(part: PlanPart) -> Iterator[str]:
     if part.stages:
         numbers = ", ".join(map(str, part.stages))
         yield f"stage {numbers}" if len(part.stages) == 1 else f"stages {numbers}"
-    if part.team > 1:
-        yield f"team of {part.team}"
+    if part.tensor_parallel > 1:
+        yield f"tensor-parallel group of {part.tensor_parallel}"
 
 
 def _bars(one: BoxMember, part: PlanPart, scale: _Scale, class_: str) -> Iterator[Markup]:
-    of_group = " a team" if part.team > 1 else ""
+    of_group = " a group" if part.tensor_parallel > 1 else ""
     samples = f"{one.samples.format_with(words.format_number)} samples{of_group}"
     yield from _row("computes", part.computed, part.even_computed, scale, class_, samples)
     if part.stored is None or part.even_stored is None:
         yield el("p", el("span", "stores"), el("span", "all", class_="rate"), class_="told")
         return
-    of_state = "of the state"
-    yield from _row("stores", part.stored, part.even_stored, scale, f"{class_} stores", of_state)
+    of_state, stored_class = "of the training state", f"{class_} tone{STORED_TONE}"
+    yield from _row("stores", part.stored, part.even_stored, scale, stored_class, of_state)
 
 
 def _row(
@@ -214,5 +217,6 @@ def _row(
         BAR_PIXELS + 4,
         draw_bar(0, 1, y=2, height=BAR_PIXELS, class_="track"),
         draw_bar(0, scale.at(part), y=2, height=BAR_PIXELS, class_=class_),
+        draw_tick(scale.at(even), 0, BAR_PIXELS + 4, "halo thin"),
         draw_tick(scale.at(even), 0, BAR_PIXELS + 4, "even"),
     )

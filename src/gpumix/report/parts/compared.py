@@ -1,35 +1,33 @@
-"""Predictions against measurements, with the error of each prediction."""
+"""Measurements against predictions, with the difference in words."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpumix.report import words
 from gpumix.report.facts import ClassFacts, RunFacts
-from gpumix.report.html import Markup
-from gpumix.report.parts.section import render_remark, render_section, render_table
+from gpumix.report.html import Child, Markup, el
+from gpumix.report.parts.section import render_gap, render_remark, render_section, render_table
+from gpumix.train.run_figures import words
 
 
 def render_prediction_errors(facts: RunFacts) -> Markup:
-    answer = facts.answer
-    rows = [
-        _row("step time", answer.predicted.step_s, answer.measured.step_s, words.format_seconds),
-        _row(
-            "tokens/s",
-            answer.predicted.tokens_per_s,
-            answer.measured.tokens_per_s,
-            words.format_number,
-        ),
+    figures = facts.figures
+    rows: list[list[Child]] = [
+        [
+            "step time",
+            words.format_seconds(figures.step_s),
+            words.format_seconds(figures.predicted_step_s),
+            render_gap(figures) or words.UNKNOWN,
+        ]
     ]
     for one in facts.classes:
         rows += _make_class_rows(one)
     return render_section(
-        facts,
         "compared",
-        "Predicted against measured",
+        "Measured against predicted",
         render_table(
-            "The run, and each class of devices; by how much the prediction is off",
-            ["what", "predicted", "measured", "off by"],
+            "The run, and each GPU type",
+            ["", "measured", "predicted", "measured is"],
             rows,
             numbers=1,
         ),
@@ -38,25 +36,39 @@ def render_prediction_errors(facts: RunFacts) -> Markup:
 
 
 def _row(
-    what: str, predicted: float | None, measured: float | None, shown: Callable[[float | None], str]
-) -> list[str]:
-    return [what, shown(predicted), shown(measured), words.format_error(predicted, measured)]
-
-
-def _make_class_rows(one: ClassFacts) -> list[list[str]]:
-    name = one.device_class
+    what: str, measured: float | None, predicted: float | None, shown: Callable[[float | None], str]
+) -> list[Child]:
+    far = words.is_far_off(words.compute_gap(predicted, measured))
+    told = words.describe_excess(predicted, measured)
     return [
-        _row(f"{name}: memory", one.planned_peak_bytes, one.peak_bytes, words.format_bytes),
-        _row(f"{name}: busy", one.planned_busy_share, one.busy_share, words.format_fraction),
-        _row(f"{name}: MFU", one.planned_mfu, one.mfu, words.format_fraction),
-        _row(f"{name}: HFU", one.planned_hfu, one.hfu, words.format_fraction),
+        what,
+        shown(measured),
+        shown(predicted),
+        el("span", told, class_="off" if far else None),
     ]
 
 
+def _make_class_rows(one: ClassFacts) -> list[list[Child]]:
+    name = one.device_class
+    rows = [
+        _row(f"{name}: memory", one.peak_bytes, one.planned_peak_bytes, words.format_bytes),
+        _row(f"{name}: busy", one.busy_share, one.planned_busy_share, words.format_fraction),
+        _row(f"{name}: MFU", one.mfu, one.planned_mfu, words.format_fraction),
+    ]
+    if (one.hfu, one.planned_hfu) != (one.mfu, one.planned_mfu):
+        rows.append(_row(f"{name}: HFU", one.hfu, one.planned_hfu, words.format_fraction))
+    return rows
+
+
 def _note(facts: RunFacts) -> str:
-    peaks = {one.device_class: one.peak_source or "not known" for one in facts.classes}
-    told = ", ".join(f"{name} {source}" for name, source in peaks.items())
-    return (
-        "Memory is the peak of the fullest device of a class; busy, MFU and HFU are means over its "
-        f"devices and the whole run. MFU and HFU are parts of each class's peak ({told})."
-    )
+    parts = [
+        "Memory: the peak of the fullest GPU of each type.",
+        "Busy: the part of a step spent computing.",
+    ]
+    known = [one for one in facts.classes if one.peak_source]
+    if known:
+        peaks = ", ".join(f"{one.device_class} {one.peak_source}" for one in known)
+        parts.append(f"MFU: the part of the peak FLOP/s ({peaks}); HFU also counts recomputing.")
+    else:
+        parts.append("MFU and HFU are unknown: so are the peak FLOP/s.")
+    return " ".join(parts)

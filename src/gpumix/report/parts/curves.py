@@ -1,15 +1,26 @@
-"""Curves of loss and throughput over the steps, with events marked."""
+"""Curves of loss, throughput and utilization over the steps, with events marked."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gpumix.report import words
-from gpumix.report.draw import Shape, choose_ticks, draw_label, draw_legend, percent
+from gpumix.report.draw import (
+    Shape,
+    choose_ticks,
+    draw_label,
+    draw_legend,
+    get_type_class,
+    percent,
+)
+from gpumix.report.events import ShownEvent
 from gpumix.report.facts import RunFacts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import render_remark, render_section
+from gpumix.report.run import Run
+from gpumix.train.run_figures import words
+from gpumix.train.run_figures.history import Evaluation
+from gpumix.train.run_log.metrics import StepRecord
 
 HEIGHT, AXIS_HEIGHT = 190, 22  # pixels of the curve, and of the step axis
 POINTS = 400  # positions of a curve, each showing minimum and maximum
@@ -21,34 +32,32 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class CurveLine:
-    """A curve, or dots, with a class of the style sheet."""
+    """A curve, or dots, with a class of the style sheet, and the value that stands for it."""
 
     points: Points
     class_: str
     name: str
+    value: str
     shape: Shape = "line"
 
 
 def render_curves(facts: RunFacts) -> Markup:
     history = facts.run.history
+    heading = "Loss, speed and utilization"
     if not history.steps:
-        return render_section(
-            facts, "curves", "Loss and throughput", render_remark("No step was done yet.")
-        )
-    losses = [(one.step, one.loss) for one in history.steps]
-    held_out = [(one.step, one.loss) for one in history.evaluations]
-    lines = [CurveLine(losses, "line-main", "training loss")]
-    lines += [CurveLine(held_out, "line-dot", "held-out loss", "dot")] if held_out else []
+        return render_section("curves", heading, render_remark("No step is done yet."))
+    charts = [
+        draw_chart("Loss", list(_losses(facts.run)), facts.events, from_zero=False),
+        draw_chart("Tokens/s", _speeds(facts), facts.events, from_zero=True),
+    ]
+    busy = list(_utilization(facts))
+    if busy:
+        name = "GPU utilization: part of each step spent computing, %"
+        charts.append(draw_chart(name, busy, facts.events, from_zero=True, top=100.0))
     return render_section(
-        facts,
         "curves",
-        "Loss and throughput",
-        el(
-            "div",
-            _chart("Loss", lines, facts, from_zero=False),
-            _chart("Tokens a second", _speeds(facts), facts, from_zero=True),
-            class_="charts",
-        ),
+        heading,
+        el("div", charts, class_="charts"),
         [
             render_remark(f"{told}.")
             for told in (history.thinning_note, history.unread_note)
@@ -57,27 +66,76 @@ def render_curves(facts: RunFacts) -> Markup:
     )
 
 
+def _losses(run: Run) -> Iterator[CurveLine]:
+    steps, evaluations = run.history.steps, run.history.evaluations
+    yield make_loss_line(steps, "line-measured", "training loss")
+    if evaluations:
+        yield make_loss_line(evaluations, "dot-measured", "validation loss", "dot")
+
+
+def make_loss_line(
+    losses: Sequence[StepRecord] | Sequence[Evaluation],
+    class_: str,
+    name: str,
+    shape: Shape = "line",
+) -> CurveLine:
+    last = losses[-1]
+    points = [(one.step, one.loss) for one in losses]
+    return CurveLine(points, class_, name, f"{last.loss:.4f} at step {last.step:,}", shape)
+
+
 def _speeds(facts: RunFacts) -> list[CurveLine]:
-    steps = facts.run.history.steps
-    answer = facts.answer
-    lines = [CurveLine([(one.step, one.tokens_per_s) for one in steps], "line-main", "this run")]
+    steps, answer = facts.run.history.steps, facts.answer
+    rate = words.format_number(answer.measured.tokens_per_s)
+    points = [(one.step, one.tokens_per_s) for one in steps]
+    lines = [CurveLine(points, "line-measured", "this run", f"{rate} in a median step")]
     for speed, class_, name in (
         (answer.predicted, "line-predicted", "predicted"),
         (answer.even, "line-even", f"even split, {answer.even.source}"),
     ):
         if speed.tokens_per_s:
             ends = [(steps[0].step, speed.tokens_per_s), (steps[-1].step, speed.tokens_per_s)]
-            lines.append(CurveLine(ends, class_, name))
+            lines.append(CurveLine(ends, class_, name, words.format_number(speed.tokens_per_s)))
     return lines
 
 
-def _chart(name: str, lines: Sequence[CurveLine], facts: RunFacts, *, from_zero: bool) -> Markup:
+def _utilization(facts: RunFacts) -> Iterator[CurveLine]:
+    """Yield the busy share of each GPU type, at the end of each window of steps."""
+    for place, one in enumerate(facts.classes):
+        points = [
+            (window.step, 100 * seen.busy_share)
+            for window in facts.run.history.windows
+            for seen in window.classes
+            if seen.device_class == one.device_class
+        ]
+        if points:
+            value = f"{words.format_fraction(one.busy_share)} over the run"
+            shape: Shape = "line" if len(points) > 1 else "dot"
+            class_ = f"{shape}-type {get_type_class(place)}"
+            yield CurveLine(points, class_, one.device_class, value, shape)
+
+
+def draw_chart(
+    name: str,
+    lines: Sequence[CurveLine],
+    events: Sequence[ShownEvent],
+    *,
+    from_zero: bool,
+    top: float | None = None,
+) -> Markup:
+    """Return curves over the steps, with a legend and events as vertical lines.
+
+    Args:
+        from_zero: the vertical axis begins at 0.
+        top: its end; by default a little above the highest value.
+    """
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
     left, right = min(xs), max(xs)
     low, high = (0.0 if from_zero else min(ys)), max(ys)
     room = (high - low) * MARGIN_SHARE or abs(high) * MARGIN_SHARE or 1.0
-    frame = _Frame(left, right, low if from_zero else low - room, high + room)
+    ceiling = high + room if top is None else top
+    frame = _Frame(left, right, low if from_zero else low - room, ceiling)
     last = lines[0].points[-1]
     title = (
         f"{name} over steps {left:.0f} to {right:.0f}; {words.format_number(last[1])} at the end"
@@ -85,7 +143,7 @@ def _chart(name: str, lines: Sequence[CurveLine], facts: RunFacts, *, from_zero:
     return el(
         "figure",
         el("figcaption", f"{name}, by step"),
-        draw_legend([(line.class_, line.name, line.shape) for line in lines]),
+        draw_legend([(one.class_, f"{one.name}, {one.value}", one.shape) for one in lines]),
         el(
             "div",
             frame.left_axis(),
@@ -93,7 +151,7 @@ def _chart(name: str, lines: Sequence[CurveLine], facts: RunFacts, *, from_zero:
                 "svg",
                 el("title", title),
                 frame.grid(),
-                frame.events(facts),
+                frame.events(events),
                 [frame.draw_line(line) for line in lines],
                 frame.draw_hover_strips(lines[0]),
                 frame.steps(),
@@ -146,9 +204,9 @@ class _Frame:
         marks = [v for v in choose_ticks(self.left, self.right, 5) if v == int(v)] or [self.left]
         return [draw_label(self.x(v), HEIGHT + 16, f"{v:,.0f}", class_="axis-word") for v in marks]
 
-    def events(self, facts: RunFacts) -> list[Markup]:
+    def events(self, events: Sequence[ShownEvent]) -> list[Markup]:
         """Return a vertical line for each change of the run's course."""
-        told = [one for one in facts.events if one.weight != "note" or one.event == "restart"]
+        told = [one for one in events if one.weight != "note" or one.event == "restart"]
         found = []
         for one in told[-200:]:
             at = percent(self.x(one.step))

@@ -7,26 +7,24 @@ from collections import Counter
 from collections.abc import Iterator
 
 from gpumix.hardware.host.environment import CLUSTER
-from gpumix.report import words
 from gpumix.report.facts import RunFacts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import render_remark, render_section, render_table
+from gpumix.report.run import JOB
+from gpumix.train.run_figures import words
 from gpumix.train.run_log import run_files
 from gpumix.train.run_manifest import HIDDEN, RunRecord, Script
-
-JOB = "job.yaml"
 
 
 def render_instructions(facts: RunFacts) -> Markup:
     record = facts.run.record
     commands = _commands(facts)
     return render_section(
-        facts,
         "reproduce",
-        "How to do the same again",
+        "How to repeat the run",
         *(render_remark(line) for line in _list_prerequisites(facts)),
         el("pre", el("code", "\n".join(commands))) if commands else None,
-        render_table("What it ran by", ["what", "is"], _list_facts(facts)),
+        render_table("Plan, model and versions", ["", "value"], _list_facts(facts)),
         el("details", el("summary", "The job"), el("pre", el("code", record.job_text())))
         if record is not None and record.script is None
         else None,
@@ -38,14 +36,14 @@ def _list_prerequisites(facts: RunFacts) -> Iterator[str]:
     record = facts.run.record
     if record is None:
         yield (
-            "The run's folder has no run.json, so the job itself is not known: give the file that "
-            "it was started with."
+            "The run's folder has no run.json, so the job is unknown: use the file that the run "
+            "was started with."
         )
     elif record.script is not None:
         yield from _list_script_prerequisites(facts, record, record.script)
     else:
         where = (
-            f" in {record.folder}, where its code is looked for"
+            f" in {record.folder}, where its code is imported from"
             if _list_called_modules(record)
             else ""
         )
@@ -57,11 +55,11 @@ def _list_script_prerequisites(facts: RunFacts, record: RunRecord, script: Scrip
         yield f"Start it in {record.folder}."
     else:
         by = f" by {script.launcher}" if script.launcher else ""
-        yield f"It was no script of its own, but called{by} in {record.folder}: call it again."
+        yield f"It was called{by} in {record.folder}, not started as a script: call it again."
     if HIDDEN in " ".join(script.words):
-        yield f"Put in what stands as {HIDDEN}: values that look secret are not kept."
+        yield f"Fill in the values shown as {HIDDEN}: values that look secret are not stored."
     plan = facts.run.folder / run_files.PLAN
-    yield f"To train by the same plan say so in it: {script.plans}(..., plan={str(plan)!r})."
+    yield f"To use the same plan, pass it: {script.plans}(..., plan={str(plan)!r})."
 
 
 def _list_called_modules(record: RunRecord) -> list[str]:
@@ -80,10 +78,10 @@ def _commands(facts: RunFacts) -> list[str]:
     ]
     if run.profile is not None:
         plan = shlex.quote(str(run.folder / run_files.PLAN))
-        commands.append((f"gpumix simulate {plan}", "what binds a step"))
+        commands.append((f"gpumix simulate {plan}", "the bottleneck of a step"))
     if run.checkpoints:
         folder = shlex.quote(str(run.folder))
-        commands.append((f"gpumix inspect {folder}", "what its checkpoints hold"))
+        commands.append((f"gpumix inspect {folder}", "contents of its checkpoints"))
     width = max((len(command) for command, _ in commands), default=0)
     return [f"{command:<{width}}  # {why}" for command, why in commands]
 
@@ -94,15 +92,15 @@ def _make_job_commands(facts: RunFacts) -> Iterator[tuple[str, str]]:
     calls = _list_called_modules(run.record) if run.record is not None else []
     train = f"gpumix train {JOB}{''.join(f' --allow {shlex.quote(m)}' for m in calls)}"
     if run.checkpoints and run.progress.state in ("interrupted", "failed"):
-        yield f"{train} --resume", "go on where it stopped"
+        yield f"{train} --resume", "continue from the last checkpoint"
     yield f"{train} --plan {plan} --set output_dir=runs/again", "the same plan"
-    yield f"{train} --set output_dir=runs/again", "measured and planned anew"
+    yield f"{train} --set output_dir=runs/again", "profile and plan again"
 
 
 def _make_script_commands(facts: RunFacts, script: Script) -> Iterator[tuple[str, str]]:
     if script.words:
         words = [*_make_launcher_command(facts, script), *script.words]
-        yield shlex.join(words), "what was measured is known, and planned anew"
+        yield shlex.join(words), "the profile is cached; plans again"
 
 
 def _make_launcher_command(facts: RunFacts, script: Script) -> list[str]:
@@ -125,14 +123,14 @@ def _list_facts(facts: RunFacts) -> list[list[str]]:
     run, plan = facts.run, facts.run.plan
     rows = [
         ["plan", f"{plan.digest()}, strategy {plan.strategy}, ZeRO stage {plan.zero_stage}"],
-        ["model", plan.model],
+        ["model", ", ".join(filter(None, (run.model, f"fingerprint {plan.model}")))],
         ["batch", f"{plan.global_batch:,} samples of {plan.sequence_length:,} tokens"],
     ]
     if run.profile is not None:
         profile = run.profile
         rows.append(
             [
-                "measured with",
+                "profiled with",
                 f"torch {profile.torch_version}" if profile.torch_version else "a datasheet",
             ]
         )

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gpumix.report import words
 from gpumix.report.facts import RunFacts
 from gpumix.report.html import Child, Markup, el
+from gpumix.train.run_figures import words
+from gpumix.train.run_figures.figures import RunFigures
 
 
-def render_section(
-    facts: RunFacts, name: str, heading: str, *children: Child, lead: str = ""
-) -> Markup:
-    """Return a part with heading; labels next to it mark emulated or estimated devices."""
+def render_section(name: str, heading: str, *children: Child, lead: str = "") -> Markup:
+    """Return a part with heading."""
     return el(
         "section",
-        el("h2", heading, " ", render_labels(facts), id=f"{name}-heading"),
+        el("h2", heading, id=f"{name}-heading"),
         el("p", lead, class_="lead") if lead else None,
         children,
         id=name,
@@ -67,18 +66,12 @@ def render_table(
     )
 
 
-def render_busy_warning(facts: RunFacts) -> Markup | None:
-    """Return a warning about measured times after overruns of emulated devices."""
-    overruns = sum(one.overruns for one in facts.classes)
-    if not overruns:
+def render_gap(figures: RunFigures) -> Markup | None:
+    """Return in words by how much steps are slower than planned; in red if by much."""
+    gap = figures.slower_than_planned
+    if gap is None:
         return None
-    times = "once" if overruns == 1 else f"{overruns:,} times"
-    return el(
-        "p",
-        f"Emulated devices fell behind their speed {times}: this machine was busy, and may have "
-        "made measured times longer.",
-        class_="why",
-    )
+    return el("span", words.describe_gap(gap), class_="off" if words.is_far_off(gap) else None)
 
 
 def render_remark(words: str) -> Markup:

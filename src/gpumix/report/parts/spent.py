@@ -1,53 +1,58 @@
-"""Time shares of steps by class: computing, and waits for data, for other ranks, for copies."""
+"""Time shares of steps by GPU type: computing, and waits for other GPUs, for data, for copies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from gpumix.report import words
-from gpumix.report.draw import draw_bar, draw_legend, draw_picture
+from gpumix.report.draw import draw_bar, draw_legend, draw_picture, get_type_class
 from gpumix.report.facts import ClassFacts, RunFacts
 from gpumix.report.html import Child, Markup, el
 from gpumix.report.parts.section import render_remark, render_section
+from gpumix.train.run_figures import words
 
+COMPUTING = "compute"
+# Shares by cause, with style sheet class and label. Computing has the GPU type's colour.
 SHARES = {
-    "compute": ("c0", "computing"),
-    "communication": ("c2", "waiting for others"),
-    "input": ("c3", "waiting for data"),
-    "copies": ("c5", "waiting for copies"),
-    "other": ("idle", "other"),
+    COMPUTING: ("", "computing"),
+    "communication": ("wait", "waiting for other GPUs"),
+    "input": ("data", "waiting for data"),
+    "copies": ("copies", "waiting for copies to and from host memory"),
+    "other": ("rest", "between steps"),
 }
 
 
 def render_time_shares(facts: RunFacts) -> Markup:
     known = [one for one in facts.classes if one.shares is not None]
+    heading = "Where the time goes"
     if not known:
-        return render_section(
-            facts, "spent", "What steps were spent on", render_remark(_explain_missing(facts))
-        )
+        return render_section("spent", heading, render_remark(_explain_missing(facts)))
+    entries = [
+        (class_ or get_type_class(facts.classes.index(known[0])), name)
+        for key, (class_, name) in SHARES.items()
+        if any(_is_visible(getattr(one.shares, key)) for one in known)
+    ]
     return render_section(
-        facts,
         "spent",
-        "What steps were spent on",
-        draw_legend(SHARES.values()),
-        [_row(one) for one in known],
-        lead="Measured, as parts of the time of all steps; means over the devices of each class.",
+        heading,
+        draw_legend(entries),
+        [_row(one, facts.classes.index(one)) for one in known],
+        lead="Measured, as parts of the time of a step; means over the GPUs of each type.",
     )
 
 
 def _explain_missing(facts: RunFacts) -> str:
     run = facts.run
     if run.history.windows:
-        return "Not known: what the run told of its devices does not say it."
+        return "Unknown: the run's records do not contain it."
     if run.progress.state == "planned":
-        return "Not known: nothing was trained yet."
+        return "Unknown: no step is done yet."
     if run.progress.live:
-        return "Not known: the run has not told yet how its devices did."
-    return "Not known: the run ended before it told how its devices did."
+        return "Unknown: the run has not recorded it yet."
+    return "Unknown: the run ended before it was recorded."
 
 
-def _row(one: ClassFacts) -> Markup:
+def _row(one: ClassFacts, place: int) -> Markup:
     assert one.shares is not None
     shares = asdict(one.shares)
     told = ", ".join(
@@ -58,17 +63,18 @@ def _row(one: ClassFacts) -> Markup:
     return el(
         "div",
         el("span", one.device_class, class_="name"),
-        draw_picture(f"{one.device_class}: {told}", 20, _bars(shares)),
+        draw_picture(f"{one.device_class}: {told}", 20, _bars(shares, place)),
         el("span", told, class_="value"),
         class_="row wide",
     )
 
 
-def _bars(shares: dict[str, float]) -> Iterator[Child]:
+def _bars(shares: dict[str, float], place: int) -> Iterator[Child]:
     at = 0.0
     for key, (class_, name) in SHARES.items():
         title = f"{name}: {words.format_fraction(shares[key])}"
-        yield draw_bar(at, at + shares[key], y=0, height=20, class_=class_, title=title)
+        color = class_ or get_type_class(place)
+        yield draw_bar(at, at + shares[key], y=0, height=20, class_=f"{color} part", title=title)
         at += shares[key]
 
 

@@ -1,10 +1,9 @@
-"""Timeline of one step, planned and measured, on one time scale: work and waits of each device."""
+"""Timeline of one step, measured and planned, on one time scale: work and waits of each device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from gpumix.report import words
 from gpumix.report.draw import (
     choose_ticks,
     draw_bar,
@@ -12,9 +11,11 @@ from gpumix.report.draw import (
     draw_legend,
     draw_picture,
     draw_tick,
+    get_type_class,
 )
 from gpumix.report.facts import RunFacts
 from gpumix.report.html import Child, Markup, el
+from gpumix.report.parts.plan_picture import class_names
 from gpumix.report.parts.section import render_remark, render_section
 from gpumix.report.step_rows import (
     COPIES,
@@ -26,18 +27,19 @@ from gpumix.report.step_rows import (
     simulate_rows,
 )
 from gpumix.schema.units import format_count
+from gpumix.train.run_figures import words
 
-# Kinds of bars, with style sheet class and label.
+# Kinds of bars, with style sheet class and label. Work has tones of the GPU type's colour.
 KINDS = {
-    "forward": ("c4", "forward"),
-    "head": ("c0", "head and loss"),
-    "backward": ("c1", "backward"),
-    "weights": ("c6", "gradients of weights"),
-    "optimizer": ("c5", "update"),
-    WAITING: ("idle", "waiting"),
+    "forward": ("tone0", "forward"),
+    "head": ("tone1", "head and loss"),
+    "backward": ("tone2", "backward"),
+    "weights": ("tone3", "gradients of weights"),
+    "optimizer": ("tone4", "optimizer step"),
+    WAITING: ("wait", "waiting for other GPUs or data"),
 }
-COMMUNICATION_ENTRY = ("c2", "communication")
-COPY_ENTRY = ("c3", "copies to and from the host")
+COMMUNICATION_ENTRY = ("communication", "communication")
+COPY_ENTRY = ("copies", "copies to and from host memory")
 LEAST_WIDTH_SHARE = 2e-4  # of the width; shorter bars are not drawn
 
 
@@ -45,77 +47,83 @@ def render_timeline(facts: RunFacts) -> Markup:
     run = facts.run
     planned = None if run.profile is None else simulate_rows(run.profile, run.plan)
     measured = None if run.trace is None else make_traced_rows(run.trace, run.plan)
-    steps = [(n, s) for n, s in (("As planned", planned), ("As measured", measured)) if s]
+    steps = [(n, s) for n, s in (("Measured", measured), ("Planned", planned)) if s]
     if not steps:
-        why = (
-            "What the devices were measured to do is not in the folder, so a step cannot be "
-            "simulated."
-        )
-        return render_section(facts, "step", "One step", render_remark(why))
+        why = "The folder has no profile of the devices, so a step cannot be simulated."
+        return render_section("step", "One step", render_remark(why))
     longest = max(step.step_s for _, step in steps)
+    places = {name: place for place, name in enumerate(class_names(facts))}
     return render_section(
-        facts,
         "step",
         "One step",
         draw_legend(_list_legend_entries(step for _, step in steps)),
-        [_panel(name, step, longest) for name, step in steps],
+        [_panel(name, step, longest, places) for name, step in steps],
         None if measured else _render_trace_hint(),
-        lead="What each device does over one step: above what it computes or waits for, below what "
-        "it sends. Point at a bar to see which unit, or what is waited for.",
+        lead="Each GPU over one step: above, what it computes or waits for; below, what it sends.",
     )
 
 
 def _render_trace_hint() -> Markup:
     command = el("code", "gpumix train JOB.yaml --trace-step STEP")
-    return el("p", command, " puts a measured one beside it.", class_="aside")
+    return el("p", command, " adds a measured step.", class_="aside")
 
 
 def _list_legend_entries(steps: Iterator[StepRows]) -> list[tuple[str, str]]:
     """Return the legend entries of the kinds in use."""
     rows = [row for step in steps for row in step.rows]
     kinds = {one.kind for row in rows for one in row.computes}
-    entries = [entry for kind, entry in KINDS.items() if kind in kinds]
+    first = get_type_class(0)
+    entries = [
+        (class_ if kind == WAITING else f"{first} {class_}", name)
+        for kind, (class_, name) in KINDS.items()
+        if kind in kinds
+    ]
     sends = {one.kind for row in rows for one in row.sends}
     entries += [COMMUNICATION_ENTRY] if sends - COPIES else []
     entries += [COPY_ENTRY] if sends & COPIES else []
     return entries
 
 
-def _panel(name: str, step: StepRows, longest: float) -> Markup:
+def _panel(name: str, step: StepRows, longest: float, places: Mapping[str, int]) -> Markup:
     return el(
         "div",
         el("h3", f"{name}: {words.format_seconds(step.step_s)}"),
-        [_row(row, longest, name) for row in step.rows],
+        [_row(row, longest, name, places) for row in step.rows],
         el("div", el("span", class_="name"), _axis(longest), class_="row lane"),
-        render_remark(f"{format_count(step.more, 'more group')} of devices not drawn.")
+        render_remark(f"{format_count(step.more, 'more group')} of GPUs not shown.")
         if step.more
         else None,
         class_="panel",
     )
 
 
-def _row(row: DeviceBars, longest: float, name: str) -> Markup:
+def _row(row: DeviceBars, longest: float, name: str, places: Mapping[str, int]) -> Markup:
     device, what = row.device, row.device_class
     if row.others:
-        device, what = row.device_class, f"{row.others + 1} alike, such as {row.device}"
+        device, what = row.device_class, f"{row.others + 1} equal GPUs, such as {row.device}"
     busy_s = sum(one.seconds for one in row.computes if one.kind != WAITING)
-    title = f"{name}, {row.device}: computes {words.format_seconds(busy_s)} of the step"
+    told = f"computes {words.format_seconds(busy_s)}"
+    waits_s = sum(one.seconds for one in row.computes if one.kind == WAITING)
+    told += f", waits {words.format_seconds(waits_s)}" if waits_s else ""
+    color = get_type_class(places.get(row.device_class, 0))
     return el(
         "div",
         el(
             "span",
             device,
-            el("span", what, class_="small"),
+            el("span", what if what != device else "", class_="small"),
+            el("span", told, class_="small"),
             class_="name",
         ),
-        draw_picture(title, 28, _bars(row, longest)),
+        draw_picture(f"{name}, {row.device}: {told}", 28, _bars(row, longest, color)),
         class_="row lane",
     )
 
 
-def _bars(row: DeviceBars, longest: float) -> Iterator[Child]:
+def _bars(row: DeviceBars, longest: float, color: str) -> Iterator[Child]:
     for one in row.computes:
-        class_, _ = KINDS.get(one.kind, ("idle", one.kind))
+        class_, _ = KINDS.get(one.kind, ("tone0", one.kind))
+        class_ = class_ if one.kind == WAITING else f"{color} {class_}"
         yield _draw_bar(one, longest, class_, y=0, height=18)
     for one in row.sends:
         class_ = (COPY_ENTRY if one.kind in COPIES else COMMUNICATION_ENTRY)[0]

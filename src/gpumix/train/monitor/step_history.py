@@ -84,11 +84,6 @@ class StepHistory:
             self._overruns_before = self._runtime.overruns
 
     @property
-    def counted_steps(self) -> int:
-        """Number of steps counted for speed: all after the warm-up, or all if none are left."""
-        return len(self.times_s[WARM_UP_STEPS:]) or len(self.times_s)
-
-    @property
     def overruns(self) -> int:
         """Overruns of this rank in the steps counted for speed."""
         if len(self.times_s) < WARM_UP_STEPS:
@@ -98,11 +93,6 @@ class StepHistory:
     def step_s(self, last: int) -> float:
         """Return the typical time of the last steps."""
         return compute_median_s(self.times_s[-last:])
-
-    def tokens_per_s(self, last: int) -> float:
-        """Return the speed of all ranks in the last steps; 0 without steps."""
-        step_s = self.step_s(last)
-        return fmean(self.tokens[-last:]) / step_s if step_s else 0.0
 
     def speed(self, plan: Plan, rank: int, last: int) -> RankSpeed:
         """Return this rank's speed in the last steps."""

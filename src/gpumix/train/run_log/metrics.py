@@ -1,46 +1,24 @@
-"""Metrics of a run: `metrics.jsonl`, `progress.json` and the numbers in both.
+"""Records of a run's metrics: a step, a rank and a device class, as in `metrics.jsonl`.
 
 Tokens per second always mean the tokens of samples, without padding if its amount is known, over
-the time of a typical step (the median). The steps and samples counted differ by place;
-docs/design/efficiency.md lists them.
+the time of a typical step (the median). `run_figures.figures` says which steps count.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from io import BufferedReader
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
-from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from gpumix.cost.layout.causes import MEMORY_PARTS
-from gpumix.schema.errors import Interrupted, MachineError, get_first_line
-from gpumix.schema.files import (
-    copy_bytes,
-    how_to_write,
-    lines_from_end,
-    lines_in,
-    open_for_reading,
-    open_log,
-    replace_atomically,
-    write_text_atomically,
-)
 from gpumix.schema.peak_flops import Peak
 from gpumix.schema.plan.plan import Plan, WorkerPrediction
-from gpumix.train.run_log import run_files
 from gpumix.train.run_log.time_breakdown import TimeShares
 
-# Steps counted in the displayed speed.
-SPEED_WINDOW_STEPS = 20
 # Largest relative uncertainty of FLOPs at which utilization is reported.
 MOST_FLOPS_UNCERTAINTY = 0.05
-_OF_STEP = b'"step"'  # in the line of a step event
 WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
 
 
@@ -76,8 +54,9 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """Measurements of a rank since the last record.
+    """Measurements of a rank since the last record, without the first steps after a start.
 
+    `busy_share` is the part of the steps' time in which the device computes.
     `sent_bytes` are per step. `laid_out_bytes` lie on the device between steps; the rest of
     `peak_bytes` is for samples. `reserved_bytes` is the most that the allocator reserved, and
     `retries` counts how often it had to return memory to the driver to get more; both since the run
@@ -207,6 +186,7 @@ def _peak_of(plan: Plan, name: str) -> Peak | None:
 @dataclass(frozen=True)
 class ClassRecord:
     """Measurements of the devices of one class: means, and the highest peak against the plan.
+    `overruns` and `retries` are counted since the run's last start.
 
     `planned_memory` is the prediction for the fullest device, by cause; `measured_memory` is the
     measurement on the fullest device, by `cost.layout.causes.PARTS`. Both cover the run since its
@@ -306,6 +286,42 @@ def _measured_memory(told: Sequence[RankRecord]) -> dict[str, int]:
     return dict(zip(MEMORY_PARTS, (laid_out, peak - laid_out)))
 
 
+def average_windows(records: Sequence[ClassRecord], steps: Sequence[int]) -> ClassRecord:
+    """Combine records of one class over windows of so many `steps`: means over the steps, highest
+    peaks, all else as in the last record."""
+
+    def mean(name: str) -> float | None:
+        return _weighted_mean([(n, getattr(one, name)) for n, one in zip(steps, records)])
+
+    return replace(
+        records[-1],
+        busy_share=mean("busy_share") or 0.0,
+        tokens_per_s=mean("tokens_per_s") or 0.0,
+        mfu=mean("mfu"),
+        hfu=mean("hfu"),
+        peak_bytes=_most([one.peak_bytes for one in records]),
+        reserved_bytes=_most([one.reserved_bytes for one in records]),
+        shares=_weighted_shares([(n, one.shares) for n, one in zip(steps, records)]),
+    )
+
+
+def _weighted_mean(weighted: Sequence[tuple[int, float | None]]) -> float | None:
+    """Return the weighted mean of the known values."""
+    known = [(n, value) for n, value in weighted if value is not None]
+    steps = sum(n for n, _ in known)
+    return sum(n * value for n, value in known) / steps if steps else None
+
+
+def _weighted_shares(weighted: Sequence[tuple[int, TimeShares | None]]) -> TimeShares | None:
+    known = [(n, asdict(shares)) for n, shares in weighted if shares is not None]
+    if not known:
+        return None
+    means = {
+        name: _weighted_mean([(n, shares[name]) for n, shares in known]) for name in known[0][1]
+    }
+    return TimeShares(**{name: value or 0.0 for name, value in means.items()})
+
+
 def _most(values: Sequence[int | None]) -> int | None:
     """Return the largest known value."""
     return max((value for value in values if value is not None), default=None)
@@ -322,197 +338,3 @@ def _mean_shares(every: Sequence[TimeShares | None]) -> TimeShares | None:
     if len(known) < len(every):
         return None
     return TimeShares(**{name: fmean(one[name] for one in known) for name in known[0]})
-
-
-@dataclass
-class RunLog:
-    """Writer of a run's files during its `with` block; only on the first rank.
-
-    `steps` is the number of steps; None if unknown, and progress has no end. `done` is the last
-    step, initially the step to resume from. Records of later steps, written by a run that died
-    without saving, are dropped: no step appears twice.
-    """
-
-    folder: Path
-    plan: Plan
-    steps: int | None
-    done: int = 0
-    loss: float | None = None
-    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=SPEED_WINDOW_STEPS))
-    recent_tokens: deque[float] = field(default_factory=lambda: deque(maxlen=SPEED_WINDOW_STEPS))
-    _file: TextIO | None = None
-    _told_of_starvation: bool = False
-    _rule: str = ""
-
-    def __enter__(self) -> RunLog:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / run_files.METRICS
-        with replace_atomically(path) as file:
-            if self.done:
-                _copy_until(path, self.done, file)
-        self._file = open_log(path)
-        self.progress("training")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._file is not None
-        if error is None:
-            self.progress("finished")
-        else:
-            with suppress(MachineError):  # a full disk must not hide the error
-                if isinstance(error, Interrupted):
-                    self.progress("interrupted", error.what)
-                else:
-                    self.progress("failed", get_first_line(error))
-        with suppress(OSError):  # retries what failed before
-            self._file.close()
-
-    def step(self, record: StepRecord) -> None:
-        self.done, self.loss = record.step, record.loss
-        self.recent_s.append(record.step_s)
-        self.recent_tokens.append(record.tokens_per_s * record.step_s)
-        self._write("step", asdict(record))
-        self.progress("training")
-
-    def classes(self, step: int, records: list[ClassRecord]) -> None:
-        self._write("classes", {"step": step, "classes": [asdict(r) for r in records]})
-
-    def ranks(self, step: int, records: list[RankRecord]) -> None:
-        self._write("ranks", {"step": step, "ranks": [asdict(r) for r in records]})
-
-    def report_starvation(self, step: int, records: list[RankRecord]) -> bool:
-        """Report devices idle for lack of data, once per run; return True if reported now."""
-        told = [
-            {"device": r.device, "share": r.starved_share, "limit": r.input_limit}
-            for r in records
-            if r.starved_share is not None
-        ]
-        if not told or self._told_of_starvation:
-            return False
-        self._told_of_starvation = True
-        self._write("input-bound", {"step": step, "ranks": told})
-        return True
-
-    def evaluation(self, step: int, loss: float) -> None:
-        self._write("evaluation", {"step": step, "loss": loss})
-
-    def checkpoint(self, step: int, path: Path, *, seconds: float, stalled_s: float) -> None:
-        """Record the checkpoint of a step; training stopped for `stalled_s`."""
-        fields = {"path": str(path), "seconds": seconds, "stalled_s": stalled_s}
-        self._write("checkpoint", {"step": step, **fields})
-
-    def restart(
-        self, step: int, *, resumed_from: int, kept_in: str, why: str, decided: str, seconds: float
-    ) -> None:
-        """Record a restart, with the seconds until the first step after it was done.
-
-        Args:
-            kept_in: where the resumed state was: memory or disk; empty for none.
-        """
-        told = {"why": why, "decided": decided, "seconds": seconds}
-        self._write(
-            "restart", {"step": step, "resumed_from": resumed_from, "kept_in": kept_in} | told
-        )
-
-    def reduction(self, step: int, rule: str) -> None:
-        """Record the rule adding up the losses of micro-batches, if it changed."""
-        if rule and rule != self._rule:
-            self._rule = rule
-            self._write("losses", {"step": step, "rule": rule})
-
-    def tell(self, step: int, told: RunEvent) -> None:
-        """Record a finding or an action after a step."""
-        self._write(told.event, {"step": step, **told.fields})
-
-    def progress(self, state: str, why: str = "") -> None:
-        """Replace `progress.json` for watchers of the run; `why` is the reason of an early end."""
-        value = {
-            "state": state,
-            "why": why,
-            "step": self.done,
-            "steps": self.steps,
-            "loss": self.loss,
-            "tokens_per_s": self.tokens_per_s(),
-            "step_s": self.step_s(),
-            "predicted_step_s": self.predicted_step_s,
-            "remaining_s": 0.0 if state == "finished" else self.remaining_s(),
-            "time": time.time(),
-        }
-        path = self.folder / run_files.PROGRESS
-        with _raise_unwritable(path):
-            write_text_atomically(path, json.dumps(value) + "\n")
-
-    @property
-    def predicted_step_s(self) -> float | None:
-        return self.plan.prediction.step_s if self.plan.prediction is not None else None
-
-    def step_s(self) -> float:
-        """Return the typical time of recent steps; 0 before the first."""
-        return compute_median_s(self.recent_s)
-
-    def remaining_s(self) -> float | None:
-        """Return the time of the remaining steps; None if their number is unknown."""
-        return None if self.steps is None else (self.steps - self.done) * self.step_s()
-
-    def tokens_per_s(self) -> float:
-        step_s = self.step_s()
-        return fmean(self.recent_tokens) / step_s if step_s else 0.0
-
-    def _write(self, event: str, fields: dict[str, Any]) -> None:
-        assert self._file is not None
-        with _raise_unwritable(self.folder / run_files.METRICS):
-            self._file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
-            self._file.flush()
-
-
-@contextmanager
-def _raise_unwritable(file: Path) -> Iterator[None]:
-    """Raise MachineError if `file` cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise MachineError(
-            "cannot write what the run tells of itself",
-            where=str(file),
-            why=error.strerror or str(error),
-            fix=f"{how_to_write(error)}; then run the same command again, with --resume if a "
-            "checkpoint was saved",
-        ) from error
-
-
-def append_event(folder: Path, step: int, told: RunEvent) -> None:
-    """Append a later finding to the `metrics.jsonl` of an ended run."""
-    line = json.dumps({"event": told.event, "time": time.time(), "step": step, **told.fields})
-    with open_log(folder / run_files.METRICS) as file:
-        file.write(line + "\n")
-
-
-def _copy_until(path: Path, step: int, into: BinaryIO) -> None:
-    """Copy the lines of a former run up to a step; the last line may be cut short.
-
-    Steps are in order, so only the end of a long file is searched. Records of concurrent work, such
-    as a slow checkpoint, may follow later.
-    """
-    with suppress(FileNotFoundError), open_for_reading(path) as file:
-        begin = _end_of_step(file, step)
-        file.seek(0)
-        copy_bytes(file, into, begin)
-        for line in lines_in(file):
-            with suppress(ValueError, KeyError, TypeError, RecursionError):
-                if line.endswith(b"\n") and json.loads(line)["step"] <= step:
-                    into.write(line)
-
-
-def _end_of_step(file: BufferedReader, step: int) -> int:
-    """Return the end of the line of the last step up to `step`; 0 without such a line."""
-    for begin, line in lines_from_end(file):
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            told = json.loads(line) if _OF_STEP in line else {}
-            if told.get("event") == "step" and told["step"] <= step:
-                return begin + len(line)
-    return 0

@@ -9,6 +9,7 @@ METRICS = "metrics.jsonl"
 PROGRESS = "progress.json"
 TRACE = "trace.json"
 REPORT = "report.html"  # made by `gpumix report`
+COMPARISON = "comparison.html"  # with another run
 CHECKPOINTS = "checkpoints"
 COLLECTIVES = "flight-recorder"  # last NCCL operations of the ranks of a failed run
 LOCK = ".lock"  # locked by the running process
@@ -28,6 +29,7 @@ ALL = frozenset(
         PROGRESS,
         TRACE,
         REPORT,
+        COMPARISON,
         CHECKPOINTS,
         COLLECTIVES,
         LOCK,

@@ -10,16 +10,16 @@ from gpumix.train.run_log.interruption_cost import InterruptionCost
 
 @dataclass(frozen=True)
 class Summary:
-    """Result of a run. `prediction_error` is predicted over measured step time, minus 1; `loss` is
-    None if no step was left. `devices` are as in the last steps, in rank order; `losses` are the
-    newest of a long run."""
+    """Result of a run. Its figures and `classes` are those of `run_figures.figures`; `loss` is None
+    if no step was left. `devices` are as in the last window of steps, in rank order; `losses` are
+    the newest of a long run."""
 
     steps: int
     loss: float | None
     tokens_per_s: float
     step_s: float
     predicted_step_s: float | None
-    prediction_error: float | None
+    slower_than_planned: float | None
     overruns: int
     classes: list[dict[str, Any]]
     devices: list[dict[str, Any]]

@@ -151,22 +151,26 @@ def explain_plan(plan: Plan) -> list[str]:
     lines = [] if reasons.mixing is None else [describe_mixing(reasons.mixing, plan.strategy)]
     if reasons.hosts_left_out:
         named = _few("hosts", reasons.hosts_left_out)
-        lines.append(f"{named} left out: the links between hosts would cost more than they give")
+        lines.append(
+            f"{named} left out: the links between hosts would cost more time than they save"
+        )
     if reasons.devices_left_out:
-        named = _few("devices", reasons.devices_left_out)
+        named = _few("GPUs", reasons.devices_left_out)
         if plan.strategy == "model":
-            lines.append(f"{named} left out: there are no more units, and each stage needs one")
+            lines.append(
+                f"{named} left out: each pipeline stage needs a layer, and there are no more"
+            )
         else:
-            more = "more devices" if plan.in_teams or len(plan.stages) > 1 else "longer rings"
-            lines.append(f"{named} left out: {more} would cost more than they give")
+            more = "more GPUs" if plan.in_teams or len(plan.stages) > 1 else "longer rings"
+            lines.append(f"{named} left out: {more} would cost more time than they save")
     if reasons.in_no_team:
-        named = _few("devices", reasons.in_no_team)
-        lines.append(f"{named} left out: too few of a class on a host for a team")
+        named = _few("GPUs", reasons.in_no_team)
+        lines.append(f"{named} left out: too few of a type on a host for a tensor-parallel group")
     lines.append(predicted)
     if expected.input_s >= expected.step_s * (1.0 - MIN_STARVED_SHARE):
-        lines.append(f"what binds: reading samples, {show_seconds(expected.input_s)} on the host")
+        lines.append(f"bottleneck: reading samples, {show_seconds(expected.input_s)} on the host")
     else:
-        lines.append(f"what binds: {describe_bottlenecks(reasons.binds)}")
+        lines.append(f"bottleneck: {describe_bottlenecks(reasons.binds)}")
     lines.append(_describe_choices(plan))
     for of_class in reasons.dtypes:
         named = f"{of_class.device_class} computes in {of_class.compute_dtype}"
@@ -188,27 +192,31 @@ def describe_mixing(found: MixingComparison, strategy: str = "optimal") -> str:
     """Explain in one line whether mixing pays by a strategy."""
     left_out = ", ".join(found.left_out)
     if found.pays:
-        more = f"; {left_out} left out: they would cost more than they give" if left_out else ""
+        more = (
+            f"; {left_out} left out: they would cost more time than they save" if left_out else ""
+        )
         if found.speedup is None:
-            return f"mixing pays: no class alone could train this batch with these techniques{more}"
-        best = f"only {found.best_class}, the best single class{more}"
+            return (
+                f"mixing pays: no GPU type alone can train this batch with these techniques{more}"
+            )
+        best = f"{found.best_class} alone, the best GPU type{more}"
         if found.speedup < HARDLY_WORTH_SPEEDUP:
             return f"mixing hardly pays: {found.speedup - 1:.1%} faster than {best}"
         return f"mixing pays: {found.speedup:.2f} times as fast as {best}"
     if left_out:
         return (
-            f"mixing does not pay: only {found.best_class} trains, for {left_out} would cost more "
-            "than they give"
+            f"mixing does not pay: only {found.best_class} trains, {left_out} would cost more time "
+            "than they save"
         )
     assert found.speedup is not None, "what does not pay is slower than something"
     if strategy != "optimal":
         return (
-            f"mixing does not pay as '{strategy}' does it: with only {found.best_class} a step "
+            f"mixing does not pay as '{strategy}' does it: with {found.best_class} alone a step "
             f"takes {found.speedup:.0%} of the time; see `--strategy optimal`"
         )
     return (
-        f"mixing does not pay: with only {found.best_class} a step takes {found.speedup:.0%} of "
-        "the time; give the job a cluster of that class"
+        f"mixing does not pay: with {found.best_class} alone a step takes {found.speedup:.0%} of "
+        "the time; use a cluster of that type alone"
     )
 
 
@@ -225,7 +233,7 @@ def _describe_gap(expected: Prediction) -> str:
     if expected.bound_s is None or expected.step_s <= 0:
         return ""
     gap = 1.0 - expected.bound_s / expected.step_s
-    others = "for the devices that take part"
+    others = "for these GPUs"
     if gap < 1e-6:
         return f"; no plan {others} takes less"
     bound = show_seconds(expected.bound_s)
@@ -234,12 +242,17 @@ def _describe_gap(expected: Prediction) -> str:
 
 def _describe_choices(plan: Plan) -> str:
     """Describe the choices common to all devices."""
-    among = "all devices" if plan.sharding == "all" else "the devices of each host"
-    among = "the devices of each stage" if len(plan.stages) > 1 else among
+    among = "all GPUs" if plan.sharding == "all" else "the GPUs of each host"
+    among = "the GPUs of each pipeline stage" if len(plan.stages) > 1 else among
     collectives = plan.collectives
     padding = f" to {collectives.padding:g} times" if collectives.padding > 1 else ""
-    what = ("no state divided", "optimizer's state", "optimizer's state and gradients", "state")
-    divided = f"{what[plan.zero_stage]} divided among {among}" if plan.zero_stage else what[0]
+    what = (
+        "nothing sharded",
+        "optimizer state",
+        "optimizer state and gradients",
+        "parameters, gradients and optimizer state",
+    )
+    divided = f"{what[plan.zero_stage]} sharded over {among}" if plan.zero_stage else what[0]
     alone = len(plan.workers) == 1
     told = f"; collectives: {collectives.gather} gather, {collectives.reduce} reduction{padding}"
     return f"ZeRO stage {plan.zero_stage}, {divided}{'' if alone else told}{_schedule(plan)}"
@@ -248,13 +261,13 @@ def _describe_choices(plan: Plan) -> str:
 def _schedule(plan: Plan) -> str:
     """Describe the path of micro-batches through tensor-parallel groups and stages."""
     sizes = ", ".join(map(str, plan.degrees))
-    teams = f"; blocks computed by teams of {sizes}" if plan.in_teams else ""
+    teams = f"; tensor-parallel groups of {sizes}" if plan.in_teams else ""
     if any(stage.sequence for stage in plan.stages):
-        teams += ", which divide the sequence too"
+        teams += ", with sequence parallelism"
     waves = f" in {plan.waves} waves" if plan.waves > 1 else ""
     if len(plan.stages) == 1:
         return f"; micro-batches{waves}{teams}" if waves else teams
-    return f"; {len(plan.stages)} stages, schedule {plan.schedule}{waves}{teams}"
+    return f"; {len(plan.stages)} pipeline stages, schedule {plan.schedule}{waves}{teams}"
 
 
 def _worth(worth: ClassWorth) -> list[str]:

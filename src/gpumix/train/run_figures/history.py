@@ -7,33 +7,38 @@ Unreadable lines are counted and skipped, missing fields count as unknown.
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from io import BufferedReader
 from itertools import pairwise
-from statistics import fmean
+from pathlib import Path
 from typing import Any, TypeVar
 
+from gpumix.schema.errors import InputError
+from gpumix.schema.files import lines_from_end, lines_in, open_for_reading
 from gpumix.schema.units import format_count
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import (
-    WARM_UP_STEPS,
     ClassRecord,
     RankRecord,
     StepRecord,
-    compute_median_s,
+    average_windows,
 )
 from gpumix.train.run_log.time_breakdown import TimeShares
 
 # Limits for long runs; twice as many entries may be kept.
 MOST_STEPS, MOST_WINDOWS, MOST_EVENTS, NEWEST = 10_000, 2_000, 10_000, 100
 TOGETHER = 8
+FIGURE_STEPS = 500  # newest steps, which figures are computed of; none of them is left out
 # Starts of step and rank lines, as written by `RunLog`.
 _BEGIN = len('{"event": "step"')
 _STEP = ('{"event": "step"', b'{"event": "step"')
 _RANKS = ('{"event": "ranks', b'{"event": "ranks')
 LARGEST_NUMBER = 1e75
-COUNTED = ("overruns", "retries")  # counters since a start
+RUN_FIGURES = "run"  # event with the figures so far, for trackers
+UNREADABLE_FIX = "give the folder of another run, or remove this file: the rest is shown without it"
 
 T = TypeVar("T")
 
@@ -72,7 +77,8 @@ class HistoryWindow:
 @dataclass(frozen=True)
 class History:
     """The complete history. `ranks` are the newest records; `unread` lines were not readable.
-    `steps` contains one of `every` steps: 1 except in runs of tens of thousands of steps."""
+    `steps` contains one of `every` steps, and each of the newest `FIGURE_STEPS`: `every` is 1
+    except in runs of tens of thousands of steps."""
 
     steps: tuple[StepRecord, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
@@ -81,25 +87,6 @@ class History:
     events: tuple[HistoryEvent, ...] = ()
     unread: int = 0
     every: int = 1
-
-    def counted(self) -> tuple[StepRecord, ...]:
-        """Return the steps relevant for speed: steps by the plan of the last start, without warm-up
-        steps after each start, unless no steps remain."""
-        another_plan = self.last_other_plan_step
-        alike = tuple(one for one in self.steps if one.step > another_plan) or self.steps
-        starts = {0, another_plan}
-        starts.update(int(r) for e in self.restarts if (r := e.number("resumed_from")))
-        cold = {start + n for start in starts for n in range(1, WARM_UP_STEPS + 1)}
-        return tuple(one for one in alike if one.step not in cold) or alike
-
-    @property
-    def last_other_plan_step(self) -> int:
-        """The last step by a plan other than the last start's, or with a batch size other than the
-        current size; 0 if none. Rebalancing during the run makes no new plan, since the devices
-        keep their work."""
-        batches = (one.step for one in self.steps if one.samples != self.steps[-1].samples)
-        starts = (e.step for e in self.events if e.event == "plan" and e.told.get("live") is False)
-        return max(*batches, *starts, 0, 0)
 
     @property
     def unread_note(self) -> str:
@@ -113,84 +100,52 @@ class History:
         return f"One in {self.every} steps is shown" if self.every > 1 else ""
 
     @property
-    def restarts(self) -> tuple[HistoryEvent, ...]:
-        return tuple(one for one in self.events if one.event == "restart")
-
-    @property
-    def step_s(self) -> float | None:
-        """Median step time."""
-        counted = self.counted()
-        return compute_median_s(one.step_s for one in counted) if counted else None
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens of a mean step over the median step time, as reported by the run itself."""
-        counted, step_s = self.counted(), self.step_s
-        if not counted or not step_s:
-            return None
-        return fmean(one.tokens_per_s * one.step_s for one in counted) / step_s
-
-    @property
     def classes(self) -> tuple[ClassRecord, ...]:
         """Records of the last window."""
         return self.windows[-1].classes if self.windows else ()
 
-    def over_all(self) -> tuple[ClassRecord, ...]:
-        """Return each class's results over all windows by the plan of the last start: means over
-        steps and highest peaks, and counters over all windows."""
-        return tuple(self._over_all(last) for last in self.classes)
-
-    def _over_all(self, last: ClassRecord) -> ClassRecord:
-        before, counts, counted = 0, dict.fromkeys(COUNTED, 0), dict.fromkeys(COUNTED, 0)
-        told, another_plan = [], self.last_other_plan_step
-        for window in self.windows:
-            steps, before = max(1, window.step - before), window.step
-            for one in window.classes:
-                if one.device_class == last.device_class:
-                    if window.step > another_plan:
-                        told.append((steps, one))
-                    for name in COUNTED:
-                        now, last_time = getattr(one, name), counted[name]
-                        counts[name] += now - (last_time if now >= last_time else 0)
-                        counted[name] = now
-        told = told or [(1, last)]
-        return replace(
-            last,
-            busy_share=_mean([(n, c.busy_share) for n, c in told]) or 0.0,
-            tokens_per_s=_mean([(n, c.tokens_per_s) for n, c in told]) or 0.0,
-            mfu=_mean([(n, c.mfu) for n, c in told]),
-            hfu=_mean([(n, c.hfu) for n, c in told]),
-            peak_bytes=_most([one.peak_bytes for _, one in told]),
-            reserved_bytes=_most([one.reserved_bytes for _, one in told]),
-            overruns=counts["overruns"],
-            retries=counts["retries"],
-            shares=_mean_shares([(n, c.shares) for n, c in told]),
-        )
+    @property
+    def last_window_steps(self) -> int:
+        """Number of steps in the last window, the one that `ranks` are of; 0 without windows."""
+        ends = [0, *(one.step for one in self.windows[-2:])]
+        return ends[-1] - ends[-2] if self.windows else 0
 
 
-def _most(values: Iterable[int | None]) -> int | None:
-    """Return the maximum of the known values."""
-    return max((value for value in values if value is not None), default=None)
+def load_history(folder: Path, *, newest_bytes: int | None = None) -> History:
+    """Read the history of the run in `folder`; empty without metrics.
+
+    Args:
+        newest_bytes: read only so many trailing bytes, and at least the lines that figures are
+            computed of, for repeated reading.
+
+    Raises:
+        InputError: the file is unreadable.
+    """
+    path = folder / run_files.METRICS
+    if not path.exists():
+        return History()
+    try:
+        with open_for_reading(path) as file:
+            if newest_bytes is not None:
+                file.seek(_find_newest(file, newest_bytes))
+            return read_history(lines_in(file))
+    except OSError as error:
+        raise make_unreadable_error(path, error.strerror or str(error)) from error
 
 
-def _mean(weighed: Sequence[tuple[int, float | None]]) -> float | None:
-    """Return the weighted mean of the known values."""
-    total, steps = 0.0, 0
-    for n, value in weighed:
-        if value is not None:
-            total, steps = total + n * value, steps + n
-    return total / steps if steps else None
+def make_unreadable_error(path: Path, why: str) -> InputError:
+    what = "cannot read this file of the run"
+    return InputError(what, where=str(path), why=why, fix=UNREADABLE_FIX)
 
 
-def _mean_shares(weighed: Sequence[tuple[int, TimeShares | None]]) -> TimeShares | None:
-    known = [(n, shares) for n, shares in weighed if shares is not None]
-    if not known:
-        return None
-    means = {
-        name: _mean([(n, getattr(shares, name)) for n, shares in known])
-        for name in FIELDS[TimeShares]
-    }
-    return TimeShares(**{name: value or 0.0 for name, value in means.items()})
+def _find_newest(file: BufferedReader, newest_bytes: int) -> int:
+    """Return where the newest lines begin."""
+    size, steps = file.seek(0, os.SEEK_END), 0
+    for begin, line in lines_from_end(file):
+        steps += line[:_BEGIN] in _STEP
+        if steps > FIGURE_STEPS and size - begin >= newest_bytes:
+            return begin
+    return 0
 
 
 def read_history(lines: Iterable[str | bytes]) -> History:
@@ -214,7 +169,7 @@ def read_history(lines: Iterable[str | bytes]) -> History:
             windows.append(_window(told))
         elif name == "ranks":
             newest.append(_ranks(told))
-        else:
+        elif name != RUN_FIGURES:  # they are computed again
             events.append(_parse_event(told))
 
     steps: list[StepRecord] = []
@@ -225,7 +180,8 @@ def read_history(lines: Iterable[str | bytes]) -> History:
         except (ValueError, KeyError, TypeError, RecursionError):
             unread += bool(line.strip())
         if len(windows) > most_windows:
-            windows = _merged(windows)
+            older, newest_windows = windows[:-FIGURE_STEPS], windows[-FIGURE_STEPS:]
+            windows = _merged(older) + newest_windows
             most_windows = max(most_windows, 2 * len(windows))
     by_number = {one.step: one for one in steps}  # the last record of a repeated step
     return History(
@@ -257,16 +213,16 @@ def _order_lines(
 
 
 class _Thinned:
-    """Every n-th of the added lines, and the last: at most twice `MOST_STEPS`."""
+    """Every n-th of the added lines, at most twice `MOST_STEPS`, and all of the newest."""
 
     def __init__(self) -> None:
         self.every = 1
         self._kept: list[str | bytes] = []
         self._count = 0
-        self._last: str | bytes = b""
+        self._newest: deque[str | bytes] = deque(maxlen=FIGURE_STEPS)
 
     def add(self, line: str | bytes) -> None:
-        self._last = line
+        self._newest.append(line)
         if self._count % self.every == 0:
             self._kept.append(line)
             if len(self._kept) > 2 * MOST_STEPS:
@@ -274,9 +230,9 @@ class _Thinned:
         self._count += 1
 
     def lines(self) -> Iterator[str | bytes]:
-        yield from self._kept
-        if self.every > 1:
-            yield self._last
+        older = self._count - len(self._newest)
+        yield from self._kept[: -(-older // self.every)]
+        yield from self._newest
 
 
 def _merged(windows: Sequence[HistoryWindow]) -> list[HistoryWindow]:
@@ -293,23 +249,9 @@ def _merged(windows: Sequence[HistoryWindow]) -> list[HistoryWindow]:
         if len(kinds) > 1:
             found += group
             continue
-        classes = (_mean_of(every, spans) for every in zip(*(one.classes for one in group)))
+        classes = (average_windows(every, spans) for every in zip(*(one.classes for one in group)))
         found.append(HistoryWindow(before, tuple(classes)))
     return found
-
-
-def _mean_of(every: Sequence[ClassRecord], spans: Sequence[int]) -> ClassRecord:
-    """Merge records of one class over windows of `spans` steps."""
-    return replace(
-        every[-1],
-        busy_share=_mean([*zip(spans, (one.busy_share for one in every))]) or 0.0,
-        tokens_per_s=_mean([*zip(spans, (one.tokens_per_s for one in every))]) or 0.0,
-        mfu=_mean([*zip(spans, (one.mfu for one in every))]),
-        hfu=_mean([*zip(spans, (one.hfu for one in every))]),
-        peak_bytes=_most([one.peak_bytes for one in every]),
-        reserved_bytes=_most([one.reserved_bytes for one in every]),
-        shares=_mean_shares([*zip(spans, (one.shares for one in every))]),
-    )
 
 
 def _step(told: Mapping[str, Any]) -> StepRecord:
