@@ -13,7 +13,7 @@ from gpumix.report import words
 from gpumix.report.events import ShownEvent
 from gpumix.report.facts import ClassFacts, RunFacts
 from gpumix.report.page import SILENT_S, describe_state
-from gpumix.train.run_log.tables import EMULATED, ESTIMATE
+from gpumix.train.run_log.tables import EMULATED, describe_estimates
 
 EVENTS = 5
 DEVICES, LEAST_DEVICES = 16, 2  # listed individually
@@ -187,4 +187,4 @@ def _render_labels(facts: RunFacts) -> Iterator[Text]:
     if facts.emulated:
         yield Text(EMULATED, style="yellow")
     if facts.estimated:
-        yield Text(f"times of {words.join_names(facts.estimated)} are {ESTIMATE}", style="yellow")
+        yield Text(describe_estimates(facts.estimated), style="yellow")
