@@ -92,6 +92,43 @@ def test_what_each_card_computes_in_is_told_where_they_differ(job):
     assert "v100-16gb-pcie computes in bf16: as asked; bf16 is computed in software" in slow
 
 
+def test_a_name_that_fits_several_forms_is_told():
+    said = " ".join(gpumix("plan", "--cluster", "8x a100, 2x rtx4090", *SMALL).stdout.split())
+    assert "a100 is a100-80gb-sxm (not a100-40gb-sxm, a100-80gb-pcie, a100-40gb-pcie)" in said
+    assert "rtx4090 is" not in said
+    assert "8x A100 SXM4 80GB" in said
+
+
+@pytest.mark.parametrize(
+    ("cards", "dtype"),
+    [
+        ("2x 7900xtx", "bf16"), ("9070xt, r9700", "bf16"), ("2x 6800 xt", "fp16"),
+        ("2x a770", "bf16"), ("4x max 1550", "bf16"), ("8x gaudi2", "bf16"), ("m40", "fp32"),
+        ("dgx-spark", "bf16"), ("rtx4090 laptop", "bf16"),
+    ],
+)  # fmt: skip
+def test_cards_of_all_makers_are_planned_for(cards, dtype):
+    plan = planned("--cluster", cards, *SMALL)
+    assert {w.compute_dtype for w in plan.workers} == {dtype}
+
+
+def test_estimates_without_published_times_say_that_their_error_is_unknown():
+    for cards, known in (("2x rtx4090", True), ("8x gaudi2", True), ("2x 7900xtx", False)):
+        page = gpumix("plan", "--cluster", cards, *SMALL).stdout
+        assert ("±33 %" in page, "± unknown" in page) == (known, not known)
+    said = " ".join(gpumix("plan", "--cluster", "7900xtx", *SMALL).stdout.split())
+    assert "the part of its peak that rx7900xtx reaches" in said
+    table = gpumix("compare", "--cluster", "2x 7900xtx", *SMALL).stdout
+    assert "how far measured ones may be off is not known" in " ".join(table.split())
+
+
+def test_a_card_that_uses_the_memory_of_its_host_has_no_other():
+    said = " ".join(gpumix("plan", "--cluster", "gb10", *SMALL).stdout.split())
+    assert "no memory of a host besides that of its GPU" in said
+    asked = ("--cluster", "gb10", "--model", "13B", "--global-batch", "8")
+    assert "Does not fit" in gpumix("plan", *asked).stdout
+
+
 def test_a_cluster_may_be_longer_than_the_name_of_a_file():
     many = ", ".join(["rtx3090"] * 40)
     assert "rtx3090" in refused("plan", "--cluster", f"{many}, no-such-card", *SMALL)
@@ -142,8 +179,9 @@ def test_a_plan_of_a_profile_that_was_estimated_says_so(job, tmp_path):
         ((), "there is no GPU to plan for"),
         (("--cluster", "4x rtx3091"), "no card 'rtx3091'"),
         (("--cluster", "4x rtx3091"), "rtx3090"),
-        (("--cluster", "8x a100"), "'a100' fits several cards"),
-        (("--cluster", "8x a100"), "a100-80gb-sxm"),
+        (("--cluster", "8x rtx6000"), "'rtx6000' fits several cards"),
+        (("--cluster", "8x rtx6000"), "rtx6000-ada"),
+        (("--cluster", "2x k80"), "torch has kernels from compute capability 5.0 on"),
         (("--cluster", ""), "'' is not a number of cards"),
         (("--cluster", "0x t4"), "'0x t4' is not a number of cards"),
         (("--cluster", "t4,,l4"), "'' is not a number of cards"),
@@ -163,6 +201,8 @@ def test_a_plan_of_a_profile_that_was_estimated_says_so(job, tmp_path):
         (("--cluster", "t4", "--model", "0B"), "no model of 0 B parameters"),
         (("--cluster", "t4", "--strategy", "best"), "no strategy 'best'"),
         (("--cluster", "t4, mi300x"), "t4 and mi300x cannot train together"),
+        (("--cluster", "2x b580, 7900xtx"), "rx7900xtx and b580 cannot train together"),
+        (("--cluster", "max1100, gaudi3"), "XCCL of Intel and HCCL of Gaudi form no common group"),
     ],
 )
 def test_a_wrong_question_is_one_error(arguments, said):
@@ -280,7 +320,7 @@ def test_of_an_estimate(job):
         ((), "there is nothing to change"),
         (("--add", "voodoo2"), "no card 'voodoo2'"),
         (("--add", "0x quick"), "'0x quick' is not a number of cards"),
-        (("--add", "2x a100"), "'a100' fits several cards"),
+        (("--add", "2x rtx6000"), "'rtx6000' fits several cards"),
         (("--remove", "t4"), "no class 't4' to remove"),
         (("--remove", "twoquick"), "did you mean 'quick'? the cluster has: quick, tardy"),
         (("--remove", "0x quick"), "'0x quick' is not a number of cards"),

@@ -53,7 +53,8 @@ def asked(request) -> tuple[str, Plan]:
 def test_the_first_line_is_the_answer(asked):
     text, plan = asked
     first = text.splitlines()[0]
-    told = re.fullmatch(r"Fits\. ~([\d,.]+) tokens/s, .* per step +estimate .*±33 %", first)
+    error = "± unknown" if "rtxpro6000-maxq" in plan.estimated else "±33 %"
+    told = re.fullmatch(rf"Fits\. ~([\d,.]+) tokens/s, .* per step +estimate .*{error}", first)
     assert told is not None, first
     speed = float(told[1].replace(",", ""))
     assert speed == pytest.approx(plan.prediction.tokens_per_s, rel=0.06)

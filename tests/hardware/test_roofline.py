@@ -10,6 +10,7 @@ from gpumix.hardware.estimates.roofline import (
     MATRIX_FRACTIONS,
     forward_curve,
     get_peak_flops_per_s,
+    get_peak_fraction,
     gradient_curve,
     make_host_copy_curve,
     optimizer_s_per_element,
@@ -17,12 +18,21 @@ from gpumix.hardware.estimates.roofline import (
 )
 
 
-def test_every_capability_has_a_reach_of_its_own():
-    nvidia = [card for card in load_cards() if card.vendor == "nvidia"]
-    assert {card.compute_capability for card in nvidia} == set(GENERAL_FRACTIONS)
-    assert {card.compute_capability for card in nvidia if card.matrix_units} == set(
-        MATRIX_FRACTIONS
-    )
+def test_every_architecture_has_a_reach_of_its_own():
+    assert {card.target for card in load_cards()} == set(GENERAL_FRACTIONS)
+    assert {card.target for card in load_cards() if card.matrix_units} == set(MATRIX_FRACTIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "assumed"),
+    [
+        ("a100", "bf16", False), ("p40", "fp32", False), ("gaudi2", "bf16", False),
+        ("gaudi2", "fp32", True), ("rx7900xtx", "bf16", True), ("mi300x", "bf16", True),
+        ("rtx5090", "bf16", True), ("m40", "fp32", True),
+    ],
+)  # fmt: skip
+def test_what_nobody_published_is_marked_as_assumed(name, dtype, assumed):
+    assert get_peak_fraction(find_card(name), dtype).assumed == assumed
 
 
 @pytest.mark.parametrize(
@@ -33,7 +43,7 @@ def test_gpus_that_share_a_link_to_the_host_copy_at_their_part(sharing, alone, p
     assert ours / theirs == pytest.approx(part, rel=1e-3)
 
 
-CARDS = ("p40", "v100-16gb-sxm", "rtx3090", "l4", "h100-sxm", "mi250x-gcd")
+CARDS = ("p40", "v100-16gb-sxm", "rtx3090", "l4", "h100-sxm", "mi250x-gcd", "b580", "rx7900xtx")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

@@ -14,7 +14,9 @@ from gpumix.hardware.discovery import torch_gpus
 from gpumix.hardware.discovery.cuda_visible_devices import Gpu
 from gpumix.hardware.discovery.discover import discover_cluster
 from gpumix.hardware.discovery.torch_gpus import find_torch_gpus, has_gpu_signs, query_torch
+from gpumix.hardware.estimates.cluster_shorthand import find_class_card
 from gpumix.schema.errors import MachineError
+from gpumix.schema.plan.dtypes import get_dtype_support
 
 GIB = 2**30
 HIP_UUID = "35663062-3061-3937-6635-363062306139"  # HIP's 16 digits, as bytes
@@ -34,6 +36,7 @@ def intel(index):
         name="Intel(R) Arc(TM) B580 Graphics",
         total_memory=12 * GIB,
         driver_version="1.6.33276",
+        architecture=0x500400400,  # 20.1.4
         uuid="00000000-0000-0000-0000-000000000000",
     )
 
@@ -74,12 +77,33 @@ def test_amds(machine):
     ]
 
 
+@pytest.mark.parametrize(
+    ("architecture", "target"),
+    [
+        (0x30DC00800, "dg2"),  # SYCL's intel_gpu_acm_g10
+        (0x30F000700, "pvc"),  # intel_gpu_pvc
+        (0x500400400, "bmg"),
+        (0x300000000, ""),  # intel_gpu_tgllp, without matrix engines
+        (0, ""),
+    ],
+)
+def test_intels_architectures(machine, architecture, target):
+    found = intel(0)
+    found.architecture = architecture
+    machine("XPU", [found])
+    (kind,) = discover_cluster().classes
+    assert kind.xe_target == target
+    assert get_dtype_support(kind).usual == ("bf16" if target else "fp32")
+
+
 def test_intels_whose_driver_tells_no_uuid(machine):
     machine("XPU", [intel(0), intel(1)])
     cluster = discover_cluster()
     (kind,) = cluster.classes
     assert (kind.accelerator, kind.maker, kind.driver) == ("xpu", "Intel", "1.6.33276")
-    assert kind.name == "arc-tm-b580"
+    assert (kind.name, kind.xe_target, kind.gfx_target) == ("arc-b580", "bmg", "")
+    assert get_dtype_support(kind).usual == "bf16"
+    assert find_class_card(kind).name == "b580"
     host = cluster.devices[0].host
     assert [d.id for d in cluster.devices] == [f"{host}-gpu-0", f"{host}-gpu-1"]
 

@@ -206,7 +206,7 @@ def test_all_errors_come_at_once_in_the_order_of_the_file(job_file):
         "  also job.yaml:8: 'optimizer.lr' must be greater than 0, it is -1\n"
         "  also job.yaml:10: unknown key 'cluster[0].emulat' (did you mean 'emulate'? valid keys: "
         "class, id, count, host, ordinal, island, rack, memory, emulate, accelerator, product, "
-        "driver, compute_capability, gfx_target, peak_flops)\n"
+        "driver, compute_capability, gfx_target, xe_target, peak_flops)\n"
         "  also job.yaml:11: 'seed' must be a whole number, it is 'x'\n"
         "  also --set precision=fp8: 'precision' must be 'auto', 'fp32', 'bf16' or 'fp16' or a "
         "mapping, it is 'fp8'\n"

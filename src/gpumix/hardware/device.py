@@ -169,6 +169,12 @@ def _make_runtime(device_class: DeviceClass, ordinal: int, device_id: str) -> De
         return _EmulatedRuntime(device_class)
     if device_class.accelerator == "cpu":
         return _CpuRuntime(device_class)
+    if device_class.accelerator == "hpu":
+        raise MachineError(
+            f"device class '{device_class.name}' is a Gaudi, which gpumix only plans for",
+            why="torch computes on it through Intel's own package, which the engine does not use",
+            fix="train on GPUs, or use Optimum for Intel Gaudi",
+        )
     prefer_expandable_segments()
     count_gpus_by_nvml()
     if not runtime.is_available() or runtime.get_gpu_type() != device_class.accelerator:
@@ -375,12 +381,13 @@ def _find_ordinal(ordinal: int, device_id: str) -> int:
 
 
 def _check_product(device_class: DeviceClass, ordinal: int) -> None:
-    """Check that the GPU has the product and compute capability of a discovered class."""
-    wanted = device_class.gfx_target or device_class.compute_capability
+    """Check that the GPU has the product and architecture of a discovered class."""
+    wanted = device_class.gfx_target or device_class.xe_target or device_class.compute_capability
     if not wanted:
         return
     product = runtime.device_name(ordinal)
-    found = runtime.gfx_target(ordinal) or "{}.{}".format(*runtime.capability(ordinal))
+    other_maker = runtime.gfx_target(ordinal) or runtime.xe_target(ordinal)
+    found = other_maker or "{}.{}".format(*runtime.capability(ordinal))
     same_product = make_class_name(product) == make_class_name(device_class.product)
     if same_product and found == wanted:
         return

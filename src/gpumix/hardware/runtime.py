@@ -23,6 +23,23 @@ Event: TypeAlias = torch.Event
 # Backends of torch.distributed by device type.
 GPU_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 
+# Intel's GPUs by the first two numbers of their version, as `torch.xpu.get_arch_list` names them.
+_XE_TARGETS = {
+    (12, 55): "dg2",
+    (12, 56): "dg2",
+    (12, 57): "dg2",
+    (12, 60): "pvc",
+    (12, 61): "pvc",
+    (12, 70): "mtl-h",
+    (12, 71): "mtl-h",
+    (12, 74): "arl-h",
+    (20, 1): "bmg",
+    (20, 2): "bmg",
+    (20, 4): "lnl-m",
+    (30, 0): "ptl-h",
+    (30, 1): "ptl-h",
+}
+
 
 # -- which devices there are
 
@@ -98,6 +115,7 @@ class Properties:
         driver: driver version as known to torch; empty for NVIDIA.
         compute_capability: NVIDIA only, such as "9.0".
         gfx_target: AMD only, such as "gfx942".
+        xe_target: Intel only, such as "bmg"; empty if unknown.
     """
 
     kind: str
@@ -107,6 +125,7 @@ class Properties:
     driver: str
     compute_capability: str
     gfx_target: str
+    xe_target: str
 
 
 def get_gpu_properties(ordinal: int) -> Properties:
@@ -120,6 +139,7 @@ def get_gpu_properties(ordinal: int) -> Properties:
         driver=str(getattr(found, "driver_version", "") or torch.version.hip or ""),
         compute_capability="{}.{}".format(*capability(ordinal)) if is_nvidia() else "",
         gfx_target=gfx_target(ordinal),
+        xe_target=xe_target(ordinal),
     )
 
 
@@ -157,6 +177,19 @@ def gfx_target(device: torch.device | int) -> str:
     if torch.version.hip is None:
         return ""
     return str(_module(device).get_device_properties(device).gcnArchName.partition(":")[0])
+
+
+def xe_target(device: torch.device | int) -> str:
+    """Return the architecture of an Intel GPU, for example "bmg"; empty for others, and where
+    torch does not say it.
+
+    The number is SYCL's (`sycl_ext_oneapi_device_architecture`): version in 10, 8 and 6 bits with
+    reserved ones between, then a byte.
+    """
+    if get_gpu_type() != "xpu":
+        return ""
+    number = int(getattr(_module(device).get_device_properties(device), "architecture", 0)) >> 8
+    return _XE_TARGETS.get((number >> 22, number >> 14 & 0xFF), "")
 
 
 def built_architectures() -> tuple[str, ...]:

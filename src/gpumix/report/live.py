@@ -20,7 +20,7 @@ from gpumix.train.run_figures.terminal_parts import (
     render_classes,
     render_speed,
 )
-from gpumix.train.run_log.tables import EMULATED, ESTIMATE
+from gpumix.train.run_log.tables import EMULATED, describe_estimates
 
 EVENTS = 5
 DEVICES, LEAST_DEVICES = 16, 2  # listed individually
@@ -154,4 +154,4 @@ def _render_labels(facts: RunFacts) -> Iterator[Text]:
     if facts.emulated:
         yield Text(EMULATED, style="yellow")
     if facts.estimated:
-        yield Text(f"times of {words.join_names(facts.estimated)} are {ESTIMATE}", style="yellow")
+        yield Text(describe_estimates(facts.estimated), style="yellow")

@@ -81,6 +81,12 @@ class NamedCluster:
         self.refuse_network()
         return read_cluster(Path(self.text))
 
+    def explain_names(self) -> list[str]:
+        """Say which cards are meant by names that fit several."""
+        from gpumix.hardware.estimates.cluster_shorthand import explain_short_names
+
+        return [] if self.text is None or self.is_file else explain_short_names(self.text)
+
     def refuse_network(self) -> None:
         """Refuse a link between hosts where no cards are named."""
         if self.network is not None:
@@ -144,6 +150,8 @@ class Estimate:
 
     def describe(self, profile: Profile) -> str:
         """Describe the assumptions of the estimate in a sentence."""
+        from gpumix.hardware.estimates.estimate import list_assumed_classes
+
         dtypes = describe_compute_dtypes(profile)
         parts = [
             f"{self.model.name} ({self.model.shape.parameters / 1e9:.2f} B parameters)",
@@ -160,14 +168,26 @@ class Estimate:
         else:
             assumed = sorted(set(assume_ram_by_host(profile.cluster).values()))
             amounts = " to ".join(map(show_bytes, dict.fromkeys((assumed[0], assumed[-1]))))
-            parts.append(f"{amounts} of free RAM in a host, as much as its GPUs have")
-        return ", ".join(parts)
+            parts.append(
+                f"{amounts} of free RAM in a host, as much as its GPUs have"
+                if assumed[-1]
+                else "no memory of a host besides that of its GPU"
+            )
+        if assumed_classes := list_assumed_classes(profile.estimated):
+            parts.append(f"the part of its peak that {' and '.join(assumed_classes)} reaches")
+        return "; ".join([", ".join(parts), *self.cluster.explain_names()])
 
 
 def assume_ram_by_host(cluster: Cluster) -> dict[str, int]:
     """Return the free memory that each host is taken to have if nothing says so: as much as its
-    GPUs have together."""
-    memory = {c.name: c.memory_bytes for c in cluster.classes}
+    GPUs have together, except for those that use the memory of the host itself."""
+    from gpumix.hardware.estimates.cluster_shorthand import find_class_card
+
+    cards = {c.name: find_class_card(c) for c in cluster.classes}
+    memory = {
+        c.name: 0 if (card := cards[c.name]) and card.shares_host_memory else c.memory_bytes
+        for c in cluster.classes
+    }
     found: dict[str, int] = {}
     for device in cluster.devices:
         found[device.host] = found.get(device.host, 0) + memory[device.device_class]

@@ -18,7 +18,18 @@ from gpumix.hardware.host.environment import cuda_counts_by_bus, visible_cuda_de
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.errors import MachineError
 
-_BRAND_WORDS = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "intel", "r", "graphics"}
+_BRAND_WORDS = {
+    "nvidia",
+    "geforce",
+    "tesla",
+    "amd",
+    "radeon",
+    "instinct",
+    "intel",
+    "r",
+    "tm",
+    "graphics",
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,7 @@ class Gpu:
     compute_capability: str
     mig: bool = False
     gfx_target: str = ""
+    xe_target: str = ""
     accelerator: Literal["cuda", "xpu"] = "cuda"
     driver_cuda: str = ""  # the newest CUDA supported by the driver
 
@@ -41,7 +53,7 @@ class Gpu:
     def kind(self) -> tuple[object, ...]:
         """Properties shared by GPUs of one class."""
         told = (self.product, self.memory_bytes, self.driver, self.compute_capability)
-        return *told, self.gfx_target, self.accelerator
+        return *told, self.gfx_target, self.xe_target, self.accelerator
 
     def device_class(self, name: str) -> DeviceClass:
         """Return the device class of this GPU."""
@@ -53,6 +65,7 @@ class Gpu:
             driver=self.driver,
             compute_capability=self.compute_capability,
             gfx_target=self.gfx_target,
+            xe_target=self.xe_target,
         )
 
 

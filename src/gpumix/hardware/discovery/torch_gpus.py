@@ -52,6 +52,7 @@ def _gpu(found: Any, index: int, host: str) -> Gpu:
         driver=found.driver,
         compute_capability=found.compute_capability,
         gfx_target=found.gfx_target,
+        xe_target=found.xe_target,
         accelerator=found.kind,
     )
 

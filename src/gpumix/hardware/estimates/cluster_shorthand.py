@@ -17,6 +17,7 @@ from gpumix.hardware.estimates.gpu_catalogue import (
     DeviceLinkKind,
     PcieLink,
     find_card,
+    find_other_forms,
 )
 from gpumix.hardware.estimates.roofline import get_peak_flops_per_s
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
@@ -27,15 +28,16 @@ from gpumix.schema.plan.stage import ComputeDtype
 from gpumix.schema.reading.error_location import locate_errors
 
 _HOSTS = re.compile(r"^(\d+)\s+hosts?\s+of\s+(.+)$")
-_CARDS = re.compile(r"^(?:(\d{1,12})\s*[xX×*]\s*)?([A-Za-z0-9].*)$")
+_TIMES = r"\s*[xX×*]\s*(?!(?<=[xX])[tT][xX]?\b)"  # not of a Radeon: 7900xtx, 9070xt
+_CARDS = re.compile(rf"^(?:(\d{{1,12}}){_TIMES})?([A-Za-z0-9].*)$")
 _COUNT_BEHIND = re.compile(r"^([A-Za-z0-9].*?)(?:\s+|(?<=\d))[xX×*]\s*(\d{1,12})$")
-_COUNT_FIRST = re.compile(r"^\d+\s*[xX×*]")
+_COUNT_FIRST = re.compile(rf"^\d+{_TIMES}")
 _COUNT_ALONE = re.compile(r"^(\d{1,3})\s+([A-Za-z].*)$")  # longer ones are names: 3090 Ti
 _NUMBERS = re.compile(r"^(\d{3,5})\s*[xX×*]\s*(\d{1,2})$")  # 3090 x 4: a name, and how many
 MOST_DEVICES = 200_000
 
-# NVLink and Infinity Fabric shared by all cards of a host; a bridge joins only two.
-_FABRICS = (DeviceLinkKind.NVLINK, DeviceLinkKind.INFINITY_FABRIC)
+# NVLink, Infinity Fabric and Ethernet shared by all cards of a host; a bridge joins only two.
+_FABRICS = (DeviceLinkKind.NVLINK, DeviceLinkKind.INFINITY_FABRIC, DeviceLinkKind.ETHERNET)
 FABRIC_PART, PCIE_PART, LATENCY_S = 0.8, 0.75, 8e-6
 
 
@@ -192,7 +194,7 @@ def find_class_card(device_class: DeviceClass) -> Card | None:
     """Return the card of a class; None if the catalogue does not know it."""
     for name in (device_class.product, device_class.name):
         try:
-            return find_card(name)
+            return find_card(name, device_class.memory_bytes)
         except InputError:
             continue
     return None
@@ -204,17 +206,28 @@ def check_count(devices: int) -> None:
         raise InputError(f"a cluster may have up to {MOST_DEVICES} devices")
 
 
+_COLLECTIVES = {
+    ("nvidia", "cuda"): "NCCL of NVIDIA",
+    ("amd", "cuda"): "RCCL of AMD",
+    ("intel", "xpu"): "XCCL of Intel",
+    ("intel", "hpu"): "HCCL of Gaudi",
+}
+
+
 def check_vendors(known: Iterable[Card]) -> None:
-    """Refuse cards of different vendors, which share no collectives.
+    """Refuse cards of different vendors, which share no collectives, nor do Gaudi and Intel's GPUs.
 
     Raises:
-        InputError: the cards are from both vendors.
+        InputError: the cards are of several vendors.
     """
-    by_vendor = {card.vendor: card.name for card in known}
-    if len(by_vendor) > 1:
+    by_library = {_COLLECTIVES[card.vendor, card.accelerator]: card.name for card in known}
+    if len(by_library) > 1:
+        (library, name), (other_library, other), *_ = (
+            (found, by_library[found]) for found in _COLLECTIVES.values() if found in by_library
+        )
         raise InputError(
-            f"{by_vendor['nvidia']} and {by_vendor['amd']} cannot train together",
-            why="NCCL of NVIDIA and RCCL of AMD form no common group",
+            f"{name} and {other} cannot train together",
+            why=f"{library} and {other_library} form no common group",
             fix="plan for the cards of each vendor alone",
         )
 
@@ -223,11 +236,12 @@ def make_device_class(card: Card) -> DeviceClass:
     """Return the device class of a catalogue card, without a peak, which depends on the dtype."""
     return DeviceClass(
         name=card.name,
-        accelerator="cuda",
+        accelerator=card.accelerator,
         memory_bytes=card.visible_bytes,
         product=card.product,
         compute_capability=card.compute_capability or "",
         gfx_target=card.gfx_target or "",
+        xe_target=card.xe_target or "",
     )
 
 
@@ -271,12 +285,29 @@ def _get_pcie_slot(card: Card) -> PcieLink:
 
 
 def _parse_hosts(text: str) -> Iterator[tuple[CardCount, ...]]:
-    for part in text.split(";"):
-        repeated = _HOSTS.match(part.strip())
-        times, inside = (int(repeated[1]), repeated[2]) if repeated else (1, part)
+    for times, inside in _split_hosts(text):
         host = tuple(parse_cards(some) for some in inside.split(","))
         check_count(times)
         yield from (host,) * times
+
+
+def _split_hosts(text: str) -> Iterator[tuple[int, str]]:
+    """Yield a number of hosts and their cards, for each kind of host."""
+    for part in text.split(";"):
+        repeated = _HOSTS.match(part.strip())
+        yield (int(repeated[1]), repeated[2]) if repeated else (1, part)
+
+
+def explain_short_names(text: str) -> list[str]:
+    """Say which card each name in a cluster stands for that fits several forms of one card."""
+    names = [
+        split_count(some)[1].strip() for _, host in _split_hosts(text) for some in host.split(",")
+    ]
+    return [
+        f"{name} is {find_card(name).name} (not {', '.join(card.name for card in others)})"
+        for name in dict.fromkeys(names)
+        if (others := find_other_forms(name))
+    ]
 
 
 def _devices(hosts: list[tuple[CardCount, ...]]) -> Iterator[Device]:

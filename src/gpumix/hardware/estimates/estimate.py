@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from gpumix.hardware.estimates.cluster_shorthand import make_device_class
 from gpumix.hardware.estimates.decoder_shapes import DividedDecoder
 from gpumix.hardware.estimates.gpu_catalogue import Card, find_card
 from gpumix.hardware.estimates.roofline import (
@@ -13,6 +14,7 @@ from gpumix.hardware.estimates.roofline import (
     add_curves,
     forward_curve,
     get_peak_flops_per_s,
+    get_peak_fraction,
     gradient_curve,
     half_gradient_curve,
     host_optimizer_s_per_element,
@@ -25,7 +27,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.job.tensor_parallel_degrees import get_allowed_degrees
 from gpumix.schema.peak_flops import Peak
-from gpumix.schema.plan.dtypes import Precision, choose_compute_dtypes
+from gpumix.schema.plan.dtypes import Precision, choose_compute_dtypes, get_dtype_support
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype
 from gpumix.schema.profile.profile import (
@@ -229,6 +231,21 @@ def _estimate_groups(
             ),
             told={name: dict(part.told) for name, part in of_class.items()},
         )
+
+
+def list_assumed_classes(names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the estimated classes of whose architecture nobody published times, in the
+    dtype that it computes in by itself: how far their estimates may be off is unknown."""
+    return tuple(name for name in names if _is_assumed(name))
+
+
+def _is_assumed(name: str) -> bool:
+    try:
+        card = find_card(name)
+    except InputError:  # slowed ones have a name of their own
+        return False
+    dtype = get_dtype_support(make_device_class(card)).usual
+    return get_peak_fraction(card, dtype).assumed
 
 
 def scale_estimates(classes: Iterable[ClassProfile], factor: float) -> tuple[ClassProfile, ...]:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from gpumix.schema.cluster.cluster import Accelerator
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import read_text
 from gpumix.schema.units import Bytes, FlopRate
@@ -31,13 +32,27 @@ _IGNORED_WORDS = {
     "amd",
     "radeon",
     "instinct",
+    "intel",
+    "r",
+    "arc",
+    "tm",
+    "graphics",
+    "gpu",
+    "data",
+    "center",
+    "centre",
     "generation",
     "blackwell",
+    "edition",
 }
+_SYNONYMS = {"mobile": "laptop", "notebook": "laptop"}
 # Words users may leave out of a name; the rest is the model.
-_QUALIFIER = re.compile(r"\d+gb|sxm|pcie|nvl|gpu|gcd|quadro|ada|sff|workstation|maxq|server")
+_QUALIFIER = re.compile(r"\d+gb|sxm|pcie|nvl|gcd|tile|quadro|ada|sff|workstation|maxq|server")
 _MEMORY = re.compile(r"\d+gb")
-_SERIES = re.compile(r"^(?:rtx|gtx)(?=a?\d)")
+_BARE_MEMORY = re.compile(r"[\s_-]\d{1,3}$")  # 'a100-40'
+_SERIES = re.compile(r"^(?:rtx|gtx|rx)(?=a?\d|pro\d)")
+_KEPLER = re.compile(r"k\d0[a-z]?")  # the Tesla K10 to K80
+_MEMORY_TOLERANCE = 0.1  # drivers report a little less than is sold
 _SUGGESTED_CARDS = 6  # names in an error
 _MIN_SIMILARITY = 0.5  # similarity for difflib, below the default: names are short
 # Bits per second of a lane: transfers minus coding, from PCIe 6.0 on minus error correction.
@@ -58,6 +73,7 @@ class DeviceLinkKind(StrEnum):
     NVLINK_BRIDGE = "nvlink-bridge"  # sold separately, joins two GPUs (four H200 NVL)
     INFINITY_FABRIC = "infinity-fabric"
     INFINITY_FABRIC_BRIDGE = "infinity-fabric-bridge"  # sold separately, joins two or four GPUs
+    ETHERNET = "ethernet"  # the card's own ports, to all others of a host
 
 
 class PcieLink(Value):
@@ -116,20 +132,27 @@ class Card(Value):
     aliases: tuple[str, ...] = ()
     product: str
     """Name reported by the driver, if known; products with two memory sizes share a name."""
-    vendor: Literal["nvidia", "amd"]
-    family: Literal["data-centre", "workstation", "geforce"]
+    vendor: Literal["nvidia", "amd", "intel"]
+    family: Literal["data-centre", "workstation", "geforce", "radeon", "arc"]
     architecture: str
     compute_capability: str | None = None
     """NVIDIA only, such as '8.6'."""
     gfx_target: str | None = None
     """AMD only, such as 'gfx90a'."""
+    xe_target: str | None = None
+    """Intel's GPUs only, as torch names its builds for them: 'bmg'; Gaudi has none."""
     memory_bytes: Bytes
     """GiB as sold; the driver reports some hundred MiB less."""
+    modified: bool = False
+    """The memory was replaced by others than the vendor: meant only where its size is said."""
+    shares_host_memory: bool = False
+    """The memory is the host's own: what is kept on the host takes of it too."""
     ecc_in_memory: bool = False
     """Shipped with ECC enabled and stored in memory: data-center GPUs without HBM."""
     memory_bandwidth: ByteRate
     matrix_units: bool
-    """Tensor or matrix cores; without them `flops.fp16` is general arithmetic."""
+    """Units for 16-bit products with fp32 sums: tensor or matrix cores, dot products. Without them
+    `flops.fp16` is general arithmetic."""
     flops: Rates
     fp32_accumulate_halved: bool = False
     """fp16 products with fp16 accumulation are twice as fast as `flops.fp16`: most GeForce."""
@@ -148,11 +171,31 @@ class Card(Value):
         """Memory visible to programs: ECC stored in memory takes a sixteenth."""
         return self.memory_bytes * 15 // 16 if self.ecc_in_memory else self.memory_bytes
 
+    @property
+    def target(self) -> str:
+        """What kernels are built for; the architecture where nothing narrower is named."""
+        narrow = self.compute_capability or self.gfx_target or self.xe_target
+        return narrow or self.architecture
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """torch's type of this device."""
+        if self.vendor != "intel":
+            return "cuda"
+        return "xpu" if self.xe_target else "hpu"
+
     @model_validator(mode="after")
     def _has_the_target_of_its_vendor(self) -> Card:
-        nvidia = self.vendor == "nvidia"
-        if (self.compute_capability is None) == nvidia or (self.gfx_target is None) != nvidia:
-            raise ValueError("NVIDIA has a compute capability, AMD a gfx target")
+        targets = {
+            "nvidia": self.compute_capability,
+            "amd": self.gfx_target,
+            "intel": self.xe_target,
+        }
+        own = targets.pop(self.vendor)
+        if any(targets.values()) or (own is None and self.vendor != "intel"):
+            raise ValueError(
+                "NVIDIA has a compute capability, AMD a gfx target, Intel's GPUs an Xe target"
+            )
         return self
 
 
@@ -175,34 +218,92 @@ def _card(group: dict[str, Any], own: dict[str, Any], sources: dict[str, str]) -
     return Card.model_validate(fields)
 
 
-def find_card(name: str) -> Card:
+def find_card(name: str, memory_bytes: int | None = None) -> Card:
     """Find a card by name, alias, or product name as reported by the driver.
 
-    Case, spaces, dashes and words such as 'NVIDIA' and 'GeForce' are ignored. Unambiguous parts may
-    be omitted: 'rtx3090' or '3090', 'h100-pcie'; but never what distinguishes cards, such as
-    memory.
+    Case, spaces, dashes and words such as 'NVIDIA' and 'GeForce' are ignored. Parts may be omitted:
+    'rtx3090' or '3090', 'h100-pcie', 'a100-40'. Of several forms of one card the usual one is
+    meant, which `find_other_forms` tells; cards of different architectures are never guessed.
+
+    Args:
+        memory_bytes: as reported by the driver, to tell forms apart.
 
     Raises:
         InputError: no card or several cards match; lists the nearest names.
     """
-    spellings = _index_spellings()
-    fits = _products().get(name.strip().lower()) or spellings.get(_normalize_name(name), ())
-    if len(fits) == 1:
-        return fits[0]
-    near = [card.name for card in fits] or _nearest(_normalize_name(name))
+    fits = _find_fits(name)
+    usual = _choose_form(fits, memory_bytes)
+    if usual is not None:
+        return usual
+    key = _normalize_name(name)
+    near = [card.name for card in fits] or _nearest(key)
     fix = f"say one of: {', '.join(near)}" if near else "give a name such as 'rtx3090'"
     first, _, rest = name.strip().partition(" ")
-    if len(spellings.get(_normalize_name(rest), ())) == 1:
+    if _choose_form(_find_fits(rest), None) is not None:
         fix = f"if '{first}' is how many, write '2x {rest.strip()}'"
+    why = (
+        "it has NVIDIA's cards from Pascal on and the Tesla M40, AMD's Instinct from MI50 on and "
+        "large Radeons from RX 6800 XT on, and Intel's Arc, Max and Gaudi"
+    )
+    if _KEPLER.fullmatch(key):
+        why = "it is a Kepler, and torch has kernels from compute capability 5.0 on (CUDA 12)"
+        fix = "leave it out: this torch cannot use it"
     raise InputError(
         f"'{name}' fits several cards" if fits else f"the catalogue has no card '{name}'",
         where="hardware catalogue",
-        why="" if fits else "it has NVIDIA's cards from Pascal on, AMD's Instinct from MI50 on",
+        why="" if fits else why,
         fix=fix,
     )
 
 
-_BRANDS = re.compile(r"\b(?:NVIDIA|AMD|GeForce|Tesla|Radeon|Instinct|Generation|Edition)\b")
+def find_product(product: str, memory_bytes: int) -> Card | None:
+    """Return the card that its driver calls `product`, by memory where several are called so; None
+    if it is unknown or unclear."""
+    fits = _products().get(product.strip().lower(), ())
+    near = fits if len(fits) == 1 else _with_memory(fits, memory_bytes)
+    return near[0] if len(near) == 1 else None
+
+
+def find_other_forms(name: str) -> tuple[Card, ...]:
+    """Return the other cards that a name fits, of which `find_card` takes the usual one."""
+    taken = find_card(name)
+    return tuple(card for card in _leave_out_modified(_find_fits(name)) if card is not taken)
+
+
+def _find_fits(name: str) -> tuple[Card, ...]:
+    """Return all cards that a name may mean, in file order: the usual form of a card first."""
+    spellings, key = _index_spellings(), _normalize_name(name)
+    fits = _products().get(name.strip().lower()) or spellings.get(key, ())
+    if not fits and _BARE_MEMORY.search(name.strip()):
+        fits = spellings.get(f"{key}gb", ())
+    return fits
+
+
+def _choose_form(fits: tuple[Card, ...], memory_bytes: int | None) -> Card | None:
+    """Return the card meant, or the usual one of its forms; None for cards that differ in more."""
+    if memory_bytes is not None:
+        fits = _with_memory(fits, memory_bytes) or fits
+    forms = _leave_out_modified(fits)
+    return forms[0] if len({card.target for card in forms}) == 1 else None
+
+
+def _with_memory(fits: tuple[Card, ...], memory_bytes: int) -> tuple[Card, ...]:
+    """Return the cards with this much memory, as a driver reports it."""
+    off = {card.name: abs(memory_bytes / card.visible_bytes - 1) for card in fits}
+    least = min(off.values(), default=1.0)
+    if least > _MEMORY_TOLERANCE:
+        return ()
+    return tuple(card for card in fits if off[card.name] == least)
+
+
+def _leave_out_modified(fits: tuple[Card, ...]) -> tuple[Card, ...]:
+    return tuple(card for card in fits if not card.modified) or fits
+
+
+_BRANDS = re.compile(
+    r"\b(?:NVIDIA|AMD|Intel|GeForce|Tesla|Radeon|Instinct|Data Center GPU|Graphics|Generation|"
+    r"Edition)\b|\((?:R|TM)\)"
+)
 
 
 def shorten_product(class_name: str) -> str:
@@ -212,7 +313,8 @@ def shorten_product(class_name: str) -> str:
     if card is None:
         return class_name
     short = " ".join(_BRANDS.sub("", card.product).replace("-", " ").split())
-    several = len(_products()[card.product.lower()]) > 1
+    alike = _products()[card.product.lower()]
+    several = card.modified or len(_leave_out_modified(alike)) > 1
     return f"{short} {card.memory_bytes >> 30}GB" if several else short
 
 
@@ -248,7 +350,7 @@ def _group_by_key(pairs: list[tuple[str, Card]]) -> dict[str, tuple[Card, ...]]:
 
 def _short_forms(card: Card) -> Iterator[str]:
     """Yield spellings of a card's name with any subset of its qualifiers in any order, and without
-    'rtx'. The memory size is a qualifier too, even if absent from the name."""
+    'rtx' or 'rx'. The memory size is a qualifier too, even if absent from the name."""
     words = _words(card.name)
     if not any(_MEMORY.fullmatch(word) for word in words):
         words.append(f"{card.memory_bytes / 2**30:g}gb")
@@ -271,7 +373,7 @@ def _words(text: str) -> list[str]:
     words = [
         re.sub(r"^(\d+)(?:g|gib)$", r"\1gb", word) for word in words if word not in _IGNORED_WORDS
     ]
-    return [re.sub(r"^sxm\d$", "sxm", word) for word in words]
+    return [_SYNONYMS.get(word, re.sub(r"^sxm\d$", "sxm", word)) for word in words]
 
 
 def _nearest(key: str) -> list[str]:

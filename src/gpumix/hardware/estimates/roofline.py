@@ -5,8 +5,10 @@ whichever is slower. The architecture's kernels limit the part reached, and so d
 boards: FLOPs per watt are similar for all cards of an architecture. The constants are round
 figures, set by hand near the layer timings published by Cephalo (arXiv 2411.01075, twelve cards
 from Pascal to Hopper; `benchmarks/planner_estimate.py` reports their error for seven of the cards,
-and for cards and models not used to set them), those of A100s near published training runs.
-Constants of all other architectures are assumptions, and marked.
+and for cards and models not used to set them), those of A100s and Gaudi 2 near published training
+runs. Constants of all other architectures are assumptions, and marked. Where it is published how
+fast torch multiplies large matrices on one, the assumption is three fifths of that; A100 and H100
+train at three quarters, by kernels that were tuned for longer.
 """
 
 from __future__ import annotations
@@ -31,13 +33,18 @@ MOST_SAMPLES = 4096
 @dataclass(frozen=True)
 class PeakFraction:
     """Part of the peak reached by an architecture: at most `part`, and at most `per_watt` TFLOP/s
-    per watt (None: power is no limit)."""
+    per watt (None: power is no limit). `assumed`: no published times stand behind it."""
 
     part: float
     per_watt: float | None = None
+    assumed: bool = False
 
 
-# 16-bit products on matrix units.
+def _assume(part: float, per_watt: float | None = None) -> PeakFraction:
+    return PeakFraction(part, per_watt, assumed=True)
+
+
+# By target. 16-bit products on matrix units.
 MATRIX_FRACTIONS = {
     "7.0": PeakFraction(0.57),
     "7.5": PeakFraction(0.5, 0.28),
@@ -46,12 +53,26 @@ MATRIX_FRACTIONS = {
     "8.6": PeakFraction(0.74, 0.28),
     "8.9": PeakFraction(0.72, 0.52),
     "9.0": PeakFraction(0.6, 0.73),
-    "10.0": PeakFraction(0.6, 0.9),  # assumed
-    "10.3": PeakFraction(0.6, 0.9),  # assumed
-    "12.0": PeakFraction(0.72, 0.52),  # assumed to be like 8.9
+    "10.0": _assume(0.6, 0.9),
+    "10.3": _assume(0.6, 0.9),
+    "12.0": _assume(0.72, 0.52),  # like 8.9
+    "12.1": _assume(0.45),  # matrices: 92 of 125 TFLOP/s
+    "gfx908": _assume(0.45),
+    "gfx90a": _assume(0.45),
+    "gfx942": _assume(0.45),
+    "gfx950": _assume(0.45),
+    "gfx1030": _assume(0.45),  # matrices: 16 of 21 TFLOP/s on the RX 6600 XT
+    "gfx1100": _assume(0.45),  # matrices: 88 to 99 of 123 TFLOP/s
+    "gfx1201": _assume(0.38),  # matrices: 113 to 133 of 195 TFLOP/s
+    "dg2": _assume(0.38),  # matrices: 75 to 92 of 131 TFLOP/s
+    "bmg": _assume(0.38),  # like dg2
+    "pvc": _assume(0.38),  # matrices: 263 to 273 of 419 TFLOP/s
+    "gaudi2": PeakFraction(0.6),  # 260 TFLOP/s with MPT-7B, by Databricks
+    "gaudi3": _assume(0.4),  # matrices: 1244 of 1835 TFLOP/s
 }
 # fp32 on general units. From 8.6 on half of the units also serve integers, and are rarely full.
 GENERAL_FRACTIONS = {
+    "5.2": _assume(0.58),  # like 6.1
     "6.0": PeakFraction(0.75),
     "6.1": PeakFraction(0.58),
     "7.0": PeakFraction(0.83),
@@ -60,11 +81,24 @@ GENERAL_FRACTIONS = {
     "8.6": PeakFraction(0.5, 0.057),
     "8.9": PeakFraction(0.45, 0.1),
     "9.0": PeakFraction(0.68),
-    "10.0": PeakFraction(0.6),  # assumed
-    "10.3": PeakFraction(0.6),  # assumed
-    "12.0": PeakFraction(0.45, 0.1),  # assumed to be like 8.9
+    "10.0": _assume(0.6),
+    "10.3": _assume(0.6),
+    "12.0": _assume(0.45, 0.1),  # like 8.9
+    "12.1": _assume(0.45),
+    "gfx906": _assume(0.45),
+    "gfx908": _assume(0.45),
+    "gfx90a": _assume(0.45),
+    "gfx942": _assume(0.45),
+    "gfx950": _assume(0.45),
+    "gfx1030": _assume(0.48),  # matrices: 8.5 of 10.6 TFLOP/s on the RX 6600 XT
+    "gfx1100": _assume(0.24),  # matrices: 23 to 27 of 61 TFLOP/s, which count dual issue
+    "gfx1201": _assume(0.2),  # matrices: 15 to 17 of 49 TFLOP/s, likewise
+    "dg2": _assume(0.5),  # matrices: 15 of 17 TFLOP/s
+    "bmg": _assume(0.5),  # like dg2
+    "pvc": _assume(0.5),  # matrices: 23 of 26 TFLOP/s
+    "gaudi2": _assume(0.4),
+    "gaudi3": _assume(0.4),
 }
-AMD_FRACTION = PeakFraction(0.45)  # assumed, for all
 
 
 def get_peak_flops_per_s(card: Card, dtype: ComputeDtype) -> float:
@@ -76,12 +110,15 @@ def get_peak_flops_per_s(card: Card, dtype: ComputeDtype) -> float:
     return rate if rate is not None and card.matrix_units else card.flops.fp32
 
 
+def get_peak_fraction(card: Card, dtype: ComputeDtype) -> PeakFraction:
+    """Return the part of the peak in a dtype that a card's architecture reaches."""
+    on_matrix_units = get_peak_flops_per_s(card, dtype) != card.flops.fp32
+    return (MATRIX_FRACTIONS if on_matrix_units else GENERAL_FRACTIONS)[card.target]
+
+
 def reached_flops_per_s(card: Card, dtype: ComputeDtype) -> float:
     """Return the FLOP/s likely to be reached."""
-    peak = get_peak_flops_per_s(card, dtype)
-    on_matrix_units = peak != card.flops.fp32
-    table = MATRIX_FRACTIONS if on_matrix_units else GENERAL_FRACTIONS
-    reach = table.get(card.compute_capability or "", AMD_FRACTION)
+    peak, reach = get_peak_flops_per_s(card, dtype), get_peak_fraction(card, dtype)
     part = reach.part
     if reach.per_watt is not None and card.tdp_watts is not None:
         part = min(part, reach.per_watt * card.tdp_watts / (peak / 1e12))

@@ -5,10 +5,9 @@ Pure, on top of the catalogue. `profiler.compute.peak_flops` measures peaks that
 
 from __future__ import annotations
 
-from gpumix.hardware.estimates.gpu_catalogue import find_card
+from gpumix.hardware.estimates.gpu_catalogue import find_product
 from gpumix.hardware.estimates.roofline import get_peak_flops_per_s
 from gpumix.schema.cluster.cluster import DeviceClass
-from gpumix.schema.errors import InputError
 from gpumix.schema.peak_flops import Peak
 from gpumix.schema.plan.stage import ComputeDtype
 
@@ -24,11 +23,8 @@ def find_stated_peak(
         return Peak(flops_per_s=device_class.peak_flops_per_s, source="stated")
     if not device_class.is_gpu or not device_class.product:
         return None
-    try:
-        card = find_card(device_class.product)
-    except InputError:  # unknown or ambiguous by memory: measured instead
-        return None
-    if card.product.lower() != device_class.product.lower():  # merely a similar name
+    card = find_product(device_class.product, device_class.memory_bytes)
+    if card is None:  # measured instead
         return None
     rate = get_peak_flops_per_s(card, dtype)
     if tf32 and dtype == "fp32" and card.flops.tf32 is not None:

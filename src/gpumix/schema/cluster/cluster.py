@@ -19,6 +19,7 @@ from gpumix.schema.value import Value, refuse_duplicates
 
 HostName = Annotated[str, AfterValidator(check_host_name)]
 Seen = Annotated[str, AfterValidator(check_displayed_name)]
+Accelerator = Literal["cuda", "xpu", "hpu", "cpu"]
 CLASS_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
@@ -26,20 +27,23 @@ class DeviceClass(Value):
     """A class of interchangeable devices: same model, memory and host link.
 
     `emulate_flops_per_s` makes a CPU process an emulated device: its compute takes FLOPs / rate.
-    `accelerator` is the torch device type: "cuda" for NVIDIA and AMD GPUs, "xpu" for Intel GPUs.
-    `driver` and `compute_capability` are empty for CPUs, `gfx_target` for all but AMD GPUs.
+    `accelerator` is the torch device type: "cuda" for NVIDIA and AMD GPUs, "xpu" for Intel GPUs,
+    "hpu" for Gaudi, which is planned for and not trained on.
+    `driver` and `compute_capability` are empty for CPUs, `gfx_target` for all but AMD GPUs,
+    `xe_target` for all but Intel GPUs.
     `peak_flops_per_s` is the datasheet value for the compute dtype; only policies based on peaks
     need it.
     """
 
     name: str = Field(pattern=CLASS_NAME)
-    accelerator: Literal["cuda", "xpu", "cpu"]
+    accelerator: Accelerator
     memory_bytes: Bytes = Field(gt=0)
     emulate_flops_per_s: FlopRate | None = None
     product: Seen = ""
     driver: Seen = ""
     compute_capability: Seen = ""
     gfx_target: Seen = ""
+    xe_target: Seen = ""
     peak_flops_per_s: FlopRate | None = None
 
     @property
@@ -53,7 +57,8 @@ class DeviceClass(Value):
     @property
     def maker(self) -> str:
         """Manufacturer of a GPU; only GPUs of one manufacturer can form a process group."""
-        return "AMD" if self.gfx_target else {"cuda": "NVIDIA", "xpu": "Intel"}[self.accelerator]
+        makers = {"cuda": "NVIDIA", "xpu": "Intel", "hpu": "Habana"}
+        return "AMD" if self.gfx_target else makers[self.accelerator]
 
     def describe(self) -> str:
         """Return a short description for tables: the product, or the rate of an emulated device."""

@@ -77,6 +77,15 @@ NVIDIA: tuple[tuple[tuple[int, int], DtypeSupport], ...] = (
         DtypeSupport("fp32", "it has no tensor cores", slow={"fp16": _PLAIN_FP16}, unable=_NO_BF16),
     ),
 )
+_MATRIX_CORES = DtypeSupport("bf16", "its matrix cores take bf16, which has the range of fp32")
+_WMMA = DtypeSupport(
+    "bf16", "its matrix instructions (WMMA) take bf16, which has the range of fp32"
+)
+_DOT_PRODUCTS = DtypeSupport(
+    "fp16",
+    "its dot products take fp16 at twice the rate of fp32, and not bf16",
+    slow={"bf16": _IN_SOFTWARE},
+)
 AMD: Mapping[str, DtypeSupport] = {
     "gfx906": DtypeSupport("fp32", "it has no matrix cores", slow={"fp16": _PLAIN_FP16}),
     "gfx908": DtypeSupport(
@@ -84,10 +93,17 @@ AMD: Mapping[str, DtypeSupport] = {
         "its matrix cores take bf16 at half the rate of fp16",
         slow={"bf16": "bf16 runs at half the rate of fp16 there"},
     ),
-    "gfx90a": DtypeSupport("bf16", "its matrix cores take bf16, which has the range of fp32"),
-    "gfx942": DtypeSupport("bf16", "its matrix cores take bf16, which has the range of fp32"),
-    "gfx950": DtypeSupport("bf16", "its matrix cores take bf16, which has the range of fp32"),
+    **dict.fromkeys(("gfx90a", "gfx942", "gfx950"), _MATRIX_CORES),
+    **dict.fromkeys(("gfx1030", "gfx1031", "gfx1032"), _DOT_PRODUCTS),  # RDNA 2
+    **dict.fromkeys(("gfx1100", "gfx1101", "gfx1102", "gfx1150", "gfx1151"), _WMMA),  # RDNA 3
+    **dict.fromkeys(("gfx1200", "gfx1201"), _WMMA),  # RDNA 4
 }
+_XMX = DtypeSupport("bf16", "its matrix engines (XMX) take bf16, which has the range of fp32")
+INTEL: Mapping[str, DtypeSupport] = {
+    **dict.fromkeys(("dg2", "pvc", "bmg", "arl-h", "lnl-m", "ptl-h"), _XMX),
+    "mtl-h": DtypeSupport("fp32", "it has no matrix engines (XMX)", slow={"bf16": _IN_SOFTWARE}),
+}
+GAUDI = DtypeSupport("bf16", "its matrix engines are made for bf16, which has the range of fp32")
 CPU = DtypeSupport(
     "fp32",
     "every CPU computes well in fp32, few in anything narrower",
@@ -106,6 +122,10 @@ def get_dtype_support(device_class: DeviceClass) -> DtypeSupport:
     """Return the compute dtypes supported by a device class."""
     if device_class.accelerator == "cpu":
         return CPU
+    if device_class.accelerator == "hpu":
+        return GAUDI
+    if device_class.accelerator == "xpu":
+        return INTEL.get(device_class.xe_target, UNKNOWN)
     if device_class.gfx_target:
         return AMD.get(device_class.gfx_target, UNKNOWN)
     return get_nvidia_dtype_support(device_class.compute_capability)

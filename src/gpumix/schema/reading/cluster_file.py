@@ -9,11 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from gpumix.schema.cluster.cluster import CLASS_NAME, Cluster, Device, DeviceClass, HostName, Seen
+from gpumix.schema.cluster.cluster import (
+    CLASS_NAME,
+    Accelerator,
+    Cluster,
+    Device,
+    DeviceClass,
+    HostName,
+    Seen,
+)
 from gpumix.schema.cluster.network import Network
 from gpumix.schema.reading.error_text import Problem, find_nearest, suggest, validate_strictly
 from gpumix.schema.reading.yaml_places import Keys, show_value
@@ -36,10 +44,10 @@ class ClassForm(Value):
     emulate: FlopRate | None = Field(
         default=None, description="makes an emulated device of a CPU process, of this speed"
     )
-    accelerator: Literal["cuda", "xpu", "cpu"] | None = Field(
+    accelerator: Accelerator | None = Field(
         default=None,
-        description="`cuda` for GPUs of NVIDIA and AMD, `xpu` for Intel's; default: `cpu` for an "
-        "emulated class, `cuda` for others",
+        description="`cuda` for GPUs of NVIDIA and AMD, `xpu` for Intel's, `hpu` for Gaudi, which "
+        "is only planned for; default: `cpu` for an emulated class, `cuda` for others",
     )
     product: Seen = Field(
         default="", description="as the driver names it; with `compute_capability` it is checked"
@@ -47,6 +55,7 @@ class ClassForm(Value):
     driver: Seen = Field(default="", description="a measurement is made again when it changes")
     compute_capability: Seen = Field(default="", description="of NVIDIA's GPUs, as `8.6`")
     gfx_target: Seen = Field(default="", description="of AMD's GPUs, as `gfx942`")
+    xe_target: Seen = Field(default="", description="of Intel's GPUs, as `bmg`")
     peak_flops: FlopRate | None = Field(
         default=None,
         description="of the datasheet, at the job's precision; `strategy: proportional` goes by it",
@@ -71,7 +80,7 @@ class ClassForm(Value):
 
     @model_validator(mode="after")
     def _emulated_on_cpu(self) -> Self:
-        if self.emulate is not None and self.accelerator in ("cuda", "xpu"):
+        if self.emulate is not None and self.accelerator not in (None, "cpu"):
             raise ValueError(
                 f"'emulate' makes a device of a CPU process, not of a {self.accelerator} device"
             )
@@ -88,6 +97,7 @@ class ClassForm(Value):
             driver=self.driver,
             compute_capability=self.compute_capability,
             gfx_target=self.gfx_target,
+            xe_target=self.xe_target,
             peak_flops_per_s=self.peak_flops,
         )
 
@@ -197,6 +207,7 @@ def _class_form(one: DeviceClass) -> dict[str, Any]:
         "driver": one.driver,
         "compute_capability": one.compute_capability,
         "gfx_target": one.gfx_target,
+        "xe_target": one.xe_target,
         "peak_flops": one.peak_flops_per_s,
     }
     return {key: value for key, value in keys.items() if value not in (None, "")}

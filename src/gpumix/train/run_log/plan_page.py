@@ -14,6 +14,7 @@ from math import floor, log10
 from rich.text import Text
 
 from gpumix.cost.input_time import MIN_STARVED_SHARE
+from gpumix.hardware.estimates.estimate import list_assumed_classes
 from gpumix.hardware.estimates.gpu_catalogue import shorten_product
 from gpumix.schema.plan.explanation import SINGLE_CLASS_PREFIX, Reasons, RejectedPlan
 from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
@@ -25,6 +26,7 @@ COLUMNS = 80
 LONGEST_NAME = 26  # of a row
 INDENT = 11  # of the text behind a label such as "Needs"
 ESTIMATE_ERROR = "±33 %"  # of estimates from datasheets: `benchmarks/planner_estimate.py`
+UNKNOWN_ERROR = "± unknown"
 MEASURED_ERROR = "±5 %"  # of predictions from measurements: `benchmarks/prediction.py`
 WORTH_TELLING = 1.05  # a smaller gain over an even split is told as none
 GIB, MIB = 2**30, 2**20
@@ -55,9 +57,14 @@ def plan_page(
 
 
 def describe_doubt(profile: Profile | None) -> str:
-    """Say that a profile was measured on a busy machine; "" if nothing shows that."""
-    disturbed = profile is not None and any(c.disturbed() for c in profile.classes)
-    return "measured on a busy machine, ± unknown" if disturbed else ""
+    """Say that a profile was measured on a busy machine, or estimated for architectures without
+    published times; "" if nothing shows that."""
+    if profile is None:
+        return ""
+    if any(c.disturbed() for c in profile.classes):
+        return f"measured on a busy machine, {UNKNOWN_ERROR}"
+    assumed = list_assumed_classes(profile.estimated)
+    return f"estimate from datasheets, {UNKNOWN_ERROR}" if assumed else ""
 
 
 def round_estimate(value: float) -> str:

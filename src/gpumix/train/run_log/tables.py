@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpumix.cost.input_time import MIN_STARVED_SHARE
+from gpumix.hardware.estimates.estimate import list_assumed_classes
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.cluster.kernels import SettingChoice
 from gpumix.schema.plan.explanation import Bottlenecks, ClassWorth, MixingComparison
@@ -23,7 +24,6 @@ WIDEST_COLUMN = 56  # of a text column: terminals have a hundred columns
 HARDLY_WORTH_SPEEDUP = 1.01  # a smaller speed-up is no reason to mix
 PLAN_WIDTHS = {"state share": 8, "memory": 12, "backward": 16}
 EMULATED = "emulated devices: times are of the emulation, not of any real card"
-ESTIMATE = "an estimate from datasheets: measured ones may be a third longer or shorter"
 
 
 def devices_table(cluster: Cluster) -> RenderableType:
@@ -330,9 +330,19 @@ def new_table(title: str, *columns: str) -> Table:
     return table
 
 
+def describe_estimates(names: Sequence[str]) -> str:
+    """Say that the times of classes are estimated, and how far measured ones may be off."""
+    what = f"times of {', '.join(names)} are an estimate from datasheets: "
+    assumed = list_assumed_classes(names)
+    if not assumed:
+        return f"{what}measured ones may be a third longer or shorter"
+    which = "" if len(assumed) == len(names) else f" for {', '.join(assumed)}"
+    return f"{what}how far measured ones may be off is not known{which}"
+
+
 def add_notes(table: Table, emulated: bool, estimated: Sequence[str] = ()) -> RenderableType:
     """Return the table, with a note below on times not measured on real cards."""
     labels = [EMULATED] if emulated else []
     if estimated:
-        labels.append(f"times of {', '.join(estimated)} are {ESTIMATE}")
+        labels.append(describe_estimates(estimated))
     return Group(table, *(Text(label, style="yellow") for label in labels)) if labels else table
