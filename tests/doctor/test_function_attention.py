@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpumix.doctor.function.attention import UnfusedAttentionFinder
+from gpumix.doctor.function.watching.attention import UnfusedAttentionFinder
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 3, 5, 4
 

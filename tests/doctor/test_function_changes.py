@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gpumix.doctor.function.changing import DelayedReads, apply_changes
 from gpumix.doctor.function.patches import Patches, find_user_line
-from gpumix.doctor.function.roots import RootModules
+from gpumix.doctor.function.watching.roots import RootModules
 
 
 @pytest.fixture
@@ -59,6 +59,32 @@ def test_optimizers_of_some_lines_are_fused(patches):
         assert optimizer(kind).defaults["fused"] is True
     assert not optimizer(torch.optim.SGD, foreach=True).defaults["fused"]
     assert not torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1).defaults["fused"]
+
+
+def descend(kind: type[torch.optim.Optimizer], anew: bool) -> list[float]:
+    """Losses of a few steps; with `anew`, an optimizer for each."""
+    weight, losses, made = nn.Parameter(torch.ones(2)), [], None
+    for _ in range(4):
+        if anew or made is None:
+            made = kind([{"params": [weight], "lr": 0.1}])  # for each
+        loss = weight.square().sum()
+        made.zero_grad()
+        loss.backward()
+        made.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad])  # one fills its state
+def test_an_optimizer_takes_over_from_the_one_before(patches, kind):
+    once, anew = descend(kind, anew=False), descend(kind, anew=True)
+    assert once != pytest.approx(anew)
+    file = find_user_line().rpartition(":")[0]
+    first = inspect.getsourcelines(descend)
+    line = first[1] + next(n for n, text in enumerate(first[0]) if "# for " + "each" in text)
+    apply_changes({"reuse_optimizer": (f"{file}:{line}",)}, patches)
+    assert descend(kind, anew=True) == pytest.approx(once)
+    assert descend(kind, anew=True) == pytest.approx(once)  # other parameters, of which it knows no
 
 
 def test_what_was_computed_again_is_kept(patches):

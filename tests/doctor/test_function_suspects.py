@@ -171,6 +171,12 @@ def test_nothing_is_suspected_of_a_function_that_shows_nothing():
             "batch_size=32) at train.py:5",
         ),
         (
+            replace(SEEN, optimizers=(replace(OPTIMIZER, remade=10),)),
+            "remade_optimizer",
+            {"reuse_optimizer": ("train.py:8",)},
+            "before the loop, at train.py:8 (AdamW)",
+        ),
+        (
             replace(SEEN, cpu_bf16=True),
             "bf16",
             {"autocast": "bf16"},
@@ -195,7 +201,7 @@ def test_what_is_suspected(seen, name, changes, fix):
     assert found.name in NAMES
     assert (found.name, found.changes) == (name, changes)
     assert fix in found.fix
-    assert found.changes_training == (name in ("batch", "bf16"))
+    assert found.changes_training == (name in ("batch", "bf16", "remade_optimizer"))
     assert found.changes_training == bool(found.note)
     assert found.costly == (name == "compile")
 
@@ -211,6 +217,7 @@ def test_what_is_suspected(seen, name, changes, fix):
         replace(SEEN, recomputed=site("checkpoint", 40, 0.0), memory_share=0.6),  # no room
         replace(SEEN, optimizers=(replace(OPTIMIZER, seconds=0.2, fused=True),)),
         replace(SEEN, optimizers=(replace(OPTIMIZER, seconds=0.2, fusible=False),)),
+        replace(SEEN, optimizers=(replace(OPTIMIZER, remade=2),)),  # one for each epoch
     ],
 )
 def test_what_is_not(seen):

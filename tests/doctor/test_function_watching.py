@@ -20,12 +20,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from gpumix.data.loader import Loader
 from gpumix.data.workers.autotune import MEASURED_STEPS, Limit
-from gpumix.doctor.function.lines import WaitingLines
 from gpumix.doctor.function.patches import Patches
-from gpumix.doctor.function.roots import RootModules
 from gpumix.doctor.function.seen import Observations, WindowLength
-from gpumix.doctor.function.steps import StepCounter, WindowDone
-from gpumix.doctor.function.watching import FunctionWatch, get_batch_size
+from gpumix.doctor.function.watching.lines import WaitingLines
+from gpumix.doctor.function.watching.loaders import get_batch_size
+from gpumix.doctor.function.watching.roots import RootModules
+from gpumix.doctor.function.watching.steps import StepCounter, WindowDone
+from gpumix.doctor.function.watching.watch import FunctionWatch
 
 WARM_UP, STEPS = 2, 4
 FETCHING_S = 0.01
@@ -63,7 +64,7 @@ def seen_of(
         watch.install(patches, gpu=gpu)
         steps = StepCounter(
             WindowLength(WARM_UP, STEPS),
-            settled=watch.settled,
+            settled=watch.loaders.settled,
             begins=lambda: (roots.found(), watch.begin()),
             ends=lambda: found.append(watch.end(steps)),
             leaves=lambda: None,
@@ -258,6 +259,49 @@ def test_what_the_function_lets_go_of():
     seen = seen_of(train)
     (loader,) = seen.loaders
     assert seen.steps == STEPS and loader.samples == 32 * STEPS and loader.begun == STEPS / 2
+
+
+def test_an_optimizer_made_anew_in_each_step():
+    """With the time to make it; what its loop makes for other parameters is no such thing."""
+
+    def train() -> None:
+        model = nn.Linear(4, 1)
+        for _ in range(WARM_UP + STEPS):
+            adam = torch.optim.Adam(model.parameters())  # anew
+            model(torch.ones(2, 4)).sum().backward()
+            adam.step()
+            del adam
+            copied = copy.deepcopy(model)
+            torch.optim.SGD(copied.parameters())
+
+    seen = seen_of(train)
+    (optimizer,) = seen.optimizers
+    assert optimizer.place.endswith(line_of("# " + "anew"))
+    assert (optimizer.name, optimizer.remade, seen.steps) == ("Adam", STEPS, STEPS)
+    assert 0 < optimizer.seconds < seen.seconds
+    assert (
+        seen_of(lambda: fit(DataLoader(data(), batch_size=8), nn.Linear(4, 1))).optimizers[0].remade
+        == 0
+    )
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_optimizers_of_one_line_are_added_up(anew):
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters())
+
+    def train() -> None:
+        models = [nn.Linear(4, 1), nn.Linear(4, 1)]
+        optimizers = [made(one) for one in models]
+        while True:
+            for model, sgd in zip(models, optimizers):
+                model(torch.ones(2, 4)).sum().backward()
+                (made(model) if anew else sgd).step()
+
+    seen = seen_of(train)
+    (optimizer,) = seen.optimizers
+    # The step that ends it is the first model's.
+    assert seen.steps == STEPS and optimizer.remade == (2 * STEPS if anew else 0)
 
 
 def test_epochs_and_streams():

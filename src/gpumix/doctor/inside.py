@@ -62,8 +62,8 @@ class RankWatch:
 
     def __enter__(self) -> RankWatch:
         from gpumix.doctor.function.changing import apply_changes
-        from gpumix.doctor.function.lines import WaitingLines
         from gpumix.doctor.function.patches import Patches
+        from gpumix.doctor.function.watching.lines import WaitingLines
 
         self._patches, self._lines = Patches(), WaitingLines()
         log = self._patches.enter_context(open_log(self.log))
@@ -88,8 +88,8 @@ class RankWatch:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        from gpumix.doctor.function.attention import UnfusedAttentionFinder
-        from gpumix.doctor.function.kernels import KernelProfile
+        from gpumix.doctor.function.watching.attention import UnfusedAttentionFinder
+        from gpumix.doctor.function.watching.kernels import KernelProfile
 
         kernels, attention = KernelProfile(), UnfusedAttentionFinder()
         kernels.begin()

@@ -200,7 +200,9 @@ class JobPatient:
             yield describe_unfused_attention(self.inside.attention)
         if told := describe_steering_reads(RankObservations.of(trial.told).syncs):
             yield told
-        if trial.syncs:  # without reads through `doctor.function.lines`, attributed to gpumix
+        if (
+            trial.syncs
+        ):  # without reads through `doctor.function.watching.lines`, attributed to gpumix
             named = ", ".join(f"{place} ({n:g} a step)" for place, n in trial.syncs[:SITES])
             yield (
                 f"the model makes the host wait for the device at {named}: leave the values on the "

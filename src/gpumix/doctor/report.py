@@ -15,6 +15,11 @@ BATCH_NOTE = (
 )
 DTYPE_NOTE = "it rounds otherwise: look at the loss of a whole run"
 
+STATE_NOTE = (
+    "this changes what is trained: moments are kept from step to step, and a new learning rate has "
+    "to be set in its `param_groups`"
+)
+
 
 @dataclass(frozen=True)
 class Suspect:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -16,17 +17,28 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-from gpumix.doctor.function.lines import is_standard_stream
 from gpumix.doctor.function.patches import LIBRARY_LINE, Patches, find_user_line
-from gpumix.doctor.function.roots import Treatment, device_of
 from gpumix.doctor.function.suspects import DELAYABLE_READS
-from gpumix.doctor.function.watching import FUSIBLE, SETTERS, UNFUSIBLE
+from gpumix.doctor.function.watching.lines import is_standard_stream
+from gpumix.doctor.function.watching.optimizers import (
+    FUSIBLE,
+    UNFUSIBLE,
+    ParameterReferences,
+    list_parameters,
+)
+from gpumix.doctor.function.watching.roots import Treatment, device_of
+from gpumix.doctor.function.watching.watch import SETTERS
 from gpumix.hardware import runtime
 from gpumix.hardware.host.environment import use_expandable_segments
+
+MOST_KEPT = 8  # optimizers of one line kept for their successors
+_LATER_STATE = "_gpumix_state"  # attribute of optimizers, with the state to take over
 
 
 class PendingCopy(Protocol):
@@ -43,6 +55,7 @@ def apply_changes(changes: Mapping[str, Any], patches: Patches) -> list[Treatmen
         "pinned": _pin,
         "late_values": _delay_reads,
         "quiet": _silence_output,
+        "reuse_optimizer": _reuse_optimizers,
         "fused": _fuse,
         "recompute": _disable_recompute,
         "tf32": _tf32,
@@ -228,6 +241,38 @@ def _fuse(lines: Collection[str], patches: Patches) -> None:
 
     for kind in FUSIBLE:
         _patch_constructor(patches, kind, change)
+
+
+def _reuse_optimizers(lines: Collection[str], patches: Patches) -> None:
+    """Let each optimizer made by one of `lines` take over the settings and the state of the one
+    before for the same parameters. The state comes back at the next step, because constructors of
+    some optimizers fill it."""
+    known: dict[str, list[Optimizer]] = {line: [] for line in lines}
+
+    def making(before: Any) -> Any:
+        def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            before(optimizer, *args, **kwargs)
+            if (earlier := known.get(find_user_line())) is None:
+                return
+            parameters = list_parameters(optimizer.param_groups)
+            for one in earlier:
+                if ParameterReferences(one).match(parameters):
+                    state = vars(one).get(_LATER_STATE, one.state)
+                    vars(optimizer).update({**vars(one), "state": defaultdict(dict)})
+                    vars(optimizer)[_LATER_STATE] = state
+                    earlier.remove(one)
+                    break
+            earlier.append(optimizer)
+            del earlier[:-MOST_KEPT]
+
+        return made
+
+    def stepping(optimizer: Any, *_: Any) -> None:
+        if _LATER_STATE in vars(optimizer):
+            optimizer.state = vars(optimizer).pop(_LATER_STATE)
+
+    patches.replace(Optimizer, "__init__", making)
+    patches.callback(register_optimizer_step_pre_hook(stepping).remove)
 
 
 def _disable_recompute(_: Any, patches: Patches) -> None:

@@ -25,14 +25,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpumix.data.core.factory import call_factory
-from gpumix.doctor.function.attention import UnfusedAttentionFinder
 from gpumix.doctor.function.changing import apply_changes
-from gpumix.doctor.function.kernels import KernelProfile
 from gpumix.doctor.function.patches import Patches
-from gpumix.doctor.function.roots import RootModules
 from gpumix.doctor.function.seen import Observations, WindowRequest
-from gpumix.doctor.function.steps import LEAST_STEPS, StepCounter, WindowDone
-from gpumix.doctor.function.watching import FunctionWatch
+from gpumix.doctor.function.watching.attention import UnfusedAttentionFinder
+from gpumix.doctor.function.watching.kernels import KernelProfile
+from gpumix.doctor.function.watching.roots import RootModules
+from gpumix.doctor.function.watching.steps import LEAST_STEPS, StepCounter, WindowDone
+from gpumix.doctor.function.watching.watch import FunctionWatch
 from gpumix.hardware.runtime import device_count
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import open_log
@@ -97,7 +97,9 @@ def watch_function(order: WindowRequest, patches: Patches, send: Any) -> None:
         send(("seen", replace(found[0], kernels_s=computing_s, attention=places)))
 
     length = order.length if gpu else replace(order.length, profiled=0)
-    steps = StepCounter(length, settled=watch.settled, begins=begins, ends=ends, leaves=leaves)
+    steps = StepCounter(
+        length, settled=watch.loaders.settled, begins=begins, ends=ends, leaves=leaves
+    )
     for hook in (watch.stepped, steps.step):
         patches.callback(register_optimizer_step_post_hook(hook).remove)
     patches.callback(roots.end)

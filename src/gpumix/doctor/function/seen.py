@@ -87,13 +87,19 @@ class LoaderObservation:
 
 @dataclass(frozen=True)
 class OptimizerObservation:
-    """An optimizer used in counted steps, for `seconds` of host time."""
+    """The optimizers made by one line and used in counted steps.
+
+    Attributes:
+        seconds: host time of updates and of making optimizers.
+        remade: number of optimizers made for the parameters of an earlier one.
+    """
 
     place: str
     name: str
     fused: bool
     fusible: bool
     seconds: float
+    remade: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from math import ceil, floor
 from gpumix.cost.input_time import MIN_STARVED_SHARE
 from gpumix.data.workers.autotune import BatchMeasurements, Bounds, choose
 from gpumix.doctor.function.seen import LoaderObservation, Observations, Site
-from gpumix.doctor.report import BATCH_NOTE, DTYPE_NOTE, Suspect
+from gpumix.doctor.report import BATCH_NOTE, DTYPE_NOTE, STATE_NOTE, Suspect
 from gpumix.schema.units import format_count
 
 COPY_SHARE = 0.01  # fraction of a step allowed for blocking copies
 WRITE_SHARE = 0.01  # fraction of a step allowed for printing
 OPTIMIZER_SHARE = 0.03  # fraction of a step above which a faster optimizer is worth a try
+REMADE_SHARE = 0.9  # optimizers made per step for the same parameters above which they are remade
 SMALL_SHARE = 0.25  # fraction of a step above which the optimizer suggests small batches
 ROOMY_MEMORY_SHARE = 0.3  # fraction of the memory in use below which there is room for more
 LAUNCH_SHARE = 0.7  # part of a step with GPU computation below which kernel launches limit the GPU
@@ -42,6 +43,7 @@ NAMES = (
     "tf32",
     "bf16",
     "fused_optimizer",
+    "remade_optimizer",
     "launches",
     "compile",
     "batch",
@@ -61,6 +63,7 @@ def find_suspects(seen: Observations, kernels_share: float | None = None) -> lis
         *_waits(seen),
         *_settings(seen),
         *_computing(seen),
+        *_remade_optimizers(seen),
         *_launches(seen, kernels_share),
         *_batches(seen, kernels_share),
     ]
@@ -269,6 +272,23 @@ def _computing(seen: Observations) -> Iterator[Suspect]:
             changes={"fused": tuple(one.place for one in slow)},
             fix="; ".join(f"{one.name}(..., fused=True) at {one.place}" for one in slow),
         )
+
+
+def _remade_optimizers(seen: Observations) -> Iterator[Suspect]:
+    remade = [one for one in seen.optimizers if one.remade >= REMADE_SHARE * seen.steps]
+    if not remade:
+        return
+    share = seen.share_of(sum(one.seconds for one in remade))
+    yield Suspect(
+        name="remade_optimizer",
+        what="an optimizer is made anew in every step",
+        why=f"its state is lost each time, and it takes {share:.0%} of a step",
+        changes={"reuse_optimizer": tuple(one.place for one in remade)},
+        fix="make it once, before the loop, at "
+        + ", ".join(f"{one.place} ({one.name})" for one in remade),
+        note=STATE_NOTE,
+        changes_training=True,
+    )
 
 
 def _launches(seen: Observations, kernels_share: float | None) -> Iterator[Suspect]:
