@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpumix.doctor.examine import TimedWindow, examine
-from gpumix.doctor.report import Report, Slowdown, Suspect
+from gpumix.doctor.report import Remark, Report, Slowdown, Suspect
 from gpumix.doctor.verdict import Gain
 from gpumix.schema.errors import GpumixError, TrainingError
 
@@ -54,8 +54,16 @@ class Known:
     def unlike(self, before):
         return "its loss" if "wrong" in self.changes else ""
 
+    operations = 7
+
     def remarks(self):
-        yield f"with {', '.join(self.changes)}"
+        yield Remark("with", ", ".join(self.changes))
+        yield Remark("half", "told by the finding of that name")
+
+
+def report_of(findings: tuple[Slowdown, ...]) -> Report:
+    measured = {"step_s": 1.0, "input_share": 0.0, "seconds": 1.0, "trained_s": 1.0}
+    return Report(findings, (), (), (), remarks=(), operations=None, **measured)
 
 
 def examined(*names: str, only: tuple[str, ...] = (), noise: tuple[float, ...] = (1.0,)):
@@ -144,9 +152,7 @@ def test_what_is_of_code_is_no_setting():
         Suspect("d", "", "", {"checkpoint.every_steps": 9}, note="older"),
     ]
     findings = tuple(Slowdown(one, gain) for one in made)
-    report = Report(
-        findings, (), (), (), (), step_s=1.0, input_share=0.0, seconds=1.0, trained_s=1.0
-    )
+    report = report_of(findings)
     assert report.settings == {"data.workers": "auto", "checkpoint.every_steps": 9}
     assert report.changes == report.settings | {"quiet": True}
     assert report.left == ["print less", "`data.bucketing: true`"]
@@ -160,14 +166,15 @@ def test_all_measured_steps_are_added_up():
 
 
 def test_remarks_are_those_of_the_patient_in_the_end():
-    assert examined("half")[0].remarks == ("with half",)
+    assert examined("half")[0].remarks == (Remark("with", "half"),)
+    assert [one.name for one in examined("tenth")[0].remarks] == ["with", "half"]
 
 
 def test_a_machine_that_does_something_else_is_told_of():
     """Windows of the same setting take one and two seconds."""
     remarks = examined("nothing", noise=(1.0, 1.0, 1.0, 2.0, 2.0, 1.0, 1.0))[0].remarks
-    assert any("does something else" in remark for remark in remarks)
-    assert len(examined("nothing", noise=(1.0, 1.05))[0].remarks) == 1
+    assert remarks[-1].name == "spread" and "does something else" in remarks[-1].text
+    assert "spread" not in {one.name for one in examined("nothing", noise=(1.0, 1.05))[0].remarks}
 
 
 def test_a_report_as_json():
@@ -178,3 +185,4 @@ def test_a_report_as_json():
     assert report["cleared"] == {"nothing": pytest.approx(1.0)}
     assert report["input_share"] == 0.5  # as it was
     assert report["unlike"] == {"wrong": "its loss"}
+    assert report["remarks"] == [{"name": "with", "text": "half"}] and report["operations"] == 7

@@ -15,7 +15,7 @@ from gpumix.doctor.function.seen import (
     OptimizerObservation,
     Site,
 )
-from gpumix.doctor.function.suspects import NAMES, describe_host_gap, find_suspects
+from gpumix.doctor.function.suspects import NAMES, find_suspects
 
 # Ten steps of a tenth of a second, of 16 samples each; the optimizer takes 1 %.
 LOADER = LoaderObservation(
@@ -254,19 +254,3 @@ def test_two_loaders_are_to_keep_up_with_what_is_computed_beside_them():
     one = replace(LOADER, workers=1, persistent=True, waited_s=0.38)
     (found,) = find_suspects(replace(SEEN, loaders=(one, replace(one, place="train.py:6"))))
     assert found.changes == {"num_workers": {"train.py:5": 5, "train.py:6": 5}}
-
-
-def test_time_that_passes_before_forward_passes_is_told():
-    told = describe_host_gap(replace(SEEN, between_s=0.6))
-    assert told.startswith("60% of a step passes between the update (or a backward pass) and")
-    assert "gpumix.Loader" in told
-    assert describe_host_gap(replace(SEEN, between_s=0.05)) == ""
-
-
-def test_of_a_gpu_it_is_the_hosts_time_and_told_where_the_gpu_waits():
-    seen = replace(A100, between_s=0.6)
-    assert describe_host_gap(seen, 0.95) == ""
-    assert describe_host_gap(seen, 0.5).startswith(
-        "60% of the host's time in a step passes between"
-    )
-    assert "the GPU computes in 50% of a step" in describe_host_gap(seen, 0.5)

@@ -55,12 +55,12 @@ def pickled(model: nn.Module) -> nn.Module:
 
 
 def seen_of(
-    train: Callable[[], None], foreign=lambda tensor: tensor.is_cuda, gpu=False
+    train: Callable[[], None], foreign=lambda tensor: tensor.is_cuda, gpu=False, samples=False
 ) -> Observations:
     """As a window's process sees it."""
     found: list[Observations] = []
     with Patches() as patches:
-        watch = FunctionWatch(roots := RootModules([]), WaitingLines(foreign))
+        watch = FunctionWatch(roots := RootModules([]), WaitingLines(foreign), samples=samples)
         watch.install(patches, gpu=gpu)
         steps = StepCounter(
             WindowLength(WARM_UP, STEPS),
@@ -186,6 +186,43 @@ def test_what_passes_before_a_forward_pass_and_no_loader_has():
     seen = seen_of(lambda: fit(DataLoader(data(Slow), batch_size=8), nn.Linear(4, 1)))
     assert seen.loaders[0].waited_s > STEPS * FETCHING_S
     assert seen.between_s < seen.loaders[0].waited_s
+
+
+class Parsed(TensorDataset):
+    def __getitem__(self, index):
+        time.sleep(FETCHING_S / 8)  # parsed
+        return super().__getitem__(index)
+
+
+def test_its_lines_are_sampled():
+    """But for those of loaders and prints, which are told elsewhere."""
+    switch_s = sys.getswitchinterval()
+
+    class Slow:
+        def __str__(self) -> str:
+            time.sleep(2 * FETCHING_S)  # shown slowly
+            return ""
+
+    def beside(_: torch.Tensor) -> None:
+        time.sleep(6 * FETCHING_S)  # most of it
+        time.sleep(3 * FETCHING_S)  # some of it
+        print(Slow())
+
+    def train() -> None:
+        fit(DataLoader(data(Parsed), batch_size=8), nn.Linear(4, 1), beside)
+
+    seen = seen_of(train, samples=True)
+    most, some, *others = seen.between
+    assert most.place.endswith(line_of("# most" + " of it"))
+    assert most.what.startswith("time.sleep(6 * FETCHING_S)")
+    assert some.place.endswith(line_of("# some" + " of it"))
+    assert most.calls > some.calls > sum(one.calls for one in others)
+    assert sum(one.seconds for one in seen.between) == pytest.approx(seen.between_s)
+    places = [one.place.rpartition(":")[2] for one in seen.between]
+    for text in ("# shown" + " slowly", "FETCHING_S / 8" + ")  # parsed"):
+        assert line_of(text).rpartition(":")[2] not in places
+    assert sys.getswitchinterval() == switch_s
+    assert seen_of(train).between == ()
 
 
 def test_batches_of_several_backward_passes_are_waited_for_before_each():

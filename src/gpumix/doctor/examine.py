@@ -14,7 +14,7 @@ from statistics import median
 from typing import Protocol, Self, TypeVar
 
 from gpumix.doctor.change import Changes
-from gpumix.doctor.report import Report, Slowdown, Suspect
+from gpumix.doctor.report import Remark, Report, Slowdown, Suspect
 from gpumix.doctor.verdict import PAIRS, Gain, compute_gain, has_enough_pairs
 from gpumix.schema.errors import GpumixError
 from gpumix.schema.units import show_seconds
@@ -60,7 +60,12 @@ class Patient(Protocol):
         windows; empty without a difference."""
         ...
 
-    def remarks(self) -> Iterator[str]:
+    @property
+    def operations(self) -> int | None:
+        """Operations of torch in a step before any change; None: not counted."""
+        ...
+
+    def remarks(self) -> Iterator[Remark]:
         """Yield remarks on problems without a fix by changes, based on the last window."""
         ...
 
@@ -80,12 +85,13 @@ class _WindowStatistics:
         self.trained_s += found.trained_s
         return found
 
-    def remarks(self) -> Iterator[str]:
+    def remarks(self) -> Iterator[Remark]:
         """Yield remarks on the spread of windows."""
         if self.spreads and (spread := median(self.spreads)) > MOST_SPREAD:
-            yield (
-                f"windows of the same settings differ by {spread:.0%}: this machine does something "
-                "else beside, so smaller gains than that may have been missed"
+            yield Remark(
+                "spread",
+                f"runs with the same settings differ by {spread:.0%}: this machine does something "
+                "else beside, so smaller gains than that may have been missed",
             )
 
 
@@ -132,12 +138,15 @@ def examine(
         else:
             found.findings.append(Slowdown(suspect, gain))
             patient = patient if suspect.changes_training else after
+    remarks = (*patient.remarks(), *tally.remarks())
+    named = {one.suspect.name for one in found.findings}  # a finding says more
     return Report(
         findings=tuple(sorted(found.findings, key=lambda one: -one.gain.factor)),
         cleared=tuple(found.cleared),
         unlike=tuple(found.unlike),
         untried=tuple(one.name for one in patient.suspects() if one.costly and not only),
-        remarks=(*patient.remarks(), *tally.remarks()),
+        remarks=tuple(one for one in remarks if one.name not in named),
+        operations=patient.operations,
         step_s=first.step_s,
         input_share=first.input_share,
         seconds=time.perf_counter() - begun_s,

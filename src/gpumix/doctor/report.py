@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
@@ -52,6 +52,18 @@ class Suspect:
 
 
 @dataclass(frozen=True)
+class Remark:
+    """A problem that no measured change mends.
+
+    Attributes:
+        name: short and stable, for programs.
+    """
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Slowdown:
     """A confirmed slowdown, with the change fixing it and the measured gain."""
 
@@ -85,7 +97,8 @@ class Report:
         cleared: suspects whose change did not shorten steps.
         unlike: suspects whose change altered training, with the difference.
         untried: names of costly suspects not requested.
-        remarks: problems without a fix by settings.
+        remarks: problems without a fix by a change.
+        operations: of a step before any change, in torch; None: not counted.
         step_s: of an original step, including work between steps; `input_share`: the part of it
             waiting for data, on the device with the longest wait.
         seconds: of the examination; `trained_s` of measured steps.
@@ -95,7 +108,8 @@ class Report:
     cleared: tuple[tuple[str, Gain], ...]
     unlike: tuple[tuple[str, str], ...]
     untried: tuple[str, ...]
-    remarks: tuple[str, ...]
+    remarks: tuple[Remark, ...]
+    operations: int | None
     step_s: float
     input_share: float
     seconds: float
@@ -142,7 +156,8 @@ class Report:
             "cleared": {name: gain.factor for name, gain in self.cleared},
             "unlike": dict(self.unlike),
             "untried": list(self.untried),
-            "remarks": list(self.remarks),
+            "remarks": [asdict(one) for one in self.remarks],
+            "operations": self.operations,
             "changes": self.changes,
             "seconds": self.seconds,
             "trained_s": self.trained_s,

@@ -85,7 +85,7 @@ def doctor(
     else:
         console.print(_make_table(report) if report.findings else _describe_no_gain(report))
         for remark in report.remarks:
-            console.print(remark)
+            console.print(remark.text)
         for name in report.untried:
             console.print(f"not tried, for that takes minutes: --only {name}")
     if apply and report.settings:

@@ -11,7 +11,12 @@ from math import ceil, floor
 
 from gpumix.cost.input_time import MIN_STARVED_SHARE
 from gpumix.data.workers.autotune import BatchMeasurements, Bounds, choose
-from gpumix.doctor.function.seen import LoaderObservation, Observations, Site
+from gpumix.doctor.function.seen import (
+    LoaderObservation,
+    Observations,
+    OptimizerObservation,
+    Site,
+)
 from gpumix.doctor.report import BATCH_NOTE, DTYPE_NOTE, STATE_NOTE, Suspect
 from gpumix.schema.units import format_count
 
@@ -24,7 +29,6 @@ ROOMY_MEMORY_SHARE = 0.3  # fraction of the memory in use below which there is r
 LAUNCH_SHARE = 0.7  # part of a step with GPU computation below which kernel launches limit the GPU
 AMPERE, VOLTA = 8, 7  # bf16 and TF32 need Ampere, Triton needs Volta
 MOST_WORKERS = 4  # per core; each is a process with Python and torch loaded
-BETWEEN_SHARE = 0.1  # fraction of a step allowed before forward passes while the GPU idles
 SITES = 3  # lines named in a message
 DELAYABLE_READS = ("item", "tolist", "cpu", "__float__")  # reads allowed to be one step late
 
@@ -157,31 +161,6 @@ def suspect_waiting_lines(
         )
 
 
-def describe_steering_reads(syncs: tuple[Site, ...]) -> str:
-    """Describe reads whose values cannot come late; empty if none."""
-    found = [one for one in syncs if one.what not in DELAYABLE_READS]
-    named = ", ".join(f"{one.place} ({one.what})" for one in found[:SITES])
-    return f"the host waits for values of the GPU that steer the code, at {named}" if found else ""
-
-
-def describe_host_gap(seen: Observations, kernels_share: float | None = None) -> str:
-    """Describe time before forward passes outside of loaders; empty if small, or if the GPU has
-    enough work meanwhile."""
-    share = seen.share_of(seen.between_s)
-    idle_share = 1.0 - (kernels_share or 0.0)
-    if min(share, idle_share) <= BETWEEN_SHARE:
-        return ""
-    whose = "of the host's time in a step" if seen.cuda else "of a step"
-    known = kernels_share is not None
-    gpu = f", and the GPU computes in {kernels_share:.0%} of a step" if known else ""
-    return (
-        f"{share:.0%} {whose} passes between the update (or a backward pass) and the next forward "
-        f"pass, in no DataLoader{gpu}: if batches are made there, have that done ahead, by the "
-        "workers of a DataLoader or by gpumix.Loader, which reads generators too; what else is "
-        "done there, do more rarely"
-    )
-
-
 def suspect_fragmentation(times: int, steps: int) -> Iterator[Suspect]:
     """Suspect fragmentation after the allocator's retries."""
     if times:
@@ -274,8 +253,13 @@ def _computing(seen: Observations) -> Iterator[Suspect]:
         )
 
 
+def find_remade_optimizers(seen: Observations) -> list[OptimizerObservation]:
+    """Return the optimizers made anew in every step."""
+    return [one for one in seen.optimizers if one.remade >= REMADE_SHARE * seen.steps]
+
+
 def _remade_optimizers(seen: Observations) -> Iterator[Suspect]:
-    remade = [one for one in seen.optimizers if one.remade >= REMADE_SHARE * seen.steps]
+    remade = find_remade_optimizers(seen)
     if not remade:
         return
     share = seen.share_of(sum(one.seconds for one in remade))

@@ -67,6 +67,7 @@ class StepCounter:
         length: number of uncounted, counted and subsequent profiled steps; at most `MOST_STEPS` are
             counted to reach its minimal seconds.
         settled: called after each step past the warm-up, which continues until True is returned.
+        each: called at the end of each step, counted or not.
         begins: called at the start of the first counted step; `ends` after the last.
         leaves: called after the last step. Then `WindowDone` is raised; if the function catches it,
             the process exits at the next step.
@@ -77,11 +78,12 @@ class StepCounter:
         length: WindowLength,
         *,
         settled: Callable[[], bool] = lambda: True,
+        each: Callable[[], None] = lambda: None,
         begins: Callable[[], None],
         ends: Callable[[], None],
         leaves: Callable[[], None],
     ) -> None:
-        self._length, self._settled = length, settled
+        self._length, self._settled, self._each = length, settled, each
         self._profiled = length.profiled  # steps left
         self._begins, self._ends, self._leaves = begins, ends, leaves
         self._owner = _CountedOptimizer()
@@ -102,6 +104,7 @@ class StepCounter:
         if not self._owner.counts(optimizer):
             return
         self.done += 1
+        self._each()
         if self._ended:
             self._profiled -= 1
         elif self._begun:

@@ -3,6 +3,7 @@ window, with and without a change, at equal cost."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import resource
 import time
@@ -22,6 +23,7 @@ from gpumix.doctor.function.watching.lines import SiteCounts, WaitingLines
 from gpumix.doctor.function.watching.loaders import LoaderWatch
 from gpumix.doctor.function.watching.optimizers import OptimizerWatch
 from gpumix.doctor.function.watching.roots import RootModules
+from gpumix.doctor.function.watching.sampling import LineSampler
 from gpumix.doctor.function.watching.steps import StepCounter
 from gpumix.hardware import runtime
 from gpumix.hardware.host.cpu import count_cores, has_bf16
@@ -37,7 +39,11 @@ SETTERS = {
 
 @dataclass
 class FunctionWatch:
-    """All observations from `begin` to `end`."""
+    """All observations from `begin` to `end`.
+
+    Attributes:
+        samples: whether to sample the lines of work between steps.
+    """
 
     roots: RootModules
     lines: WaitingLines = field(default_factory=WaitingLines)
@@ -46,11 +52,14 @@ class FunctionWatch:
     recomputed: SiteCounts = field(default_factory=SiteCounts)
     loaders: LoaderWatch = field(default_factory=LoaderWatch)
     optimizers: OptimizerWatch = field(default_factory=OptimizerWatch)
+    samples: bool = False
     _set: dict[str, str] = field(default_factory=dict)
     _retries: int = 0
 
     def __post_init__(self) -> None:
         self._between = HostGapTimer(self._told_s)
+        watching = (FunctionWatch, LoaderWatch, OptimizerWatch, WaitingLines)
+        self._sampler = LineSampler(self._between.get_interval, map(inspect.getfile, watching))
 
     def _told_s(self) -> float:
         """Return the seconds so far attributed to loaders, to making optimizers, and to lines of
@@ -69,6 +78,7 @@ class FunctionWatch:
         for what, name in SETTERS.items():
             patches.replace(torch, name, self._setting(what))
         self.lines.install(patches, gpu=gpu)
+        patches.callback(self._sampler.end)
         hook = register_optimizer_step_pre_hook(self._stepping)
         patches.callback(hook.remove)
         if gpu:
@@ -83,9 +93,12 @@ class FunctionWatch:
             sites.clear()
         self._between.forget()
         self._retries = _retries()
+        if self.samples:
+            self._sampler.begin()
 
     def end(self, steps: StepCounter) -> Observations:
         """Return the observations; lines come first, because reading losses adds syncs."""
+        self._sampler.end()
         watched = (self.copies, self.lines.syncs, self.lines.writes, self.recomputed)
         copies, syncs, writes, recomputed = [sites.seen() for sites in watched]
         cuda = runtime.is_initialized()
@@ -98,6 +111,7 @@ class FunctionWatch:
             capability=capability,
             loaders=self.loaders.seen(),
             between_s=self._between.seconds,
+            between=self._sampler.seen(self._between.seconds),
             optimizers=self.optimizers.seen(),
             models=self.roots.seen(),
             copies=copies,
