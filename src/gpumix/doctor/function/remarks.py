@@ -12,7 +12,7 @@ SITES = 3  # lines named in a message
 BETWEEN_SHARE = 0.1  # fraction of a step allowed before forward passes while the GPU idles
 LINE_SHARE = 0.01  # fraction of a step above which a line before forward passes is named
 MANY_OPERATIONS = 200  # per step; fewer are no loop worth a remark
-SMALL_OPERATION_S = 50e-6  # of a step per operation: above, operations are not small
+SMALL_OPERATION_S = 100e-6  # of a step per operation: above, operations are not small
 LOOP_SHARE = 0.5  # fraction of a step's forward operations made in loops
 
 
