@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +14,13 @@ from gpumix.doctor.verdict import Gain
 from gpumix.schema.errors import GpumixError, TrainingError
 
 FACTORS = {"half": 0.5, "tenth": 0.9, "nothing": 1.0, "worse": 1.5, "wrong": 0.1, "other": 0.5}
-FACTORS["minutes"] = 0.2
+FACTORS |= {"minutes": 0.2, "third": 1 / 3, "choice": 0.8}
+
+
+CHOICES = tuple(
+    Suspect("choice", "what choice", "why", {n: True}, fix=f"do {n}")
+    for n in ("worse", "third", "broken", "half")
+)
 
 
 @dataclass
@@ -47,6 +54,7 @@ class Known:
                 fix="mend it",
                 changes_training=n == "other",
                 costly=n == "minutes",
+                alternatives=CHOICES if n == "choice" else (),
             )
             for n in self.names
         ]
@@ -94,7 +102,7 @@ def test_each_change_is_tried_against_those_that_helped_before_in_turns():
 def test_how_long_windows_take_is_told_where_that_is_long(monkeypatch):
     monkeypatch.setattr("gpumix.doctor.examine.LONG_S", -1.0)
     _, _, said = examined("half")
-    (told,) = [line for line in said if "one pair of windows of 3 took" in line]
+    (told,) = [line for line in said if "one pair of runs of 3 took" in line]
     assert "the others take about" in told
     monkeypatch.undo()
     assert not any("one pair" in line for line in examined("half")[2])
@@ -115,6 +123,18 @@ def test_what_changes_the_training_is_told_and_not_done():
     assert patient.log[-1] == ("tenth",) or patient.log[-2] == ("tenth",)
     assert [one["changes_training"] for one in report.as_dict()["findings"]] == [True, False]
     assert report.notes == [] and report.settings == {}  # they are of code
+
+
+def test_of_several_changes_the_best_is_measured():
+    """Each is run once before; what does not run is told."""
+    report, patient, said = examined("choice", "tenth")
+    (choice, tenth) = report.findings
+    assert (choice.suspect.name, choice.suspect.changes) == ("choice", {"third": True})
+    assert choice.gain.factor == pytest.approx(3.0) and choice.gain.pairs == 3
+    assert patient.log[1:5] == [("choice",), ("worse",), ("third",), ("half",)]
+    assert report.changes == {"third": True, "tenth": True}
+    assert any("do broken does not run: it is broken" in line for line in said)
+    assert tenth.gain.factor == pytest.approx(1 / 0.9)
 
 
 def test_what_does_not_run_is_told_and_left():
@@ -162,7 +182,9 @@ def test_what_is_of_code_is_no_setting():
 def test_all_measured_steps_are_added_up():
     report, patient, _ = examined("nothing")
     assert report.trained_s == pytest.approx(10.0 * len(patient.log))
-    assert report.seconds > 0
+    assert 0 < report.seconds < 60
+    begun_s = time.perf_counter() - 100.0
+    assert 100 < examine(Known(()), say=print, begun_s=begun_s).seconds < 160
 
 
 def test_remarks_are_those_of_the_patient_in_the_end():

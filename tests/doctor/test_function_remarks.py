@@ -23,9 +23,9 @@ from gpumix.doctor.function.seen import (
 SEEN = Observations(steps=10, seconds=1.0, losses=(1.0,), cores=4.0)
 GPU = replace(SEEN, cuda=True, capability=8, between_s=0.6)
 LINES = (
-    Site("train.py:88", "log.write(row)", calls=70, seconds=0.035),
-    Site("train.py:91", "torch.save(state, path)", calls=40, seconds=0.02),
-    Site("train.py:92", "steps += 1", calls=1, seconds=0.0005),
+    Site("train.py:88", "log.write(row)", calls=70, seconds=0.7),
+    Site("train.py:91", "torch.save(state, path)", calls=40, seconds=0.4),
+    Site("train.py:92", "steps += 1", calls=1, seconds=0.01),
 )
 
 
@@ -45,8 +45,8 @@ def test_time_that_passes_before_forward_passes_is_told():
 def test_its_lines_are_named_largest_first():
     (told,) = gap(replace(SEEN, between_s=0.6), lines=LINES)
     assert (
-        "in no DataLoader: train.py:88 `log.write(row)` 35%, train.py:91 `torch.save(state, path)` "
-        "20%; write logs" in told
+        "in no DataLoader: train.py:88 `log.write(row)` 38%, train.py:91 `torch.save(state, path)` "
+        "22%; write logs" in told
     )
 
 

@@ -395,6 +395,19 @@ def test_autocast_is_no_fp32():
     assert not seen_of(train).models[0].fp32
 
 
+def test_a_model_in_fp64():
+    def train() -> None:
+        torch.set_default_dtype(torch.float64)  # double
+        fit(([torch.ones(2, 4)] for _ in range(99)), nn.Linear(4, 1))
+
+    try:
+        seen = seen_of(train)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert seen.models[0].fp64 and not seen.models[0].fp32
+    assert seen.set["default_dtype"].endswith(line_of("# " + "double"))
+
+
 def test_values_that_the_host_waits_for():
     """As if all tensors lay on a GPU."""
 

@@ -49,9 +49,10 @@ def test_what_holds_a_loader_back_that_knows():
 def test_time_that_is_no_loaders():
     """Its lines are those of the first look, whose steps may have taken longer."""
     log = Site("train.py:9", "log.write(line)", calls=80, seconds=0.8)
-    first = replace(STARVED, loaders=(), seconds=2.0, between_s=1.0, between=(log,))
+    other = Site("train.py:8", "rows.append(row)", calls=20, seconds=0.2)
+    first = replace(STARVED, loaders=(), seconds=1.5, between_s=1.0, between=(log, other))
     (remark,) = remarks(replace(STARVED, loaders=(), between_s=0.5), first=first)
-    assert "50% of a step passes between" in remark and "`log.write(line)` 50%" not in remark
+    assert "50% of a step passes between" in remark and "`log.write(line)` 40%" in remark
 
 
 def test_what_was_seen_before_anything_was_changed():
@@ -62,6 +63,15 @@ def test_what_was_seen_before_anything_was_changed():
     attention, loop = remarks(replace(STARVED, loaders=()), first=first)
     assert "written out at model.py:3" in attention
     assert "2,000 operations of 50 us each" in loop and "model.py:7 (700 in 64 rounds)" in loop
+
+
+def test_settings_that_were_measured_are_not_suspected_again():
+    """Fewer threads were best beside workers."""
+    seen = replace(STARVED, loaders=(), threads=1)
+    made = FunctionPatient("train:main", Path(), Path(), 10, 1, windows=[seen])
+    assert [one.name for one in made.suspects()] == ["threads"]
+    made.changes = {"num_workers": {"train.py:5": 1}, "threads": 1}
+    assert made.suspects() == []
 
 
 def job(changes: dict[str, Any], losses: list[float]) -> JobPatient:
@@ -83,7 +93,7 @@ def test_values_that_steer_the_code_cannot_come_late():
     assert remark.name == "steering_reads"
     assert "values of the GPU that steer the code, at model.py:7 (__bool__)" in remark.text
     assert "model.py:9" not in remark.text
-    assert remarks(replace(STARVED, loaders=(), syncs=(MASK, LOSS))) == [remark]
+    assert remarks(replace(STARVED, loaders=(), syncs=(MASK, LOSS))) == [remark.text]
 
 
 @pytest.mark.parametrize(

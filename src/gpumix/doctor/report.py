@@ -33,6 +33,7 @@ class Suspect:
         note: side effects or costs of the change.
         changes_training: beyond rounding; reported, and left to the user.
         costly: whether a test takes minutes, and runs only on request.
+        alternatives: other changes for the same problem; the best is measured.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Suspect:
     note: str = ""
     changes_training: bool = False
     costly: bool = False
+    alternatives: tuple[Suspect, ...] = ()
 
     @property
     def change_text(self) -> str:
@@ -101,7 +103,7 @@ class Report:
         operations: of a step before any change, in torch; None: not counted.
         step_s: of an original step, including work between steps; `input_share`: the part of it
             waiting for data, on the device with the longest wait.
-        seconds: of the examination; `trained_s` of measured steps.
+        seconds: since the command began; `trained_s` of measured steps.
     """
 
     findings: tuple[Slowdown, ...]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
@@ -16,7 +17,7 @@ from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, set_default_dtype  # unpatched
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import checkpoint
@@ -67,6 +68,7 @@ def apply_changes(changes: Mapping[str, Any], patches: Patches) -> list[Treatmen
     # In this order: compilation comes after all changes of the module.
     treated: dict[str, Callable[[Any, nn.Module], None]] = {
         "attention": _attend,
+        "fp32": _compute_in_fp32,
         "autocast": _cast,
         "compile": _compile,
     }
@@ -100,9 +102,13 @@ def _patch_constructor(
 
 def _workers(by_line: Mapping[str, int], patches: Patches) -> None:
     def change(line: str, given: dict[str, Any]) -> None:
-        if line in by_line:
-            given["num_workers"] = by_line[line]
-            given["persistent_workers"] = True
+        if line not in by_line:
+            return
+        given["num_workers"] = by_line[line]
+        given["persistent_workers"] = by_line[line] > 0
+        if not by_line[line]:  # these are for workers only
+            for name in ("prefetch_factor", "multiprocessing_context", "timeout"):
+                given.pop(name, None)
 
     _patch_constructor(patches, DataLoader, change)
 
@@ -214,7 +220,16 @@ class _Silent:
 
 def _threads(count: int, patches: Patches) -> None:
     torch.set_num_threads(count)
-    patches.replace(torch, SETTERS["threads"], lambda _: _ignored)
+    own = os.getpid()
+
+    def setting(before: Any) -> Any:
+        def set_threads(wanted: int) -> None:
+            if os.getpid() != own:  # a worker, which sets its own
+                before(wanted)
+
+        return set_threads
+
+    patches.replace(torch, SETTERS["threads"], setting)
 
 
 def _unset(what: str, _: Any, patches: Patches) -> None:
@@ -295,20 +310,42 @@ def _attend(name: str, module: nn.Module) -> None:
         choose(name)
 
 
+def _compute_in_fp32(_: Any, module: nn.Module) -> None:
+    """Convert a module to fp32, in place for its optimizer; callers see fp64."""
+    module.float()
+    forward = module.forward
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        before = torch.get_default_dtype()
+        set_default_dtype(torch.float32)
+        try:
+            given = _convert((args, kwargs), torch.float64, torch.float32)
+            result = forward(*given[0], **given[1])
+        finally:
+            set_default_dtype(before)
+        return _convert(result, torch.float32, torch.float64)
+
+    module.forward = compute  # type: ignore[method-assign]
+
+
 def _cast(_: Any, module: nn.Module) -> None:
     forward, device = module.forward, device_of(module).type
 
     def cast(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device, torch.bfloat16):
             result = forward(*args, **kwargs)
-        return tree_map(_in_fp32, result)
+        return _convert(result, torch.bfloat16, torch.float32)
 
     module.forward = cast  # type: ignore[method-assign]
 
 
-def _in_fp32(value: Any) -> Any:
-    half = isinstance(value, Tensor) and value.dtype == torch.bfloat16
-    return value.float() if half else value
+def _convert(values: Any, source: torch.dtype, target: torch.dtype) -> Any:
+    """Convert all tensors of one dtype in nested values to another."""
+
+    def convert(value: Any) -> Any:
+        return value.to(target) if isinstance(value, Tensor) and value.dtype == source else value
+
+    return tree_map(convert, values)
 
 
 def _compile(mode: str, module: nn.Module) -> None:

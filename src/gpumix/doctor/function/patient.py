@@ -123,7 +123,9 @@ class FunctionPatient:
         return replace(self, changes=both, windows=[], machine=None, samples=samples)
 
     def suspects(self) -> list[Suspect]:
-        return find_suspects(self.windows[-1], self.kernels_share)
+        """See `Patient`; settings found by measurement are not suspected again."""
+        found = find_suspects(self.windows[-1], self.kernels_share)
+        return [one for one in found if not one.changes.keys() <= self.changes.keys()]
 
     def unlike(self, before: FunctionPatient) -> str:
         added = self.changes.keys() - before.changes.keys()
@@ -140,8 +142,7 @@ class FunctionPatient:
         cpu_s = self.cpu_s / max(1, seen.steps)
         short = list(remark_on_cores(cpu_s, seen.step_s, seen.cores, share))
         yield from short or remark_on_starvation([share], [seen.limit])
-        lines = [replace(one, seconds=one.seconds / first.steps) for one in first.between]
-        yield from remark_on_host_gap(seen, lines, self.kernels_share)
+        yield from remark_on_host_gap(seen, first.between, self.kernels_share)
         if self.machine is not None:
             yield from remark_on_machine(self.machine, input_share=share, retries=seen.retries)
 

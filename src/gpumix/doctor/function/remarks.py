@@ -32,7 +32,7 @@ def remark_on_host_gap(
     enough work meanwhile.
 
     Args:
-        lines: running in that time, with the seconds of one step.
+        lines: running in that time, with their parts of it, in this or in another window.
     """
     share = seen.share_of(seen.between_s)
     idle_share = 1.0 - (kernels_share or 0.0)
@@ -41,10 +41,11 @@ def remark_on_host_gap(
     whose = "of the host's time in a step" if seen.cuda else "of a step"
     known = kernels_share is not None
     gpu = f" (the GPU computes in {kernels_share:.0%} of a step)" if known else ""
+    sampled_s = sum(one.seconds for one in lines)
     named = [
         f"{one.place} `{one.what}` {line_share:.0%}"
         for one in lines
-        if (line_share := min(share, one.seconds / seen.step_s)) > LINE_SHARE
+        if (line_share := share * one.seconds / sampled_s) > LINE_SHARE
     ]
     yield Remark(
         "between",

@@ -137,7 +137,7 @@ class ModelObservation:
 
     Attributes:
         place: line of the call.
-        fp32: parameters are fp32, without autocast.
+        fp32: parameters are fp32, without autocast; `fp64`: some are fp64.
         eager_attention: fused attention is available but unused.
         compiled: runs compiled code.
     """
@@ -147,6 +147,7 @@ class ModelObservation:
     fp32: bool
     eager_attention: bool
     compiled: bool
+    fp64: bool = False
 
 
 @dataclass(frozen=True)

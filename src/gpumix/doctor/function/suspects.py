@@ -7,12 +7,11 @@ Only observed problems are suspected, since each suspect costs windows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil, floor
+from math import floor
 
 from gpumix.cost.input_time import MIN_STARVED_SHARE
-from gpumix.data.workers.autotune import BatchMeasurements, Bounds, choose
+from gpumix.doctor.function.loader_suspects import suspect_loaders
 from gpumix.doctor.function.seen import (
-    LoaderObservation,
     Observations,
     OptimizerObservation,
     Site,
@@ -28,7 +27,6 @@ SMALL_SHARE = 0.25  # fraction of a step above which the optimizer suggests smal
 ROOMY_MEMORY_SHARE = 0.3  # fraction of the memory in use below which there is room for more
 LAUNCH_SHARE = 0.7  # part of a step with GPU computation below which kernel launches limit the GPU
 AMPERE, VOLTA = 8, 7  # bf16 and TF32 need Ampere, Triton needs Volta
-MOST_WORKERS = 4  # per core; each is a process with Python and torch loaded
 SITES = 3  # lines named in a message
 DELAYABLE_READS = ("item", "tolist", "cpu", "__float__")  # reads allowed to be one step late
 
@@ -46,6 +44,7 @@ NAMES = (
     "attention",
     "tf32",
     "bf16",
+    "fp64",
     "fused_optimizer",
     "remade_optimizer",
     "launches",
@@ -63,62 +62,15 @@ def find_suspects(seen: Observations, kernels_share: float | None = None) -> lis
         kernels_share: fraction of a step in which a GPU computes; None: unknown.
     """
     return [
-        *_input(seen),
+        *suspect_loaders(seen),
         *_waits(seen),
         *_settings(seen),
         *_computing(seen),
+        *_double_precision(seen),
         *_remade_optimizers(seen),
         *_launches(seen, kernels_share),
         *_batches(seen, kernels_share),
     ]
-
-
-def _input(seen: Observations) -> Iterator[Suspect]:
-    waiting = {
-        one.place: workers
-        for one in seen.loaders
-        if one.waited_s > MIN_STARVED_SHARE * seen.seconds and (workers := _workers(seen, one))
-    }
-    if not waiting:
-        return
-    fix = "; ".join(
-        f"DataLoader(..., num_workers={n}, persistent_workers=True) at {place}"
-        for place, n in waiting.items()
-    )
-    yield Suspect(
-        name="workers",
-        what="the loop fetches its batches itself, or with too few workers",
-        why=f"it waits for its data in {seen.input_share:.0%} of a step",
-        changes={"num_workers": waiting},
-        fix=fix,
-    )
-
-
-def _workers(seen: Observations, loader: LoaderObservation) -> int:
-    """Return the recommended number of workers; 0 for no recommendation."""
-    if loader.tunes:
-        return 0
-    if loader.streams:  # each worker reads the complete stream; a single worker reads ahead
-        return 0 if loader.workers else 1
-    most = max(1, round(MOST_WORKERS * seen.cores))
-    own_s = max(1e-6, seen.seconds * (1.0 - seen.input_share))  # without time of the loader
-    if loader.workers:
-        if not loader.persistent and loader.begun > 0:
-            return loader.workers
-        # Workers deliver one batch per step at present, and should without waits.
-        wanted = min(ceil(loader.workers * seen.seconds / own_s), most)
-        return wanted if wanted > loader.workers else 0
-    batches = max(1.0, loader.samples / (loader.batch_size or 1))
-    found = BatchMeasurements(
-        rows=loader.batch_size or 1,
-        batch_bytes=1,
-        wall_s=loader.waited_s / batches,
-        cpu_s=loader.cpu_s / batches,
-        tail_s=loader.waited_s / batches,
-        step_s=own_s / batches,
-    )
-    bounds = Bounds(cores=seen.cores, processes=True, threads=False, memory_bytes=2**30)
-    return min(choose(found, bounds, splits=False).workers, most)
 
 
 def _waits(seen: Observations) -> Iterator[Suspect]:
@@ -251,6 +203,28 @@ def _computing(seen: Observations) -> Iterator[Suspect]:
             changes={"fused": tuple(one.place for one in slow)},
             fix="; ".join(f"{one.name}(..., fused=True) at {one.place}" for one in slow),
         )
+
+
+def _double_precision(seen: Observations) -> Iterator[Suspect]:
+    double = [one for one in seen.models if one.fp64]
+    if not double:
+        return
+    fix = f"torch.set_default_dtype(torch.float32) {_format_setting_place(seen, 'default_dtype')}"
+    if "default_dtype" not in seen.set:
+        fix = (
+            "model.float() before its optimizer is made, and batches in float32, for the call at "
+            f"{double[0].place}"
+        )
+    its = "GPU" if seen.cuda else "CPU"
+    yield Suspect(
+        name="fp64",
+        what="the model computes in fp64",
+        why=f"the {its} computes at least twice as much a second in fp32, with half of the memory",
+        changes={"fp32": True},
+        fix=fix,
+        note=DTYPE_NOTE,
+        changes_training=True,
+    )
 
 
 def find_remade_optimizers(seen: Observations) -> list[OptimizerObservation]:

@@ -34,6 +34,7 @@ SETTERS = {
     "threads": "set_num_threads",
     "deterministic": "use_deterministic_algorithms",
     "anomaly": "set_anomaly_enabled",
+    "default_dtype": "set_default_dtype",
 }
 
 
