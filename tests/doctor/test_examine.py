@@ -14,7 +14,7 @@ from gpumix.doctor.verdict import Gain
 from gpumix.schema.errors import GpumixError, TrainingError
 
 FACTORS = {"half": 0.5, "tenth": 0.9, "nothing": 1.0, "worse": 1.5, "wrong": 0.1, "other": 0.5}
-FACTORS |= {"minutes": 0.2, "third": 1 / 3, "choice": 0.8}
+FACTORS |= {"minutes": 0.2, "loop": 0.5, "third": 1 / 3, "choice": 0.8}
 
 
 CHOICES = tuple(
@@ -65,8 +65,8 @@ class Known:
     operations = 7
 
     def remarks(self):
-        yield Remark("with", ", ".join(self.changes))
-        yield Remark("half", "told by the finding of that name")
+        yield Remark("between", ", ".join(self.changes))
+        yield Remark("loop", "told by the finding of that name")
 
 
 def report_of(findings: tuple[Slowdown, ...]) -> Report:
@@ -188,8 +188,11 @@ def test_all_measured_steps_are_added_up():
 
 
 def test_remarks_are_those_of_the_patient_in_the_end():
-    assert examined("half")[0].remarks == (Remark("with", "half"),)
-    assert [one.name for one in examined("tenth")[0].remarks] == ["with", "half"]
+    assert examined("half")[0].remarks == (
+        Remark("between", "half"),
+        Remark("loop", "told by the finding of that name"),
+    )
+    assert [one.name for one in examined("loop")[0].remarks] == ["between"]
 
 
 def test_a_machine_that_does_something_else_is_told_of():
@@ -207,4 +210,4 @@ def test_a_report_as_json():
     assert report["cleared"] == {"nothing": pytest.approx(1.0)}
     assert report["input_share"] == 0.5  # as it was
     assert report["unlike"] == {"wrong": "its loss"}
-    assert report["remarks"] == [{"name": "with", "text": "half"}] and report["operations"] == 7
+    assert report["remarks"][0] == {"name": "between", "text": "half"} and report["operations"] == 7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from gpumix.doctor.change import Changes, describe_changes
 from gpumix.doctor.verdict import Gain
@@ -19,6 +19,24 @@ STATE_NOTE = (
     "this changes what is trained: moments are kept from step to step, and a new learning rate has "
     "to be set in its `param_groups`"
 )
+
+RemarkName = Literal[
+    "between",
+    "loop",
+    "remade_optimizer",
+    "unfused_attention",
+    "steering_reads",
+    "model_reads",
+    "starved",
+    "cores",
+    "disk",
+    "allocator",
+    "throttled",
+    "pcie_link",
+    "emulation",
+    "spread",
+]
+"""Stable names of remarks, for programs."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +73,9 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Remark:
-    """A problem that no measured change mends.
+    """A problem that no measured change mends."""
 
-    Attributes:
-        name: short and stable, for programs.
-    """
-
-    name: str
+    name: RemarkName
     text: str
 
 
