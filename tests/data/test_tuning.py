@@ -60,6 +60,14 @@ def test_workers(found, bounds, kind, workers):
     assert (setting.kind, setting.workers) == (kind, workers)
 
 
+@pytest.mark.parametrize("cpu_s", [0.1, 0.001])  # samples that compute, samples that wait
+def test_until_the_device_is_known_there_are_as_many_as_cores(cpu_s):
+    few = replace(BOUNDS, cores=2)
+    assert choose(measured(0.1, cpu_s, step_s=0.0), few, splits=True).workers == 2
+    assert choose(measured(0.1, cpu_s, step_s=0.0), BOUNDS, splits=True).workers == 8
+    assert choose(measured(0.1, 0.001), few, splits=True).workers == 3  # then by the device
+
+
 def test_batches_ahead_hide_slow_samples_as_far_as_memory_goes():
     slow = measured(0.1, tail_s=0.6)
     assert choose(slow, BOUNDS, splits=True).ahead == 1.2 * 0.6 / STEP_S + 2

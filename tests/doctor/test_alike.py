@@ -52,5 +52,10 @@ def test_losses_that_are_not_finite():
     assert "finite" in describe_loss_difference(LOSSES, [float("nan")] * 9, {"autocast"})
 
 
+def test_what_is_to_train_otherwise():
+    assert describe_loss_difference(LOSSES, times(1.5), {"reuse_optimizer"}) == ""
+    assert "finite" in describe_loss_difference(LOSSES, [float("inf")], {"reuse_optimizer"})
+
+
 def test_without_losses_nothing_is_known():
     assert describe_loss_difference((), (), {"autocast"}) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,19 @@ def train(steps=10**6, beside=lambda: None):
             steps -= 1
             if not steps:
                 return
+
+def untidy():
+    cell, head = nn.LSTMCell(8, 8), nn.Linear(8, 1)
+    parameters = [*cell.parameters(), *head.parameters()]
+    x = torch.randn(4, 40, 8)
+    while True:
+        adam = torch.optim.Adam(parameters)
+        state = None
+        for t in range(40):
+            state = cell(x[:, t], state)
+        head(state[0]).square().mean().backward()
+        adam.step()
+        time.sleep(0.02)  # writes its log
 
 class Remote(torch.utils.data.Dataset):
     def __len__(self):
@@ -120,6 +134,27 @@ def test_windows_are_processes_of_their_own(folder):
     assert first.models[0].place.endswith(line_of("loss = model"))
 
 
+@pytest.mark.slow
+def test_what_the_first_look_shows(folder):
+    """Operations of a step and their lines, lines between steps, optimizers by their line."""
+    with open_function_patient("script:untidy", folder, steps=4) as patient:
+        seen = patient.first
+        assert seen is not None and seen.operations is not None
+        assert patient.operations == seen.operations.total > seen.operations.forward
+        (loop,) = seen.operations.lines
+        assert loop.repeats == 40 and loop.place.endswith(line_of("cell(x"))
+        assert seen.between[0].place.endswith(line_of("writes its log"))
+        assert seen.between[0].what == "time.sleep(0.02)  # writes its log"
+        assert seen.optimizers[0].remade == seen.steps
+        patient.window()
+        (changed,) = [one for one in patient.suspects() if one.name == "remade_optimizer"]
+        reused = patient.with_changes(changed.changes)
+        reused.window()
+        assert reused.windows[-1].steps >= 4
+        told = {one.name: one.text for one in reused.remarks()}
+    assert line_of("torch.optim.Adam(parameters)") in told["remade_optimizer"]
+
+
 @pytest.mark.extended
 @pytest.mark.slow
 def test_functions_that_end_by_themselves_or_do_not_want_to(folder):
@@ -148,8 +183,12 @@ def test_functions_that_die(folder):
 @pytest.mark.slow
 def test_what_slows_a_function_down_is_found_with_its_line(folder):
     options = ("--json", "--pairs", "3", "--steps", "6", "--only", "workers")
+    begun_s = time.perf_counter()
     done = gpumix("doctor", "script:fetching", *options, folder=folder, timeout_s=200)
+    passed_s = time.perf_counter() - begun_s
     assert done.code == 0, done.err
+    assert done.err.startswith("script:fetching runs several times, a few steps each")
+    assert done.json()["trained_s"] < done.json()["seconds"] < passed_s
     (finding,) = done.json()["findings"]
     assert finding["name"] == "workers" and finding["gain"] > 1.02
     assert finding["fix"].endswith(line_of("DataLoader(Remote"))

@@ -38,15 +38,18 @@ def test_a_fault_is_found_measured_and_mended(tmp_path):
     assert not (tmp_path / "run").exists()  # nothing was written where the job would write
 
 
+def report_of(findings: tuple[Slowdown, ...], **given: Any) -> Report:
+    measured = {"step_s": 1.0, "input_share": 0.0, "seconds": 1.0, "trained_s": 1.0} | given
+    return Report(findings, (), (), (), remarks=(), operations=None, **measured)
+
+
 def test_what_is_left_to_the_user_is_told_and_not_written(tmp_path, monkeypatch, capsys):
     """One finding that changes what is trained, and one that gives something up."""
     gain = Gain(1.5, 1.4, 1.6, pairs=5)
     order = Suspect("padding", "", "", {"data.bucketing": True}, "", "another order", True)
     rarer = Suspect("checkpoints", "", "", {"save_steps": 50}, "", "older ones")
     findings = (Slowdown(order, gain), Slowdown(rarer, gain))
-    report = Report(
-        findings, (), (), (), (), step_s=1.0, input_share=0.125, seconds=1.0, trained_s=1.0
-    )
+    report = report_of(findings, input_share=0.125)
     monkeypatch.setattr("gpumix.doctor.examine.examine", lambda *args, **kwargs: report)
     job = write_job(tmp_path)
     doctor(str(job), apply=True)
@@ -61,9 +64,7 @@ def test_what_is_left_to_the_user_is_told_and_not_written(tmp_path, monkeypatch,
 def test_a_tuned_file_says_what_it_was_measured_with(tmp_path, monkeypatch, capsys):
     rarer = Suspect("checkpoints", "", "", {"save_steps": 50}, "", "older ones")
     findings = (Slowdown(rarer, Gain(1.5, 1.4, 1.6, pairs=5)),)
-    report = Report(
-        findings, (), (), (), (), step_s=1.0, input_share=0.0, seconds=1.0, trained_s=1.0
-    )
+    report = report_of(findings, input_share=0.0)
     monkeypatch.setattr("gpumix.doctor.examine.examine", lambda *args, **kwargs: report)
     job = write_job(tmp_path)
     mended = "save_steps=1"  # by what was found

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from gpumix.doctor.examine import TimedWindow, examine
-from gpumix.doctor.report import Report, Slowdown, Suspect
+from gpumix.doctor.report import Remark, Report, Slowdown, Suspect
 from gpumix.doctor.verdict import Gain
 from gpumix.schema.errors import GpumixError, TrainingError
 
 FACTORS = {"half": 0.5, "tenth": 0.9, "nothing": 1.0, "worse": 1.5, "wrong": 0.1, "other": 0.5}
-FACTORS["minutes"] = 0.2
+FACTORS |= {"minutes": 0.2, "loop": 0.5, "third": 1 / 3, "choice": 0.8}
+
+
+CHOICES = tuple(
+    Suspect("choice", "what choice", "why", {n: True}, fix=f"do {n}")
+    for n in ("worse", "third", "broken", "half")
+)
 
 
 @dataclass
@@ -47,6 +54,7 @@ class Known:
                 fix="mend it",
                 changes_training=n == "other",
                 costly=n == "minutes",
+                alternatives=CHOICES if n == "choice" else (),
             )
             for n in self.names
         ]
@@ -54,8 +62,16 @@ class Known:
     def unlike(self, before):
         return "its loss" if "wrong" in self.changes else ""
 
+    operations = 7
+
     def remarks(self):
-        yield f"with {', '.join(self.changes)}"
+        yield Remark("between", ", ".join(self.changes))
+        yield Remark("loop", "told by the finding of that name")
+
+
+def report_of(findings: tuple[Slowdown, ...]) -> Report:
+    measured = {"step_s": 1.0, "input_share": 0.0, "seconds": 1.0, "trained_s": 1.0}
+    return Report(findings, (), (), (), remarks=(), operations=None, **measured)
 
 
 def examined(*names: str, only: tuple[str, ...] = (), noise: tuple[float, ...] = (1.0,)):
@@ -86,7 +102,7 @@ def test_each_change_is_tried_against_those_that_helped_before_in_turns():
 def test_how_long_windows_take_is_told_where_that_is_long(monkeypatch):
     monkeypatch.setattr("gpumix.doctor.examine.LONG_S", -1.0)
     _, _, said = examined("half")
-    (told,) = [line for line in said if "one pair of windows of 3 took" in line]
+    (told,) = [line for line in said if "one pair of runs of 3 took" in line]
     assert "the others take about" in told
     monkeypatch.undo()
     assert not any("one pair" in line for line in examined("half")[2])
@@ -107,6 +123,18 @@ def test_what_changes_the_training_is_told_and_not_done():
     assert patient.log[-1] == ("tenth",) or patient.log[-2] == ("tenth",)
     assert [one["changes_training"] for one in report.as_dict()["findings"]] == [True, False]
     assert report.notes == [] and report.settings == {}  # they are of code
+
+
+def test_of_several_changes_the_best_is_measured():
+    """Each is run once before; what does not run is told."""
+    report, patient, said = examined("choice", "tenth")
+    (choice, tenth) = report.findings
+    assert (choice.suspect.name, choice.suspect.changes) == ("choice", {"third": True})
+    assert choice.gain.factor == pytest.approx(3.0) and choice.gain.pairs == 3
+    assert patient.log[1:5] == [("choice",), ("worse",), ("third",), ("half",)]
+    assert report.changes == {"third": True, "tenth": True}
+    assert any("do broken does not run: it is broken" in line for line in said)
+    assert tenth.gain.factor == pytest.approx(1 / 0.9)
 
 
 def test_what_does_not_run_is_told_and_left():
@@ -144,9 +172,7 @@ def test_what_is_of_code_is_no_setting():
         Suspect("d", "", "", {"save_steps": 9}, note="older"),
     ]
     findings = tuple(Slowdown(one, gain) for one in made)
-    report = Report(
-        findings, (), (), (), (), step_s=1.0, input_share=0.0, seconds=1.0, trained_s=1.0
-    )
+    report = report_of(findings)
     assert report.settings == {"data.num_workers": "auto", "save_steps": 9}
     assert report.changes == report.settings | {"quiet": True}
     assert report.left == ["print less", "`data.bucketing: true`"]
@@ -156,18 +182,24 @@ def test_what_is_of_code_is_no_setting():
 def test_all_measured_steps_are_added_up():
     report, patient, _ = examined("nothing")
     assert report.trained_s == pytest.approx(10.0 * len(patient.log))
-    assert report.seconds > 0
+    assert 0 < report.seconds < 60
+    begun_s = time.perf_counter() - 100.0
+    assert 100 < examine(Known(()), say=print, begun_s=begun_s).seconds < 160
 
 
 def test_remarks_are_those_of_the_patient_in_the_end():
-    assert examined("half")[0].remarks == ("with half",)
+    assert examined("half")[0].remarks == (
+        Remark("between", "half"),
+        Remark("loop", "told by the finding of that name"),
+    )
+    assert [one.name for one in examined("loop")[0].remarks] == ["between"]
 
 
 def test_a_machine_that_does_something_else_is_told_of():
     """Windows of the same setting take one and two seconds."""
     remarks = examined("nothing", noise=(1.0, 1.0, 1.0, 2.0, 2.0, 1.0, 1.0))[0].remarks
-    assert any("does something else" in remark for remark in remarks)
-    assert len(examined("nothing", noise=(1.0, 1.05))[0].remarks) == 1
+    assert remarks[-1].name == "spread" and "does something else" in remarks[-1].text
+    assert "spread" not in {one.name for one in examined("nothing", noise=(1.0, 1.05))[0].remarks}
 
 
 def test_a_report_as_json():
@@ -178,3 +210,4 @@ def test_a_report_as_json():
     assert report["cleared"] == {"nothing": pytest.approx(1.0)}
     assert report["input_share"] == 0.5  # as it was
     assert report["unlike"] == {"wrong": "its loss"}
+    assert report["remarks"][0] == {"name": "between", "text": "half"} and report["operations"] == 7

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpumix.doctor.function.attention import UnfusedAttentionFinder
+from gpumix.doctor.function.watching.attention import UnfusedAttentionFinder
+from gpumix.doctor.function.watching.operations import OperationInspector
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 3, 5, 4
 
@@ -61,13 +62,14 @@ def classes(x: Tensor) -> Tensor:
 
 
 def looked_at(compute) -> list[str]:
-    look = UnfusedAttentionFinder()
+    found = UnfusedAttentionFinder()
+    look = OperationInspector(found)
     look.begin()
     try:
         compute(torch.randn(BATCH, HEADS, LENGTH, WIDTH, requires_grad=True)).sum().backward()
     finally:
         look.end()
-    return look.places
+    return found.places
 
 
 @pytest.mark.parametrize(
@@ -103,14 +105,15 @@ def test_that_of_a_library_is_the_librarys():
 
 def test_all_is_as_before_in_the_end():
     before = F.scaled_dot_product_attention
-    look = UnfusedAttentionFinder()
+    found = UnfusedAttentionFinder()
+    look = OperationInspector(found)
     look.begin()
     assert F.scaled_dot_product_attention is not before
     look.end()
     look.end()
     assert F.scaled_dot_product_attention is before
     by_matmul(torch.ones(BATCH, HEADS, LENGTH, WIDTH))
-    assert look.places == []
+    assert found.places == []
 
 
 @pytest.mark.extended

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gpumix.doctor.function.changing import DelayedReads, apply_changes
 from gpumix.doctor.function.patches import Patches, find_user_line
-from gpumix.doctor.function.roots import RootModules
+from gpumix.doctor.function.watching.roots import RootModules
 
 
 @pytest.fixture
@@ -40,6 +40,30 @@ def test_workers_of_the_loader_of_one_line(patches):
     assert DataLoader(TensorDataset(torch.arange(4))).num_workers == 0
 
 
+def test_a_loader_without_workers(patches):
+    """What is for workers only is left out."""
+    apply_changes({"num_workers": {place_of_loaders(): 0}}, patches)
+    made = loader(num_workers=3, prefetch_factor=4, persistent_workers=True, timeout=5)
+    assert made.num_workers == 0 and len(list(made)) == 32
+
+
+class ThreadsOfTorch(TensorDataset):
+    def __getitem__(self, index):
+        return torch.tensor([torch.get_num_threads()])
+
+
+def test_workers_set_their_own_threads(patches):
+    threads = torch.get_num_threads()
+    try:
+        apply_changes({"threads": 3}, patches)
+        read = DataLoader(ThreadsOfTorch(torch.arange(4)), num_workers=1)
+        assert torch.cat(list(read)).unique().tolist() == [1]
+        assert torch.get_num_threads() == 3
+    finally:
+        patches.__exit__(None, None, None)
+        torch.set_num_threads(threads)
+
+
 def test_batches_and_pinned_memory_together(patches):
     changes = {"batch_size": {place_of_loaders(): 8}, "pinned": True}
     apply_changes(changes, patches)
@@ -59,6 +83,32 @@ def test_optimizers_of_some_lines_are_fused(patches):
         assert optimizer(kind).defaults["fused"] is True
     assert not optimizer(torch.optim.SGD, foreach=True).defaults["fused"]
     assert not torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1).defaults["fused"]
+
+
+def descend(kind: type[torch.optim.Optimizer], anew: bool) -> list[float]:
+    """Losses of a few steps; with `anew`, an optimizer for each."""
+    weight, losses, made = nn.Parameter(torch.ones(2)), [], None
+    for _ in range(4):
+        if anew or made is None:
+            made = kind([{"params": [weight], "lr": 0.1}])  # for each
+        loss = weight.square().sum()
+        made.zero_grad()
+        loss.backward()
+        made.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad])  # one fills its state
+def test_an_optimizer_takes_over_from_the_one_before(patches, kind):
+    once, anew = descend(kind, anew=False), descend(kind, anew=True)
+    assert once != pytest.approx(anew)
+    file = find_user_line().rpartition(":")[0]
+    first = inspect.getsourcelines(descend)
+    line = first[1] + next(n for n, text in enumerate(first[0]) if "# for " + "each" in text)
+    apply_changes({"reuse_optimizer": (f"{file}:{line}",)}, patches)
+    assert descend(kind, anew=True) == pytest.approx(once)
+    assert descend(kind, anew=True) == pytest.approx(once)  # other parameters, of which it knows no
 
 
 def test_what_was_computed_again_is_kept(patches):
@@ -82,12 +132,12 @@ def test_what_was_computed_again_is_kept(patches):
     assert (computed, len(calls)) == (2, 1)
 
 
-def rooted(changes: dict, patches: Patches, module: nn.Module, *args):
+def rooted(changes: dict, patches: Patches, module: nn.Module, *args, **kwargs):
     """The module called, as that which is trained."""
     roots = RootModules(apply_changes(changes, patches))
     roots.find()
     try:
-        return module(*args)
+        return module(*args, **kwargs)
     finally:
         roots.found()
 
@@ -107,6 +157,37 @@ def test_autocast_around_what_is_trained(patches):
 
     result = rooted({"autocast": "bf16"}, patches, Model(), torch.ones(1, 4))
     assert inside == [torch.bfloat16] and result["logits"].dtype == torch.float32
+
+
+def test_a_model_in_fp64_computes_in_fp32(patches):
+    """Its callers and its optimizer have what they had; the parameters are the same objects."""
+    inside = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4).double()
+
+        def forward(self, x, *, scale):
+            inside.extend([x.dtype, scale.dtype, torch.ones(1).dtype])
+            return {"logits": self.inner(x) * scale}
+
+    model, x = Model(), torch.ones(1, 4, dtype=torch.float64)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = model(x, scale=x)["logits"].detach()
+    inside.clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        result = rooted({"fp32": True}, patches, model, x, scale=x)["logits"]
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert inside == [torch.float32] * 3 and result.dtype == torch.float64
+    assert torch.allclose(result, expected, atol=1e-6)
+    result.sum().backward()
+    before = model.inner.weight.detach().clone()
+    sgd.step()
+    assert before.dtype == torch.float32 and not torch.equal(before, model.inner.weight)
 
 
 def test_attention_of_what_is_trained(patches):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gpumix.doctor.function import steps as module
 from gpumix.doctor.function.seen import WindowLength
-from gpumix.doctor.function.steps import StepCounter, WindowDone
+from gpumix.doctor.function.watching import steps as module
+from gpumix.doctor.function.watching.steps import StepCounter, WindowDone
 
 ENDS = ("ends", "leaves")
 
@@ -49,8 +49,16 @@ def hooked():
 
 
 def optimizer() -> torch.optim.Optimizer:
+    return optimizer_of(parameter())
+
+
+def parameter() -> torch.nn.Parameter:
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
+    return weight
+
+
+def optimizer_of(weight: torch.nn.Parameter) -> torch.optim.Optimizer:
     return torch.optim.SGD([weight], lr=0.1)
 
 
@@ -117,6 +125,36 @@ def test_an_optimizer_that_is_gone_makes_room_for_another(hooked):
     del one
     optimizer().step()
     assert events.steps.done == 2
+
+
+def test_an_optimizer_made_in_each_step_is_counted_once_a_step(hooked):
+    """Those before it may be alive still, as cycles of references are."""
+    events, weight, kept = hooked(Events(WindowLength(1, 10))), parameter(), []
+    for _ in range(3):
+        optimizer_of(weight).step()
+    for _ in range(3):
+        kept.append(optimizer_of(weight))
+        kept[-1].step()
+    assert events.steps.done == 6
+
+
+def test_of_two_that_are_made_in_each_step_the_first_counts(hooked):
+    """Each is gone when the other one steps, and both are made by one line."""
+    events, one, other = hooked(Events(WindowLength(1, 10))), parameter(), parameter()
+    for _ in range(4):
+        optimizer_of(one).step()
+        optimizer_of(other).step()
+    assert events.steps.done == 4
+
+
+def test_another_phase_goes_on_with_another_optimizer(hooked):
+    """Of parameters that were there before: its second step counts."""
+    events, one, other = hooked(Events(WindowLength(1, 10))), parameter(), parameter()
+    optimizer_of(one).step()
+    second = optimizer_of(other)
+    for _ in range(3):
+        second.step()
+    assert events.steps.done == 3
 
 
 def test_a_function_that_ends_earlier(hooked):

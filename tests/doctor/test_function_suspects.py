@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from gpumix.data.workers.autotune import Limit
 from gpumix.doctor.function.seen import (
     LoaderObservation,
     ModelObservation,
@@ -15,7 +14,7 @@ from gpumix.doctor.function.seen import (
     OptimizerObservation,
     Site,
 )
-from gpumix.doctor.function.suspects import NAMES, describe_host_gap, find_suspects
+from gpumix.doctor.function.suspects import NAMES, find_suspects
 
 # Ten steps of a tenth of a second, of 16 samples each; the optimizer takes 1 %.
 LOADER = LoaderObservation(
@@ -36,6 +35,7 @@ OPTIMIZER = OptimizerObservation(
 MODEL = ModelObservation(
     place="train.py:9", name="GPT", fp32=True, eager_attention=False, compiled=False
 )
+RETRAINING = ("batch", "bf16", "fp64", "remade_optimizer")
 SEEN = Observations(
     steps=10,
     seconds=1.0,
@@ -73,42 +73,6 @@ def test_nothing_is_suspected_of_a_function_that_shows_nothing():
 @pytest.mark.parametrize(
     ("seen", "name", "changes", "fix"),
     [
-        (
-            starved(),
-            "workers",
-            {"num_workers": {"train.py:5": 2}},  # 0.05 s a batch, every 0.05 s, and some to spare
-            "num_workers=2, persistent_workers=True) at train.py:5",
-        ),
-        (
-            starved(workers=2, persistent=True),  # as much again is wanted of them
-            "workers",
-            {"num_workers": {"train.py:5": 4}},
-            "num_workers=4",
-        ),
-        (
-            starved(workers=1, persistent=True, waited_s=0.87),
-            "workers",
-            {"num_workers": {"train.py:5": 8}},
-            "num_workers=8",
-        ),
-        (
-            starved(workers=12, persistent=True),  # as many as four cores are given at most
-            "workers",
-            {"num_workers": {"train.py:5": 16}},
-            "num_workers=16",
-        ),
-        (
-            starved(streams=True),  # one more would read all of the stream again
-            "workers",
-            {"num_workers": {"train.py:5": 1}},
-            "num_workers=1",
-        ),
-        (
-            starved(workers=2, begun=3),  # they are started anew each epoch
-            "workers",
-            {"num_workers": {"train.py:5": 2}},
-            "persistent_workers=True",
-        ),
         (
             replace(SEEN, copies=site("copy to the GPU", 10, 0.2)),
             "copies",
@@ -171,6 +135,12 @@ def test_nothing_is_suspected_of_a_function_that_shows_nothing():
             "batch_size=32) at train.py:5",
         ),
         (
+            replace(SEEN, optimizers=(replace(OPTIMIZER, remade=10),)),
+            "remade_optimizer",
+            {"reuse_optimizer": ("train.py:8",)},
+            "before the loop, at train.py:8 (AdamW)",
+        ),
+        (
             replace(SEEN, cpu_bf16=True),
             "bf16",
             {"autocast": "bf16"},
@@ -181,6 +151,22 @@ def test_nothing_is_suspected_of_a_function_that_shows_nothing():
             "compile",
             {"compile": "default"},
             "model.compile()",
+        ),
+        (
+            replace(SEEN, models=(replace(MODEL, fp32=False, fp64=True),)),
+            "fp64",
+            {"fp32": True},
+            "model.float() before its optimizer is made, and batches in float32, for the call at",
+        ),
+        (
+            replace(
+                SEEN,
+                models=(replace(MODEL, fp32=False, fp64=True),),
+                set={"default_dtype": "train.py:3"},
+            ),
+            "fp64",
+            {"fp32": True},
+            "torch.set_default_dtype(torch.float32) at train.py:3",
         ),
         (
             replace(SEEN, retries=4),
@@ -195,7 +181,7 @@ def test_what_is_suspected(seen, name, changes, fix):
     assert found.name in NAMES
     assert (found.name, found.changes) == (name, changes)
     assert fix in found.fix
-    assert found.changes_training == (name in ("batch", "bf16"))
+    assert found.changes_training == (name in RETRAINING)
     assert found.changes_training == bool(found.note)
     assert found.costly == (name == "compile")
 
@@ -203,14 +189,12 @@ def test_what_is_suspected(seen, name, changes, fix):
 @pytest.mark.parametrize(
     "seen",
     [
-        starved(streams=True, workers=1, persistent=True),  # each would read all of a stream
-        starved(workers=16, persistent=True),  # of four cores
-        starved(tunes=True, batch_size=None, limit=Limit.CORES),
         replace(SEEN, syncs=site("item", 5, 0.2)),  # not in each step
         replace(SEEN, syncs=site("__bool__", 20, 0.2)),  # an older one would steer code wrongly
         replace(SEEN, recomputed=site("checkpoint", 40, 0.0), memory_share=0.6),  # no room
         replace(SEEN, optimizers=(replace(OPTIMIZER, seconds=0.2, fused=True),)),
         replace(SEEN, optimizers=(replace(OPTIMIZER, seconds=0.2, fusible=False),)),
+        replace(SEEN, optimizers=(replace(OPTIMIZER, remade=2),)),  # one for each epoch
     ],
 )
 def test_what_is_not(seen):
@@ -241,25 +225,3 @@ def test_a_gpu_that_waits_for_launches():
 
 def test_the_input_comes_first():
     assert names(replace(starved(), anomaly=True)) == ["workers", "anomaly"]
-
-
-def test_two_loaders_are_to_keep_up_with_what_is_computed_beside_them():
-    one = replace(LOADER, workers=1, persistent=True, waited_s=0.38)
-    (found,) = find_suspects(replace(SEEN, loaders=(one, replace(one, place="train.py:6"))))
-    assert found.changes == {"num_workers": {"train.py:5": 5, "train.py:6": 5}}
-
-
-def test_time_that_passes_before_forward_passes_is_told():
-    told = describe_host_gap(replace(SEEN, between_s=0.6))
-    assert told.startswith("60% of a step passes between the update (or a backward pass) and")
-    assert "gpumix.Loader" in told
-    assert describe_host_gap(replace(SEEN, between_s=0.05)) == ""
-
-
-def test_of_a_gpu_it_is_the_hosts_time_and_told_where_the_gpu_waits():
-    seen = replace(A100, between_s=0.6)
-    assert describe_host_gap(seen, 0.95) == ""
-    assert describe_host_gap(seen, 0.5).startswith(
-        "60% of the host's time in a step passes between"
-    )
-    assert "the GPU computes in 50% of a step" in describe_host_gap(seen, 0.5)

@@ -20,12 +20,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from gpumix.data.loader import Loader
 from gpumix.data.workers.autotune import MEASURED_STEPS, Limit
-from gpumix.doctor.function.lines import WaitingLines
 from gpumix.doctor.function.patches import Patches
-from gpumix.doctor.function.roots import RootModules
 from gpumix.doctor.function.seen import Observations, WindowLength
-from gpumix.doctor.function.steps import StepCounter, WindowDone
-from gpumix.doctor.function.watching import FunctionWatch, get_batch_size
+from gpumix.doctor.function.watching.lines import WaitingLines
+from gpumix.doctor.function.watching.loaders import get_batch_size
+from gpumix.doctor.function.watching.roots import RootModules
+from gpumix.doctor.function.watching.steps import StepCounter, WindowDone
+from gpumix.doctor.function.watching.watch import FunctionWatch
 
 WARM_UP, STEPS = 2, 4
 FETCHING_S = 0.01
@@ -54,16 +55,16 @@ def pickled(model: nn.Module) -> nn.Module:
 
 
 def seen_of(
-    train: Callable[[], None], foreign=lambda tensor: tensor.is_cuda, gpu=False
+    train: Callable[[], None], foreign=lambda tensor: tensor.is_cuda, gpu=False, samples=False
 ) -> Observations:
     """As a window's process sees it."""
     found: list[Observations] = []
     with Patches() as patches:
-        watch = FunctionWatch(roots := RootModules([]), WaitingLines(foreign))
+        watch = FunctionWatch(roots := RootModules([]), WaitingLines(foreign), samples=samples)
         watch.install(patches, gpu=gpu)
         steps = StepCounter(
             WindowLength(WARM_UP, STEPS),
-            settled=watch.settled,
+            settled=watch.loaders.settled,
             begins=lambda: (roots.found(), watch.begin()),
             ends=lambda: found.append(watch.end(steps)),
             leaves=lambda: None,
@@ -187,6 +188,43 @@ def test_what_passes_before_a_forward_pass_and_no_loader_has():
     assert seen.between_s < seen.loaders[0].waited_s
 
 
+class Parsed(TensorDataset):
+    def __getitem__(self, index):
+        time.sleep(FETCHING_S / 8)  # parsed
+        return super().__getitem__(index)
+
+
+def test_its_lines_are_sampled():
+    """But for those of loaders and prints, which are told elsewhere."""
+    switch_s = sys.getswitchinterval()
+
+    class Slow:
+        def __str__(self) -> str:
+            time.sleep(2 * FETCHING_S)  # shown slowly
+            return ""
+
+    def beside(_: torch.Tensor) -> None:
+        time.sleep(6 * FETCHING_S)  # most of it
+        time.sleep(3 * FETCHING_S)  # some of it
+        print(Slow())
+
+    def train() -> None:
+        fit(DataLoader(data(Parsed), batch_size=8), nn.Linear(4, 1), beside)
+
+    seen = seen_of(train, samples=True)
+    most, some, *others = seen.between
+    assert most.place.endswith(line_of("# most" + " of it"))
+    assert most.what.startswith("time.sleep(6 * FETCHING_S)")
+    assert some.place.endswith(line_of("# some" + " of it"))
+    assert most.calls > some.calls > sum(one.calls for one in others)
+    assert sum(one.seconds for one in seen.between) == pytest.approx(seen.between_s)
+    places = [one.place.rpartition(":")[2] for one in seen.between]
+    for text in ("# shown" + " slowly", "FETCHING_S / 8" + ")  # parsed"):
+        assert line_of(text).rpartition(":")[2] not in places
+    assert sys.getswitchinterval() == switch_s
+    assert seen_of(train).between == ()
+
+
 def test_batches_of_several_backward_passes_are_waited_for_before_each():
     def train() -> None:
         model = nn.Linear(4, 1)
@@ -260,6 +298,49 @@ def test_what_the_function_lets_go_of():
     assert seen.steps == STEPS and loader.samples == 32 * STEPS and loader.begun == STEPS / 2
 
 
+def test_an_optimizer_made_anew_in_each_step():
+    """With the time to make it; what its loop makes for other parameters is no such thing."""
+
+    def train() -> None:
+        model = nn.Linear(4, 1)
+        for _ in range(WARM_UP + STEPS):
+            adam = torch.optim.Adam(model.parameters())  # anew
+            model(torch.ones(2, 4)).sum().backward()
+            adam.step()
+            del adam
+            copied = copy.deepcopy(model)
+            torch.optim.SGD(copied.parameters())
+
+    seen = seen_of(train)
+    (optimizer,) = seen.optimizers
+    assert optimizer.place.endswith(line_of("# " + "anew"))
+    assert (optimizer.name, optimizer.remade, seen.steps) == ("Adam", STEPS, STEPS)
+    assert 0 < optimizer.seconds < seen.seconds
+    assert (
+        seen_of(lambda: fit(DataLoader(data(), batch_size=8), nn.Linear(4, 1))).optimizers[0].remade
+        == 0
+    )
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_optimizers_of_one_line_are_added_up(anew):
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters())
+
+    def train() -> None:
+        models = [nn.Linear(4, 1), nn.Linear(4, 1)]
+        optimizers = [made(one) for one in models]
+        while True:
+            for model, sgd in zip(models, optimizers):
+                model(torch.ones(2, 4)).sum().backward()
+                (made(model) if anew else sgd).step()
+
+    seen = seen_of(train)
+    (optimizer,) = seen.optimizers
+    # The step that ends it is the first model's.
+    assert seen.steps == STEPS and optimizer.remade == (2 * STEPS if anew else 0)
+
+
 def test_epochs_and_streams():
     class Stream(IterableDataset):
         def __iter__(self):
@@ -312,6 +393,19 @@ def test_autocast_is_no_fp32():
             fit(DataLoader(data(), batch_size=8), nn.Linear(4, 1))
 
     assert not seen_of(train).models[0].fp32
+
+
+def test_a_model_in_fp64():
+    def train() -> None:
+        torch.set_default_dtype(torch.float64)  # double
+        fit(([torch.ones(2, 4)] for _ in range(99)), nn.Linear(4, 1))
+
+    try:
+        seen = seen_of(train)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert seen.models[0].fp64 and not seen.models[0].fp32
+    assert seen.set["default_dtype"].endswith(line_of("# " + "double"))
 
 
 def test_values_that_the_host_waits_for():

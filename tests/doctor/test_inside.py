@@ -64,13 +64,14 @@ def test_lines_of_the_users_own(tmp_path):
     assert write.calls == 2 and "test_inside.py" in write.place
     assert found.syncs == () and found.kernels_s is None
     (place,) = found.attention
+    assert found.operations.total == found.operations.forward > 4
     assert "test_inside.py" in place and place != write.place
     assert (tmp_path / "log").read_text() == 4 * "a step\n"
 
 
 def test_attention_is_not_looked_at_where_code_is_compiled(tmp_path):
-    inside = RankWatch({}, tmp_path / "log", gpu=False, looks=True, attention=False)
-    assert seen(inside).attention == ()
+    inside = RankWatch({}, tmp_path / "log", gpu=False, looks=True, operations=False)
+    assert seen(inside).attention == () and seen(inside).operations is None
 
 
 def test_what_is_done_otherwise(tmp_path):
@@ -95,6 +96,7 @@ def test_a_job_with_code_of_its_own(tmp_path):
     (finding,) = done.json()["findings"]
     assert finding["name"] == "prints" and "chatty.py:14" in finding["fix"]
     assert finding["gain_low"] > 1.0
-    assert any("written out at" in one and "chatty.py:16" in one for one in done.json()["remarks"])
+    remarks = {one["name"]: one["text"] for one in done.json()["remarks"]}
+    assert "chatty.py:16" in remarks["unfused_attention"] and done.json()["operations"] > 10
     assert "left to you: print every some steps" in " ".join(done.err.split())
     assert not (tmp_path / "job.tuned.yaml").exists()

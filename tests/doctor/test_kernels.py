@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpumix.doctor.function.kernels import KernelProfile, sum_compute_s
+from gpumix.doctor.function.watching.kernels import KernelProfile, sum_compute_s
 
 
 def test_seconds_of_kernels_that_compute():

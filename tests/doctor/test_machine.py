@@ -10,10 +10,10 @@ from gpumix.data.workers.autotune import Limit
 from gpumix.doctor.machine import (
     GpuSamples,
     MachineObservations,
-    describe_core_shortage,
-    describe_starvation,
     paged_in_bytes,
-    remarks_on,
+    remark_on_cores,
+    remark_on_machine,
+    remark_on_starvation,
     sample_gpus,
     stalled_us,
     watch_machine,
@@ -28,7 +28,8 @@ def remarks(
 ) -> list[str]:
     gpus = (GpuSamples("GPU 0", most, looks),)
     seen = MachineObservations(gpus, stalled, rate)
-    return list(remarks_on(seen, input_share=input_share, retries=retries))
+    found = remark_on_machine(seen, input_share=input_share, retries=retries)
+    return [one.text for one in found]
 
 
 def look(used=True, reasons=0, link=FULL) -> GpuReading:
@@ -77,22 +78,24 @@ def test_an_allocator_that_is_short_of_memory():
     assert "3 times" in told
 
 
-def test_a_device_that_still_waits_for_its_data():
-    """The one that waits longest; what is short is told where it is known."""
-    assert describe_starvation([0.02, 0.01], [Limit.DEVICE, Limit.CORES]) == ""
-    short = describe_starvation([0.1, 0.3], [Limit.DEVICE, Limit.CORES])
-    assert short.startswith(
-        "a device still waits for its data in 30% of a step, held back by cores"
+def test_training_that_still_waits_for_its_data():
+    """On the rank that waits longest; what is short is told where it is known."""
+    assert list(remark_on_starvation([0.02, 0.01], [Limit.DEVICE, Limit.CORES])) == []
+    (short,) = remark_on_starvation([0.1, 0.3], [Limit.DEVICE, Limit.CORES])
+    assert short.name == "starved"
+    assert short.text.startswith(
+        "training still waits for its data in 30% of a step, held back by cores"
     )
     for limit in (Limit.UNKNOWN, Limit.DEVICE):
-        told = describe_starvation([0.3, 0.1], [limit, Limit.CORES])
-        assert told.startswith("a device still waits for its data in 30% of a step: make reading")
+        (told,) = remark_on_starvation([0.3, 0.1], [limit, Limit.CORES])
+        assert "for its data in 30% of a step: make reading" in told.text
 
 
 def test_too_few_cores():
-    assert "all 4 cores" in describe_core_shortage(3.9, 1.0, 4.0, input_share=0.3)
-    assert describe_core_shortage(2.0, 1.0, 4.0, input_share=0.3) == ""  # half of them are free
-    assert describe_core_shortage(3.9, 1.0, 4.0, input_share=0.01) == ""  # nobody waits
+    (told,) = remark_on_cores(3.9, 1.0, 4.0, input_share=0.3)
+    assert told.name == "cores" and "all 4 cores" in told.text
+    assert list(remark_on_cores(2.0, 1.0, 4.0, input_share=0.3)) == []  # half of them are free
+    assert list(remark_on_cores(3.9, 1.0, 4.0, input_share=0.01)) == []  # nobody waits
 
 
 def test_how_gpus_are_looked_at():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.doctor.verdict import compute_gain, has_enough_pairs
+from gpumix.doctor.verdict import Gain, compute_gain, has_enough_pairs
 
 
 def test_the_gain_is_the_median_of_pairs_and_its_range():
@@ -49,6 +49,12 @@ def test_what_disturbs_both_windows_of_a_pair_says_nothing():
 )
 def test_what_is_no_gain(before_s, after_s):
     assert not compute_gain(before_s, after_s).real
+
+
+def test_a_gain_in_words():
+    assert str(Gain(1.489, 1.4, 1.601, pairs=5)) == "1.49x as fast (1.40 to 1.60)"
+    assert str(Gain(0.92, 0.9, 0.97, pairs=3)) == "8% slower, not advised"
+    assert str(Gain(1.01, 0.97, 1.05, 5)) == "no clear gain: 1.01x as fast (0.97 to 1.05)"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ windows. Windows before and after a change alternate.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from statistics import median
 from typing import Protocol, Self, TypeVar
 
 from gpumix.doctor.change import Changes
-from gpumix.doctor.report import Report, Slowdown, Suspect
+from gpumix.doctor.report import Remark, Report, Slowdown, Suspect
 from gpumix.doctor.verdict import PAIRS, Gain, compute_gain, has_enough_pairs
 from gpumix.schema.errors import GpumixError
 from gpumix.schema.units import show_seconds
@@ -60,7 +61,12 @@ class Patient(Protocol):
         windows; empty without a difference."""
         ...
 
-    def remarks(self) -> Iterator[str]:
+    @property
+    def operations(self) -> int | None:
+        """Operations of torch in a step before any change; None: not counted."""
+        ...
+
+    def remarks(self) -> Iterator[Remark]:
         """Yield remarks on problems without a fix by changes, based on the last window."""
         ...
 
@@ -80,12 +86,13 @@ class _WindowStatistics:
         self.trained_s += found.trained_s
         return found
 
-    def remarks(self) -> Iterator[str]:
+    def remarks(self) -> Iterator[Remark]:
         """Yield remarks on the spread of windows."""
         if self.spreads and (spread := median(self.spreads)) > MOST_SPREAD:
-            yield (
-                f"windows of the same settings differ by {spread:.0%}: this machine does something "
-                "else beside, so smaller gains than that may have been missed"
+            yield Remark(
+                "spread",
+                f"runs with the same settings differ by {spread:.0%}: this machine does something "
+                "else beside, so smaller gains than that may have been missed",
             )
 
 
@@ -97,7 +104,12 @@ class _Results:
 
 
 def examine(
-    patient: AnyPatient, *, say: Say, pairs: int = PAIRS, only: tuple[str, ...] = ()
+    patient: AnyPatient,
+    *,
+    say: Say,
+    pairs: int = PAIRS,
+    only: tuple[str, ...] = (),
+    begun_s: float | None = None,
 ) -> Report:
     """Examine `patient`.
 
@@ -105,18 +117,21 @@ def examine(
         say: reports progress.
         pairs: of windows per change; disturbed windows cause additional pairs.
         only: names of suspects to try; empty: all except costly suspects.
+        begun_s: `time.perf_counter` at the start of the command; default: now.
 
     Raises:
         GpumixError: the unchanged patient does not run.
     """
-    begun_s, tally, found = time.perf_counter(), _WindowStatistics(), _Results()
+    begun_s = time.perf_counter() if begun_s is None else begun_s
+    tally, found = _WindowStatistics(), _Results()
     first = tally.one_more(patient)
-    waits = f"{first.input_share:.0%} of that are waits for data"
+    waits = f"of which {first.input_share:.0%} waits for data"
     say(f"a step takes {show_seconds(first.step_s)}, {waits}")
     tried: set[str] = set()
     while (suspect := _next(patient, tried, only)) is not None:
         tried.add(suspect.name)
         say(f"suspected: {suspect.what} ({suspect.why}); with {suspect.change_text}:")
+        suspect = _choose_alternative(patient, suspect, tally, say)
         after = patient.with_changes(suspect.changes)
         try:
             gain = _measure_gain(patient, after, pairs, tally, say)
@@ -132,12 +147,15 @@ def examine(
         else:
             found.findings.append(Slowdown(suspect, gain))
             patient = patient if suspect.changes_training else after
+    remarks = (*patient.remarks(), *tally.remarks())
+    named = {one.suspect.name for one in found.findings}  # a finding says more
     return Report(
         findings=tuple(sorted(found.findings, key=lambda one: -one.gain.factor)),
         cleared=tuple(found.cleared),
         unlike=tuple(found.unlike),
         untried=tuple(one.name for one in patient.suspects() if one.costly and not only),
-        remarks=(*patient.remarks(), *tally.remarks()),
+        remarks=tuple(one for one in remarks if one.name not in named),
+        operations=patient.operations,
         step_s=first.step_s,
         input_share=first.input_share,
         seconds=time.perf_counter() - begun_s,
@@ -151,6 +169,26 @@ def _next(patient: Patient, tried: set[str], only: tuple[str, ...]) -> Suspect |
         if wanted and suspect.name not in tried:
             return suspect
     return None
+
+
+def _choose_alternative(
+    patient: Patient, suspect: Suspect, tally: _WindowStatistics, say: Say
+) -> Suspect:
+    """Return the suspect with the best of its changes, by one window each."""
+    if not suspect.alternatives:
+        return suspect
+    best, best_s = suspect, math.inf
+    for one in (suspect, *suspect.alternatives):
+        try:
+            step_s = tally.one_more(patient.with_changes(one.changes)).step_s
+        except GpumixError as error:
+            say(f"  {one.change_text} does not run: {error.what}")
+            continue
+        say(f"  {show_seconds(step_s)} a step with {one.change_text}")
+        if step_s < best_s:
+            best, best_s = one, step_s
+    say(f"  the best in full: {best.change_text}")
+    return best
 
 
 def _measure_gain(
@@ -167,8 +205,8 @@ def _measure_gain(
         pair_s = time.perf_counter() - begun_s
         if len(before_s) == 1 and (left_s := pair_s * (pairs - 1)) > LONG_S:
             say(
-                f"  one pair of windows of {pairs} took {show_seconds(pair_s)}, the others take "
-                f"about {show_seconds(left_s)}"
+                f"  one pair of runs of {pairs} took {show_seconds(pair_s)}, the others take about "
+                f"{show_seconds(left_s)}"
             )
     tally.spreads.append((max(before_s) - min(before_s)) / median(before_s))
     return compute_gain(before_s, after_s)

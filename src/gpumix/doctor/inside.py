@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpumix.doctor.function.seen import Site
+from gpumix.doctor.function.seen import OperationCounts, RepeatedLine, Site
 from gpumix.schema.files import open_log
 
 CODE_CHANGES = ("late_values", "quiet", "expandable_segments")
@@ -24,19 +24,29 @@ class RankObservations:
     Attributes:
         syncs: reads of GPU values making the host wait; `writes`: to stdout and stderr. Both only
             in lines of user code.
-        attention: lines with unfused attention. `kernels_s`: GPU compute time per step; None:
-            unknown. Both only from an inspected step.
+        attention: lines with unfused attention; `operations` of a step, None: not counted.
+            `kernels_s`: GPU compute time per step; None: unknown. All from an inspected step.
     """
 
     syncs: tuple[Site, ...] = ()
     writes: tuple[Site, ...] = ()
     attention: tuple[str, ...] = ()
+    operations: OperationCounts | None = None
     kernels_s: float | None = None
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> RankObservations:
         sites = {name: tuple(Site(**one) for one in told[name]) for name in ("syncs", "writes")}
-        return cls(**sites, attention=tuple(told["attention"]), kernels_s=told["kernels_s"])
+        counted = told["operations"]
+        if counted is not None:
+            lines = tuple(RepeatedLine(**one) for one in counted["lines"])
+            counted = OperationCounts(**{**counted, "lines": lines})
+        return cls(
+            **sites,
+            attention=tuple(told["attention"]),
+            operations=counted,
+            kernels_s=told["kernels_s"],
+        )
 
 
 @dataclass
@@ -47,30 +57,30 @@ class RankWatch:
         changes: of `CODE_CHANGES`.
         log: file for printed output, kept out of the report.
         gpu: whether ranks have GPUs.
-        looks: whether to inspect the operations of an additional step.
-        attention: whether to search that step for unfused attention.
+        looks: whether to inspect an additional step.
+        operations: whether to inspect the operations of that step.
     """
 
     changes: Mapping[str, Any]
     log: Path
     gpu: bool
     looks: bool = False
-    attention: bool = True
+    operations: bool = True
     _told: dict[str, Any] = field(default_factory=dict)
     _patches: Any = None
     _lines: Any = None
 
     def __enter__(self) -> RankWatch:
         from gpumix.doctor.function.changing import apply_changes
-        from gpumix.doctor.function.lines import WaitingLines
         from gpumix.doctor.function.patches import Patches
+        from gpumix.doctor.function.watching.lines import WaitingLines
 
         self._patches, self._lines = Patches(), WaitingLines()
         log = self._patches.enter_context(open_log(self.log))
         self._patches.replace(sys, "stdout", lambda _: log)
         apply_changes(self.changes, self._patches)
         self._lines.install(self._patches, gpu=self.gpu)
-        self._told = {"attention": [], "kernels_s": None}
+        self._told = {"attention": [], "operations": None, "kernels_s": None}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -88,18 +98,26 @@ class RankWatch:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        from gpumix.doctor.function.attention import UnfusedAttentionFinder
-        from gpumix.doctor.function.kernels import KernelProfile
+        from gpumix.doctor.function.watching.attention import UnfusedAttentionFinder
+        from gpumix.doctor.function.watching.kernels import KernelProfile
+        from gpumix.doctor.function.watching.loops import OperationCounter
+        from gpumix.doctor.function.watching.operations import OperationInspector
 
-        kernels, attention = KernelProfile(), UnfusedAttentionFinder()
+        kernels, attention, counter = KernelProfile(), UnfusedAttentionFinder(), OperationCounter()
+        inspector = OperationInspector(attention, counter)
         kernels.begin()
-        if self.attention:
-            attention.begin()
+        if self.operations:
+            inspector.begin()
         try:
             yield
         finally:
-            attention.end()
-            self._told |= {"attention": attention.places, "kernels_s": kernels.seconds()}
+            counter.next_step()
+            inspector.end()
+            self._told |= {
+                "attention": attention.places,
+                "operations": None if counter.last is None else asdict(counter.last),
+                "kernels_s": kernels.seconds(),
+            }
 
     def told(self) -> dict[str, Any]:
         return self._told

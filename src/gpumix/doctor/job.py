@@ -13,17 +13,17 @@ from typing import Any
 from gpumix.doctor.change import Changes, format_overrides
 from gpumix.doctor.examine import TimedWindow
 from gpumix.doctor.function.alike import describe_loss_difference
-from gpumix.doctor.function.suspects import describe_steering_reads
+from gpumix.doctor.function.remarks import remark_on_loops, remark_on_steering_reads
 from gpumix.doctor.inside import CODE_CHANGES, RankObservations, RankWatch
 from gpumix.doctor.machine import (
     SITES,
     MachineObservations,
-    describe_starvation,
-    describe_unfused_attention,
-    remarks_on,
+    remark_on_machine,
+    remark_on_starvation,
+    remark_on_unfused_attention,
     watch_machine,
 )
-from gpumix.doctor.report import Suspect
+from gpumix.doctor.report import Remark, Suspect
 from gpumix.doctor.suspects import Evidence, find_suspects
 from gpumix.hardware.host.cpu import has_bf16
 from gpumix.hardware.host.environment import has_cpp_compiler
@@ -117,7 +117,7 @@ class JobPatient:
             log=self.folder / "printed.log",
             gpu=bool(self._list_real_classes(gpus=True)),
             looks=looks,
-            attention=self.job.torch_compile is False,
+            operations=self.job.torch_compile is False,
         )
         with watch_machine() as told:
             trial = self.pipeline.try_out(plan, self.steps, beside=True, watcher=inside)
@@ -193,25 +193,31 @@ class JobPatient:
             predict_step_s=lambda changes: _predict_step_s(self.with_changes(changes)),
         )
 
-    def remarks(self) -> Iterator[str]:
+    @property
+    def operations(self) -> int | None:
+        counts = None if self.inside is None else self.inside.operations
+        return None if counts is None else counts.total
+
+    def remarks(self) -> Iterator[Remark]:
         trial = self.trials[-1]
         share = max(trial.input_shares)
-        if starved := describe_starvation(trial.input_shares, trial.limits):
-            yield starved
-        if self.inside is not None and self.inside.attention:
-            yield describe_unfused_attention(self.inside.attention)
-        if told := describe_steering_reads(RankObservations.of(trial.told).syncs):
-            yield told
-        if trial.syncs:  # without reads through `doctor.function.lines`, attributed to gpumix
+        yield from remark_on_starvation(trial.input_shares, trial.limits)
+        if self.inside is not None:
+            yield from remark_on_unfused_attention(self.inside.attention)
+            yield from remark_on_loops(self.inside.operations, trial.mean_s * (1.0 - share))
+        yield from remark_on_steering_reads(RankObservations.of(trial.told).syncs)
+        if trial.syncs:  # without reads counted by `watching.lines`, attributed to gpumix
             named = ", ".join(f"{place} ({n:g} a step)" for place, n in trial.syncs[:SITES])
-            yield (
-                f"the model makes the host wait for the device at {named}: leave the values on the "
-                "device, or read them every some steps"
+            yield Remark(
+                "model_reads",
+                f"the model makes the host wait for the GPU at {named}: leave the values on the "
+                "GPU, or read them every some steps",
             )
         if self.seen is not None:
-            yield from remarks_on(self.seen, input_share=share, retries=sum(trial.retries))
+            yield from remark_on_machine(self.seen, input_share=share, retries=sum(trial.retries))
         if trial.overruns:
-            yield "this machine is too busy to emulate devices: times are not to be trusted"
+            text = "this machine is too busy to emulate devices: times are not to be trusted"
+            yield Remark("emulation", text)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""Slowdowns without a fix by settings: throttled GPUs, slow links, disks or cores. `remarks_on`
-judges, and is pure; `watch_machine` reads counters of driver and kernel, from outside of the
+"""Slowdowns without a fix by settings: throttled GPUs, slow links, disks or cores. `remark_on_...`
+judge, and are pure; `watch_machine` reads counters of driver and kernel, from outside of the
 training processes."""
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from gpumix.cost.input_time import MIN_STARVED_SHARE
 from gpumix.data.workers.autotune import Limit
+from gpumix.doctor.report import Remark
 from gpumix.hardware.discovery.gpu_health import (
     THROTTLE_REASONS,
     GpuReading,
@@ -28,6 +29,9 @@ SHARE = 0.1  # fraction of samples, or of the time, above which a problem is rep
 LOOK_S = 0.2  # between samples of the GPUs
 SITES = 5  # lines named in a message
 USED = 0.05  # fraction of a GPU's time below which the GPU counts as unused
+ADVICE = (
+    "make reading samples cheaper (store what was decoded), or read them on a host with more cores"
+)
 
 _PRESSURE = Path("/proc/pressure/io")
 _PAGED_IN = Path("/proc/vmstat")
@@ -56,11 +60,13 @@ class MachineObservations:
     read_bytes_per_s: float
 
 
-def remarks_on(seen: MachineObservations, *, input_share: float, retries: int = 0) -> Iterator[str]:
-    """Yield remarks on the machine.
+def remark_on_machine(
+    seen: MachineObservations, *, input_share: float, retries: int = 0
+) -> Iterator[Remark]:
+    """Remark on GPUs, links, disks and the allocator.
 
     Args:
-        input_share: fraction of a step in which a device waits for its data.
+        input_share: fraction of a step spent waiting for data.
         retries: of the allocator.
     """
     for gpu in seen.gpus:
@@ -69,87 +75,93 @@ def remarks_on(seen: MachineObservations, *, input_share: float, retries: int = 
     if input_share > MIN_STARVED_SHARE:
         yield from _slow_disk(seen, input_share)
     if retries:
-        yield (
+        yield Remark(
+            "allocator",
             f"the allocator of a GPU gave memory back {retries} times to get some: memory is "
             "nearly full, or in pieces; smaller micro-batches, or PYTORCH_CUDA_ALLOC_CONF="
-            "expandable_segments:True, help"
+            "expandable_segments:True, help",
         )
 
 
-def _throttled(gpu: GpuSamples) -> Iterator[str]:
+def _throttled(gpu: GpuSamples) -> Iterator[Remark]:
     looks = [one for one in gpu.looks if one.used]
     for bit, reason in THROTTLE_REASONS.items():
         share = sum(bool(one.reasons & bit) for one in looks) / max(1, len(looks))
         if share > SHARE:
-            yield f"{gpu.name} is throttled in {share:.0%} of the time: {reason}"
+            text = f"{gpu.name} is throttled in {share:.0%} of the time: {reason}"
+            yield Remark("throttled", text)
 
 
-def _narrow_link(gpu: GpuSamples) -> Iterator[str]:
+def _narrow_link(gpu: GpuSamples) -> Iterator[Remark]:
     """Report a slow PCIe link, by its best sample: idle GPUs slow links to save power."""
     looks = [one.link for one in gpu.looks if one.used]
     if not looks:
         return
     generation, width = map(max, zip(*looks))
     if generation * width and (generation < gpu.most[0] or width < gpu.most[1]):
-        yield (
+        yield Remark(
+            "pcie_link",
             f"the PCIe link of {gpu.name} has generation {generation} and {width} lanes, it could "
-            f"have {gpu.most[0]} and {gpu.most[1]}: look at its slot, riser, and the BIOS"
+            f"have {gpu.most[0]} and {gpu.most[1]}: look at its slot, riser, and the BIOS",
         )
 
 
-def _slow_disk(seen: MachineObservations, input_share: float) -> Iterator[str]:
+def _slow_disk(seen: MachineObservations, input_share: float) -> Iterator[Remark]:
     stalled, rate = seen.stalled_share, seen.read_bytes_per_s
     if stalled is None or stalled <= SHARE or not rate:
         return
     need = rate / max(1e-3, 1.0 - input_share)
-    yield (
+    yield Remark(
+        "disk",
         f"processes waited for a disk in {stalled:.0%} of the time: it gave {rate / 1e6:.0f} MB/s, "
-        f"training takes {need / 1e6:.0f} MB/s; keep the data on a faster disk, or in memory"
+        f"training takes {need / 1e6:.0f} MB/s; keep the data on a faster disk, or in memory",
     )
 
 
-def describe_starvation(input_shares: Sequence[float], limits: Sequence[str]) -> str:
-    """Describe the device with the longest wait for data; empty if short.
+def remark_on_starvation(input_shares: Sequence[float], limits: Sequence[str]) -> Iterator[Remark]:
+    """Remark on the longest wait for data, of all ranks.
 
     Args:
-        limits: bottleneck of each device's data, as found by the loader; only `Limit.CORES` is
+        limits: bottleneck of each rank's data, as found by the loader; only `Limit.CORES` is
             reported.
     """
     share = max(input_shares)
     if share <= MIN_STARVED_SHARE:
-        return ""
+        return
     limit = limits[input_shares.index(share)]
     why = f", held back by {limit}" if limit == Limit.CORES else ""
-    return (
-        f"a device still waits for its data in {share:.0%} of a step{why}: make reading samples "
-        "cheaper (store what was decoded), or read them on a host with more cores"
+    yield Remark(
+        "starved", f"training still waits for its data in {share:.0%} of a step{why}: {ADVICE}"
     )
 
 
-def describe_unfused_attention(lines: Sequence[str]) -> str:
-    """Describe lines with unfused attention."""
-    named = ", ".join(lines[:SITES])
-    return (
-        f"attention is written out at {named}, as products around a softmax, with matrices of all "
-        "pairs of positions: torch.nn.functional.scaled_dot_product_attention has kernels without "
-        "(torch.nn.MultiheadAttention with need_weights=False)"
-    )
+def remark_on_unfused_attention(lines: Sequence[str]) -> Iterator[Remark]:
+    """Remark on lines with unfused attention."""
+    if lines:
+        named = ", ".join(lines[:SITES])
+        yield Remark(
+            "unfused_attention",
+            f"attention is written out at {named}, as products around a softmax, with matrices of "
+            "all pairs of positions: torch.nn.functional.scaled_dot_product_attention has kernels "
+            "without (torch.nn.MultiheadAttention with need_weights=False)",
+        )
 
 
-def describe_core_shortage(cpu_s: float, step_s: float, cores: float, input_share: float) -> str:
-    """Describe a shortage of cores for reading data (and for training on a CPU); empty if none.
+def remark_on_cores(
+    cpu_s: float, step_s: float, cores: float, input_share: float
+) -> Iterator[Remark]:
+    """Remark on a shortage of cores for reading data (and for training on a CPU).
 
     Args:
         cpu_s: CPU seconds per step of all training processes.
     """
     busy = cpu_s / max(1e-9, step_s * cores)
-    if input_share <= MIN_STARVED_SHARE or busy < 1.0 - SHARE:
-        return ""
-    return (
-        f"a device waits for its data in {input_share:.0%} of a step, and all {cores:g} cores are "
-        f"busy ({busy:.0%}): make reading samples cheaper (store what was decoded), or read them "
-        "on a host with more cores"
-    )
+    if input_share > MIN_STARVED_SHARE and busy >= 1.0 - SHARE:
+        yield Remark(
+            "cores",
+            f"training waits for its data in {input_share:.0%} of a step, and all {cores:g} cores "
+            f"are busy ({busy:.0%}): {ADVICE}",
+        )
 
 
 # -- reading ---------------------------------------------------------------------------------------

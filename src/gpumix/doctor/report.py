@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from gpumix.doctor.change import Changes, describe_changes
 from gpumix.doctor.verdict import Gain
@@ -14,6 +14,29 @@ BATCH_NOTE = (
     "may have to be higher"
 )
 DTYPE_NOTE = "it rounds otherwise: look at the loss of a whole run"
+
+STATE_NOTE = (
+    "this changes what is trained: moments are kept from step to step, and a new learning rate has "
+    "to be set in its `param_groups`"
+)
+
+RemarkName = Literal[
+    "between",
+    "loop",
+    "remade_optimizer",
+    "unfused_attention",
+    "steering_reads",
+    "model_reads",
+    "starved",
+    "cores",
+    "disk",
+    "allocator",
+    "throttled",
+    "pcie_link",
+    "emulation",
+    "spread",
+]
+"""Stable names of remarks, for programs."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +51,7 @@ class Suspect:
         note: side effects or costs of the change.
         changes_training: beyond rounding; reported, and left to the user.
         costly: whether a test takes minutes, and runs only on request.
+        alternatives: other changes for the same problem; the best is measured.
     """
 
     name: str
@@ -38,12 +62,21 @@ class Suspect:
     note: str = ""
     changes_training: bool = False
     costly: bool = False
+    alternatives: tuple[Suspect, ...] = ()
 
     @property
     def change_text(self) -> str:
         """Description of the change."""
         made = self.fix or describe_changes(self.changes)
         return f"{made} ({self.note})" if self.note else made
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A problem that no measured change mends."""
+
+    name: RemarkName
+    text: str
 
 
 @dataclass(frozen=True)
@@ -80,17 +113,19 @@ class Report:
         cleared: suspects whose change did not shorten steps.
         unlike: suspects whose change altered training, with the difference.
         untried: names of costly suspects not requested.
-        remarks: problems without a fix by settings.
+        remarks: problems without a fix by a change.
+        operations: of a step before any change, in torch; None: not counted.
         step_s: of an original step, including work between steps; `input_share`: the part of it
             waiting for data, on the device with the longest wait.
-        seconds: of the examination; `trained_s` of measured steps.
+        seconds: since the command began; `trained_s` of measured steps.
     """
 
     findings: tuple[Slowdown, ...]
     cleared: tuple[tuple[str, Gain], ...]
     unlike: tuple[tuple[str, str], ...]
     untried: tuple[str, ...]
-    remarks: tuple[str, ...]
+    remarks: tuple[Remark, ...]
+    operations: int | None
     step_s: float
     input_share: float
     seconds: float
@@ -137,7 +172,8 @@ class Report:
             "cleared": {name: gain.factor for name, gain in self.cleared},
             "unlike": dict(self.unlike),
             "untried": list(self.untried),
-            "remarks": list(self.remarks),
+            "remarks": [asdict(one) for one in self.remarks],
+            "operations": self.operations,
             "changes": self.changes,
             "seconds": self.seconds,
             "trained_s": self.trained_s,

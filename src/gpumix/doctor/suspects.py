@@ -75,18 +75,18 @@ class Evidence:
 PINS = {
     "gradient_checkpointing": "blocks are computed twice",
     "zero_stages": "what of the state is divided is pinned",
-    "shardings": "between which devices the state is divided is pinned",
+    "shardings": "between which GPUs or CPUs the state is divided is pinned",
     "checkpoints_on": "inputs of blocks are kept on the host",
     "orders": "the order of micro-batches is pinned",
     "cross_entropy": "how the head is computed is pinned",
     "state_on": "where the state is kept is pinned",
-    "tensor_parallel_size": "how many devices compute a block together is pinned",
+    "tensor_parallel_size": "how many GPUs or CPUs compute a block together is pinned",
     "sequence_parallel": "whether the sequence is divided is pinned",
     "max_pipeline_stages": "the number of stages is pinned",
     "min_pipeline_stages": "the number of stages is pinned",
     "pipeline_schedules": "the schedule of stages is pinned",
     "padded": "padded collectives are left out",
-    "leave_out": "devices that only hold the others up may not be left out",
+    "leave_out": "GPUs or CPUs that only hold the others up may not be left out",
 }
 
 NAMES = (
@@ -132,7 +132,7 @@ def _input(seen: Evidence) -> Iterator[Suspect]:
     if seen.input_share <= MIN_STARVED_SHARE:
         return
     data = seen.job.data
-    why = f"a device waits for its data in {seen.input_share:.0%} of a step"
+    why = f"training waits for its data in {seen.input_share:.0%} of a step"
     pinned = {
         f"data.{key}": "auto" for key in ("num_workers", "prefetch") if getattr(data, key) != "auto"
     }
@@ -168,7 +168,7 @@ def _suspect_if_predicted(
     if predicted_s is None or predicted_s >= seen.planned_s * (1.0 - LEAST_PREDICTED_SAVING):
         return
     gain = seen.planned_s / predicted_s
-    yield Suspect(name, what, f"the cost model promises {gain:.2f} times the speed", changes)
+    yield Suspect(name, what, f"the cost model promises {gain:.2f}x the speed", changes)
 
 
 def _suspect_computation(seen: Evidence) -> Iterator[Suspect]:
@@ -280,8 +280,7 @@ def _batch(seen: Evidence) -> Iterator[Suspect]:
     yield Suspect(
         name="batch",
         what="batches are small",
-        why=f"the cost model promises {seen.planned_s / predicted_s:.2f} times the samples a "
-        "second",
+        why=f"the cost model promises {seen.planned_s / predicted_s:.2f}x the samples a second",
         changes=changes,
         note=BATCH_NOTE,
         changes_training=True,

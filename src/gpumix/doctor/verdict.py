@@ -9,6 +9,7 @@ from math import comb
 from statistics import median
 
 LEAST_SPEEDUP = 1.02  # smallest speedup worth a setting
+SLOWER = 0.995  # speedup below which a change is called slower
 PAIRS = 5  # the range of five values contains the median with probability 94 %
 MOST_PAIRS_FACTOR = 2.5  # factor on the number of pairs, if disturbed windows hide the result
 CONFIDENCE = 0.92  # minimal confidence of an interval, given enough pairs
@@ -35,7 +36,10 @@ class Gain:
         return self.low > 1.0 and self.factor >= LEAST_SPEEDUP
 
     def __str__(self) -> str:
-        return f"{self.factor:.2f} times as fast ({self.low:.2f} to {self.high:.2f})"
+        if self.factor < SLOWER:
+            return f"{1.0 - self.factor:.0%} slower, not advised"
+        found = f"{self.factor:.2f}x as fast ({self.low:.2f} to {self.high:.2f})"
+        return found if self.real else f"no clear gain: {found}"
 
 
 def compute_gain(before_s: Sequence[float], after_s: Sequence[float]) -> Gain:

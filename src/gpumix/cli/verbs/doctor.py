@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -35,10 +36,11 @@ def register(app: typer.Typer) -> None:
     app.command(
         help="Find what slows a job down, or any function that trains: run a few steps, try what "
         "may mend it, and say by how much.\n\n"
-        "Each change is measured, in windows of a few steps with and without it that run in turn; "
-        "what was seen and no change mends is told beside that, without a gain. "
+        "Each change is measured in pairs of short runs, with and without it; what no change mends "
+        "is told without a gain. "
         "A function is one of a script of your own, in plain PyTorch; its module is looked for in "
-        "this folder. It is called without arguments, and ended after some steps.\n\n"
+        "this folder. It really runs, without arguments and several times, and is ended after some "
+        "steps each time: what it writes to files and logs is written.\n\n"
         "Example: gpumix doctor job.yaml --apply\n\n"
         "Example: gpumix doctor train:main"
     )(doctor)
@@ -55,9 +57,9 @@ def doctor(
         bool,
         typer.Option("--apply", help="Write the job with all that helped, as JOB.tuned.yaml."),
     ] = False,
-    steps: Annotated[int, typer.Option("--steps", min=3, help="Steps of a window.")] = 12,
+    steps: Annotated[int, typer.Option("--steps", min=3, help="Steps of a run.")] = 12,
     pairs: Annotated[
-        int, typer.Option("--pairs", min=3, help="Windows with and without each change.")
+        int, typer.Option("--pairs", min=3, help="Pairs of runs, with and without each change.")
     ] = 5,
     only: Annotated[
         list[str],
@@ -67,6 +69,7 @@ def doctor(
     allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
+    begun_s = time.perf_counter()
     _refuse_a_script(target)
     is_function = _is_function(target)
     if is_function:
@@ -78,14 +81,19 @@ def doctor(
 
     _refuse_unknown_suspects(only, is_function)
     console = get_stderr_console()
+    if is_function:
+        console.print(
+            f"{target} runs several times, a few steps each: what it writes to files and logs is "
+            "written"
+        )
     with _open_patient(target, is_function, overrides, allowed, steps=steps) as patient:
-        report = examine(patient, say=console.print, pairs=pairs, only=tuple(only))
+        report = examine(patient, say=console.print, pairs=pairs, only=tuple(only), begun_s=begun_s)
     if as_json:
         print_json(report.as_dict())
     else:
         console.print(_make_table(report) if report.findings else _describe_no_gain(report))
         for remark in report.remarks:
-            console.print(remark)
+            console.print(remark.text)
         for name in report.untried:
             console.print(f"not tried, for that takes minutes: --only {name}")
     if apply and report.settings:
@@ -190,7 +198,7 @@ def _make_table(report: Report) -> Table:
     from rich.table import Table
 
     waited = f"{report.input_share:.0%} of a step was spent waiting for data"
-    title = f"{report.gain:.2f} times as fast; {waited}"
+    title = f"{report.gain:.2f}x as fast; {waited}"
     table = Table("finding", "why", "change", "gain", title=title)
     for one in report.findings:
         suspect = one.suspect

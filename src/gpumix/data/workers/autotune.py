@@ -33,11 +33,10 @@ HANDOVER_PARTS = 64  # last parts that measure it
 UNDER_WAY = 3  # parts per worker, over all batches ahead
 THREADS_GAIN = 1.4  # speedup of two threads that counts as parallel in the interpreter
 LEAST_AHEAD = 4
-FIRST_WAITING = 8  # workers per core at most, until the device's time is known
 FREE = 0.8  # share of cores in use below which workers do not wait for cores
 FORGETS = 0.1  # share of earlier measurements replaced by each step
 TRIAL_CHUNKS = 4  # chunks in the trial of two threads
-AT_FIRST = "as fast as the cores can, at first"
+AT_FIRST = "one for each core, at first"
 DRAWS = "samples draw from this process's generators, so they are read while `next` waits"
 DREW = "samples were seen to draw from generators of the process that reads them"
 UNEVEN = 2.0  # slowest chunk relative to a batch, from which cost is uneven
@@ -124,9 +123,10 @@ def choose(found: BatchMeasurements, bounds: Bounds, splits: bool) -> PrefetchSe
     Args:
         splits: whether batches can be fetched in parts.
     """
-    wanted_s = found.step_s or found.wall_s / max(1.0, bounds.cores * found.waiting)
-    most = MOST_WORKERS if found.step_s else FIRST_WAITING
-    useful = floor(bounds.cores * min(found.waiting, most) + 0.25)
+    # Until the device's time is known, more workers than cores would often be too many.
+    waiting = min(found.waiting, MOST_WORKERS) if found.step_s else 1.0
+    wanted_s = found.step_s or found.wall_s / max(1.0, bounds.cores)
+    useful = floor(bounds.cores * waiting + 0.25)
     useful = max(1, min(MOST_WORKERS, useful))
     # If a few samples take most of the time, quick batches come first and hide the cost.
     busy = UNEVEN_BUSY if found.tail_s > UNEVEN * found.wall_s else TARGET_UTILIZATION

@@ -11,6 +11,7 @@ ROUNDING = 2e-3  # relative difference allowed for changes not listed below
 ROUNDING_BY_CHANGE = {"autocast": 3e-2, "tf32": 1e-2, "attention": 1e-2, "compile": 1e-2}
 # Changes possibly redrawing samples or random numbers: losses agree in the mean only.
 RESAMPLING_CHANGES = {"num_workers", "batch_size"}
+RETRAINING_CHANGES = {"reuse_optimizer"}  # losses differ by intention
 MOST_STANDARD_ERRORS = 3.0  # standard errors allowed between the means
 
 
@@ -29,6 +30,8 @@ def describe_loss_difference(
     if not all(map(math.isfinite, after)):
         return "losses are not finite"
     names = set(changes)
+    if names & RETRAINING_CHANGES:
+        return ""
     rounding = max([ROUNDING, *(ROUNDING_BY_CHANGE.get(name, 0.0) for name in names)])
     size = max(1e-12, mean(map(abs, before[:COMPARED_LOSSES])))
     apart = (

@@ -8,25 +8,38 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, set_default_dtype  # unpatched
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-from gpumix.doctor.function.lines import is_standard_stream
 from gpumix.doctor.function.patches import LIBRARY_LINE, Patches, find_user_line
-from gpumix.doctor.function.roots import Treatment, device_of
 from gpumix.doctor.function.suspects import DELAYABLE_READS
-from gpumix.doctor.function.watching import FUSIBLE, SETTERS, UNFUSIBLE
+from gpumix.doctor.function.watching.lines import is_standard_stream
+from gpumix.doctor.function.watching.optimizers import (
+    FUSIBLE,
+    UNFUSIBLE,
+    ParameterReferences,
+    list_parameters,
+)
+from gpumix.doctor.function.watching.roots import Treatment, device_of
+from gpumix.doctor.function.watching.watch import SETTERS
 from gpumix.hardware import runtime
 from gpumix.hardware.host.environment import use_expandable_segments
+
+MOST_KEPT = 8  # optimizers of one line kept for their successors
+_LATER_STATE = "_gpumix_state"  # attribute of optimizers, with the state to take over
 
 
 class PendingCopy(Protocol):
@@ -43,6 +56,7 @@ def apply_changes(changes: Mapping[str, Any], patches: Patches) -> list[Treatmen
         "pinned": _pin,
         "late_values": _delay_reads,
         "quiet": _silence_output,
+        "reuse_optimizer": _reuse_optimizers,
         "fused": _fuse,
         "recompute": _disable_recompute,
         "tf32": _tf32,
@@ -54,6 +68,7 @@ def apply_changes(changes: Mapping[str, Any], patches: Patches) -> list[Treatmen
     # In this order: compilation comes after all changes of the module.
     treated: dict[str, Callable[[Any, nn.Module], None]] = {
         "attention": _attend,
+        "fp32": _compute_in_fp32,
         "autocast": _cast,
         "compile": _compile,
     }
@@ -87,9 +102,13 @@ def _patch_constructor(
 
 def _workers(by_line: Mapping[str, int], patches: Patches) -> None:
     def change(line: str, given: dict[str, Any]) -> None:
-        if line in by_line:
-            given["num_workers"] = by_line[line]
-            given["persistent_workers"] = True
+        if line not in by_line:
+            return
+        given["num_workers"] = by_line[line]
+        given["persistent_workers"] = by_line[line] > 0
+        if not by_line[line]:  # these are for workers only
+            for name in ("prefetch_factor", "multiprocessing_context", "timeout"):
+                given.pop(name, None)
 
     _patch_constructor(patches, DataLoader, change)
 
@@ -201,7 +220,16 @@ class _Silent:
 
 def _threads(count: int, patches: Patches) -> None:
     torch.set_num_threads(count)
-    patches.replace(torch, SETTERS["threads"], lambda _: _ignored)
+    own = os.getpid()
+
+    def setting(before: Any) -> Any:
+        def set_threads(wanted: int) -> None:
+            if os.getpid() != own:  # a worker, which sets its own
+                before(wanted)
+
+        return set_threads
+
+    patches.replace(torch, SETTERS["threads"], setting)
 
 
 def _unset(what: str, _: Any, patches: Patches) -> None:
@@ -230,6 +258,38 @@ def _fuse(lines: Collection[str], patches: Patches) -> None:
         _patch_constructor(patches, kind, change)
 
 
+def _reuse_optimizers(lines: Collection[str], patches: Patches) -> None:
+    """Let each optimizer made by one of `lines` take over the settings and the state of the one
+    before for the same parameters. The state comes back at the next step, because constructors of
+    some optimizers fill it."""
+    known: dict[str, list[Optimizer]] = {line: [] for line in lines}
+
+    def making(before: Any) -> Any:
+        def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            before(optimizer, *args, **kwargs)
+            if (earlier := known.get(find_user_line())) is None:
+                return
+            parameters = list_parameters(optimizer.param_groups)
+            for one in earlier:
+                if ParameterReferences(one).match(parameters):
+                    state = vars(one).get(_LATER_STATE, one.state)
+                    vars(optimizer).update({**vars(one), "state": defaultdict(dict)})
+                    vars(optimizer)[_LATER_STATE] = state
+                    earlier.remove(one)
+                    break
+            earlier.append(optimizer)
+            del earlier[:-MOST_KEPT]
+
+        return made
+
+    def stepping(optimizer: Any, *_: Any) -> None:
+        if _LATER_STATE in vars(optimizer):
+            optimizer.state = vars(optimizer).pop(_LATER_STATE)
+
+    patches.replace(Optimizer, "__init__", making)
+    patches.callback(register_optimizer_step_pre_hook(stepping).remove)
+
+
 def _disable_recompute(_: Any, patches: Patches) -> None:
     """Disable activation checkpointing; activations are stored instead of recomputed."""
 
@@ -250,20 +310,42 @@ def _attend(name: str, module: nn.Module) -> None:
         choose(name)
 
 
+def _compute_in_fp32(_: Any, module: nn.Module) -> None:
+    """Convert a module to fp32, in place for its optimizer; callers see fp64."""
+    module.float()
+    forward = module.forward
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        before = torch.get_default_dtype()
+        set_default_dtype(torch.float32)
+        try:
+            given = _convert((args, kwargs), torch.float64, torch.float32)
+            result = forward(*given[0], **given[1])
+        finally:
+            set_default_dtype(before)
+        return _convert(result, torch.float32, torch.float64)
+
+    module.forward = compute  # type: ignore[method-assign]
+
+
 def _cast(_: Any, module: nn.Module) -> None:
     forward, device = module.forward, device_of(module).type
 
     def cast(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device, torch.bfloat16):
             result = forward(*args, **kwargs)
-        return tree_map(_in_fp32, result)
+        return _convert(result, torch.bfloat16, torch.float32)
 
     module.forward = cast  # type: ignore[method-assign]
 
 
-def _in_fp32(value: Any) -> Any:
-    half = isinstance(value, Tensor) and value.dtype == torch.bfloat16
-    return value.float() if half else value
+def _convert(values: Any, source: torch.dtype, target: torch.dtype) -> Any:
+    """Convert all tensors of one dtype in nested values to another."""
+
+    def convert(value: Any) -> Any:
+        return value.to(target) if isinstance(value, Tensor) and value.dtype == source else value
+
+    return tree_map(convert, values)
 
 
 def _compile(mode: str, module: nn.Module) -> None:

@@ -25,14 +25,16 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpumix.data.core.factory import call_factory
-from gpumix.doctor.function.attention import UnfusedAttentionFinder
 from gpumix.doctor.function.changing import apply_changes
-from gpumix.doctor.function.kernels import KernelProfile
 from gpumix.doctor.function.patches import Patches
-from gpumix.doctor.function.roots import RootModules
 from gpumix.doctor.function.seen import Observations, WindowRequest
-from gpumix.doctor.function.steps import LEAST_STEPS, StepCounter, WindowDone
-from gpumix.doctor.function.watching import FunctionWatch
+from gpumix.doctor.function.watching.attention import UnfusedAttentionFinder
+from gpumix.doctor.function.watching.kernels import KernelProfile
+from gpumix.doctor.function.watching.loops import OperationCounter
+from gpumix.doctor.function.watching.operations import OperationInspector
+from gpumix.doctor.function.watching.roots import RootModules
+from gpumix.doctor.function.watching.steps import LEAST_STEPS, StepCounter, WindowDone
+from gpumix.doctor.function.watching.watch import FunctionWatch
 from gpumix.hardware.runtime import device_count
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import open_log
@@ -70,14 +72,15 @@ def watch_function(order: WindowRequest, patches: Patches, send: Any) -> None:
     _reset_process_state(order.threads)
     gpu = device_count() > 0
     roots = RootModules(apply_changes(order.changes, patches))
-    watch = FunctionWatch(roots)
+    watch = FunctionWatch(roots, samples=order.length.profiled > 0)
     watch.install(patches, gpu=gpu)
-    kernels, attention = KernelProfile(), UnfusedAttentionFinder()
+    kernels, attention, counter = KernelProfile(), UnfusedAttentionFinder(), OperationCounter()
+    inspector = OperationInspector(attention, counter)
     found: list[Observations] = []
     measured = 0  # steps before the profiled ones
 
     def begins() -> None:
-        attention.end()
+        inspector.end()
         roots.found()
         watch.begin()
         send(("begun", None))
@@ -93,18 +96,30 @@ def watch_function(order: WindowRequest, patches: Patches, send: Any) -> None:
         computing_s, profiled = kernels.seconds(), steps.done - measured
         if computing_s is not None:  # the function may have ended before all profiled steps
             computing_s = computing_s / profiled if profiled else None
-        places = tuple(attention.places)
-        send(("seen", replace(found[0], kernels_s=computing_s, attention=places)))
+        seen = replace(
+            found[0],
+            kernels_s=computing_s,
+            attention=tuple(attention.places),
+            operations=counter.last,
+        )
+        send(("seen", seen))
 
     length = order.length if gpu else replace(order.length, profiled=0)
-    steps = StepCounter(length, settled=watch.settled, begins=begins, ends=ends, leaves=leaves)
+    steps = StepCounter(
+        length,
+        settled=watch.loaders.settled,
+        each=counter.next_step,
+        begins=begins,
+        ends=ends,
+        leaves=leaves,
+    )
     for hook in (watch.stepped, steps.step):
         patches.callback(register_optimizer_step_post_hook(hook).remove)
     patches.callback(roots.end)
     roots.find()
     if order.length.profiled:
-        patches.callback(attention.end)
-        attention.begin()
+        patches.callback(inspector.end)
+        inspector.begin()
     try:
         made = call_factory(order.reference, {}, Path(order.folder))
     except WindowDone:

@@ -70,9 +70,20 @@ def _find_line(passed: tuple[str, ...], ends: tuple[str, ...]) -> str:
         name = frame.f_code.co_filename
         if not name.startswith(_PACKAGE) and not any(part in name for part in passed):
             its = not any(part in name for part in ends)
-            return f"{_shorten_path(name)}:{frame.f_lineno}" if its else LIBRARY_LINE
+            return format_line(name, frame.f_lineno) if its else LIBRARY_LINE
         frame = frame.f_back  # type: ignore[assignment]
     return LIBRARY_LINE
+
+
+def is_user_file(name: str) -> bool:
+    """Return whether a file is neither of a library nor of gpumix."""
+    foreign = (*_STANDARD_LIBRARY_FILES, *_PACKAGES)
+    return not name.startswith(_PACKAGE) and not any(part in name for part in foreign)
+
+
+def format_line(name: str, number: int) -> str:
+    """Return file:line, with a path relative to the working directory, if inside."""
+    return f"{_shorten_path(name)}:{number}"
 
 
 @cache

@@ -16,21 +16,23 @@ from typing import Any
 from gpumix.doctor.change import Changes
 from gpumix.doctor.examine import TimedWindow
 from gpumix.doctor.function.alike import describe_loss_difference
-from gpumix.doctor.function.seen import Observations, WindowLength, WindowRequest
-from gpumix.doctor.function.suspects import (
-    describe_host_gap,
-    describe_steering_reads,
-    find_suspects,
+from gpumix.doctor.function.remarks import (
+    remark_on_host_gap,
+    remark_on_loops,
+    remark_on_remade_optimizers,
+    remark_on_steering_reads,
 )
+from gpumix.doctor.function.seen import Observations, WindowLength, WindowRequest
+from gpumix.doctor.function.suspects import find_suspects
 from gpumix.doctor.machine import (
     MachineObservations,
-    describe_core_shortage,
-    describe_starvation,
-    describe_unfused_attention,
-    remarks_on,
+    remark_on_cores,
+    remark_on_machine,
+    remark_on_starvation,
+    remark_on_unfused_attention,
     watch_machine,
 )
-from gpumix.doctor.report import Suspect
+from gpumix.doctor.report import Remark, Suspect
 from gpumix.schema.errors import GpumixError, InputError, TrainingError
 from gpumix.schema.files import read_log, read_text, scratch_folder
 
@@ -53,9 +55,8 @@ class FunctionPatient:
         steps: of a window; more if steps take less than `least_s`.
         threads: torch's default number of threads.
         patience_s: see `PATIENCE_S`.
+        first: observations of the first look, by an inspection that slows steps down.
         windows: observations of past windows; `machine` and `cpu_s` (of all processes) of the last.
-        kernels_share: fraction of a step in which a GPU computes.
-        attention: lines with unfused attention.
         samples: per step, before any change.
     """
 
@@ -68,24 +69,34 @@ class FunctionPatient:
     patience_s: float = PATIENCE_S
     debug: bool = False
     changes: Changes = field(default_factory=dict)
+    first: Observations | None = None
     windows: list[Observations] = field(default_factory=list)
     machine: MachineObservations | None = None
     cpu_s: float = 0.0
-    kernels_share: float | None = None
-    attention: tuple[str, ...] = ()
     samples: float = 0.0
 
     def look(self) -> None:
-        """Inspect the function before all windows: its step time, GPU compute time and attention.
+        """Inspect the function before all windows: its operations, the lines of work between
+        steps, and the GPU compute time.
 
         Raises:
             GpumixError: see `window`.
         """
-        seen = self._run(PROFILED_STEPS)
-        if seen.kernels_s is not None:
-            self.kernels_share = seen.kernels_s / seen.step_s
-        self.attention = seen.attention
-        self.steps = min(self.steps, seen.steps)  # a function ending by itself has no more steps
+        self.first = self._run(PROFILED_STEPS)
+        # A function ending by itself has no more steps.
+        self.steps = min(self.steps, self.first.steps)
+
+    @property
+    def kernels_share(self) -> float | None:
+        """Fraction of a step in which a GPU computes; None: unknown."""
+        if self.first is None or self.first.kernels_s is None:
+            return None
+        return self.first.kernels_s / self.first.step_s
+
+    @property
+    def operations(self) -> int | None:
+        counts = None if self.first is None else self.first.operations
+        return None if counts is None else counts.total
 
     def window(self) -> TimedWindow:
         """Run a window in a fresh process.
@@ -112,27 +123,28 @@ class FunctionPatient:
         return replace(self, changes=both, windows=[], machine=None, samples=samples)
 
     def suspects(self) -> list[Suspect]:
-        return find_suspects(self.windows[-1], self.kernels_share)
+        """See `Patient`; settings found by measurement are not suspected again."""
+        found = find_suspects(self.windows[-1], self.kernels_share)
+        return [one for one in found if not one.changes.keys() <= self.changes.keys()]
 
     def unlike(self, before: FunctionPatient) -> str:
         added = self.changes.keys() - before.changes.keys()
         return describe_loss_difference(before.windows[-1].losses, self.windows[-1].losses, added)
 
-    def remarks(self) -> Iterator[str]:
-        seen = self.windows[-1]
-        if told := describe_steering_reads(seen.syncs):
-            yield told
-        if self.attention:
-            yield describe_unfused_attention(self.attention)
-        cpu_s = self.cpu_s / max(1, seen.steps)
+    def remarks(self) -> Iterator[Remark]:
+        seen, first = self.windows[-1], self.first or self.windows[-1]
         share = seen.input_share
-        short = describe_core_shortage(cpu_s, seen.step_s, seen.cores, share)
-        if told := short or describe_starvation([share], [seen.limit]):
-            yield told
-        if told := describe_host_gap(seen, self.kernels_share):
-            yield told
+        yield from remark_on_steering_reads(seen.syncs)
+        yield from remark_on_unfused_attention(first.attention)
+        own_s = seen.step_s * (1.0 - share) - seen.between_s / seen.steps
+        yield from remark_on_loops(first.operations, own_s)
+        yield from remark_on_remade_optimizers(seen)
+        cpu_s = self.cpu_s / max(1, seen.steps)
+        short = list(remark_on_cores(cpu_s, seen.step_s, seen.cores, share))
+        yield from short or remark_on_starvation([share], [seen.limit])
+        yield from remark_on_host_gap(seen, first.between, self.kernels_share)
         if self.machine is not None:
-            yield from remarks_on(self.machine, input_share=share, retries=seen.retries)
+            yield from remark_on_machine(self.machine, input_share=share, retries=seen.retries)
 
     # -- its process -------------------------------------------------------------------------------
 

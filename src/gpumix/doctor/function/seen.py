@@ -30,8 +30,8 @@ class WindowRequest:
     Attributes:
         reference: the function, as module:function; its module is searched in `folder`.
         changes: to apply; see `changing`.
-        length: of the window; without profiled steps, there is no search for unfused attention
-            during the warm-up either.
+        length: of the window; without profiled steps, operations of the warm-up are not inspected
+            either.
         threads: torch's threads, as in a process started by the user.
         debug: whether to show tracebacks.
     """
@@ -57,6 +57,35 @@ class Site:
     what: str
     calls: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class RepeatedLine:
+    """A line of user code whose operations are repeated with the same parameters, as by a loop over
+    positions.
+
+    Attributes:
+        operations: per step, in forward passes.
+        repeats: largest number of executions in one loop.
+    """
+
+    place: str
+    operations: int
+    repeats: int
+
+
+@dataclass(frozen=True)
+class OperationCounts:
+    """Operations of one step.
+
+    Attributes:
+        total: including backward passes and updates; `forward`: others.
+        lines: most operations first.
+    """
+
+    total: int
+    forward: int
+    lines: tuple[RepeatedLine, ...]
 
 
 @dataclass(frozen=True)
@@ -87,13 +116,19 @@ class LoaderObservation:
 
 @dataclass(frozen=True)
 class OptimizerObservation:
-    """An optimizer used in counted steps, for `seconds` of host time."""
+    """The optimizers made by one line and used in counted steps.
+
+    Attributes:
+        seconds: host time of updates and of making optimizers.
+        remade: number of optimizers made for the parameters of an earlier one.
+    """
 
     place: str
     name: str
     fused: bool
     fusible: bool
     seconds: float
+    remade: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,7 +137,7 @@ class ModelObservation:
 
     Attributes:
         place: line of the call.
-        fp32: parameters are fp32, without autocast.
+        fp32: parameters are fp32, without autocast; `fp64`: some are fp64.
         eager_attention: fused attention is available but unused.
         compiled: runs compiled code.
     """
@@ -112,6 +147,7 @@ class ModelObservation:
     fp32: bool
     eager_attention: bool
     compiled: bool
+    fp64: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +159,8 @@ class Observations:
         losses: all tensors with a call of `backward`, from the first step on.
         cuda: whether a GPU is in use, of compute capability `capability` (0: none).
         between_s: host time in counted steps from a backward pass or an update to the next forward
-            pass, without time listed elsewhere in this class.
+            pass, without time listed elsewhere in this class; `between`: its lines, with their
+            code, most seconds first; empty if not sampled.
         copies: blocking copies to a GPU from unpinned memory.
         syncs: reads of GPU values making the host wait.
         writes: to stdout and stderr.
@@ -133,6 +170,7 @@ class Observations:
         retries: of the allocator in counted steps.
         kernels_s: GPU compute time per step; None: not measured.
         attention: lines with unfused attention; empty if not searched.
+        operations: of one step; None: not counted.
         memory_share: peak part of the device's memory in use.
     """
 
@@ -145,6 +183,7 @@ class Observations:
     optimizers: tuple[OptimizerObservation, ...] = ()
     models: tuple[ModelObservation, ...] = ()
     between_s: float = 0.0
+    between: tuple[Site, ...] = ()
     copies: tuple[Site, ...] = ()
     syncs: tuple[Site, ...] = ()
     writes: tuple[Site, ...] = ()
@@ -160,6 +199,7 @@ class Observations:
     retries: int = 0
     kernels_s: float | None = None
     attention: tuple[str, ...] = ()
+    operations: OperationCounts | None = None
     memory_share: float = 0.0
 
     @property

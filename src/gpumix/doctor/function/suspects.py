@@ -7,23 +7,26 @@ Only observed problems are suspected, since each suspect costs windows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil, floor
+from math import floor
 
 from gpumix.cost.input_time import MIN_STARVED_SHARE
-from gpumix.data.workers.autotune import BatchMeasurements, Bounds, choose
-from gpumix.doctor.function.seen import LoaderObservation, Observations, Site
-from gpumix.doctor.report import BATCH_NOTE, DTYPE_NOTE, Suspect
+from gpumix.doctor.function.loader_suspects import suspect_loaders
+from gpumix.doctor.function.seen import (
+    Observations,
+    OptimizerObservation,
+    Site,
+)
+from gpumix.doctor.report import BATCH_NOTE, DTYPE_NOTE, STATE_NOTE, Suspect
 from gpumix.schema.units import format_count
 
 COPY_SHARE = 0.01  # fraction of a step allowed for blocking copies
 WRITE_SHARE = 0.01  # fraction of a step allowed for printing
 OPTIMIZER_SHARE = 0.03  # fraction of a step above which a faster optimizer is worth a try
+REMADE_SHARE = 0.9  # optimizers made per step for the same parameters above which they are remade
 SMALL_SHARE = 0.25  # fraction of a step above which the optimizer suggests small batches
 ROOMY_MEMORY_SHARE = 0.3  # fraction of the memory in use below which there is room for more
 LAUNCH_SHARE = 0.7  # part of a step with GPU computation below which kernel launches limit the GPU
 AMPERE, VOLTA = 8, 7  # bf16 and TF32 need Ampere, Triton needs Volta
-MOST_WORKERS = 4  # per core; each is a process with Python and torch loaded
-BETWEEN_SHARE = 0.1  # fraction of a step allowed before forward passes while the GPU idles
 SITES = 3  # lines named in a message
 DELAYABLE_READS = ("item", "tolist", "cpu", "__float__")  # reads allowed to be one step late
 
@@ -41,7 +44,9 @@ NAMES = (
     "attention",
     "tf32",
     "bf16",
+    "fp64",
     "fused_optimizer",
+    "remade_optimizer",
     "launches",
     "compile",
     "batch",
@@ -57,61 +62,15 @@ def find_suspects(seen: Observations, kernels_share: float | None = None) -> lis
         kernels_share: fraction of a step in which a GPU computes; None: unknown.
     """
     return [
-        *_input(seen),
+        *suspect_loaders(seen),
         *_waits(seen),
         *_settings(seen),
         *_computing(seen),
+        *_double_precision(seen),
+        *_remade_optimizers(seen),
         *_launches(seen, kernels_share),
         *_batches(seen, kernels_share),
     ]
-
-
-def _input(seen: Observations) -> Iterator[Suspect]:
-    waiting = {
-        one.place: workers
-        for one in seen.loaders
-        if one.waited_s > MIN_STARVED_SHARE * seen.seconds and (workers := _workers(seen, one))
-    }
-    if not waiting:
-        return
-    fix = "; ".join(
-        f"DataLoader(..., num_workers={n}, persistent_workers=True) at {place}"
-        for place, n in waiting.items()
-    )
-    yield Suspect(
-        name="workers",
-        what="the loop fetches its batches itself, or with too few workers",
-        why=f"it waits for its data in {seen.input_share:.0%} of a step",
-        changes={"num_workers": waiting},
-        fix=fix,
-    )
-
-
-def _workers(seen: Observations, loader: LoaderObservation) -> int:
-    """Return the recommended number of workers; 0 for no recommendation."""
-    if loader.tunes:
-        return 0
-    if loader.streams:  # each worker reads the complete stream; a single worker reads ahead
-        return 0 if loader.workers else 1
-    most = max(1, round(MOST_WORKERS * seen.cores))
-    own_s = max(1e-6, seen.seconds * (1.0 - seen.input_share))  # without time of the loader
-    if loader.workers:
-        if not loader.persistent and loader.begun > 0:
-            return loader.workers
-        # Workers deliver one batch per step at present, and should without waits.
-        wanted = min(ceil(loader.workers * seen.seconds / own_s), most)
-        return wanted if wanted > loader.workers else 0
-    batches = max(1.0, loader.samples / (loader.batch_size or 1))
-    found = BatchMeasurements(
-        rows=loader.batch_size or 1,
-        batch_bytes=1,
-        wall_s=loader.waited_s / batches,
-        cpu_s=loader.cpu_s / batches,
-        tail_s=loader.waited_s / batches,
-        step_s=own_s / batches,
-    )
-    bounds = Bounds(cores=seen.cores, processes=True, threads=False, memory_bytes=2**30)
-    return min(choose(found, bounds, splits=False).workers, most)
 
 
 def _waits(seen: Observations) -> Iterator[Suspect]:
@@ -152,31 +111,6 @@ def suspect_waiting_lines(
             changes={"quiet": True},
             fix="print every some steps, at " + _places(writes),
         )
-
-
-def describe_steering_reads(syncs: tuple[Site, ...]) -> str:
-    """Describe reads whose values cannot come late; empty if none."""
-    found = [one for one in syncs if one.what not in DELAYABLE_READS]
-    named = ", ".join(f"{one.place} ({one.what})" for one in found[:SITES])
-    return f"the host waits for values of the GPU that steer the code, at {named}" if found else ""
-
-
-def describe_host_gap(seen: Observations, kernels_share: float | None = None) -> str:
-    """Describe time before forward passes outside of loaders; empty if small, or if the GPU has
-    enough work meanwhile."""
-    share = seen.share_of(seen.between_s)
-    idle_share = 1.0 - (kernels_share or 0.0)
-    if min(share, idle_share) <= BETWEEN_SHARE:
-        return ""
-    whose = "of the host's time in a step" if seen.cuda else "of a step"
-    known = kernels_share is not None
-    gpu = f", and the GPU computes in {kernels_share:.0%} of a step" if known else ""
-    return (
-        f"{share:.0%} {whose} passes between the update (or a backward pass) and the next forward "
-        f"pass, in no DataLoader{gpu}: if batches are made there, have that done ahead, by the "
-        "workers of a DataLoader or by gpumix.Loader, which reads generators too; what else is "
-        "done there, do more rarely"
-    )
 
 
 def suspect_fragmentation(times: int, steps: int) -> Iterator[Suspect]:
@@ -269,6 +203,50 @@ def _computing(seen: Observations) -> Iterator[Suspect]:
             changes={"fused": tuple(one.place for one in slow)},
             fix="; ".join(f"{one.name}(..., fused=True) at {one.place}" for one in slow),
         )
+
+
+def _double_precision(seen: Observations) -> Iterator[Suspect]:
+    double = [one for one in seen.models if one.fp64]
+    if not double:
+        return
+    fix = f"torch.set_default_dtype(torch.float32) {_format_setting_place(seen, 'default_dtype')}"
+    if "default_dtype" not in seen.set:
+        fix = (
+            "model.float() before its optimizer is made, and batches in float32, for the call at "
+            f"{double[0].place}"
+        )
+    its = "GPU" if seen.cuda else "CPU"
+    yield Suspect(
+        name="fp64",
+        what="the model computes in fp64",
+        why=f"the {its} computes at least twice as much a second in fp32, with half of the memory",
+        changes={"fp32": True},
+        fix=fix,
+        note=DTYPE_NOTE,
+        changes_training=True,
+    )
+
+
+def find_remade_optimizers(seen: Observations) -> list[OptimizerObservation]:
+    """Return the optimizers made anew in every step."""
+    return [one for one in seen.optimizers if one.remade >= REMADE_SHARE * seen.steps]
+
+
+def _remade_optimizers(seen: Observations) -> Iterator[Suspect]:
+    remade = find_remade_optimizers(seen)
+    if not remade:
+        return
+    share = seen.share_of(sum(one.seconds for one in remade))
+    yield Suspect(
+        name="remade_optimizer",
+        what="an optimizer is made anew in every step",
+        why=f"its state is lost each time, and it takes {share:.0%} of a step",
+        changes={"reuse_optimizer": tuple(one.place for one in remade)},
+        fix="make it once, before the loop, at "
+        + ", ".join(f"{one.place} ({one.name})" for one in remade),
+        note=STATE_NOTE,
+        changes_training=True,
+    )
 
 
 def _launches(seen: Observations, kernels_share: float | None) -> Iterator[Suspect]:

@@ -112,4 +112,5 @@ def _seen(module: nn.Module, place: str, casts: bool, compiled: bool) -> ModelOb
         fp32=dtypes == {torch.float32} and not casts,
         eager_attention=eager and bool(getattr(module, "_supports_sdpa", False)),
         compiled=compiled,
+        fp64=torch.float64 in dtypes,
     )

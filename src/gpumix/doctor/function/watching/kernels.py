@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpumix.doctor.function.steps import wait_for_gpu
+from gpumix.doctor.function.watching.steps import wait_for_gpu
 from gpumix.hardware import runtime
 
 _NCCL_PREFIX = "nccl"  # prefix of NCCL kernels, which keep running while waiting for other ranks

@@ -20,6 +20,10 @@ class HostGapTimer:
         self._since: tuple[float, float] | None = None
         self.seconds = 0.0
 
+    def get_interval(self) -> object:
+        """Return an object identifying the running interval; None between intervals."""
+        return self._since
+
     def forget(self) -> None:
         """Reset the total; a running interval restarts."""
         self.seconds = 0.0

@@ -1,0 +1,1 @@
+"""Observation of a function while it trains."""
