@@ -176,7 +176,7 @@ def desk(tmp_path_factory) -> Path:
         for command in FIRST:
             done = gpumix(*command.split()[1:])
             assert done.exit_code == 0, f"{command}: {done.stderr}"
-    for name in ("latest", "clm/gpumix", "llama-7b"):
+    for name in ("latest", "second", "clm/gpumix", "llama-7b"):
         shutil.copytree(folder / "runs" / "first", folder / "runs" / name)
     as_if_real(folder)
     return folder

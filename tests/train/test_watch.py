@@ -133,8 +133,8 @@ def test_who_waits_for_data_is_named_and_so_is_what_is_short():
     names = ["one", "two", "three"]
     records = [starved(None, Limit.DEVICE), starved(0.2, Limit.CORES), starved(0.1, Limit.UNKNOWN)]
     assert describe_input_bound_ranks(names, records) == (
-        "the run is input-bound: of each step stand idle for their data two 20% (cores: fetching "
-        "takes more of them than there are), three 10%"
+        "the run is input-bound: GPUs wait for data, in parts of each step: two 20% (cores: "
+        "fetching takes more of them than there are), three 10%"
     )
     assert describe_input_bound_ranks(names[:1], records[:1]) == ""
 

@@ -119,7 +119,7 @@ def test_what_is_looked_for_is_what_records_have(record, names):
         ),
         (
             line("input-bound", ranks=[{"device": "a", "share": 0.3, "limit": "cores"}]),
-            "devices stand idle for their data: a 30% (cores)",
+            "GPUs wait for data, in parts of each step: a 30% (cores)",
         ),
         (
             line(

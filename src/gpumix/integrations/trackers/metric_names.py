@@ -107,7 +107,7 @@ def describe_event(line: Mapping[str, Any]) -> str:
         return f"{after}, from step {line['resumed_from']}: {line['why']}{decided}"
     if kind == "input-bound":
         idle = (f"{one['device']} {one['share']:.0%} ({one['limit']})" for one in line["ranks"])
-        return f"devices stand idle for their data: {', '.join(idle)}"
+        return f"GPUs wait for data, in parts of each step: {', '.join(idle)}"
     if kind == "plan":
         return "; ".join(filter(None, (line["why"], plan_in_words(line))))
     fields = {k: v for k, v in line.items() if k not in ("event", "step", "time")}

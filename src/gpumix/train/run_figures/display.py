@@ -141,7 +141,7 @@ def describe_input_bound_ranks(names: Sequence[str], records: Sequence[RankRecor
             told.append(f"{name} {one.starved_share:.0%}{short}")
     if not told:
         return ""
-    return f"the run is input-bound: of each step stand idle for their data {', '.join(told)}"
+    return f"the run is input-bound: GPUs wait for data, in parts of each step: {', '.join(told)}"
 
 
 def describe_first_reason(names: Sequence[str], whys: Iterable[str]) -> str:

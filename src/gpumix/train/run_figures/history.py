@@ -31,7 +31,7 @@ from gpumix.train.run_log.time_breakdown import TimeShares
 # Limits for long runs; twice as many entries may be kept.
 MOST_STEPS, MOST_WINDOWS, MOST_EVENTS, NEWEST = 10_000, 2_000, 10_000, 100
 TOGETHER = 8
-FIGURE_STEPS = 500  # newest steps, which figures are computed of; none of them is left out
+FIGURE_STEPS = 200  # newest steps, which figures are computed of; none of them is left out
 # Starts of step and rank lines, as written by `RunLog`.
 _BEGIN = len('{"event": "step"')
 _STEP = ('{"event": "step"', b'{"event": "step"')
