@@ -97,6 +97,9 @@ def test_a_name_that_fits_several_forms_is_told():
     assert "a100 is a100-80gb-sxm (not a100-40gb-sxm, a100-80gb-pcie, a100-40gb-pcie)" in said
     assert "rtx4090 is" not in said
     assert "8x A100 SXM4 80GB" in said
+    said = " ".join(gpumix("plan", "--cluster", "4x max 1550", *SMALL).stdout.split())
+    assert "max 1550 is max1550-tile, half of one: each is two devices" in said
+    assert "mi250-gcd is" not in gpumix("plan", "--cluster", "2x mi250-gcd", *SMALL).stdout
 
 
 @pytest.mark.parametrize(
@@ -116,6 +119,8 @@ def test_estimates_without_published_times_say_that_their_error_is_unknown():
     for cards, known in (("2x rtx4090", True), ("8x gaudi2", True), ("2x 7900xtx", False)):
         page = gpumix("plan", "--cluster", cards, *SMALL).stdout
         assert ("±33 %" in page, "± unknown" in page) == (known, not known)
+    said = " ".join(gpumix("plan", "--cluster", "7900xtx, r9700", *SMALL).stdout.split())
+    assert "the parts of their peaks that r9700 and rx7900xtx reach" in said
     said = " ".join(gpumix("plan", "--cluster", "7900xtx", *SMALL).stdout.split())
     assert "the part of its peak that rx7900xtx reaches" in said
     table = gpumix("compare", "--cluster", "2x 7900xtx", *SMALL).stdout

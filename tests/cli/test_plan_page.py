@@ -207,9 +207,31 @@ def test_numbers_of_cards_in_any_order(text):
     assert len(found.devices) == 2
 
 
-@pytest.mark.parametrize("text", ["rtx3090", "l40s", "a100-80gb-sxm", "4090", "3090 ti"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rtx3090", "l40s", "a100-80gb-sxm", "4090", "3090 ti",
+        "7900xtx", "9070xt", "7900XT", "7900 xtx", "max 1550",
+    ],
+)  # fmt: skip
 def test_a_name_alone_is_one_card(text):
     assert split_count(text) == (None, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "split"),
+    [
+        ("2x 7900xtx", (2, "7900xtx")),
+        ("2x7900xtx", (2, "7900xtx")),
+        ("7900xtx x2", (2, "7900xtx")),
+        ("9070xt x 2", (2, "9070xt")),
+        ("4xt4", (4, "t4")),
+        ("4x t4", (4, "t4")),
+        ("4x titan xp", (4, "titan xp")),
+    ],
+)
+def test_the_x_of_a_radeon_is_no_number(text, split):
+    assert split_count(text) == split
 
 
 def real_gpus(folder, *products: str):

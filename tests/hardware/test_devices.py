@@ -105,6 +105,13 @@ def test_a_process_uses_one_device_at_a_time():
         pass
 
 
+def test_gaudi_is_planned_for_and_not_trained_on():
+    gaudi = DeviceClass(name="gaudi2", accelerator="hpu", memory_bytes=96 * 2**30)
+    assert gaudi.maker == "Habana"
+    with pytest.raises(MachineError, match="'gaudi2' is a Gaudi, which gpumix only plans for"):
+        open_device(gaudi, 0)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_torch_does_not_see_is_an_error_with_a_fix():
     with pytest.raises(MachineError, match="torch sees no GPU") as raised:

@@ -29,6 +29,15 @@ def test_a_card_that_nobody_knows_has_none(product):
     assert find_stated_peak(of(product), "bf16") is None
 
 
+def test_memory_decides_where_several_cards_have_one_product():
+    product = "NVIDIA GeForce RTX 3080"
+    for name in ("rtx3080-10gb", "rtx3080-12gb"):
+        card = find_card(name)
+        peak = find_stated_peak(of(product, memory_bytes=card.memory_bytes - 2**28), "bf16")
+        assert peak == Peak(flops_per_s=card.flops.bf16, source="stated")
+    assert find_stated_peak(of(product, memory_bytes=2**33), "bf16") is None
+
+
 def test_what_the_user_says_counts_before_the_datasheet():
     said = of(find_card("rtx3090").product, peak_flops_per_s=1e12)
     assert find_stated_peak(said, "bf16") == Peak(flops_per_s=1e12, source="stated")

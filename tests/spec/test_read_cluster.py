@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.cluster_file import format_cluster
@@ -132,6 +133,12 @@ def test_islands_and_racks_are_stated(read):
     ]
     where = {"island": "nvlink3", "inside": "pcie4", "rack": "100GbE", "between": "25GbE"}
     assert {w: found.network.of(w, "rtx3090", "gtx1060").name for w in where} == where
+    assert read(json.dumps(format_cluster(found))) == found
+
+
+@pytest.mark.parametrize("cards", ["2x b580", "gaudi2", "7900xtx, r9700"])
+def test_cards_of_other_makers_survive_a_file(read, cards):
+    found = parse_cluster(cards)
     assert read(json.dumps(format_cluster(found))) == found
 
 

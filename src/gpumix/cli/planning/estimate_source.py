@@ -174,7 +174,12 @@ class Estimate:
                 else "no memory of a host besides that of its GPU"
             )
         if assumed_classes := list_assumed_classes(profile.estimated):
-            parts.append(f"the part of its peak that {' and '.join(assumed_classes)} reaches")
+            first, *more = assumed_classes
+            parts.append(
+                f"the parts of their peaks that {' and '.join(assumed_classes)} reach"
+                if more
+                else f"the part of its peak that {first} reaches"
+            )
         return "; ".join([", ".join(parts), *self.cluster.explain_names()])
 
 

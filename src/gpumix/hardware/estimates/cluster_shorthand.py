@@ -299,15 +299,22 @@ def _split_hosts(text: str) -> Iterator[tuple[int, str]]:
 
 
 def explain_short_names(text: str) -> list[str]:
-    """Say which card each name in a cluster stands for that fits several forms of one card."""
+    """Say which card each name in a cluster stands for that fits several forms of one card, or a
+    GPU of two devices."""
     names = [
         split_count(some)[1].strip() for _, host in _split_hosts(text) for some in host.split(",")
     ]
-    return [
-        f"{name} is {find_card(name).name} (not {', '.join(card.name for card in others)})"
-        for name in dict.fromkeys(names)
-        if (others := find_other_forms(name))
-    ]
+    return [told for name in dict.fromkeys(names) if (told := _explain_short_name(name))]
+
+
+def _explain_short_name(name: str) -> str:
+    card, others = find_card(name), find_other_forms(name)
+    if others:
+        return f"{name} is {card.name} (not {', '.join(one.name for one in others)})"
+    half = card.name.rpartition("-")[2]
+    if half in ("gcd", "tile") and half not in name.lower():
+        return f"{name} is {card.name}, half of one: each is two devices"
+    return ""
 
 
 def _devices(hosts: list[tuple[CardCount, ...]]) -> Iterator[Device]:
