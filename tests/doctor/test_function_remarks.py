@@ -50,6 +50,11 @@ def test_its_lines_are_named_largest_first():
     )
 
 
+def test_few_samples_say_nothing_of_lines():
+    few = [replace(one, calls=2) for one in LINES]
+    assert gap(replace(SEEN, between_s=0.6), lines=few) == gap(replace(SEEN, between_s=0.6))
+
+
 def test_of_a_gpu_it_is_the_hosts_time_and_told_where_the_gpu_waits():
     assert gap(GPU, 0.95) == []
     (told,) = gap(GPU, 0.5)

@@ -10,6 +10,7 @@ from gpumix.doctor.report import Remark
 
 SITES = 3  # lines named in a message
 BETWEEN_SHARE = 0.1  # fraction of a step allowed before forward passes while the GPU idles
+LEAST_SAMPLES = 10  # of lines before forward passes; fewer say nothing
 LINE_SHARE = 0.01  # fraction of a step above which a line before forward passes is named
 MANY_OPERATIONS = 200  # per step; fewer are no loop worth a remark
 SMALL_OPERATION_S = 100e-6  # of a step per operation: above, operations are not small
@@ -41,6 +42,8 @@ def remark_on_host_gap(
     whose = "of the host's time in a step" if seen.cuda else "of a step"
     known = kernels_share is not None
     gpu = f" (the GPU computes in {kernels_share:.0%} of a step)" if known else ""
+    if sum(one.calls for one in lines) < LEAST_SAMPLES:
+        lines = ()
     sampled_s = sum(one.seconds for one in lines)
     named = [
         f"{one.place} `{one.what}` {line_share:.0%}"

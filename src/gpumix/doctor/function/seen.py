@@ -160,7 +160,7 @@ class Observations:
         cuda: whether a GPU is in use, of compute capability `capability` (0: none).
         between_s: host time in counted steps from a backward pass or an update to the next forward
             pass, without time listed elsewhere in this class; `between`: its lines, with their
-            code, most seconds first; empty if not sampled.
+            code and samples as calls, most seconds first; empty if not sampled.
         copies: blocking copies to a GPU from unpinned memory.
         syncs: reads of GPU values making the host wait.
         writes: to stdout and stderr.
