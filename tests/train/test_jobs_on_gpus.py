@@ -26,7 +26,7 @@ WIDE = {"model": toy(width=256, blocks=4), "global_batch_size": 16, "precision":
 
 def test_a_job_trains_as_on_the_cpu(tmp_path):
     """Detects, measures, plans and trains; memory stays within what was planned."""
-    changes = {"steps": 4} | WIDE
+    changes = {"max_steps": 4} | WIDE
     found = train(write_job(tmp_path / "gpu", cluster=None, **changes))
     job = write_job(tmp_path / "cpu", **changes)
     expected = train(job, plan=plan_for(job, (8, 4, 4)))

@@ -247,7 +247,7 @@ def test_a_record_that_was_not_written_to_its_end_stops_no_resume(job, size):
     record = job.parent / "run" / "run.json"
     record.write_bytes(record.read_bytes()[:size])
     assert len(train(job, "max_steps=4", plan=plan, resume=True).losses) == 2
-    assert RunRecord.load(record).job["steps"] == 4
+    assert RunRecord.load(record).job["max_steps"] == 4
 
 
 def test_the_output_must_be_a_folder(job):
