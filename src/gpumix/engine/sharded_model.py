@@ -139,6 +139,10 @@ class ShardedModel:
         Args:
             rank0_only: other ranks take part, but get an empty dict.
         """
+        return state.expand_packed(self.gather_values(rank0_only=rank0_only), self._inventory)
+
+    def gather_values(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """Return `state_dict` with packed weights as bytes. Collective."""
         self.agree_on_buffers()
         return state.gather_full_state(
             self.model, self.groups(), self.comm, self._inventory, rank0_only=rank0_only

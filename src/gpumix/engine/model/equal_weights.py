@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.quantised.weight_formats import iterate_packed
 from gpumix.schema.errors import InputError
 
 
@@ -58,7 +59,11 @@ def _all_gather_numbers(own: Sequence[int], comm: Communicator) -> list[list[int
 
 def _iterate_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers that have values; meta tensors are initialized equally later."""
-    yield from ((name, p.detach()) for name, p in model.named_parameters() if not p.is_meta)
+    packed = {id(one.original): one for _, one in iterate_packed(model)}
+    for name, p in model.named_parameters():
+        tensors = packed[id(p)].tensors() if id(p) in packed else None
+        named = {name: p} if tensors is None else {f"{name}.{n}": t for n, t in tensors.items()}
+        yield from ((own, tensor.detach()) for own, tensor in named.items() if not tensor.is_meta)
     yield from ((name, b) for name, b in model.named_buffers() if not b.is_meta)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from gpumix.engine.model.deferred_init import log_of
 from gpumix.engine.model.module_buffers import persistent_buffers
+from gpumix.engine.quantised.packed_weight import PackedWeight
 from gpumix.engine.sharding.shard import Source
 from gpumix.engine.sharding.state_dict import check_names_and_shapes
 from gpumix.schema.errors import InputError
@@ -67,6 +68,8 @@ def _make_model_source(model: nn.Module) -> Source:
     log = log_of(model)
 
     def source(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
+        if isinstance(parameter, PackedWeight):
+            return _read_packed(source, name, parameter, start, end)
         if not parameter.is_meta:
             return parameter.detach().reshape(-1)[start:end]
         if log is None:
@@ -78,6 +81,19 @@ def _make_model_source(model: nn.Module) -> Source:
         return log.materialize(parameter).reshape(-1)[start:end]
 
     return source
+
+
+def _read_packed(
+    source: Source, name: str, parameter: PackedWeight, start: int, end: int
+) -> torch.Tensor:
+    """Return bytes [start, end) of a quantised parameter. If it is still to be quantised, its
+    values come from `source`, and are quantised in full, on the host: all ranks get equal bytes."""
+    form, tensors = parameter.format, parameter.tensors()
+    if tensors is None:
+        original = parameter.original
+        values = source(name, original, 0, form.shape.numel())
+        tensors = form.quantise(values.view(form.shape).cpu())
+    return form.read(tensors, start, end)
 
 
 def _make_file_source(files: _SafetensorsFiles, model: nn.Module) -> Source:
@@ -99,6 +115,8 @@ def _make_file_source(files: _SafetensorsFiles, model: nn.Module) -> Source:
     )
 
     def source(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
+        if isinstance(parameter, PackedWeight):
+            return _read_packed(source, name, parameter, start, end)
         with files.open_tensor(found[id(parameter)]) as tensor:
             return _read_interval(tensor, parameter.shape, start, end)
 

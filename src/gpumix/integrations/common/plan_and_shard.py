@@ -29,6 +29,7 @@ from gpumix.engine.model.rng import preserve_all_rng
 from gpumix.engine.optimizers.base import FullParameterOptimizer
 from gpumix.engine.outside_steps import unshard
 from gpumix.engine.prepare import prepare
+from gpumix.engine.quantised.weight_formats import iterate_packed
 from gpumix.engine.sharding.unit_discovery import has_trainable_parameters
 from gpumix.hardware import runtime
 from gpumix.integrations.common.even_plan import make_even_plan
@@ -271,10 +272,17 @@ def describe_plan(plan: Plan) -> Iterator[str]:
 
 def without_weights(model: nn.Module) -> nn.Module:
     """Return a copy of a model with parameters that take no memory."""
+    packed = [one for _, one in iterate_packed(model)]
+    quantised = {id(one.original) for one in packed}
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in model.parameters()
+        if id(p) not in quantised
     }
+    for one in packed:
+        tensors = one.tensors() or {}
+        memo |= {id(t): torch.empty_like(t, device="meta") for t in tensors.values()}
+        memo[id(one.original)] = one.without_values()
     return copy.deepcopy(model, memo)
 
 
