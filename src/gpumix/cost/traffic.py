@@ -99,7 +99,10 @@ def _split_buckets(
         def sized(name: str, own: Sized, undivided: Sized) -> Sized:
             trainable = of(name, own.trainable, undivided.trainable)
             frozen = of("", own.frozen_bytes, undivided.frozen_bytes)
-            return own.model_copy(update={"trainable": trainable, "frozen_bytes": frozen})
+            packed = of("", own.packed_bytes, undivided.packed_bytes)
+            return own.model_copy(
+                update={"trainable": trainable, "frozen_bytes": frozen, "packed_bytes": packed}
+            )
 
         root = sized(ROOT, model.root, rest.root)
         ends = {
@@ -175,7 +178,7 @@ def _list_sharding_collectives(plan: Plan, buckets: Buckets) -> Iterator[tuple[s
         runs = [sizes[buckets.kind(run)] for run in range(len(buckets.runs))]
         ends = [sizes[name] for name in (BEFORE, ROOT, AFTER)]
         for size in (*ends, *runs, *runs[:-1]):  # the last run's stays between the passes
-            for part in (size.trainable * width, size.frozen_bytes):
+            for part in (size.trainable * width, *size.frozen_buffers):
                 if part:
                     yield "gather", part
 
@@ -283,7 +286,7 @@ class _StagedTraffic:
                     stays = before == Action("forward", number, action.batch)
                     gathered += runs[: len(runs) - stays]
             for size in gathered:
-                for part in (size.trainable * width, size.frozen_bytes):
+                for part in (size.trainable * width, *size.frozen_buffers):
                     if part:
                         yield "gather", part
 

@@ -15,8 +15,8 @@ import typer
 
 from gpumix.cli.common import Allowed, Overrides
 from gpumix.cli.planning.estimate_source import Estimate, NamedCluster
-from gpumix.hardware.estimates.adapters import MOST_RANK
 from gpumix.schema.errors import InputError
+from gpumix.schema.job.job import MOST_LORA_RANK
 from gpumix.schema.reading.error_location import locate_errors
 from gpumix.schema.reading.error_text import find_nearest, suggest
 from gpumix.schema.units import LARGEST_BATCH, LARGEST_LENGTH
@@ -123,12 +123,12 @@ class PlanArguments:
             "--lora",
             metavar="RANK",
             min=1,
-            max=MOST_RANK,
+            max=MOST_LORA_RANK,
             help="Without a job: train LoRA adapters of this rank; usual is 16.",
         ),
     ] = None
     base: Annotated[
-        Literal["16bit", "int8", "nf4"] | None,
+        Literal["16bit", "int8", "nf4", "nf4-double"] | None,
         typer.Option("--base", help="With --lora: format of the frozen weights [default: 16bit]."),
     ] = None
     ram: Annotated[

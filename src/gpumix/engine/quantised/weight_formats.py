@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
 
 from gpumix.engine.quantised.packed_weight import PackedWeight, WeightFormat
+
+BASES = ("nf4", "nf4-double", "int8")  # of jobs
+# Names beside a quantised weight in files, and the library that wrote them.
+FOREIGN = {
+    "qweight": "GPTQ or AWQ",
+    "weight_scale_inv": "fp8",
+    "weight_scale": "fp8 or compressed tensors",
+    "weight_packed": "compressed tensors",
+    "W_q": "HQQ",
+}
 
 
 def pack(parameter: nn.Parameter, module: nn.Module) -> PackedWeight | None:
@@ -43,3 +53,16 @@ def iterate_packed(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
 def casts_its_bias(module: nn.Module) -> bool:
     """Return True for a module that gives its bias other memory where dtypes differ."""
     return type(module).__module__.startswith("bitsandbytes.")
+
+
+def describe_quantisation(name: str, names: Collection[str]) -> str:
+    """Return how a parameter is quantised among the `names` of a file's tensors; empty if it is
+    not."""
+    prefix = name.rpartition(".")[0]
+    nested = "-double" if f"{name}.nested_absmax" in names else ""
+    for quant_type in ("nf4", "fp4"):
+        if f"{name}.quant_state.bitsandbytes__{quant_type}" in names:
+            return quant_type + nested
+    if f"{prefix}.SCB" in names:
+        return "int8"
+    return next((told for key, told in FOREIGN.items() if f"{prefix}.{key}" in names), "")
