@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.model import extra_state, module_buffers
+from gpumix.engine.model.frozen_base import FrozenBase
 from gpumix.engine.optimizers import elementwise_check
 from gpumix.engine.sharding import state_dict as state
 from gpumix.engine.sharding.bucket import Bucket
@@ -32,6 +33,8 @@ class ShardedModel:
         self.model = model
         self.comm = comm
         self.device = comm.device
+        self.base: FrozenBase | None = None
+        """The frozen base of adapters, which checkpoints refer to instead of holding it."""
         self._buckets = buckets
         self._buckets_on_host = [
             bucket for bucket in buckets if any(group.on_host for group in bucket.groups)
@@ -101,6 +104,10 @@ class ShardedModel:
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of all parameters by name, as in the unsharded model."""
         return {name: one.shape for name, one in self._inventory.parameters.items()}
+
+    def is_saved(self, name: str) -> bool:
+        """Return True for a parameter that checkpoints hold; they refer to a frozen base."""
+        return self.base is None or self._inventory.parameters[name].trained
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of all gradients together, equal on every rank. One collective."""
