@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -288,7 +288,17 @@ class Int8Format(WeightFormat):
             Attribute(held, "CB", parameter.data),
             Attribute(held, "SCB", parameter.SCB),
             Attribute(held, "has_fp16_weights", False, False),
+            Attribute(vars(module), "init_8bit_state", partial(_take_constants, module), False),
         ]
+
+
+def _take_constants(module: Any) -> None:
+    """Move constants from an int8 layer's weight to its state, unless the weight has none: then
+    they are there. PEFT's DoRA copies a weight without them."""
+    if module.weight.SCB is None:
+        module.weight.CB = None
+    else:
+        type(module).init_8bit_state(module)
 
 
 @cache
