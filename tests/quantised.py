@@ -80,6 +80,14 @@ def load_base(folder: Path, base: str, **settings: Any) -> Any:
     return model.train()
 
 
+def lay_out_nothing(model: nn.Module) -> None:
+    """Keep bitsandbytes from laying out weights anew in evaluation, as it does on some CPUs: it
+    rounds constants then, and trains no further."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def lora(*, dora: bool = False) -> Any:
     from peft import LoraConfig
 

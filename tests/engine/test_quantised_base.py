@@ -14,7 +14,7 @@ from harness import run_ranks
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 
-import quantised as q
+import quantised as q  # noqa: E402 - it needs what may be missing
 from gpumix.engine.outside_steps import unshard, whole
 from gpumix.engine.quantised.linear_layers import make_quantised_linear
 from gpumix.engine.quantised.packed_weight import PackedWeight
@@ -128,7 +128,7 @@ def _gathered(folder: Path, base: str, plan: str) -> tuple[float, int]:
 def test_a_model_is_evaluated_called_made_whole_and_unsharded(folder, base, zero_stage):
     plan = q.plan_of(q.load_adapted(folder, base), q.SHARES[2], zero_stage=zero_stage)
     alone = q.load_adapted(folder, base)
-    _lay_out_nothing(alone)
+    q.lay_out_nothing(alone)
     alone.eval()
     with torch.no_grad():
         expected = alone(**q.make_batch(9)).loss.item()
@@ -138,13 +138,6 @@ def test_a_model_is_evaluated_called_made_whole_and_unsharded(folder, base, zero
         assert saved.keys() == state.keys()
         for name, value in saved.items():
             assert torch.equal(torch.from_numpy(value), state[name]), name
-
-
-def _lay_out_nothing(model: torch.nn.Module) -> None:
-    """On some CPUs bitsandbytes rounds constants in evaluation."""
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
 
 
 def _outside_steps(folder: Path, base: str, plan: str):
