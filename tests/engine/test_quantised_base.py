@@ -4,17 +4,13 @@ divided and counted as the weights are."""
 from __future__ import annotations
 
 import gc
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from harness import run_ranks
-
-pytest.importorskip("bitsandbytes")
-pytest.importorskip("peft")
-
-import quantised as q  # noqa: E402 - it needs what may be missing
+import quantised as q
 from gpumix.engine.outside_steps import unshard, whole
 from gpumix.engine.quantised.linear_layers import make_quantised_linear
 from gpumix.engine.quantised.packed_weight import PackedWeight
@@ -24,7 +20,11 @@ from gpumix.engine.sharding.unit_discovery import frozen_bytes, split_into_units
 from gpumix.integrations.common.plan_and_shard import without_weights
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
+from harness import run_ranks
 from reference import worst_error
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
 
 TOLERANCE = 1e-4
 BASES = tuple(q.CONFIGS)
@@ -184,7 +184,7 @@ def test_bytes_are_those_of_bitsandbytes(folder, base):
     assert loaded.format == form
     assert torch.equal(form.read(loaded.tensors(), 0, form.nbytes), mine)
     cuts = [0, 1, 63, 64, 1000, form.nbytes - 3, form.nbytes]
-    parts = [form.read(loaded.tensors(), a, b) for a, b in zip(cuts, cuts[1:])]
+    parts = [form.read(loaded.tensors(), a, b) for a, b in pairwise(cuts)]
     assert torch.equal(torch.cat(parts), mine)
     assert torch.equal(form.dequantise(form.views(mine)), form.dequantise(loaded.tensors()))
 

@@ -1,5 +1,5 @@
-"""Programs with a `BitsAndBytesConfig`, whose import alone is changed, give what they gave: Trainer,
-SFTTrainer and a loop with `Accelerator`."""
+"""Programs with a `BitsAndBytesConfig`, of which the import alone is changed, give what they gave:
+Trainer, SFTTrainer and a loop with `Accelerator`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import quantised as q
 from gpumix.schema.errors import InputError
 from harness import run_ranks
 from programs import as_launched, tokenizer
@@ -21,8 +22,6 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("trl")
 pytest.importorskip("peft")
-
-import quantised as q  # noqa: E402 - it needs what may be missing
 
 TOLERANCE = 1e-4
 STEPS, BATCH = 6, 8

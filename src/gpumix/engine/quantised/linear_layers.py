@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from typing import Any
 
@@ -19,6 +20,7 @@ def check_library(base: str) -> None:
     Raises:
         MachineError: bitsandbytes is missing, or too old for CPUs.
     """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns in each forward pass
     try:
         import bitsandbytes
     except Exception as error:  # missing, or broken
