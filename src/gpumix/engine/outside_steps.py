@@ -197,7 +197,7 @@ class OutsideSteps:
     def has_changed_requires_grad(self) -> bool:
         """True if the user has frozen or thawed parameters since the model was sharded."""
         return any(
-            module._parameters[name].requires_grad is not self._stored[own].trained
+            _registered(module)[name].requires_grad is not self._stored[own].trained
             for module, name, own in self._places()
         )
 
@@ -295,7 +295,7 @@ class OutsideSteps:
         model, engine = self._model, self._of_engine()
         if engine is not None:
             engine.look_back()
-        held = {own: module._parameters[name] for module, name, own in self._places()}
+        held = {own: _registered(module)[name] for module, name, own in self._places()}
         flags = {own: parameter.requires_grad for own, parameter in held.items()}
         if engine is None and self._always_whole:
             parameters = {
@@ -313,7 +313,9 @@ class OutsideSteps:
             vars(module).pop("forward", None)
             if name in self._forwards:
                 module.forward = self._forwards[name]
-        self._install_whole({n: p.requires_grad_(flags[n]) for n, p in parameters.items()})
+        for own, parameter in parameters.items():
+            parameter.requires_grad_(flags[own])
+        self._install_whole(parameters)
         self._keep_buffers_beside(parameters)
         self._undo.close()
         del _outside_steps_by_model[model]
@@ -349,14 +351,14 @@ class OutsideSteps:
 
     def _install_whole(self, parameters: Mapping[str, nn.Parameter]) -> list[Attribute]:
         """Install full parameters in the modules; return what was there before."""
-        new = []
+        new: list[Attribute] = []
         for module, name, own in self._places():
             parameter, form = parameters[own], self._stored[own].format
             if form is not None and type(parameter) is nn.Parameter:  # bytes
                 shown = show_in_modules(form, parameter.data, [module])
                 parameter = shown.parameter
                 new += shown.attributes
-            new.append(Attribute(module._parameters, name, parameter))
+            new.append(Attribute(_registered(module), name, parameter))
         before = [one._replace(value=one.holder.get(one.key)) for one in new]
         for one in new:
             one.holder[one.key] = one.value
@@ -382,6 +384,10 @@ class OutsideSteps:
             )
             for own, one in self._stored.items()
         }
+
+
+def _registered(module: nn.Module) -> dict[str, Any]:
+    return module._parameters
 
 
 def get_outside_steps(model: nn.Module) -> OutsideSteps | None:

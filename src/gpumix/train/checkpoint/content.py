@@ -95,13 +95,17 @@ class Content:
             losses_counted=engine.losses_counted.item(),
             scaler=engine.scaler.state_dict() if engine.scaler.active else None,
             optimizer=SavedOptimizer(name=type(optimizer).__name__, states=kinds),
-            base=engine.base and SavedBase(name=engine.base.name, checksum=engine.base.checksum),
+            base=_describe_base(engine.base),
             cursor=to_json_values(cursor, "cursor"),
             extra=to_json_values(extra, "extra"),
             extra_states=extra_state.pack_extra_state(engine.model),
         )
         tensors = {MODEL: collect_model(engine), OPTIMIZER: collect_optimizer(engine, state)}
         return cls(tensors, kinds, manifest)
+
+
+def _describe_base(base: FrozenBase | None) -> SavedBase | None:
+    return None if base is None else SavedBase(name=base.name, checksum=base.checksum)
 
 
 def to_json_values(values: Mapping[str, Any], name: str) -> dict[str, Any]:

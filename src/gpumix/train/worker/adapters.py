@@ -13,7 +13,7 @@ from gpumix.engine.model.adapters import RowLengths
 from gpumix.engine.quantised.linear_layers import is_linear, quantise_linear_layers
 from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.schema.errors import InputError, MachineError, get_first_line
-from gpumix.schema.job.job import LoraSpec, ModelSpec
+from gpumix.schema.job.job import ModelSpec
 
 FLAGS = {"nf4": "is_loaded_in_4bit", "nf4-double": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}
 """Attributes of a quantised model that PEFT goes by."""
@@ -73,12 +73,6 @@ def list_linear_layers(model: nn.Module, spec: ModelSpec) -> list[str]:
     return found
 
 
-def describe_adapters(spec: LoraSpec) -> dict[str, Any]:
-    """Return the settings of adapters with which a checkpoint's merged weights are computed."""
-    alpha = 2 * spec.rank if spec.alpha is None else spec.alpha
-    return {"rank": spec.rank, "alpha": alpha, "dora": spec.dora}
-
-
 def _ends(names: list[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
 
@@ -107,8 +101,8 @@ def _lengths_of_rows_later() -> Iterator[None]:
         rows = torch.empty(lora_B.shape[0], device="meta", dtype=lora_B.dtype)
         self.weight = RowLengths.of(base_layer, rows)
 
-    DoraLinearLayer.update_layer = make
+    setattr(DoraLinearLayer, "update_layer", make)  # noqa: B010 - mypy takes it for a method
     try:
         yield
     finally:
-        DoraLinearLayer.update_layer = before
+        setattr(DoraLinearLayer, "update_layer", before)  # noqa: B010
