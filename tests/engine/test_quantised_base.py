@@ -4,6 +4,7 @@ divided and counted as the weights are."""
 from __future__ import annotations
 
 import gc
+import weakref
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 import quantised as q
 from gpumix.engine.outside_steps import unshard, whole
+from gpumix.engine.prepare import prepare
 from gpumix.engine.quantised.linear_layers import make_quantised_linear
 from gpumix.engine.quantised.packed_weight import PackedWeight
 from gpumix.engine.quantised.weight_formats import iterate_packed, pack
@@ -193,7 +195,7 @@ def test_storage_in_sixteen_bits_is_not_rounded(folder):
     """`bnb_4bit_quant_storage` names a dtype whose values mean nothing."""
     model = q.load_adapted(folder, "nf4", bnb_4bit_quant_storage=torch.bfloat16)
     plan = q.plan_of(model, q.SHARES[1])
-    engine = q.prepare(model, Plan.model_validate_json(plan))
+    engine = prepare(model, Plan.model_validate_json(plan))
     losses = [q.step(engine, q.optimizer_for(engine.parameters()), 0)]
     assert losses == pytest.approx(q.train_stock(folder, "nf4", steps=1).losses, rel=1e-5)
 
@@ -204,3 +206,21 @@ def test_weights_that_are_trained_in_eight_bits_are_refused():
     model = torch.nn.Sequential(Linear8bitLt(64, 64), Linear8bitLt(64, 64))
     with pytest.raises(InputError, match="trained in 16 bits and quantised in each forward pass"):
         split_into_units(model)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_product_keeps_no_input_that_its_backward_does_not_need(folder, base):
+    """What is in a graph's own attributes cannot be dropped and computed again."""
+    model = q.load_adapted(folder, base)
+    prepare(model, Plan.model_validate_json(q.plan_of(model, q.SHARES[1])))
+    layer = make_quantised_linear(torch.nn.Linear(64, 64), base).to("cpu")
+    x = torch.randn(5, 64, requires_grad=True)
+    hidden = x + 1
+    seen = weakref.ref(hidden)
+    y = layer(hidden)
+    del hidden
+    assert seen() is None
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    rows = pack(layer.weight, layer)
+    weight = rows.format.dequantise(rows.tensors())
+    assert torch.allclose(gradient, weight.sum(0).expand(5, 64), rtol=1e-2, atol=1e-3)

@@ -7,7 +7,7 @@ forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -250,6 +250,7 @@ class Int8Format(WeightFormat):
     def restore(self, tensors: Tensors) -> nn.Parameter:
         from bitsandbytes.nn import Int8Params
 
+        _forget_inputs_of_frozen_weights()
         return Int8Params(tensors["weight"], requires_grad=False, SCB=tensors["SCB"])
 
     def stand_in(self, tensors: Tensors) -> nn.Parameter:
@@ -299,6 +300,28 @@ def _take_constants(module: Any) -> None:
         module.weight.CB = None
     else:
         type(module).init_8bit_state(module)
+
+
+@cache
+def _forget_inputs_of_frozen_weights() -> None:
+    """Make int8 products with frozen weights forget their inputs. bitsandbytes keeps these in plain
+    attributes of the graph, for gradients of weights alone: there activation checkpointing cannot
+    drop them."""
+    from bitsandbytes.autograd import _functions
+
+    for kind in (_functions.MatMul8bitFp, _functions.MatMul8bitLt):
+        kind.forward = staticmethod(_forget_inputs(kind.forward))
+
+
+def _forget_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def forgetful(ctx: Any, a: Any, b: Any, *rest: Any) -> Any:
+        result = forward(ctx, a, b, *rest)
+        if not ctx.needs_input_grad[1] and not getattr(ctx, "is_empty", False):
+            ctx.A = None
+            ctx.tensors = (None, None, None)
+        return result
+
+    return forgetful
 
 
 @cache

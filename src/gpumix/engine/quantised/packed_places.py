@@ -57,7 +57,9 @@ class PackedPlaces:
         rest = None if master is None else show_in_modules(form, master, owners)
         # Not the slot: it refers to the model's parameter, whose memory must be freed.
         self._places.append(_PackedPlace(slot.places, form, flat.data, shown, rest))
-        away = AbsentParameter.of(shown.parameter, slot.name)
+        look = shown.parameter
+        empty = torch.empty((), dtype=look.dtype, device=flat.device).expand(look.shape)
+        away = AbsentParameter.of(nn.Parameter(empty, requires_grad=False), slot.name)
         for key in form.asked_first:
             setattr(away, key, getattr(shown.parameter, key))
         return shown.parameter, away

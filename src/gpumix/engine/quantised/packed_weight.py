@@ -130,6 +130,13 @@ class WeightFormat(ABC):
     def typical(self, part: Part) -> float | None:
         """Return a typical value of a constant; None for packed values, where any byte will do."""
 
+    def check_compute_dtype(self, dtype: torch.dtype) -> None:  # noqa: B027 - most take any
+        """Check that a device may compute in `dtype` with the weight.
+
+        Raises:
+            InputError: it may not.
+        """
+
     def attributes(self, parameter: nn.Parameter, module: nn.Module) -> Sequence[Attribute]:
         """Return the tensors that a module needs beside its `parameter`, made by `restore`."""
         return ()

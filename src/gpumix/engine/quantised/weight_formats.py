@@ -38,6 +38,10 @@ def find_format(parameter: nn.Parameter) -> WeightFormat | None:
         from gpumix.engine.quantised.bitsandbytes_weights import FourBitFormat, Int8Format
 
         return FourBitFormat.of(given) if kind.__name__ == "Params4bit" else Int8Format.of(given)
+    if kind.__module__.startswith("torchao.") and hasattr(given, "__tensor_flatten__"):
+        from gpumix.engine.quantised.torchao_weights import TorchaoFormat
+
+        return TorchaoFormat.of(given)
     return None
 
 

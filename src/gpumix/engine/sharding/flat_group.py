@@ -64,6 +64,9 @@ class FlatGroupSpec:
         self, slots: list[ParameterSlot], dtypes: Dtypes, divisions: tuple[Division, ...]
     ) -> None:
         first = slots[0].parameter
+        for slot in slots:
+            if isinstance(slot.parameter, PackedWeight):
+                slot.parameter.format.check_compute_dtype(dtypes.compute)
         self.slots = sorted(slots, key=lambda slot: slot.summed)
         self.divisions = divisions
         self.trainable = first.requires_grad
