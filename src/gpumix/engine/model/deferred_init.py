@@ -205,10 +205,11 @@ class _Recorder(TorchDispatchMode):
         self._count(func)
         deferred = [a for a in tree_iter((args, kwargs)) if _is_deferred(a)]
         if not all(self.log.knows(a) for a in deferred):
-            # Made on the meta device by torch itself, like the 7 in `weight[0] = 7.0`.
+            # Made on the meta device before the constructor ran.
             raise _CannotDefer("a tensor on the meta device whose values nobody wrote down")
         if not deferred:
-            # A small tensor that code moves to the device of a deferred one is deferred too.
+            # Deferred too: a small tensor that code moves to the device of a deferred one, and one
+            # that torch itself makes there, like the 7 in `weight[0] = 7.0`.
             if not _makes_large(func, args) and kwargs.get("device") != _META:
                 return _run_seeded(self.log.seed, self.draw, func, args, kwargs)
             kwargs = {**kwargs, "device": _META}
