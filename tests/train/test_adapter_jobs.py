@@ -3,6 +3,7 @@ checkpoints of adapters alone, into a merged model; and what is wrong with one i
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import sys
@@ -20,6 +21,7 @@ from toys import tokens
 import quantised as q
 from gpumix.engine.model.deferred_init import log_of
 from gpumix.engine.sharding.initial_weights import make_source
+from gpumix.hardware import runtime
 from gpumix.schema.errors import InputError, MachineError
 from gpumix.schema.reading.read import read_job
 from gpumix.train.checkpoint.export import export
@@ -90,9 +92,26 @@ def test_the_merged_model_computes_what_the_adapted_one_did(base, tmp_path, kind
     ]
     # Which half is held out is for the job to say; weights of int8 are rounded to fp16 first.
     assert min(abs(loss.item() - evaluated["loss"]) for loss in held_out) < 2e-3
+    _check_alone(base, tmp_path, kind, rows)
     before, after = (load_file(one / "model.safetensors") for one in (base, folder))
     changed = {name for name in after if not torch.equal(before[name], after[name])}
     assert changed == {name for name in after if "_proj" in name}
+
+
+def _check_alone(base: Path, folder: Path, kind: str | None, rows: list[Any]) -> None:
+    """The adapters alone, as PEFT loads them, make the same of the base."""
+    from peft import PeftModel
+    from transformers import LlamaForCausalLM
+
+    merged = LlamaForCausalLM.from_pretrained(folder / "merged").eval()
+    alone = export(folder / "run", folder / "alone", adapters=True)
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {p.name for p in alone.iterdir()}
+    plain = LlamaForCausalLM.from_pretrained(base) if kind is None else q.load_base(base, kind)
+    model = PeftModel.from_pretrained(plain, alone).eval()
+    q.lay_out_nothing(model)
+    batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    with torch.no_grad():
+        assert model(**batch).loss.item() == pytest.approx(merged(**batch).loss.item(), abs=2e-3)
 
 
 def test_a_plan_counts_what_a_quantised_base_takes(base, tmp_path):
@@ -126,6 +145,26 @@ def _index(run: Path) -> dict[str, Any]:
     newest = run / "checkpoints" / checkpoints(run)[-1]
     found: dict[str, Any] = json.loads((newest / "index.json").read_text())["tensors"]
     return found
+
+
+def test_a_run_whose_rank_is_killed_goes_on_from_adapters_in_memory(tmp_path):
+    """The base is read again."""
+    pytest.importorskip("bitsandbytes")
+    more = {"lora": {"rank": 4}, "base": "nf4"}
+    alone = write_job(tmp_path / "alone", model=toy(width=64) | more, steps=8)
+    train(alone, plan=plan_for(alone))
+    harm = {"fault": "kill", "rank": 1, "at": 4, "once": str(tmp_path / "killed")}
+    job = write_job(
+        tmp_path,
+        model=toy(width=64, **harm) | more,
+        steps=8,
+        restarts=2,
+        checkpoint={"memory_every_steps": 1},
+    )
+    train(job, plan=plan_for(job))
+    (restart,) = metrics(tmp_path / "run", "restart")
+    assert "was killed by signal 9" in restart["why"] and restart["resumed_from"] in (2, 3)
+    assert losses(job) == pytest.approx(losses(alone), rel=1e-6)
 
 
 def test_the_transposed_layers_of_gpt2_are_quantised_and_merged(tmp_path):
@@ -212,6 +251,16 @@ def test_a_package_that_is_missing_is_named(base, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(MachineError, match="needs the package bitsandbytes"):
         build_model(model, folder=tmp_path, seed=0)
+    monkeypatch.undo()
+    library = importlib.import_module("bitsandbytes.cextension")
+    broken = library.ErrorHandlerMockBNBNativeLibrary(
+        "libcudart.so.12: cannot open shared object file"
+    )
+    monkeypatch.setattr(library, "lib", broken)
+    monkeypatch.setattr(runtime, "is_available", lambda: True)
+    with pytest.raises(MachineError, match="has no library for the GPUs") as caught:
+        build_model(model, folder=tmp_path, seed=0)
+    assert "libcudart.so.12" in str(caught.value)
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MachineError, match="needs the package peft"):

@@ -23,6 +23,10 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint.")],
     to: Annotated[Path, typer.Option("--to", help="The folder to write.")],
     dtype: Annotated[str, typer.Option("--dtype", help="fp32 or bf16.")] = "fp32",
+    adapters: Annotated[
+        bool,
+        typer.Option("--adapters", help="Write LoRA adapters alone, as PEFT saves them."),
+    ] = False,
     allowed: Allowed = [],  # noqa: B006 - typer copies it
     as_json: Json = False,
 ) -> None:
@@ -30,7 +34,7 @@ def export(
     from gpumix.train.checkpoint.export import export as write
     from gpumix.train.run_log.terminal import get_stderr_console
 
-    write(run, to, dtype=dtype, tell=get_stderr_console().print, allowed=allowed)
+    write(run, to, dtype=dtype, tell=get_stderr_console().print, allowed=allowed, adapters=adapters)
     if as_json:
         print_json({"folder": str(to)})
     else:

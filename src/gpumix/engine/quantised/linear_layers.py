@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from gpumix.schema.errors import InputError, MachineError
+from gpumix.hardware import runtime
+from gpumix.schema.errors import InputError, MachineError, get_first_line
 
 FOUR_BIT = {"nf4": False, "nf4-double": True}  # whether constants are quantised too
 INT8_THRESHOLD = 6.0  # activations beyond are computed in 16 bits; transformers' default
@@ -18,7 +19,7 @@ def check_library(base: str) -> None:
     """Check that the library of a base is installed, and computes on this machine.
 
     Raises:
-        MachineError: bitsandbytes is missing, or too old for CPUs.
+        MachineError: bitsandbytes is missing, too old for CPUs, or has no library for the GPUs.
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns in each forward pass
     try:
@@ -26,13 +27,20 @@ def check_library(base: str) -> None:
     except Exception as error:  # missing, or broken
         raise MachineError(
             f"a base in {base} needs the package bitsandbytes",
-            why=str(error).partition("\n")[0],
+            why=get_first_line(error),
             fix="pip install 'gpumix[quantised]', or leave out `model.base`",
         ) from error
     if not hasattr(bitsandbytes.functional, "int8_vectorwise_dequant"):
         raise MachineError(
             f"bitsandbytes {bitsandbytes.__version__} is too old for a base in {base}",
             fix="pip install -U 'bitsandbytes>=0.46'",
+        )
+    native: Any = bitsandbytes.cextension
+    if runtime.is_available() and isinstance(native.lib, native.ErrorHandlerMockBNBNativeLibrary):
+        raise MachineError(
+            f"bitsandbytes {bitsandbytes.__version__} has no library for the GPUs of this machine",
+            why=get_first_line(RuntimeError(native.lib.error_msg)),
+            fix="`python -m bitsandbytes` tells more; install the build for torch's CUDA or ROCm",
         )
 
 

@@ -64,6 +64,7 @@ def export(
     file_bytes: int = FILE_BYTES,
     tell: Callable[[str], None] = lambda line: None,
     allowed: Sequence[str] = (),
+    adapters: bool = False,
 ) -> Path:
     """Write the model of a checkpoint to the folder `to`.
 
@@ -77,6 +78,7 @@ def export(
         tell: receives lines for people: damaged newer checkpoints, and the origin of the tokenizer,
             or why there is none.
         allowed: code that the checkpoint's job may call, to make a base of adapters.
+        adapters: write the adapters alone, as PEFT saves them; the base is not read.
 
     Raises:
         InputError: no checkpoint, a damaged checkpoint, another dtype, foreign files in `to`, or a
@@ -94,19 +96,24 @@ def export(
         tell(f"the newest that is whole is written, {path}")
     config = model_config if model_config is not None else _stored_config(path, manifest)
     part = to.with_name(secrets.token_hex(8).join((".gpumix-", ".part")))
+    if adapters and manifest.base is None:
+        raise InputError(
+            "the checkpoint has no adapters", where=str(path), fix="leave out --adapters"
+        )
     try:
         files.remove_partial_files(to.parent)
         part.mkdir(parents=True)
         tensors = _open_tensors(path, manifest, index, _DTYPES[dtype], allowed)
-        _write_weights(part, tensors, _DTYPES[dtype], file_bytes)
+        if adapters:
+            assert tensors.merged is not None, "its base is elsewhere"
+            tensors.merged.save_adapters(part)
+        else:
+            _write_weights(part, tensors, file_bytes)
+            if tensors.merged is not None:
+                tensors.merged.check_base(path)
         _copy_tokenizer(part, manifest, tell)
-        ends = _end_of_text(part)
-        if config is not None:
-            own = _configuration(config, _DTYPES[dtype], merged=manifest.base is not None)
-            _write_json(part / "config.json", own | (ends if END_TOKEN_KEY in own else {}))
-        generation = manifest.extra.get("generation_config")
-        if isinstance(generation, dict):
-            _write_json(part / "generation_config.json", generation | ends)
+        if not adapters:
+            _write_configurations(part, config, manifest, _DTYPES[dtype])
         _write_json(part / RECORD, _record(part, path, manifest))
         _replace(to, part)
     except (OSError, SafetensorError) as error:
@@ -120,6 +127,19 @@ def export(
     finally:
         files.remove_quietly(part)
     return to
+
+
+def _write_configurations(
+    part: Path, config: Mapping[str, Any] | None, manifest: Manifest, dtype: torch.dtype
+) -> None:
+    """Write the configurations of the model and of its generation, as far as there are any."""
+    ends = _end_of_text(part)
+    if config is not None:
+        own = _configuration(config, dtype, merged=manifest.base is not None)
+        _write_json(part / "config.json", own | (ends if END_TOKEN_KEY in own else {}))
+    generation = manifest.extra.get("generation_config")
+    if isinstance(generation, dict):
+        _write_json(part / "generation_config.json", generation | ends)
 
 
 def _open_verified(path: Path) -> tuple[Path, Manifest, Index]:
@@ -221,11 +241,11 @@ def _read_recorded_files(folder: Path) -> set[str]:
 
 @dataclass(frozen=True)
 class _Exported:
-    """Tensors to write: bytes by name, and how some of them are read."""
+    """Tensors to write: bytes by name, how some of them are read, and the model of adapters."""
 
     sizes: Mapping[str, int]
     read: Callable[[Sequence[str]], dict[str, torch.Tensor]]
-    finish: Callable[[], None] = lambda: None
+    merged: MergedModel | None = None
 
 
 def _open_tensors(
@@ -260,10 +280,10 @@ def _open_tensors(
 
     merged = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
     merged |= {name: sizes[own] for name, own in rest.items()}
-    return _Exported(merged, read_merged, partial(model.check_base, path))
+    return _Exported(merged, read_merged, model)
 
 
-def _write_weights(part: Path, tensors: _Exported, dtype: torch.dtype, file_bytes: int) -> None:
+def _write_weights(part: Path, tensors: _Exported, file_bytes: int) -> None:
     names_of_files = list(_group_by_file(tensors.sizes, file_bytes))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(names_of_files, 1):
@@ -272,7 +292,6 @@ def _write_weights(part: Path, tensors: _Exported, dtype: torch.dtype, file_byte
         save_file(tensors.read(names), file, metadata={"format": "pt"})
         file.chmod(0o666 & ~_umask())  # safetensors makes it private
         weight_map |= dict.fromkeys(names, file.name)
-    tensors.finish()
     if len(names_of_files) > 1:
         total = sum(tensors.sizes.values())
         _write_json(

@@ -33,6 +33,8 @@ from gpumix.train.checkpoint.manifest import Manifest, SavedBase
 ReadTensors = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
 """Reads tensors of the checkpoint's model, by name, in fp32."""
 ADAPTER = "default"  # PEFT's name
+ADAPTERS_FILE, PEFT_PREFIX = "adapter_model.safetensors", "base_model.model."
+TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}  # of PEFT
 
 
 class MergedModel:
@@ -121,6 +123,24 @@ class MergedModel:
         if length in found:
             merged *= (found[length] / torch.linalg.norm(merged, dim=1))[:, None]
         return merged
+
+    def save_adapters(self, folder: Path) -> None:
+        """Write the adapters alone, as PEFT saves them."""
+        from peft import get_peft_model_state_dict
+        from safetensors.torch import save_file
+
+        config: Any = self.model.peft_config[ADAPTER]  # type: ignore[index,union-attr]
+        config.base_model_name_or_path = self._saved.name
+        config.task_type = TASK_TYPES.get(self.spec.task)
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
+        state = get_peft_model_state_dict(
+            self.model,
+            state_dict=dict(self._read_adapters(self.added)),
+            save_embedding_layers=False,
+        )
+        named = {f"{PEFT_PREFIX}{name}": value.contiguous() for name, value in state.items()}
+        save_file(named, folder / ADAPTERS_FILE, metadata={"format": "pt"})
 
     def check_base(self, where: Path) -> None:
         """Check that all that was read is the base of the adapters.
