@@ -29,7 +29,12 @@ from gpumix.engine.loss.objective import make_objective
 from gpumix.engine.loss.reduction import Objective, wrap_objective
 from gpumix.engine.model.equal_weights import broadcast_weights
 from gpumix.engine.model.forward_coroutine import ModelError, UnitCallHandlers, intercept
-from gpumix.engine.model.frozen_base import DigestingSource, find_source_name, has_frozen_base
+from gpumix.engine.model.frozen_base import (
+    DigestingSource,
+    find_source_name,
+    has_frozen_base,
+    make_base,
+)
 from gpumix.engine.model.kernel_selection import apply_efficiency
 from gpumix.engine.model.model_settings import find_layer_drop_rates
 from gpumix.engine.quantised.packed_weight import PackedWeight
@@ -137,8 +142,8 @@ def prepare(
     sharded = ShardedParts(parts, places, inventory, calls, changes, forwards)
     engine = Engine(model, plan, sharded, comm, objective, seed=seed, couples=couples)
     if digesting is not None:
-        base = find_source_name(model, weights)
-        engine.base = digesting.make_base(base, engine.pieces(), comm)
+        own_sum = digesting.make_own_sum(engine.frozen_intervals())
+        engine.base = make_base(find_source_name(model, weights), own_sum, comm)
     return engine
 
 

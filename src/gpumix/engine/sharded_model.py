@@ -105,6 +105,17 @@ class ShardedModel:
         """Return the shapes of all parameters by name, as in the unsharded model."""
         return {name: one.shape for name, one in self._inventory.parameters.items()}
 
+    def frozen_intervals(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the intervals of frozen parameters of which this rank has the first copy, by name,
+        as they were read: of a parameter that a team divides each rank reads all."""
+        for piece in self.pieces():
+            if piece.local.requires_grad or not piece.first or piece.start == piece.end:
+                continue
+            if piece.window.whole:
+                yield piece.name, piece.start, piece.end
+            elif piece.has_begin:
+                yield piece.name, 0, piece.shape.numel()
+
     def is_saved(self, name: str) -> bool:
         """Return True for a parameter that checkpoints hold; they refer to a frozen base."""
         return self.base is None or self._inventory.parameters[name].trained

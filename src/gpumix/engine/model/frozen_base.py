@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +18,6 @@ from torch import nn
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.model.adapters import iterate_adapter_layers
 from gpumix.schema.errors import InputError
-
-if TYPE_CHECKING:
-    from gpumix.engine.sharding.shard import Piece
-    from gpumix.engine.sharding.unit_discovery import ParameterSlot
 
 WORD_BYTES, ROW_WORDS = 8, 1 << 16
 _WRAP = 1 << 64
@@ -67,27 +63,23 @@ class DigestingSource:
             self._sums[name, start, end] = checksum(values, start)
         return values
 
-    def make_base(self, name: str, pieces: Iterable[Piece], comm: Communicator) -> FrozenBase:
-        """Return the base, of all ranks' pieces. Collective."""
-        total = 0
-        for piece in pieces:
-            if not piece.first or piece.local.requires_grad:
-                continue
-            read = (piece.start, piece.end)
-            if not piece.window.whole:  # read in full by each rank of a team
-                read = (0, piece.shape.numel()) if piece.has_begin else (0, 0)
-            total += self._sums.get((piece.name, *read), 0) * _factor_of_name(piece.name)
-        parts = [total % _WRAP >> 32, total % (1 << 32)]
-        own = torch.tensor(parts, dtype=torch.int64, device=comm.device)
-        table = comm.exchanged(own, "checksum of the frozen base").tolist()
-        every = sum((high << 32) + low for high, low in table) % _WRAP
-        return FrozenBase(name, f"{every:016x}")
+    def make_own_sum(self, read: Iterable[tuple[str, int, int]]) -> int:
+        """Return the sum of values read here, by name of the parameter, begin and end."""
+        terms = (self._sums[key] * _factor_of_name(key[0]) for key in read)
+        return sum(terms) % _WRAP
 
-    def make_whole_base(self, name: str, slots: Iterable[ParameterSlot]) -> FrozenBase:
-        """Return the base of parameters that were all read in full here."""
-        read = {slot.name: (slot.name, 0, slot.parameter.numel()) for slot in slots}
-        terms = (self._sums.get(key, 0) * _factor_of_name(own) for own, key in read.items())
-        return FrozenBase(name, f"{sum(terms) % _WRAP:016x}")
+
+def make_base(name: str, own_sum: int, comm: Communicator) -> FrozenBase:
+    """Return the base of which each rank has summed a part. Collective."""
+    parts = [own_sum >> 32, own_sum % (1 << 32)]
+    own = torch.tensor(parts, dtype=torch.int64, device=comm.device)
+    table = comm.exchanged(own, "checksum of the frozen base").tolist()
+    return FrozenBase(name, format_sum(sum((high << 32) + low for high, low in table)))
+
+
+def format_sum(total: int) -> str:
+    """Return the checksum that a sum of all values stands for."""
+    return f"{total % _WRAP:016x}"
 
 
 def _factor_of_name(name: str) -> int:

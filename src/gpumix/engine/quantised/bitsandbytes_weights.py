@@ -48,8 +48,19 @@ class FourBitFormat(WeightFormat):
 
     @classmethod
     def of(cls, parameter: Any) -> FourBitFormat:
-        """Return the format of a `Params4bit`, quantised or not."""
+        """Return the format of a `Params4bit`, quantised or not.
+
+        Raises:
+            InputError: the weight is trained, or its constants are quantised in other blocks.
+        """
         state = parameter.quant_state
+        if parameter.requires_grad:
+            raise InputError(
+                "a 4-bit weight of bitsandbytes is to be trained",
+                why="only what is frozen can be quantised",
+                fix="leave its layer out of quantisation: BitsAndBytesConfig(..., "
+                "llm_int8_skip_modules=['classifier']) for a new head of that name",
+            )
         if state is None:
             shape, dtype, block = parameter.shape, parameter.dtype, parameter.blocksize
             nested, quant_type = bool(parameter.compress_statistics), parameter.quant_type

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,10 +14,6 @@ from gpumix.engine.quantised.packed_weight import (
     WeightFormat,
     show_in_modules,
 )
-from gpumix.engine.sharding.absent_parameter import AbsentParameter
-
-if TYPE_CHECKING:
-    from gpumix.engine.sharding.unit_discovery import ParameterSlot
 
 
 @dataclass(frozen=True)
@@ -49,20 +44,21 @@ class PackedPlaces:
     _places: list[_PackedPlace] = field(default_factory=list)
 
     def add(
-        self, slot: ParameterSlot, form: WeightFormat, flat: torch.Tensor, master: Any
-    ) -> tuple[nn.Parameter, AbsentParameter]:
-        """Add the weight of a slot; return the parameter for modules, and its placeholder."""
-        owners = [module for module, _ in slot.places]
+        self,
+        places: Sequence[tuple[nn.Module, str]],
+        form: WeightFormat,
+        flat: torch.Tensor,
+        master: torch.Tensor | None,
+    ) -> tuple[nn.Parameter, nn.Parameter]:
+        """Add a weight in these places of modules; return the parameter for modules, and one that
+        only looks like it, to make a placeholder of."""
+        owners = [module for module, _ in places]
         shown = show_in_modules(form, flat, owners)
         rest = None if master is None else show_in_modules(form, master, owners)
-        # Not the slot: it refers to the model's parameter, whose memory must be freed.
-        self._places.append(_PackedPlace(slot.places, form, flat.data, shown, rest))
+        self._places.append(_PackedPlace(places, form, flat.data, shown, rest))
         look = shown.parameter
         empty = torch.empty((), dtype=look.dtype, device=flat.device).expand(look.shape)
-        away = AbsentParameter.of(nn.Parameter(empty, requires_grad=False), slot.name)
-        for key in form.asked_first:
-            setattr(away, key, getattr(shown.parameter, key))
-        return shown.parameter, away
+        return look, nn.Parameter(empty, requires_grad=False)
 
     def fill(self, generator: torch.Generator | None) -> None:
         """Fill the buffer with typical values."""

@@ -261,7 +261,11 @@ class FlatGroup:
             zip(alike.slots, self.full.data.split(alike.numels), masters)
         ):
             if isinstance(slot.parameter, PackedWeight):
-                shaped, away = self._packed.add(slot, slot.parameter.format, view, master)
+                form = slot.parameter.format
+                shaped, like = self._packed.add(slot.places, form, view, master)
+                away = AbsentParameter.of(like, slot.name)
+                for key in form.asked_first:
+                    setattr(away, key, getattr(shaped, key))
             else:
                 # `.data` gives the view a separate version counter: to autograd, the next gather is
                 # no in-place change of saved tensors.

@@ -20,7 +20,7 @@ from gpumix.engine.model.adapters import (
     iterate_adapter_layers,
     list_adapter_parameters,
 )
-from gpumix.engine.model.frozen_base import DigestingSource, FrozenBase
+from gpumix.engine.model.frozen_base import DigestingSource, FrozenBase, format_sum
 from gpumix.engine.quantised.linear_layers import is_transposed
 from gpumix.engine.quantised.packed_weight import PackedWeight
 from gpumix.engine.sharding.initial_weights import make_source
@@ -149,7 +149,9 @@ class MergedModel:
             InputError: it is another one.
         """
         saved = FrozenBase(self._saved.name, self._saved.checksum)
-        read = self._source.make_whole_base(str(self.spec.weights or ""), self._of_base.values())
+        slots = self._of_base.values()
+        total = self._source.make_own_sum((s.name, 0, s.parameter.numel()) for s in slots)
+        read = FrozenBase(str(self.spec.weights or ""), format_sum(total))
         read.check_same(saved, str(where))
 
 
