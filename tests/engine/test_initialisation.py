@@ -217,7 +217,6 @@ def test_models_with_large_buffers_train():
         lambda weight: weight.detach().numpy(),
         lambda weight: bool((weight > 0).any()),
         lambda weight: weight[weight > 0],
-        lambda weight: weight.data.__setitem__(0, 7.0),  # torch puts the 7 on the meta device
     ],
 )
 def test_a_constructor_that_reads_large_values_is_run_as_usual(read):
@@ -230,6 +229,25 @@ def test_a_constructor_that_reads_large_values_is_run_as_usual(read):
     assert not is_deferred(model)
     again = build(factory, SEED)
     assert torch.equal(model.blocks[0].wide.weight, again.blocks[0].wide.weight)
+
+
+def test_small_values_that_go_into_a_large_weight_are_deferred_with_it():
+    def factory():
+        model = large_model()
+        weight = model.blocks[0].wide.weight
+        weight.data[0] = 7.0  # torch puts the 7 on the meta device
+        weight.data[1] = torch.arange(weight.shape[1]).float()
+        model.small = nn.Linear(2, 3).to(weight.device)  # as adapters follow their layer
+        return model
+
+    assert is_deferred(build(factory, SEED))
+    first, again = whole(factory), whole(factory)
+    weight = first["blocks.0.wide.weight"]
+    assert (weight[0] == 7).all() and weight[1].tolist() == list(range(weight.shape[1]))
+    assert 0 < weight[2:].std() < 1
+    assert first["small.weight"].abs().max() > 0
+    for name, values in first.items():
+        assert torch.equal(values, again[name]), name
 
 
 def reads_values():

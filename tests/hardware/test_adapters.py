@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from gpumix.cost.layout.curves import interpolate_seconds
-from gpumix.hardware.estimates.adapters import FineTuning, freeze_base
+from gpumix.hardware.estimates.adapters import FineTuning, compute_packed_bytes, freeze_base
 from gpumix.hardware.estimates.decoder_shapes import decoder
 from gpumix.hardware.estimates.estimate import estimate_class
 from gpumix.hardware.estimates.gpu_catalogue import find_card
@@ -57,12 +58,28 @@ def test_a_packed_base_is_smaller_by_its_format(config):
     others = 2 * (block.parameters - block.matrices)
     sizes = {
         base: frozen(config, FineTuning(4, base)).kinds[0].frozen_bytes - others
-        for base in ("16bit", "int8", "nf4")
+        for base in ("16bit", "int8", "nf4", "nf4-double")
     }
+    rows = sum(one.outputs * one.count for one in block.linears)
     assert sizes["16bit"] == 2 * block.matrices
-    assert sizes["int8"] == block.matrices
+    assert sizes["int8"] == block.matrices + 4 * rows  # a byte a weight, an fp32 constant a row
     # 4 bits a weight and an fp32 constant for 64 of them
     assert sizes["nf4"] == block.matrices // 2 + 4 * block.matrices // 64
+    # or one of 8 bits, and for 256 of these an fp32 one: small matrices round up
+    many = sum(one.count for one in block.linears)
+    double = block.matrices // 2 + block.matrices // 64
+    assert double + 8 * many <= sizes["nf4-double"] <= double + many * 128
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4", "nf4-double"])
+def test_a_packed_matrix_takes_what_the_engine_stores(base):
+    pytest.importorskip("bitsandbytes")
+    from gpumix.engine.quantised.linear_layers import make_quantised_linear
+    from gpumix.engine.quantised.weight_formats import find_format
+
+    for rows, columns in [(64, 64), (96, 200), (7, 33), (1024, 256)]:
+        layer = make_quantised_linear(torch.nn.Linear(columns, rows), base)
+        assert find_format(layer.weight).nbytes == compute_packed_bytes(base, rows, columns)
 
 
 def test_full_fine_tuning_is_the_model_itself():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from extended import chosen, left_out
-from gpumix.integrations.common.plan_and_shard import check_plain_weights
+from gpumix.integrations.common.plan_and_shard import check_loaded_weights
 from gpumix.schema.errors import GpumixError, InputError
 from harness import run_ranks
 from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks
@@ -188,7 +188,7 @@ def _without_model(folder: Path) -> str:
     ("attributes", "told"),
     [
         ({"is_quantized": True}, "the weights of Linear are quantised"),
-        ({"is_loaded_in_4bit": True}, "the weights of Linear are quantised"),
+        ({"is_quantized": True, "quantization_method": "gptq"}, "are quantised by gptq"),
         ({"hf_device_map": {"one": 0, "other": "cpu"}}, "Linear was spread over devices when it"),
     ],
 )
@@ -196,8 +196,8 @@ def test_models_that_were_loaded_in_another_way_are_refused(attributes, told):
     network = torch.nn.Linear(2, 2)
     vars(network).update({"hf_device_map": {"": "cpu"}, **attributes})
     with pytest.raises(InputError, match=told):
-        check_plain_weights(network)
-    check_plain_weights(torch.nn.Linear(2, 2))
+        check_loaded_weights(network)
+    check_loaded_weights(torch.nn.Linear(2, 2))
 
 
 def test_norms_over_the_batch_and_labels_without_a_name_are_refused(tmp_path):

@@ -101,7 +101,7 @@ def plan_for(
     """
     job = read_job(job_file)
     assert isinstance(job.cluster, Cluster)
-    if job.model.config is None:
+    if job.model.config is None and job.model.lora is None:
         model = build(lambda: toys.model(**job.model.arguments), seed=0)
     else:
         model = build_model(job.model, folder=job_file.parent, seed=0)

@@ -69,8 +69,8 @@ def extract_undivided_model(
             more, fewer = int(getattr(one, field)), int(getattr(other, field))
             return max(0, round((many * fewer - few * more) / (many - few)))
 
-        update = {"trainable": of("trainable"), "frozen_bytes": of("frozen_bytes")}
-        return one.model_copy(update=update)
+        sizes = ("trainable", "frozen_bytes", "packed_bytes")
+        return one.model_copy(update={field: of(field) for field in sizes})
 
     fewer = {parameter.name: parameter for parameter in least.root.parameters}
     root = left(most.root, least.root).model_copy(

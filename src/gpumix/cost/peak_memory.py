@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
+from operator import attrgetter
 
 import numpy as np
 
@@ -52,11 +53,12 @@ ROUNDING_ELEMENTS = 2
 
 @dataclass(frozen=True)
 class OwnedState:
-    """Storage of one rank: elements of one bucket of each name, all frozen bytes of the rank, and
-    the number of ranks dividing the state."""
+    """Storage of one rank: elements of one bucket of each name, all frozen bytes of the rank, those
+    of them that are packed, and the number of ranks dividing the state."""
 
     elements: tuple[tuple[str, int], ...]  # by name
     frozen_bytes: int
+    packed_bytes: int
     ranks: int
 
 
@@ -70,15 +72,17 @@ def compute_owned_state(buckets: Buckets, shares: tuple[float, ...]) -> tuple[Ow
     """Return the exact storage of each rank at the given shares."""
     counts, sizes = buckets.counts(), buckets.sizes
     trainable = {name: compute_shard_sizes(size.trainable, shares) for name, size in sizes.items()}
-    frozen = {name: compute_shard_sizes(size.frozen_bytes, shares) for name, size in sizes.items()}
-    return tuple(
-        OwnedState(
-            elements=tuple((name, owned[rank]) for name, owned in trainable.items()),
-            frozen_bytes=sum(n * frozen[name][rank] for name, n in counts.items()),
-            ranks=len(shares),
-        )
-        for rank in range(len(shares))
+    floats, packed = (
+        {name: compute_shard_sizes(of(size), shares) for name, size in sizes.items()}
+        for of in (attrgetter("frozen_float_bytes"), attrgetter("packed_bytes"))
     )
+    found = []
+    for rank in range(len(shares)):
+        own_packed = sum(n * packed[name][rank] for name, n in counts.items())
+        own_floats = sum(n * floats[name][rank] for name, n in counts.items())
+        elements = tuple((name, owned[rank]) for name, owned in trainable.items())
+        found.append(OwnedState(elements, own_floats + own_packed, own_packed, len(shares)))
+    return tuple(found)
 
 
 def compute_owned_by_rank_buckets(
@@ -268,7 +272,9 @@ class StateModel:
         rest = self.buckets.rebuild_for_model(self.model.undivided).sizes
         return {
             name: UnitSize(
-                size.trainable - rest[name].trainable, size.frozen_bytes - rest[name].frozen_bytes
+                size.trainable - rest[name].trainable,
+                size.frozen_bytes - rest[name].frozen_bytes,
+                size.packed_bytes - rest[name].packed_bytes,
             )
             for name, size in self.sizes.items()
         }
@@ -302,8 +308,11 @@ class StateModel:
 
     @cached_property
     def _whole_bytes(self) -> int:
-        frozen = self._frozen_bytes if self._stores_frozen else 0
-        return ceil(self.model.parameters * self.sharded_per_element) + frozen
+        sizes = [(n, self.sizes[name]) for name, n in self.counts.items()]
+        frozen = sum(n * size.frozen_bytes for n, size in sizes)
+        packed = sum(n * size.packed_bytes for n, size in sizes)
+        stored = self._stored_frozen(frozen, packed)
+        return ceil(self.model.parameters * self.sharded_per_element) + stored
 
     @cached_property
     def replicated_bytes(self) -> int:
@@ -323,14 +332,12 @@ class StateModel:
         widened = max(1, width // stored)
         return self.buckets.full_bytes(self.compute_dtype, self.zero_stage, widened=widened)
 
-    @property
-    def _stores_frozen(self) -> bool:
-        """Flag: frozen parameters are stored in addition to the compute copy."""
-        return self.zero_stage == 3 or self._casts or self._in_parts
-
-    @cached_property
-    def _frozen_bytes(self) -> int:
-        return sum(n * self.sizes[name].frozen_bytes for name, n in self.counts.items())
+    def _stored_frozen(self, frozen: int, packed: int) -> int:
+        """Return the bytes of frozen parameters stored in addition to the compute copy. Packed ones
+        are used as they are gathered."""
+        if self.zero_stage == 3 or self._in_parts:
+            return frozen
+        return frozen - packed if self._casts else 0
 
     @cached_property
     def fixed_bytes_by_cause(self) -> dict[str, int]:
@@ -376,8 +383,8 @@ class StateModel:
         """Return the bytes of state of a rank storing `owned`."""
         if self.zero_stage == 0:
             return 0
-        frozen = owned.frozen_bytes if self._stores_frozen else 0
-        return ceil(self._elements(owned) * self.sharded_per_element) + frozen
+        stored = self._stored_frozen(owned.frozen_bytes, owned.packed_bytes)
+        return ceil(self._elements(owned) * self.sharded_per_element) + stored
 
     def received_bytes(self, own: Mapping[str, int], ranks: int) -> int:
         """Return the bytes of the buffers receiving all ranks' parts of the own interval to sum,

@@ -99,7 +99,10 @@ def _split_buckets(
         def sized(name: str, own: Sized, undivided: Sized) -> Sized:
             trainable = of(name, own.trainable, undivided.trainable)
             frozen = of("", own.frozen_bytes, undivided.frozen_bytes)
-            return own.model_copy(update={"trainable": trainable, "frozen_bytes": frozen})
+            packed = of("", own.packed_bytes, undivided.packed_bytes)
+            return own.model_copy(
+                update={"trainable": trainable, "frozen_bytes": frozen, "packed_bytes": packed}
+            )
 
         root = sized(ROOT, model.root, rest.root)
         ends = {
@@ -177,7 +180,7 @@ def _list_sharding_collectives(plan: Plan, buckets: Buckets) -> Iterator[tuple[s
         # The last run's stays between the passes, the root's throughout.
         of_wave = (*ends, *runs, *runs[:-1])
         for size in (sizes[ROOT], *of_wave * plan.waves):
-            for part in (size.trainable * width, size.frozen_bytes):
+            for part in (size.trainable * width, *size.frozen_buffers):
                 if part:
                     yield "gather", part
 
@@ -286,7 +289,7 @@ class _StagedTraffic:
                     stays = before == Action("forward", number, action.batch)
                     gathered += runs[: len(runs) - stays]
             for size in gathered:
-                for part in (size.trainable * width, size.frozen_bytes):
+                for part in (size.trainable * width, *size.frozen_buffers):
                     if part:
                         yield "gather", part
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from gpumix.engine.model.forward_coroutine import ModelError
+from gpumix.engine.quantised.packed_weight import Attribute, show_in_modules
 from gpumix.engine.schedule.pipeline_parallel import PipelineStage
 from gpumix.engine.sharded_model import ShardedModel
 from gpumix.engine.sharding.bucket import Bucket
@@ -196,8 +197,8 @@ class OutsideSteps:
     def has_changed_requires_grad(self) -> bool:
         """True if the user has frozen or thawed parameters since the model was sharded."""
         return any(
-            registered[name].requires_grad is not self._stored[own].trained
-            for registered, name, own in self._places()
+            _registered(module)[name].requires_grad is not self._stored[own].trained
+            for module, name, own in self._places()
         )
 
     @property
@@ -274,20 +275,17 @@ class OutsideSteps:
         if self._is_whole or (self._of_engine() is None and self._always_whole):
             yield self._model
             return
-        held = self._places()
-        before = [parameters[name] for parameters, name, _ in held]
         parameters = self._whole_parameters()
         versions = {name: p._version for name, p in parameters.items()}
-        for registered, name, own in held:
-            registered[name] = parameters[own]
+        before = self._install_whole(parameters)
         self._is_whole = True
         try:
             with self._engine.changes.undo_temporarily(), self._restore_forwards():
                 yield self._model
         finally:
             self._is_whole = False
-            for (registered, name, _), parameter in zip(held, before):
-                registered[name] = parameter
+            for one in before:
+                one.holder[one.key] = one.value
         changed = {n: p.detach() for n, p in parameters.items() if p._version != versions[n]}
         if changed:
             self._engine.load_state_dict(changed, strict=False)
@@ -297,11 +295,13 @@ class OutsideSteps:
         model, engine = self._model, self._of_engine()
         if engine is not None:
             engine.look_back()
-        held = {own: registered[name] for registered, name, own in self._places()}
+        held = {own: _registered(module)[name] for module, name, own in self._places()}
         flags = {own: parameter.requires_grad for own, parameter in held.items()}
         if engine is None and self._always_whole:
             parameters = {
-                own: nn.Parameter(parameter.detach().to(self._stored[own].given_dtype))
+                own: parameter
+                if self._stored[own].format is not None
+                else nn.Parameter(parameter.detach().to(self._stored[own].given_dtype))
                 for own, parameter in held.items()
             }
         else:
@@ -313,8 +313,9 @@ class OutsideSteps:
             vars(module).pop("forward", None)
             if name in self._forwards:
                 module.forward = self._forwards[name]
-        for registered, name, own in self._places():
-            registered[name] = parameters[own].requires_grad_(flags[own])
+        for own, parameter in parameters.items():
+            parameter.requires_grad_(flags[own])
+        self._install_whole(parameters)
         self._keep_buffers_beside(parameters)
         self._undo.close()
         del _outside_steps_by_model[model]
@@ -340,13 +341,28 @@ class OutsideSteps:
             stack.callback(setattr, module, "forward", stopping)
         return stack
 
-    def _places(self) -> list[tuple[dict[str, Any], str, str]]:
-        """Return the module dicts of all parameters, each with attribute name and piece name."""
+    def _places(self) -> list[tuple[nn.Module, str, str]]:
+        """Return the modules of all parameters, each with attribute name and piece name."""
         found = []
         for name, own in self._names.items():
             path, _, attribute = name.rpartition(".")
-            found.append((self._model.get_submodule(path)._parameters, attribute, own))
+            found.append((self._model.get_submodule(path), attribute, own))
         return found
+
+    def _install_whole(self, parameters: Mapping[str, nn.Parameter]) -> list[Attribute]:
+        """Install full parameters in the modules; return what was there before."""
+        new: list[Attribute] = []
+        for module, name, own in self._places():
+            parameter, form = parameters[own], self._stored[own].format
+            if form is not None and type(parameter) is nn.Parameter:  # bytes
+                shown = show_in_modules(form, parameter.data, [module])
+                parameter = shown.parameter
+                new += shown.attributes
+            new.append(Attribute(_registered(module), name, parameter))
+        before = [one._replace(value=one.holder.get(one.key)) for one in new]
+        for one in new:
+            one.holder[one.key] = one.value
+        return before
 
     def _whole_parameters(
         self, *, on_host: bool = False, everywhere: bool = True
@@ -354,7 +370,7 @@ class OutsideSteps:
         """Return all weights in their original dtypes. With `on_host`, on the host of ranks that
         store only a part; without `everywhere`, on the first rank only."""
         engine = self._engine
-        values = engine.state_dict(rank0_only=not everywhere)
+        values = engine.gather_values(rank0_only=not everywhere)
         at_host = on_host and not self._always_whole
         device: torch.device | str = "cpu" if at_host else engine.device
         if not values:
@@ -368,6 +384,10 @@ class OutsideSteps:
             )
             for own, one in self._stored.items()
         }
+
+
+def _registered(module: nn.Module) -> dict[str, Any]:
+    return module._parameters
 
 
 def get_outside_steps(model: nn.Module) -> OutsideSteps | None:

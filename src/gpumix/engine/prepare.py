@@ -29,8 +29,15 @@ from gpumix.engine.loss.objective import make_objective
 from gpumix.engine.loss.reduction import Objective, wrap_objective
 from gpumix.engine.model.equal_weights import broadcast_weights
 from gpumix.engine.model.forward_coroutine import ModelError, UnitCallHandlers, intercept
+from gpumix.engine.model.frozen_base import (
+    DigestingSource,
+    find_source_name,
+    has_frozen_base,
+    make_base,
+)
 from gpumix.engine.model.kernel_selection import apply_efficiency
 from gpumix.engine.model.model_settings import find_layer_drop_rates
+from gpumix.engine.quantised.packed_weight import PackedWeight
 from gpumix.engine.schedule.pipeline_parallel import PipelineStage
 from gpumix.engine.schedule.point_to_point import PointToPointChannels
 from gpumix.engine.schedule.stage_setup import (
@@ -117,7 +124,10 @@ def prepare(
     teams = make_tensor_parallel_groups(plan, comm)
     anatomy, changes = _apply_tensor_parallel(plan, anatomy, comm.rank, teams, tensor, head)
     dtypes = Dtypes(TORCH_DTYPE[worker.compute_dtype], TORCH_DTYPE[plan.communication_dtype])
-    storage = Storage(comm.device, dtypes, make_source(model, weights), head)
+    packed = any(isinstance(s.parameter, PackedWeight) for u in anatomy.all for s in u.slots)
+    source = make_source(model, weights)
+    digesting = DigestingSource(source) if has_frozen_base(model, packed) else None
+    storage = Storage(comm.device, dtypes, digesting or source, head)
     parts, places = _make_stages(plan, anatomy, changes, comm, storage, teams)
     if weights is not None:
         load_buffers(model, weights)
@@ -130,7 +140,11 @@ def prepare(
         intercept(unit.name, unit.module, calls)
     objective = make_objective(model) if loss is None else wrap_objective(loss)
     sharded = ShardedParts(parts, places, inventory, calls, changes, forwards)
-    return Engine(model, plan, sharded, comm, objective, seed=seed, couples=couples)
+    engine = Engine(model, plan, sharded, comm, objective, seed=seed, couples=couples)
+    if digesting is not None:
+        own_sum = digesting.make_own_sum(engine.frozen_intervals())
+        engine.base = make_base(find_source_name(model, weights), own_sum, comm)
+    return engine
 
 
 def _check_coupling(model: nn.Module, plan: Plan, couples: str) -> None:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.model import extra_state, module_buffers
+from gpumix.engine.model.frozen_base import FrozenBase
 from gpumix.engine.optimizers import elementwise_check
 from gpumix.engine.sharding import state_dict as state
 from gpumix.engine.sharding.bucket import Bucket
@@ -32,6 +33,8 @@ class ShardedModel:
         self.model = model
         self.comm = comm
         self.device = comm.device
+        self.base: FrozenBase | None = None
+        """The frozen base of adapters, which checkpoints refer to instead of holding it."""
         self._buckets = buckets
         self._buckets_on_host = [
             bucket for bucket in buckets if any(group.on_host for group in bucket.groups)
@@ -102,6 +105,21 @@ class ShardedModel:
         """Return the shapes of all parameters by name, as in the unsharded model."""
         return {name: one.shape for name, one in self._inventory.parameters.items()}
 
+    def frozen_intervals(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the intervals of frozen parameters of which this rank has the first copy, by name,
+        as they were read: of a parameter that a team divides each rank reads all."""
+        for piece in self.pieces():
+            if piece.local.requires_grad or not piece.first or piece.start == piece.end:
+                continue
+            if piece.window.whole:
+                yield piece.name, piece.start, piece.end
+            elif piece.has_begin:
+                yield piece.name, 0, piece.shape.numel()
+
+    def is_saved(self, name: str) -> bool:
+        """Return True for a parameter that checkpoints hold; they refer to a frozen base."""
+        return self.base is None or self._inventory.parameters[name].trained
+
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of all gradients together, equal on every rank. One collective."""
         # The first of several copies counts for all.
@@ -139,6 +157,10 @@ class ShardedModel:
         Args:
             rank0_only: other ranks take part, but get an empty dict.
         """
+        return state.expand_packed(self.gather_values(rank0_only=rank0_only), self._inventory)
+
+    def gather_values(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """Return `state_dict` with packed weights as bytes. Collective."""
         self.agree_on_buffers()
         return state.gather_full_state(
             self.model, self.groups(), self.comm, self._inventory, rank0_only=rank0_only

@@ -126,7 +126,7 @@ class PlanArguments:
         ),
     ] = None
     base: Annotated[
-        Literal["16bit", "int8", "nf4"] | None,
+        Literal["16bit", "int8", "nf4", "nf4-double"] | None,
         typer.Option("--base", help="With --lora: format of the frozen weights [default: 16bit]."),
     ] = None
     ram: Annotated[
@@ -211,7 +211,7 @@ class PlanOptions(PlanArguments):
         return NamedCluster(self.cluster, self.network, self.link_option)
 
     def _estimate_of_job(self, job: Job, path: Path) -> Estimate:
-        from gpumix.hardware.estimates.adapters import FULL
+        from gpumix.hardware.estimates.adapters import FULL, FineTuning
         from gpumix.hardware.estimates.decoder_shapes import decoder
         from gpumix.hardware.estimates.known_models import NamedDecoder, read_config
 
@@ -223,10 +223,12 @@ class PlanOptions(PlanArguments):
             )
         if not isinstance(config, dict):
             config = read_config(path.absolute().parent / config)
+        lora = job.model.lora
+        tuning = FULL if lora is None else FineTuning(lora.rank, job.model.base or "16bit")
         return Estimate(
             self._named_cluster,
             NamedDecoder(str(config.get("model_type", "")), decoder(config)),
-            FULL,
+            tuning,
             job.optimizer,
             job.sequence_length,
             job.global_batch_size,

@@ -144,7 +144,7 @@ def _try_all(estimate: Estimate, classes: Sequence[str], space: Space) -> Iterat
             changes.append(("--optimizer adafactor", replace(estimate, optimizer=adafactor)))
         lora = FineTuning(LORA_RANK)
         changes.append((f"--lora {LORA_RANK}", replace(estimate, tuning=lora)))
-    if estimate.tuning.base != "nf4":
+    if not estimate.tuning.base.startswith("nf4"):
         rank = estimate.tuning.lora_rank or LORA_RANK
         nf4 = replace(estimate, tuning=FineTuning(rank, "nf4"))
         changes.append((f"--lora {rank} --base nf4", nf4))

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Json, make_command, print_json, require_checkpoint
+from gpumix.cli.common import Allowed, Json, make_command, print_json, require_checkpoint
 
 
 def register(app: typer.Typer) -> None:
     app.command(
         help="Write the weights of a run's newest checkpoint as safetensors, with configuration "
-        "and tokenizer: a folder that transformers loads.\n\n"
+        "and tokenizer: a folder that transformers loads. Adapters are merged into their base.\n\n"
         "Example: gpumix export runs/latest --to my-model"
     )(export)
 
@@ -23,13 +23,18 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint.")],
     to: Annotated[Path, typer.Option("--to", help="The folder to write.")],
     dtype: Annotated[str, typer.Option("--dtype", help="fp32 or bf16.")] = "fp32",
+    adapters: Annotated[
+        bool,
+        typer.Option("--adapters", help="Write LoRA adapters alone, as PEFT saves them."),
+    ] = False,
+    allowed: Allowed = [],  # noqa: B006 - typer copies it
     as_json: Json = False,
 ) -> None:
     require_checkpoint(run)
     from gpumix.train.checkpoint.export import export as write
     from gpumix.train.run_log.terminal import get_stderr_console
 
-    write(run, to, dtype=dtype, tell=get_stderr_console().print)
+    write(run, to, dtype=dtype, tell=get_stderr_console().print, allowed=allowed, adapters=adapters)
     if as_json:
         print_json({"folder": str(to)})
     else:

@@ -36,10 +36,22 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class UnitSize:
-    """Size of a bucket or unit: elements with a gradient, and bytes of frozen parameters."""
+    """Size of a bucket or unit: elements with a gradient, bytes of frozen parameters, and how many
+    of these bytes are packed: the same in every dtype, in a buffer of their own."""
 
     trainable: int
     frozen_bytes: int
+    packed_bytes: int = 0
+
+    @property
+    def frozen_float_bytes(self) -> int:
+        """Bytes of the frozen parameters that are not packed."""
+        return self.frozen_bytes - self.packed_bytes
+
+    @property
+    def frozen_buffers(self) -> tuple[int, int]:
+        """Bytes of the buffers of frozen parameters, each gathered by itself."""
+        return self.frozen_float_bytes, self.packed_bytes
 
     @property
     def gradient_bytes(self) -> int:
@@ -179,7 +191,8 @@ class Buckets:
         """
         sizes = [
             align_size(size.trainable * DTYPE_BYTES[compute_dtype])
-            + align_size(size.frozen_bytes * widened)
+            + align_size(size.frozen_float_bytes * widened)
+            + align_size(size.packed_bytes)
             for size in map(self.sizes.__getitem__, self.names)
         ]
         if zero_stage < 3:
@@ -191,7 +204,7 @@ class Buckets:
         a cast to the compute dtype."""
         return max(
             align_size(size.trainable * DTYPE_BYTES[communication_dtype])
-            + align_size(size.frozen_bytes)
+            + align_size(size.frozen_float_bytes)
             for size in self.sizes.values()
         )
 
@@ -221,8 +234,9 @@ def _compute_slot_bytes(places: tuple[int, ...], sizes: tuple[int, ...], *, gath
 
 def unit_sizes(model: ModelProfile) -> dict[str, UnitSize]:
     """Return the size of each unit kind, and of the whole root under `ROOT`."""
-    sizes = {k.name: UnitSize(k.trainable, k.frozen_bytes) for k in model.kinds}
-    return sizes | {ROOT: UnitSize(model.root.trainable, model.root.frozen_bytes)}
+    root = model.root
+    sizes = {k.name: UnitSize(k.trainable, k.frozen_bytes, k.packed_bytes) for k in model.kinds}
+    return sizes | {ROOT: UnitSize(root.trainable, root.frozen_bytes, root.packed_bytes)}
 
 
 def build_buckets(model: ModelProfile, joining: BucketGrouping) -> Buckets:
@@ -237,7 +251,7 @@ def build_buckets(model: ModelProfile, joining: BucketGrouping) -> Buckets:
         model.kind_of_call,
         joining,
         tuple(unit_sizes(model).items()),
-        tuple(UnitSize(end.trainable, end.frozen_bytes) for end in ends),
+        tuple(UnitSize(end.trainable, end.frozen_bytes, end.packed_bytes) for end in ends),
     )
 
 
@@ -254,12 +268,20 @@ def _buckets(
     sizes = {_name(kinds): _sum([units[kind] for kind in kinds]) for kinds in set(members)}
     both, whole = _sum(ends), units[ROOT]
     sizes[BEFORE], sizes[AFTER] = ends
-    sizes[ROOT] = UnitSize(whole.trainable - both.trainable, whole.frozen_bytes - both.frozen_bytes)
+    sizes[ROOT] = UnitSize(
+        whole.trainable - both.trainable,
+        whole.frozen_bytes - both.frozen_bytes,
+        whole.packed_bytes - both.packed_bytes,
+    )
     return Buckets(runs, tuple(map(_name, members)), sizes, joining)
 
 
 def _sum(sizes: Sequence[UnitSize]) -> UnitSize:
-    return UnitSize(sum(s.trainable for s in sizes), sum(s.frozen_bytes for s in sizes))
+    return UnitSize(
+        sum(s.trainable for s in sizes),
+        sum(s.frozen_bytes for s in sizes),
+        sum(s.packed_bytes for s in sizes),
+    )
 
 
 def _group_units(

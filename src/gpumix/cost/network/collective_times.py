@@ -171,13 +171,13 @@ class _LayoutCollectives:
         self._padding = layout.collectives.padding
 
     def gather_s(self, size: UnitSize) -> float:
-        """Return the seconds to gather a unit; frozen parameters have a buffer of their own."""
+        """Return the seconds to gather a unit; frozen parameters have buffers of their own."""
         if self._layout.zero_stage == 0:
             return 0.0
         trainable = size.trainable * DTYPE_BYTES[self._dtype]
         seconds = self._seconds("gather", size.trainable, trainable)
         if self._layout.zero_stage == 3:
-            seconds += self._seconds("gather", size.frozen_bytes, size.frozen_bytes)
+            seconds += sum(self._seconds("gather", n, n) for n in size.frozen_buffers if n)
         return seconds
 
     def reduce_s(self, size: UnitSize) -> float:
@@ -226,7 +226,8 @@ class _LayoutCollectives:
         trainable = self._padded("gather", size, DTYPE_BYTES[self._dtype])
         if self._layout.zero_stage < 3:
             return trainable
-        return trainable + self._padded("gather", UnitSize(size.frozen_bytes, 0), 1)
+        frozen = (self._padded("gather", UnitSize(n, 0), 1) for n in size.frozen_buffers)
+        return trainable + sum(frozen)
 
     def _padded(self, operation: Operation, size: UnitSize, width: int) -> int:
         """Return the bytes of all ranks' intervals, padded to the largest possible, and one

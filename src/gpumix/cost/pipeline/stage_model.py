@@ -13,6 +13,7 @@ from typing import Any
 
 from gpumix.cost.identity import ByIdentity
 from gpumix.cost.mixed_degrees import MixedDegreeProfile
+from gpumix.cost.network.buckets import UnitSize
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.stage import group_shared_names
@@ -43,10 +44,12 @@ class SharedParameters:
     def trainable(self) -> int:
         return sum(p.trainable for p in self.parameters)
 
-    def frozen_bytes(self, model: ModelProfile) -> int:
-        """Return the frozen bytes in the dtype of `model`."""
+    def frozen_buffers(self, model: ModelProfile) -> tuple[int, int]:
+        """Return the bytes of the buffers of frozen parameters, in the dtype of `model`."""
         names = {p.name for p in self.parameters}
-        return sum(p.frozen_bytes for p in model.root.parameters if p.name in names)
+        used = [p for p in model.root.parameters if p.name in names]
+        frozen, packed = sum(p.frozen_bytes for p in used), sum(p.packed_bytes for p in used)
+        return UnitSize(0, frozen, packed).frozen_buffers
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ class _StageOfModel:
             update={
                 "trainable": sum(sizes[name].trainable for name in self.alone),
                 "frozen_bytes": sum(sizes[name].frozen_bytes for name in self.alone),
+                "packed_bytes": sum(sizes[name].packed_bytes for name in self.alone),
                 "before": EndParameters(),
                 "after": EndParameters(),
                 "parameters": tuple(sizes[name] for name in self.alone),

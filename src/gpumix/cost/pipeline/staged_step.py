@@ -503,8 +503,8 @@ class StagedStep:
             own = numel if zero_stage == 0 else own
             width = DTYPE_BYTES[worker.compute_dtype]
             found["state"] += int(own * state.sharded_per_element)
-            frozen = shared.frozen_bytes(self.profile.model_in(worker.compute_dtype))
-            found["replicas"] += align_size(numel * width) + align_size(frozen)
+            frozen = shared.frozen_buffers(self.profile.model_in(worker.compute_dtype))
+            found["replicas"] += align_size(numel * width) + sum(map(align_size, frozen))
             found["replicas"] += align_size(numel * GRADIENT_BYTES)
             if zero_stage and ranks > 1:  # receive buffer, to be summed
                 found["replicas"] += ranks * own * MASTER_BYTES

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_iter, tree_map
 # read values of small tensors (`.item()` of a drop-path schedule), which meta tensors lack.
 SMALL_NUMEL = 8192
 
-_CPU = torch.device("cpu")
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
@@ -205,12 +205,14 @@ class _Recorder(TorchDispatchMode):
         self._count(func)
         deferred = [a for a in tree_iter((args, kwargs)) if _is_deferred(a)]
         if not all(self.log.knows(a) for a in deferred):
-            # Made on the meta device by torch itself, like the 7 in `weight[0] = 7.0`.
+            # Made on the meta device before the constructor ran.
             raise _CannotDefer("a tensor on the meta device whose values nobody wrote down")
         if not deferred:
-            if not _makes_large(func, args):
+            # Deferred too: a small tensor that code moves to the device of a deferred one, and one
+            # that torch itself makes there, like the 7 in `weight[0] = 7.0`.
+            if not _makes_large(func, args) and kwargs.get("device") != _META:
                 return _run_seeded(self.log.seed, self.draw, func, args, kwargs)
-            kwargs = {**kwargs, "device": torch.device("meta")}
+            kwargs = {**kwargs, "device": _META}
         result = func(*args, **kwargs)
         outputs = [t if _is_deferred(t) else None for t in _tensors(result)]
         self.log.add(Operation(self.number, self.draw, func, args, kwargs, outputs))

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.model.frozen_base import as_signed, checksum
+from gpumix.engine.quantised.weight_formats import iterate_packed
 from gpumix.schema.errors import InputError
 
 
@@ -43,7 +45,7 @@ def broadcast_weights(model: nn.Module, comm: Communicator) -> list[str]:
     named = list(_iterate_tensors(model))
     if not named:  # made without weights
         return []
-    table = _all_gather_numbers([_digest(tensor) for _, tensor in named], comm)
+    table = _all_gather_numbers([as_signed(checksum(tensor)) for _, tensor in named], comm)
     differing = [len(set(column)) > 1 for column in zip(*table)]
     found = [(name, tensor) for differs, (name, tensor) in zip(differing, named) if differs]
     for name, tensor in found:
@@ -58,18 +60,12 @@ def _all_gather_numbers(own: Sequence[int], comm: Communicator) -> list[list[int
 
 def _iterate_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers that have values; meta tensors are initialized equally later."""
-    yield from ((name, p.detach()) for name, p in model.named_parameters() if not p.is_meta)
+    packed = {id(one.original): one for _, one in iterate_packed(model)}
+    for name, p in model.named_parameters():
+        tensors = packed[id(p)].tensors() if id(p) in packed else None
+        named = {name: p} if tensors is None else {f"{name}.{n}": t for n, t in tensors.items()}
+        yield from ((own, tensor.detach()) for own, tensor in named.items() if not tensor.is_meta)
     yield from ((name, b) for name, b in model.named_buffers() if not b.is_meta)
-
-
-def _digest(tensor: Tensor) -> int:
-    """Return a number that, in all likelihood, differs between unlike values."""
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    words = nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
-    places = torch.arange(words.numel(), device=words.device) * 2 + 1
-    # Shifted bits make the sign bit, lost in a sum of two, count.
-    mixed = (words ^ (words >> 32)) * places
-    return int((mixed ^ (mixed >> 29)).sum())
 
 
 @torch.no_grad()

@@ -27,6 +27,13 @@ from gpumix.engine.model.captured_outputs import OutputCapture
 from gpumix.engine.model.containers import Containers
 from gpumix.engine.model.forward_coroutine import ModelError, UnitCall
 from gpumix.engine.model.unit_values import ArgumentsStructure, Structure, flatten, unflatten
+from gpumix.engine.quantised.packed_weight import (
+    Attribute,
+    Installed,
+    PackedWeight,
+    WeightFormat,
+    show_in_modules,
+)
 from gpumix.engine.sharding.unit_discovery import ModelUnits, ParameterSlot
 from gpumix.engine.unit.unit_call import cast_floating
 from gpumix.schema.errors import get_first_line
@@ -55,8 +62,15 @@ class TensorMeta:
         return cls(tensor.shape, tensor.dtype)
 
 
+@dataclass(frozen=True)
+class ParameterMeta(TensorMeta):
+    """Shape and dtype of a parameter in computations, and its format if it is packed."""
+
+    format: WeightFormat | None = None
+
+
 Make = Callable[[TensorMeta], torch.Tensor]
-Held = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
+Held = list[tuple[dict[str, Any], str, Any]]
 
 
 @dataclass(frozen=True)
@@ -124,17 +138,26 @@ class RemoteStages:
         for slot in slots:
             self._put(self._look(slot), slot.places, self.tensor)
 
-    def _look(self, slot: ParameterSlot) -> TensorMeta:
+    def _look(self, slot: ParameterSlot) -> ParameterMeta:
         """Return the look of a parameter in computations here."""
         old = slot.parameter
-        return TensorMeta(old.shape, self._dtype if old.is_floating_point() else old.dtype)
+        dtype = self._dtype if old.is_floating_point() else old.dtype
+        form = old.format if isinstance(old, PackedWeight) else None
+        return ParameterMeta(old.shape, dtype, form)
 
-    def _put(self, look: TensorMeta, places: Sequence[tuple[nn.Module, str]], make: Make) -> Held:
-        """Put a parameter with a look in places of modules, and return the previous parameters."""
-        stand_in = nn.Parameter(make(look), requires_grad=False)
-        held = [(module._parameters, name, module._parameters[name]) for module, name in places]
-        for parameters, name, _ in held:
-            parameters[name] = stand_in
+    def _put(
+        self, look: ParameterMeta, places: Sequence[tuple[nn.Module, str]], make: Make
+    ) -> Held:
+        """Put a parameter with a look in places of modules, and return what was there."""
+        if look.format is None:
+            shown = Installed(nn.Parameter(make(look), requires_grad=False))
+        else:
+            shown = show_in_modules(look.format, make(look), [module for module, _ in places])
+        new = [Attribute(module._parameters, name, shown.parameter) for module, name in places]
+        new += shown.attributes
+        held = [(one.holder, one.key, one.holder.get(one.key)) for one in new]
+        for one in new:
+            one.holder[one.key] = one.value
         return held
 
     @contextmanager
@@ -149,8 +172,8 @@ class RemoteStages:
         try:
             yield
         finally:
-            for parameters, name, parameter in held:
-                parameters[name] = parameter
+            for holder, name, value in held:
+                holder[name] = value
 
     def tensor(self, look: TensorMeta) -> torch.Tensor:
         """Make a tensor without values."""

@@ -15,7 +15,7 @@ only here are parameters and gradients copied, between the buffers and the parts
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +25,9 @@ from torch.utils.hooks import RemovableHandle
 
 from gpumix.engine.comm.communicator import Pending, PooledTensor
 from gpumix.engine.model.forward_coroutine import ModelError
+from gpumix.engine.quantised.packed_places import PackedPlaces
+from gpumix.engine.quantised.packed_weight import PackedWeight
+from gpumix.engine.quantised.weight_formats import casts_its_bias
 from gpumix.engine.sharding.absent_parameter import (
     AbsentParameter,
     MasterParameter,
@@ -61,6 +64,9 @@ class FlatGroupSpec:
         self, slots: list[ParameterSlot], dtypes: Dtypes, divisions: tuple[Division, ...]
     ) -> None:
         first = slots[0].parameter
+        for slot in slots:
+            if isinstance(slot.parameter, PackedWeight):
+                slot.parameter.format.check_compute_dtype(dtypes.compute)
         self.slots = sorted(slots, key=lambda slot: slot.summed)
         self.divisions = divisions
         self.trainable = first.requires_grad
@@ -245,25 +251,34 @@ class FlatGroup:
             tuple[dict[str, nn.Parameter | None], str, nn.Parameter, AbsentParameter]
         ] = []
         self._at_rest: list[tuple[dict[str, nn.Parameter | None], str, MasterParameter]] = []
+        self._packed = PackedPlaces()
+        # Biases that their modules cast for good.
+        self._recast: list[tuple[nn.Parameter, torch.Tensor]] = []
         masters: Sequence[torch.Tensor | None] = [None] * len(alike.slots)
         if self.is_whole:
             masters = self.shards[0].master.split(alike.numels)
         for number, (slot, view, master) in enumerate(
             zip(alike.slots, self.full.data.split(alike.numels), masters)
         ):
-            # `.data` gives the view a separate version counter: to autograd, the next gather is no
-            # in-place change of saved tensors.
-            shaped = nn.Parameter(
-                view.view(slot.window.local_shape).data, slot.parameter.requires_grad
-            )
-            away = AbsentParameter.of(shaped, slot.name)
+            if isinstance(slot.parameter, PackedWeight):
+                form = slot.parameter.format
+                shaped, like = self._packed.add(slot.places, form, view, master)
+                away = AbsentParameter.of(like, slot.name)
+                for key in form.asked_first:
+                    setattr(away, key, getattr(shaped, key))
+            else:
+                # `.data` gives the view a separate version counter: to autograd, the next gather is
+                # no in-place change of saved tensors.
+                shape = slot.window.local_shape
+                shaped = nn.Parameter(view.view(shape).data, slot.parameter.requires_grad)
+                away = AbsentParameter.of(shaped, slot.name)
+                if any(map(casts_its_bias, (module for module, _ in slot.places))):
+                    self._recast.append((shaped, shaped.data))
+                if master is not None:
+                    rest = MasterParameter.of(master.view(shape), self.shards[0].pieces[number])
+                    self._at_rest += [(m._parameters, name, rest) for m, name in slot.places]
             for module, attribute in slot.places:
                 self._places.append((module._parameters, attribute, shaped, away))
-            if master is not None:
-                rest = MasterParameter.of(
-                    master.view(slot.window.local_shape), self.shards[0].pieces[number]
-                )
-                self._at_rest += [(m._parameters, attribute, rest) for m, attribute in slot.places]
             self.views.append(shaped)
         self.remove()
         self.rest()
@@ -291,6 +306,18 @@ class FlatGroup:
         for _, _, view, away in self._places:
             yield view, away.parameter_name
             yield away, away.parameter_name
+
+    @torch.no_grad()
+    def fill(
+        self, floats: Callable[[torch.Tensor], object], generator: torch.Generator | None = None
+    ) -> None:
+        """Fill the buffer with values for measurements: floats by `floats`, packed weights with
+        typical ones, and everything else with zeros."""
+        if self.full.is_floating_point():
+            floats(self.full.data)
+        else:
+            self.full.data.zero_()
+            self._packed.fill(generator)
 
     # -- parameters ---------------------------------------------------------------------------
 
@@ -329,13 +356,19 @@ class FlatGroup:
         """Install the parameters in the modules."""
         for parameters, attribute, view, _ in self._places:
             parameters[attribute] = view
+        for view, values in self._recast:
+            view.data = values
+        self._packed.install()
 
     def install_copies(self) -> None:
         """Install copies of the arrived parameters in the modules: the buffer may be filled with
         other parameters from now on. Copies take no gradients."""
         copies = {}
+        packed = self._packed.install_copies()
         for view in self.views:
-            copy = nn.Parameter(view.detach().clone(), view.requires_grad)
+            copy = packed.get(id(view))
+            if copy is None:
+                copy = nn.Parameter(view.detach().clone(), view.requires_grad)
             copies[id(view)] = copy
             if copy.requires_grad:
                 copy.register_post_accumulate_grad_hook(lambda _: self._receiving.check_active())
@@ -346,12 +379,14 @@ class FlatGroup:
         """Install placeholders in the modules until the next gather: the parameters are away."""
         for parameters, attribute, _, away in self._places:
             parameters[attribute] = away
+        self._packed.remove()
 
     def rest(self) -> None:
         """Install parameters with the masters' values in the modules between steps, if this rank
         has all masters."""
         for parameters, attribute, rest in self._at_rest:
             parameters[attribute] = rest
+        self._packed.rest()
 
     def begin_step(self) -> None:
         """Begin a step: no parameter has a gradient yet, or may be used before being gathered.
@@ -364,7 +399,7 @@ class FlatGroup:
         for _, _, rest in self._at_rest:
             check_requires_grad(rest, self.trainable)
             rest.refuse_changes()
-        if self._at_rest:
+        if self.is_whole:
             self.remove()
             return
         with torch._C.DisableTorchFunctionSubclass():  # which takes most of the time of the checks

@@ -4,7 +4,8 @@ safetensors. Each rank requests its own intervals and gets no more than one para
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from gpumix.engine.model.adapters import RowLengths, find_base_name, list_adapter_parameters
 from gpumix.engine.model.deferred_init import log_of
 from gpumix.engine.model.module_buffers import persistent_buffers
+from gpumix.engine.quantised.linear_layers import is_transposed
+from gpumix.engine.quantised.packed_weight import PackedWeight, Tensors
+from gpumix.engine.quantised.weight_formats import (
+    BASES,
+    describe_quantisation,
+    iterate_packed,
+    pack,
+)
 from gpumix.engine.sharding.shard import Source
 from gpumix.engine.sharding.state_dict import check_names_and_shapes
 from gpumix.schema.errors import InputError
@@ -25,23 +35,81 @@ def make_source(model: nn.Module, weights: Path | None = None) -> Source:
 
     Args:
         weights: a safetensors file or a folder of such files; None: the model's own values.
+            Adapters that are not in the files begin with their own values.
 
     Raises:
-        InputError: the files cannot be read, lack a parameter or have it in another shape; or, when
-            a value is requested, the model has no value and no initializer.
+        InputError: the files cannot be read, lack a parameter, or have it in another shape or
+            quantised in another way; or, when a value is requested, the model has no value and no
+            initializer.
     """
-    return (
-        _make_model_source(model)
-        if weights is None
-        else _make_file_source(_SafetensorsFiles(weights), model)
-    )
+    own = _make_model_source(model)
+    files = None if weights is None else _FileWeights(_SafetensorsFiles(weights), model)
+    floats = own if files is None else files.make_source(own)
+    lengths = {id(p): _BaseWeight.of(p.layer) for p in _iterate_row_lengths(model)}
+
+    def read_packed(name: str, parameter: PackedWeight, start: int, end: int) -> torch.Tensor:
+        flat = None if files is None else files.read_packed(parameter)
+        if flat is not None:
+            return flat[start:end]
+        return parameter.format.read(_quantise(floats, name, parameter), start, end)
+
+    def source(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
+        if isinstance(parameter, PackedWeight):
+            return read_packed(name, parameter, start, end)
+        if isinstance(parameter, RowLengths):
+            return lengths[id(parameter)].compute_row_lengths(floats, read_packed)[start:end]
+        return floats(name, parameter, start, end)
+
+    return source
+
+
+def _quantise(floats: Source, name: str, parameter: PackedWeight) -> Tensors:
+    """Return the tensors of a packed weight. One that is still to be quantised is, in full and on
+    the host: all ranks get equal bytes."""
+    tensors, form = parameter.tensors(), parameter.format
+    if tensors is None:
+        values = floats(name, parameter.original, 0, form.shape.numel())
+        tensors = form.quantise(values.view(form.shape).cpu())
+    return tensors
+
+
+@dataclass(frozen=True)
+class _BaseWeight:
+    """Weight of a layer with adapters, as it is before the model is sharded."""
+
+    parameter: nn.Parameter
+    packed: PackedWeight | None
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> _BaseWeight:
+        parameter: Any = layer.weight
+        return cls(parameter, pack(parameter, layer))
+
+    def compute_row_lengths(
+        self, floats: Source, read_packed: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the length of each row."""
+        if self.packed is None:
+            shape = self.parameter.shape
+            values = floats("", self.parameter, 0, shape.numel()).view(shape)
+        else:
+            form = self.packed.format
+            flat = read_packed("", self.packed, 0, form.nbytes)
+            values = form.dequantise(form.views(flat))
+        return torch.linalg.norm(values.float(), dim=1)
+
+
+def _iterate_row_lengths(model: nn.Module) -> Iterator[RowLengths]:
+    return (p for p in model.parameters() if isinstance(p, RowLengths))
 
 
 def find_unused_tensors(model: nn.Module, weights: Path) -> list[str]:
     """Return the names of tensors in `weights` that are no parameters or buffers of `model`."""
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    files = _SafetensorsFiles(weights)
+    known = {find_base_name(n) for n, _ in model.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    return sorted(_SafetensorsFiles(weights).holding.keys() - known)
+    known |= _FileWeights(files, model).names
+    return sorted(files.holding.keys() - known)
 
 
 def load_buffers(model: nn.Module, weights: Path) -> None:
@@ -80,29 +148,107 @@ def _make_model_source(model: nn.Module) -> Source:
     return source
 
 
-def _make_file_source(files: _SafetensorsFiles, model: nn.Module) -> Source:
-    # A file holds tied parameters once, under any of their names.
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    shapes = files.shapes
-    found = {p: next((n for n in own if n in shapes), own[0]) for p, own in names.items()}
-    wanted = {found[id(p)]: p.shape for p in model.parameters()}
-    wanted |= {n: b.shape for n, b in persistent_buffers(model).items() if n in shapes}
-    check_names_and_shapes(
-        wanted,
-        {name: shapes[name] for name in wanted if name in shapes},
-        "the weights are those of another model",
-        where=str(files.path),
-        fix="take the model's configuration from beside the weights (config.json), or leave the "
-        "weights out to begin anew",
-    )
+class _FileWeights:
+    """Weights of a model in safetensors files, under the names that the model's parameters have, or
+    had before adapters were added.
 
-    def source(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
-        with files.open_tensor(found[id(parameter)]) as tensor:
-            return _read_interval(tensor, parameter.shape, start, end)
+    Raises:
+        InputError: the files lack a parameter, or have it in another shape or quantised in another
+            way.
+    """
 
-    return source
+    def __init__(self, files: _SafetensorsFiles, model: nn.Module) -> None:
+        self._files = files
+        self._packed = {id(one.original): one for _, one in iterate_packed(model)}
+        # A file holds tied parameters once, under any of their names.
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).extend((name, find_base_name(name)))
+        shapes = files.shapes
+        self._found = {p: next((n for n in own if n in shapes), own[1]) for p, own in names.items()}
+        added = list_adapter_parameters(model)
+        self._added = {
+            id(parameter)
+            for name, parameter in model.named_parameters()
+            if name in added and self._found[id(parameter)] not in shapes
+        }
+        read = [p for p in model.parameters() if id(p) not in self._added]
+        for parameter in read:
+            self._check_quantisation(parameter)
+        wanted = {self._found[id(p)]: self._shape(p) for p in read if not self._is_packed(p)}
+        wanted |= {n: b.shape for n, b in persistent_buffers(model).items() if n in shapes}
+        check_names_and_shapes(
+            wanted,
+            {name: shapes[name] for name in wanted if name in shapes},
+            "the weights are those of another model",
+            where=str(files.path),
+            fix="take the model's configuration from beside the weights (config.json), or leave "
+            "the weights out to begin anew",
+        )
+
+    def _shape(self, parameter: nn.Parameter) -> torch.Size:
+        """Return the shape of a parameter in the files."""
+        return parameter.shape[::-1] if self._is_transposed(parameter) else parameter.shape
+
+    def _is_transposed(self, parameter: nn.Parameter) -> bool:
+        packed = self._packed.get(id(parameter))
+        return packed is not None and is_transposed(packed.owner)
+
+    def _is_packed(self, parameter: nn.Parameter) -> bool:
+        """Return True if the files have a quantised parameter in the model's format."""
+        packed = self._packed.get(id(parameter))
+        if packed is None:
+            return False
+        names = packed.format.entry_names(self._found[id(parameter)])
+        return all(name in self._files.shapes for name in names.values())
+
+    def _check_quantisation(self, parameter: nn.Parameter) -> None:
+        """Refuse quantised weights for a parameter that is not quantised in that way."""
+        name = self._found[id(parameter)]
+        told = describe_quantisation(name, self._files.shapes)
+        packed = self._packed.get(id(parameter))
+        if not told or (packed is not None and told == packed.format.kind):
+            return
+        has = "not quantised" if packed is None else f"quantised as {packed.format.kind}"
+        raise InputError(
+            f"the weights are quantised as {told}, and in the model '{name}' is {has}",
+            where=str(self._files.path),
+            fix=f"set `model.base` to {told}, with `model.lora`, or give weights in 16 bits"
+            if told in BASES
+            else "give weights in 16 bits: `model.base` quantises them",
+        )
+
+    def read_packed(self, parameter: PackedWeight) -> torch.Tensor | None:
+        """Return the bytes of a quantised parameter; None if the files have it unquantised."""
+        if not self._is_packed(parameter.original):
+            return None
+        form, name = parameter.format, self._found[id(parameter.original)]
+        entries = {}
+        for key in form.entry_names(name).values():
+            with self._files.open_tensor(key) as tensor:
+                entries[key] = tensor[...]
+        return form.pack_entries(name, entries)
+
+    def make_source(self, own: Source) -> Source:
+        """Return the source of floating-point values; `own` has those of added adapters."""
+
+        def source(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
+            if id(parameter) in self._added:
+                return own(name, parameter, start, end)
+            with self._files.open_tensor(self._found[id(parameter)]) as tensor:
+                if self._is_transposed(parameter):
+                    return tensor[...].T.reshape(-1)[start:end]
+                return _read_interval(tensor, parameter.shape, start, end)
+
+        return source
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the tensors that the model takes."""
+        taken = set(self._found.values())
+        for packed in self._packed.values():
+            taken |= set(packed.format.entry_names(self._found[id(packed.original)]).values())
+        return taken
 
 
 class _SafetensorsFiles:

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from gpumix.engine.quantised.packed_weight import PackedWeight, WeightFormat
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
 from gpumix.engine.sharding.unit_discovery import ModelUnits
 from gpumix.schema.plan.plan import Plan
@@ -16,14 +17,15 @@ from gpumix.schema.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Stored:
-    """A parameter: shape, stored and original dtype, whether trained, and the first rank that
-    stores a part."""
+    """A parameter: shape, stored and original dtype, whether trained, the first rank that stores a
+    part, and the format if it is packed."""
 
     shape: torch.Size
     dtype: torch.dtype
     given_dtype: torch.dtype
     trained: bool
     rank: int
+    format: WeightFormat | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class ParameterIndex:
     @classmethod
     def of(cls, model: nn.Module, anatomy: ModelUnits, plan: Plan) -> ParameterIndex:
         """Make the inventory, before parameters are replaced by views of buffers."""
-        own = {id(s.parameter): s.name for unit in anatomy.all for s in unit.slots}
+        own = {id(s.original): s.name for unit in anatomy.all for s in unit.slots}
         stages = {name: n for n, stage in enumerate(plan.stages) for name in stage.units}
         users: dict[str, int] = {}
         for number in reversed(range(len(plan.stages))):
@@ -59,10 +61,18 @@ class ParameterIndex:
                 frozen = sent if old.is_floating_point() else old.dtype
                 dtype = torch.float32 if old.requires_grad else frozen
                 rank = plan.ranks_of(stage)[0]
-                parameters[slot.name] = Stored(old.shape, dtype, old.dtype, old.requires_grad, rank)
+                form = old.format if isinstance(old, PackedWeight) else None
+                parameters[slot.name] = Stored(
+                    old.shape, dtype, old.dtype, old.requires_grad, rank, form
+                )
         names = {n: own[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
         units = [unit.name for unit in anatomy.units]
         return cls(names, parameters, units, stages, plan)
+
+    def find_format(self, name: str) -> WeightFormat | None:
+        """Return the format of a packed parameter, by any name; None for other names."""
+        own = self.names.get(name)
+        return None if own is None else self.parameters[own].format
 
     @property
     def is_single_stage(self) -> bool:

@@ -68,7 +68,8 @@ def gather_full_state(
 ) -> dict[str, torch.Tensor]:
     """Return `state_dict` of the unsharded model, on the CPU. Collective.
 
-    Trained parameters are in fp32, frozen ones in the plan's communication dtype. Names of a tied
+    Trained parameters are in fp32, frozen ones in the plan's communication dtype, packed ones are
+    bytes. Names of a tied
     parameter share one tensor. With `rank0_only`, other ranks get an empty dict. In addition to the
     result, a rank has at most one flat group in memory.
     """
@@ -89,6 +90,22 @@ def gather_full_state(
     for name, module in find_extra_state_modules(model).items():
         state[name] = module.get_extra_state()
     return state
+
+
+def expand_packed(
+    state: Mapping[str, torch.Tensor], inventory: ParameterIndex
+) -> dict[str, torch.Tensor]:
+    """Return a state dict with packed weights as their library saves them: several tensors."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        form = inventory.find_format(name)
+        if form is None:
+            found[name] = value
+            continue
+        names = form.entry_names(name)
+        for suffix, tensor in form.state_entries(form.views(value)).items():
+            found[names[suffix]] = tensor
+    return found
 
 
 def _broadcast_parameters(
@@ -120,6 +137,7 @@ def load_full_state(
         InputError: names are missing or unexpected, or shapes differ; nothing was changed.
     """
     names, extra = inventory.names, find_extra_state_modules(model)
+    state = _pack_entries(state, inventory)
     beside = {name: value for name, value in state.items() if name in extra}
     state = {name: value for name, value in state.items() if name not in extra}
     given = {own: state[name] for name, own in names.items() if name in state}
@@ -140,6 +158,22 @@ def load_full_state(
         buffers[name].copy_(value)
     for name, value in beside.items():
         extra[name].set_extra_state(value)
+
+
+def _pack_entries(
+    state: Mapping[str, torch.Tensor], inventory: ParameterIndex
+) -> dict[str, torch.Tensor]:
+    """Return a state dict with packed weights as bytes, given so or as their library saves them."""
+    found = dict(state)
+    for name in inventory.names:
+        form = inventory.find_format(name)
+        if form is None or name not in found or found[name].shape == (form.nbytes,):
+            continue
+        flat = form.pack_entries(name, found)
+        for key in form.entry_names(name).values():
+            del found[key]
+        found[name] = flat
+    return found
 
 
 def check_names_and_shapes(

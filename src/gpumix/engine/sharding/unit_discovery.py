@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpumix.engine.quantised.packed_weight import PackedWeight
+from gpumix.engine.quantised.weight_formats import pack
 from gpumix.engine.sequence_parallel.positions import PositionSharding
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.schema.errors import InputError
@@ -28,6 +30,7 @@ class ParameterSlot:
     """Parameter with all places (module, attribute) of use; tied parameters have several.
 
     Attributes:
+        parameter: the model's; a quantised one as bytes.
         window: the part that this rank computes with.
         parts: the window, in as many parts as other ranks divide it into, if this rank has several.
         summed: True if each rank of a tensor-parallel group has only a partial gradient.
@@ -39,6 +42,12 @@ class ParameterSlot:
     window: ParameterSlice
     summed: bool = False
     parts: tuple[ParameterSlice, ...] = ()
+
+    @property
+    def original(self) -> nn.Parameter:
+        """The parameter that modules hold."""
+        packed = isinstance(self.parameter, PackedWeight)
+        return self.parameter.original if packed else self.parameter  # type: ignore[attr-defined]
 
     @property
     def divided(self) -> bool:
@@ -95,9 +104,10 @@ class ModelUnits:
             digest.update(f"{unit.name}|{unit.kind}\n".encode())
             for slot in unit.slots:
                 p = slot.parameter
-                digest.update(
-                    f"{slot.name}|{tuple(p.shape)}|{p.dtype}|{p.requires_grad}\n".encode()
-                )
+                looks = [slot.name, tuple(p.shape), p.dtype, p.requires_grad]
+                if isinstance(p, PackedWeight):
+                    looks.append(p.format.kind)
+                digest.update(("|".join(map(str, looks)) + "\n").encode())
         return digest.hexdigest()[:12]
 
 
@@ -268,12 +278,13 @@ def _slots(model: nn.Module) -> list[ParameterSlot]:
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, attribute))
-    return [
-        ParameterSlot(
-            name, parameter, tuple(places[id(parameter)]), ParameterSlice(parameter.shape)
-        )
-        for name, parameter in model.named_parameters()
-    ]
+    slots = []
+    for name, parameter in model.named_parameters():
+        used = tuple(places[id(parameter)])
+        packed = pack(parameter, used[0][0])
+        seen = parameter if packed is None else packed
+        slots.append(ParameterSlot(name, seen, used, ParameterSlice(seen.shape)))
+    return slots
 
 
 def _owners(found: list[tuple[str, nn.Module]], slots: list[ParameterSlot]) -> dict[str, str]:
@@ -293,7 +304,7 @@ def _owners(found: list[tuple[str, nn.Module]], slots: list[ParameterSlot]) -> d
 def _kind(module: nn.Module, own: Sequence[ParameterSlot], kinds: dict[str, str]) -> str:
     """Return a name shared by units with the same structure and ownership; `kinds` maps structures
     to names so far."""
-    structure = _structure(module, {id(slot.parameter) for slot in own})
+    structure = _structure(module, {id(slot.original) for slot in own})
     if structure not in kinds:
         base = type(module).__name__
         same = sum(name.split("#")[0] == base for name in kinds.values())
@@ -332,6 +343,11 @@ def frozen_bytes(slots: Sequence[ParameterSlot], compute_dtype: torch.dtype) -> 
         numel * (compute_dtype.itemsize if p.is_floating_point() else p.element_size())
         for numel, p in frozen
     )
+
+
+def packed_bytes(slots: Sequence[ParameterSlot]) -> int:
+    """Count the bytes of quantised parameters with their constants, equal in any compute dtype."""
+    return sum(s.window.numel for s in slots if isinstance(s.parameter, PackedWeight))
 
 
 def buffer_bytes(model: nn.Module) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.quantised.packed_weight import PackedWeight
 from gpumix.engine.sequence_parallel.module_inputs import RegionBoundary, wrap_parent_forward
 from gpumix.engine.sequence_parallel.positions import PositionSharding
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
@@ -346,11 +347,23 @@ def _windows(
             if len(wanted) > 1:
                 undone |= {id(module) for module, _ in slot.places} & styles.keys()
             elif (window := next(iter(wanted))) is not None:
+                _refuse_packed(slot, seat.parts)
                 of_slots[slot.name] = window
         if not undone:
             return of_slots
         for key in undone:
             del styles[key]
+
+
+def _refuse_packed(slot: ParameterSlot, parts: int) -> None:
+    """Raise an InputError for a quantised weight: its bytes cannot be cut by rows or columns."""
+    if isinstance(slot.parameter, PackedWeight):
+        raise InputError(
+            f"the quantised weight '{slot.name}' cannot be divided over {parts} ranks that compute "
+            "together",
+            why="its values are packed, and share constants",
+            fix="take tensor parallel degree 1: `techniques: {tensor: 1}`",
+        )
 
 
 def _with_windows(

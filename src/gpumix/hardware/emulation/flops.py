@@ -24,7 +24,8 @@ def find_formula(operation: Any) -> Formula | None:
     Overloads (`mm.default`, `mm.out`) share a formula; higher-order operations have no overloads.
     """
     packet = getattr(operation, "overloadpacket", operation)
-    return _EXTRA_FORMULAS.get(packet) or flop_counter.flop_registry.get(packet)
+    known = _EXTRA_FORMULAS.get(packet) or flop_counter.flop_registry.get(packet)
+    return known or _LIBRARY_FORMULAS.get(str(packet))
 
 
 def count_recomputed_flops(operation: Any, args: Sequence[Any]) -> int:
@@ -59,10 +60,24 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
+def _packed_linear(x: torch.Tensor, *_: Any, out_val: torch.Tensor, **__: Any) -> int:
+    """Count a product with a quantised weight."""
+    out = out_val[0] if isinstance(out_val, tuple) else out_val
+    return 2 * x.numel() * out.shape[-1]
+
+
 _EXTRA_FORMULAS: dict[Any, Formula] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     aten._grouped_mm: _grouped_mm,
     aten.addmm_: flop_counter.flop_registry[aten.addmm],
     aten.baddbmm_: flop_counter.flop_registry[aten.baddbmm],
+}
+
+# By name: importing the libraries takes seconds.
+_LIBRARY_FORMULAS: dict[str, Formula] = {
+    "bitsandbytes.gemm_4bit": _packed_linear,
+    "bitsandbytes.gemv_4bit": _packed_linear,
+    "bitsandbytes.int8_scaled_mm": _packed_linear,
+    "bitsandbytes.int8_mixed_scaled_mm": _packed_linear,
 }

@@ -1,8 +1,9 @@
 """Estimates of fine-tuning with LoRA on a frozen base, in 16 bits or quantised.
 
 Bytes of a quantised weight are those of bitsandbytes: NF4 has 4 bits and an fp32 constant for every
-64 weights, int8 has a byte and an fp32 constant for every row. Only matrices of blocks are
-quantised; embeddings, head and norms stay in the compute dtype. Pure: no torch.
+64 weights, or, quantised twice, a constant of 8 bits and an fp32 one for every 256 of these; int8
+has a byte and an fp32 constant for every row. Only matrices of blocks are quantised; embeddings,
+head and norms stay in the compute dtype. Pure: no torch.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from gpumix.schema.profile.profile import (
     UnitKind,
 )
 
-Base = Literal["16bit", "int8", "nf4"]
-NF4_BYTES = 0.5 + 4 / 64  # per weight, with its part of the constants
-INT8_BYTES = 1.0  # per weight; constants of rows are negligible
+Base = Literal["16bit", "int8", "nf4", "nf4-double"]
+NF4_BLOCK, NESTED_BLOCK = 64, 256  # weights, and constants, that share a constant
+# Alignment of the tensors of a packed weight, and of packed weights, in the engine's buffers.
+PART_BYTES, WEIGHT_BYTES = 16, 64
 
 S = TypeVar("S", EndParameters, RootParameter)
 
@@ -48,25 +50,54 @@ class FineTuning:
     def trains_all(self) -> bool:
         return self.lora_rank == 0
 
-    def base_bytes(self, matrices: int, others: int, dtype: ComputeDtype) -> int:
-        """Return the bytes of frozen parameters: `matrices` elements in matrices, `others` not."""
-        width = DTYPE_BYTES[dtype]
-        of_matrix = {"16bit": float(width), "int8": INT8_BYTES, "nf4": NF4_BYTES}[self.base]
-        return round(matrices * of_matrix) + others * width
+    def packed_bytes(self, block: BlockSizes) -> int:
+        """Return the bytes of a block's quantised matrices; 0 for a base in 16 bits."""
+        if self.base == "16bit":
+            return 0
+        return sum(
+            one.count * compute_packed_bytes(self.base, one.outputs, one.inputs)
+            for one in block.linears
+        )
 
-    def unpacked_bytes(self, matrices: int, dtype: ComputeDtype) -> int:
+    def base_bytes(self, block: BlockSizes, dtype: ComputeDtype) -> int:
+        """Return the bytes of a block's frozen parameters."""
+        wide = block.parameters if self.base == "16bit" else block.parameters - block.matrices
+        return self.packed_bytes(block) + wide * DTYPE_BYTES[dtype]
+
+    def unpacked_bytes(self, block: BlockSizes, dtype: ComputeDtype) -> int:
         """Return the bytes that a GPU moves to unpack a block's matrices once: it reads the packed
         ones, and writes and reads those in the compute dtype. Products of int8 unpack nothing."""
-        return round(matrices * (NF4_BYTES + 2 * DTYPE_BYTES[dtype])) if self.base == "nf4" else 0
+        if self.base in ("16bit", "int8"):
+            return 0
+        return self.packed_bytes(block) + block.matrices * 2 * DTYPE_BYTES[dtype]
 
     def describe(self) -> str:
         if self.trains_all:
             return "full fine-tuning"
-        base = {"16bit": "", "int8": " on an int8 base", "nf4": " on an NF4 base"}[self.base]
+        base = {
+            "16bit": "",
+            "int8": " on an int8 base",
+            "nf4": " on an NF4 base",
+            "nf4-double": " on an NF4 base with quantised constants",
+        }[self.base]
         return f"LoRA of rank {self.lora_rank}{base}"
 
 
 FULL = FineTuning()
+
+
+def compute_packed_bytes(base: Base, outputs: int, inputs: int) -> int:
+    """Return the bytes of a quantised matrix with its constants."""
+    numel = outputs * inputs
+    blocks = -(-numel // NF4_BLOCK)
+    tensors = {
+        "16bit": (2 * numel,),
+        "int8": (numel, 4 * outputs),
+        "nf4": (-(-numel // 2), 4 * blocks),
+        "nf4-double": (-(-numel // 2), blocks, 4 * -(-blocks // NESTED_BLOCK), 4),
+    }[base]
+    begun = sum(-(-size // PART_BYTES) * PART_BYTES for size in tensors[:-1])
+    return -(-(begun + tensors[-1]) // WEIGHT_BYTES) * WEIGHT_BYTES
 
 
 @dataclass(frozen=True)
@@ -100,7 +131,6 @@ def freeze_base(
         return model
     dtype = model.compute_dtype
     adapter = block.adapter(tuning.lora_rank)
-    others = block.parameters - block.matrices
     widest = max(one.inputs * one.outputs for one in block.linears) * DTYPE_BYTES[dtype]
     unpacked = 0 if tuning.base == "16bit" else widest
     # Each adapter keeps its narrow product, and computes two narrow products more.
@@ -113,8 +143,9 @@ def freeze_base(
             update={
                 "trainable": adapter,
                 "matrices": adapter,
-                "frozen_bytes": tuning.base_bytes(block.matrices, others, dtype),
-                "unpacked_bytes": tuning.unpacked_bytes(block.matrices, dtype),
+                "frozen_bytes": tuning.base_bytes(block, dtype),
+                "packed_bytes": tuning.packed_bytes(block),
+                "unpacked_bytes": tuning.unpacked_bytes(block, dtype),
                 "saved": saved,
                 "flops": kind.flops + of_adapter,
                 # Gradients of inputs for all products, gradients of weights for adapters alone.

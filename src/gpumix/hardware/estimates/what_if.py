@@ -284,7 +284,7 @@ def _enlarged(unit: U, times: int) -> U:
     changes: dict[str, Any] = {
         name: curve.scaled(times) for name, curve in unit if isinstance(curve, Curve)
     }
-    changes["frozen_bytes"] = unit.frozen_bytes * times
+    changes["frozen_bytes"] = _enlarged_bytes(unit, times)
     if isinstance(unit, UnitKind):
         changes["outputs"] = {place: one.scaled(times) for place, one in unit.outputs.items()}
     else:
@@ -297,7 +297,12 @@ def _enlarged(unit: U, times: int) -> U:
 
 
 def _frozen(size: S, times: int) -> S:
-    return size.model_copy(update={"frozen_bytes": size.frozen_bytes * times})
+    return size.model_copy(update={"frozen_bytes": _enlarged_bytes(size, times)})
+
+
+def _enlarged_bytes(size: UnitKind | RootUnit | EndParameters | RootParameter, times: int) -> int:
+    """Return the bytes of frozen parameters in a wider dtype; packed ones stay as they are."""
+    return (size.frozen_bytes - size.packed_bytes) * times + size.packed_bytes
 
 
 def _with_links(cluster: Cluster, new: Card) -> Network | None:

@@ -53,7 +53,7 @@ from gpumix.integrations.common.optimizer_adapter import (
 )
 from gpumix.integrations.common.plan_and_shard import (
     TrainingSetup,
-    check_plain_weights,
+    check_loaded_weights,
     get_world_size,
     load_plan,
     refuse_gpu,
@@ -207,7 +207,7 @@ class Accelerator(accelerate.Accelerator):
             return super().prepare_model(model, *args, **kwargs)
         looped = self._awaited.known(model)
         if looped is None:
-            check_plain_weights(model)
+            check_loaded_weights(model)
             looped = WrappedModel(model, self._prepare_direct_call)
             self._awaited.models.append(looped)
             self._shard_when_ready()

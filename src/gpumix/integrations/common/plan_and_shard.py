@@ -29,6 +29,7 @@ from gpumix.engine.model.rng import preserve_all_rng
 from gpumix.engine.optimizers.base import FullParameterOptimizer
 from gpumix.engine.outside_steps import unshard
 from gpumix.engine.prepare import prepare
+from gpumix.engine.quantised.weight_formats import iterate_packed
 from gpumix.engine.sharding.unit_discovery import has_trainable_parameters
 from gpumix.hardware import runtime
 from gpumix.integrations.common.even_plan import make_even_plan
@@ -118,10 +119,10 @@ def shard_by_plan(
 
     Raises:
         InputError: the plan is for another model, batch or number of devices, `folder` has files of
-            a run that may not be replaced, or the model is quantized.
+            a run that may not be replaced, or the model is quantised in an unknown way.
         NoFeasiblePlanError: no plan fits the devices.
     """
-    check_plain_weights(model)
+    check_loaded_weights(model)
     unshard(model)  # of an earlier training
     first = get_rank() == 0
     if first and folder is not None:
@@ -154,19 +155,23 @@ def shard_by_plan(
     return engine
 
 
-def check_plain_weights(model: nn.Module) -> None:
-    """Check that a model has plain weights.
+def check_loaded_weights(model: nn.Module) -> None:
+    """Check that the weights of a model, as it was loaded, can be divided.
 
     Raises:
-        InputError: the model was loaded quantized, or spread over devices.
+        InputError: they are quantised in another way than bitsandbytes', or spread over devices.
     """
     flags = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
-    if any(getattr(model, flag, False) is True for flag in flags):
+    quantised = any(getattr(model, flag, False) is True for flag in flags)
+    if quantised and not any(True for _ in iterate_packed(model)):
+        method = getattr(model, "quantization_method", None)
+        by = f" by {getattr(method, 'value', method)}" if method is not None else ""
         raise InputError(
-            f"the weights of {type(model).__name__} are quantised",
-            why="each rank stores a piece of the weights, and quantised weights need scales that "
-            "are stored for the whole tensor",
-            fix="load it in bf16, without quantization_config; adapters are trained on that too",
+            f"the weights of {type(model).__name__} are quantised{by}",
+            why="each rank stores a piece of every weight, with its constants; this is known of "
+            "the 4-bit and 8-bit weights of bitsandbytes",
+            fix="load it with BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4') or "
+            "(load_in_8bit=True), or in bf16",
         )
     places = getattr(model, "hf_device_map", None)
     if isinstance(places, dict) and len({str(place) for place in places.values()}) > 1:
@@ -271,10 +276,17 @@ def describe_plan(plan: Plan) -> Iterator[str]:
 
 def without_weights(model: nn.Module) -> nn.Module:
     """Return a copy of a model with parameters that take no memory."""
+    packed = [one for _, one in iterate_packed(model)]
+    quantised = {id(one.original) for one in packed}
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in model.parameters()
+        if id(p) not in quantised
     }
+    for one in packed:
+        tensors = one.tensors() or {}
+        memo |= {id(t): torch.empty_like(t, device="meta") for t in tensors.values()}
+        memo[id(one.original)] = one.without_values()
     return copy.deepcopy(model, memo)
 
 

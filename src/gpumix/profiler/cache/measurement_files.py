@@ -130,6 +130,7 @@ def software_key() -> dict[str, object]:
         "torch": importlib.metadata.version("torch"),
         "transformers": _version_of("transformers"),
         "kernels": [_version_of(name) for name in ("flash-attn", "liger-kernel", "triton")],
+        "adapters": [_version_of(name) for name in ("bitsandbytes", "peft", "torchao")],
     }
 
 

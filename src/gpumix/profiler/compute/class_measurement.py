@@ -27,6 +27,7 @@ from gpumix.engine.sharding.unit_discovery import (
     Unit,
     buffer_bytes,
     frozen_bytes,
+    packed_bytes,
     split_into_units,
 )
 from gpumix.engine.tensor_parallel.parallelize import parallelize_model, select_whole_model
@@ -404,6 +405,7 @@ def _model_profile(
                 trainable=unit.trainable,
                 matrices=_count_matrix_elements(unit),
                 frozen_bytes=frozen_bytes(unit.slots, TORCH_DTYPE[compute_dtype]),
+                packed_bytes=packed_bytes(unit.slots),
                 kept=_curve(found, [p.kept[kind] for p in found.points]),
                 saved=_curve(found, [p.saved[kind] for p in found.points]),
                 saved_forward=_curve(
@@ -437,6 +439,7 @@ def _model_profile(
         root=RootUnit(
             trainable=anatomy.root.trainable,
             frozen_bytes=frozen_bytes(anatomy.root.slots, TORCH_DTYPE[compute_dtype]),
+            packed_bytes=packed_bytes(anatomy.root.slots),
             buffer_bytes=buffer_bytes(model),
             before=found.flows.before,
             after=found.flows.after,
@@ -468,6 +471,7 @@ def _root_parameters(root: Unit, compute_dtype: torch.dtype) -> Iterator[RootPar
             name=slot.name,
             trainable=slot.window.numel if trained else 0,
             frozen_bytes=frozen_bytes([slot], compute_dtype),
+            packed_bytes=packed_bytes([slot]),
         )
 
 

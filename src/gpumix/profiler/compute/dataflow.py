@@ -31,7 +31,7 @@ from gpumix.engine.schedule.remote_stage_values import (
     make_input_shape_key,
 )
 from gpumix.engine.sharding.absent_parameter import PERMITTED_FUNCTIONS
-from gpumix.engine.sharding.unit_discovery import frozen_bytes
+from gpumix.engine.sharding.unit_discovery import frozen_bytes, packed_bytes
 from gpumix.engine.unit.inter_unit_backward import (
     connect_to_leaf,
     find_reachable_leaves,
@@ -285,6 +285,7 @@ def _end(specimens: UnitFixture, names: Collection[str]) -> EndParameters:
         names=tuple(slot.name for slot in chosen),
         trainable=sum(trained),
         frozen_bytes=frozen_bytes(chosen, specimens.compute_dtype),
+        packed_bytes=packed_bytes(chosen),
     )
 
 

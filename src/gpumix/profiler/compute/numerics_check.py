@@ -188,8 +188,7 @@ def _computed(
     generator = torch.Generator().manual_seed(0)
     for unit in (specimens.root, *specimens.of_kind.values()):
         for group in unit.bucket.groups:
-            if group.full.is_floating_point():
-                _fill(group.full.data, generator)
+            group.fill(lambda values: _fill(values, generator), generator)
     found: Computed = {}
     root_gradients(specimens, batch, found)
     seen: dict[str, RecordedOutputs] = {}

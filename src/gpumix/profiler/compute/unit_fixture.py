@@ -385,10 +385,7 @@ def _no_seed() -> None:
 
 def _fill(group: FlatGroup) -> None:
     group.install()
-    if group.full.is_floating_point():
-        group.full.data.normal_(0.0, WEIGHT_STD)
-    else:
-        group.full.data.zero_()
+    group.fill(lambda values: values.normal_(0.0, WEIGHT_STD))
     if group.trainable:
         group.begin_gradient()
 

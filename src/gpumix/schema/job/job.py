@@ -19,7 +19,7 @@ from gpumix.schema.job.search_space import EVERYTHING, Space, wrap_single_value
 from gpumix.schema.job.trackers import NO_TRACKERS, Trackers
 from gpumix.schema.plan.dtypes import Precision
 from gpumix.schema.profile.profile import ModelProfile
-from gpumix.schema.units import LARGEST, LARGEST_BATCH, LARGEST_LENGTH, MOST_STEPS
+from gpumix.schema.units import LARGEST, LARGEST_BATCH, LARGEST_LENGTH, LARGEST_RANK, MOST_STEPS
 from gpumix.schema.value import Value
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -45,6 +45,24 @@ def _find_changed_keys(spec: Value, keys: tuple[str, ...]) -> list[str]:
     ]
 
 
+class LoraSpec(Value):
+    """LoRA adapters, through PEFT: small trained matrices beside frozen ones."""
+
+    rank: int = Field(ge=1, le=LARGEST_RANK, description="of their matrices; usual is 16")
+    alpha: float | None = Field(
+        default=None, gt=0, description="what they add is times `alpha / rank`; default: 2 * rank"
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="of their inputs")
+    targets: tuple[str, ...] = Field(
+        default=(),
+        description="ends of the names of the linear layers that get one, as `q_proj`; default: "
+        "all linear layers of the blocks",
+    )
+    dora: bool = Field(
+        default=False, description="whether the length of each row is trained apart (DoRA)"
+    )
+
+
 class ModelSpec(Value):
     """The model: exactly one of `config` and `factory`. Without `weights` the model initializes
     itself."""
@@ -64,6 +82,16 @@ class ModelSpec(Value):
     arguments: dict[str, Any] = Field(default_factory=dict, description="of the factory, by name")
     weights: Path | None = Field(
         default=None, description="initial weights: a safetensors file, or a folder of them"
+    )
+    lora: LoraSpec | None = Field(
+        default=None,
+        description="train LoRA adapters, and freeze the model itself: `{rank: 16}`",
+        examples=[{"rank": 16}],
+    )
+    base: Literal["nf4", "nf4-double", "int8"] | None = Field(
+        default=None,
+        description="with `lora`: format of the blocks' frozen matrices, by bitsandbytes: `nf4` "
+        "takes 4.5 bits a weight, `nf4-double` 4.13, `int8` 8; null: as is computed in",
     )
     units: tuple[str, ...] = Field(
         default=(),
@@ -88,6 +116,10 @@ class ModelSpec(Value):
             raise ValueError("give exactly one of 'config' and 'factory'")
         _refuse_without_effect(self, "config", "task")
         _refuse_without_effect(self, "factory", "arguments")
+        if self.base is not None and self.lora is None:
+            raise ValueError(
+                "'base' is for 'lora': quantised weights are frozen, and nothing would be trained"
+            )
         return self
 
 

@@ -49,6 +49,11 @@ class UnitKind(Value):
         default=0, description="those of them in parameters of two dimensions, which Muon updates"
     )
     frozen_bytes: Count = Field(default=0, description="parameters without gradient, gathered")
+    packed_bytes: Count = Field(
+        default=0,
+        description="of these, those of quantised parameters with their constants, equal in every "
+        "dtype",
+    )
     unpacked_bytes: Count = Field(
         default=0,
         description="memory traffic of unpacking quantised parameters once, of an estimate",
@@ -118,6 +123,7 @@ class EndParameters(Value):
     names: tuple[str, ...] = ()
     trainable: Count = 0
     frozen_bytes: Count = 0
+    packed_bytes: Count = 0
 
 
 class RootParameter(Value):
@@ -126,6 +132,7 @@ class RootParameter(Value):
     name: str
     trainable: Count = 0
     frozen_bytes: Count = 0
+    packed_bytes: Count = 0
 
 
 class RootUnit(Value):
@@ -133,6 +140,7 @@ class RootUnit(Value):
 
     trainable: Count
     frozen_bytes: Count = 0
+    packed_bytes: Count = 0
     buffer_bytes: Count = Field(default=0, description="all buffers of the model, replicated")
     before: EndParameters = Field(
         default=EndParameters(), description="of it, what only the code before the units looks up"

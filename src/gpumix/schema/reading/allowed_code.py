@@ -22,19 +22,21 @@ def check_allowed(job: Job, path: Path, allowed: Sequence[str], overrides: Seque
     said = set(map(parse_key, overrides))
     for part, factory in (("model", job.model.factory), ("data", job.data.factory)):
         key = f"{part}.factory"
-        if (
-            factory is None
-            or said & {part, key}
-            or any(_allows_factory(name, factory) for name in allowed)
-        ):
-            continue
-        raise InputError(
-            f"'{key}' is code that would be run, '{factory}'; this command does not allow it",
-            where=str(path),
-            why="a job from elsewhere could name any function",
-            fix=f"look at it, then add --allow {factory.partition(':')[0]}, or export "
-            f"GPUMIX_ALLOW={factory.partition(':')[0]}",
-        )
+        if factory is not None and not said & {part, key}:
+            check_factory(key, factory, allowed, where=str(path))
+
+
+def check_factory(key: str, factory: str, allowed: Sequence[str], *, where: str = "") -> None:
+    """Raise an InputError if a job's factory, named by `key`, is not allowed."""
+    if any(_allows_factory(name, factory) for name in allowed):
+        return
+    raise InputError(
+        f"'{key}' is code that would be run, '{factory}'; this command does not allow it",
+        where=where,
+        why="a job from elsewhere could name any function",
+        fix=f"look at it, then add --allow {factory.partition(':')[0]}, or export "
+        f"GPUMIX_ALLOW={factory.partition(':')[0]}",
+    )
 
 
 def _allows_factory(name: str, factory: str) -> bool:

@@ -21,6 +21,7 @@ import gpumix
 from gpumix.engine.engine import Engine
 from gpumix.engine.model import extra_state
 from gpumix.engine.model.extra_state import find_extra_state_modules
+from gpumix.engine.model.frozen_base import FrozenBase
 from gpumix.engine.model.module_buffers import persistent_buffers
 from gpumix.engine.optimizers.state_needed import get_required_state
 from gpumix.engine.sharding.shard import Piece
@@ -41,6 +42,7 @@ from gpumix.train.checkpoint.host_copy import Tensors
 from gpumix.train.checkpoint.manifest import (
     INDEX,
     Manifest,
+    SavedBase,
     SavedOptimizer,
     StateKind,
     make_damaged_error,
@@ -93,12 +95,17 @@ class Content:
             losses_counted=engine.losses_counted.item(),
             scaler=engine.scaler.state_dict() if engine.scaler.active else None,
             optimizer=SavedOptimizer(name=type(optimizer).__name__, states=kinds),
+            base=_describe_base(engine.base),
             cursor=to_json_values(cursor, "cursor"),
             extra=to_json_values(extra, "extra"),
             extra_states=extra_state.pack_extra_state(engine.model),
         )
         tensors = {MODEL: collect_model(engine), OPTIMIZER: collect_optimizer(engine, state)}
         return cls(tensors, kinds, manifest)
+
+
+def _describe_base(base: FrozenBase | None) -> SavedBase | None:
+    return None if base is None else SavedBase(name=base.name, checksum=base.checksum)
 
 
 def to_json_values(values: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -161,7 +168,7 @@ def _add(found: dict[str, BoxedTensor], name: str, boxed: BoxedTensor) -> None:
 
 def _stored(engine: Engine) -> Iterator[Piece]:
     """Yield the pieces saved by this rank; rank 0 includes parameters without elements."""
-    for piece in engine.pieces():
+    for piece in filter(lambda piece: engine.is_saved(piece.name), engine.pieces()):
         if piece.shape.numel() == 0:
             if engine.comm.rank == 0:
                 yield piece
@@ -222,7 +229,7 @@ def check_fits(engine: Engine, path: Path, manifest: Manifest, index: Index) -> 
     """Check the checkpoint at `path` against the engine's model.
 
     Raises:
-        InputError: names, shapes, trained parameters or units differ.
+        InputError: names, shapes, trained parameters, units or the frozen base differ.
     """
     what = "the checkpoint is of another model"
     prefix = f"{MODEL}."
@@ -232,9 +239,8 @@ def check_fits(engine: Engine, path: Path, manifest: Manifest, index: Index) -> 
         if name.startswith(prefix)
     }
     buffers = {name: b.shape for name, b in persistent_buffers(engine.model).items()}
-    check_names_and_shapes(
-        engine.shapes() | buffers, stored, what, where=str(path), fix=OWN_JOB_FIX
-    )
+    shapes = {name: shape for name, shape in engine.shapes().items() if engine.is_saved(name)}
+    check_names_and_shapes(shapes | buffers, stored, what, where=str(path), fix=OWN_JOB_FIX)
     if differing := manifest.extra_states.keys() ^ find_extra_state_modules(engine.model).keys():
         raise InputError(
             what,
@@ -250,6 +256,9 @@ def check_fits(engine: Engine, path: Path, manifest: Manifest, index: Index) -> 
             f"its fingerprint is {manifest.model}, this one's {engine.plan.model}",
             fix=OWN_JOB_FIX,
         )
+    if engine.base is not None and manifest.base is not None:
+        saved = FrozenBase(manifest.base.name, manifest.base.checksum)
+        engine.base.check_same(saved, str(path))
 
 
 def check_optimizer(
@@ -364,7 +373,9 @@ def restore(
 def box_model(engine: Engine) -> dict[str, BoxedTensor]:
     """Return this rank's part of the model as boxes within the engine's own memory."""
     boxed = _by_name(
-        (f"{MODEL}.{piece.name}", _boxed(piece, piece.local)) for piece in engine.pieces()
+        (f"{MODEL}.{piece.name}", _boxed(piece, piece.local))
+        for piece in engine.pieces()
+        if engine.is_saved(piece.name)
     )
     for name, buffer in persistent_buffers(engine.model).items():
         boxed[f"{MODEL}.{name}"] = BoxedTensor.whole(buffer)

@@ -1,7 +1,8 @@
 """Export of a checkpoint as a folder for `transformers`: safetensors, configuration, tokenizer.
 
-Tensors are read one by one from the checkpoint's files: no model is built, no other process takes
-part, and memory is needed for one file of the result. A tied parameter is written only under its
+Tensors are read one by one from the checkpoint's files: no model with weights is built, no other
+process takes part, and memory is needed for one file of the result. Adapters are merged into their
+base, weight by weight (`merged_model`). A tied parameter is written only under its
 name in the checkpoint; `transformers` ties the others to it.
 """
 
@@ -11,8 +12,10 @@ import errno
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from safetensors.torch import save_file
 
 import gpumix
 from gpumix.data.core.tokenizer import FileTokenizer, make_byte_tokenizer_files
+from gpumix.engine.model.adapters import find_base_name
 from gpumix.schema import files
 from gpumix.schema.errors import GpumixError, InputError, MachineError, get_first_line
 from gpumix.train.checkpoint.checkpoint_folder import list_checkpoints, take_first_intact
@@ -30,6 +34,7 @@ from gpumix.train.checkpoint.collective_errors import CollectiveActions
 from gpumix.train.checkpoint.content import MODEL
 from gpumix.train.checkpoint.dcp_storage import BoxedTensor, Index, StoredTensor, read
 from gpumix.train.checkpoint.manifest import MANIFEST, Manifest, make_damaged_error, verify
+from gpumix.train.checkpoint.merged_model import MergedModel
 
 # Size of weight files accepted by any file system and download.
 FILE_BYTES = 5 * 10**9
@@ -58,6 +63,8 @@ def export(
     dtype: str = "fp32",
     file_bytes: int = FILE_BYTES,
     tell: Callable[[str], None] = lambda line: None,
+    allowed: Sequence[str] = (),
+    adapters: bool = False,
 ) -> Path:
     """Write the model of a checkpoint to the folder `to`.
 
@@ -70,9 +77,12 @@ def export(
         file_bytes: maximum size of a file of weights, except with a single tensor.
         tell: receives lines for people: damaged newer checkpoints, and the origin of the tokenizer,
             or why there is none.
+        allowed: code that the checkpoint's job may call, to make a base of adapters.
+        adapters: write the adapters alone, as PEFT saves them; the base is not read.
 
     Raises:
-        InputError: no checkpoint, a damaged checkpoint, another dtype, or foreign files in `to`.
+        InputError: no checkpoint, a damaged checkpoint, another dtype, foreign files in `to`, or a
+            base of adapters that cannot be read, or is another one.
         MachineError: the files cannot be written; the former content of `to` remains.
     """
     if dtype not in _DTYPES:
@@ -86,18 +96,24 @@ def export(
         tell(f"the newest that is whole is written, {path}")
     config = model_config if model_config is not None else _stored_config(path, manifest)
     part = to.with_name(secrets.token_hex(8).join((".gpumix-", ".part")))
+    if adapters and manifest.base is None:
+        raise InputError(
+            "the checkpoint has no adapters", where=str(path), fix="leave out --adapters"
+        )
     try:
         files.remove_partial_files(to.parent)
         part.mkdir(parents=True)
-        _write_weights(part, path, index, _DTYPES[dtype], file_bytes)
+        tensors = _open_tensors(path, manifest, index, _DTYPES[dtype], allowed)
+        if adapters:
+            assert tensors.merged is not None, "its base is elsewhere"
+            tensors.merged.save_adapters(part)
+        else:
+            _write_weights(part, tensors, file_bytes)
+            if tensors.merged is not None:
+                tensors.merged.check_base(path)
         _copy_tokenizer(part, manifest, tell)
-        ends = _end_of_text(part)
-        if config is not None:
-            own = _configuration(config, _DTYPES[dtype])
-            _write_json(part / "config.json", own | (ends if END_TOKEN_KEY in own else {}))
-        generation = manifest.extra.get("generation_config")
-        if isinstance(generation, dict):
-            _write_json(part / "generation_config.json", generation | ends)
+        if not adapters:
+            _write_configurations(part, config, manifest, _DTYPES[dtype])
         _write_json(part / RECORD, _record(part, path, manifest))
         _replace(to, part)
     except (OSError, SafetensorError) as error:
@@ -111,6 +127,19 @@ def export(
     finally:
         files.remove_quietly(part)
     return to
+
+
+def _write_configurations(
+    part: Path, config: Mapping[str, Any] | None, manifest: Manifest, dtype: torch.dtype
+) -> None:
+    """Write the configurations of the model and of its generation, as far as there are any."""
+    ends = _end_of_text(part)
+    if config is not None:
+        own = _configuration(config, dtype, merged=manifest.base is not None)
+        _write_json(part / "config.json", own | (ends if END_TOKEN_KEY in own else {}))
+    generation = manifest.extra.get("generation_config")
+    if isinstance(generation, dict):
+        _write_json(part / "generation_config.json", generation | ends)
 
 
 def _open_verified(path: Path) -> tuple[Path, Manifest, Index]:
@@ -210,23 +239,61 @@ def _read_recorded_files(folder: Path) -> set[str]:
         return set()
 
 
-def _write_weights(
-    part: Path, checkpoint: Path, index: Index, dtype: torch.dtype, file_bytes: int
-) -> None:
+@dataclass(frozen=True)
+class _Exported:
+    """Tensors to write: bytes by name, how some of them are read, and the model of adapters."""
+
+    sizes: Mapping[str, int]
+    read: Callable[[Sequence[str]], dict[str, torch.Tensor]]
+    merged: MergedModel | None = None
+
+
+def _open_tensors(
+    path: Path, manifest: Manifest, index: Index, dtype: torch.dtype, allowed: Sequence[str]
+) -> _Exported:
+    """Return the tensors of a checkpoint; those of adapters are merged into their base."""
     prefix = f"{MODEL}."
-    model = {n: t for n, t in index.tensors.items() if n.startswith(prefix)}
-    names_of_files = list(_group_by_file(model, dtype, file_bytes))
+    stored = {n.removeprefix(prefix): t for n, t in index.tensors.items() if n.startswith(prefix)}
+
+    def read_stored(names: Sequence[str], dtype: torch.dtype = dtype) -> dict[str, torch.Tensor]:
+        found = _read(path, index, [prefix + name for name in names], dtype)
+        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+
+    sizes = {name: _bytes(tensor, dtype) for name, tensor in stored.items()}
+    if manifest.base is None:
+        return _Exported(sizes, read_stored)
+    model = MergedModel(
+        manifest, partial(read_stored, dtype=torch.float32), folder=Path(), allowed=allowed
+    )
+    shapes = model.shapes()
+    rest = {find_base_name(n): n for n in stored if n not in {*model.added}}  # buffers
+
+    def read_merged(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name in names:
+            if name in shapes:
+                value = model.read(name)
+                found[name] = value.to(dtype) if value.is_floating_point() else value
+            else:
+                (found[name],) = read_stored([rest[name]]).values()
+        return found
+
+    merged = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
+    merged |= {name: sizes[own] for name, own in rest.items()}
+    return _Exported(merged, read_merged, model)
+
+
+def _write_weights(part: Path, tensors: _Exported, file_bytes: int) -> None:
+    names_of_files = list(_group_by_file(tensors.sizes, file_bytes))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(names_of_files, 1):
         of = f"-{number:05d}-of-{len(names_of_files):05d}" if len(names_of_files) > 1 else ""
-        tensors = _read(checkpoint, index, names, dtype)
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         file = part / f"model{of}.safetensors"
-        save_file(tensors, file, metadata={"format": "pt"})
+        save_file(tensors.read(names), file, metadata={"format": "pt"})
         file.chmod(0o666 & ~_umask())  # safetensors makes it private
-        weight_map |= dict.fromkeys(tensors, f"model{of}.safetensors")
+        weight_map |= dict.fromkeys(names, file.name)
     if len(names_of_files) > 1:
-        total = sum(_bytes(tensor, dtype) for tensor in model.values())
+        total = sum(tensors.sizes.values())
         _write_json(
             part / "model.safetensors.index.json",
             {"metadata": {"total_size": total}, "weight_map": weight_map},
@@ -240,18 +307,16 @@ def _umask() -> int:
     return mask
 
 
-def _group_by_file(
-    model: Mapping[str, StoredTensor], dtype: torch.dtype, file_bytes: int
-) -> Iterator[list[str]]:
+def _group_by_file(sizes: Mapping[str, int], file_bytes: int) -> Iterator[list[str]]:
     """Yield the names of the tensors of each file, in order."""
     names: list[str] = []
     size = 0
-    for name, tensor in model.items():
-        if names and size + _bytes(tensor, dtype) > file_bytes:
+    for name, own in sizes.items():
+        if names and size + own > file_bytes:
             yield names
             names, size = [], 0
         names.append(name)
-        size += _bytes(tensor, dtype)
+        size += own
     yield names
 
 
@@ -277,9 +342,13 @@ def _read(
     return tensors
 
 
-def _configuration(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the configuration with the dtype of the exported weights."""
-    kept = {key: value for key, value in config.items() if key != "torch_dtype"}
+def _configuration(
+    config: Mapping[str, Any], dtype: torch.dtype, *, merged: bool
+) -> dict[str, Any]:
+    """Return the configuration with the dtype of the exported weights; merged ones are not
+    quantised, whatever their base was."""
+    left_out = {"torch_dtype", *(["quantization_config"] if merged else [])}
+    kept = {key: value for key, value in config.items() if key not in left_out}
     return kept | {"dtype": str(dtype).removeprefix("torch.")}
 
 

@@ -64,6 +64,14 @@ class SavedFile(Value):
     sha256: str
 
 
+class SavedBase(Value):
+    """The frozen base that saved adapters belong to: where it came from, and the checksum of its
+    values."""
+
+    name: str
+    checksum: str
+
+
 class SavedOptimizer(Value):
     """The optimizer's class and the kind of each state: `elements`, a value per element of a
     parameter; `whole`, a tensor per parameter; otherwise a number per parameter."""
@@ -88,6 +96,10 @@ class Manifest(Value):
     losses_counted: float = Field(gt=0, description="by the last step; see `Engine`")
     scaler: dict[str, float] | None = Field(description="fp16 only")
     optimizer: SavedOptimizer
+    base: SavedBase | None = Field(
+        default=None,
+        description="frozen parameters that it refers to; None: it holds all",
+    )
     cursor: dict[str, JsonValue]
     extra: dict[str, JsonValue]
     extra_states: dict[str, str] = Field(

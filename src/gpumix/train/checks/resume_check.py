@@ -127,7 +127,7 @@ def _compare_models(
     if isinstance(old, dict) and here is not None:
         for key in sorted({*old, *here} - {*_NON_MODEL_KEYS}):
             yield from _compare_values(old.get(key), here.get(key), f"model.config.{key}")
-    for key in ("task", "factory", "arguments", "units"):
+    for key in ("task", "factory", "arguments", "units", "base", "lora"):
         yield from _compare_key(f"model.{key}", before, now)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -25,6 +25,7 @@ from gpumix.schema.errors import (
 from gpumix.schema.files import read_text
 from gpumix.schema.job.job import MOST_LAYERS, Job, ModelSpec
 from gpumix.schema.reading.error_text import did_you_mean, find_nearest
+from gpumix.train.worker.adapters import add_adapters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -57,12 +58,17 @@ def build_model(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
         NoFeasiblePlanError: an emulated device has too little memory for small tensors and buffers.
         MachineError: transformers is not installed.
     """
+
+    def adapted(make: Callable[[], nn.Module]) -> nn.Module:
+        return make() if spec.lora is None else add_adapters(make(), spec)
+
     if spec.factory is not None:
-        return build(partial(_call_model_factory, spec.factory, spec.arguments, folder), seed)
+        of_factory = partial(_call_model_factory, spec.factory, spec.arguments, folder)
+        return build(partial(adapted, of_factory), seed)
     config = make_config(spec)
     auto_class = getattr(_import_transformers(), _AUTO_CLASSES[spec.task])
     try:
-        return build(lambda: auto_class.from_config(config), seed)
+        return build(partial(adapted, partial(auto_class.from_config, config)), seed)
     except GpumixError:
         raise
     except torch.OutOfMemoryError as error:  # of a device; hosts raise other errors

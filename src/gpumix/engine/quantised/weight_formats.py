@@ -1,0 +1,72 @@
+"""Formats of quantised weights, found by the classes of parameters; no library is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import nn
+
+from gpumix.engine.quantised.packed_weight import PackedWeight, WeightFormat
+
+BASES = ("nf4", "nf4-double", "int8")  # of jobs
+# Names beside a quantised weight in files, and the library that wrote them.
+FOREIGN = {
+    "qweight": "GPTQ or AWQ",
+    "weight_scale_inv": "fp8",
+    "weight_scale": "fp8 or compressed tensors",
+    "weight_packed": "compressed tensors",
+    "W_q": "HQQ",
+}
+
+
+def pack(parameter: nn.Parameter, module: nn.Module) -> PackedWeight | None:
+    """Return a module's parameter as bytes; None for a parameter that is not quantised.
+
+    Raises:
+        InputError: the weight is quantised in a way that cannot be divided.
+    """
+    form = find_format(parameter)
+    return None if form is None else PackedWeight.of(parameter, module, form)
+
+
+def find_format(parameter: nn.Parameter) -> WeightFormat | None:
+    """Return the format of a parameter; None if it is not quantised."""
+    given: Any = parameter
+    kind = type(parameter)
+    if kind.__module__.startswith("bitsandbytes."):
+        from gpumix.engine.quantised.bitsandbytes_weights import FourBitFormat, Int8Format
+
+        return FourBitFormat.of(given) if kind.__name__ == "Params4bit" else Int8Format.of(given)
+    if kind.__module__.startswith("torchao.") and hasattr(given, "__tensor_flatten__"):
+        from gpumix.engine.quantised.torchao_weights import TorchaoFormat
+
+        return TorchaoFormat.of(given)
+    return None
+
+
+def iterate_packed(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
+    """Yield the quantised parameters of a model as bytes, by name."""
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            packed = None if parameter is None else pack(parameter, module)
+            if packed is not None:
+                yield f"{prefix}.{attribute}" if prefix else attribute, packed
+
+
+def casts_its_bias(module: nn.Module) -> bool:
+    """Return True for a module that gives its bias other memory where dtypes differ."""
+    return type(module).__module__.startswith("bitsandbytes.")
+
+
+def describe_quantisation(name: str, names: Collection[str]) -> str:
+    """Return how a parameter is quantised among the `names` of a file's tensors; empty if it is
+    not."""
+    prefix = name.rpartition(".")[0]
+    nested = "-double" if f"{name}.nested_absmax" in names else ""
+    for quant_type in ("nf4", "fp4"):
+        if f"{name}.quant_state.bitsandbytes__{quant_type}" in names:
+            return quant_type + nested
+    if f"{prefix}.SCB" in names:
+        return "int8"
+    return next((told for key, told in FOREIGN.items() if f"{prefix}.{key}" in names), "")
