@@ -73,9 +73,10 @@ def test_a_run_goes_on_in_stages_from_adapters_alone(base, tmp_path, kind):
 def test_the_merged_model_computes_what_the_adapted_one_did(base, tmp_path, kind, dora):
     from transformers import LlamaForCausalLM
 
-    evaluation = {"every_steps": STEPS, "batches": 1}
-    job = adapter_job(tmp_path, base, kind, lora={"dora": dora}, evaluation=evaluation)
-    data = {"arguments": {"samples": 2 * SAMPLES}, "held_out": 0.5, "factory": "toys:tokens"}
+    evaluation = {"eval_steps": STEPS, "eval_batches": 1}
+    job = adapter_job(tmp_path, base, kind, lora={"dora": dora}, **evaluation)
+    source = {"arguments": {"samples": 2 * SAMPLES}, "factory": "toys:tokens"}
+    data = source | {"validation_split": 0.5}
     train(job, f"data={json.dumps(data)}", plan=plan_for(job))
     (evaluated,) = metrics(tmp_path / "run", "evaluation")
     folder = export(tmp_path / "run", tmp_path / "merged")
