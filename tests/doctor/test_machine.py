@@ -71,6 +71,7 @@ def test_a_slow_disk_is_one_that_training_waits_for():
     assert "60% of the time" in told and "gave 50 MB/s" in told and "takes 100 MB/s" in told
     assert remarks(stalled=0.05, rate=50e6, input_share=0.5) == []
     assert remarks(stalled=None, rate=50e6, input_share=0.5) == []
+    assert remarks(stalled=0.6, rate=5e5, input_share=0.5) == []  # somebody else's waits
 
 
 def test_an_allocator_that_is_short_of_memory():

@@ -28,6 +28,7 @@ from gpumix.schema.files import read_log
 SHARE = 0.1  # fraction of samples, or of the time, above which a problem is reported
 LOOK_S = 0.2  # between samples of the GPUs
 SITES = 5  # lines named in a message
+LEAST_BYTES_PER_S = 1e6  # read from disks, below which waits for them are not for samples
 USED = 0.05  # fraction of a GPU's time below which the GPU counts as unused
 ADVICE = (
     "make reading samples cheaper (store what was decoded), or read them on a host with more cores"
@@ -108,7 +109,7 @@ def _narrow_link(gpu: GpuSamples) -> Iterator[Remark]:
 
 def _slow_disk(seen: MachineObservations, input_share: float) -> Iterator[Remark]:
     stalled, rate = seen.stalled_share, seen.read_bytes_per_s
-    if stalled is None or stalled <= SHARE or not rate:
+    if stalled is None or stalled <= SHARE or rate < LEAST_BYTES_PER_S:
         return
     need = rate / max(1e-3, 1.0 - input_share)
     yield Remark(
