@@ -119,6 +119,8 @@ model:
   config: {model_type: llama, hidden_size: 512, num_hidden_layers: 4, num_attention_heads: 8,
            num_key_value_heads: 4, intermediate_size: 1024, vocab_size: 1000}
   weights: weights
+  base: nf4
+  lora: {rank: 8, alpha: 16, dropout: 0.1, targets: [q_proj, v_proj], dora: no}
   tensor_plan: {"layers.*.mlp.up_proj": colwise}
 data: {dataset: corpus, column: text}
 sequence_length: 128

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from gpumix.schema.cluster.cluster import CLASS_NAME, Cluster
-from gpumix.schema.job.job import FACTORY, Job, ParameterGroup
+from gpumix.schema.job.job import FACTORY, Job, LoraSpec, ParameterGroup
 from gpumix.schema.job.trackers import Trackers
 from gpumix.schema.reading import cluster_file
 from gpumix.schema.units import Bytes, FlopRate, Seconds
@@ -36,6 +36,7 @@ def tables() -> str:
     nested = [(n, f.annotation) for n, f in Job.model_fields.items() if _is_model(f.annotation)]
     sections = [_section("The job", Job)]
     sections += [_section(f"`{name}`", model) for name, model in nested]
+    sections += [_section("`model.lora`", LoraSpec)]
     sections += [_section("`optimizer.groups[]`", ParameterGroup)]
     sections += [_section(f"`trackers.{name}`", model) for name, model in _trackers()]
     sections += [
