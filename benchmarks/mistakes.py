@@ -108,7 +108,7 @@ MISTAKES: dict[str, Mistake] = {
     "a link without a cluster": Mistake("plan --network 25GbE --model 7B"),
     # Cards, links and models.
     "a card that does not exist": Mistake(cards("2x rtx4900", *SMALL)),
-    "a card of several kinds": Mistake(cards("v100", *SMALL)),
+    "a card of several kinds": Mistake(cards("rtx6000", *SMALL)),
     "no card at all": Mistake(cards("", *SMALL)),
     "zero cards": Mistake(cards("0x rtx4090", *SMALL)),
     "cards of two makers": Mistake(cards("rtx4090, mi300x", *SMALL)),

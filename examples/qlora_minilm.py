@@ -110,7 +110,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 def main() -> None:
     parser = HfArgumentParser((ModelArguments, TrainingArguments))
-    parser.set_defaults(learning_rate=1e-3, num_train_epochs=2, logging_steps=10)
+    parser.set_defaults(learning_rate=5e-3, num_train_epochs=1, logging_steps=10)
     given, args = parser.parse_args_into_dataclasses()
     set_seed(args.seed)
     with tempfile.TemporaryDirectory() as folder:

@@ -93,7 +93,7 @@ strategy: optimal
 techniques:
   {{zero_stages: [3, 1], cross_entropy: whole, checkpoints_on: device, state_on: device,
    gradient_checkpointing: [yes, no], tensor_parallel_size: [1, 2], sequence_parallel: no,
-   min_pipeline_stages: 1, max_pipeline_stages: 2, leave_out: no, padded: yes,
+   min_pipeline_stages: 1, max_pipeline_stages: 2, waves: no, leave_out: no, padded: yes,
    pipeline_schedules: [1f1b], shardings: all, orders: layered}}
 output_dir: run
 logging_steps: 1
@@ -125,6 +125,8 @@ model:
   config: {model_type: llama, hidden_size: 512, num_hidden_layers: 4, num_attention_heads: 8,
            num_key_value_heads: 4, intermediate_size: 1024, vocab_size: 1000}
   weights: weights
+  base: nf4
+  lora: {rank: 8, alpha: 16, dropout: 0.1, targets: [q_proj, v_proj], dora: no}
   tensor_plan: {"layers.*.mlp.up_proj": colwise}
 data: {dataset: corpus, column: text}
 sequence_length: 128

@@ -130,7 +130,7 @@ def test_estimates_without_published_times_say_that_their_error_is_unknown():
 def test_a_card_that_uses_the_memory_of_its_host_has_no_other():
     said = " ".join(gpumix("plan", "--cluster", "gb10", *SMALL).stdout.split())
     assert "no memory of a host besides that of its GPU" in said
-    asked = ("--cluster", "gb10", "--model", "13B", "--global-batch", "8")
+    asked = ("--cluster", "gb10", "--model", "13B", "--global-batch-size", "8")
     assert "Does not fit" in gpumix("plan", *asked).stdout
 
 

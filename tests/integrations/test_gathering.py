@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gpumix.engine.comm.process_groups import make_communicator
-from gpumix.engine.model.equal_weights import _digest, broadcast_weights, check_equal_models
+from gpumix.engine.model.equal_weights import broadcast_weights, check_equal_models
+from gpumix.engine.model.frozen_base import checksum
 from gpumix.integrations.common.gather import gather_rows, gather_texts
 from gpumix.schema.errors import InputError
 from harness import run_ranks
@@ -107,7 +108,7 @@ def _alike() -> tuple[list[str], float, float]:
     ],
 )
 def test_unlike_values_have_unlike_digests(values, other, dtype):
-    digests = [_digest(torch.tensor(each, dtype=dtype)) for each in (values, values, other)]
+    digests = [checksum(torch.tensor(each, dtype=dtype)) for each in (values, values, other)]
     assert digests[0] == digests[1] != digests[2]
 
 

@@ -151,19 +151,31 @@ class ShardedModel:
         bad = torch.stack([~torch.isfinite(m).all() for m in masters]).sum().float().to(self.device)
         return not self.comm.all_reduce(bad, "check of the weights").item()
 
-    def state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+    def state_dict(
+        self, *, rank0_only: bool = False, quantised: bool = True
+    ) -> dict[str, torch.Tensor]:
         """Return the unsharded model's state dict, on the CPU, by its own names. Collective.
 
         Args:
             rank0_only: other ranks take part, but get an empty dict.
+            quantised: with quantised weights; without, less is gathered.
         """
-        return state.expand_packed(self.gather_values(rank0_only=rank0_only), self._inventory)
+        values = self.gather_values(rank0_only=rank0_only, quantised=quantised)
+        return state.expand_packed(values, self._inventory)
 
-    def gather_values(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Return `state_dict` with packed weights as bytes. Collective."""
+    def gather_values(
+        self, *, rank0_only: bool = False, quantised: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """Return `state_dict` with quantised weights as bytes. Collective."""
         self.agree_on_buffers()
+        skipped = frozenset() if quantised else self._inventory.packed_names
         return state.gather_full_state(
-            self.model, self.groups(), self.comm, self._inventory, rank0_only=rank0_only
+            self.model,
+            self.groups(),
+            self.comm,
+            self._inventory,
+            rank0_only=rank0_only,
+            skipped=skipped,
         )
 
     @property

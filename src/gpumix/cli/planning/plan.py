@@ -109,12 +109,10 @@ def _next_commands(asked: PlanOptions, source: PlanSource) -> list[tuple[str, st
     most = max(source.profile.cluster.classes, key=lambda c: c.memory_bytes).name
     commands = [("gpumix compare …", "what FSDP-like and other splits give")]
     if source.estimate is not None and source.estimate.tuning.base == "16bit":
-        lora = ""
         if source.estimate.tuning.trains_all:
             commands.append(("gpumix plan … --lora 16", "adapters only: far less memory"))
-            lora = " --lora 16"
-        told = ("gpumix plan … --base nf4" + lora, "adapters on a 4-bit base: the least")
-        commands.append(told)
+        else:
+            commands.append(("gpumix plan … --base nf4", "a 4-bit base: the least memory"))
     commands.append((f"gpumix whatif … --add {most}", "what one more GPU is worth"))
     return commands
 

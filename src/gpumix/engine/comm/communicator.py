@@ -173,7 +173,7 @@ class Communicator:
         # Memory for data received before it is put in place, kept for the next collective.
         self._pools: dict[str, list[torch.Tensor]] = {}
         # By device: a group may have a backend for each.
-        self._name = "" if group is None else group.group_name
+        self._name: str = getattr(group, "group_name", "")
         self.on_gloo = group is not None and group._get_backend(self.device).name() == "gloo"
 
     @cached_property

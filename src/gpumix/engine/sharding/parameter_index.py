@@ -74,6 +74,11 @@ class ParameterIndex:
         own = self.names.get(name)
         return None if own is None else self.parameters[own].format
 
+    @cached_property
+    def packed_names(self) -> frozenset[str]:
+        """Names of the pieces of packed parameters."""
+        return frozenset(n for n, one in self.parameters.items() if one.format is not None)
+
     @property
     def is_single_stage(self) -> bool:
         """True if every rank has a part of every parameter."""

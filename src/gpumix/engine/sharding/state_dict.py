@@ -65,26 +65,29 @@ def gather_full_state(
     inventory: ParameterIndex,
     *,
     rank0_only: bool,
+    skipped: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
     """Return `state_dict` of the unsharded model, on the CPU. Collective.
 
     Trained parameters are in fp32, frozen ones in the plan's communication dtype, packed ones are
     bytes. Names of a tied
-    parameter share one tensor. With `rank0_only`, other ranks get an empty dict. In addition to the
-    result, a rank has at most one flat group in memory.
+    parameter share one tensor. With `rank0_only`, other ranks get an empty dict. Pieces called
+    `skipped` are left out. In addition to the result, a rank has at most one flat group in memory.
     """
     keep = comm.rank == 0 or not rank0_only
     values: dict[str, torch.Tensor] = {}
     for group in groups:
+        if all(piece.name in skipped for piece in group.pieces):
+            continue
         for piece, value in group.gather_masters():
             first = inventory.parameters[piece.name].rank == comm.rank
             if keep or first:
                 values[piece.name] = value.to("cpu", copy=True)
     if not inventory.is_single_stage:
-        _broadcast_parameters(values, comm, inventory)
+        _broadcast_parameters(values, comm, inventory, skipped)
     if not keep:
         return {}
-    state = {name: values[own] for name, own in inventory.names.items()}
+    state = {name: values[own] for name, own in inventory.names.items() if own not in skipped}
     for name, buffer in persistent_buffers(model).items():
         state[name] = buffer.detach().to("cpu", copy=True)
     for name, module in find_extra_state_modules(model).items():
@@ -109,10 +112,15 @@ def expand_packed(
 
 
 def _broadcast_parameters(
-    values: dict[str, torch.Tensor], comm: Communicator, inventory: ParameterIndex
+    values: dict[str, torch.Tensor],
+    comm: Communicator,
+    inventory: ParameterIndex,
+    skipped: Collection[str],
 ) -> None:
     """Broadcast parameters between stages, a parameter at a time."""
     for name, stored in inventory.parameters.items():
+        if name in skipped:
+            continue
         value = values.get(name)
         if value is None or comm.rank != stored.rank:
             value = torch.empty(stored.shape, dtype=stored.dtype)

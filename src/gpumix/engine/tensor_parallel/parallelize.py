@@ -362,7 +362,7 @@ def _refuse_packed(slot: ParameterSlot, parts: int) -> None:
             f"the quantised weight '{slot.name}' cannot be divided over {parts} ranks that compute "
             "together",
             why="its values are packed, and share constants",
-            fix="take tensor parallel degree 1: `techniques: {tensor: 1}`",
+            fix="take tensor parallel degree 1: `techniques: {tensor_parallel_size: 1}`",
         )
 
 

@@ -32,7 +32,8 @@ def patch_save_pretrained(model: nn.Module, saver: Saver) -> None:
         given |= given.pop("kwargs", {})
         asked = of_saver()
         if given.get("state_dict") is None and asked is not None:
-            given["state_dict"] = asked.request_model_state()
+            quantised = not hasattr(given["self"], "peft_config")
+            given["state_dict"] = asked.request_model_state(quantised=quantised)
             if get_rank() > 0:
                 return None
         with use_prompt_weights(given["self"], given.get("state_dict") or {}):

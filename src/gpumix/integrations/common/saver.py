@@ -61,13 +61,17 @@ class Saver:
         self._collective_guard = CollectiveGuard()
         self._group = None if alone else dist.new_group(backend="gloo", timeout=group_timeout())
 
-    def gather_model_state(self) -> dict[str, Tensor]:
-        """Return the full state dict in its given dtypes, on the first rank. Collective."""
+    def gather_model_state(self, *, quantised: bool = True) -> dict[str, Tensor]:
+        """Return the full state dict in its given dtypes, on the first rank. Collective.
+
+        Args:
+            quantised: with quantised weights, which PEFT does not save.
+        """
         with count_as_host_memory():
-            state = self._engine.state_dict(rank0_only=True)
+            state = self._engine.state_dict(rank0_only=True, quantised=quantised)
             return {n: t.to(self._dtypes.get(n, t.dtype)) for n, t in state.items()}
 
-    def request_model_state(self) -> dict[str, Tensor]:
+    def request_model_state(self, *, quantised: bool = True) -> dict[str, Tensor]:
         """Return `gather_model_state` for a program that may call on the first rank alone.
 
         Raises:
@@ -75,7 +79,7 @@ class Saver:
         """
         if not self._engine.has_whole_state:
             self._collective_guard.wait_for_all("the whole model", FIX_CALL_ON_ALL_RANKS)
-        return self.gather_model_state()
+        return self.gather_model_state(quantised=quantised)
 
     def save(self, folder: Path, step: int, optimizer: Optimizer) -> None:
         """Write the state into a checkpoint. Collective."""

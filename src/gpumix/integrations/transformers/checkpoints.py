@@ -22,17 +22,16 @@ class CheckpointMixin(FoldedArgumentsMixin):
     _engine: Engine | None
     _recorded: RunRecorder | None
     _saver: Saver
+    model: Any
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as transformers does; all ranks call it."""
         if self._engine is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
-        state = (
-            self._saver.gather_model_state()
-            if _internal_call
-            else self._saver.request_model_state()
-        )
+        saver = self._saver
+        gather = saver.gather_model_state if _internal_call else saver.request_model_state
+        state = gather(quantised=not hasattr(self.model, "peft_config"))
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=state)  # type: ignore[attr-defined]
         if self.args.push_to_hub and not _internal_call:
