@@ -13,7 +13,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from gpumix.schema.job.job import Job, LoraSpec
+from gpumix.schema.job.job import Job
 from gpumix.schema.profile.profile import Profile
 from mutant_files import JOB, OWN, SMALL, Good, write_all
 from mutant_runs import Ended, clean, faults, is_placed, run
@@ -83,7 +83,6 @@ def test_every_good_file_is_accepted(files, folder):
 def test_every_key_of_a_job_is_spoilt():
     """But for those that go with others alone."""
     alone = {"report_to.trackio.server", "report_to.prometheus.textfile"}
-    alone |= {"model.base", *(f"model.lora.{name}" for name in LoraSpec.model_fields)}
     alone |= {f"optimizer.{name}" for name in ("beta2_decay", "clip_threshold", "least_scale")}
     written = {key for text in (JOB, SMALL, OWN) for key in keys_of(yaml.safe_load(text))}
     assert {key for key in fields_of(Job) if not key.startswith("cluster.")} - written == alone

@@ -19,7 +19,8 @@ from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.model.adapters import iterate_adapter_layers
 from gpumix.schema.errors import InputError
 
-WORD_BYTES, ROW_WORDS = 8, 1 << 16
+# Half as many bits as the weights of words have, so that no bit of a word is lost in a product.
+WORD_BYTES, ROW_WORDS = 4, 1 << 16
 _WRAP = 1 << 64
 _ODD = 0x9E3779B97F4A7C15  # the golden ratio's digits: its multiples are spread evenly
 _MIX = 0xBF58476D1CE4E5B9
@@ -109,7 +110,7 @@ def checksum(values: torch.Tensor, start: int = 0) -> int:
         part, flat = flat.tensor_split([min(flat.numel(), ROW_WORDS * WORD_BYTES - inside)])
         first, front = divmod(inside, WORD_BYTES)
         words = nn.functional.pad(part, (front, -(front + len(part)) % WORD_BYTES))
-        words = words.view(torch.int64)
+        words = words.view(torch.int32).to(torch.int64)
         of_row = (words * weights[first : first + len(words)]).sum()
         total += int(of_row) * (_mix(row + 1) | 1)
         begin += len(part)
