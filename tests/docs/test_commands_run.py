@@ -76,12 +76,17 @@ if __name__ == "__main__":
     print("launched")
 """
 SCRIPTS = "tests/examples/test_changed_imports.py"
+ADAPTERS = "tests/train/test_adapter_jobs.py"
 # What takes long is run elsewhere, on something smaller.
 ELSEWHERE = {
     "gpumix demo --steps 10": "tests/cli/test_demo.py",
     "gpumix launch examples/run_clm.py --output_dir runs/clm": SCRIPTS,
     "gpumix launch examples/clm_no_trainer.py": SCRIPTS,
     "gpumix launch examples/sft_lora.py --output_dir runs/lora": SCRIPTS,
+    "gpumix launch examples/qlora_minilm.py --output_dir runs/qlora": "tests/examples/"
+    "test_qlora_example.py",
+    "gpumix export runs/llama-qlora --to models/llama-tuned": ADAPTERS,
+    "gpumix export runs/llama-qlora --to models/llama-lora --adapters": ADAPTERS,
     "gpumix plan --model llama-3-8b --lora 16": "tests/cli/test_plan_page.py",  # needs GPUs
     "gpumix init --data my-texts/": "tests/cli/test_init_verb.py",
     "gpumix init --model my-llama/ --data my-texts/ --lora": "tests/cli/test_init_verb.py",
