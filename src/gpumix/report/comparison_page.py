@@ -30,11 +30,9 @@ def render_comparison(found: Comparison) -> str:
         _render_speeds(found),
         _render_curves(found),
         _render_memory(found),
-        _render_rows(found, "figures", "All figures", found.figures, ""),
-        _render_rows(
-            found, "plans", "Differences of the plans", found.plans, "The plans are equal."
-        ),
-        _render_rows(found, "jobs", "Differences of the jobs", found.jobs, _explain_no_jobs(found)),
+        _render_rows(found, "figures", "All figures", found.figures, numbers=1),
+        _render_rows(found, "plans", "Differences of the plans", found.plans),
+        _render_rows(found, "jobs", "Differences of the jobs", found.jobs),
     )
     return render_document(title, _render_header(found), parts)
 
@@ -143,20 +141,24 @@ def _render_memory(found: Comparison) -> Markup:
 
 
 def _render_rows(
-    found: Comparison, name: str, heading: str, rows: Sequence[ComparedRow], without: str
+    found: Comparison, name: str, heading: str, rows: Sequence[ComparedRow], *, numbers: int = 0
 ) -> Markup:
     if not rows:
-        return render_section(name, heading, render_remark(without))
+        why = _explain_no_jobs(found) if name == "jobs" else "There are none."
+        return render_section(name, heading, render_remark(why))
     differs = any(row.difference for row in rows)
     head = ["", *found.names, *(["difference"] if differs else [])]
     cells = [
-        [row.what, row.first, row.second, *([row.difference] if differs else [])] for row in rows
+        [row.what, el("span", row.first), el("span", row.second)]
+        + ([row.difference] if differs else [])
+        for row in rows
     ]
-    return render_section(name, heading, render_table(heading, head, cells, numbers=1))
+    caption = f"{found.names[0]} and {found.names[1]}"
+    return render_section(name, heading, render_table(caption, head, cells, numbers=numbers))
 
 
 def _explain_no_jobs(found: Comparison) -> str:
     records = [facts.run.record for _, facts in _both(found)]
     if any(record is None or record.script is not None for record in records):
         return "Unknown: at least one of the runs has no job."
-    return "The jobs are equal."
+    return "There are none."

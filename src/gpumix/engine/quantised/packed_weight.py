@@ -91,11 +91,6 @@ class WeightFormat(ABC):
         """Bytes of the flat vector."""
         return -(-self.parts[-1].end // WEIGHT_BYTES) * WEIGHT_BYTES
 
-    @property
-    def constant_bytes(self) -> int:
-        """Bytes of the vector apart from the packed values, which are the first part."""
-        return self.nbytes - self.parts[0].nbytes
-
     @abstractmethod
     def tensors(self, parameter: nn.Parameter, module: nn.Module) -> Tensors | None:
         """Return the tensors of a module's parameter, by part; None if still to be quantised."""

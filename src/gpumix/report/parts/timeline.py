@@ -47,7 +47,9 @@ def render_timeline(facts: RunFacts) -> Markup:
     run = facts.run
     planned = None if run.profile is None else simulate_rows(run.profile, run.plan)
     measured = None if run.trace is None else make_traced_rows(run.trace, run.plan)
-    steps = [(n, s) for n, s in (("Measured", measured), ("Planned", planned)) if s]
+    steps = [
+        (n, s) for n, s in (("Measured, one step", measured), ("Planned, simulated", planned)) if s
+    ]
     if not steps:
         why = "The folder has no profile of the devices, so a step cannot be simulated."
         return render_section("step", "One step", render_remark(why))
