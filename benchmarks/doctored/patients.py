@@ -442,7 +442,7 @@ def healthy_lstm(steps: int | None = None) -> float:
 def healthy_workers(steps: int | None = None) -> float:
     """A worker that keeps up, and epochs that it lives through."""
     with _in_fast_numbers():
-        return _classify_written(Written(3200, 1), 1536, steps, workers=1)
+        return _classify_written(Written(3200, 1), 2048, steps, workers=1)
 
 
 def healthy_pair(steps: int | None = None) -> float:

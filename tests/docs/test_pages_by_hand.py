@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 import pytest
 from pages import ROOT
 
 from gpumix.doctor.function.suspects import NAMES as OF_FUNCTIONS
+from gpumix.doctor.report import RemarkName
 from gpumix.doctor.suspects import NAMES as OF_JOBS
 from gpumix.integrations.trackers.metric_names import (
     CHECKPOINT_NAMES,
@@ -38,6 +40,10 @@ def test_every_suspect_is_there():
     keys = {*Space.model_fields, *EfficiencySpec.model_fields}
     missing = {name for name in {*OF_FUNCTIONS, *OF_JOBS} - keys if f"`{name}`" not in COMMANDS}
     assert not missing
+
+
+def test_every_remark_is_there():
+    assert not [name for name in get_args(RemarkName) if f"`{name}`" not in COMMANDS]
 
 
 def test_every_strategy_is_there():
