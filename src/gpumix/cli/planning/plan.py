@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     app.command(
-        help="Tell whether a model fits, how fast it trains, and who computes and stores what.\n\n"
-        "Of a job: measures first what is not in the cache.\n\n"
+        help="Tell whether a model fits, its speed, and the work and memory of each GPU.\n\n"
+        "With a job, its model is measured first, unless the cache has it.\n\n"
         'Example: gpumix plan --cluster "2x rtx4090, 4x rtx3090" --model 7B\n\n'
         "Example: gpumix plan job.yaml --strategy even --output plan.json"
     )(plan)
@@ -40,9 +40,7 @@ def plan(
     strategy: Strategy = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="Write the plan here, and beside it what it was made from."
-        ),
+        typer.Option("--output", "-o", help="Write the plan here, and its profile next to it."),
     ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show every device, bounds and alternatives.")

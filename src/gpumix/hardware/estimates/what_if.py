@@ -100,7 +100,7 @@ def remove_devices(profile: Profile, text: str) -> Profile:
         )
     gone = {d.id for d in members[-(count or len(members)) :]}
     if len(gone) == len(profile.cluster.devices):
-        raise InputError(f"without '{text.strip()}' no device is left")
+        raise InputError(f"without '{text.strip()}' no device is left", fix="remove fewer")
     return drop_devices(profile, gone)
 
 

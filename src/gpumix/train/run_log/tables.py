@@ -18,7 +18,7 @@ from gpumix.schema.plan.explanation import Bottlenecks, ClassWorth, MixingCompar
 from gpumix.schema.plan.plan import Plan, Prediction
 from gpumix.schema.plan.stage import PLAIN, Stage, Worker
 from gpumix.schema.profile.profile import ROOT, Profile
-from gpumix.schema.units import show_bytes, show_seconds
+from gpumix.schema.units import hide_exact_bytes, show_bytes, show_seconds
 
 WIDEST_COLUMN = 56  # of a text column: terminals have a hundred columns
 HARDLY_WORTH_SPEEDUP = 1.01  # a smaller speed-up is no reason to mix
@@ -177,7 +177,7 @@ def explain_plan(plan: Plan) -> list[str]:
         lines.append(f"{named}: {of_class.why}")
     for other in reasons.alternatives:
         took = "not possible" if other.step_s is None else f"{show_seconds(other.step_s)} a step"
-        lines.append(f"against {other.strategy}: {took}; {other.why}")
+        lines.append(f"against {other.strategy}: {took}; {hide_exact_bytes(other.why)}")
     return lines
 
 
