@@ -124,7 +124,7 @@ def test_estimates_without_published_times_say_that_their_error_is_unknown():
     said = " ".join(gpumix("plan", "--cluster", "7900xtx", *SMALL).stdout.split())
     assert "the part of its peak that rx7900xtx reaches" in said
     table = gpumix("compare", "--cluster", "2x 7900xtx", *SMALL).stdout
-    assert table.splitlines()[0].endswith("± unknown")
+    assert "± unknown" in table.partition("\n\n")[0]
 
 
 def test_a_card_that_uses_the_memory_of_its_host_has_no_other():
@@ -328,7 +328,7 @@ def test_of_an_estimate(job):
         (("--add", "0x quick"), "'0x quick' is not a number of cards"),
         (("--add", "2x rtx6000"), "'rtx6000' fits several cards"),
         (("--remove", "t4"), "no class 't4' to remove"),
-        (("--remove", "twoquick"), "did you mean 'quick'? the cluster has: quick, tardy"),
+        (("--remove", "twoquick"), "did you mean 'quick'?"),
         (("--remove", "0x quick"), "'0x quick' is not a number of cards"),
         (("--remove", "9x quick"), "of class 'quick' cannot be removed: there are 2"),
         (("--remove", "quick", "--remove", "tardy"), "no device is left"),

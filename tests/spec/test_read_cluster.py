@@ -106,7 +106,7 @@ def test_a_cpu_can_be_a_real_device(read):
     ],
 )
 def test_another_file_is_said_to_be_one(read, text, kind):
-    with pytest.raises(InputError, match=f"this is a {kind}, and a cluster is wanted") as caught:
+    with pytest.raises(InputError, match=f"this is a {kind}, not a cluster file") as caught:
         read(text)
     assert "also" not in str(caught.value) and "classes and devices" in caught.value.fix
 

@@ -397,7 +397,7 @@ def test_a_cluster_file_is_no_job_and_says_how_to_give_it(tmp_path):
 def test_another_document_is_no_job(tmp_path, kind):
     path = tmp_path / "other.json"
     path.write_text(json.dumps({"kind": kind, "schema_version": 1, "stages": []}))
-    with pytest.raises(InputError, match=f"this is a {kind}, and a job is wanted") as caught:
+    with pytest.raises(InputError, match=f"this is a {kind}, not a job") as caught:
         read_job(path)
     assert (f"--{kind}" in caught.value.fix) == (kind != "checkpoint")
     assert caught.value.where == str(path)

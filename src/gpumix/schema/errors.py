@@ -221,11 +221,11 @@ def make_missing_file_error(kind: str, path: str | Path) -> InputError:
 def _find_similar_file(path: Path) -> Path | None:
     """Return the file of the same folder with the most similar name; None if none is similar."""
     try:
-        names = [one.name for one in path.parent.iterdir() if one.suffix == path.suffix]
+        there = {one.stem: one for one in path.parent.iterdir() if one.suffix == path.suffix}
     except OSError:
         return None
-    near = get_close_matches(path.name, names, n=1)
-    return path.with_name(near[0]) if near else None
+    near = get_close_matches(path.stem, there, n=1)
+    return there[near[0]] if near else None
 
 
 def get_first_line(error: BaseException) -> str:

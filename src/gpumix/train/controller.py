@@ -64,10 +64,11 @@ from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder, find_newe
 from gpumix.train.processes.runner import Runner, make_runner
 from gpumix.train.rank_task_names import load_rank_task
 from gpumix.train.run_log import run_files
+from gpumix.train.run_log.devices_page import devices_page
 from gpumix.train.run_log.plan_page import describe_doubt, plan_page
 from gpumix.train.run_log.progress import mark_failed, mark_restarting, mark_stopped
 from gpumix.train.run_log.run_id import read_run_id
-from gpumix.train.run_log.tables import devices_table, efficiency_table, profile_table
+from gpumix.train.run_log.tables import efficiency_table, profile_table
 from gpumix.train.run_log.terminal import get_stderr_console
 from gpumix.train.run_log.tracker_processes import check_installed, run_trackers
 
@@ -278,7 +279,7 @@ class JobController:
     ) -> Summary:
         recovery = Recovery(self.job.advanced.max_restarts, lessons)
         restart = lessons.restart if lessons is not None else None
-        self.show(devices_table(self.cluster))
+        self.show(devices_page(self.cluster))
         if plan is None:
             try:
                 profile = self.profile(resume=resume)

@@ -1,4 +1,4 @@
-"""Pages of comparisons: strategies, changed clusters, devices. The answer first, in 80 columns."""
+"""Pages of comparisons: strategies and changed clusters. The answer first, in 80 columns."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from gpumix.hardware.estimates.gpu_catalogue import shorten_product
-from gpumix.schema.cluster.cluster import Cluster
-from gpumix.schema.units import format_count, hide_exact_bytes, show_bytes
+from gpumix.schema.units import hide_exact_bytes
 from gpumix.train.run_log.plan_page import describe_source
 from gpumix.train.run_log.tables import EMULATED, describe_estimates
 from gpumix.train.run_log.text_page import (
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from gpumix.planner.cluster_change import ClusterForecast
     from gpumix.planner.compare import Comparison, StrategyRow
 
-MOST_HOSTS = 3  # named in a row
 WORTH_TELLING = 0.01  # a smaller gain is told as none
 BEHIND_STRATEGY = 14  # columns of the longest name, and a gap
 
@@ -45,7 +43,8 @@ def _iterate_comparison(found: Comparison, assumed: str) -> Iterator[Line]:
     best = next(row for row in found.rows if row.strategy == found.best)
     assert best.step_s is not None and best.tokens_per_s is not None, "the best has a plan"
     answer = f"{best.strategy} is fastest: {_show_speed(best.tokens_per_s, best.step_s)}"
-    yield place_at_ends(answer, describe_source(found.estimated)), "bold green"
+    for text in place_at_ends(answer, describe_source(found.estimated)):
+        yield text, "bold green"
     yield "", ""
     head = ("strategy", "tokens/s", "step", "times the best", "ZeRO", "least free memory")
     rows = [head, *(_strategy_cells(row, best.step_s) for row in found.rows)]
@@ -91,9 +90,7 @@ def outlook_page(found: Sequence[ClusterForecast], assumed: str = "") -> Text:
 def _iterate_outlook(found: Sequence[ClusterForecast], assumed: str) -> Iterator[Line]:
     answer, style = _judge_changes(found)
     estimated = sorted({name for one in found for name in one.estimated})
-    source = describe_source(estimated)
-    room = len(answer) + len(source) + 2 <= COLUMNS
-    for text in [place_at_ends(answer, source)] if room else [*wrap_line(answer), source]:
+    for text in place_at_ends(answer, describe_source(estimated)):
         yield text, style
     yield "", ""
     columns = _change_columns(found)
@@ -152,36 +149,7 @@ def _format_price(price: float | None) -> str:
     return "" if price is None else f"{price:,.2f}"
 
 
-# -- devices ---------------------------------------------------------------------------------------
-
-
-def devices_page(found: Cluster) -> Text:
-    """Return the page of a cluster: the number of devices, and a row for each type."""
-    return join_lines(_iterate_devices(found))
-
-
-def _iterate_devices(found: Cluster) -> Iterator[Line]:
-    gpus = any(one.is_gpu for one in found.classes)
-    count = format_count(len(found.devices), "GPU" if gpus else "device")
-    hosts = format_count(len({device.host for device in found.devices}), "host")
-    yield f"{count} of {format_count(len(found.classes), 'type')} on {hosts}", "bold"
-    yield "", ""
-    rows = [("type", "count", "memory", "what", "hosts")]
-    for one in found.classes:
-        members = found.members(one.name)
-        names = sorted({device.host for device in members})
-        told = ", ".join(names) if len(names) <= MOST_HOSTS else f"{len(names)} hosts"
-        count, memory = str(len(members)), show_bytes(one.memory_bytes)
-        rows.append((one.name, count, memory, one.describe(), told))
-    fit = max(map(len, align_rows(rows))) <= COLUMNS
-    shown = rows if fit else [(*row[:3], row[4]) for row in rows]
-    lines = align_rows(shown, left=(0, 3, 4))
-    yield from ((text, "") for text in lines)
-    if not fit:
-        yield "", ""
-        for name, *_, what, _ in rows[1:]:
-            yield from iterate_labelled(name, what, indent=len(name) + 2)
-    yield from _iterate_notes(found.emulated)
+# -- notes ---------------------------------------------------------------------------------------
 
 
 def _iterate_notes(

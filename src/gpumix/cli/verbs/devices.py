@@ -39,10 +39,10 @@ def devices(
     as_json: Json = False,
 ) -> None:
     from gpumix.cli.planning.estimate_source import NamedCluster
-    from gpumix.cli.planning.tables import devices_page
     from gpumix.hardware.discovery.discover import discover_cluster
     from gpumix.schema.errors import InputError
     from gpumix.schema.reading.read import read_job
+    from gpumix.train.run_log.devices_page import devices_page
 
     if job is not None and cluster is not None:
         raise InputError(

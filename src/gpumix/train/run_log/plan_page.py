@@ -89,7 +89,8 @@ def _lines(
 ) -> Iterator[Line]:
     expected, reasons = plan.prediction, plan.reasons
     if expected is not None:
-        yield _headline(plan, expected, begins, doubt), "bold green"
+        for text in _headline(plan, expected, begins, doubt):
+            yield text, "bold green"
         if reasons is not None:
             yield from _gains(plan, expected, reasons)
         yield "", ""
@@ -115,7 +116,7 @@ def _lines(
         yield from iterate_commands(next_commands)
 
 
-def _headline(plan: Plan, expected: Prediction, begins: str, doubt: str) -> str:
+def _headline(plan: Plan, expected: Prediction, begins: str, doubt: str) -> list[str]:
     speed = f"{begins} ~{round_estimate(expected.tokens_per_s)} tokens/s"
     answer = f"{speed}, {round_seconds(expected.step_s)} per step"
     return place_at_ends(answer, doubt or describe_source(plan.estimated))

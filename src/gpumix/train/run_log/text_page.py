@@ -43,10 +43,11 @@ def round_seconds(seconds: float) -> str:
     return f"{round_estimate(seconds * 1e3)} ms"
 
 
-def place_at_ends(left: str, right: str) -> str:
-    """Return a line with two texts, the second at the right margin if there is room."""
+def place_at_ends(left: str, right: str) -> list[str]:
+    """Return a line with two texts, the second at the right margin; two lines if there is no
+    room."""
     gap = COLUMNS - len(left) - len(right)
-    return f"{left}{' ' * max(gap, 2)}{right}" if right else left
+    return [f"{left}{' ' * gap}{right}"] if gap >= 2 else [*wrap_line(left), right]
 
 
 def align_rows(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
