@@ -15,6 +15,7 @@ from gpumix.cli.common import shows_tracebacks
 from gpumix.cli.planning.estimate_source import NamedCluster, estimate_job
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.error_location import locate_errors
+from gpumix.schema.units import format_count
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -240,7 +241,9 @@ def _iterate_lines(start: ForeseenStart) -> Iterator[tuple[str, str]]:
         yield from iterate_labelled("First", start.first)
     if start.data:
         yield from iterate_labelled("Data", start.data)
-    yield from iterate_labelled("Steps", f"{job.max_steps:,}, of {job.global_batch_size:,} samples")
+    steps = format_count(job.max_steps, "step")
+    samples = format_count(job.global_batch_size, "sample")
+    yield from iterate_labelled("Trains", f"{steps} of {samples}")
     yield from iterate_labelled("Writes", str(job.output_dir))
     for warning in start.warnings:
         yield from iterate_labelled("Warning", warning, "yellow")
