@@ -133,15 +133,15 @@ def take_shorthands(
     def decorate(command: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(command)
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
-            overrides: Any = kwargs["overrides"]
             for one in shorthands:
                 value = kwargs.pop(one.name, None)
                 if value is None:
                     continue
                 if one.check is not None:
                     one.check(str(value))
-                overrides = [*overrides, f"{one.key}={value}"]
-            command(*args, **kwargs | {"overrides": overrides})  # type: ignore[arg-type]
+                given: Any = kwargs.get("overrides", ())
+                kwargs["overrides"] = [*given, f"{one.key}={value}"]
+            command(*args, **kwargs)
 
         for one in shorthands:
             _add_option(run, one.name, None, one.kind, before="overrides")
