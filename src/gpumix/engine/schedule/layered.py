@@ -77,7 +77,7 @@ def forward(parts: ShardedUnits, turns: MicroBatchOrder, *, keep: bool) -> None:
     skips its last units."""
     record = parts.record
     first = (parts.before, *parts.always_used_buckets)
-    for bucket in (*first, parts.bucket(0)):
+    for bucket in (*first, parts.sequence[0].bucket):
         bucket.start_gather()
     for bucket in first:
         bucket.gathered()
@@ -87,7 +87,7 @@ def forward(parts: ShardedUnits, turns: MicroBatchOrder, *, keep: bool) -> None:
     parts.before.release()
     last = parts.last_call
     for number in range(last + 1):
-        unit = parts.call(number)
+        unit = parts.sequence[number]
         unit.bucket.gathered()
         record.computes("forward", unit.name)
         parts.ahead[number].start_gather()
@@ -95,7 +95,7 @@ def forward(parts: ShardedUnits, turns: MicroBatchOrder, *, keep: bool) -> None:
             batch.forward(number, unit, keep=keep)
             if number < last:
                 batch.resume(number)
-        if number < last and parts.bucket(number + 1) is not unit.bucket:
+        if number < last and parts.sequence[number + 1].bucket is not unit.bucket:
             unit.bucket.release()
 
 
@@ -153,8 +153,7 @@ def run_repeatedly(
     with parts.head.step(None) if parts.head else nullcontext():
         while not passes or is_any(not all(batch.is_finished for batch in batches)):
             passes += 1
-            for number in range(len(parts.calls)):
-                unit = parts.call(number)
+            for number, unit in enumerate(parts.sequence):
                 unit.bucket.gathered()
                 parts.record.computes("forward", unit.name)
                 for batch in batches:
@@ -226,7 +225,7 @@ def _iterate_backward(
     """
     reduced_after = parts.reduced_after
     for number in reversed(range(parts.last_call + 1)):
-        unit = parts.call(number)
+        unit = parts.sequence[number]
         bucket = unit.bucket
         bucket.gathered()
         parts.record.computes("backward", unit.name)
@@ -236,7 +235,7 @@ def _iterate_backward(
         if adds:
             begun.begin(bucket)
         yield number
-        if not number or parts.bucket(number - 1) is not bucket:
+        if not number or parts.sequence[number - 1].bucket is not bucket:
             bucket.release()
         if reductions is not None and number in reduced_after:
             begun.reduce(bucket, reductions)

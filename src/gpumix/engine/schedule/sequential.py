@@ -110,7 +110,7 @@ class _StepGathers:
 
     def __init__(self, parts: ShardedUnits) -> None:
         self._parts = parts
-        for bucket in (parts.before, *parts.always_used_buckets, parts.bucket(0)):
+        for bucket in (parts.before, *parts.always_used_buckets, parts.sequence[0].bucket):
             bucket.start_gather()
         for bucket in (parts.before, *parts.always_used_buckets):
             bucket.gathered()
@@ -124,7 +124,7 @@ class _StepGathers:
         if number > parts.last_call:
             parts.after.gathered()
             return
-        parts.bucket(number).gathered()
+        parts.sequence[number].bucket.gathered()
         parts.ahead[number].start_gather()
 
     def finish(self) -> None:
@@ -200,7 +200,7 @@ class _UnitCallRunner:
             raise make_call_order_error(parts.calls, number, name)
         self._number += 1
         self._gathering.prepare_call(number)
-        unit = parts.call(number)
+        unit = parts.sequence[number]
         parts.record.computes("forward", name)
         args, kwargs = unit.taken(args, kwargs)
         seed = partial(self._batch.randomness.start, 2 * number + 1)
