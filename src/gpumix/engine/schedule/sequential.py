@@ -21,12 +21,15 @@ from torch.utils._pytree import tree_leaves
 
 from gpumix.engine.comm import collective_progress
 from gpumix.engine.comm.step_recorder import SILENT, SilentRecorder
-from gpumix.engine.model.captured_outputs import OutputCapture
-from gpumix.engine.model.containers import Containers, copy_changes
 from gpumix.engine.model.forward_coroutine import ThreadState, UnitCallHandlers
 from gpumix.engine.model.module_buffers import BufferCopies
 from gpumix.engine.model.rng import Randomness
-from gpumix.engine.model.unit_values import ArgumentsStructure, unflatten
+from gpumix.engine.model.unit_values import (
+    ArgumentsStructure,
+    Containers,
+    OutputCapture,
+    copy_changes,
+)
 from gpumix.engine.schedule.micro_batch import (
     Loss,
     is_skipping_units,
@@ -35,12 +38,11 @@ from gpumix.engine.schedule.micro_batch import (
 )
 from gpumix.engine.sharding.bucket import Bucket, BucketReductions
 from gpumix.engine.unit.activation_checkpoint import CheckpointedRun
-from gpumix.engine.unit.saved_inputs import UnitInputs
 from gpumix.engine.unit.sharded_units import ShardedUnit, ShardedUnits
 from gpumix.engine.unit.unit_call import (
+    UnitInputs,
     UnitRun,
     cast_floating,
-    find_model_containers,
     get_versions,
     refuse_inputs,
     refuse_outputs,
@@ -236,7 +238,7 @@ class _UnitCallRunner:
         inputs, arguments = ArgumentsStructure.of(args, kwargs)
         refuse_inputs(unit.name, inputs)
         before = get_versions(inputs)
-        own = find_model_containers(unit, args, kwargs)
+        own = Containers(unit.name, args, kwargs) if unit.positions is None else None
         args, kwargs = arguments.filled(
             [cast_floating(t, self._batch.compute_dtype) for t in inputs]
         )
@@ -258,8 +260,13 @@ class _UnitCallRunner:
         inputs, arguments = ArgumentsStructure.of(args, kwargs)
         refuse_inputs(unit.name, inputs)
         before = get_versions(inputs)
-        own = find_model_containers(unit, args, kwargs)
-        captured = OutputCapture(contextvars.copy_context(), own)
+        captured = OutputCapture.of_unit(
+            unit.name,
+            args,
+            kwargs,
+            contextvars.copy_context(),
+            may_change=unit.positions is None,
+        )
         state, dtype = ThreadState.capture(), self._batch.compute_dtype
         once = UnitRun(unit.name, unit.forward, state, captured, dtype, seed, arguments)
         sources = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]
@@ -279,6 +286,4 @@ class _UnitCallRunner:
         buffers.keep_changed()
         refuse_writes(inputs, before, f"unit '{unit.name}' writes into its own input")
         refuse_outputs(unit, outputs)
-        result, collected = unflatten(structure, iter(outputs))
-        captured.give_to_model(collected)
-        return result
+        return captured.hand_over(outputs, structure)
