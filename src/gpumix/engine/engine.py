@@ -445,7 +445,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
             raise
         finally:
             self.outside.in_step = False
-            collective_progress.set_compute_phase()
+            collective_progress.compute_phase = "", ""
 
     def _cut(
         self, batch: Any, rows: Sequence[range], objective: Function | None = None

@@ -223,12 +223,12 @@ def _iterate_backward(
     Args:
         adds: whether gradients are added to the bucket.
     """
-    reduced_after = parts.reduced_after
+    record, reduced_after = parts.record, parts.reduced_after
     for number in reversed(range(parts.last_call + 1)):
         unit = parts.sequence[number]
         bucket = unit.bucket
         bucket.gathered()
-        parts.record.computes("backward", unit.name)
+        record.computes("backward", unit.name)
         behind = parts.behind[number]
         if behind is not None:
             behind.start_gather()

@@ -181,9 +181,9 @@ class MicroBatch:
             cut.add_gradient(place, gradient)
 
     def prefetch(self, number: int) -> None:
-        """Prefetch for backward through unit call `number`."""
+        """Prefetch inputs on the host for backward through unit call `number`."""
         cut = self._cuts[number]
-        if cut is not None:
+        if cut is not None and self._host is not None:
             cut.prefetch()
 
     def backward(self, number: int, *, splits: bool = False) -> None:

@@ -99,7 +99,7 @@ def run(
             if left == 0:
                 reducing = _StepReductions(parts, exchange(results))
                 reducing.watch()
-            collective_progress.set_compute_phase("backward")
+            collective_progress.compute_phase = "backward", ""
             torch.autograd.backward(loss * scale)
             del loss
     assert reducing is not None

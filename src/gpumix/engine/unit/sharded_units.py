@@ -26,14 +26,13 @@ from gpumix.cost.layout.buffer_slots import (
 )
 from gpumix.engine.comm.step_recorder import SilentRecorder
 from gpumix.engine.loss.chunked_head import ChunkedHead
-from gpumix.engine.sharding.bucket import Bucket
+from gpumix.engine.sharding.bucket import Bucket, GatherBuffer
 from gpumix.engine.sharding.flat_group import (
     Dtypes,
     FlatGroup,
     FlatGroupSpec,
     reserve_reduction_memory,
 )
-from gpumix.engine.sharding.gather_buffer import GatherBuffer
 from gpumix.engine.sharding.shard import Source
 from gpumix.engine.sharding.shard_layout import Division
 from gpumix.engine.sharding.unit_discovery import ModelUnits, ParameterSlot, Unit
