@@ -31,7 +31,7 @@ from gpumix.engine.quantised.weight_formats import casts_its_bias
 from gpumix.engine.sharding.absent_parameter import (
     AbsentParameter,
     MasterParameter,
-    check_requires_grad,
+    check_parameters,
 )
 from gpumix.engine.sharding.parameter_slice import LocalParts, ParameterSlice, put_together
 from gpumix.engine.sharding.shard import Piece, Scale, Shard, ShardMember, ShardMemory, Source
@@ -413,15 +413,12 @@ class FlatGroup:
                 gradients of a foreign backward pass.
         """
         self.unused = None
-        for _, _, rest in self._at_rest:
-            check_requires_grad(rest, self.trainable)
-            rest.refuse_changes()
+        check_parameters([rest for _, _, rest in self._at_rest], trained=self.trainable)
         if self.is_whole:
             self.remove()
             return
         with torch._C.DisableTorchFunctionSubclass():  # which takes most of the time of the checks
-            for _, _, _, away in self._places:
-                check_requires_grad(away, self.trainable)
+            check_parameters([away for *_, away in self._places], trained=self.trainable)
 
     def gather_masters(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Yield every full parameter, as a view of temporary memory. Collective."""
