@@ -52,9 +52,8 @@ from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.sharding.parameter_index import ParameterIndex
 from gpumix.engine.sharding.unit_discovery import make_untrainable_error
 from gpumix.engine.sharding.unused_parameters import UnusedParameters
-from gpumix.engine.step_state import StepState
+from gpumix.engine.step_state import StepState, StepUndo
 from gpumix.engine.tensor_parallel.parallelize import ModuleChanges
-from gpumix.engine.undo import StepUndo
 from gpumix.engine.unit import own_checkpointing
 from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.schema.errors import GpumixError, InputError, TrainingError, format_in_one_line

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from gpumix.engine.schedule.micro_batch import MicroBatch
-from gpumix.engine.sharding.bucket import Bucket, BucketReductions
+from gpumix.engine.sharding.bucket import Bucket, BucketReductions, GradientProgress
 from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.schema.profile.profile import ROOT
 
@@ -43,33 +43,6 @@ class MicroBatchOrder:
         if self.in_order or call < 0 or call % 2 == 0:
             return self.batches
         return [*self.batches[-2::-1], *self.batches[-1:]]
-
-
-class GradientProgress:
-    """Progress of the gradients of each bucket in a step."""
-
-    def __init__(self) -> None:
-        self._begun: set[int] = set()
-        self._reduced: set[int] = set()
-
-    def begin(self, *buckets: Bucket) -> None:
-        """Prepare the buckets' gradients for accumulation."""
-        for bucket in buckets:
-            if id(bucket) not in self._begun:
-                self._begun.add(id(bucket))
-                self._reduced.discard(id(bucket))
-                bucket.begin_gradient()
-
-    def reduce(self, bucket: Bucket, reductions: BucketReductions) -> None:
-        """Start to reduce the bucket's gradients."""
-        self.begin(bucket)
-        self._begun.discard(id(bucket))
-        self._reduced.add(id(bucket))
-        reductions.start(bucket)
-
-    def reduced(self, bucket: Bucket) -> bool:
-        """Return whether all accumulated gradients of the bucket are being reduced."""
-        return id(bucket) in self._reduced
 
 
 def forward(parts: ShardedUnits, turns: MicroBatchOrder, *, keep: bool) -> None:

@@ -19,11 +19,11 @@ import torch
 from gpumix.cost.schedule import Action
 from gpumix.engine.model.forward_coroutine import ModelError, UnitCall
 from gpumix.engine.schedule import layered
-from gpumix.engine.schedule.layered import GradientProgress, MicroBatchOrder
+from gpumix.engine.schedule.layered import MicroBatchOrder
 from gpumix.engine.schedule.micro_batch import Loss, MicroBatch
 from gpumix.engine.schedule.point_to_point import Message, PointToPointChannels
 from gpumix.engine.schedule.remote_stage_values import RemoteStages, Returned, TensorMeta, hand_over
-from gpumix.engine.sharding.bucket import Bucket, BucketReductions
+from gpumix.engine.sharding.bucket import Bucket, BucketReductions, GradientProgress
 from gpumix.engine.unit.inter_unit_backward import attach_leaf
 from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.schema.plan.plan import Plan

@@ -16,6 +16,7 @@ from itertools import accumulate
 import torch
 
 from gpumix.engine.comm.communicator import Pending
+from gpumix.engine.comm.step_recorder import SILENT
 from gpumix.engine.sharding.flat_group import FlatGroup, storage_of
 from gpumix.engine.sharding.gradient_fingerprint import See
 from gpumix.engine.sharding.shard import Piece, Scale
@@ -79,7 +80,8 @@ class Bucket:
             if not self._ever_gathered or not self._resident or group.diverges:
                 self._gathering += group.gather()
         self._ever_gathered = True
-        self._recorder.now.issued("gather", self.name, self._gathering)
+        if (record := self._recorder.now) is not SILENT:
+            record.issued("gather", self.name, self._gathering)
         if not self._gathering:
             self._install()
 
@@ -91,7 +93,8 @@ class Bucket:
     def arrived(self) -> None:
         """Wait for the gather, if under way."""
         if self._gathering:
-            self._recorder.now.waits("gather", self.name)
+            if (record := self._recorder.now) is not SILENT:
+                record.waits("gather", self.name)
             for pending in self._gathering:
                 pending.wait()
             self._gathering = []
@@ -154,14 +157,16 @@ class Bucket:
         reductions = [group.reduce(scale) for group in self.trainable]
         self._reduction = reductions[0] if len(reductions) == 1 else _zip_collectives(reductions)
         self._reducing = next(self._reduction, [])
-        self._recorder.now.issued("reduce", self.name, self._reducing)
+        if (record := self._recorder.now) is not SILENT:
+            record.issued("reduce", self.name, self._reducing)
 
     def advance(self) -> bool:
         """Wait for the current collective of the reduction and start the next. Returns True once
         all are done and this rank's part of the gradient is in the pieces."""
         if self._reduction is None:
             return True
-        self._recorder.now.waits("reduce", self.name)
+        if (record := self._recorder.now) is not SILENT:
+            record.waits("reduce", self.name)
         for pending in self._reducing:
             pending.wait()
         following = next(self._reduction, None)
@@ -261,3 +266,30 @@ class BucketReductions:
             elif self._done is not None:
                 self._done(bucket)
         self._under_way = left
+
+
+class GradientProgress:
+    """Progress of the gradients of each bucket in a step."""
+
+    def __init__(self) -> None:
+        self._begun: set[int] = set()
+        self._reduced: set[int] = set()
+
+    def begin(self, *buckets: Bucket) -> None:
+        """Prepare the buckets' gradients for accumulation."""
+        for bucket in buckets:
+            if id(bucket) not in self._begun:
+                self._begun.add(id(bucket))
+                self._reduced.discard(id(bucket))
+                bucket.begin_gradient()
+
+    def reduce(self, bucket: Bucket, reductions: BucketReductions) -> None:
+        """Start to reduce the bucket's gradients."""
+        self.begin(bucket)
+        self._begun.discard(id(bucket))
+        self._reduced.add(id(bucket))
+        reductions.start(bucket)
+
+    def reduced(self, bucket: Bucket) -> bool:
+        """Return whether all accumulated gradients of the bucket are being reduced."""
+        return id(bucket) in self._reduced

@@ -83,11 +83,11 @@ class ShardedUnits:
     shared: tuple[Bucket, ...] = ()
     head: ChunkedHead | None = None  # None: full logits
 
-    @property
+    @cached_property
     def always_used_buckets(self) -> tuple[Bucket, ...]:
         return (self.root, *self.shared)
 
-    @property
+    @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """All buckets: the root's, and the units'."""
         return (*self.always_used_buckets, self.before, self.after, *self.of_units)
@@ -95,9 +95,9 @@ class ShardedUnits:
     @property
     def record(self) -> SilentRecorder:
         """Record of executed work."""
-        return self.division.comm.record
+        return self.division.comm.recorder.now
 
-    @property
+    @cached_property
     def last_call(self) -> int:
         return len(self.calls) - 1
 
