@@ -230,9 +230,7 @@ def finish_reductions(
     for parts in stages:
         after = parts.reduced_after
         units = [after[number] for number in sorted(after, reverse=True)]
-        for bucket in (parts.after, *units, parts.root, parts.before):
-            if not begun.reduced(bucket):
-                begun.reduce(bucket, reductions)
+        begun.reduce_rest((parts.after, *units, parts.root, parts.before), reductions)
     for bucket in shared:
         begun.reduce(bucket, reductions)
     reductions.finish()

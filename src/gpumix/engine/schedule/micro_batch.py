@@ -159,7 +159,8 @@ class MicroBatch:
             calls = [*self._earlier, *self._calls]
             raise make_call_order_error(calls, len(calls), self._at.unit)
         loss, count = self._at.value
-        refuse_without_values(loss, "loss")
+        if self._entry is not None:
+            refuse_without_values(loss, "loss")
         self._at = None
         return loss, count
 

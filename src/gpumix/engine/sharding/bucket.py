@@ -290,6 +290,12 @@ class GradientProgress:
         self._reduced.add(id(bucket))
         reductions.start(bucket)
 
+    def reduce_rest(self, buckets: Sequence[Bucket], reductions: BucketReductions) -> None:
+        """Start to reduce the gradients of all `buckets` that are not being reduced."""
+        for bucket in buckets:
+            if not self.reduced(bucket):
+                self.reduce(bucket, reductions)
+
     def reduced(self, bucket: Bucket) -> bool:
         """Return whether all accumulated gradients of the bucket are being reduced."""
         return id(bucket) in self._reduced
