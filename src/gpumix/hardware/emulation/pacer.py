@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ class Pacer:
 
     Communication waits earn no credit: `Work.wait`, `Future.wait` and functional collectives are
     detected. Waits invisible to Python, such as at the end of DDP's backward or for data, must be
-    reported with `idle()`.
+    reported with `timeline.idle()`.
 
     Dispatching through Python adds 3.5 us to an operation and 25 us to one with FLOPs (measured on
     a shared Xeon core, torch 2.13); the device's own time hides it, like all other CPU time.
@@ -64,41 +63,8 @@ class Pacer:
         self.timeline.reset()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    @property
-    def flops(self) -> int:
-        """FLOPs since the last `reset`."""
-        return self.timeline.flops
-
-    @property
-    def overruns(self) -> int:
-        """Number of times the CPU was slower than the device; any overrun invalidates a
-        measurement."""
-        return self.timeline.overruns
-
-    @property
-    def overrun_s(self) -> float:
-        """Total seconds by which the CPU was slower."""
-        return self.timeline.overrun_s
-
-    def idle(self) -> None:
-        """Report that the device had no work until now; call after a wait invisible to Python."""
-        self.timeline.idle()
-
-    def synchronize(self) -> None:
-        """Wait until the device has completed all its work."""
-        self.timeline.drain()
-
-    def reset(self) -> None:
-        """Begin a measurement: no lag, all counters zero."""
-        self.timeline.reset()
 
     def _paced_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `original` to earn no credit in this thread, the only thread of the device."""
