@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumix.hardware.emulation.flops import find_formula
-from gpumix.hardware.emulation.timeline import CREDIT_S, Timeline
+from gpumix.hardware.emulation.timeline import Timeline
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Runs an operation in a special way, given the operation and its arguments."""
@@ -37,7 +37,6 @@ class Pacer:
 
     Args:
         flops_per_s: the device's speed. Choose it so that the CPU needs at most a quarter of it.
-        credit_s: largest lag of the device behind the process without an overrun.
         clock: monotonic seconds.
         sleep: sleeps for some seconds; a surplus is carried over.
     """
@@ -46,11 +45,10 @@ class Pacer:
         self,
         flops_per_s: float,
         *,
-        credit_s: float = CREDIT_S,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.timeline = Timeline(flops_per_s, credit_s=credit_s, clock=clock, sleep=sleep)
+        self.timeline = Timeline(flops_per_s, clock=clock, sleep=sleep)
         self._stack = ExitStack()
 
     def __enter__(self) -> Pacer:
