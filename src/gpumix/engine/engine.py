@@ -427,7 +427,8 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self.outside.begin_step()
         try:
             for bucket in self._buckets:
-                bucket.begin_step()
+                for group in bucket.groups:
+                    group.begin_step()
             with self._switches, own_checkpointing.bypass_torch_checkpoint():
                 yield
         except BaseException as error:

@@ -122,11 +122,6 @@ class Bucket:
         """Mark the gathered values as outdated, because trained and frozen values changed."""
         self._ever_gathered = False
 
-    def begin_step(self) -> None:
-        """Begin a step or another pass through the model; see `FlatGroup.begin_step`."""
-        for group in self.groups:
-            group.begin_step()
-
     def leave(self) -> None:
         """Release the parameters until the next step, before which masters may change."""
         self._remove_parameters()

@@ -15,7 +15,7 @@ only here are parameters and gradients copied, between the buffers and the parts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -242,9 +242,11 @@ class FlatGroup:
         self._parts = LocalParts(self.views, alike.divide_into_parts()) if in_parts else None
         self._gradients: list[ParameterGradient] = []
         self._receiving = GradientAccumulation(label)
-        self.unused: set[str] | None = None  # since the step began; None: no backward has ended
         if self.trainable:
             self._point_gradients(alike)
+        self._trained = frozenset(gradient.name for gradient in self._gradients)
+        # Parameters without a gradient on this rank since the step began.
+        self.unused = self._trained
 
     @property
     def pieces(self) -> list[Piece]:
@@ -412,7 +414,7 @@ class FlatGroup:
             InputError: parameters were frozen or thawed since the model was sharded, or have
                 gradients of a foreign backward pass.
         """
-        self.unused = None
+        self.unused = self._trained
         check_parameters([rest for _, _, rest in self._at_rest], trained=self.trainable)
         if self.is_whole:
             self.remove()
@@ -455,13 +457,7 @@ class FlatGroup:
             if gradient.view.grad is None:
                 gradient.view.grad = gradient.place.zero_()
                 absent.add(gradient.name)
-        self.unused = absent if self.unused is None else self.unused & absent
-
-    def unused_names(self) -> Collection[str]:
-        """Return the parameters without a gradient on this rank since the step began."""
-        if self.unused is None:
-            return [gradient.name for gradient in self._gradients]
-        return self.unused
+        self.unused &= absent
 
     def gradients_of(self, module: nn.Module) -> list[ParameterGradient]:
         """Return the gradients of a module's own parameters, for code adding to gradients."""
