@@ -189,10 +189,10 @@ class ClassRecord:
     `overruns` and `retries` are counted since the run's last start.
 
     `planned_memory` is the prediction for the fullest device, by cause; `measured_memory` is the
-    measurement on the fullest device, by `cost.layout.causes.MEMORY_PARTS`. Both cover the run since its
-    start: after a rebalance the fullest split counts. `reserved_bytes` is the most of a device,
-    `retries` the sum; see `RankRecord`. `peak_source` is the source of the peak used for MFU and
-    HFU.
+    measurement on the fullest device, by `cost.layout.causes.MEMORY_PARTS`. Both cover the run
+    since its start: after a rebalance the fullest split counts. `reserved_bytes` is the most of a
+    device, `retries` the sum; see `RankRecord`. `peak_source` is the source of the peak used for
+    MFU and HFU.
     """
 
     device_class: str
