@@ -58,8 +58,8 @@ def profile(
             units=job.model.units,
             tensor=job.model.tensor_plan,
             degrees=cache.degrees,
-            sequence=job.techniques.sequence_parallel,
-            requires_tensor_parallel=1 not in job.techniques.tensor_parallel_size,
+            sequence=job.space.sequence_parallel,
+            requires_tensor_parallel=1 not in job.space.tensor_parallel_size,
         )
         profiler = ClusterProfiler(
             subject,
@@ -105,11 +105,11 @@ def _build_checked_model(task: Task) -> nn.Module:
     match_names([group.match for group in task.job.optimizer.groups], trained)
     if spec.weights is not None:
         make_source(model, spec.weights)
-    must_divide = 1 not in task.job.techniques.tensor_parallel_size
+    must_divide = 1 not in task.job.space.tensor_parallel_size
     if spec.tensor_plan is not None or must_divide:
         resolve_tensor_plan(model, spec.tensor_plan)
     if must_divide:
-        check_config_heads(getattr(model, "config", None), task.cluster, task.job.techniques)
+        check_config_heads(getattr(model, "config", None), task.cluster, task.job.space)
     check_job_stage_count(model, task.job, task.cluster)
     return model
 
