@@ -52,14 +52,13 @@ def test_another_plan_goes_on_alike(tmp_path):
 
 def _job_in_8_bits(folder, **changes):
     """Of a model whose matrices are large enough."""
-    return write_job(
-        folder,
-        model=toy(width=64),
-        optimizer={"name": "adamw_8bit", "lr": 3e-3},
-        lr_scheduler={"type": "constant"},
-        max_grad_norm=None,  # the norm's last digits depend on the cuts
-        **changes,
-    )
+    settings = {
+        "model": toy(width=64),
+        "optimizer": {"name": "adamw_8bit", "lr": 3e-3},
+        "lr_scheduler": {"type": "constant"},
+        "max_grad_norm": None,  # the norm's last digits depend on the cuts
+    }
+    return write_job(folder, **(settings | changes))
 
 
 def test_another_plan_goes_on_to_the_bit_in_8_bits(tmp_path):
@@ -80,6 +79,16 @@ def test_a_plan_whose_shares_cut_blocks_is_refused_before_training(tmp_path):
     with pytest.raises(InputError, match="cuts through elements whose optimizer state") as caught:
         train(job, plan=plan_for(job, shares=(0.7, 0.0, 0.3)))
     assert "`optimizer_state: 8bit`" in caught.value.fix
+
+
+def test_a_plan_decides_what_a_job_allows(tmp_path):
+    spec = {"name": "adamw", "lr": 3e-3}
+    allowing = _job_in_8_bits(tmp_path / "allowing", optimizer=spec, allow="8bit-optimizer")
+    named = _job_in_8_bits(tmp_path / "named")
+    plan = plan_for(named, shares=(0.7, 0.0, 0.3)).model_copy(update={"optimizer_state": "8bit"})
+    whole = train(named, plan=plan)
+    train(allowing, "max_steps=3", plan=plan)
+    assert train(allowing, plan=plan, resume=True).losses == whole.losses[3:]
 
 
 @pytest.mark.extended
