@@ -117,8 +117,8 @@ def _move_shard(shard: Shard, division: Division, optimizer: Optimizer) -> None:
     for vector in list(_iterate_state_vectors(shard, optimizer)):
         states = [optimizer.state[shard.pieces[number].parameter] for number in vector.pieces]
         own = torch.cat([state.pop(vector.key) for state in states])
-        ends = [vector.locate(shard.numels, cuts) for cuts in (before, after)]
-        moved = _exchange_interval(own, *ends, comm, label)
+        old, new = (vector.locate(shard.numels, cuts) for cuts in (before, after))
+        moved = _exchange_interval(own, old, new, comm, label)
         del own
         if division.on_host:
             there = allocate_on_host(moved.numel(), moved.dtype, comm.device)

@@ -188,8 +188,16 @@ class Division:
         by_host = [tuple(workers[rank].state_share for rank in ranks) for ranks in hosts]
         inside = comm.subgroup(hosts)
         copies = _make_host_sums(hosts, own, by_host, comm, multiple)
-        ranks, more = tuple(hosts[own]), {"on_host": on_host, "multiple": multiple}
-        return cls(plan.zero_stage, by_host[own], inside, ranks, copies, own == 0, **more)
+        return cls(
+            plan.zero_stage,
+            by_host[own],
+            inside,
+            tuple(hosts[own]),
+            copies,
+            first=own == 0,
+            on_host=on_host,
+            multiple=multiple,
+        )
 
 
 def ranks_by_host(workers: Sequence[Worker]) -> list[list[int]]:
