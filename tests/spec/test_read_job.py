@@ -129,8 +129,8 @@ def test_null_where_none_is_meant(job_file):
         ("optimizer: {name: sgd, eps: 1e-6}\n",
          "job.yaml:8: 'optimizer': 'eps' has no effect on sgd"),
         ("optimizer:\n  eps: 1e-8\n  name: adam\n",
-         "job.yaml:10: 'optimizer.name' must be 'adamw', 'sgd', 'adafactor' or 'muon', it is "
-         "'adam'\n"
+         "job.yaml:10: 'optimizer.name' must be 'adamw', 'adamw_8bit', 'sgd', 'adafactor' or "
+         "'muon', it is 'adam'\n"
          "  fix: did you mean 'adamw'?"),
         ("optimizer: {name: adafactor, betas: [0.9, 0.9]}\n",
          "job.yaml:8: 'optimizer': 'betas' has no effect on adafactor"),
@@ -401,3 +401,12 @@ def test_another_document_is_no_job(tmp_path, kind):
         read_job(path)
     assert (f"--{kind}" in caught.value.fix) == (kind != "checkpoint")
     assert caught.value.where == str(path)
+
+
+def test_only_adamw_is_allowed_to_become_narrower(job_file):
+    job = read_job(job_file(JOB + "allow: 8bit-optimizer\n"))
+    assert job.allow == ("8bit-optimizer",)
+    assert job.optimizer_of("8bit").name == "adamw_8bit"
+    assert job.optimizer_of("fp32").name == "adamw"
+    error = error_of(job_file(JOB + "allow: 8bit-optimizer\noptimizer: {name: sgd}\n"))
+    assert "'allow' has no effect: 8bit-optimizer is for 'optimizer.name: adamw'" in error

@@ -18,7 +18,7 @@ from gpumix.hardware.discovery.discover import describe_cpu_run
 from gpumix.hardware.discovery.foreign_memory import find_occupied_gpus, reserve_foreign_memory
 from gpumix.hardware.host.environment import shared_memory_folder
 from gpumix.planner.common.stage_preconditions import check_wanted_stages, needs_several_stages
-from gpumix.planner.plan import plan as make_plan
+from gpumix.planner.narrow_state import match_profile, plan_with_allowed
 from gpumix.profiler.cache.measurement_cache import MeasurementCache, set_readers
 from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.errors import (
@@ -288,7 +288,12 @@ class JobController:
                 raise
             self.show(profile_table(profile))
             self.show(efficiency_table(profile))
+            goes_on = resume or lessons is not None
+            before = load_plan_in_force(self.job.output_dir) if goes_on and self.job.allow else None
+            if before is not None:  # the saved state has its form
+                profile = match_profile(profile, before)
             plan = self.plan(recovery.again.known(profile))
+            profile = match_profile(profile, plan)
         begins = f"Plan ({plan.strategy})."
         self.show(plan_page(plan, begins=begins, doubt=describe_doubt(profile)))
         if restart is not None and self.speaks:
@@ -394,7 +399,8 @@ class JobController:
             return plan, profile
         self.cluster = self._devices.only(left)
         if profile is None or not left <= {device.id for device in profile.cluster.devices}:
-            profile = self.profile(failed=True)  # the plan was given without a profile
+            # The plan was given without a profile.
+            profile = match_profile(self.profile(failed=True), plan)
         plan = self.plan(again.known(profile))
         if back := left - before:
             self.show(f"tried once more: {', '.join(sorted(back))}")
@@ -489,7 +495,7 @@ class JobController:
         if self._runs.decides_alone:  # hosts may have different files
             profile = self._known() if profile is None else set_readers(self.job, profile)
             if profile is not None:
-                profile = limit_profile_memory(profile, self.cluster)
+                profile = match_profile(limit_profile_memory(profile, self.cluster), plan)
                 with locate_errors(both):
                     plan = predict_again(plan, profile, self.show)
         check_plan_fits_memory(plan, self.cluster)
@@ -519,7 +525,7 @@ class JobController:
 
     def _check_job_early(self) -> None:
         """Refuse text files, stages and tensor-parallel groups that the job cannot have."""
-        space, spec, strategy = self.job.techniques, self.job.model, self.job.strategy
+        space, spec, strategy = self.job.space, self.job.model, self.job.strategy
         if self.job.data.text and self._runs.decides_alone:
             from gpumix.data.text.files import find_files
 
@@ -544,9 +550,15 @@ def plan_job(job: Job, profile: Profile, strategy: str | None = None, *, leaving
         leaving_out: whether devices may be left out; processes started by hand are all meant to
             work.
     """
-    techniques = job.techniques
+    techniques = job.space
     space = techniques.leaving_out() if leaving_out else techniques.with_all_devices()
-    return make_plan(profile, job.global_batch_size, strategy=strategy or job.strategy, space=space)
+    return plan_with_allowed(
+        profile,
+        job.global_batch_size,
+        strategy=strategy or job.strategy,
+        space=space,
+        allow=job.allow,
+    )
 
 
 def _shortest(path: Path) -> str:

@@ -51,8 +51,8 @@ def profile(
             units=job.model.units,
             tensor=job.model.tensor_plan,
             degrees=cache.degrees,
-            sequence=job.techniques.sequence_parallel,
-            requires_tensor_parallel=1 not in job.techniques.tensor_parallel_size,
+            sequence=job.space.sequence_parallel,
+            requires_tensor_parallel=1 not in job.space.tensor_parallel_size,
         )
         profiler = ClusterProfiler(
             subject,

@@ -140,6 +140,7 @@ class Estimate:
             sequence_length=length,
             precision=self.precision,  # type: ignore[arg-type]
             optimizer_bytes=self.optimizer.state_bytes_per_element(model_in("fp32")),
+            optimizer_state=self.optimizer.state_form,
             parts_in=(lambda dtype: shape.parts(length, dtype, name))
             if self.tuning.trains_all
             else return_no_parts,
@@ -163,7 +164,7 @@ class Estimate:
             f"sequence length {self.sequence_length}",
             f"global batch {self.global_batch}",
             dtypes,
-            {"adamw": "AdamW", "sgd": "SGD"}.get(
+            {"adamw": "AdamW", "adamw_8bit": "AdamW in 8 bits", "sgd": "SGD"}.get(
                 self.optimizer.name, self.optimizer.name.capitalize()
             ),
         ]

@@ -47,8 +47,8 @@ def plan(
     ] = False,
     as_json: Json = False,
 ) -> None:
+    from gpumix.planner.narrow_state import match_profile, plan_with_allowed
     from gpumix.planner.plan import check_strategy
-    from gpumix.planner.plan import plan as make_plan
     from gpumix.train.run_log.terminal import show_waiting
 
     if strategy is not None:
@@ -56,11 +56,12 @@ def plan(
     source = asked.source(strategy)
     try:
         with locate_errors(source.place), show_waiting("searching plans"):
-            made = make_plan(
+            made = plan_with_allowed(
                 source.profile,
                 source.request.global_batch,
                 strategy=source.strategy,
                 space=source.request.space,
+                allow=source.allow,
             )
     except NoFeasiblePlanError as error:
         if source.estimate is None or source.strategy != "optimal":
@@ -69,7 +70,7 @@ def plan(
         raise typer.Exit(error.exit_code) from None
     if output is not None:
         made.save(output)
-        source.profile.save(get_profile_path(output))
+        match_profile(source.profile, made).save(get_profile_path(output))
     print_result(
         lambda: made.model_dump(mode="json"),
         lambda: _render(asked, source, made, verbose=verbose),

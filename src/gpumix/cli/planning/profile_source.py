@@ -59,7 +59,8 @@ MODEL, SEQUENCE_LENGTH, GLOBAL_BATCH = "1B", 2048, 128
 @dataclass(frozen=True)
 class PlanSource:
     """Input of planning: profile, request, the files or arguments behind both, and a line on
-    assumptions; with the estimate behind the profile, if there is no job."""
+    assumptions; with the estimate behind the profile, if there is no job, and with what a job
+    allows."""
 
     profile: Profile
     request: PlanRequest
@@ -67,6 +68,7 @@ class PlanSource:
     place: str
     note: str = ""
     estimate: Estimate | None = None
+    allow: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -180,9 +182,9 @@ class PlanOptions(PlanArguments):
         check_named_files(job, self.job)
         job = job.model_copy(update={"strategy": strategy or job.strategy})
         profile = self._of_job(job, self.job)
-        request = _request(job.global_batch_size, job.techniques.leaving_out())
+        request = _request(job.global_batch_size, job.space.leaving_out())
         place = ", ".join(str(path) for path in (self.job, self.profile) if path is not None)
-        return PlanSource(profile, request, job.strategy, place)
+        return PlanSource(profile, request, job.strategy, place, allow=job.allow)
 
     def _of_job(self, job: Job, path: Path) -> Profile:
         from gpumix.profiler.cache.measurement_cache import set_readers

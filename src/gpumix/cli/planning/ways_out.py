@@ -137,6 +137,9 @@ def _try_all(estimate: Estimate, classes: Sequence[str], space: Space) -> Iterat
 
     changes: list[tuple[str, Estimate]] = []
     if estimate.tuning.trains_all:
+        if estimate.optimizer.name == "adamw":
+            narrow = OptimizerSpec(name="adamw_8bit")
+            changes.append(("--optimizer adamw_8bit", replace(estimate, optimizer=narrow)))
         if estimate.optimizer.name != "adafactor":
             adafactor = OptimizerSpec(name="adafactor")
             changes.append(("--optimizer adafactor", replace(estimate, optimizer=adafactor)))

@@ -21,16 +21,18 @@ from torch.optim.optimizer import (
 )
 
 from gpumix.engine.offload.copy_lanes import CopyLane, LaneMark
+from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.optimizers.elementwise_check import has_any_parameter
 from gpumix.engine.sharding.bucket import Bucket
 from gpumix.engine.update_guard import UpdateGuard
 from gpumix.hardware.memory_limit import count_as_host_memory
 
-ELEMENTWISE_OPTIMIZERS = (Adam, AdamW, SGD)
+ELEMENTWISE_OPTIMIZERS = (Adam, AdamW, SGD, AdamW8bit)
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return True if `optimizer` is known to update each element by itself."""
+    """Return True if `optimizer` is known to update each element, or each block of elements that
+    no cut goes through, by itself."""
     return type(optimizer) in ELEMENTWISE_OPTIMIZERS
 
 

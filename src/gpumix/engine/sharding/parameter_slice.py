@@ -71,6 +71,24 @@ class ParameterSlice:
     def numel(self) -> int:
         return prod(self.local_shape)
 
+    def of_blocks(self, block: int) -> ParameterSlice:
+        """Return the window of a tensor with one value for each `block` elements of the flattened
+        tensor, the last of which may be fewer. Its shape does not depend on the window.
+
+        Raises:
+            ValueError: the window shows parts of blocks.
+        """
+        if self.shape and self.shape[-1] % block == 0:
+            shape = torch.Size([*self.shape[:-1], self.shape[-1] // block])
+            return replace(self, shape=shape)
+        shape = torch.Size([-(-prod(self.shape) // block)])
+        if self.whole:
+            return ParameterSlice(shape)
+        [run, *_] = (end - begin for begin, end in self.runs)
+        if self.dim != 0 or run * prod(self.shape[1:]) % block:
+            raise ValueError(f"parts along dimension {self.dim} cut blocks of {block} elements")
+        return replace(self, shape=shape)
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the window's content in a tensor of `shape`."""
         if self.whole:

@@ -18,6 +18,12 @@ from gpumix.schema.job.couples import WHOLE_BATCH
 from gpumix.schema.job.search_space import EVERYTHING, Space, wrap_single_value
 from gpumix.schema.job.trackers import NO_TRACKERS, Trackers
 from gpumix.schema.plan.dtypes import Precision
+from gpumix.schema.plan.optimizer_state import (
+    ADAMW_BYTES,
+    EIGHT_BIT_OPTIMIZER,
+    OptimizerState,
+    count_adamw_8bit_bytes,
+)
 from gpumix.schema.profile.profile import ModelProfile
 from gpumix.schema.units import LARGEST, LARGEST_BATCH, LARGEST_LENGTH, LARGEST_RANK, MOST_STEPS
 from gpumix.schema.value import Value
@@ -236,6 +242,7 @@ class DataSpec(Value):
 # Settings supported by some optimizers only.
 OWN_SETTINGS = {
     "adamw": ("betas", "eps"),
+    "adamw_8bit": ("betas", "eps"),
     "sgd": ("momentum",),
     "adafactor": ("beta2_decay", "clip_threshold", "least_scale"),
     "muon": ("betas", "eps", "momentum", "nesterov", "ns_steps", "adjust_lr"),
@@ -271,8 +278,10 @@ class OptimizerSpec(Value):
     Muon updates the matrices of the blocks; embeddings, heads, vectors and the rest use AdamW.
     """
 
-    name: Literal["adamw", "sgd", "adafactor", "muon"] = Field(
-        default="adamw", description="the optimizer"
+    name: Literal["adamw", "adamw_8bit", "sgd", "adafactor", "muon"] = Field(
+        default="adamw",
+        description="the optimizer; `adamw_8bit` keeps the state of parameters of 4096 and more "
+        "elements in 8 bits, as bitsandbytes does",
     )
     lr: float = Field(
         default=3e-4,
@@ -281,9 +290,9 @@ class OptimizerSpec(Value):
         "where 1e-2 is usual",
     )
     betas: tuple[Decay, Decay] = Field(
-        default=(0.9, 0.95), description="adamw, and muon's AdamW part"
+        default=(0.9, 0.95), description="adamw, adamw_8bit, and muon's AdamW part"
     )
-    eps: float = Field(default=1e-8, gt=0, description="adamw, and muon's AdamW part")
+    eps: float = Field(default=1e-8, gt=0, description="adamw, adamw_8bit, and muon's AdamW part")
     momentum: float | None = Field(
         default=None, ge=0, lt=1, description="sgd (default 0) and muon (default 0.95)"
     )
@@ -313,16 +322,29 @@ class OptimizerSpec(Value):
     )
 
     def state_bytes_per_element(self, model: ModelProfile) -> float:
-        """Return the mean bytes of fp32 optimizer state per element: two moments, the momentum, or
+        """Return the mean bytes of optimizer state per element: two moments, the momentum, or
         nothing. Adafactor's rows, columns and vectors are negligible."""
         if self.name == "muon":
             return model.mean_per_element(of_matrices=4, of_others=8)
-        return self.most_state_bytes_per_element
+        if self.name == "adamw_8bit":
+            return model.quantised_adamw_bytes
+        return self.most_state_bytes(1)
+
+    def most_state_bytes(self, numel: int) -> int:
+        """Return the bytes of optimizer state of a parameter of the kind with the largest state."""
+        if self.name == "adamw_8bit":
+            return count_adamw_8bit_bytes(numel)
+        per_element = {"sgd": 4 if self.momentum else 0, "adafactor": 0}
+        return numel * per_element.get(self.name, ADAMW_BYTES)
 
     @property
-    def most_state_bytes_per_element(self) -> int:
-        """Bytes of fp32 optimizer state of the elements with the largest state."""
-        return {"adamw": 8, "muon": 8, "adafactor": 0, "sgd": 4 if self.momentum else 0}[self.name]
+    def fits_teams(self) -> bool:
+        """Whether it updates parameters of which each rank of a team has a part."""
+        return self.name in ("adamw", "sgd")
+
+    @property
+    def state_form(self) -> OptimizerState:
+        return "8bit" if self.name == "adamw_8bit" else "fp32"
 
     @model_validator(mode="after")
     def _settings_are_of_this_optimizer(self) -> Self:
@@ -414,6 +436,13 @@ class Job(Value):
         default=EVERYTHING,
         description="techniques that plans may use; all by default, the plan chooses",
     )
+    allow: Annotated[tuple[Literal["8bit-optimizer"], ...], BeforeValidator(wrap_single_value)] = (
+        Field(
+            default=(),
+            description="changes of numerics that the plan may make if nothing fits otherwise: "
+            "`8bit-optimizer` uses `adamw_8bit` instead of `adamw`; none by default",
+        )
+    )
     output_dir: Path = Field(
         default=Path("runs/latest"), description="folder of the run: plan, metrics, checkpoints"
     )
@@ -447,6 +476,17 @@ class Job(Value):
     )
 
     @property
+    def space(self) -> Space:
+        """Techniques that the plan may use with this optimizer."""
+        return self.techniques if self.optimizer.fits_teams else self.techniques.without_teams()
+
+    def optimizer_of(self, state: OptimizerState) -> OptimizerSpec:
+        """Return the optimizer of a plan for state in this form."""
+        if state == "8bit" and EIGHT_BIT_OPTIMIZER in self.allow:
+            return self.optimizer.model_copy(update={"name": "adamw_8bit"})
+        return self.optimizer
+
+    @property
     def stated_save_steps(self) -> int:
         """Steps between checkpoints as stated; 0 for none, or if the run chooses."""
         return 0 if self.save_steps == "auto" else self.save_steps
@@ -457,6 +497,21 @@ class Job(Value):
             raise ValueError(
                 f"'model.couples: {WHOLE_BATCH}' is for 'strategy: undivided', it is "
                 f"'{self.strategy}'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_fits_the_techniques(self) -> Self:
+        if self.allow and self.optimizer.name != "adamw":
+            raise ValueError(
+                f"'allow' has no effect: {EIGHT_BIT_OPTIMIZER} is for 'optimizer.name: adamw', it "
+                f"is {self.optimizer.name}"
+            )
+        if 1 not in self.techniques.tensor_parallel_size and not self.optimizer.fits_teams:
+            raise ValueError(
+                "'techniques.tensor_parallel_size' is without 1, and "
+                f"{self.optimizer.name} updates no parameters that are divided so: add 1, or take "
+                "adamw"
             )
         return self
 

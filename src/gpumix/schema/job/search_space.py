@@ -116,7 +116,11 @@ class Space(Value):
 
     def in_one_stage(self) -> Space:
         """Return the space without several stages and tensor parallelism."""
-        return self.model_copy(update={"max_pipeline_stages": 1, "tensor_parallel_size": (1,)})
+        return self.without_teams().model_copy(update={"max_pipeline_stages": 1})
+
+    def without_teams(self) -> Space:
+        """Return the space without tensor parallelism."""
+        return self.model_copy(update={"tensor_parallel_size": (1,)})
 
     def of_one_wave(self) -> Space | None:
         """Return the space of a wave of several; None if several waves are not in the space."""

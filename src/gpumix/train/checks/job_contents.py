@@ -37,11 +37,11 @@ def build_checked_model(job: Job, cluster: Cluster, folder: Path) -> nn.Module:
     match_names([group.match for group in job.optimizer.groups], trained)
     if spec.weights is not None:
         make_source(model, spec.weights)
-    must_divide = 1 not in job.techniques.tensor_parallel_size
+    must_divide = 1 not in job.space.tensor_parallel_size
     if spec.tensor_plan is not None or must_divide:
         resolve_tensor_plan(model, spec.tensor_plan)
     if must_divide:
-        check_config_heads(getattr(model, "config", None), cluster, job.techniques)
+        check_config_heads(getattr(model, "config", None), cluster, job.space)
     check_job_stage_count(model, job, cluster)
     return model
 

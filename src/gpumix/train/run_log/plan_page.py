@@ -102,6 +102,8 @@ def _lines(
     if needed := _host_memory(plan):
         yield from iterate_labelled("Needs", needed)
     yield from iterate_labelled("How", _describe_method(plan))
+    if plan.optimizer_state == "8bit":
+        yield from iterate_labelled("Changes", _describe_narrow_state(plan))
     if expected is not None and reasons is not None:
         yield from iterate_labelled("Limited by", _describe_limits(plan, expected, reasons))
         if left := _left_out(plan, reasons):
@@ -316,6 +318,15 @@ def _host_memory(plan: Plan) -> str:
     return f"{amount} of free system RAM{where}{what}{total}"
 
 
+def _describe_narrow_state(plan: Plan) -> str:
+    """Say what state in 8 bits changes, and how long an update takes."""
+    text = "results are those of AdamW in 8 bits, as of bitsandbytes, not of AdamW in fp32"
+    if plan.prediction is None:
+        return text
+    longest = max(worker.optimizer_s for worker in plan.prediction.workers)
+    return f"{text}; updates take at most {round_seconds(longest)} of a step"
+
+
 def _describe_method(plan: Plan) -> str:
     """Describe sharding, recomputing, offloading, stages and tensor parallelism in the usual
     terms."""
@@ -334,6 +345,7 @@ def _describe_method(plan: Plan) -> str:
     parts += _for_some(computing, lambda w: w.mode.recompute, "activation checkpointing")
     parts += _for_some(computing, lambda w: w.mode.boundary == "host", "activations on the CPU")
     parts += _for_some(plan.workers, lambda w: w.state_on == "host", "optimizer on the CPU")
+    parts += ["8-bit optimizer state"] if plan.optimizer_state == "8bit" else []
     parts += _for_some(computing, lambda w: w.mode.head == "chunked", "chunked cross-entropy")
     parts += _for_some(computing, lambda w: w.mode.order == "sequential", "sequential batches")
     dtypes = {w.compute_dtype for w in plan.workers}
