@@ -102,6 +102,11 @@ class Prediction(Value):
         "single graphs kept, or devices of one stage of several differ in mode or share its state "
         "less equally than they have room for",
     )
+    loading_bytes: int = Field(
+        default=0,
+        description="what a process takes of its host, at most, to read the weights, beyond what it "
+        "keeps; 0: not known",
+    )
     workers: tuple[WorkerPrediction, ...]
     peaks: dict[str, Peak] = Field(default={}, description="by class, of those that are known")
 
