@@ -5,17 +5,15 @@ PEFT puts an adapter where its layer's weight is, and begins some kinds with val
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
 
-from gpumix.engine.quantised.weight_formats import find_format, pack
-from gpumix.engine.weights.file_parameter import has_source, read_values
+from gpumix.engine.quantised.weight_formats import find_format
+from gpumix.engine.weights.file_parameter import has_source
+from gpumix.engine.weights.whole_values import with_values
 
 CPU = torch.device("cpu")
 
@@ -43,36 +41,8 @@ def teach_peft() -> None:
         return CPU, torch.uint8 if quantised else dtype
 
     def update_layer(self: Any, *, base_layer: Any, **given: Any) -> None:
-        with _with_values(base_layer):
+        with with_values(base_layer):
             update(self, base_layer=base_layer, **given)
 
     setattr(BaseTunerLayer, "_get_base_layer_device_and_dtype", get_device_and_dtype)  # noqa: B010
     setattr(DoraLinearLayer, "update_layer", update_layer)  # noqa: B010
-
-
-@contextmanager
-def _with_values(layer: nn.Module) -> Iterator[None]:
-    """Give a layer the values of its weight, quantised if it is to be, inside the context."""
-    weight: Any = layer._parameters["weight"]
-    if not has_source(weight):
-        yield
-        return
-    with torch.no_grad():
-        values = read_values("weight", weight, 0, weight.numel()).view(weight.shape)
-    packed = pack(weight, layer)
-    changed: list[tuple[dict[str, Any], str, Any]] = []
-    if packed is None:
-        layer._parameters["weight"] = nn.Parameter(values, requires_grad=weight.requires_grad)
-    else:
-        form = packed.format
-        made = form.restore(form.quantise(values))
-        layer._parameters["weight"] = made
-        for one in form.attributes(made, layer):
-            changed.append((one.holder, one.key, one.holder.get(one.key)))
-            one.holder[one.key] = one.value
-    try:
-        yield
-    finally:
-        layer._parameters["weight"] = weight
-        for holder, key, before in changed:
-            holder[key] = before
