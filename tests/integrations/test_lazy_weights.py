@@ -218,16 +218,36 @@ def test_a_base_is_quantised_as_in_stock(folders, base, name, dora):
     for model in models:
         torch.manual_seed(SEED)
         adapted.append(peft.get_peft_model(model, peft.LoraConfig(**LORA, use_dora=dora)))
-    check_has_values(adapted[1])
+    assert_equally_quantised(*adapted)
+
+
+@pytest.mark.parametrize("base", ["nf4", "nf4-double", "int8"])
+def test_a_base_that_files_have_quantised(folders, base, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from quantised import CONFIGS
+
+    kind, folder = folders("llama")
+    settings = transformers.BitsAndBytesConfig(**CONFIGS[base])
+    places = {"device_map": {"": "cpu"}}
+    kind.from_pretrained(folder, quantization_config=settings, **places).save_pretrained(tmp_path)
+    stock, lazy = load_twice(tmp_path, kind, **places)
+    assert all(p.is_meta for p in lazy.parameters())
+    for model in (stock, lazy):
+        model.requires_grad_(requires_grad=False)
+    assert_equally_quantised(stock, lazy)
+
+
+def assert_equally_quantised(*models):
+    check_has_values(models[1])
     found = []
-    for model in adapted:
+    for model in models:
         source, packed = make_source(model), dict(iterate_packed(model))
         own = {id(one.original) for one in packed.values()}
         values = {n: source(n, one, 0, one.numel()) for n, one in packed.items()}
         floats = {n: p for n, p in model.named_parameters() if id(p) not in own}
         found.append(values | {n: source(n, p, 0, p.numel()) for n, p in floats.items()})
     stock, lazy = found
-    assert len(dict(iterate_packed(adapted[1]))) > 5
+    assert len(dict(iterate_packed(models[1]))) > 5
     assert stock.keys() == lazy.keys()
     for key, expected in stock.items():
         assert torch.equal(lazy[key], expected), key

@@ -24,7 +24,13 @@ from gpumix.engine.quantised.weight_formats import (
 )
 from gpumix.engine.sharding.shard import Source
 from gpumix.engine.sharding.state_dict import check_names_and_shapes
-from gpumix.engine.weights.file_parameter import ValueSource, has_source, read_values
+from gpumix.engine.weights.file_parameter import (
+    ValueSource,
+    get_source,
+    has_source,
+    read_values,
+)
+from gpumix.engine.weights.packed_source import PackedSource
 from gpumix.engine.weights.safetensors_files import SafetensorsFiles
 from gpumix.engine.weights.transformers_loading import find_conversions
 from gpumix.schema.errors import InputError
@@ -51,6 +57,10 @@ def make_source(model: nn.Module, weights: Path | None = None) -> Source:
         flat = None if files is None else files.read_packed(parameter)
         if flat is not None:
             return flat[start:end]
+        if has_source(parameter.original):
+            source = get_source(parameter.original)
+            if isinstance(source, PackedSource):
+                return source.read(start, end)
         return parameter.format.read(_quantise(floats, name, parameter), start, end)
 
     def source(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:

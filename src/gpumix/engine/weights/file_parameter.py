@@ -66,6 +66,12 @@ def has_source(parameter: object) -> bool:
     return isinstance(parameter, nn.Parameter) and parameter.is_meta and _SOURCE in vars(parameter)
 
 
+def get_source(parameter: nn.Parameter) -> ValueSource:
+    """Return the source of a parameter that has one."""
+    source: ValueSource = vars(parameter)[_SOURCE][0]
+    return source
+
+
 def read_values(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
     """Return elements [start, end) of a parameter with a source, flattened, in its dtype.
 

@@ -20,11 +20,14 @@ import torch
 from torch import nn
 
 from gpumix.engine.quantised.linear_layers import is_transposed
+from gpumix.engine.quantised.packed_weight import PackedWeight
+from gpumix.engine.quantised.weight_formats import find_format
 from gpumix.engine.weights.file_parameter import FileParameter, ValueSource, set_source
+from gpumix.engine.weights.packed_source import PackedSource
 from gpumix.engine.weights.safetensors_files import SafetensorsFiles, StoredTensor
 from gpumix.schema.errors import InputError
 
-EXTRA_STATE = "_extra_state"
+EXTRA_STATE = "_extra_state"  # of a module's name
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ class LoadingRecorder:
         quantises, mapping.quantization_operation = mapping.quantization_operation, None
         now = partial(self._convert_now, convert, mapping, layer, collected, given)
         if _takes_quantised(mapping):
-            return now()
+            return self._place_packed(now(), collected)
         try:
             converted = convert(mapping, layer, **given)
         except _skip_error():
@@ -234,6 +237,28 @@ class LoadingRecorder:
     ) -> Mapping[str, Any]:
         _collect(mapping, collected)
         return convert(mapping, layer, **given)
+
+    def _place_packed(
+        self, converted: Mapping[str, Any], collected: Mapping[str, Sequence[_Collected]]
+    ) -> Mapping[str, Any]:
+        """Return weights that files have quantised, without their values."""
+        found: dict[str, Any] = {}
+        for name, values in converted.items():
+            value: Any = _only(values)
+            found[name] = value
+            form = find_format(value) if isinstance(value, nn.Parameter) else None
+            if form is None:
+                continue
+            path, _, attribute = name.rpartition(".")
+            owner = self._model.get_submodule(path)
+            suffixes = {s: s[1:] if s.startswith("/") else attribute + s for s in form.suffixes}
+            entries = {s: collected[k][0].stored for s, k in suffixes.items() if k in collected}
+            made: Any = PackedWeight.of(value, owner, form).without_values()
+            set_source(made, PackedSource(form, entries))
+            if "quant_state" in vars(owner):
+                owner.quant_state = made.quant_state
+            found[name] = made
+        return found
 
     def _place(self, name: str, source: ValueSource, quantises: object) -> torch.Tensor:
         """Return what becomes the parameter or buffer `name`."""

@@ -11,11 +11,12 @@ from torch import nn
 
 from gpumix.engine.quantised.packed_weight import Installed
 from gpumix.engine.quantised.weight_formats import pack
-from gpumix.engine.weights.file_parameter import has_source, read_values
+from gpumix.engine.weights.file_parameter import get_source, has_source, read_values
+from gpumix.engine.weights.packed_source import PackedSource
 from gpumix.schema.errors import InputError
 
 
-def read_all_values(model: nn.Module) -> None:
+def read_all_values(model: nn.Module) -> nn.Module:
     """Give a model all of its values in this process, as if it had been loaded without gpumix."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
@@ -29,6 +30,7 @@ def read_all_values(model: nn.Module) -> None:
                 for one in installed.attributes:
                     one.holder[one.key] = one.value
             module._parameters[attribute] = made[parameter]
+    return model
 
 
 def check_has_been_read(model: nn.Module) -> None:
@@ -69,10 +71,13 @@ def with_values(layer: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def _make_parameter(name: str, parameter: nn.Parameter, owner: nn.Module) -> Installed:
     """Return a parameter with values, quantised if it is to be."""
-    values = read_values(name, parameter, 0, parameter.numel()).view(parameter.shape)
-    packed = pack(parameter, owner)
-    if packed is None:  # a copy: files must not stay mapped
-        return Installed(nn.Parameter(values.clone(), requires_grad=parameter.requires_grad))
-    form = packed.format
-    made = form.restore(form.quantise(values))
-    return Installed(made, form.attributes(made, owner))
+    packed, source = pack(parameter, owner), get_source(parameter)
+    if packed is not None and isinstance(source, PackedSource):
+        tensors = source.read_tensors()
+    else:
+        values = read_values(name, parameter, 0, parameter.numel()).view(parameter.shape)
+        if packed is None:  # a copy: files must not stay mapped
+            return Installed(nn.Parameter(values.clone(), requires_grad=parameter.requires_grad))
+        tensors = packed.format.quantise(values)
+    made = packed.format.restore(tensors)
+    return Installed(made, packed.format.attributes(made, owner))

@@ -205,8 +205,7 @@ class Accelerator(accelerate.Accelerator):
             return model
         if not has_trainable_parameters(model) or kwargs.get("evaluation_mode"):
             kwargs["evaluation_mode"] = True
-            read_all_values(model)
-            return super().prepare_model(model, *args, **kwargs)
+            return super().prepare_model(read_all_values(model), *args, **kwargs)
         looped = self._awaited.known(model)
         if looped is None:
             check_loaded_weights(model)
