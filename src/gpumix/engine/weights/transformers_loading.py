@@ -212,7 +212,7 @@ class LoadingRecorder:
             return convert(mapping, layer, **given)  # tensors that the program gave
         quantises, mapping.quantization_operation = mapping.quantization_operation, None
         now = partial(self._convert_now, convert, mapping, layer, collected, given)
-        if _takes_quantised(mapping):
+        if _takes_quantised(mapping) and sum(map(len, collected.values())) > 1:
             return self._place_packed(now(), collected)
         try:
             converted = convert(mapping, layer, **given)
@@ -290,8 +290,11 @@ def _find_source(conversion: _Conversion, name: str, value: torch.Tensor) -> Val
     """Return the source of a parameter: a tensor of a file, if it only got another name."""
     from transformers.core_model_loading import WeightRenaming
 
-    if isinstance(conversion.mapping, WeightRenaming):
-        return conversion.collected[conversion.mapping.source_patterns[0]][0].stored
+    mapping, collected = conversion.mapping, conversion.collected
+    if isinstance(mapping, WeightRenaming):
+        return collected[mapping.source_patterns[0]][0].stored
+    if _takes_quantised(mapping):  # and this one is not quantised
+        return next(iter(collected.values()))[0].stored
     return _Converted(conversion, name, value.shape, value.dtype)
 
 
