@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import gpumix
-from gpumix.engine.quantised.weight_formats import iterate_packed
+from gpumix.engine.quantised.bitsandbytes_weights import QUANTISED_AT_ONCE
+from gpumix.engine.quantised.weight_formats import find_format, iterate_packed
 from gpumix.engine.sharding.initial_weights import check_has_values, make_source
 from gpumix.engine.weights.file_parameter import has_source
 from gpumix.schema.errors import InputError
@@ -201,6 +202,26 @@ def test_adapters_that_change_the_weights_are_refused(folders):
         return  # torch has refused it
     with pytest.raises(InputError, match="nothing says what its values are"):
         check_has_values(adapted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("base", ["nf4", "nf4-double", "int8"])
+def test_quantising_in_parts_changes_nothing(base, dtype):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(SEED)
+    values = torch.randn(331, 1000).to(dtype)  # of which no part is a multiple
+    if base == "int8":
+        made = bitsandbytes.nn.Int8Params(values, requires_grad=False, has_fp16_weights=False)
+    else:
+        double = base == "nf4-double"
+        made = bitsandbytes.nn.Params4bit(
+            values, requires_grad=False, quant_type="nf4", compress_statistics=double
+        )
+    form = find_format(made)
+    assert values.numel() > 5 * QUANTISED_AT_ONCE
+    quantised = form.tensors(made.to("cpu"), None)
+    for part, found in form.quantise(values).items():
+        assert torch.equal(found, quantised[part]), part
 
 
 @pytest.mark.parametrize("base", ["nf4", "nf4-double", "int8"])
