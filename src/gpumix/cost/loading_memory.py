@@ -1,4 +1,4 @@
-"""Host memory that processes take while initial weights are read from files.
+"""Host memory for reading initial weights from files, in each process.
 
 A process reads a parameter, or its part of one, at a time, and quantises a matrix at a time. So no
 more than the largest block passes through its memory, beyond what the plan keeps.
@@ -17,8 +17,8 @@ FROZEN_TIMES, PACKED_TIMES = 2, 8
 
 
 def compute_loading_bytes(model: ModelProfile) -> int:
-    """Return what reading weights takes in a process, at most: the fp32 values of a block, or of a
-    parameter outside of blocks."""
+    """Return the bytes that reading weights takes in a process, at most: the fp32 values of a
+    block, or of a parameter outside of blocks."""
     root = model.root.parameters or (model.root.before, model.root.after)
     return max(map(_fp32_bytes, (*model.kinds, *root)))
 

@@ -25,7 +25,7 @@ WHOLE_FILE = "give a whole file in the safetensors format that you may read"
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class FileTensor:
     """A tensor in a file.
 
     Attributes:
@@ -42,7 +42,7 @@ class StoredTensor:
     def names(self) -> tuple[str, ...]:
         return (self.name,)
 
-    def cast(self, dtype: torch.dtype | None) -> StoredTensor:
+    def cast(self, dtype: torch.dtype | None) -> FileTensor:
         """Return the tensor read in another dtype; None: in its own."""
         return self if dtype is None else replace(self, dtype=dtype)
 
@@ -75,14 +75,14 @@ class SafetensorsFiles:
 
     def __init__(self, path: Path, files: Sequence[Path] | None = None) -> None:
         self.path = path
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, FileTensor] = {}
         for file in find_files(path) if files is None else files:
             with open_safetensors(file) as opened:
                 for name in opened.keys():  # noqa: SIM118 - no mapping
                     part = opened.get_slice(name)
                     shape = torch.Size(part.get_shape())
                     dtype = (part[0:0] if shape else part[...]).dtype
-                    self.tensors[name] = StoredTensor(file, name, shape, dtype)
+                    self.tensors[name] = FileTensor(file, name, shape, dtype)
         self.shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
 
 

@@ -1,4 +1,5 @@
-"""Loading of transformers, recorded: which tensors of files make each parameter, and how.
+"""Recorded loading of transformers: the tensors of files behind each parameter, and their
+conversion.
 
 The loading code of transformers itself runs, on tensors without values: it renames, merges, splits
 and casts what newer models have in another form than files. What it did for a parameter is done
@@ -23,8 +24,8 @@ from gpumix.engine.quantised.linear_layers import is_transposed
 from gpumix.engine.quantised.packed_weight import PackedWeight
 from gpumix.engine.quantised.weight_formats import find_format
 from gpumix.engine.weights.file_parameter import FileParameter, ValueSource, set_source
-from gpumix.engine.weights.packed_source import PackedSource
-from gpumix.engine.weights.safetensors_files import SafetensorsFiles, StoredTensor
+from gpumix.engine.weights.quantised_source import QuantisedSource
+from gpumix.engine.weights.safetensors_files import FileTensor, SafetensorsFiles
 from gpumix.schema.errors import InputError
 
 EXTRA_STATE = "_extra_state"  # of a module's name
@@ -34,7 +35,7 @@ EXTRA_STATE = "_extra_state"  # of a module's name
 class LazyTensor:
     """A tensor of a file, for code that reads it as safetensors' slices."""
 
-    stored: StoredTensor
+    stored: FileTensor
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         return self.stored.read_all()[key]
@@ -49,9 +50,9 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class _Collected:
-    """A tensor that transformers has collected for a conversion: called, it has no values."""
+    """A tensor collected for a conversion by transformers; a call returns it without values."""
 
-    stored: StoredTensor
+    stored: FileTensor
 
     def __call__(self) -> torch.Tensor:
         return torch.empty(self.stored.shape, dtype=self.stored.dtype, device="meta")
@@ -154,7 +155,7 @@ def find_conversions(model: nn.Module, files: SafetensorsFiles) -> Mapping[str, 
         return {}
     with torch.device("meta"):
         like: Any = type(model)(copy.deepcopy(model.config))
-    mapping = get_model_conversion_mapping(like)
+    mapping: Any = get_model_conversion_mapping(like)
     recorder = LoadingRecorder(like)
     recorder.load(files, modeling_utils.LoadStateDictConfig(weight_mapping=mapping))
     return recorder.sources
@@ -254,7 +255,7 @@ class LoadingRecorder:
             suffixes = {s: s[1:] if s.startswith("/") else attribute + s for s in form.suffixes}
             entries = {s: collected[k][0].stored for s, k in suffixes.items() if k in collected}
             made: Any = PackedWeight.of(value, owner, form).without_values()
-            set_source(made, PackedSource(form, entries))
+            set_source(made, QuantisedSource(form, entries))
             if "quant_state" in vars(owner):
                 owner.quant_state = made.quant_state
             found[name] = made

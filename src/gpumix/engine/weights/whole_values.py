@@ -1,4 +1,4 @@
-"""Values for modules whose parameters are still in files, where a module computes by itself."""
+"""Values for modules that compute before the model is sharded, read from files in full."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from gpumix.engine.quantised.packed_weight import Installed
 from gpumix.engine.quantised.weight_formats import pack
 from gpumix.engine.weights.file_parameter import get_source, has_source, read_values
-from gpumix.engine.weights.packed_source import PackedSource
+from gpumix.engine.weights.quantised_source import QuantisedSource
 from gpumix.schema.errors import InputError
 
 
@@ -72,7 +72,7 @@ def with_values(layer: nn.Module) -> Iterator[None]:
 def _make_parameter(name: str, parameter: nn.Parameter, owner: nn.Module) -> Installed:
     """Return a parameter with values, quantised if it is to be."""
     packed, source = pack(parameter, owner), get_source(parameter)
-    if packed is not None and isinstance(source, PackedSource):
+    if packed is not None and isinstance(source, QuantisedSource):
         tensors = source.read_tensors()
     else:
         values = read_values(name, parameter, 0, parameter.numel()).view(parameter.shape)

@@ -1,4 +1,4 @@
-"""Memory of this process that is in RAM: the most of it since a moment, as the kernel counts it."""
+"""Resident memory of this process at its peak, as the kernel counts pages."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _wrap(kind: type, name: str, function: Callable[..., Any]) -> None:
 def _get_device_and_dtype(method: Callable[..., Any], layer: Any, base_layer: Any) -> Any:
     """Return where an adapter goes, and its dtype: as if the weight had been loaded."""
     device, dtype = method(layer, base_layer)
-    weight = getattr(base_layer, "weight", None)
+    weight: Any = getattr(base_layer, "weight", None)
     if not has_source(weight):
         return device, dtype
     quantised = find_format(weight) is not None and not hasattr(base_layer, "compute_dtype")

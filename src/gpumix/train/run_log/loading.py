@@ -1,4 +1,4 @@
-"""What reading the weights took, in time and memory of hosts, beside what was planned."""
+"""Time and host memory of reading weights, beside the prediction of the plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpumix.schema.units import show_bytes, show_seconds
 
 
 class LoadingMeter:
-    """Measures what happens inside the context, in which an engine is made."""
+    """Meter of time and memory inside the context, in which an engine is made."""
 
     def __enter__(self) -> LoadingMeter:
         self._begun = time.perf_counter()
@@ -34,7 +34,7 @@ class LoadingMeter:
         self._seconds = time.perf_counter() - self._begun
 
     def describe(self, engine: Engine) -> str:
-        """Return a line on the slowest rank, and the host where processes took most. Collective."""
+        """Return a line on the slowest rank and the host with the highest peak. Collective."""
         comm, plan = engine.comm, engine.plan
         own = [self._memory.grown_bytes, int(1e3 * self._seconds)]
         row = torch.tensor(own, dtype=torch.int64, device=comm.device)

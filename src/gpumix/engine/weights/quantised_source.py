@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from gpumix.engine.quantised.packed_weight import Tensors, WeightFormat
-from gpumix.engine.weights.safetensors_files import StoredTensor
+from gpumix.engine.weights.safetensors_files import FileTensor
 
 
 @dataclass(frozen=True)
-class PackedSource:
+class QuantisedSource:
     """A quantised weight in files, read as the vector of bytes that ranks divide.
 
     Attributes:
@@ -20,7 +20,7 @@ class PackedSource:
     """
 
     format: WeightFormat
-    entries: Mapping[str, StoredTensor]
+    entries: Mapping[str, FileTensor]
 
     @property
     def shape(self) -> torch.Size:
