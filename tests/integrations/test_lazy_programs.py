@@ -3,17 +3,28 @@ bit, and no process has the model in memory."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 
 import gpumix
 from gpumix.schema.errors import InputError
 from harness import run_ranks
-from programs import GLOBAL_BATCH, Texts, arguments, as_launched, log_of, model, unlike_ranks
+from programs import (
+    GLOBAL_BATCH,
+    Texts,
+    arguments,
+    as_launched,
+    log_of,
+    model,
+    tokenizer,
+    unlike_ranks,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -67,6 +78,54 @@ def with_accelerator(folder: Path, lazily: bool) -> list[float]:
     return losses
 
 
+def with_sft(folder: Path, lazily: bool, base: str = "") -> list[float]:
+    """Of a model that TRL loads by its folder, and adapts; on a quantised base too."""
+    from contextlib import nullcontext
+
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from trl import SFTConfig
+
+    from gpumix.integrations.trl import SFTTrainer
+    from gpumix.testing import Share, plan_for
+    from quantised import CONFIGS
+
+    as_launched(folder)
+    lora = LoraConfig(**LORA)
+    settings: dict[str, Any] = {"dtype": "float32", "device_map": {"": "cpu"}}
+    if base:
+        settings["quantization_config"] = BitsAndBytesConfig(**CONFIGS[base])
+    like = AutoModelForCausalLM.from_pretrained(folder / "weights", **settings)
+    shares = [Share(7, 3, 1), Share(1, 1, 3)]
+    adapted = get_peft_model(like, lora)
+    for parameter in adapted.parameters():
+        if base and parameter.requires_grad:  # so does TRL
+            parameter.data = parameter.data.bfloat16()
+    plan = plan_for(adapted, shares, sequence_length=16, zero_stage=3)
+    data = Dataset.from_dict({"text": [f"w{n} w{n + 3} w{n + 7} w{n + 1}" for n in range(32)]})
+    with gpumix.lazy_weights() if lazily else nullcontext():
+        trainer = SFTTrainer(
+            model=str(folder / "weights"),
+            args=SFTConfig(
+                output_dir=str(folder / f"sft-{lazily}{base}"),
+                per_device_train_batch_size=4,
+                max_steps=STEPS,
+                logging_steps=1,
+                report_to=[],
+                use_cpu=True,
+                seed=5,
+                model_init_kwargs=settings,
+                save_strategy="no",
+            ),
+            train_dataset=data,
+            processing_class=tokenizer(),
+            peft_config=lora,
+            plan=plan,
+        )
+    trainer.train()
+    return log_of(trainer, "loss")
+
+
 PROGRAMS = {"trainer": with_trainer, "accelerator": with_accelerator}
 
 
@@ -87,6 +146,35 @@ def test_losses_are_those_of_the_program_that_loads_all(folder, program):
         saved = [load_file(folder / f"saved-{one}" / "model.safetensors") for one in (False, True)]
         assert saved[0].keys() == saved[1].keys()
         assert all(torch.equal(saved[1][name], value) for name, value in saved[0].items())
+
+
+@pytest.mark.parametrize("base", ["", "nf4-double", "int8"])
+def test_so_are_those_of_adapters_that_trl_makes(folder, base):
+    pytest.importorskip("trl")
+    if base:
+        pytest.importorskip("bitsandbytes")
+    whole, lazy = (
+        run_ranks(with_sft, 2, folder, lazily, base, timeout_s=300) for lazily in (False, True)
+    )
+    assert len(lazy[0]) == STEPS
+    assert lazy == whole
+
+
+def train_on_spoilt_files(folder: Path) -> list[float]:
+    """As the other programs, after one file has lost its end; the error of each rank."""
+    spoilt = folder / "spoilt"
+    if torch.distributed.get_rank() == 0:
+        shutil.copytree(folder / "weights", spoilt / "weights")
+        file = max((spoilt / "weights").glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-8])
+    torch.distributed.barrier()
+    with pytest.raises(InputError, match="cannot read the weights"):
+        with_trainer(spoilt, True)
+    return []
+
+
+def test_files_that_are_cut_short_are_told_on_each_rank(folder):
+    assert run_ranks(train_on_spoilt_files, 2, folder, timeout_s=120) == [[], []]
 
 
 def train_without_weights(folder: Path) -> None:

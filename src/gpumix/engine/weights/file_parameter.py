@@ -67,7 +67,7 @@ def has_source(parameter: object) -> bool:
 
 
 def get_source(parameter: nn.Parameter) -> ValueSource:
-    """Return the source of a parameter that has one."""
+    """Return the source of a parameter in files."""
     source: ValueSource = vars(parameter)[_SOURCE][0]
     return source
 

@@ -120,7 +120,7 @@ class _Converted:
 
 @dataclass(frozen=True)
 class _Transposed:
-    """A matrix that files have the other way round."""
+    """A matrix stored in the files as its transpose."""
 
     source: ValueSource
 
@@ -242,7 +242,7 @@ class LoadingRecorder:
     def _place_packed(
         self, converted: Mapping[str, Any], collected: Mapping[str, Sequence[_Collected]]
     ) -> Mapping[str, Any]:
-        """Return weights that files have quantised, without their values."""
+        """Return weights quantised in the files, without values."""
         found: dict[str, Any] = {}
         for name, values in converted.items():
             value: Any = _only(values)
@@ -305,7 +305,7 @@ def _takes_quantised(mapping: Any) -> bool:
 
 
 def _collect(mapping: Any, collected: Mapping[str, Sequence[_Collected]]) -> None:
-    """Give a conversion its tensors, with values when it calls for them."""
+    """Give a conversion the collected tensors, to be read with values."""
     found: dict[str, list[Any]] = defaultdict(list)
     found |= {key: [one.stored.read_all for one in ones] for key, ones in collected.items()}
     mapping.collected_tensors = found

@@ -22,8 +22,7 @@ LOOK = "_get_base_layer_device_and_dtype"
 
 @cache
 def teach_peft() -> None:
-    """Let PEFT treat layers whose weights are in files as it treats others. Others it treats as
-    before."""
+    """Let PEFT put adapters on layers with weights in files. Other layers keep PEFT's own code."""
     if find_spec("peft") is None:
         return
     from peft.tuners.lora.dora import DoraLinearLayer
