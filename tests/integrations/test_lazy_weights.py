@@ -15,6 +15,7 @@ from gpumix.engine.quantised.bitsandbytes_weights import QUANTISED_AT_ONCE
 from gpumix.engine.quantised.weight_formats import find_format, iterate_packed
 from gpumix.engine.sharding.initial_weights import check_has_values, make_source
 from gpumix.engine.weights.file_parameter import has_source
+from gpumix.engine.weights.whole_values import read_all_values
 from gpumix.schema.errors import InputError
 from models import ARCHITECTURES
 from programs import in_hub_cache
@@ -169,6 +170,32 @@ def test_copies_are_read_from_the_same_files(folders):
     assert_equal_models(stock, copy.deepcopy(lazy))
 
 
+def test_a_model_that_computes_by_itself_reads_all(folders):
+    kind, folder = folders("mixtral")
+    stock, lazy = load_twice(folder, kind)
+    read_all_values(lazy)
+    assert not any(p.is_meta for p in lazy.parameters())
+    assert_equal_models(stock, lazy)
+
+
+def test_a_loop_that_only_evaluates_computes_with_all_weights(folders):
+    pytest.importorskip("accelerate")
+    kind, folder = folders("llama")
+    stock, lazy = load_twice(folder, kind)
+    tokens = torch.arange(12)[None]
+    prepared = gpumix.Accelerator(cpu=True).prepare_model(lazy, evaluation_mode=True)
+    with torch.no_grad():
+        assert torch.equal(prepared(tokens).logits, stock(tokens).logits)
+
+
+def test_a_call_before_the_model_is_prepared_for_training(folders):
+    pytest.importorskip("accelerate")
+    kind, folder = folders("llama")
+    prepared = gpumix.Accelerator(cpu=True).prepare(gpumix.from_pretrained(folder, kind))
+    with pytest.raises(InputError, match="its weights are still in files"), torch.no_grad():
+        prepared(torch.arange(12)[None])
+
+
 # -- adapters --------------------------------------------------------------------------------------
 
 LORA = {"r": 4, "target_modules": "all-linear"}
@@ -272,6 +299,10 @@ def assert_equally_quantised(*models):
     assert stock.keys() == lazy.keys()
     for key, expected in stock.items():
         assert torch.equal(lazy[key], expected), key
+    read_all_values(models[1])
+    with torch.no_grad():
+        logits = [model.train()(torch.arange(12)[None]).logits for model in models]
+    assert torch.equal(*logits)
 
 
 # -- what is refused -------------------------------------------------------------------------------
