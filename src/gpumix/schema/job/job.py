@@ -81,7 +81,9 @@ class ModelSpec(Value):
     )
     arguments: dict[str, Any] = Field(default_factory=dict, description="of the factory, by name")
     weights: Path | None = Field(
-        default=None, description="initial weights: a safetensors file, or a folder of them"
+        default=None,
+        description="initial weights: a safetensors file, a folder of them, or a model's folder in "
+        "the hub's cache",
     )
     lora: LoraSpec | None = Field(
         default=None,
