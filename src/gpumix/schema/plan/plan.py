@@ -104,8 +104,8 @@ class Prediction(Value):
     )
     loading_bytes: int = Field(
         default=0,
-        description="what a process takes of its host, at most, to read the weights, beyond what it "
-        "keeps; 0: not known",
+        description="host memory of a process for reading weights, at most, beyond what it keeps; "
+        "0: not known",
     )
     workers: tuple[WorkerPrediction, ...]
     peaks: dict[str, Peak] = Field(default={}, description="by class, of those that are known")
