@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -33,6 +34,12 @@ def assert_no_tensor_waits_for_the_collector(engine: Engine, batch: Batch) -> No
         assert count_tensors() == before
     finally:
         gc.enable()
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of all memory that the tensors lie in, each counted once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 class PeakBytes(TorchDispatchMode):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gpumix.engine.outside_steps import unshard, whole
     from gpumix.engine.prepare import prepare
     from gpumix.integrations.accelerate import Accelerator
+    from gpumix.integrations.loading.lazy_weights import from_pretrained, lazy_weights
     from gpumix.launch.notebook import notebook_launcher
     from gpumix.planner.plan import plan
     from gpumix.profiler.api import open_device, profile
@@ -59,6 +60,8 @@ _HOME = {
     "unshard": "gpumix.engine.outside_steps",
     "whole": "gpumix.engine.outside_steps",
     "Accelerator": "gpumix.integrations.accelerate",
+    "from_pretrained": "gpumix.integrations.loading.lazy_weights",
+    "lazy_weights": "gpumix.integrations.loading.lazy_weights",
     "plan": "gpumix.planner.plan",
     "open_device": "gpumix.profiler.api",
     "profile": "gpumix.profiler.api",
@@ -94,6 +97,8 @@ __all__ = [
     "Space",
     "build",
     "evaluation_batches",
+    "from_pretrained",
+    "lazy_weights",
     "notebook_launcher",
     "open_device",
     "parameter_groups",

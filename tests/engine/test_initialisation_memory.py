@@ -8,7 +8,7 @@ from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
 from gpumix.schema.plan.plan import Plan
 from harness import run_ranks
-from memory import PeakBytes
+from memory import PeakBytes, storage_bytes
 from models import VOCABULARY, Architecture, causal_lm, causal_model
 from reference import SEED, Share, plan_for
 from staging import EVERY, rows, staged_plan
@@ -45,12 +45,6 @@ def _peak(tracker, engine):
     parameter = max(4 * shapes[name].numel() for name in own)
     everything = sum(4 * g.numel for g in engine.groups())
     return tracker.peak, state, buffers, parameter, everything
-
-
-def storage_bytes(tensors):
-    """Bytes of all memory that the tensors lie in, each counted once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 def test_a_rank_holds_its_shard_buffers_and_a_parameter():

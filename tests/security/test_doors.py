@@ -37,7 +37,11 @@ ALLOWED = {
     "data/workers/fork_server.py": {"CDLL", "loads"},  # this process, and its parent's messages
     "data/core/token_file.py": {"memmap"},  # numbers, with a checked head
     "engine/model/extra_state.py": {"load"},  # weights_only, of a checkpoint's manifest
-    "engine/sharding/initial_weights.py": {"safe_open"},  # after `check_is_file`
+    "engine/weights/safetensors_files.py": {"safe_open"},  # after `check_is_file`
+    "hardware/host/resident_memory.py": {
+        "read_text",
+        "write_text",
+    },  # the kernel's, of this process
     "hardware/host/pinned.py": {"open"},  # in the private folder of copies
     "train/memory_checkpoint/mmap_file.py": {"from_file"},  # likewise
     "check/probes/worker.py": {"mkstemp"},

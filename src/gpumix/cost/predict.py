@@ -15,6 +15,7 @@ import numpy as np
 from gpumix.cost.flops import add_flops
 from gpumix.cost.input_time import compute_input_seconds, limit_to_input_rate
 from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
+from gpumix.cost.loading_memory import compute_loading_bytes
 from gpumix.cost.model_match import check_units
 from gpumix.cost.network.buckets import BucketGrouping
 from gpumix.cost.network.collective_times import (
@@ -70,6 +71,7 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
     else:
         found = _Step(*reduce_to_leaders(profile, plan)).prediction()
     found = expand_to_members(profile, plan, found) if plan.in_teams else found
+    found = found.model_copy(update={"loading_bytes": compute_loading_bytes(profile.model)})
     return add_flops(profile, plan, limit_to_input_rate(profile, plan, found))
 
 

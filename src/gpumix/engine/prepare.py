@@ -48,7 +48,11 @@ from gpumix.engine.schedule.stage_setup import (
     select_stage_part,
 )
 from gpumix.engine.sharding.flat_group import Dtypes
-from gpumix.engine.sharding.initial_weights import load_buffers, make_source
+from gpumix.engine.sharding.initial_weights import (
+    load_buffers,
+    make_source,
+    make_valueless_error,
+)
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
 from gpumix.engine.sharding.parameter_index import ParameterIndex
 from gpumix.engine.sharding.shard_layout import Division
@@ -271,10 +275,7 @@ def _make_stages(
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
-            raise InputError(
-                f"buffer '{name}' is on the meta device and nothing says what its values are",
-                fix="build the model with gpumix.build(function, seed)",
-            )
+            raise make_valueless_error(f"buffer '{name}'")
     for owner in model.modules():
         for name, held in owner._buffers.items():
             if held is not None:

@@ -18,6 +18,7 @@ from gpumix.train.checks.packed_documents import check_documents
 from gpumix.train.checks.resume_check import check_resume
 from gpumix.train.elastic.plan_change import load_parts_in_force
 from gpumix.train.elastic.recovery import Restart
+from gpumix.train.run_log.loading import LoadingMeter
 from gpumix.train.run_log.terminal import get_stderr_console
 from gpumix.train.state_keeper import ResumedState, StateKeeper
 from gpumix.train.trainer import Trainer, TrainingParts, TrainingStart
@@ -93,16 +94,22 @@ def _build_model(context: RankContext, plan: Plan, *, resume: bool) -> nn.Module
 
 def _prepare_engine(context: RankContext, plan: Plan, model: nn.Module) -> Engine:
     job = context.job
-    return prepare(
-        model,
-        plan,
-        comm=context.ranks.communicator(plan),
-        weights=job.model.weights,
-        units=job.model.units,
-        tensor=job.model.tensor_plan,
-        seed=job.seed,
-        couples=job.model.couples or "",
-    )
+    with LoadingMeter() as meter:
+        engine = prepare(
+            model,
+            plan,
+            comm=context.ranks.communicator(plan),
+            weights=job.model.weights,
+            units=job.model.units,
+            tensor=job.model.tensor_plan,
+            seed=job.seed,
+            couples=job.model.couples or "",
+        )
+    if job.model.weights is not None:
+        told = meter.describe(engine)
+        if context.first:
+            get_stderr_console().print(told)
+    return engine
 
 
 def _open_loader(context: RankContext, plan: Plan, of_attention: float) -> Loader:

@@ -26,6 +26,8 @@ from gpumix.engine.quantised.packed_weight import (
 from gpumix.schema.errors import InputError
 
 NESTED_BLOCK = 256  # constants that share a constant of their own; bitsandbytes has no other
+# Weights quantised together, of many blocks: on CPUs that takes 20 bytes and more for each weight.
+QUANTISED_AT_ONCE = 1 << 16
 TYPICAL_RANGE = 3 * TYPICAL_WEIGHT  # largest weight of a block
 
 
@@ -115,16 +117,26 @@ class FourBitFormat(WeightFormat):
         return found
 
     def quantise(self, values: torch.Tensor) -> Tensors:
-        import bitsandbytes
+        from bitsandbytes.functional import quantize_4bit, quantize_blockwise
 
-        packed, state = bitsandbytes.functional.quantize_4bit(
-            values.contiguous(),
-            blocksize=self.block,
-            compress_statistics=self.nested,
-            quant_type=self.quant_type,
-            quant_storage=self.parts[0].dtype,
-        )
-        return self._of_state(packed, state)
+        parts = [
+            quantize_4bit(
+                part,
+                blocksize=self.block,
+                quant_type=self.quant_type,
+                quant_storage=self.parts[0].dtype,
+            )
+            for part in values.reshape(-1).split(QUANTISED_AT_ONCE)
+        ]
+        found = {
+            "weight": torch.cat([packed for packed, _ in parts]),
+            "absmax": torch.cat([state.absmax for _, state in parts]),
+        }
+        if self.nested:
+            offset = found["absmax"].mean()
+            absmax, nested = quantize_blockwise(found["absmax"] - offset, blocksize=NESTED_BLOCK)
+            found |= {"absmax": absmax, "nested_absmax": nested.absmax, "nested_offset": offset}
+        return found
 
     def restore(self, tensors: Tensors) -> nn.Parameter:
         from bitsandbytes.nn import Params4bit
@@ -250,12 +262,17 @@ class Int8Format(WeightFormat):
         return {"weight": parameter.data, "SCB": scales}
 
     def quantise(self, values: torch.Tensor) -> Tensors:
-        import bitsandbytes
+        from bitsandbytes.functional import int8_vectorwise_quant
 
-        packed, scales, _ = bitsandbytes.functional.int8_vectorwise_quant(
-            values.contiguous().to(torch.float16)
-        )
-        return {"weight": packed, "SCB": scales}
+        rows = max(1, QUANTISED_AT_ONCE // max(1, values.shape[-1]))
+        parts = [
+            int8_vectorwise_quant(part.contiguous().to(torch.float16))
+            for part in values.split(rows)
+        ]
+        return {
+            "weight": torch.cat([packed for packed, _, _ in parts]),
+            "SCB": torch.cat([scales for _, scales, _ in parts]),
+        }
 
     def restore(self, tensors: Tensors) -> nn.Parameter:
         from bitsandbytes.nn import Int8Params

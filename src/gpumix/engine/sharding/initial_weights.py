@@ -1,16 +1,14 @@
-"""Sources of a parameter's initial values: the model itself, its recorded initializer, or
-safetensors. Each rank requests its own intervals and gets no more than one parameter."""
+"""Sources of a parameter's initial values: the model itself, its recorded initializer, or files.
+Each rank requests its own intervals and gets no more than one parameter."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from gpumix.engine.model.adapters import RowLengths, find_base_name, list_adapter_parameters
@@ -26,8 +24,16 @@ from gpumix.engine.quantised.weight_formats import (
 )
 from gpumix.engine.sharding.shard import Source
 from gpumix.engine.sharding.state_dict import check_names_and_shapes
+from gpumix.engine.weights.file_parameter import (
+    ValueSource,
+    get_source,
+    has_source,
+    read_values,
+)
+from gpumix.engine.weights.quantised_source import QuantisedSource
+from gpumix.engine.weights.safetensors_files import SafetensorsFiles
+from gpumix.engine.weights.transformers_loading import find_conversions
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import NotAFileError, check_is_file, why_unreadable
 
 
 def make_source(model: nn.Module, weights: Path | None = None) -> Source:
@@ -43,7 +49,7 @@ def make_source(model: nn.Module, weights: Path | None = None) -> Source:
             initializer.
     """
     own = _make_model_source(model)
-    files = None if weights is None else _FileWeights(_SafetensorsFiles(weights), model)
+    files = None if weights is None else _FileWeights(SafetensorsFiles(weights), model)
     floats = own if files is None else files.make_source(own)
     lengths = {id(p): _BaseWeight.of(p.layer) for p in _iterate_row_lengths(model)}
 
@@ -51,6 +57,10 @@ def make_source(model: nn.Module, weights: Path | None = None) -> Source:
         flat = None if files is None else files.read_packed(parameter)
         if flat is not None:
             return flat[start:end]
+        if has_source(parameter.original):
+            source = get_source(parameter.original)
+            if isinstance(source, QuantisedSource):
+                return source.read(start, end)
         return parameter.format.read(_quantise(floats, name, parameter), start, end)
 
     def source(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
@@ -105,17 +115,17 @@ def _iterate_row_lengths(model: nn.Module) -> Iterator[RowLengths]:
 
 def find_unused_tensors(model: nn.Module, weights: Path) -> list[str]:
     """Return the names of tensors in `weights` that are no parameters or buffers of `model`."""
-    files = _SafetensorsFiles(weights)
+    files = SafetensorsFiles(weights)
     known = {find_base_name(n) for n, _ in model.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     known |= _FileWeights(files, model).names
-    return sorted(files.holding.keys() - known)
+    return sorted(files.tensors.keys() - known)
 
 
 def load_buffers(model: nn.Module, weights: Path) -> None:
     """Load `model`'s persistent buffers (running statistics, say) from `weights`; buffers not in
     there stay as is."""
-    files = _SafetensorsFiles(weights)
+    files = SafetensorsFiles(weights)
     loaded: dict[torch.Tensor, torch.Tensor] = {}  # files hold shared buffers under one name
     owned: list[tuple[nn.Module, str, torch.Tensor]] = []
     for prefix, module in model.named_modules():
@@ -124,9 +134,8 @@ def load_buffers(model: nn.Module, weights: Path) -> None:
             if buffer is None or key in module._non_persistent_buffers_set:
                 continue
             owned.append((module, key, buffer))
-            if buffer not in loaded and name in files.holding:
-                with files.open_tensor(name) as tensor:
-                    loaded[buffer] = tensor[...].to(buffer.dtype)
+            if buffer not in loaded and name in files.tensors:
+                loaded[buffer] = files.tensors[name].read_all().to(buffer.dtype)
     for module, key, buffer in owned:
         module._buffers[key] = loaded.get(buffer, buffer)
 
@@ -137,15 +146,40 @@ def _make_model_source(model: nn.Module) -> Source:
     def source(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
         if not parameter.is_meta:
             return parameter.detach().reshape(-1)[start:end]
+        if has_source(parameter):
+            return read_values(name, parameter, start, end)
         if log is None:
-            raise InputError(
-                f"parameter '{name}' is on the meta device and nothing says what its values are",
-                fix="build the model with gpumix.build(function, seed), or give `weights`",
-            )
+            raise make_valueless_error(f"parameter '{name}'")
         # A transformer's parameters are made one at a time, in full: the largest is an embedding.
         return log.materialize(parameter).reshape(-1)[start:end]
 
     return source
+
+
+def check_has_values(model: nn.Module) -> None:
+    """Check that all parameters and buffers have values, or are known to be in files.
+
+    Raises:
+        InputError: one is on the meta device, and nothing says what its values are.
+    """
+    log = log_of(model)
+    for name, parameter in model.named_parameters():
+        known = has_source(parameter) or isinstance(parameter, RowLengths)
+        if parameter.is_meta and not known and (log is None or not log.knows(parameter)):
+            raise make_valueless_error(f"parameter '{name}'")
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise make_valueless_error(f"buffer '{name}'")
+
+
+def make_valueless_error(what: str) -> InputError:
+    """Return the error for a parameter or buffer without values."""
+    return InputError(
+        f"{what} is on the meta device and nothing says what its values are",
+        fix="load the model with gpumix.from_pretrained(folder), or by `from_pretrained` inside "
+        "`with gpumix.lazy_weights():`; for a model that begins without weights, "
+        "gpumix.build(function, seed)",
+    )
 
 
 class _FileWeights:
@@ -157,7 +191,7 @@ class _FileWeights:
             way.
     """
 
-    def __init__(self, files: _SafetensorsFiles, model: nn.Module) -> None:
+    def __init__(self, files: SafetensorsFiles, model: nn.Module) -> None:
         self._files = files
         self._packed = {id(one.original): one for _, one in iterate_packed(model)}
         # A file holds tied parameters once, under any of their names.
@@ -166,6 +200,7 @@ class _FileWeights:
             names.setdefault(id(parameter), []).extend((name, find_base_name(name)))
         shapes = files.shapes
         self._found = {p: next((n for n in own if n in shapes), own[1]) for p, own in names.items()}
+        self._converted = self._find_converted(model, names)
         added = list_adapter_parameters(model)
         self._added = {
             id(parameter)
@@ -177,14 +212,30 @@ class _FileWeights:
             self._check_quantisation(parameter)
         wanted = {self._found[id(p)]: self._shape(p) for p in read if not self._is_packed(p)}
         wanted |= {n: b.shape for n, b in persistent_buffers(model).items() if n in shapes}
+        there = {name: shapes[name] for name in wanted if name in shapes}
+        there |= {self._found[p]: list(source.shape) for p, source in self._converted.items()}
         check_names_and_shapes(
             wanted,
-            {name: shapes[name] for name in wanted if name in shapes},
+            there,
             "the weights are those of another model",
             where=str(files.path),
             fix="take the model's configuration from beside the weights (config.json), or leave "
             "the weights out to begin anew",
         )
+
+    def _find_converted(
+        self, model: nn.Module, names: Mapping[int, Sequence[str]]
+    ) -> dict[int, ValueSource]:
+        """Return the sources of parameters that files have under other names, or in other pieces,
+        by identity."""
+        missing = [p for p, name in self._found.items() if name not in self._files.shapes]
+        known = find_conversions(model, self._files) if missing else {}
+        found: dict[int, ValueSource] = {}
+        for parameter in missing:
+            name = next((name for name in names[parameter] if name in known), None)
+            if name is not None:
+                found[parameter] = known[name]
+        return found
 
     def _shape(self, parameter: nn.Parameter) -> torch.Size:
         """Return the shape of a parameter in the files."""
@@ -223,11 +274,8 @@ class _FileWeights:
         if not self._is_packed(parameter.original):
             return None
         form, name = parameter.format, self._found[id(parameter.original)]
-        entries = {}
-        for key in form.entry_names(name).values():
-            with self._files.open_tensor(key) as tensor:
-                entries[key] = tensor[...]
-        return form.pack_entries(name, entries)
+        names = form.entry_names(name).values()
+        return form.pack_entries(name, {n: self._files.tensors[n].read_all() for n in names})
 
     def make_source(self, own: Source) -> Source:
         """Return the source of floating-point values; `own` has those of added adapters."""
@@ -235,10 +283,11 @@ class _FileWeights:
         def source(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
             if id(parameter) in self._added:
                 return own(name, parameter, start, end)
-            with self._files.open_tensor(self._found[id(parameter)]) as tensor:
-                if self._is_transposed(parameter):
-                    return tensor[...].T.reshape(-1)[start:end]
-                return _read_interval(tensor, parameter.shape, start, end)
+            tensor = self._converted.get(id(parameter))
+            tensor = tensor or self._files.tensors[self._found[id(parameter)]]
+            if self._is_transposed(parameter):
+                return tensor.read_all().T.reshape(-1)[start:end]
+            return tensor.read(start, end)
 
         return source
 
@@ -246,58 +295,7 @@ class _FileWeights:
     def names(self) -> set[str]:
         """Names of the tensors that the model takes."""
         taken = set(self._found.values())
+        taken |= {name for source in self._converted.values() for name in source.names}
         for packed in self._packed.values():
             taken |= set(packed.format.entry_names(self._found[id(packed.original)]).values())
         return taken
-
-
-class _SafetensorsFiles:
-    """Safetensors file, or all files of a folder; `holding` has the file of each tensor, `shapes`
-    the shape."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        if not files:
-            raise InputError(
-                "found no .safetensors file",
-                where=str(path),
-                fix="give the folder that `save_pretrained` wrote, or one .safetensors file",
-            )
-        self.holding: dict[str, Path] = {}
-        self.shapes: dict[str, list[int]] = {}
-        for file in files:
-            with _open_safetensors(file) as opened:
-                for name in opened.keys():  # noqa: SIM118 - no mapping
-                    self.holding[name] = file
-                    self.shapes[name] = opened.get_slice(name).get_shape()
-
-    @contextlib.contextmanager
-    def open_tensor(self, name: str) -> Iterator[Any]:
-        """Open tensor `name`, without reading it."""
-        with _open_safetensors(self.holding[name]) as opened:
-            yield opened.get_slice(name)
-
-
-@contextlib.contextmanager
-def _open_safetensors(file: Path) -> Iterator[Any]:
-    try:
-        check_is_file(file)  # opening anything else may block with Python's lock held
-        with safe_open(file, framework="pt") as opened:
-            yield opened
-    except (OSError, SafetensorError) as error:
-        raise InputError(
-            "cannot read the weights",
-            where=str(file),
-            why=why_unreadable(error) if isinstance(error, NotAFileError) else str(error),
-            fix="give a whole file in the safetensors format that you may read",
-        ) from error
-
-
-def _read_interval(tensor: Any, shape: torch.Size, start: int, end: int) -> torch.Tensor:
-    """Return elements [start, end) of a tensor on disk, flattened; reads only the rows needed."""
-    if not shape:
-        return tensor[...].reshape(-1)[start:end]
-    row = max(1, shape[1:].numel())
-    first, last = start // row, -(-end // row)
-    return tensor[first:last].reshape(-1)[start - first * row : end - first * row]

@@ -29,6 +29,7 @@ from gpumix.engine.engine import Engine
 from gpumix.engine.outside_steps import unshard
 from gpumix.engine.rehearsal.additivity import padding_counts
 from gpumix.engine.sharding.unit_discovery import has_trainable_parameters
+from gpumix.engine.weights.whole_values import check_has_been_read, read_all_values
 from gpumix.hardware.host.environment import get_local_world_size
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.integrations.accelerate.arguments import (
@@ -204,7 +205,7 @@ class Accelerator(accelerate.Accelerator):
             return model
         if not has_trainable_parameters(model) or kwargs.get("evaluation_mode"):
             kwargs["evaluation_mode"] = True
-            return super().prepare_model(model, *args, **kwargs)
+            return super().prepare_model(read_all_values(model), *args, **kwargs)
         looped = self._awaited.known(model)
         if looped is None:
             check_loaded_weights(model)
@@ -274,6 +275,7 @@ class Accelerator(accelerate.Accelerator):
                     why="the devices are measured with its batches",
                     fix="loader = accelerator.prepare(loader), before the first step",
                 )
+        check_has_been_read(looped.module)
         if looped.module not in self._alone:
             self._alone.append(super().prepare_model(looped.module, evaluation_mode=True))
 

@@ -31,7 +31,9 @@ from gpumix.engine.optimizers.base import FullParameterOptimizer
 from gpumix.engine.outside_steps import unshard
 from gpumix.engine.prepare import prepare
 from gpumix.engine.quantised.weight_formats import iterate_packed
+from gpumix.engine.sharding.initial_weights import check_has_values
 from gpumix.engine.sharding.unit_discovery import has_trainable_parameters
+from gpumix.engine.weights.file_parameter import has_source
 from gpumix.hardware import runtime
 from gpumix.integrations.common.even_plan import make_even_plan
 from gpumix.integrations.common.peft_adapters import patch_state_dict_names
@@ -47,6 +49,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import ComputeDtype
 from gpumix.train.checks.output_folder import check_folder
 from gpumix.train.run_log import run_files
+from gpumix.train.run_log.loading import LoadingMeter
 
 
 @dataclass(frozen=True)
@@ -149,9 +152,15 @@ def shard_by_plan(
     register_leave_at_exit()
     # An earlier training may survive in reference cycles of the program, with its memory.
     gc.collect()
-    engine = prepare(
-        model, plan, loss=own or training.loss, seed=training.seed, couples=training.couples
-    )
+    in_files = any(has_source(parameter) for parameter in model.parameters())
+    with LoadingMeter() as meter:
+        engine = prepare(
+            model, plan, loss=own or training.loss, seed=training.seed, couples=training.couples
+        )
+    if in_files:
+        told = meter.describe(engine)
+        if first:
+            say(told)
     patch_state_dict_names(model, everywhere=False)
     return engine
 
@@ -160,8 +169,10 @@ def check_loaded_weights(model: nn.Module) -> None:
     """Check that the weights of a model, as it was loaded, can be divided.
 
     Raises:
-        InputError: they are quantised in another way than bitsandbytes', or spread over devices.
+        InputError: they are quantised in another way than bitsandbytes', or spread over devices; or
+            the model has no weights.
     """
+    check_has_values(model)
     flags = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
     quantised = any(getattr(model, flag, False) is True for flag in flags)
     if quantised and not any(True for _ in iterate_packed(model)):

@@ -17,6 +17,7 @@ from typing import Any
 from gpumix.engine.outside_steps import get_outside_steps
 from gpumix.engine.outside_steps import whole as whole_model
 from gpumix.engine.sharding.unit_discovery import has_trainable_parameters
+from gpumix.engine.weights.whole_values import read_all_values
 from gpumix.integrations.common.plan_and_shard import get_world_size
 from gpumix.integrations.dataloader.example_batch import find_example
 from gpumix.integrations.dataloader.sharded_loader import RankLoader
@@ -93,6 +94,7 @@ class StockEvaluation:
         # No sample counts twice in any prediction.
         trainer.gather_function = accelerator.gather_for_metrics
         if not trainer.has_engine:
+            read_all_values(trainer.model)
             move(trainer.model, trainer.args.device)
             try:
                 yield

@@ -89,7 +89,9 @@ class ModelSpec(Value):
         default_factory=dict, description="arguments of the factory, by name"
     )
     weights: Path | None = Field(
-        default=None, description="initial weights: a safetensors file, or a folder of them"
+        default=None,
+        description="initial weights: a safetensors file, a folder of them, or a model's folder in "
+        "the hub's cache",
     )
     lora: LoraSpec | None = Field(
         default=None,

@@ -103,6 +103,11 @@ class Prediction(Value):
         "single graphs kept, or devices of one stage of several differ in mode or share its state "
         "less equally than they have room for",
     )
+    loading_bytes: int = Field(
+        default=0,
+        description="host memory of a process for reading weights, at most, beyond what it keeps; "
+        "0: not known",
+    )
     workers: tuple[WorkerPrediction, ...]
     peaks: dict[str, Peak] = Field(default={}, description="by class, of those that are known")
 

@@ -7,6 +7,7 @@ torch: the page is shown before any rank runs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.text import Text
@@ -297,6 +298,25 @@ def _memory(amount: float) -> str:
 
 
 def _host_memory(plan: Plan) -> str:
+    """Describe the system RAM that the plan keeps data in, and that loading takes; empty for none
+    and little."""
+    kept, loading = _kept_on_hosts(plan), _loading_memory(plan)
+    if kept and loading:
+        return f"{kept}; {loading} more while weights load"
+    return kept or (f"{loading} of free system RAM while weights load" if loading else "")
+
+
+def _loading_memory(plan: Plan) -> str:
+    """Describe the system RAM that loading takes on the host where most GPUs are; empty for
+    little."""
+    if plan.prediction is None:
+        return ""
+    processes = max(Counter(worker.host for worker in plan.workers).values())
+    most = processes * plan.prediction.loading_bytes
+    return f"{round_estimate(most / GIB)} GiB" if most >= GIB else ""
+
+
+def _kept_on_hosts(plan: Plan) -> str:
     """Describe the system RAM that the plan keeps data in; empty for none."""
     told = plan.expected_by_device
     by_host: dict[str, int] = {}

@@ -1,0 +1,47 @@
+"""Host memory for reading initial weights from files, in each process.
+
+A process reads a parameter, or its part of one, at a time, and quantises a matrix at a time. So no
+more than the largest block passes through its memory, beyond what the plan keeps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import EndParameters, ModelProfile, RootParameter, UnitKind
+
+FP32_BYTES = 4
+# Of a frozen value in 16 bits, its fp32 copy; of a quantised one in 4 bits, the fp32 value.
+FROZEN_TIMES, PACKED_TIMES = 2, 8
+
+
+def compute_loading_bytes(model: ModelProfile) -> int:
+    """Return the bytes that reading weights takes in a process, at most: the fp32 values of a
+    block, or of a parameter outside of blocks."""
+    root = model.root.parameters or (model.root.before, model.root.after)
+    return max(map(_fp32_bytes, (*model.kinds, *root)))
+
+
+def _fp32_bytes(part: UnitKind | RootParameter | EndParameters) -> int:
+    floats = part.frozen_bytes - part.packed_bytes
+    return FP32_BYTES * part.trainable + FROZEN_TIMES * floats + PACKED_TIMES * part.packed_bytes
+
+
+def predict_host_bytes(plan: Plan, *, on_cpu: bool = False) -> dict[str, int]:
+    """Return the memory of each host that the plan's processes take until the first step, at most,
+    beyond that of the libraries; empty without a prediction.
+
+    Args:
+        on_cpu: whether devices are CPUs, whose memory is that of the host.
+    """
+    if plan.prediction is None:
+        return {}
+    told, found = plan.expected_by_device, Counter[str]()
+    for worker in plan.workers:
+        of_device = told.get(worker.device)
+        kept = 0 if of_device is None else of_device.host_bytes
+        if on_cpu and of_device is not None:
+            kept += of_device.peak_bytes
+        found[worker.host] += kept + plan.prediction.loading_bytes
+    return dict(found)

@@ -1,0 +1,83 @@
+"""Values for modules that compute before the model is sharded, read from files in full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpumix.engine.quantised.packed_weight import Installed
+from gpumix.engine.quantised.weight_formats import pack
+from gpumix.engine.weights.file_parameter import get_source, has_source, read_values
+from gpumix.engine.weights.quantised_source import QuantisedSource
+from gpumix.schema.errors import InputError
+
+
+def read_all_values(model: nn.Module) -> nn.Module:
+    """Give a model all of its values in this process, as if it had been loaded without gpumix."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or not has_source(parameter):
+                continue
+            if parameter not in made:
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                installed = _make_parameter(name, parameter, module)
+                made[parameter] = installed.parameter
+                for one in installed.attributes:
+                    one.holder[one.key] = one.value
+            module._parameters[attribute] = made[parameter]
+    return model
+
+
+def check_has_been_read(model: nn.Module) -> None:
+    """Check that a model can be called.
+
+    Raises:
+        InputError: its weights are still in files.
+    """
+    if any(map(has_source, model.parameters())):
+        raise InputError(
+            "the model is called before it is prepared for training, and its weights are still in "
+            "files",
+            fix="prepare its optimizer and the loader of its training data first; or load it "
+            "without gpumix.lazy_weights",
+        )
+
+
+@contextmanager
+def with_values(layer: nn.Module) -> Iterator[None]:
+    """Give a layer the values of its weight inside the context."""
+    weight: Any = layer._parameters["weight"]
+    if not has_source(weight):
+        yield
+        return
+    installed = _make_parameter("weight", weight, layer)
+    changed = [(one.holder, one.key, one.holder.get(one.key)) for one in installed.attributes]
+    layer._parameters["weight"] = installed.parameter
+    for one in installed.attributes:
+        one.holder[one.key] = one.value
+    try:
+        yield
+    finally:
+        layer._parameters["weight"] = weight
+        for holder, key, before in changed:
+            holder[key] = before
+
+
+@torch.no_grad()
+def _make_parameter(name: str, parameter: nn.Parameter, owner: nn.Module) -> Installed:
+    """Return a parameter with values, quantised if it is to be."""
+    packed, source = pack(parameter, owner), get_source(parameter)
+    if packed is not None and isinstance(source, QuantisedSource):
+        tensors = source.read_tensors()
+    else:
+        values = read_values(name, parameter, 0, parameter.numel()).view(parameter.shape)
+        if packed is None:  # a copy: files must not stay mapped
+            return Installed(nn.Parameter(values.clone(), requires_grad=parameter.requires_grad))
+        tensors = packed.format.quantise(values)
+    made = packed.format.restore(tensors)
+    return Installed(made, packed.format.attributes(made, owner))

@@ -1,0 +1,83 @@
+"""Adapters of PEFT on layers whose weights are still in files.
+
+PEFT puts an adapter where its layer's weight is, and begins some kinds with values of that weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from gpumix.engine.quantised.weight_formats import find_format
+from gpumix.engine.weights.file_parameter import has_source
+from gpumix.engine.weights.whole_values import with_values
+
+CPU = torch.device("cpu")
+LOOK = "_get_base_layer_device_and_dtype"
+
+
+@cache
+def teach_peft() -> None:
+    """Let PEFT put adapters on layers with weights in files. Other layers keep PEFT's own code."""
+    if find_spec("peft") is None:
+        return
+    from peft.tuners.lora.dora import DoraLinearLayer
+    from peft.tuners.lora.model import LoraModel
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+
+    if not hasattr(BaseTunerLayer, LOOK):
+        return  # its adapters get no values there, and are refused for that
+    _wrap(BaseTunerLayer, LOOK, _get_device_and_dtype)
+    for kind in (BaseTuner, LoraModel):
+        _wrap(kind, "_replace_module", _replace_module)
+    _wrap(DoraLinearLayer, "update_layer", _update_layer)
+
+
+def _wrap(kind: type, name: str, function: Callable[..., Any]) -> None:
+    """Replace a method of a class by `function`, which gets the method first; none is made where
+    the class inherits it."""
+    method = vars(kind).get(name)
+    if method is None:
+        return
+
+    @wraps(method)
+    def wrapped(*args: Any, **given: Any) -> Any:
+        return function(method, *args, **given)
+
+    setattr(kind, name, wrapped)
+
+
+def _get_device_and_dtype(method: Callable[..., Any], layer: Any, base_layer: Any) -> Any:
+    """Return where an adapter goes, and its dtype: as if the weight had been loaded."""
+    device, dtype = method(layer, base_layer)
+    weight: Any = getattr(base_layer, "weight", None)
+    if not has_source(weight):
+        return device, dtype
+    quantised = find_format(weight) is not None and not hasattr(base_layer, "compute_dtype")
+    return CPU, torch.uint8 if quantised else dtype
+
+
+def _replace_module(
+    method: Callable[..., Any], tuner: Any, parent: Any, name: str, module: Any, child: Any
+) -> None:
+    """Put a layer with adapters in the place of another one, and leave the adapters where they
+    are."""
+    held = [(one, dict(one._parameters)) for one in module.modules()]
+    method(tuner, parent, name, module, child)
+    for owner, parameters in held:
+        for key, before in parameters.items():
+            now = owner._parameters[key]
+            if before is None or now is None or not now.is_meta:
+                continue
+            if not before.is_meta or (has_source(before) and not has_source(now)):
+                owner._parameters[key] = before
+
+
+def _update_layer(method: Callable[..., Any], layer: Any, *, base_layer: Any, **given: Any) -> None:
+    """Begin a layer of DoRA with the lengths of the weight's rows."""
+    with with_values(base_layer):
+        method(layer, base_layer=base_layer, **given)
