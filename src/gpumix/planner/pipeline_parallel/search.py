@@ -51,6 +51,7 @@ from gpumix.planner.pipeline_parallel.micro_batch_counts import (
     iterate_neighbor_deals,
 )
 from gpumix.planner.pipeline_parallel.pipeline_estimate import PipelineEstimates, RowEstimates
+from gpumix.planner.pipeline_parallel.row_bounds import RowBounds
 from gpumix.planner.pipeline_parallel.stage_cuts import FEW_CUTS, Cutter
 from gpumix.planner.pipeline_parallel.stage_modes import (
     NO_TENSOR_PARALLEL,
@@ -147,6 +148,8 @@ class StageSearch:
         self._drop_slow()
         if self._proves and bound_s < self._best_s * (1 - MIN_RELATIVE_GAIN):
             bound_s = max(bound_s, self._prove())
+        if bound_s < self._best_s < float("inf"):
+            bound_s = max(bound_s, self._bound_rows())
         bound_s = min(bound_s, self._best_s)
         if self._best is None:
             if self._below_s == float("inf"):
@@ -447,6 +450,21 @@ class StageSearch:
     @property
     def _every_size(self) -> bool:
         return len(self._sizes) == self._largest
+
+    def _bound_rows(self) -> float:
+        """Return a lower bound of the steps of all rows that are looked at, in all sizes."""
+        interleaved = "interleaved" in self._schedules
+        if not RowBounds.can_bound(self._profile.model, interleaved=interleaved):
+            return 0.0
+        bounds = RowBounds(
+            self._pace_of,
+            self._manners,
+            self._batch,
+            self._sizes,
+            self._best_s,
+            interleaved=interleaved,
+        )
+        return bounds.least_s(self._rows[0])
 
     def _allowed_work(self) -> int:
         """Return the work allowed for looking at all ways; 0 if the ways are too many."""

@@ -98,9 +98,10 @@ class Prediction(Value):
     )
     bound_s: Seconds | None = Field(
         default=None,
-        description="no plan of these devices and techniques takes less, unless units are joined, "
-        "single graphs kept, or devices of one stage of several differ in mode or share its state "
-        "less equally than they have room for",
+        description="no plan that was searched takes less, unless units are joined, single graphs "
+        "kept, or devices of one stage of several differ in mode or share its state less equally "
+        "than they have room for; of many rows of stages, and of many mixtures of tensor parallel "
+        "degrees, only some are searched",
     )
     workers: tuple[WorkerPrediction, ...]
     peaks: dict[str, Peak] = Field(default={}, description="by class, of those that are known")
