@@ -63,6 +63,7 @@ def plan(
                 source.request.global_batch,
                 strategy=source.strategy,
                 space=source.request.space,
+                detailed=verbose or as_json or output is not None,
             )
     except NoFeasiblePlanError as error:
         if source.estimate is None or source.strategy != "optimal":

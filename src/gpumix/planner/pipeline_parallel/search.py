@@ -114,7 +114,7 @@ class StageSearch:
         margin: float = 1.0,
         proves: bool = True,
     ) -> None:
-        self._proves = proves
+        self._proves, self._bounds = proves, request.bounds
         self._profile = profile
         self._batch = request.global_batch
         self._space = request.space
@@ -149,7 +149,7 @@ class StageSearch:
         self._drop_slow()
         if self._proves and bound_s < self._best_s * (1 - MIN_RELATIVE_GAIN):
             bound_s = max(bound_s, self._prove())
-        if bound_s < self._best_s < float("inf"):
+        if self._bounds and bound_s < self._best_s < float("inf"):
             bound_s = max(bound_s, self._bound_rows())
         bound_s = min(bound_s, self._best_s)
         if self._best is None:
