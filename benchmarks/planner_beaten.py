@@ -2,9 +2,11 @@
 
 On clusters with stragglers, slow links, little memory and batches below their devices, the default
 plan is held against every strategy, against the default plans of the clusters that it contains (a
-class less), and against a search that knows nothing of the planner's: random plans of several
-stages, and from the best of them whatever is one change away and faster (`tests/planner/climb.py`).
-All are judged by the cost model.
+class less), and against searches that know nothing of the planner's. One climbs from random plans
+of several stages, and from those of the default search and of `staged`, by devices, cuts, teams,
+modes, schedules, ZeRO stages, micro-batch sizes, waves and deals (`tests/planner/climb.py`); the
+other from the best plan of one stage, by samples, micro-batches, modes, kept graphs, state and
+buckets (`tests/planner/climb_one_stage.py`). All are judged by the cost model.
 
     python benchmarks/planner_beaten.py [--json] [--clusters 40] [--budget 2000]
 
@@ -19,6 +21,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import product
 from statistics import fmean
 
@@ -31,11 +34,13 @@ from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.optimal import plan_fastest
 from gpumix.planner.plan import STRATEGIES
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 
 sys.path.insert(0, str(TESTS / "planner"))
 
 from climb import Climb
+from climb_one_stage import OneStageClimb
 
 BEATEN = 1e-3
 SEQUENCE_LENGTH = 1024
@@ -57,7 +62,7 @@ BATCHES = (3, 16, 64)
 def main() -> None:
     arguments = _arguments()
     worst, beaten, count, with_stages, seconds = 0.0, 0, 0, 0, []
-    for described, profile, batch in _cases():
+    for described, profile, batch in _cases(arguments.first):
         if count == arguments.clusters:
             break
         request = PlanRequest(global_batch=batch)
@@ -69,7 +74,9 @@ def main() -> None:
         seconds.append(time.process_time() - begun)
         count, with_stages = count + 1, with_stages + (len(plan.stages) > 1)
         ours = get_prediction(plan).step_s
-        name, other_s = min(_others(profile, request, arguments.budget), key=lambda one: one[1])
+        name, other_s = min(
+            _others(profile, request, plan, arguments.budget), key=lambda one: one[1]
+        )
         by = max(0.0, 1.0 - other_s / ours)
         worst, beaten = max(worst, by), beaten + (by > BEATEN)
         if not arguments.json:
@@ -84,11 +91,11 @@ def main() -> None:
     print_figures(figures, as_json=arguments.json)
 
 
-def _cases() -> Iterator[tuple[str, Profile, int]]:
+def _cases(first: int) -> Iterator[tuple[str, Profile, int]]:
     """Clusters, in an order in which the first ones differ in all."""
     every = list(product(HOSTS, LINKS, MODELS, BATCHES))
     step = 41  # coprime to their number
-    for number in range(len(every)):
+    for number in range(first, len(every)):
         hosts, link, size, batch = every[number * step % len(every)]
         shape = make_llama_like(size)
         profile = estimate_profile(
@@ -100,23 +107,31 @@ def _cases() -> Iterator[tuple[str, Profile, int]]:
         yield f"{hosts} by {link}, {size / 1e9:.0f}B, batch {batch}", profile, batch
 
 
-def _others(profile: Profile, request: PlanRequest, budget: int) -> Iterator[tuple[str, float]]:
+def _others(
+    profile: Profile, request: PlanRequest, plan: Plan, budget: int
+) -> Iterator[tuple[str, float]]:
     """Who else plans, and the seconds of the step; infinite where nothing fits."""
+    starts = [plan]
     for name, strategy in STRATEGIES.items():
         if name != "optimal":
             try:
-                yield name, get_prediction(strategy(profile, request)).step_s
+                found = strategy(profile, request)
             except (InputError, NoFeasiblePlanError):
-                yield name, float("inf")
+                continue
+            starts += [found] if name == "staged" else []
+            yield name, get_prediction(found).step_s
     for name, alone in iterate_class_requests(profile, request):
         try:
             yield f"only {name}", get_prediction(plan_fastest(profile, alone)).step_s
         except (InputError, NoFeasiblePlanError):
-            yield name, float("inf")
-    try:
-        yield "climb", Climb(profile, request, budget=budget, seed=0).run()
-    except (InputError, NoFeasiblePlanError):
-        yield "climb", float("inf")
+            continue
+    with suppress(InputError, NoFeasiblePlanError):
+        yield "climb", Climb(profile, request, budget=budget, seed=0, starts=starts).run()
+    with suppress(InputError, NoFeasiblePlanError):
+        space = request.space.in_one_stage()
+        first = plan_fastest(profile, request.model_copy(update={"space": space}))
+        climb = OneStageClimb(profile, request, first, budget=budget, seed=0)
+        yield "climb in one stage", climb.run()
 
 
 def _arguments() -> argparse.Namespace:
@@ -124,6 +139,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--clusters", type=int, default=40)
     parser.add_argument("--budget", type=int, default=2_000, help="plans of a climb")
+    parser.add_argument("--first", type=int, default=0, help="the first cluster to plan for")
     return parser.parse_args()
 
 

@@ -224,7 +224,7 @@ def test_whether_mixing_pays_is_said_first():
     made = of_two_classes()
     first, second, third, *_ = explain_plan(made)
     assert first == "mixing pays: 1.33 times as fast as fast alone, the best GPU type"
-    assert second.endswith("; no plan for these GPUs takes less")
+    assert second.endswith("; no plan of those searched takes less")
     assert third == "bottleneck: compute of fast, slow"
     assert shown(made).startswith("mixing pays")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from climb import Climb
+from climb_one_stage import OneStageClimb
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import GIB, MIB, Card, block, in_a_row, line, profile, steady
@@ -72,10 +73,35 @@ def test_no_strategy_is_faster_than_the_default(found, batch):
 @pytest.mark.slow
 @examples(2)
 @given(found=clusters, batch=st.sampled_from([3, 8, 16]), seed=st.integers(0, 99))
-def test_no_random_climb_is_faster_than_the_default(found, batch, seed):
-    ours = step_s("optimal", found, batch)
+def test_no_climb_is_faster_than_the_default(found, batch, seed):
+    """From its own plan, from random ones of several stages, and from the best of one stage."""
+    assert_not_beaten(found, batch, seed, budget=200)
+
+
+@pytest.mark.parametrize(
+    ("cards", "link", "memory", "batch"),
+    [
+        ([(1e-3, 2), (2.6e-3, 2)], 3e7, GIB, 8),
+        ([(1e-3, 2), (1.3e-3, 1)], 3e9, 48 * MIB, 16),
+    ],
+)
+def test_no_short_climb_is_faster_than_the_default(cards, link, memory, batch):
+    assert_not_beaten(cluster(cards, link=link, memory=memory), batch, seed=1, budget=60)
+
+
+def assert_not_beaten(found: Profile, batch: int, seed: int, *, budget: int) -> None:
     request = PlanRequest(global_batch=batch)
-    assert ours <= BEATEN * Climb(found, request, budget=150, seed=seed).run()
+    try:
+        plan = plan_fastest(found, request)
+    except NoFeasiblePlanError:
+        assert Climb(found, request, budget=budget, seed=seed).run() == float("inf")
+        return
+    ours = get_prediction(plan).step_s
+    assert ours <= BEATEN * Climb(found, request, budget=budget, seed=seed, starts=[plan]).run()
+    if step_s("best-subset", found, batch) < float("inf"):
+        within = request.model_copy(update={"space": request.space.in_one_stage()})
+        first = plan_fastest(found, within)
+        assert ours <= BEATEN * OneStageClimb(found, request, first, budget=budget, seed=seed).run()
 
 
 @pytest.mark.extended

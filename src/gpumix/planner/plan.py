@@ -96,12 +96,16 @@ def plan(
     *,
     strategy: str = "optimal",
     space: Space = EVERYTHING,
+    detailed: bool = True,
 ) -> Plan:
     """Plan with `strategy` within `space`, and add the reasons (`Plan.reasons`).
 
     The plan is compared with the optimal and the even plan on all devices, and with the optimal
     plan on each single class, to say if mixing pays. Where links were measured, the measurements
     between all devices are used for any of them. `compare` has all strategies.
+
+    Args:
+        detailed: also find what each class is worth, and bound what was searched.
 
     Raises:
         InputError: there is no such strategy, or the profile does not fit the request.
@@ -113,7 +117,7 @@ def plan(
             f"the global batch must be 1 to {LARGEST_BATCH} samples, it is {global_batch_size}",
             fix="give the samples of a step over all devices",
         )
-    request = PlanRequest(global_batch=global_batch_size, space=space)
+    request = PlanRequest(global_batch=global_batch_size, space=space, bounds=detailed)
     searched = FastestPlans(profile, request)
 
     @cache
@@ -147,7 +151,8 @@ def plan(
         worth=ClassWorths(
             profile, request, best, searched.paces, lambda name: searched.of_classes[name].alone
         ).all()
-        if best is not None
+        if detailed
+        and best is not None
         and len(chosen.stages) == 1
         and not (chosen.in_teams or slow_hosts)  # else the search's times are not the plan's
         else (),

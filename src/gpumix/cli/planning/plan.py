@@ -62,6 +62,7 @@ def plan(
                 strategy=source.strategy,
                 space=source.request.space,
                 allow=source.allow,
+                detailed=verbose or as_json or output is not None,
             )
     except NoFeasiblePlanError as error:
         if source.estimate is None or source.strategy != "optimal":

@@ -25,13 +25,15 @@ from gpumix.schema.value import Value
 
 class PlanRequest(Value):
     """A planning request: a global batch over `devices` (ids; all of the cluster if empty), with
-    the techniques of `space`."""
+    the techniques of `space`. Without `bounds`, rows of stages are not bounded one by one: the plan
+    is the same, found sooner, and its bound is lower."""
 
     global_batch: int = Field(
         gt=0, le=LARGEST_BATCH, description="samples per step over all devices"
     )
     devices: tuple[str, ...] = ()
     space: Space = EVERYTHING
+    bounds: bool = True
 
 
 MIN_GAIN_FRACTION = 1e-3  # a plan needing more (stages, teams) must be faster by this fraction

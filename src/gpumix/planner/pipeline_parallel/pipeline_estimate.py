@@ -146,6 +146,12 @@ class PipelineEstimates:
         self._held_bytes = lru_cache(maxsize=None)(self._held_bytes_of)
         self._elements = lru_cache(maxsize=None)(self._elements_of)
 
+    @property
+    def ranges(self) -> tuple[IntArray, IntArray, IntArray]:
+        """The distinct ranges of calls: begins, ends, and the number of each range by last and
+        first edge."""
+        return self._begin, self._end, self.range_of
+
     def with_sizes(self, sizes: Sequence[int]) -> PipelineEstimates:
         """Return estimates for other sizes of a micro-batch."""
         return PipelineEstimates(self._pace_of, self.manners, self._batch, sizes)

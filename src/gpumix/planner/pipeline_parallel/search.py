@@ -51,6 +51,7 @@ from gpumix.planner.pipeline_parallel.micro_batch_counts import (
     iterate_neighbor_deals,
 )
 from gpumix.planner.pipeline_parallel.pipeline_estimate import PipelineEstimates, RowEstimates
+from gpumix.planner.pipeline_parallel.row_bounds import RowBounds
 from gpumix.planner.pipeline_parallel.stage_cuts import FEW_CUTS, Cutter
 from gpumix.planner.pipeline_parallel.stage_modes import (
     NO_TENSOR_PARALLEL,
@@ -70,7 +71,7 @@ FEW_SIZES = 12  # up to this many micro-batch sizes, all are tried
 FEW_COUNTS = 4  # beyond, sizes making up to this many micro-batches are tried too
 FEW_WAYS = 500  # up to this many, all are tried
 SOME_WAYS = 1_200  # up to this many if all sizes are tried, with less work
-FEW_STAGES = 4  # up to this many, manners are changed one by one
+FEW_STAGES = 8  # up to this many, manners are changed one by one
 # Limits on exact counts, in actions replayed: of promising plans, and of neighbors in addition.
 ESTIMATED_ACTIONS, NEIGHBOR_ACTIONS = 8_000, 8_000
 # Limits on further counts, of all plans: with few ways, and with some.
@@ -87,6 +88,7 @@ FEW_ROWS, COARSE_EDGES = ((12, 250), (float("inf"), 48)), 17
 # Rows estimated by all schedules and ZeRO stages, by devices.
 MOST_ROWS = ((12, 250), (float("inf"), 16))
 LEAST_SIZES = 3  # at least, that are estimated, if they may be fast enough
+SMALL_GROUP = 4  # devices, up to which a lower ZeRO stage may need less memory
 NEAR = 1.4  # times the least time so far, for rows and sizes to estimate
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble", "interleaved")
 
@@ -112,7 +114,7 @@ class StageSearch:
         margin: float = 1.0,
         proves: bool = True,
     ) -> None:
-        self._proves = proves
+        self._proves, self._bounds = proves, request.bounds
         self._profile = profile
         self._batch = request.global_batch
         self._space = request.space
@@ -147,6 +149,8 @@ class StageSearch:
         self._drop_slow()
         if self._proves and bound_s < self._best_s * (1 - MIN_RELATIVE_GAIN):
             bound_s = max(bound_s, self._prove())
+        if self._bounds and bound_s < self._best_s < float("inf"):
+            bound_s = max(bound_s, self._bound_rows())
         bound_s = min(bound_s, self._best_s)
         if self._best is None:
             if self._below_s == float("inf"):
@@ -321,11 +325,12 @@ class StageSearch:
     def _divisions(self, of_row: RowEstimates) -> Iterator[tuple[ZeroStage, int]]:
         """Yield the ZeRO stages and numbers of waves with room for a row."""
         stages = {z for one in self._schedules for z in self._zero_stages(of_row.row, one)}
+        small = max(map(len, of_row.row)) <= SMALL_GROUP
         for zero_stage in sorted(stages, reverse=True):
             every = [
                 n for n in of_row.waves(zero_stage) if of_row.divided(zero_stage, "1f1b", n).fits
             ]
-            if not every:
+            if not every and not small:
                 return  # lower stages need more memory
             yield from ((zero_stage, n) for n in every)
 
@@ -339,19 +344,31 @@ class StageSearch:
 
     def _ideal_rows(self) -> list[tuple[FloatArray, Row]]:
         """Return the best rows with ideal seconds: sums hide behind computing and no gradients are
-        late, at the ZeRO stage and by the schedule of least memory."""
-        highest = max(self._space.zero_stages)
-        if not self._holds_state(highest):
+        late, at the highest ZeRO stage with room and by the schedule of least memory."""
+        if not self._holds_state(max(self._space.zero_stages)):
             return []
         estimates, rows = self._estimates, self._rows[0]
         if len(rows) > select_by_devices(FEW_ROWS, len(self._devices)):
             estimates = PipelineEstimates(
                 self._pace_of, self._manners, self._batch, self._sizes, COARSE_EDGES
             )
-        every = ((estimates.of(row).divided(highest, "1f1b", 0), row) for row in rows)
-        found = [(divided.ideal_s, row) for divided, row in every if divided.fits]
+        found = []
+        for row in rows:
+            of_row = estimates.of(row)
+            for zero_stage in self._zero_stages_of(row):
+                divided = of_row.divided(zero_stage, "1f1b", 0)
+                if divided.fits:
+                    found.append((divided.ideal_s, row))
+                    break
         most = int(select_by_devices(MOST_ROWS, len(self._devices)))
         return sorted(found, key=lambda one: float(one[0].min()))[:most]
+
+    def _zero_stages_of(self, row: Row) -> list[ZeroStage]:
+        """Return the ZeRO stages for a row by any schedule, the highest first. It keeps the least
+        in large groups; in small ones its buffers may be larger than what it divides."""
+        every = {z for one in self._schedules for z in self._zero_stages(row, one)}
+        found = sorted(every, reverse=True)
+        return found if max(map(len, row)) <= SMALL_GROUP else found[:1]
 
     def _holds_state(self, zero_stage: ZeroStage) -> bool:
         """Return True if all devices together have room for one copy of units called once."""
@@ -447,6 +464,21 @@ class StageSearch:
     @property
     def _every_size(self) -> bool:
         return len(self._sizes) == self._largest
+
+    def _bound_rows(self) -> float:
+        """Return a lower bound of the steps of all rows that are looked at, in all sizes."""
+        interleaved = "interleaved" in self._schedules
+        if not RowBounds.can_bound(self._profile.model, interleaved=interleaved):
+            return 0.0
+        bounds = RowBounds(
+            self._pace_of,
+            self._manners,
+            self._batch,
+            self._sizes,
+            self._best_s,
+            interleaved=interleaved,
+        )
+        return bounds.least_s(self._rows[0])
 
     def _allowed_work(self) -> int:
         """Return the work allowed for looking at all ways; 0 if the ways are too many."""

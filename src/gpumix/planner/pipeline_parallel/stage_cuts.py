@@ -149,7 +149,7 @@ class Cutter:
                             come = np.minimum(come, passed_s)
                             go = np.minimum(go, one.stage_s(begin, end)[0] - passed_s)
                 of_classes.append(np.maximum(seconds, TINY_S))
-            busy = _bound_busiest_s(self._count(way), of_classes, [count for _, count in classes])
+            busy = bound_busiest_s(self._count(way), of_classes, [count for _, count in classes])
             if sum(count for _, count in classes) == 1:
                 busy = busy + left_s
             least = np.maximum(least, passed + busy)
@@ -243,24 +243,25 @@ class Cutter:
         return sum(every, np.zeros(len(cuts.begins)))
 
 
-def _bound_busiest_s(
-    count: int, seconds: Sequence[FloatArray], devices: Sequence[int]
+def bound_busiest_s(
+    count: int | FloatArray, seconds: Sequence[FloatArray], devices: Sequence[int | FloatArray]
 ) -> FloatArray:
     """Return a lower bound, to a part in a thousand, of the busiest device's seconds with `count`
     micro-batches dealt whole.
 
     Args:
         seconds: of one micro-batch on a device of each class.
-        devices: of each class.
+        devices: of each class; one at least.
     """
+    whole = np.asarray(count, float)
     if len(seconds) == 1:
-        return -(-count // devices[0]) * seconds[0]
+        return np.asarray(np.ceil(whole / np.maximum(devices[0], 1)) * seconds[0])
     speed = sum((n / s for n, s in zip(devices, seconds)), np.zeros(1))
-    low = count / speed
+    low = whole / np.maximum(speed, TINY_S)
     high = low + np.max(seconds, axis=0)
     low, high = np.broadcast_arrays(low, high)
     for _ in range(BISECTION_STEPS):
         middle = (low + high) / 2
         done = sum((n * np.floor(middle / s) for n, s in zip(devices, seconds)), np.zeros(1))
-        low, high = np.where(done < count, middle, low), np.where(done < count, high, middle)
+        low, high = np.where(done < whole, middle, low), np.where(done < whole, high, middle)
     return np.asarray(low)

@@ -9,14 +9,18 @@ from gpumix.cost.layout.curves import FloatArray, IntArray
 from gpumix.cost.peak_memory import element_bytes, free_bytes
 from gpumix.planner.pipeline_parallel.stage_modes import WorkerCounts
 from gpumix.schema.plan.plan import ZeroStage
-from gpumix.schema.profile.profile import Profile
+from gpumix.schema.profile.profile import ModelProfile, Profile
 
 
 class StageMemory:
-    """Room on devices of a profile: on single devices, or on the ranks of teams."""
+    """Room on devices of a profile: on single devices, or on the ranks of teams.
 
-    def __init__(self, profile: Profile) -> None:
-        model = profile.model
+    Args:
+        model: that the devices compute, if not that of the profile.
+    """
+
+    def __init__(self, profile: Profile, model: ModelProfile | None = None) -> None:
+        model = model or profile.model
         numel = np.array([model.kind(kind).trainable for kind in model.kind_of_call])
         first = [unit not in model.calls[:number] for number, unit in enumerate(model.calls)]
         once = [model.calls.count(unit) == 1 for unit in model.calls]

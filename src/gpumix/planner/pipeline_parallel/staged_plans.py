@@ -16,7 +16,6 @@ from gpumix.planner.pipeline_parallel.host_reduction import Reduction, reduce_ho
 from gpumix.planner.pipeline_parallel.search import FEW_DEVICES, StageSearch
 from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
     Searched,
-    ideal_step_s,
     search_mixed_degrees,
 )
 from gpumix.schema.errors import NoFeasiblePlanError
@@ -84,10 +83,9 @@ def plan_staged_below(
 def _search_reduced(
     profile: Profile, reduction: Reduction, below_s: float
 ) -> tuple[Plan | None, float]:
-    """Search on fewer devices, and build the plan of all. What is proven of few is not of all, but
-    for the ideal step, which is as long."""
+    """Search on fewer devices, and build the plan of all. The plans looked at are copies of plans
+    that fit on few: each computes as much, and its collectives take no less time among more."""
     found, bound_s = plan_staged_below(profile, reduction.request, below_s)
-    bound_s = min(bound_s, ideal_step_s(profile, reduction.request))
     if found is None or get_prediction(found).step_s >= below_s * PART_FRACTION:
         return None, bound_s
     plan = reduction.expand(found)

@@ -117,8 +117,8 @@ def search_mixed_degrees(
     most: int,
     in_stages: bool,
 ) -> tuple[Plan | None, list[float | None]]:
-    """Return the fastest plan below `below_s` with teams of several sizes; and by mixture a lower
-    bound in seconds, exact only where low enough to matter.
+    """Return the fastest plan below `below_s` with teams of several sizes; and by mixture that is
+    tried a lower bound in seconds, exact only where low enough to matter.
 
     Args:
         most: mixtures tried.
@@ -127,7 +127,7 @@ def search_mixed_degrees(
     best: Plan | None = None
     bounds_s: list[float | None] = []
     for mixture in _mixtures(profile, request, ranked_devices(profile, request), most):
-        if mixture.late or mixture.least_s >= below_s:
+        if mixture.least_s >= below_s:
             bounds_s.append(mixture.least_s)
             continue
         try:
@@ -225,26 +225,22 @@ def _make_uniform_sizes(
 
 
 class _Mixture(NamedTuple):
-    """Teams of several sizes, with a lower bound `least_s`. If `late`, all mixtures not tried."""
+    """Teams of several sizes, with a lower bound `least_s`."""
 
     teams: _Sizes
     least_s: float
-    late: bool = False
 
 
 def _mixtures(
     profile: Profile, request: PlanRequest, devices: Sequence[Device], most: int
 ) -> Iterator[_Mixture]:
-    """Yield mixtures with a size or two for each class: the `most` promising, then a late one."""
+    """Yield the `most` promising mixtures with a size or two for each class."""
     sequences = {
         team.sequence for team in teams_of_space(request.space) if team != NO_TENSOR_PARALLEL
     }
-    found, late_s = [], []
+    found = []
     for sequence in sorted(sequences):
-        options = _options(profile, request, devices, sequence=sequence)
-        kept = _keep_fastest_options(options)
-        if kept != options:  # options left out are no faster than the fastest of each class
-            late_s.append(_seconds(request, [of_class[0] for of_class in options.values()]))
+        kept = _keep_fastest_options(_options(profile, request, devices, sequence=sequence))
         for chosen in product(*kept.values()):
             sizes = {size for one in chosen for size in one.sizes}
             if len(sizes) > 1 and not any(max(sizes) % size for size in sizes):
@@ -255,9 +251,6 @@ def _mixtures(
                 found.append(_Mixture(mixture, _seconds(request, chosen)))
     found.sort(key=lambda mixture: mixture.least_s)
     yield from found[:most]
-    least = [*late_s, *(mixture.least_s for mixture in found[most:])]
-    if least:
-        yield _Mixture(_Sizes({}, sequence=False), min(least), late=True)
 
 
 class _Option(NamedTuple):

@@ -99,9 +99,10 @@ class Prediction(Value):
     )
     bound_s: Seconds | None = Field(
         default=None,
-        description="no plan of these devices and techniques takes less, unless units are joined, "
-        "single graphs kept, or devices of one stage of several differ in mode or share its state "
-        "less equally than they have room for",
+        description="no plan that was searched takes less, unless units are joined, single graphs "
+        "kept, or devices of one stage of several differ in mode or share its state less equally "
+        "than they have room for; of many rows of stages, and of many mixtures of tensor parallel "
+        "degrees, only some are searched",
     )
     loading_bytes: int = Field(
         default=0,

@@ -224,7 +224,7 @@ def _describe_gap(expected: Prediction) -> str:
     if expected.bound_s is None or expected.step_s <= 0:
         return ""
     gap = 1.0 - expected.bound_s / expected.step_s
-    others = "for these GPUs"
+    others = "of those searched"
     if gap < 1e-6:
         return f"; no plan {others} takes less"
     bound = show_seconds(expected.bound_s)
