@@ -6,6 +6,7 @@ It changes what is computed, so nobody gets it who has not allowed it.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 from gpumix.planner.plan import plan
 from gpumix.schema.errors import NoFeasiblePlanError
@@ -22,6 +23,7 @@ def plan_with_allowed(
     strategy: str = "optimal",
     space: Space = EVERYTHING,
     allow: Collection[str] = (),
+    detailed: bool = True,
 ) -> Plan:
     """Return `plan`'s plan; with the optimizer's state in 8 bits if that is allowed, and no plan
     fits without.
@@ -29,15 +31,15 @@ def plan_with_allowed(
     Raises:
         InputError, NoFeasiblePlanError: as `plan`, of the state in fp32.
     """
+    make = partial(plan, strategy=strategy, space=space, detailed=detailed)
     try:
-        return plan(profile, global_batch_size, strategy=strategy, space=space)
+        return make(profile, global_batch_size)
     except NoFeasiblePlanError as error:
         is_adamw = profile.optimizer_bytes_per_element == ADAMW_BYTES
         if EIGHT_BIT_OPTIMIZER not in allow or not is_adamw:
             raise
         try:
-            narrow = quantise_state(profile)
-            return plan(narrow, global_batch_size, strategy=strategy, space=space)
+            return make(quantise_state(profile), global_batch_size)
         except NoFeasiblePlanError:
             raise error from None
 
