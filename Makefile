@@ -27,7 +27,7 @@ help:
 	@echo "make test-device   run those that need GPUs, on a CUDA device without one"
 	@echo "make test-extended   run further cases, which take longer than the usual ones"
 	@echo "make test-extras   install Ray, trackers and bitsandbytes, and run what tests them"
-	@echo "make lint      ruff and mypy"
+	@echo "make lint      ruff, mypy, and the words of the pages"
 	@echo "make docs      write what the pages take from the code"
 	@echo "make site      build the documentation into site/"
 	@echo "make golden    write plans, losses and names that tests compare with anew"
@@ -80,6 +80,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples docs
 	$(BIN)/ruff format --check src tests benchmarks examples docs
 	$(BIN)/mypy
+	$(BIN)/python docs/prose.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix src tests benchmarks examples docs

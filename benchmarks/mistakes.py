@@ -183,6 +183,27 @@ MISTAKES: dict[str, Mistake] = {
     "a model without a type": Mistake("plan job.yaml", job={"model.config.model_type": None}),
     "no data": Mistake("plan job.yaml", job={"data.text": None}),
     "text that is not there": Mistake("train job.yaml", job={"data.text": ["missing"]}),
+    "nothing to resume": Mistake("train job.yaml --resume"),
+    "an output that is a file": Mistake("train job.yaml", job={"output_dir": "cluster.yaml"}),
+    "a plan and a strategy": Mistake(
+        "train job.yaml --plan plan.json --strategy even", files={"plan.json": "{}"}
+    ),
+    "GPUs on a host without them, in a dry run": Mistake(
+        "train job.yaml --dry-run",
+        MACHINE,
+        job={"cluster": [{"class": "rtx3090", "memory": "24 GiB"}]},
+        needs_torch=True,
+    ),
+    "a job with a typo in its name": Mistake("train jop.yaml"),
+    "text that is not there, in a dry run": Mistake(
+        "train job.yaml --dry-run", job={"data.text": ["missing"]}
+    ),
+    "too small a vocabulary, in a dry run": Mistake(
+        "train job.yaml --dry-run",
+        job={"model.config.vocab_size": 100, "tokenizer": "bytes"},
+        needs_torch=True,
+    ),
+    "a dry run of a template": Mistake("launch --template slurm --dry-run job.yaml"),
     "text that is not there, planned": Mistake("plan job.yaml", job={"data.text": ["missing"]}),
     "weights that are not there": Mistake("train job.yaml", job={"model.weights": "missing"}),
     "no tokenizer for many tokens": Mistake(

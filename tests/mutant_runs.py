@@ -105,8 +105,8 @@ def _open(task: Any) -> None:
     """Data and model of a job, with errors told as `train.worker.context.join_run` does."""
     from gpumix.data.sources.open_data import open_data
     from gpumix.hardware.host.environment import cache_folder
+    from gpumix.train.checks.job_contents import build_checked_model
     from gpumix.train.processes.error_translation import translate_error
-    from gpumix.train.rank_tasks import _build_checked_model
     from gpumix.train.worker.model import check_model_fits_data, get_vocabulary_size
 
     job = task.job
@@ -115,7 +115,7 @@ def _open(task: Any) -> None:
         open_data(
             job, task.folder, cache_folder() / "tokens", vocabulary=get_vocabulary_size(job.model)
         )
-        _build_checked_model(task)
+        build_checked_model(job, task.cluster, task.folder)
     except Exception as error:
         raise translate_error(error, "rank 0") from error
 

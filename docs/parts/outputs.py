@@ -1,8 +1,8 @@
 """What commands print, in the pages that show it.
 
 A page says `<!-- output of: gpumix plan ... -->`, and the block that follows is what that command
-prints. Commands of a page run one after the other in an empty folder; they are those that need
-neither devices nor files of the reader's.
+prints; with `| head -12` at the end, its first lines. Commands of a page run one after the other in
+an empty folder; they are those that need neither devices nor files of the reader's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpumix.cli import app
 SHOWN = re.compile(
     r"(<!-- output of: gpumix (?P<words>[^>]*) -->\n\n```text\n)(?:.*?\n)??(```)", re.DOTALL
 )
-WIDTH = 100
+WIDTH = 80
 
 
 def filled(page: str) -> str:
@@ -43,9 +43,11 @@ def pages(docs: Path) -> list[Path]:
 
 
 def _printed(words: str) -> str:
-    done = CliRunner().invoke(app, shlex.split(" ".join(words.split())))
+    command, _, most = " ".join(words.split()).partition(" | head -")
+    done = CliRunner().invoke(app, shlex.split(command))
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return "\n".join(line.rstrip() for line in done.output.rstrip().splitlines())
+    lines = [line.rstrip() for line in done.output.rstrip().splitlines()]
+    return "\n".join(lines[: int(most) if most else None])
 
 
 @contextmanager

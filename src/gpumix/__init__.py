@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gpumix.engine.engine import Engine
     from gpumix.engine.model.deferred_init import build
     from gpumix.engine.optimizers.adafactor import Adafactor
+    from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
     from gpumix.engine.optimizers.muon import Muon
     from gpumix.engine.optimizers.parameter_groups import parameter_groups
     from gpumix.engine.outside_steps import unshard, whole
@@ -51,6 +52,7 @@ _HOME = {
     "build": "gpumix.engine.model.deferred_init",
     "Engine": "gpumix.engine.engine",
     "Adafactor": "gpumix.engine.optimizers.adafactor",
+    "AdamW8bit": "gpumix.engine.optimizers.adamw_8bit",
     "Muon": "gpumix.engine.optimizers.muon",
     "parameter_groups": "gpumix.engine.optimizers.parameter_groups",
     "prepare": "gpumix.engine.prepare",
@@ -74,6 +76,7 @@ _HOME = {
 __all__ = [
     "Accelerator",
     "Adafactor",
+    "AdamW8bit",
     "ByLength",
     "Checkpointer",
     "Cluster",

@@ -124,7 +124,7 @@ def test_estimates_without_published_times_say_that_their_error_is_unknown():
     said = " ".join(gpumix("plan", "--cluster", "7900xtx", *SMALL).stdout.split())
     assert "the part of its peak that rx7900xtx reaches" in said
     table = gpumix("compare", "--cluster", "2x 7900xtx", *SMALL).stdout
-    assert "how far measured ones may be off is not known" in " ".join(table.split())
+    assert "± unknown" in table.partition("\n\n")[0]
 
 
 def test_a_card_that_uses_the_memory_of_its_host_has_no_other():
@@ -288,8 +288,9 @@ def test_one_change_comes_alone(from_profile):
 def test_the_table_has_prices_and_labels_what_is_estimated(from_profile):
     prices = ("--price", "quick=1.5,tardy=0.25", "--price", "t4=0.35")
     shown = gpumix("whatif", *from_profile, "--add", "t4", *prices).stdout
-    assert "per billion tokens" in shown
+    assert "price/1e9 tokens" in shown
     assert f"times of t4 are an {LABEL}" in shown
+    assert max(map(len, shown.splitlines())) <= 80
     assert " 3.25 " in shown
     assert " 3.60 " in shown
     assert LABEL not in gpumix("whatif", *from_profile, "--add", "quick").stdout
@@ -327,7 +328,7 @@ def test_of_an_estimate(job):
         (("--add", "0x quick"), "'0x quick' is not a number of cards"),
         (("--add", "2x rtx6000"), "'rtx6000' fits several cards"),
         (("--remove", "t4"), "no class 't4' to remove"),
-        (("--remove", "twoquick"), "did you mean 'quick'? the cluster has: quick, tardy"),
+        (("--remove", "twoquick"), "did you mean 'quick'?"),
         (("--remove", "0x quick"), "'0x quick' is not a number of cards"),
         (("--remove", "9x quick"), "of class 'quick' cannot be removed: there are 2"),
         (("--remove", "quick", "--remove", "tardy"), "no device is left"),
@@ -342,7 +343,7 @@ def test_of_an_estimate(job):
         (("--between", "25GbE", "--add", "t4"), "--between has no effect without --cluster"),
         (("--add", "quick", "--price", "quick=1.5"), "class 'tardy' has no price"),
         (("--add", "quick", "--price", "t4=1.5"), "there is no class 't4' to pay for"),
-        (("--add", "quick", "--price", "tardi=1"), "did you mean 'tardy'? there are: quick, tardy"),
+        (("--add", "quick", "--price", "tardi=1"), "did you mean 'tardy'?"),
         (("--add", "quick", "--price", "quick"), "--price: '' is no price"),
         (("--add", "quick", "--price", "quick=-1"), "--price: '-1' is no price"),
         (("--add", "quick", "--price", "quick=nan"), "--price: 'nan' is no price"),

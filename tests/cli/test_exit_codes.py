@@ -148,7 +148,7 @@ def test_an_even_split_needs_a_sample_for_every_device(planned):
     ("arguments", "said"),
     [
         (("--set", "max_steps=3"), "--set replaces keys of a job"),
-        (("job.yaml", "--cluster", "cluster.yaml"), "not both"),
+        (("job.yaml", "--cluster", "cluster.yaml"), "both name devices"),
     ],
 )
 def test_what_would_have_no_effect_is_told(job, arguments, said):

@@ -170,7 +170,7 @@ def test_without_options_times_come_from_what_lies_beside_the_plan(estimated, me
 def test_times_must_come_from_somewhere(estimated, tmp_path):
     alone = shutil.copy(estimated, tmp_path)
     err = refused("simulate", alone)
-    assert "a plan does not say how fast its devices are" in err
+    assert "a plan has no speeds of its devices" in err
     assert "--profile PROFILE.json, --job JOB.yaml, or --cluster and --model" in err
 
 
@@ -183,7 +183,7 @@ def test_times_must_come_from_somewhere(estimated, tmp_path):
 def test_times_must_not_come_from_two_places(measured, option):
     plan, profile = measured / "plan.json", measured / "profile.json"
     err = refused("simulate", plan, "--profile", profile, *option)
-    assert f"{option[0]} has no effect beside --profile" in err
+    assert f"{option[0]} has no effect together with --profile" in err
 
 
 def test_a_job_that_was_not_measured_is_told_and_not_measured(tmp_path):
@@ -199,7 +199,7 @@ def test_a_job_that_was_not_measured_is_told_and_not_measured(tmp_path):
     ("plan", "said"),
     [
         ("nothing.json", "cannot read the plan"),
-        ("job.yaml", "this is not a valid plan"),
+        ("job.yaml", "this is YAML, not a plan"),
         ("profile.json", "a plan of schema 1 is wanted, this is a profile of schema 1"),
     ],
 )

@@ -101,7 +101,7 @@ def shown() -> dict[tuple[str, ...], Block]:
     found: dict[tuple[str, ...], Block] = {}
     for page in PAGES:
         outputs = re.findall(r"<!-- output of: (.*) -->", page.read_text(encoding="utf-8"))
-        compared = {tuple(shlex.split(line)) for line in outputs}
+        compared = {tuple(shlex.split(line.partition(" | head ")[0])) for line in outputs}
         for block in blocks(page):
             for words in [] if marked(block) else commands(block):
                 command = tuple(words[: words.index(">")] if ">" in words else words)

@@ -201,6 +201,13 @@ def test_every_block_is_of_a_kind_that_is_tested():
         assert text.count("```text\n") == len(re.findall("<!-- output of: .*-->\n\n```text", text))
 
 
+def test_no_output_is_wider_than_a_terminal_of_80_columns():
+    outputs = [block for block in ALL if block.language == "text"]
+    assert len(outputs) >= 8
+    for block in outputs:
+        assert max(map(len, block.text.splitlines())) <= 80, block
+
+
 def test_every_example_whose_import_changes_is_shown():
     readme = [block for block in IMPORTS if block.page == ROOT / "README.md"]
     texts = [(EXAMPLES / f"{name}.py").read_text(encoding="utf-8") for name in SCRIPTS]

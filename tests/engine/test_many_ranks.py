@@ -77,8 +77,8 @@ def test_buffers_of_one_length_share_what_has_a_number_for_each_rank():
     with backend_absent():
         shard = preparations(FEW)["gather, equal shares"].func.__self__
     division = shard._division
-    assert division.intervals(shard.numel) is shard.intervals
-    assert division.intervals(shard.numel + 1) is not shard.intervals
+    assert division.intervals(shard.numels) is shard.intervals
+    assert division.intervals([shard.numel + 1]) is not shard.intervals
 
 
 @pytest.mark.parametrize("tensor", [1, 4])

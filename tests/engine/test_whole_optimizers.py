@@ -15,7 +15,7 @@ from checkpoints import checkpointer, odd, whole
 from checkpoints import optimizer_values as state_values
 from extended import left_out
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.optimizers.layout import OptimizerLayout
+from gpumix.engine.optimizers.layout import LayoutPart
 from gpumix.schema.errors import InputError
 from harness import run_ranks
 from reference import engine_for, joined, pieces_of
@@ -193,7 +193,7 @@ def _layout_of_too_few(shares):
     engine = engine_for(odd, shares)
     alone = Communicator(None, rank=0, world=1)
     with pytest.raises(InputError, match="do not store the whole of parameter"):
-        OptimizerLayout(engine.pieces(), alone)
+        LayoutPart(engine.pieces(), alone)
 
 
 def test_a_layout_of_other_ranks_is_refused():

@@ -42,15 +42,15 @@ def test_of_a_trainers_arguments():
     assert isinstance(made, torch.optim.RMSprop)
 
 
-def test_plans_for_optimizers_of_whole_matrices_have_one_stage():
+def test_plans_for_optimizers_of_whole_matrices_and_blocks_are_without_teams():
     def allowed(kind: type) -> Space:
         made = kind([nn.Parameter(torch.ones(2, 2))])
         return _restrict_space(
             TrainingSetup(lambda n: None, 12, 4, optimizer=make_factory_from_optimizer(made))
         )
 
-    for kind in (gpumix.Adafactor, gpumix.Muon):
-        assert (allowed(kind).max_pipeline_stages, allowed(kind).tensor_parallel_size) == (1, (1,))
+    for kind in (gpumix.Adafactor, gpumix.Muon, gpumix.AdamW8bit):
+        assert allowed(kind) == EVERYTHING.without_teams()
     assert allowed(torch.optim.AdamW) == EVERYTHING
     assert _restrict_space(TrainingSetup(lambda n: None, 12, 4)) == EVERYTHING
 

@@ -244,3 +244,12 @@ def test_hosts_that_are_apart_meet_and_a_cable_that_is_pulled_is_noticed(apart, 
         joined.cut()
         assert started.code(60) == 5, started.said
         assert "host gpx-b: lost with ranks 1 to 2; the other host was ended" in started.said
+
+
+def test_a_dry_run_asks_the_hosts_and_starts_nothing(two, tmp_path):
+    job_of(tmp_path)
+    done = launch(two, tmp_path, "--dry-run", "job.yaml")
+    assert done.code == 0, done.err
+    assert "rank 0 on gpx-a" in done.out and "ranks 1 to 2 on gpx-b" in done.out
+    assert "nothing was started" in done.out
+    assert not (tmp_path / "run").exists()

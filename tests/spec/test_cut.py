@@ -13,6 +13,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.splitting import (
     compute_shard_offsets,
     compute_shard_sizes,
+    cut_parameters,
     split_micro_batches,
 )
 from gpumix.schema.plan.stage import Stage, Worker
@@ -62,6 +63,22 @@ def test_rounding_does_not_drift_in_any_order(numel, shares, data):
     for offset, share in zip(compute_shard_offsets(numel, shares)[1:], shares, strict=True):
         exact += numel * share
         assert abs(offset - exact) <= 0.5 + 1e-15 * 100 * numel
+
+
+@given(st.lists(st.integers(0, 3000), max_size=8), SHARES, st.sampled_from([1, 64, 256]))
+def test_cuts_are_at_multiples_in_the_nearest_places(numels, shares, multiple):
+    free, offsets = (cut_parameters(numels, shares, n) for n in (1, multiple))
+    assert free == compute_shard_offsets(sum(numels), shares)
+    begins = [sum(numels[:n]) for n in range(len(numels) + 1)]
+    allowed = {
+        begin + place
+        for begin, numel in zip(begins, numels)
+        for place in (*range(0, numel, multiple), numel)
+    } | {0}
+    assert list(offsets) == sorted(offsets)
+    for offset, exact in zip(offsets, free, strict=True):
+        assert offset in allowed
+        assert abs(offset - exact) == min(abs(place - exact) for place in allowed)
 
 
 def test_equal_shares_of_what_divides_are_equal():

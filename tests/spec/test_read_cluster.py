@@ -106,7 +106,7 @@ def test_a_cpu_can_be_a_real_device(read):
     ],
 )
 def test_another_file_is_said_to_be_one(read, text, kind):
-    with pytest.raises(InputError, match=f"this is a {kind}, and a cluster is wanted") as caught:
+    with pytest.raises(InputError, match=f"this is a {kind}, not a cluster file") as caught:
         read(text)
     assert "also" not in str(caught.value) and "classes and devices" in caught.value.fix
 
@@ -155,11 +155,11 @@ def test_a_cluster_survives_json(read):
         (SHORT.replace("emulate: 2 GFLOP/s", "emulate: 900 KFLOP/s"), 2, "[1]",
          "'{}': 'emulate' is 900 KFLOP/s"),
         (LONG.replace("emulate: 2", "emulat: 2"), 3, "classes.slow.emulat",
-         "unknown key '{}'\n  fix: did you mean 'emulate'? valid keys: memory, emulate,"),
+         "unknown key '{}'\n  fix: did you mean 'emulate'?"),
         (LONG.replace("host: b", "hots: b"), 6, "devices[1].hots",
-         "unknown key '{}'\n  fix: did you mean 'host'? valid keys: class, id, count, host, ord"),
+         "unknown key '{}'\n  fix: did you mean 'host'?"),
         (LONG.replace("devices", "device"), 4, "device",
-         "unknown key '{}'\n  fix: did you mean 'devices'? valid keys: classes, devices"),
+         "unknown key '{}'\n  fix: did you mean 'devices'?"),
         (LONG.replace("memory: 48 MiB, ", ""), 3, "classes.slow.memory",
          "'{}' is missing\n  fix: add memory: 24 GiB"),
         (LONG.replace("48 MiB", "512"), 3, "classes.slow",
@@ -180,7 +180,7 @@ def test_a_cluster_survives_json(read):
         (LONG.replace("{class: fast}", "fast"), 5, "devices[0]",
          "'{}' must be a mapping, it is 'fast'"),
         (LONG.replace("{class: fast}", "{class: fats}"), 5, "",
-         "class 'fats' is not defined\n  fix: did you mean 'fast'? classes: fast, slow"),
+         "class 'fats' is not defined\n  fix: did you mean 'fast'?"),
         (LONG.replace("count: 2", "count: 0"), 6, "devices[1].count",
          "'{}' must be 1 or more, it is 0"),
         (LONG.replace("my-slow-one", "me, count: 2"), 7, "devices[2]",
@@ -218,7 +218,7 @@ def test_a_cluster_survives_json(read):
          "network.inside.times.sizes", "'{}' must be of length 1 or more"),
         (LONG + "network:\n  exceptions:\n"
          "  - {where: inside, classes: [fast, slwo], link: pcie3}\n", 10, "",
-         "class 'slwo' is not defined\n  fix: did you mean 'slow'? classes: fast, slow"),
+         "class 'slwo' is not defined\n  fix: did you mean 'slow'?"),
     ],
 )  # fmt: skip
 def test_one_wrong_thing_in_a_file_and_inline(tmp_path, text, line, key, expected):

@@ -101,9 +101,7 @@ def test_null_where_none_is_meant(job_file):
     ("more", "expected"),
     [
         ("optimizer:\n  learning_rate: 3e-4\n",
-         "job.yaml:9: unknown key 'optimizer.learning_rate'\n  fix: did you mean 'lr'? valid keys: "
-         "name, lr, betas, eps, momentum, nesterov, ns_steps, adjust_lr, beta2_decay, "
-         "clip_threshold, least_scale, weight_decay, groups"),
+         "job.yaml:9: unknown key 'optimizer.learning_rate'\n  fix: did you mean 'lr'?"),
         ("\n# a comment\nsede: 3\n",
          "job.yaml:10: unknown key 'sede'\n  fix: did you mean 'seed'?"),
         ("lr: 3e-4\n", "job.yaml:8: unknown key 'lr'\n  fix: did you mean 'optimizer.lr'?"),
@@ -131,8 +129,8 @@ def test_null_where_none_is_meant(job_file):
         ("optimizer: {name: sgd, eps: 1e-6}\n",
          "job.yaml:8: 'optimizer': 'eps' has no effect on sgd"),
         ("optimizer:\n  eps: 1e-8\n  name: adam\n",
-         "job.yaml:10: 'optimizer.name' must be 'adamw', 'sgd', 'adafactor' or 'muon', it is "
-         "'adam'\n"
+         "job.yaml:10: 'optimizer.name' must be 'adamw', 'adamw_8bit', 'sgd', 'adafactor' or "
+         "'muon', it is 'adam'\n"
          "  fix: did you mean 'adamw'?"),
         ("optimizer: {name: adafactor, betas: [0.9, 0.9]}\n",
          "job.yaml:8: 'optimizer': 'betas' has no effect on adafactor"),
@@ -204,16 +202,11 @@ def test_all_errors_come_at_once_in_the_order_of_the_file(job_file):
     assert error_of(job_file(text), "precision=fp8") == (
         "job.yaml:7: unknown key 'step'\n"
         "  also job.yaml:8: 'optimizer.lr' must be greater than 0, it is -1\n"
-        "  also job.yaml:10: unknown key 'cluster[0].emulat' (did you mean 'emulate'? valid keys: "
-        "class, id, count, host, ordinal, island, rack, memory, emulate, accelerator, product, "
-        "driver, compute_capability, gfx_target, xe_target, peak_flops)\n"
+        "  also job.yaml:10: unknown key 'cluster[0].emulat' (did you mean 'emulate'?)\n"
         "  also job.yaml:11: 'seed' must be a whole number, it is 'x'\n"
         "  also --set precision=fp8: 'precision' must be 'auto', 'fp32', 'bf16' or 'fp16' or a "
         "mapping, it is 'fp8'\n"
-        "  fix: did you mean 'max_steps'? valid keys: model, data, tokenizer, sequence_length, "
-        "global_batch_size, max_steps, optimizer, max_grad_norm, lr_scheduler, precision, "
-        "torch_compile, seed, cluster, strategy, techniques, output_dir, logging_steps, report_to, "
-        "eval_steps, eval_batches, save_steps, save_total_limit, memory_save_steps, advanced"
+        "  fix: did you mean 'max_steps'?"
     )
 
 
@@ -242,7 +235,7 @@ def test_all_errors_come_at_once_in_the_order_of_the_file(job_file):
 def test_names_of_elsewhere_and_of_before_lead_to_the_key(job_file, more, meant):
     told = error_of(job_file(f"{JOB}{more}\n"))
     assert told.startswith("job.yaml:8: unknown key '")
-    assert f"\n  fix: did you mean '{meant}'? valid keys: " in told
+    assert f"\n  fix: did you mean '{meant}'?" in told
 
 
 def test_a_key_that_was_in_another_section_is_told_with_its_place(job_file):
@@ -373,9 +366,10 @@ def test_what_is_no_job_file(tmp_path, content, said):
 
 def test_no_file_and_a_folder(tmp_path):
     assert error_of(tmp_path / "none.yaml") == (
-        "none.yaml: there is no such job file\n"
-        "  fix: look at the name, and at the folder that it starts from"
+        "none.yaml: there is no such job file\n  fix: check the name and its folder"
     )
+    (tmp_path / "job.yaml").touch()
+    assert error_of(tmp_path / "jop.yaml").endswith("did you mean 'job.yaml'?")
     (tmp_path / "folder").mkdir()
     refused = "folder: this is a folder, not a job file\n  fix: give "
     assert error_of(tmp_path / "folder") == refused + "a file"
@@ -403,7 +397,16 @@ def test_a_cluster_file_is_no_job_and_says_how_to_give_it(tmp_path):
 def test_another_document_is_no_job(tmp_path, kind):
     path = tmp_path / "other.json"
     path.write_text(json.dumps({"kind": kind, "schema_version": 1, "stages": []}))
-    with pytest.raises(InputError, match=f"this is a {kind}, and a job is wanted") as caught:
+    with pytest.raises(InputError, match=f"this is a {kind}, not a job") as caught:
         read_job(path)
     assert (f"--{kind}" in caught.value.fix) == (kind != "checkpoint")
     assert caught.value.where == str(path)
+
+
+def test_only_adamw_is_allowed_to_become_narrower(job_file):
+    job = read_job(job_file(JOB + "allow: 8bit-optimizer\n"))
+    assert job.allow == ("8bit-optimizer",)
+    assert job.optimizer_of("8bit").name == "adamw_8bit"
+    assert job.optimizer_of("fp32").name == "adamw"
+    error = error_of(job_file(JOB + "allow: 8bit-optimizer\noptimizer: {name: sgd}\n"))
+    assert "'allow' has no effect: 8bit-optimizer is for 'optimizer.name: adamw'" in error

@@ -69,7 +69,7 @@ def test_a_whole_cluster(path):
         ("a..b=3", "'a..b=3' is not of the form key=value"),
         ("\udcff=3", "'\udcff=3' is not of the form key=value"),
         ("optimizer.learning_rate=1",
-         "unknown key 'optimizer.learning_rate'\n  fix: did you mean 'lr'? valid keys: name, lr,"),
+         "unknown key 'optimizer.learning_rate'\n  fix: did you mean 'lr'?"),
         ("optimzer.lr=1", "unknown key 'optimzer'\n  fix: did you mean 'optimizer'?"),
         ("lr=1", "unknown key 'lr'\n  fix: did you mean 'optimizer.lr'?"),
         ("max_steps=ten", "'max_steps' must be a whole number, it is 'ten'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from jobs import plan_for, toy, train, write_job
@@ -46,6 +48,61 @@ def test_another_plan_goes_on_alike(tmp_path):
     train(job, "max_steps=3", plan=plan)
     other = plan_for(job, (0, 5, 3), (0.1, 0.9, 0.0))
     assert train(job, plan=other, resume=True).losses == pytest.approx(whole.losses[3:], rel=1e-4)
+
+
+def _job_in_8_bits(folder, **changes):
+    """Of a model whose matrices are large enough."""
+    settings = {
+        "model": toy(width=64),
+        "optimizer": {"name": "adamw_8bit", "lr": 3e-3},
+        "lr_scheduler": {"type": "constant"},
+        "max_grad_norm": None,  # the norm's last digits depend on the cuts
+    }
+    return write_job(folder, **(settings | changes))
+
+
+def test_another_plan_goes_on_to_the_bit_in_8_bits(tmp_path):
+    """Gradients are summed in the order of ranks, whatever these store."""
+    job = _job_in_8_bits(tmp_path)
+    first, other = (
+        plan_for(job, shares=shares).model_copy(update={"optimizer_state": "8bit"})
+        for shares in ((0.7, 0.0, 0.3), (0.1, 0.5, 0.4))
+    )
+    whole = train(job, f"output_dir={tmp_path / 'whole'}", plan=first)
+    assert whole.losses[-1] < 0.9 * whole.losses[0]
+    train(job, "max_steps=3", plan=first)
+    assert train(job, plan=other, resume=True).losses == whole.losses[3:]
+
+
+def test_a_plan_whose_shares_cut_blocks_is_refused_before_training(tmp_path):
+    job = _job_in_8_bits(tmp_path)
+    with pytest.raises(InputError, match="cuts through elements whose optimizer state") as caught:
+        train(job, plan=plan_for(job, shares=(0.7, 0.0, 0.3)))
+    assert "`optimizer_state: 8bit`" in caught.value.fix
+
+
+def test_a_plan_decides_what_a_job_allows(tmp_path):
+    spec = {"name": "adamw", "lr": 3e-3}
+    allowing = _job_in_8_bits(tmp_path / "allowing", optimizer=spec, allow="8bit-optimizer")
+    named = _job_in_8_bits(tmp_path / "named")
+    plan = plan_for(named, shares=(0.7, 0.0, 0.3)).model_copy(update={"optimizer_state": "8bit"})
+    whole = train(named, plan=plan)
+    train(allowing, "max_steps=3", plan=plan)
+    assert train(allowing, plan=plan, resume=True).losses == whole.losses[3:]
+
+
+@pytest.mark.extended
+def test_a_job_in_8_bits_is_planned_from_its_profile(tmp_path):
+    job = _job_in_8_bits(tmp_path, max_steps=1)
+    assert train(job).steps == 1
+
+
+def test_teams_are_no_technique_of_optimizers_that_do_not_fit_them(tmp_path):
+    job = read_job(_job_in_8_bits(tmp_path))
+    assert job.space == job.techniques.without_teams()
+    teams = {"techniques": {"tensor_parallel_size": [2]}}
+    with pytest.raises(InputError, match="adamw_8bit updates no parameters that are divided so"):
+        read_job(_job_in_8_bits(tmp_path, **teams))
 
 
 def test_groups_that_match_nothing_are_told_before_anything_is_measured(tmp_path):
@@ -99,9 +156,9 @@ def test_the_settings_are_those_of_torch():
 # -- what the planner counts with ------------------------------------------------------------------
 
 
-def held_bytes(spec: OptimizerSpec) -> float:
+def held_bytes(spec: OptimizerSpec, factory=toy_model) -> float:
     """Of the optimizer's state of a whole toy model, an element."""
-    engine = engine_alone(toy_model, 2, 1)
+    engine = engine_alone(factory, 2, 1)
     optimizer = build_optimizer(spec, engine.pieces(), engine.layout)
     for p in engine.parameters():
         p.grad = torch.zeros_like(p)
@@ -111,9 +168,9 @@ def held_bytes(spec: OptimizerSpec) -> float:
     return sum(t.numel() * t.element_size() for t in held) / elements
 
 
-def measured(spec: OptimizerSpec) -> tuple[ModelProfile, float]:
+def measured(spec: OptimizerSpec, factory=toy_model) -> tuple[ModelProfile, float]:
     profile = gpumix.profile(
-        toy_model,
+        factory,
         lambda n: dict.fromkeys(("input_ids", "labels"), torch.zeros(n, 8, dtype=torch.int64)),
         sequence_length=8,
         global_batch_size=2,
@@ -132,6 +189,15 @@ def test_the_state_is_what_the_profile_says(name):
     model, per_element = measured(spec)
     assert per_element == spec.state_bytes_per_element(model)
     assert per_element == pytest.approx(held_bytes(spec))
+
+
+def test_state_in_8_bits_is_counted_by_the_sizes_of_parameters():
+    spec = OptimizerSpec(name="adamw_8bit")
+    factory = partial(toy_model, width=64)
+    model, per_element = measured(spec, factory)
+    assert per_element == spec.state_bytes_per_element(model)
+    assert per_element == pytest.approx(held_bytes(spec, factory))
+    assert 2.03125 < per_element < 4  # norms, biases and embeddings are small
 
 
 def test_adafactor_counts_as_having_no_state():

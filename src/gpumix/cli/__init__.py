@@ -6,6 +6,7 @@ environment, 4 no feasible plan, 5 training failed, 130 interrupted with a check
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from gpumix.hardware.host.environment import count_gpus_by_nvml
 from gpumix.schema.errors import InputError
 
 _ARGUMENTS_KEY = "gpumix.given"
+_SUGGESTION = re.compile(r"\(?(?:Did you mean|Possible options:)\s+(?P<names>.*?)\??\)?$")
 _PLAIN = {
     "Value error, ": "",
     "Input should be a valid integer, unable to parse string as an integer": "not a whole number",
@@ -93,12 +95,21 @@ def _told_as_errors(given: list[str]) -> Iterator[None]:
         if said is None or not given:  # without arguments the help is printed
             raise
         verb = [word for word in given[:1] if word in VERBS]
+        what, meant = _split_suggestion(_make_plain(str(said())))
         fix = f"see {' '.join(['gpumix', *verb, '--help'])}"
-        error = InputError(_make_plain(str(said())), fix=fix)
+        error = InputError(what, fix=f"did you mean {meant}? {fix}" if meant else fix)
         sys.stderr.write(f"gpumix: {error}\n")
         if "--json" in given[: given.index("--") if "--" in given else None]:
             print_json(error.as_dict())
         raise typer.Exit(error.exit_code) from None
+
+
+def _split_suggestion(text: str) -> tuple[str, str]:
+    """Split the message of a wrong name into the problem and similar names, if it has some."""
+    found = _SUGGESTION.search(text)
+    if found is None:
+        return text, ""
+    return text[: found.start()].rstrip(" ."), found["names"]
 
 
 def _make_plain(text: str) -> str:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
@@ -20,6 +21,7 @@ import typer
 
 from gpumix.hardware.host.environment import ALLOW, world_size
 from gpumix.schema.errors import ENDED_AT_ONCE, GpumixError, InputError, Interrupted, MachineError
+from gpumix.schema.units import hide_exact_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,7 +41,7 @@ Allowed = Annotated[
         "--allow",
         metavar="MODULE",
         envvar=ALLOW,
-        help="Code that the job may call: a module, or module:function. May be repeated.",
+        help="Code that the job may run: a module, or module:function. May be repeated.",
     ),
 ]
 Strategy = Annotated[
@@ -55,6 +57,21 @@ ClusterFile = Annotated[
     str | None,
     typer.Option(
         "--cluster", metavar="FILE", help="Take the devices of this cluster file, not the job's."
+    ),
+]
+TraceStep = Annotated[
+    int | None,
+    typer.Option(
+        "--trace-step",
+        min=1,
+        metavar="STEP",
+        help="Write a trace of this step into the run's folder, for ui.perfetto.dev.",
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Check everything and print what would run; start and write nothing."
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
@@ -81,41 +98,69 @@ def make_command(command: Callable[P, None]) -> Callable[P, None]:
             if debug:
                 traceback.print_exception(caught, file=sys.stderr)
             with suppress(OSError):  # the reader may be gone
-                sys.stderr.write(f"gpumix: {error}\n")
+                sys.stderr.write(f"gpumix: {hide_exact_bytes(str(error))}\n")
                 if as_json and not isinstance(error, _StdoutError):
                     print_json(error.as_dict())
             raise typer.Exit(error.exit_code) from None
         finally:
             _shows_tracebacks.reset(before)
 
-    _add_option(run, command, "debug", False, Debug)
+    _add_option(run, "debug", False, Debug)
     return run
 
 
-def take_cluster_file(command: Callable[P, None]) -> Callable[P, None]:
-    """Give a command that reads a job the option `--cluster FILE`: the devices of the file in place
-    of the job's, like `--set cluster=FILE`."""
+@dataclass(frozen=True)
+class Shorthand:
+    """An option for a key of a job: `--cluster FILE` is `--set cluster=FILE`.
 
-    @functools.wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        cluster = kwargs.pop("cluster", None)
-        if cluster is not None:
-            _refuse_names_of_cards(str(cluster))
-            kwargs["overrides"] = [*kwargs["overrides"], f"cluster={cluster}"]  # type: ignore[misc]
-        command(*args, **kwargs)
+    Attributes:
+        kind: the option's annotation, as typer reads it.
+        check: refuses a wrong value.
+    """
 
-    _add_option(run, command, "cluster", None, ClusterFile)
-    return run
+    name: str
+    key: str
+    kind: Any
+    check: Callable[[str], None] | None = None
+
+
+def take_shorthands(
+    *shorthands: Shorthand,
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Give a command that reads a job options for single keys of it. The command gets them as
+    `overrides`."""
+
+    def decorate(command: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(command)
+        def run(*args: P.args, **kwargs: P.kwargs) -> None:
+            for one in shorthands:
+                value = kwargs.pop(one.name, None)
+                if value is None:
+                    continue
+                if one.check is not None:
+                    one.check(str(value))
+                given: Any = kwargs.get("overrides", ())
+                kwargs["overrides"] = [*given, f"{one.key}={value}"]
+            command(*args, **kwargs)
+
+        for one in shorthands:
+            _add_option(run, one.name, None, one.kind, before="overrides")
+        return run
+
+    return decorate
 
 
 def _add_option(
-    run: Callable[..., None], command: Callable[..., None], name: str, default: Any, kind: Any
+    run: Callable[..., None], name: str, default: Any, kind: Any, *, before: str = ""
 ) -> None:
-    """Give `run`, which wraps a command, the command's parameters and one more option."""
-    own = signature(command, eval_str=True)
-    option = Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-    run.__signature__ = own.replace(parameters=[*own.parameters.values(), option])  # type: ignore[attr-defined]
-    run.__annotations__ = command.__annotations__ | {name: kind}
+    """Give `run`, which wraps a command, one more option, in front of another one or last."""
+    own = signature(run, eval_str=True)
+    parameters = list(own.parameters.values())
+    place = list(own.parameters).index(before) if before else len(parameters)
+    option = Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=kind)
+    parameters.insert(place, option)
+    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = run.__annotations__ | {name: kind}
 
 
 def is_cluster_file(text: str) -> bool:
@@ -142,6 +187,11 @@ def _refuse_names_of_cards(text: str) -> None:
             fix="leave it out to use the GPUs of this host, or give a cluster file; `gpumix plan` "
             "takes names of cards",
         )
+
+
+OF_CLUSTER = Shorthand("cluster", "cluster", ClusterFile, _refuse_names_of_cards)
+OF_STRATEGY = Shorthand("strategy", "strategy", Strategy)
+OF_TRACE_STEP = Shorthand("trace_step", "advanced.trace_step", TraceStep)
 
 
 def shows_tracebacks() -> bool:

@@ -5,7 +5,7 @@ Memory of samples peaks at one of the phases in `cost.layout.activation_phases`.
 linear in the worker's share of the state (its state, and the buffer that receives gradients), so a
 choice of samples and micro-batch leaves room for a largest share: `MemoryModel.capacity`, used by
 the planner's search. `cost.predict` counts a finished plan exactly, from the intervals of
-`schema.plan.splitting.cut`.
+`schema.plan.splitting.compute_shard_sizes`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from gpumix.cost.network.buckets import GRADIENT_BYTES, Buckets, UnitSize
 from gpumix.cost.network.collective_times import CollectiveSeconds
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.curve import Curve
+from gpumix.schema.plan.optimizer_state import get_cut_multiple
 from gpumix.schema.plan.plan import ZeroStage
 from gpumix.schema.plan.splitting import compute_shard_sizes
 from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype, Mode, Place
@@ -68,10 +69,15 @@ def usable_bytes(device_class: DeviceClass) -> int:
     return int(device_class.memory_bytes * (1.0 - reserve))
 
 
-def compute_owned_state(buckets: Buckets, shares: tuple[float, ...]) -> tuple[OwnedState, ...]:
-    """Return the exact storage of each rank at the given shares."""
+def compute_owned_state(
+    buckets: Buckets, shares: tuple[float, ...], multiple: int = 1
+) -> tuple[OwnedState, ...]:
+    """Return the exact storage of each rank at the given shares; with cuts at multiples of
+    `multiple` elements of a parameter, the most that it can be."""
     counts, sizes = buckets.counts(), buckets.sizes
-    trainable = {name: compute_shard_sizes(size.trainable, shares) for name, size in sizes.items()}
+    trainable = {
+        name: _bound_sizes(size.trainable, shares, multiple) for name, size in sizes.items()
+    }
     floats, packed = (
         {name: compute_shard_sizes(of(size), shares) for name, size in sizes.items()}
         for of in (attrgetter("frozen_float_bytes"), attrgetter("packed_bytes"))
@@ -85,12 +91,24 @@ def compute_owned_state(buckets: Buckets, shares: tuple[float, ...]) -> tuple[Ow
     return tuple(found)
 
 
+def _bound_sizes(numel: int, shares: tuple[float, ...], multiple: int) -> tuple[int, ...]:
+    """Return the most elements that each worker can own: each end moves by half a multiple."""
+    sizes = compute_shard_sizes(numel, shares)
+    if multiple == 1 or len(shares) == 1:
+        return sizes
+    return tuple(
+        min(numel, size + multiple) if share > 0 else 0 for size, share in zip(sizes, shares)
+    )
+
+
 def compute_owned_by_rank_buckets(
-    buckets: Sequence[Buckets], shares: tuple[float, ...]
+    buckets: Sequence[Buckets], shares: tuple[float, ...], multiple: int = 1
 ) -> tuple[OwnedState, ...]:
     """Return the exact storage of each rank where ranks have different buckets."""
     distinct = {id(of_rank): of_rank for of_rank in buckets}
-    found = {key: compute_owned_state(of_rank, shares) for key, of_rank in distinct.items()}
+    found = {
+        key: compute_owned_state(of_rank, shares, multiple) for key, of_rank in distinct.items()
+    }
     return tuple(found[id(of_rank)][rank] for rank, of_rank in enumerate(buckets))
 
 
@@ -367,9 +385,10 @@ class StateModel:
     @cached_property
     def rounding(self) -> float:
         """Bytes reserved for the rounding of a cut."""
-        one_off = dict.fromkeys(self.sizes, ROUNDING_ELEMENTS)
+        moved = ROUNDING_ELEMENTS + get_cut_multiple(self.profile.optimizer_state) - 1
+        one_off = dict.fromkeys(self.sizes, moved)
         filled = (n for name, n in self.counts.items() if self.sizes[name] != UnitSize(0, 0))
-        elements = ROUNDING_ELEMENTS * sum(filled)
+        elements = moved * sum(filled)
         received = self.received_bytes(one_off, self.ranks)
         return elements * (ceil(self.sharded_per_element) + 1) + received
 

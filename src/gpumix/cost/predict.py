@@ -236,17 +236,18 @@ class _Step:
         return peaks, host
 
     def _owned(self) -> list[OwnedState]:
+        multiple = self._plan.cut_multiple
         if self._plan.sharding == "all":
             models = (self._profile.model_of(worker.device_class) for worker in self._workers)
             buckets = [self._memory.state(model).buckets for model in models]
             shares = tuple(worker.state_share for worker in self._workers)
-            return list(compute_owned_by_rank_buckets(buckets, shares))
+            return list(compute_owned_by_rank_buckets(buckets, shares, multiple))
         owned: dict[int, OwnedState] = {}
         known: dict[tuple[float, ...], tuple[OwnedState, ...]] = {}
         for ranks in group_ranks_by_host(self._workers).values():
             shares = tuple(self._workers[rank].state_share for rank in ranks)
             if shares not in known:
-                known[shares] = compute_owned_state(self._links.buckets, shares)
+                known[shares] = compute_owned_state(self._links.buckets, shares, multiple)
             owned |= dict(zip(ranks, known[shares]))
         return [owned[rank] for rank in range(len(self._workers))]
 
@@ -297,7 +298,7 @@ def _lay_out(profile: Profile, plan: Plan) -> tuple[ShardedLayout, LinkModel]:
         plan.zero_stage,
         plan.sharding,
         plan.collectives,
-        BufferCuts.at(get_sharding_group_shares(plan)),
+        BufferCuts.at(get_sharding_group_shares(plan), plan.cut_multiple),
         plan.communication_dtype,
         BucketGrouping.of(profile.model, plan),
         hosts=len(shares),

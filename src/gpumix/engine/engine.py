@@ -33,7 +33,7 @@ from gpumix.engine.model.model_settings import find_layer_drop_rates, find_unit_
 from gpumix.engine.model.rng import OtherGenerators, Randomness, preserve_torch_rng, use_eval_mode
 from gpumix.engine.offload.host_offload import OffloadStore
 from gpumix.engine.optimizers import elementwise_check, overlapped_step
-from gpumix.engine.optimizers.layout import OptimizerLayout, check_whole_matrices
+from gpumix.engine.optimizers.layout import LayoutPart, OptimizerLayout, check_whole_matrices
 from gpumix.engine.optimizers.overlapped_step import HostStepHooks, OverlappedUpdates
 from gpumix.engine.outside_steps import BlockwiseEngine, OutsideSteps
 from gpumix.engine.rehearsal.samples import is_any
@@ -50,11 +50,12 @@ from gpumix.engine.schedule.schedules import (
 from gpumix.engine.sharding.gradient_fingerprint import SampledGradientNorm
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.sharding.parameter_index import ParameterIndex
+from gpumix.engine.sharding.shard import Piece
+from gpumix.engine.sharding.shard_layout import Division
 from gpumix.engine.sharding.unit_discovery import make_untrainable_error
 from gpumix.engine.sharding.unused_parameters import UnusedParameters
-from gpumix.engine.step_state import StepState
+from gpumix.engine.step_state import StepState, StepUndo
 from gpumix.engine.tensor_parallel.parallelize import ModuleChanges
-from gpumix.engine.undo import StepUndo
 from gpumix.engine.unit import own_checkpointing
 from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.schema.errors import GpumixError, InputError, TrainingError, format_in_one_line
@@ -109,6 +110,12 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self.notice = self.report = 0.0
         self.places = places
         self._parts = parts.stages[0]
+        self._root_names = frozenset(
+            piece.name
+            for one in parts.stages
+            for bucket in (one.before, *one.always_used_buckets, one.after)
+            for piece in bucket.pieces
+        )
         self._heads = [one.head for one in parts.stages if one.head is not None]
         self._calls = parts.calls
         self._reduces = objective
@@ -393,15 +400,24 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         Collective.
 
         Raises:
-            InputError: the plan has several stages, or teams.
+            InputError: the plan has teams.
         """
         check_whole_matrices(self.plan)
-        parts, division = self._parts, self._parts.division
-        ends = (parts.before, *parts.always_used_buckets, parts.after)
-        root = [piece.name for bucket in ends for piece in bucket.pieces]
-        speeds = [float(self.plan.workers[rank].samples) for rank in division.ranks]
-        comm = division.comm if not division.replicated else self.comm.alone()
-        return OptimizerLayout(self.pieces(), comm, root=root, speeds=speeds)
+        pieces: dict[int, list[Piece]] = {}
+        divisions: dict[int, Division] = {}
+        for group in self.groups():  # all ranks go through buckets, and so parts, in one order
+            key = id(group.division.comm)
+            divisions[key] = group.division
+            pieces.setdefault(key, []).extend(group.pieces)
+        parts = []
+        for key, division in divisions.items():
+            if division.replicated:
+                parts.append(LayoutPart(pieces[key], self.comm.alone()))
+                continue
+            ranks = division.ranks or range(division.comm.world)
+            speeds = [float(self.plan.workers[rank].samples) for rank in ranks]
+            parts.append(LayoutPart(pieces[key], division.comm, speeds))
+        return OptimizerLayout(parts, root=self._root_names)
 
     def end(self, why: str) -> None:
         """End training, and free the memory of parameters, gradients and masters."""
@@ -428,7 +444,8 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self.outside.begin_step()
         try:
             for bucket in self._buckets:
-                bucket.begin_step()
+                for group in bucket.groups:
+                    group.begin_step()
             with self._switches, own_checkpointing.bypass_torch_checkpoint():
                 yield
         except BaseException as error:
@@ -445,7 +462,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
             raise
         finally:
             self.outside.in_step = False
-            collective_progress.set_compute_phase()
+            collective_progress.compute_phase = "", ""
 
     def _cut(
         self, batch: Any, rows: Sequence[range], objective: Function | None = None

@@ -9,8 +9,9 @@ most one buffer exists twice. Buffers used in steps stay in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -22,6 +23,7 @@ from gpumix.engine.sharding.bucket import Bucket
 from gpumix.engine.sharding.flat_group import reserve_reduction_memory
 from gpumix.engine.sharding.shard import Shard
 from gpumix.engine.sharding.shard_layout import Division
+from gpumix.engine.sharding.state_dict import get_block_range, get_state_block
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
 
@@ -106,43 +108,58 @@ def move_state(buckets: Sequence[Bucket], division: Division, optimizer: Optimiz
 
 
 def _move_shard(shard: Shard, division: Division, optimizer: Optimizer) -> None:
-    before, after = shard.intervals.offsets, division.intervals(shard.numel).offsets
+    before, after = shard.intervals.offsets, division.intervals(shard.numels).offsets
     if before == after:
         return
     comm = division.comm
     label = f"move of the state of unit '{shard.label}'"
-    # All ranks have the same keys: each rank has a piece of every parameter.
     kept = {}
-    for key in _get_elementwise_keys(shard, optimizer):
-        states = [optimizer.state.get(piece.parameter, {}) for piece in shard.pieces]
-        parts = [s.pop(key, p.local) for s, p in zip(states, shard.pieces)]
-        moved = _exchange_interval(torch.cat(parts), before, after, comm, label)
+    for vector in list(_iterate_state_vectors(shard, optimizer)):
+        states = [optimizer.state[shard.pieces[number].parameter] for number in vector.pieces]
+        own = torch.cat([state.pop(vector.key) for state in states])
+        old, new = (vector.locate(shard.numels, cuts) for cuts in (before, after))
+        moved = _exchange_interval(own, old, new, comm, label)
+        del own
         if division.on_host:
             there = allocate_on_host(moved.numel(), moved.dtype, comm.device)
             moved = there.copy_(moved)
-        kept[key] = moved
-        del parts
+        kept[vector] = moved
     shard.divide(division, _exchange_interval(shard.master, before, after, comm, label))
-    for key, flat in kept.items():
-        sizes = [piece.end - piece.start for piece in shard.pieces]
-        for piece, part in zip(shard.pieces, flat.split(sizes)):
-            if piece.parameter in optimizer.state:
-                optimizer.state[piece.parameter][key] = part
+    for vector, flat in kept.items():
+        pieces = [shard.pieces[number] for number in vector.pieces]
+        ranges = [get_block_range(piece, vector.block) for piece in pieces]
+        for piece, part in zip(pieces, flat.split([end - begin for begin, end in ranges])):
+            optimizer.state[piece.parameter][vector.key] = part
 
 
-def _get_elementwise_keys(shard: Shard, optimizer: Optimizer) -> list[str]:
-    """Return the keys of the optimizer's values per element of a shard; parameters that never had a
-    gradient have none."""
-    if not shard.trainable:
-        return []
-    return sorted(
-        {
-            key
-            for piece in shard.pieces
-            for key, value in optimizer.state.get(piece.parameter, {}).items()
-            if isinstance(value, torch.Tensor) and value.shape == piece.local.shape
-        }
-    )
+class _StateVector(NamedTuple):
+    """States of one name and dtype, of some of a shard's pieces, in a row: a value for every
+    `block` elements."""
+
+    key: str
+    block: int
+    pieces: tuple[int, ...]
+
+    def locate(self, numels: Sequence[int], cuts: Sequence[int]) -> tuple[int, ...]:
+        """Return the cuts of the vector, by those of the shard's parameters of `numels`."""
+        begins = list(accumulate(numels, initial=0))
+        return tuple(
+            sum(-(-min(max(cut - begins[n], 0), numels[n]) // self.block) for n in self.pieces)
+            for cut in cuts
+        )
+
+
+def _iterate_state_vectors(shard: Shard, optimizer: Optimizer) -> Iterator[_StateVector]:
+    """Yield the vectors of a shard's state, equal on all ranks: each has a piece of every
+    parameter, and has state of the parameters that ever had a gradient."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for number, piece in enumerate(shard.pieces if shard.trainable else ()):
+        for key, value in optimizer.state.get(piece.parameter, {}).items():
+            in_blocks = get_state_block(optimizer, key) > 1
+            if in_blocks or getattr(value, "shape", None) == piece.local.shape:
+                found.setdefault((key, str(value.dtype)), []).append(number)
+    for (key, _), numbers in sorted(found.items()):
+        yield _StateVector(key, get_state_block(optimizer, key), tuple(numbers))
 
 
 def _exchange_interval(

@@ -12,6 +12,7 @@ from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.model import extra_state, module_buffers
 from gpumix.engine.model.frozen_base import FrozenBase
 from gpumix.engine.optimizers import elementwise_check
+from gpumix.engine.optimizers.block_cuts import check_block_cuts
 from gpumix.engine.sharding import state_dict as state
 from gpumix.engine.sharding.bucket import Bucket
 from gpumix.engine.sharding.flat_group import FlatGroup
@@ -219,13 +220,23 @@ class ShardedModel:
         for bucket in self._buckets:
             bucket.values_changed()
 
+    def check_optimizer(self, optimizer: Optimizer) -> bool:
+        """Check that `optimizer` can update this plan's pieces; return whether it updates any.
+
+        Raises:
+            InputError: it has other results on pieces, or the plan's cuts go through its blocks.
+        """
+        is_ours = elementwise_check.check_optimizer(optimizer, self.parameters())
+        check_block_cuts(self.trained_shards(), optimizer)
+        return is_ours
+
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
         """Return the state of `optimizer` for this rank's pieces by name; see
         `engine.sharding.state_dict`."""
-        elementwise_check.check_optimizer(optimizer, self.parameters())
+        self.check_optimizer(optimizer)
         return state.collect_optimizer_state(self.pieces(), optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, values: OptimizerState) -> None:
         """Replace the state of `optimizer`; its hyperparameters stay."""
-        elementwise_check.check_optimizer(optimizer, self.parameters())
+        self.check_optimizer(optimizer)
         state.load_optimizer_state(self.pieces(), optimizer, values)

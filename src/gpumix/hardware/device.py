@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from types import TracebackType
 
 import torch
 
@@ -117,12 +116,7 @@ class DeviceRuntime(ABC):
     def __enter__(self) -> DeviceRuntime:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -149,6 +143,34 @@ def open_device(device_class: DeviceClass, ordinal: int, *, device_id: str = "")
     return _in_use[0]
 
 
+def check_accelerator(device_class: DeviceClass, device_id: str = "") -> None:
+    """Check that torch sees GPUs of a class's kind here; nothing to check for a CPU.
+
+    Raises:
+        DeviceMissing: torch sees none.
+        MachineError: the engine does not train on this kind.
+    """
+    if device_class.emulated or device_class.accelerator == "cpu":
+        return
+    if device_class.accelerator == "hpu":
+        raise MachineError(
+            f"device class '{device_class.name}' is a Gaudi, which gpumix only plans for",
+            why="torch computes on it through Intel's own package, which the engine does not use",
+            fix="train on GPUs, or use Optimum for Intel Gaudi",
+        )
+    count_gpus_by_nvml()
+    if not runtime.is_available() or runtime.get_gpu_type() != device_class.accelerator:
+        raise DeviceMissing(
+            f"torch sees no GPU, but device class '{device_class.name}' wants one of "
+            f"{device_class.maker}",
+            why="; ".join(filter(None, (str(read_torch_build() or ""), runtime.explain_no_gpu()))),
+            fix=suggest_wheel(device_class.maker)
+            + ", or make the driver work: nvidia-smi, rocm-smi or "
+            "xpu-smi shows whether it does",
+            device=device_id,
+        )
+
+
 def is_device_error(error: BaseException) -> bool:
     """Return True if the GPU itself failed: a memory error, or a GPU lost from the bus. The GPU is
     unusable in this process from then on."""
@@ -169,24 +191,8 @@ def _make_runtime(device_class: DeviceClass, ordinal: int, device_id: str) -> De
         return _EmulatedRuntime(device_class)
     if device_class.accelerator == "cpu":
         return _CpuRuntime(device_class)
-    if device_class.accelerator == "hpu":
-        raise MachineError(
-            f"device class '{device_class.name}' is a Gaudi, which gpumix only plans for",
-            why="torch computes on it through Intel's own package, which the engine does not use",
-            fix="train on GPUs, or use Optimum for Intel Gaudi",
-        )
     prefer_expandable_segments()
-    count_gpus_by_nvml()
-    if not runtime.is_available() or runtime.get_gpu_type() != device_class.accelerator:
-        raise DeviceMissing(
-            f"torch sees no GPU, but device class '{device_class.name}' wants one of "
-            f"{device_class.maker}",
-            why="; ".join(filter(None, (str(read_torch_build() or ""), runtime.explain_no_gpu()))),
-            fix=suggest_wheel(device_class.maker)
-            + ", or make the driver work: nvidia-smi, rocm-smi or "
-            "xpu-smi shows whether it does",
-            device=device_id,
-        )
+    check_accelerator(device_class, device_id)
     return _GpuRuntime(device_class, _find_ordinal(ordinal, device_id))
 
 
@@ -234,18 +240,18 @@ class _EmulatedRuntime(_CpuRuntime):
         self._pacer = self._device.pacer
 
     def synchronize(self) -> None:
-        self._pacer.synchronize()
+        self._pacer.timeline.drain()
 
     def idle(self) -> None:
-        self._pacer.idle()
+        self._pacer.timeline.idle()
 
     @property
     def overruns(self) -> int:
-        return self._pacer.overruns
+        return self._pacer.timeline.overruns
 
     @property
     def overrun_s(self) -> float:
-        return self._pacer.overrun_s
+        return self._pacer.timeline.overrun_s
 
     def _close(self) -> None:
         self._device.__exit__(None, None, None)

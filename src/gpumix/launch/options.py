@@ -54,7 +54,11 @@ def parse_variables(words: Sequence[str]) -> dict[str, str]:
         name, given, value = word.partition("=")
         found = {name: value} if given else settings_named([name])
         if not (name.isidentifier() and name.isascii()):
-            raise InputError(f"'{name}' names no variable", where=f"--env {word}")
+            raise InputError(
+                f"'{name}' names no variable",
+                where=f"--env {word}",
+                fix="write --env NAME or --env NAME=VALUE",
+            )
         if not found:
             raise InputError(
                 f"{name} is not set here", where=f"--env {word}", fix=f"--env {name}=VALUE"

@@ -7,6 +7,7 @@ as a command or an edit. The CLI prints the error without a traceback and exits 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -207,12 +208,24 @@ class RankInterrupted(Interrupted):
 
 
 def make_missing_file_error(kind: str, path: str | Path) -> InputError:
-    """Return the error for a user-named file of a `kind` that does not exist."""
+    """Return the error for a user-named file of a `kind` that does not exist, with the most similar
+    name in its folder."""
+    near = _find_similar_file(Path(path))
     return InputError(
         f"there is no such {kind} file",
         where=str(path),
-        fix="look at the name, and at the folder that it starts from",
+        fix=f"did you mean '{near}'?" if near else "check the name and its folder",
     )
+
+
+def _find_similar_file(path: Path) -> Path | None:
+    """Return the file of the same folder with the most similar name; None if none is similar."""
+    try:
+        there = {one.stem: one for one in path.parent.iterdir() if one.suffix == path.suffix}
+    except OSError:
+        return None
+    near = get_close_matches(path.stem, there, n=1)
+    return there[near[0]] if near else None
 
 
 def get_first_line(error: BaseException) -> str:

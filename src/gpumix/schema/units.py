@@ -87,6 +87,9 @@ def parse_rate(text: str) -> float:
     return float(_parse_amount(amount, _BYTES, "12 GB"))  # type: ignore[arg-type]
 
 
+_EXACT_COUNT = re.compile(r" \(\d+ bytes\)")
+
+
 def show_bytes(n: float) -> str:
     """Format `n` bytes for readers: '23.5 GiB', '512 B'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -99,6 +102,11 @@ def show_bytes(n: float) -> str:
 def show_exact_bytes(n: int) -> str:
     """Format `n` bytes for readers, with the exact count because rounding hides small changes."""
     return f"{n} bytes" if n < 1024 else f"{show_bytes(n)} ({n} bytes)"
+
+
+def hide_exact_bytes(text: str) -> str:
+    """Remove the exact counts of `show_exact_bytes` from a text for people."""
+    return _EXACT_COUNT.sub("", text)
 
 
 def show_seconds(seconds: float) -> str:

@@ -198,6 +198,8 @@ def _make_invalid_error(
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
         said = errors[0]["msg"].removeprefix("Invalid JSON: ")
+        if path.suffix in (".yaml", ".yml"):
+            return InputError(f"this is YAML, not a {cls.KIND}", where=str(path), fix=fix)
         return InputError(
             f"this is not a valid {cls.KIND}: it is no JSON: {said}", where=str(path), fix=fix
         )
@@ -206,7 +208,7 @@ def _make_invalid_error(
     return InputError(
         f"this is not a valid {cls.KIND}: {problem.what}",
         where=f"{path}{': ' + place if place else ''}",
-        fix=f"{problem.fix or 'mend it'}; or {fix}",
+        fix=f"{problem.fix or 'correct it'}; or {fix}",
     )
 
 

@@ -5,12 +5,12 @@ Decisions are made here, in the started process; ranks measure and train.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +18,14 @@ from gpumix.hardware.discovery.discover import describe_cpu_run
 from gpumix.hardware.discovery.foreign_memory import find_occupied_gpus, reserve_foreign_memory
 from gpumix.hardware.host.environment import shared_memory_folder
 from gpumix.planner.common.stage_preconditions import check_wanted_stages, needs_several_stages
-from gpumix.planner.plan import plan as make_plan
+from gpumix.planner.narrow_state import match_profile, plan_with_allowed
 from gpumix.profiler.cache.measurement_cache import MeasurementCache, set_readers
-from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.errors import (
     DeviceFailure,
     DeviceMissing,
     GpumixError,
     InputError,
-    MachineError,
     OutOfMemory,
     PlanOutdated,
     RankInterrupted,
@@ -34,7 +33,6 @@ from gpumix.schema.errors import (
     TrainingError,
     get_first_line,
 )
-from gpumix.schema.files import open_lock_file
 from gpumix.schema.job.job import Job
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
@@ -44,7 +42,12 @@ from gpumix.schema.reading.named_files import check_named_files
 from gpumix.schema.reading.read import read_job
 from gpumix.train.checkpoint.checkpoint_folder import find_latest
 from gpumix.train.checkpoint.manifest import parse_step
-from gpumix.train.checks.output_folder import check_folder
+from gpumix.train.checks.output_folder import (
+    check_folder,
+    check_free,
+    check_writable,
+    lock_output,
+)
 from gpumix.train.checks.resume_check import check_keys
 from gpumix.train.checks.user_plan import (
     check_plan_fits_job,
@@ -61,12 +64,13 @@ from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder, find_newe
 from gpumix.train.processes.runner import Runner, make_runner
 from gpumix.train.rank_task_names import load_rank_task
 from gpumix.train.run_log import run_files
+from gpumix.train.run_log.devices_page import devices_page
 from gpumix.train.run_log.plan_page import describe_doubt, plan_page
 from gpumix.train.run_log.progress import mark_failed, mark_restarting, mark_stopped
-from gpumix.train.run_log.run_id import assign_run_id, read_run_id
-from gpumix.train.run_log.tables import devices_table, efficiency_table, profile_table
+from gpumix.train.run_log.run_id import read_run_id
+from gpumix.train.run_log.tables import efficiency_table, profile_table
 from gpumix.train.run_log.terminal import get_stderr_console
-from gpumix.train.run_log.tracker_processes import check_installed, run_trackers
+from gpumix.train.run_log.tracker_process import check_installed, run_trackers
 
 if TYPE_CHECKING:
     from gpumix.train.monitor.trial_hook import TrialObserver
@@ -74,6 +78,17 @@ if TYPE_CHECKING:
 
 # Imported by every model of transformers.
 TRANSFORMERS = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
+
+
+@dataclass(frozen=True)
+class GivenPlan:
+    """The plan to train by, if the user gives one, and the profile behind it, if known, each with
+    the file that it is from."""
+
+    plan: Plan | None = None
+    made_from: Profile | None = None
+    file: str = ""
+    made_from_file: str = ""
 
 
 class JobController:
@@ -191,21 +206,16 @@ class JobController:
             plan = None
         elif lessons.memory or lessons.slower:
             plan = None
-        profile = None
-        if plan is not None:
-            with locate_errors(plan_file):
-                both = join_locations(plan_file, made_from_file)
-                plan, profile = self._checked(plan, made_from, both)
-            for line in describe_overruled_settings(plan, self.job):
-                self.show(line)
-        else:
-            self._check_job_early()
+        given = GivenPlan(plan, made_from, plan_file, made_from_file)
+        plan, profile = self._check_plan_or_job(given)
         with ExitStack() as stack:
-            stack.enter_context(self._lock_output(fresh=not resume and lessons is None))
+            fresh = not resume and lessons is None
+            if self.speaks:
+                stack.enter_context(lock_output(self.job.output_dir, fresh=fresh))
             self._runs.warm_up()
             if self.speaks:
                 self._runs.begins(self.job.output_dir, lessons)
-                stack.enter_context(run_trackers(self.job, fresh=not resume and lessons is None))
+                stack.enter_context(run_trackers(self.job, fresh=fresh))
             try:
                 summary = self._train(plan, profile, resume, lessons)
                 self._runs.tell_outcome(summary)
@@ -218,6 +228,36 @@ class JobController:
                 if self.speaks:  # a killed rank could not report it
                     mark_failed(self.job.output_dir, get_first_line(error))
                 raise
+
+    def check_start(self, given: GivenPlan, *, resume: bool) -> tuple[Plan | None, Profile | None]:
+        """Check everything that this process knows of a start, as `train` does, and start nothing.
+        Return the given plan, predicted again, and its profile."""
+        check_installed(self.job.report_to)
+        self._check_output(resume)
+        return self._check_plan_or_job(given)
+
+    def known_profile(self) -> Profile | None:
+        """Return the cached profile, without the memory that other processes occupy; None if
+        anything must be measured first."""
+        cached = MeasurementCache(self.job, self.cluster, self.folder).load()
+        return cached and reserve_foreign_memory(cached, find_occupied_gpus(self.cluster))
+
+    def devices_of(self, plan: Plan | None) -> tuple[Device, ...]:
+        """Return the device of each rank of a plan, or of every rank without one."""
+        return self._runs.devices(self.cluster if plan is None else self._used(plan))
+
+    def _check_plan_or_job(self, given: GivenPlan) -> tuple[Plan | None, Profile | None]:
+        """Check the given plan, or without one what the job says of plans. Return the plan,
+        predicted again, and its profile."""
+        if given.plan is None:
+            self._check_job_early()
+            return None, None
+        with locate_errors(given.file):
+            both = join_locations(given.file, given.made_from_file)
+            plan, profile = self._checked(given.plan, given.made_from, both)
+        for line in describe_overruled_settings(plan, self.job):
+            self.show(line)
+        return plan, profile
 
     def _exclude_devices(self, lessons: Lessons | None) -> bool:
         """Leave out devices, and return True if this process takes part; other processes' devices
@@ -239,7 +279,7 @@ class JobController:
     ) -> Summary:
         recovery = Recovery(self.job.advanced.max_restarts, lessons)
         restart = lessons.restart if lessons is not None else None
-        self.show(devices_table(self.cluster))
+        self.show(devices_page(self.cluster))
         if plan is None:
             try:
                 profile = self.profile(resume=resume)
@@ -248,7 +288,12 @@ class JobController:
                 raise
             self.show(profile_table(profile))
             self.show(efficiency_table(profile))
+            goes_on = resume or lessons is not None
+            before = load_plan_in_force(self.job.output_dir) if goes_on and self.job.allow else None
+            if before is not None:  # the saved state has its form
+                profile = match_profile(profile, before)
             plan = self.plan(recovery.again.known(profile))
+            profile = match_profile(profile, plan)
         begins = f"Plan ({plan.strategy})."
         self.show(plan_page(plan, begins=begins, doubt=describe_doubt(profile)))
         if restart is not None and self.speaks:
@@ -354,7 +399,8 @@ class JobController:
             return plan, profile
         self.cluster = self._devices.only(left)
         if profile is None or not left <= {device.id for device in profile.cluster.devices}:
-            profile = self.profile(failed=True)  # the plan was given without a profile
+            # The plan was given without a profile.
+            profile = match_profile(self.profile(failed=True), plan)
         plan = self.plan(again.known(profile))
         if back := left - before:
             self.show(f"tried once more: {', '.join(sorted(back))}")
@@ -406,35 +452,6 @@ class JobController:
 
         return Task(self.job, self.cluster, self.folder, self._debug)
 
-    @contextmanager
-    def _lock_output(self, *, fresh: bool) -> Iterator[None]:
-        """Lock the run's folder: two runs would overwrite each other's files. The end of this
-        process releases the lock. A `fresh` run gets a new id.
-
-        Raises:
-            InputError: another run has the lock.
-            MachineError: the folder is not writable.
-        """
-        if not self.speaks:
-            yield
-            return
-        output = self.job.output_dir
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-            lock = os.fdopen(open_lock_file(output / run_files.LOCK), "r+b")
-        except OSError as error:
-            raise _not_writable(output, error) from error
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise _make_locked_error(output) from None
-            try:
-                assign_run_id(output, fresh=fresh)
-            except OSError as error:
-                raise _not_writable(output, error) from error
-            yield
-
     def _check_output(self, resume: bool) -> None:
         output = self.job.output_dir
         if output.exists() and not output.is_dir():
@@ -445,7 +462,8 @@ class JobController:
             )
         check_folder(output, traces=self.job.advanced.trace_step is not None)
         if self.speaks:
-            _check_free(output)
+            check_free(output)
+            check_writable(output)
         saved = find_latest(output / run_files.CHECKPOINTS)
         if resume and saved is None and not self._newest():
             raise InputError(
@@ -477,7 +495,7 @@ class JobController:
         if self._runs.decides_alone:  # hosts may have different files
             profile = self._known() if profile is None else set_readers(self.job, profile)
             if profile is not None:
-                profile = limit_profile_memory(profile, self.cluster)
+                profile = match_profile(limit_profile_memory(profile, self.cluster), plan)
                 with locate_errors(both):
                     plan = predict_again(plan, profile, self.show)
         check_plan_fits_memory(plan, self.cluster)
@@ -507,7 +525,7 @@ class JobController:
 
     def _check_job_early(self) -> None:
         """Refuse text files, stages and tensor-parallel groups that the job cannot have."""
-        space, spec, strategy = self.job.techniques, self.job.model, self.job.strategy
+        space, spec, strategy = self.job.space, self.job.model, self.job.strategy
         if self.job.data.text and self._runs.decides_alone:
             from gpumix.data.text.files import find_files
 
@@ -532,38 +550,14 @@ def plan_job(job: Job, profile: Profile, strategy: str | None = None, *, leaving
         leaving_out: whether devices may be left out; processes started by hand are all meant to
             work.
     """
-    techniques = job.techniques
+    techniques = job.space
     space = techniques.leaving_out() if leaving_out else techniques.with_all_devices()
-    return make_plan(profile, job.global_batch_size, strategy=strategy or job.strategy, space=space)
-
-
-def _check_free(output: Path) -> None:
-    """Raise InputError if a run has the lock: its checkpoints are unfinished."""
-    try:
-        lock = os.fdopen(open_lock_file(output / run_files.LOCK, make=False), "r+b")
-    except OSError:  # no run yet, or not writable: reported when locking
-        return
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _make_locked_error(output) from None
-
-
-def _not_writable(output: Path, error: OSError) -> MachineError:
-    return MachineError(
-        "cannot write into the output folder",
-        where=str(output),
-        why=error.strerror or str(error),
-        fix="write elsewhere: --set output_dir=runs/another",
-    )
-
-
-def _make_locked_error(output: Path) -> InputError:
-    return InputError(
-        "another run writes into the output folder",
-        where=str(output),
-        fix="wait for its end, or write elsewhere: --set output_dir=runs/another",
+    return plan_with_allowed(
+        profile,
+        job.global_batch_size,
+        strategy=strategy or job.strategy,
+        space=space,
+        allow=job.allow,
     )
 
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 
-from torch import nn
-
-from gpumix.engine.optimizers.parameter_groups import match_names
-from gpumix.engine.sharding.initial_weights import make_source
 from gpumix.engine.sharding.unit_discovery import split_into_units
-from gpumix.engine.tensor_parallel.plans import resolve_tensor_plan
 from gpumix.profiler.cache.measurement_cache import MeasurementCache, set_readers
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.input_pipeline import measure_input
@@ -19,10 +14,9 @@ from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.measurements import InputMeasurement
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.checks.attention_heads import check_config_heads
+from gpumix.train.checks.job_contents import build_checked_model
 from gpumix.train.checks.job_warnings import warn_of_data, warn_of_schedule
 from gpumix.train.checks.resume_check import check_resume
-from gpumix.train.checks.stage_count import check_job_stage_count
 from gpumix.train.elastic.recovery import Restart
 from gpumix.train.monitor.trial_hook import TrialObserver
 from gpumix.train.processes.local_launcher import RankAddress
@@ -32,7 +26,6 @@ from gpumix.train.run_log.terminal import get_stderr_console
 from gpumix.train.run_manifest import RunRecord
 from gpumix.train.trainer_builder import build_trainer
 from gpumix.train.worker.context import RankContext, Task, join_run
-from gpumix.train.worker.model import build_model
 from gpumix.train.worker.optimizer import build_trial_optimizer
 
 
@@ -44,12 +37,12 @@ def profile(
     job = task.job
     with join_run(seat, task) as context:
         if resume:
-            model = _build_checked_model(task)
+            model = build_checked_model(job, task.cluster, task.folder)
             check_resume(context, model, split_into_units(model, job.model.units).fingerprint())
         cache = MeasurementCache(job, task.cluster, task.folder)
         own = cache.settings.get_chosen(seat.device.device_class).efficiency
         subject = Workload(
-            build=partial(_build_checked_model, task),
+            build=partial(build_checked_model, job, task.cluster, task.folder),
             make_batch=context.batch,
             optimizer_of=partial(build_trial_optimizer, job.optimizer, fused=own.fused_optimizer),
             shape=WorkloadShape(job.sequence_length, job.global_batch_size),
@@ -58,8 +51,8 @@ def profile(
             units=job.model.units,
             tensor=job.model.tensor_plan,
             degrees=cache.degrees,
-            sequence=job.techniques.sequence_parallel,
-            requires_tensor_parallel=1 not in job.techniques.tensor_parallel_size,
+            sequence=job.space.sequence_parallel,
+            requires_tensor_parallel=1 not in job.space.tensor_parallel_size,
         )
         profiler = ClusterProfiler(
             subject,
@@ -94,24 +87,6 @@ def _measure_inputs(
     if context.first:
         cache.save_inputs(measured)
     return measured
-
-
-def _build_checked_model(task: Task) -> nn.Module:
-    """Build the job's model. Foreign weights, parameter groups or tensor plans without a match, and
-    more stages than units are reported now, not after the measurement."""
-    spec = task.job.model
-    model = build_model(spec, folder=task.folder, seed=task.job.seed)
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    match_names([group.match for group in task.job.optimizer.groups], trained)
-    if spec.weights is not None:
-        make_source(model, spec.weights)
-    must_divide = 1 not in task.job.techniques.tensor_parallel_size
-    if spec.tensor_plan is not None or must_divide:
-        resolve_tensor_plan(model, spec.tensor_plan)
-    if must_divide:
-        check_config_heads(getattr(model, "config", None), task.cluster, task.job.techniques)
-    check_job_stage_count(model, task.job, task.cluster)
-    return model
 
 
 def train(

@@ -50,12 +50,13 @@ def build_trainer(
     job = context.job
     engine = _prepare_engine(context, plan, _build_model(context, plan, resume=resume))
     optimizer = build_optimizer(
-        job.optimizer,
+        job.optimizer_of(plan.optimizer_state),
         engine.pieces(),
         engine.layout,
         names=engine.trained_names(),
         fused=plan.workers[context.ranks.rank].efficiency.fused_optimizer,
     )
+    engine.check_optimizer(optimizer)
     loader = _open_loader(context, plan, attention_cost(engine.model))
     if job.data.packing == "documents":
         warning = check_documents(engine)

@@ -75,11 +75,11 @@ def estimate_checkpoint_bytes(job: Job, folder: Path) -> int:
 
 def count_state_bytes(model: torch.nn.Module, optimizer: OptimizerSpec) -> int:
     """Return the bytes of master parameters, buffers and trained parameters' optimizer state."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     buffers = sum(b.nbytes for b in model.buffers())
-    per_element = MASTER_BYTES + optimizer.most_state_bytes_per_element
-    return trained * per_element + frozen * MASTER_BYTES + buffers
+    state = sum(map(optimizer.most_state_bytes, trained))
+    return sum(trained) * MASTER_BYTES + state + frozen * MASTER_BYTES + buffers
 
 
 def saved_bytes(output: Path) -> int:

@@ -11,7 +11,7 @@ from gpumix.schema.reading.error_location import locate_errors
 
 def register(app: typer.Typer) -> None:
     app.command(
-        help="Plan with every strategy, and tell why each one but the fastest lost.\n\n"
+        help="Plan with every strategy, and say why the slower ones lost.\n\n"
         "Example: gpumix compare job.yaml\n\n"
         'Example: gpumix compare --cluster "4x rtx3090, 2x p40" --model 1B'
     )(compare)
@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 @make_command
 @add_planning_options
 def compare(asked: PlanOptions, as_json: Json = False) -> None:
-    from gpumix.cli.planning.tables import comparison_table
+    from gpumix.cli.planning.tables import comparison_page
     from gpumix.planner.compare import compare as compared
 
     source = asked.source()
@@ -28,7 +28,6 @@ def compare(asked: PlanOptions, as_json: Json = False) -> None:
         found = compared(source.profile, source.request)
     print_result(
         lambda: found.model_dump(mode="json"),
-        lambda: comparison_table(found),
+        lambda: comparison_page(found, source.note),
         as_json,
-        source.note,
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gpumix.hardware.estimates.adapters import FineTuning
     from gpumix.hardware.estimates.known_models import NamedDecoder
     from gpumix.schema.cluster.cluster import Cluster
-    from gpumix.schema.job.job import OptimizerSpec
+    from gpumix.schema.job.job import Job, OptimizerSpec
     from gpumix.schema.plan.dtypes import Precision
     from gpumix.schema.plan.stage import ComputeDtype
     from gpumix.schema.profile.profile import Profile
@@ -30,11 +30,13 @@ class NamedCluster:
         text: cards, or the path of a cluster file; None: the GPUs of this machine.
         network: link between hosts, as given.
         link_option: name of the option that gives it.
+        known: the devices themselves, in place of the text.
     """
 
     text: str | None = None
     network: str | None = None
     link_option: str = "--network"
+    known: Cluster | None = None
 
     @property
     def is_file(self) -> bool:
@@ -50,6 +52,8 @@ class NamedCluster:
         from gpumix.hardware.discovery.discover import discover_cluster
         from gpumix.hardware.estimates.cluster_shorthand import with_catalogue_cards
 
+        if self.known is not None:
+            return with_catalogue_cards(self.known, precision)
         if self.text is not None:
             found = self.describe(precision)
             if not self.is_file:
@@ -136,6 +140,7 @@ class Estimate:
             sequence_length=length,
             precision=self.precision,  # type: ignore[arg-type]
             optimizer_bytes=self.optimizer.state_bytes_per_element(model_in("fp32")),
+            optimizer_state=self.optimizer.state_form,
             parts_in=(lambda dtype: shape.parts(length, dtype, name))
             if self.tuning.trains_all
             else return_no_parts,
@@ -159,7 +164,7 @@ class Estimate:
             f"sequence length {self.sequence_length}",
             f"global batch {self.global_batch}",
             dtypes,
-            {"adamw": "AdamW", "sgd": "SGD"}.get(
+            {"adamw": "AdamW", "adamw_8bit": "AdamW in 8 bits", "sgd": "SGD"}.get(
                 self.optimizer.name, self.optimizer.name.capitalize()
             ),
         ]
@@ -181,6 +186,44 @@ class Estimate:
                 else f"the part of its peak that {first} reaches"
             )
         return "; ".join([", ".join(parts), *self.cluster.explain_names()])
+
+
+def estimate_job(
+    job: Job, path: Path, cluster: NamedCluster, ram_bytes: int | None = None
+) -> Estimate:
+    """Return the estimate for a job.
+
+    Args:
+        path: of the job's file, where relative names start.
+        ram_bytes: free memory of each host, if known.
+
+    Raises:
+        InputError: the job's model is not known by its configuration.
+    """
+    from gpumix.hardware.estimates.adapters import FULL, FineTuning
+    from gpumix.hardware.estimates.decoder_shapes import decoder
+    from gpumix.hardware.estimates.known_models import NamedDecoder, read_config
+
+    config = job.model.config
+    if config is None:
+        raise InputError(
+            "estimates need a model with a `config`, this one has a factory",
+            fix="measure it: `gpumix profile JOB.yaml`, then `gpumix whatif JOB.yaml`",
+        )
+    if not isinstance(config, dict):
+        config = read_config(path.absolute().parent / config)
+    lora = job.model.lora
+    tuning = FULL if lora is None else FineTuning(lora.rank, job.model.base or "16bit")
+    return Estimate(
+        cluster,
+        NamedDecoder(str(config.get("model_type", "")), decoder(config)),
+        tuning,
+        job.optimizer,
+        job.sequence_length,
+        job.global_batch_size,
+        job.precision,
+        ram_bytes,
+    )
 
 
 def assume_ram_by_host(cluster: Cluster) -> dict[str, int]:

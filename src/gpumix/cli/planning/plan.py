@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     app.command(
-        help="Tell whether a model fits, how fast it trains, and who computes and stores what.\n\n"
-        "Of a job: measures first what is not in the cache.\n\n"
+        help="Tell whether a model fits, its speed, and the work and memory of each GPU.\n\n"
+        "With a job, its model is measured first, unless the cache has it.\n\n"
         'Example: gpumix plan --cluster "2x rtx4090, 4x rtx3090" --model 7B\n\n'
         "Example: gpumix plan job.yaml --strategy even --output plan.json"
     )(plan)
@@ -40,17 +40,15 @@ def plan(
     strategy: Strategy = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="Write the plan here, and beside it what it was made from."
-        ),
+        typer.Option("--output", "-o", help="Write the plan here, and its profile next to it."),
     ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show every device, bounds and alternatives.")
     ] = False,
     as_json: Json = False,
 ) -> None:
+    from gpumix.planner.narrow_state import match_profile, plan_with_allowed
     from gpumix.planner.plan import check_strategy
-    from gpumix.planner.plan import plan as make_plan
     from gpumix.train.run_log.terminal import show_waiting
 
     if strategy is not None:
@@ -58,11 +56,12 @@ def plan(
     source = asked.source(strategy)
     try:
         with locate_errors(source.place), show_waiting("searching plans"):
-            made = make_plan(
+            made = plan_with_allowed(
                 source.profile,
                 source.request.global_batch,
                 strategy=source.strategy,
                 space=source.request.space,
+                allow=source.allow,
                 detailed=verbose or as_json or output is not None,
             )
     except NoFeasiblePlanError as error:
@@ -72,7 +71,7 @@ def plan(
         raise typer.Exit(error.exit_code) from None
     if output is not None:
         made.save(output)
-        source.profile.save(get_profile_path(output))
+        match_profile(source.profile, made).save(get_profile_path(output))
     print_result(
         lambda: made.model_dump(mode="json"),
         lambda: _render(asked, source, made, verbose=verbose),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import typer
 
 from gpumix.cli.common import Allowed, Overrides
-from gpumix.cli.planning.estimate_source import Estimate, NamedCluster
+from gpumix.cli.planning.estimate_source import Estimate, NamedCluster, estimate_job
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.error_location import locate_errors
 from gpumix.schema.units import LARGEST_BATCH, LARGEST_LENGTH, LARGEST_RANK
@@ -33,7 +33,7 @@ ClusterText = Annotated[
     str | None,
     typer.Option(
         "--cluster",
-        help='Cards that need not be here: "4x rtx3090, 2x p40"; semicolons separate hosts; '
+        help='Cards, also ones you do not have: "4x rtx3090, 2x p40"; semicolons separate hosts; '
         '"2 hosts of 8x a100-80gb-sxm". Or a cluster file. Default: this machine, or the job\'s.',
     ),
 ]
@@ -42,7 +42,7 @@ NetworkText = Annotated[
     typer.Option("--network", help="Link between hosts: 25GbE, ib-hdr, '12 GB/s', ..."),
 ]
 BetweenText = Annotated[
-    str | None, typer.Option("--between", help="With --cluster: the link that its hosts have.")
+    str | None, typer.Option("--between", help="With --cluster: the link between its hosts now.")
 ]
 ModelText = Annotated[
     str | None,
@@ -59,7 +59,8 @@ MODEL, SEQUENCE_LENGTH, GLOBAL_BATCH = "1B", 2048, 128
 @dataclass(frozen=True)
 class PlanSource:
     """Input of planning: profile, request, the files or arguments behind both, and a line on
-    assumptions; with the estimate behind the profile, if there is no job."""
+    assumptions; with the estimate behind the profile, if there is no job, and with what a job
+    allows."""
 
     profile: Profile
     request: PlanRequest
@@ -67,6 +68,7 @@ class PlanSource:
     place: str
     note: str = ""
     estimate: Estimate | None = None
+    allow: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class PlanArguments:
             metavar="RANK",
             min=1,
             max=LARGEST_RANK,
-            help="Without a job: train LoRA adapters of this rank; usual is 16.",
+            help="Without a job: train LoRA adapters of this rank, usually 16.",
         ),
     ] = None
     base: Annotated[
@@ -134,7 +136,7 @@ class PlanArguments:
         typer.Option(
             "--ram",
             metavar="SIZE",
-            help="Free memory of each host: 64GiB. Default: what is here, or what its GPUs have.",
+            help="Free memory of each host: 64GiB. Default: this host's, or that of its GPUs.",
         ),
     ] = None
     overrides: Overrides = field(default_factory=list)
@@ -180,9 +182,9 @@ class PlanOptions(PlanArguments):
         check_named_files(job, self.job)
         job = job.model_copy(update={"strategy": strategy or job.strategy})
         profile = self._of_job(job, self.job)
-        request = _request(job.global_batch_size, job.techniques.leaving_out())
+        request = _request(job.global_batch_size, job.space.leaving_out())
         place = ", ".join(str(path) for path in (self.job, self.profile) if path is not None)
-        return PlanSource(profile, request, job.strategy, place)
+        return PlanSource(profile, request, job.strategy, place, allow=job.allow)
 
     def _of_job(self, job: Job, path: Path) -> Profile:
         from gpumix.profiler.cache.measurement_cache import set_readers
@@ -190,7 +192,7 @@ class PlanOptions(PlanArguments):
 
         if self.cluster is not None:
             with locate_errors(path):
-                return self._estimate_of_job(job, path).profile()
+                return estimate_job(job, path, self._named_cluster).profile()
         if self.profile is not None:
             profile = Profile.load(self.profile)
             _check_profile(profile, job, self.profile, path)
@@ -209,31 +211,6 @@ class PlanOptions(PlanArguments):
     @property
     def _named_cluster(self) -> NamedCluster:
         return NamedCluster(self.cluster, self.network, self.link_option)
-
-    def _estimate_of_job(self, job: Job, path: Path) -> Estimate:
-        from gpumix.hardware.estimates.adapters import FULL, FineTuning
-        from gpumix.hardware.estimates.decoder_shapes import decoder
-        from gpumix.hardware.estimates.known_models import NamedDecoder, read_config
-
-        config = job.model.config
-        if config is None:
-            raise InputError(
-                "estimates need a model with a `config`, this one has a factory",
-                fix="measure it: `gpumix profile JOB.yaml`, then `gpumix whatif JOB.yaml`",
-            )
-        if not isinstance(config, dict):
-            config = read_config(path.absolute().parent / config)
-        lora = job.model.lora
-        tuning = FULL if lora is None else FineTuning(lora.rank, job.model.base or "16bit")
-        return Estimate(
-            self._named_cluster,
-            NamedDecoder(str(config.get("model_type", "")), decoder(config)),
-            tuning,
-            job.optimizer,
-            job.sequence_length,
-            job.global_batch_size,
-            job.precision,
-        )
 
     def _estimated_without_job(self, strategy: str) -> PlanSource:
         from gpumix.hardware.estimates.known_models import find_decoder
@@ -307,7 +284,9 @@ class PlanOptions(PlanArguments):
                 f"{named[0]} has no effect on a job", fix="change the job: --set key=value"
             )
         if self.cluster is not None and self.profile is not None:
-            raise InputError("--cluster is an estimate, --profile was measured: give one of them")
+            raise InputError(
+                "--cluster is an estimate, --profile was measured", fix="give one of them"
+            )
         if self.job is None and self.profile is not None:
             raise InputError(
                 "a profile alone does not say what to plan",

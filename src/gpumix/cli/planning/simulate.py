@@ -37,7 +37,7 @@ MOST_LINES = 12  # of the critical path
 def register(app: typer.Typer) -> None:
     app.command(
         help="Replay one step of a plan: what binds it, who waits for what, and a trace.\n\n"
-        "Times come from what the plan was made from: the profile that lies beside it, if none "
+        "Times come from the profile next to the plan, if none "
         "is given. Open the trace in ui.perfetto.dev.\n\n"
         "Example: gpumix simulate runs/first/plan.json --trace simulated.json\n\n"
         "Example: gpumix simulate runs/first/plan.json --picture step.png\n\n"
@@ -136,7 +136,7 @@ def _get_profile(profile: Path | None, asked: PlanOptions) -> tuple[Profile, str
     if profile is None:
         if asked.job is None and asked.cluster is None:
             raise InputError(
-                "a plan does not say how fast its devices are, and no profile lies beside it",
+                "a plan has no speeds of its devices, and there is no profile next to it",
                 fix="give what it was made from: --profile PROFILE.json, --job JOB.yaml, or "
                 "--cluster and --model",
             )
@@ -151,7 +151,9 @@ def _get_profile(profile: Path | None, asked: PlanOptions) -> tuple[Profile, str
     }
     for name, value in others.items():
         if value is not None:
-            raise InputError(f"{name} has no effect beside --profile", fix="give one of them")
+            raise InputError(
+                f"{name} has no effect together with --profile", fix="give one of them"
+            )
     return Profile.load(profile), ""
 
 

@@ -1,80 +1,168 @@
-"""Tables of comparisons."""
+"""Pages of comparisons: strategies and changed clusters. The answer first, in 80 columns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gpumix.schema.units import show_bytes, show_seconds
-from gpumix.train.run_log.tables import add_notes, new_table
+from gpumix.hardware.estimates.gpu_catalogue import shorten_product
+from gpumix.schema.units import hide_exact_bytes
+from gpumix.train.run_log.plan_page import describe_source
+from gpumix.train.run_log.tables import EMULATED, describe_estimates
+from gpumix.train.run_log.text_page import (
+    COLUMNS,
+    Line,
+    align_rows,
+    iterate_labelled,
+    join_lines,
+    place_at_ends,
+    round_estimate,
+    round_seconds,
+    wrap_line,
+)
 
 if TYPE_CHECKING:
     from gpumix.planner.cluster_change import ClusterForecast
     from gpumix.planner.compare import Comparison, StrategyRow
 
-
-def outlook_table(found: Sequence[ClusterForecast]) -> RenderableType:
-    """Return a table with a row per change, the present cluster first."""
-    priced = any(o.price_per_hour is not None for o in found)
-    columns = ["change", "devices", "step", "tokens/s", "worth"]
-    columns += ["price per hour", "per billion tokens"] if priced else []
-    table = new_table("what if", *columns)
-    for outlook in found:
-        cells = [
-            outlook.change,
-            ", ".join(f"{count} x {name}" for name, count in outlook.devices.items()),
-            "does not fit" if outlook.step_s is None else show_seconds(outlook.step_s),
-            "" if outlook.tokens_per_s is None else f"{outlook.tokens_per_s:.0f}",
-            "" if outlook.worth is None else f"{outlook.worth:+.1%}",
-        ]
-        if priced:
-            cells += [
-                _format_price(outlook.price_per_hour),
-                _format_price(outlook.price_per_billion_tokens),
-            ]
-        table.add_row(*cells)
-    notes = [Text(f"{o.change}: {o.why}") for o in found if o.why]
-    estimated = sorted({name for o in found for name in o.estimated})
-    return Group(add_notes(table, any(o.emulated for o in found), estimated), *notes)
+WORTH_TELLING = 0.01  # a smaller gain is told as none
+BEHIND_STRATEGY = 14  # columns of the longest name, and a gap
 
 
-def comparison_table(found: Comparison) -> RenderableType:
-    """Return a table with a row per strategy, and notes below on why each lost."""
-    classes = sorted({room.device_class for row in found.rows for room in row.head_room})
-    columns = ["strategy", "step", "tokens/s", "against the best", "ZeRO"]
-    table = new_table("compare", *columns, *(f"free on {name}" for name in classes))
-    fastest = next(row for row in found.rows if row.strategy == found.best).step_s
+# -- strategies ------------------------------------------------------------------------------------
+
+
+def comparison_page(found: Comparison, assumed: str = "") -> Text:
+    """Return the page of a comparison: the fastest, a row for each strategy, and why each lost."""
+    return join_lines(_iterate_comparison(found, assumed))
+
+
+def _iterate_comparison(found: Comparison, assumed: str) -> Iterator[Line]:
+    best = next(row for row in found.rows if row.strategy == found.best)
+    assert best.step_s is not None and best.tokens_per_s is not None, "the best has a plan"
+    answer = f"{best.strategy} is fastest: {_show_speed(best.tokens_per_s, best.step_s)}"
+    for text in place_at_ends(answer, describe_source(found.estimated)):
+        yield text, "bold green"
+    yield "", ""
+    head = ("strategy", "tokens/s", "step", "times the best", "ZeRO", "least free memory")
+    rows = [head, *(_strategy_cells(row, best.step_s) for row in found.rows)]
+    yield from ((text, "") for text in align_rows(rows, left=(0, len(head) - 1)))
+    yield "", ""
     for row in found.rows:
-        table.add_row(
-            row.strategy, *_format_figures(row, fastest), *_format_head_rooms(row, classes)
-        )
-    notes = [Text(f"{row.strategy}: {row.why}") for row in found.rows]
-    return Group(add_notes(table, found.emulated, found.estimated), *notes)
+        yield from iterate_labelled(row.strategy, hide_exact_bytes(row.why), indent=BEHIND_STRATEGY)
+    there = {room.device_class for row in found.rows for room in row.head_room}
+    yield from _iterate_notes(found.emulated, assumed, found.estimated, there)
 
 
-def _format_figures(row: StrategyRow, fastest: float | None) -> list[str]:
+def _show_speed(tokens_per_s: float, step_s: float) -> str:
+    return f"~{round_estimate(tokens_per_s)} tokens/s, {round_seconds(step_s)} per step"
+
+
+def _strategy_cells(row: StrategyRow, fastest_s: float) -> tuple[str, ...]:
     if row.step_s is None or row.tokens_per_s is None:
-        return ["not possible", "", "", ""]
-    times = row.step_s / fastest if fastest else 1.0
-    return [
-        show_seconds(row.step_s),
-        f"{row.tokens_per_s:.0f}",
-        f"{times:.2f} x",
+        return (row.strategy, "no plan", "", "", "", "")
+    times = row.step_s / fastest_s if fastest_s else 1.0
+    tightest = min(row.head_room, key=lambda room: room.part, default=None)
+    room = ""
+    if tightest is not None:
+        room = f"{tightest.part:.0%} on {shorten_product(tightest.device_class)}"
+    return (
+        row.strategy,
+        round_estimate(row.tokens_per_s),
+        round_seconds(row.step_s),
+        f"{times:.2f}x",
         str(row.zero_stage),
-    ]
+        room.replace("%", " %"),
+    )
 
 
-def _format_head_rooms(row: StrategyRow, classes: Sequence[str]) -> list[str]:
-    """Return the free memory by class, the least of its devices; empty for a class left out."""
-    rooms = {room.device_class: room for room in row.head_room}
-    return [
-        f"{show_bytes(rooms[name].free_bytes)} ({rooms[name].part:.0%})" if name in rooms else ""
-        for name in classes
-    ]
+# -- changed clusters ------------------------------------------------------------------------------
+
+
+def outlook_page(found: Sequence[ClusterForecast], assumed: str = "") -> Text:
+    """Return the page of changed clusters: the best change, and a row for each, the present cluster
+    first."""
+    return join_lines(_iterate_outlook(found, assumed))
+
+
+def _iterate_outlook(found: Sequence[ClusterForecast], assumed: str) -> Iterator[Line]:
+    answer, style = _judge_changes(found)
+    estimated = sorted({name for one in found for name in one.estimated})
+    for text in place_at_ends(answer, describe_source(estimated)):
+        yield text, style
+    yield "", ""
+    columns = _change_columns(found)
+    rows = [tuple(columns), *zip(*columns.values(), strict=True)]
+    while "GPUs" in columns and max(map(len, align_rows(rows))) > COLUMNS:
+        del columns["GPUs"]  # told by the change
+        rows = [tuple(columns), *zip(*columns.values(), strict=True)]
+    yield from ((text, "") for text in align_rows(rows, left=(0, 1) if "GPUs" in columns else (0,)))
+    notes = [one for one in found if one.why]
+    if notes:
+        yield "", ""
+    for one in notes:
+        told = f"{one.change}: {hide_exact_bytes(one.why)}"
+        yield from ((text, "") for text in wrap_line(told, 2))
+    there = {name for one in found for name in one.devices}
+    yield from _iterate_notes(any(one.emulated for one in found), assumed, estimated, there)
+
+
+def _judge_changes(found: Sequence[ClusterForecast]) -> Line:
+    """Return the answer: the change that gives most, and its colour."""
+    best = max(found[1:], key=lambda one: one.tokens_per_s or 0.0)
+    if best.tokens_per_s is None or best.step_s is None:
+        return "Nothing here makes it fit.", "bold red"
+    speed = _show_speed(best.tokens_per_s, best.step_s)
+    if best.worth is None:
+        return f"Fits with '{best.change}': {speed}.", "bold green"
+    if best.worth < WORTH_TELLING:
+        return "No change here makes training faster.", "bold yellow"
+    gain = f"{best.worth:+.0%}".replace("%", " %")
+    return f"'{best.change}' gives {gain}: {speed}.", "bold green"
+
+
+def _change_columns(found: Sequence[ClusterForecast]) -> dict[str, list[str]]:
+    columns = {
+        "change": [one.change for one in found],
+        "GPUs": [
+            ", ".join(f"{n}x {shorten_product(name)}" for name, n in one.devices.items())
+            for one in found
+        ],
+        "tokens/s": [
+            "no plan" if one.tokens_per_s is None else round_estimate(one.tokens_per_s)
+            for one in found
+        ],
+        "step": ["" if one.step_s is None else round_seconds(one.step_s) for one in found],
+        "gain": [
+            "" if one.worth is None else f"{one.worth:+.1%}".replace("%", " %") for one in found
+        ],
+    }
+    if any(one.price_per_hour is not None for one in found):
+        columns["price/hour"] = [_format_price(one.price_per_hour) for one in found]
+        columns["price/1e9 tokens"] = [_format_price(one.price_per_billion_tokens) for one in found]
+    return columns
 
 
 def _format_price(price: float | None) -> str:
     return "" if price is None else f"{price:,.2f}"
+
+
+# -- notes ---------------------------------------------------------------------------------------
+
+
+def _iterate_notes(
+    emulated: bool, assumed: str = "", estimated: Sequence[str] = (), there: Collection[str] = ()
+) -> Iterator[Line]:
+    """Yield notes on the numbers behind an empty line: on emulation, on GPU types that are
+    estimated among others `there` that were measured, and on assumptions."""
+    notes = [EMULATED] if emulated else []
+    if estimated and not set(there) <= set(estimated):
+        notes.append(describe_estimates(estimated))
+    if notes or assumed:
+        yield "", ""
+    for note in notes:
+        yield from ((text, "yellow") for text in wrap_line(note))
+    if assumed:
+        yield from iterate_labelled("Assumed", assumed, "dim")

@@ -6,13 +6,12 @@ samples. Then one more card, and last the largest model of this shape that fits.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpumix.schema.errors import GpumixError, NoFeasiblePlanError
-from gpumix.schema.units import show_bytes
+from gpumix.schema.units import hide_exact_bytes, show_bytes
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from gpumix.schema.profile.profile import Profile
 
 LORA_RANK = 16
-_EXACT = re.compile(r" \(\d+ bytes\)")
 SMALLEST_STEP = 0.05  # the largest model that fits is found within this fraction
 SMALLEST_MODEL = 5e6  # parameters
 GROWTH = 1.2  # of sizes that are tried with several stages
@@ -77,7 +75,7 @@ def shortfall_page(found: Shortfall, assumed: str) -> Text:
     from rich.text import Text
 
     from gpumix.hardware.estimates.gpu_catalogue import shorten_product
-    from gpumix.train.run_log.plan_page import wrap_line
+    from gpumix.train.run_log.text_page import wrap_line
 
     total = sum(found.usable_bytes[name] * count for name, count in found.counts.items())
     cards = " and ".join(
@@ -113,7 +111,7 @@ def find_ways_out(
         model=f"{estimate.model.name}, {estimate.tuning.describe()}",
         state_bytes=count_state_bytes(profile),
         usable_bytes=usable,
-        short=_EXACT.sub("", error.what.rpartition(": ")[2]),
+        short=hide_exact_bytes(error.what.rpartition(": ")[2]),
         counts={name: len(profile.cluster.members(name)) for name in usable},
         ways=tuple(_try_all(estimate, list(usable), space)),
     )
@@ -139,6 +137,9 @@ def _try_all(estimate: Estimate, classes: Sequence[str], space: Space) -> Iterat
 
     changes: list[tuple[str, Estimate]] = []
     if estimate.tuning.trains_all:
+        if estimate.optimizer.name == "adamw":
+            narrow = OptimizerSpec(name="adamw_8bit")
+            changes.append(("--optimizer adamw_8bit", replace(estimate, optimizer=narrow)))
         if estimate.optimizer.name != "adafactor":
             adafactor = OptimizerSpec(name="adafactor")
             changes.append(("--optimizer adafactor", replace(estimate, optimizer=adafactor)))

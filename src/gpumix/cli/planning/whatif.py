@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     app.command(
-        help="Tell what each change to the cluster is worth, and all of them together.\n\n"
+        help="Show the gain of each change to the cluster, and of all together.\n\n"
         "Example: gpumix whatif job.yaml --add 2xa6000 --remove p40 --inside pcie5"
     )(whatif)
 
@@ -47,7 +47,7 @@ def whatif(
     ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    from gpumix.cli.planning.tables import outlook_table
+    from gpumix.cli.planning.tables import outlook_page
     from gpumix.planner.cluster_change import forecast_clusters
 
     source = asked.source()
@@ -58,9 +58,8 @@ def whatif(
         found = forecast_clusters(variants, source.request, prices)
     print_result(
         lambda: [outlook.model_dump(mode="json") for outlook in found],
-        lambda: outlook_table(found),
+        lambda: outlook_page(found, source.note),
         as_json,
-        source.note,
     )
 
 

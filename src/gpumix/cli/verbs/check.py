@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gpumix.cli.common import (
+    OF_CLUSTER,
     Allowed,
     Json,
     Overrides,
@@ -17,7 +18,7 @@ from gpumix.cli.common import (
     print_result,
     refuse_set_without_job,
     shows_tracebacks,
-    take_cluster_file,
+    take_shorthands,
 )
 
 if TYPE_CHECKING:
@@ -30,24 +31,24 @@ STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green
 
 def register(app: typer.Typer) -> None:
     app.command(
-        help="Test a cluster before a run, in less than a minute: one line for each thing that is "
-        "wrong, with the fix.\n\n"
+        help="Test a cluster before a run, in less than a minute: one line per problem, with "
+        "the fix.\n\n"
         "Versions, drivers, kernels, GPUs, pairs of devices and hosts, clocks, disks, memory, "
-        "limits; with a job also what it needs. Without one the devices that are found. Nothing is "
-        "left behind.\n\n"
+        "limits; with a job also its packages, model and data. Without a job, the devices of this "
+        "host. Nothing is left behind.\n\n"
         "Several hosts: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend gpumix "
         "--rdzv-endpoint host-a:29500 -m gpumix check job.yaml\n\n"
-        "Leaves with 3 if there is an error, with 0 if there are only warnings and notes.\n\n"
+        "Exits with 3 if there is an error, with 0 if there are only warnings and notes.\n\n"
         "Example: gpumix check job.yaml"
     )(check)
 
 
 @make_command
-@take_cluster_file
+@take_shorthands(OF_CLUSTER)
 def check(
     context: typer.Context,
     job: Annotated[
-        Path | None, typer.Argument(metavar="JOB", help="Also test what this job needs.")
+        Path | None, typer.Argument(metavar="JOB", help="Also test the needs of this job.")
     ] = None,
     overrides: Overrides = [],  # noqa: B006
     allowed: Allowed = [],  # noqa: B006

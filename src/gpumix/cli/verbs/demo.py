@@ -36,8 +36,8 @@ GPT = {
 
 def register(app: typer.Typer) -> None:
     app.command(
-        help="Train a small GPT on unlike GPUs of this host, or on an emulated mixture; takes a "
-        "few minutes.\n\n"
+        help="Train a small GPT on the unequal GPUs of this host, or on an emulated mixture; takes "
+        "a few minutes.\n\n"
         "Example: gpumix demo --max-steps 10"
     )(demo)
 
@@ -131,7 +131,11 @@ def _write_job(folder: Path, steps: int, devices: DemoDevices) -> Path:
 def _check_output_folder(folder: Path) -> None:
     """Refuse to clear a folder with files not written by a demo."""
     if folder.exists() and not folder.is_dir():
-        raise InputError("the demo's output is a file, not a folder", where=str(folder))
+        raise InputError(
+            "the demo's output is a file, not a folder",
+            where=str(folder),
+            fix="gpumix demo --output-dir FOLDER",
+        )
     found = {path.name for path in folder.iterdir()} if folder.exists() else set()
     foreign = found - {JOB_FILE, *run_files.ALL} if JOB_FILE in found else found
     if foreign:

@@ -42,10 +42,14 @@ def devices(
     from gpumix.hardware.discovery.discover import discover_cluster
     from gpumix.schema.errors import InputError
     from gpumix.schema.reading.read import read_job
-    from gpumix.train.run_log.tables import devices_table
+    from gpumix.train.run_log.devices_page import devices_page
 
     if job is not None and cluster is not None:
-        raise InputError("give a job or --cluster, not both", where=f"{job}, {cluster}")
+        raise InputError(
+            "a job and --cluster both name devices",
+            where=f"{job}, {cluster}",
+            fix="give one of them",
+        )
     refuse_set_without_job(
         job, overrides, fix="gpumix devices JOB.yaml --set ..., or gpumix devices --cluster FILE"
     )
@@ -58,4 +62,4 @@ def devices(
         named = read_job(job, overrides).cluster
         wanted = None if named == "auto" else named
     found = wanted or discover_cluster()
-    print_result(lambda: found.model_dump(mode="json"), lambda: devices_table(found), as_json)
+    print_result(lambda: found.model_dump(mode="json"), lambda: devices_page(found), as_json)

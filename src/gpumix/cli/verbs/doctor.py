@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gpumix.cli.common import (
+    OF_CLUSTER,
     Allowed,
     Json,
     Overrides,
     make_command,
     print_json,
     shows_tracebacks,
-    take_cluster_file,
+    take_shorthands,
 )
 from gpumix.schema.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.text import Text
 
     from gpumix.doctor.examine import Patient
     from gpumix.doctor.report import Report
@@ -34,20 +35,20 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     app.command(
-        help="Find what slows a job down, or any function that trains: run a few steps, try what "
-        "may mend it, and say by how much.\n\n"
-        "Each change is measured in pairs of short runs, with and without it; what no change mends "
-        "is told without a gain. "
-        "A function is one of a script of your own, in plain PyTorch; its module is looked for in "
-        "this folder. It really runs, without arguments and several times, and is ended after some "
-        "steps each time: what it writes to files and logs is written.\n\n"
+        help="Find what slows down a job, or a training function of yours: run a few steps, test "
+        "each change, and report its gain.\n\n"
+        "Each change is measured in pairs of short runs, with and without it; problems that no "
+        "change fixes are reported without a gain. "
+        "A function is from your own script, in plain PyTorch, whose module is in this folder. It "
+        "really runs, without arguments and several times, and is stopped after some steps each "
+        "time: it writes its files and logs.\n\n"
         "Example: gpumix doctor job.yaml --apply\n\n"
         "Example: gpumix doctor train:main"
     )(doctor)
 
 
 @make_command
-@take_cluster_file
+@take_shorthands(OF_CLUSTER)
 def doctor(
     target: Annotated[
         str,
@@ -55,7 +56,9 @@ def doctor(
     ],
     apply: Annotated[
         bool,
-        typer.Option("--apply", help="Write the job with all that helped, as JOB.tuned.yaml."),
+        typer.Option(
+            "--apply", help="Write the job with all changes that helped, as JOB.tuned.yaml."
+        ),
     ] = False,
     steps: Annotated[int, typer.Option("--steps", min=3, help="Steps of a run.")] = 12,
     pairs: Annotated[
@@ -63,7 +66,7 @@ def doctor(
     ] = 5,
     only: Annotated[
         list[str],
-        typer.Option("--only", metavar="NAME", help="Try this suspect only; may be repeated."),
+        typer.Option("--only", metavar="NAME", help="Test this suspect only; may be repeated."),
     ] = [],  # noqa: B006
     overrides: Overrides = [],  # noqa: B006
     allowed: Allowed = [],  # noqa: B006
@@ -83,15 +86,14 @@ def doctor(
     console = get_stderr_console()
     if is_function:
         console.print(
-            f"{target} runs several times, a few steps each: what it writes to files and logs is "
-            "written"
+            f"{target} runs several times, a few steps each, and writes its files each time"
         )
     with _open_patient(target, is_function, overrides, allowed, steps=steps) as patient:
         report = examine(patient, say=console.print, pairs=pairs, only=tuple(only), begun_s=begun_s)
     if as_json:
         print_json(report.as_dict())
     else:
-        console.print(_make_table(report) if report.findings else _describe_no_gain(report))
+        console.print(_render_findings(report) if report.findings else _describe_no_gain(report))
         for remark in report.remarks:
             console.print(remark.text)
         for name in report.untried:
@@ -194,16 +196,22 @@ def _open_patient(
             yield job
 
 
-def _make_table(report: Report) -> Table:
-    from rich.table import Table
+def _render_findings(report: Report) -> Text:
+    """Return what helps, in all and each, with the reason and the change."""
+    from gpumix.train.run_log.text_page import iterate_labelled, join_lines, wrap_line
 
     waited = f"{report.input_share:.0%} of a step was spent waiting for data"
-    title = f"{report.gain:.2f}x as fast; {waited}"
-    table = Table("finding", "why", "change", "gain", title=title)
+    lines = [(f"{report.gain:.2f}x as fast with all of this; {waited}", "bold green")]
     for one in report.findings:
         suspect = one.suspect
-        table.add_row(suspect.what, suspect.why, suspect.change_text, str(one.gain))
-    return table
+        lines += [("", ""), *((text, "bold") for text in wrap_line(suspect.what))]
+        for label, text in (
+            ("gain", str(one.gain)),
+            ("why", suspect.why),
+            ("change", suspect.change_text),
+        ):
+            lines += iterate_labelled(f"  {label}", text)
+    return join_lines(lines)
 
 
 def _describe_no_gain(report: Report) -> str:

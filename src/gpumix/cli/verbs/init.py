@@ -48,7 +48,7 @@ trainer = SFTTrainer(
     args=SFTConfig(
         output_dir={output!r},
         max_steps={max_steps},
-        per_device_train_batch_size={global_batch_size},  # samples of all GPUs together
+        per_device_train_batch_size={global_batch_size},  # times the number of GPUs: a step
         max_length={sequence_length},
         learning_rate=2e-4,
         logging_steps=10,
@@ -70,7 +70,7 @@ class Answers:
     """Answers to the five questions.
 
     Attributes:
-        model: a folder of weights, or a size, name or config.json of a model to begin from nothing.
+        model: a folder of weights, or a size, name or config.json of a model to train from scratch.
         data: text files, or a folder of them.
         cluster: `auto`, or a cluster file.
         lora: whether adapters are trained, and not the whole model.
@@ -109,7 +109,7 @@ def init(
         typer.Option(
             "--model",
             help="A folder with config.json and weights to fine-tune; or a size such as 20M, "
-            "llama-3.2-1b, a config.json to train from nothing.",
+            "llama-3.2-1b, a config.json to train from scratch.",
         ),
     ] = None,
     data: Annotated[
@@ -180,7 +180,11 @@ def _check_data(path: Path) -> Path:
 def _check_answers(found: Answers) -> None:
     """Check that what is named can be trained on."""
     if found.data.is_dir() and not any(path.is_file() for path in found.data.rglob("*")):
-        raise InputError("there are no files to train on", where=f"--data: {found.data}")
+        raise InputError(
+            "there are no files to train on",
+            where=f"--data: {found.data}",
+            fix="put text files there, or give another folder",
+        )
     if found.cluster != "auto" and not Path(found.cluster).is_file():
         raise InputError(
             "there is no such cluster file", where=f"--cluster: {found.cluster}", fix="give a file"
@@ -192,7 +196,7 @@ def _check_answers(found: Answers) -> None:
                 raise InputError(
                     f"this folder has a config.json, and no {name}",
                     where=f"--model: {folder}",
-                    fix="give a folder as save_pretrained writes it; or a size, to begin anew",
+                    fix="give a folder of save_pretrained; or a size, to train from scratch",
                 )
 
 
@@ -254,7 +258,11 @@ def _script(found: Answers, path: Path) -> str:
         )
     texts = [found.data] if found.data.is_file() else sorted(found.data.rglob("*.txt"))
     if not texts:
-        raise InputError("there are no .txt files", where=f"--data: {found.data}")
+        raise InputError(
+            "there are no .txt files",
+            where=f"--data: {found.data}",
+            fix="give a text file, or a folder of .txt files",
+        )
     return SCRIPT.format(
         name=path,
         weights=str(found.weights),

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     app.command(
-        help="Say what a checkpoint holds, who saved it, and whether it is whole.\n\n"
-        "Reads every byte and runs nothing. Of a run all checkpoints are told, the newest first; "
-        "--resume takes the first that is whole. Ends with code 2 if one is damaged.\n\n"
+        help="Show a checkpoint's content and origin, and verify it.\n\n"
+        "Reads every byte and runs nothing. Lists all checkpoints of a run, the newest first; "
+        "--resume takes the first intact one. Ends with code 2 if one is damaged.\n\n"
         "Example: gpumix inspect runs/first"
     )(inspect)
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumix.cli.common import Json, make_command, print_json
+from gpumix.cli.common import DryRun, Json, make_command, print_json, print_result
 from gpumix.schema.errors import InputError
 
 if TYPE_CHECKING:
-    from gpumix.launch.hosts import Host
+    from rich.console import RenderableType
+
+    from gpumix.cli.planning.dry_run import ForeseenStart
+    from gpumix.launch.commands import RendezvousAddress
+    from gpumix.launch.hosts import Host, HostRanks
     from gpumix.launch.launcher import LaunchRequest
     from gpumix.launch.program import Program
     from gpumix.schema.cluster.cluster import Cluster
@@ -33,13 +38,15 @@ class Template(StrEnum):
 def register(app: typer.Typer) -> None:
     app.command(
         help="Run a job or a program on all devices of this host, or of several hosts over ssh.\n\n"
-        "A script or module gets one process for each device, as torchrun starts them; what "
-        "follows its name are its own arguments. A job is trained; what follows are those of "
-        "gpumix train. Hosts are asked first whether they are ready; one Ctrl-C stops all, so that "
-        "runs save.\n\n"
+        "A script or module gets one process per device, like torchrun's; its own arguments follow "
+        "its name. A job is trained; arguments of gpumix train follow it. Hosts are probed first; "
+        "one Ctrl-C stops all, so that runs save.\n\n"
+        "With --dry-run, hosts are probed and a job is checked; then the processes of each host "
+        "are printed, and none is started.\n\n"
         "Example: gpumix launch train.py\n\n"
         "Example: gpumix launch --cluster cluster.yaml train.py\n\n"
         "Example: gpumix launch --hosts a:4,b:8 job.yaml\n\n"
+        "Example: gpumix launch --dry-run train.py\n\n"
         "Example: gpumix launch --template slurm --cluster cluster.yaml job.yaml",
         context_settings={"allow_interspersed_args": False},
     )(launch)
@@ -51,7 +58,7 @@ ProgramWords = Annotated[
 IsModule = Annotated[bool, typer.Option("-m", help="The program is a module.")]
 ClusterFile = Annotated[
     Path | None,
-    typer.Option("--cluster", help="A cluster file: which devices there are, or to emulate."),
+    typer.Option("--cluster", help="A cluster file: the devices to use, or to emulate."),
 ]
 Processes = Annotated[
     int | None,
@@ -62,8 +69,8 @@ Hosts = Annotated[
     typer.Option(
         "--hosts",
         metavar="HOSTS",
-        help="As ssh knows them: a,b or a:4,b:8 (processes), a file with one on each line, or "
-        "a cluster file that names them.",
+        help="Names for ssh: a,b or a:4,b:8 (processes), a file with one per line, or a cluster "
+        "file.",
     ),
 ]
 Pythons = Annotated[
@@ -87,9 +94,7 @@ Variables = Annotated[
         help="Environment variable for every rank; without a value: its current one. Repeatable.",
     ),
 ]
-Logs = Annotated[
-    Path | None, typer.Option("--logs", help="A folder for a file of each host's lines.")
-]
+Logs = Annotated[Path | None, typer.Option("--logs", help="Folder for a log file per host.")]
 Address = Annotated[
     str | None,
     typer.Option("--address", help="Address of the first host; default: the one that ssh uses."),
@@ -103,7 +108,7 @@ TimeoutS = Annotated[
     typer.Option(
         "--timeout",
         min=1.0,
-        help=f"Seconds that a host may take to answer; default: {TIMEOUT_S:.0f}.",
+        help=f"Seconds for a host to answer; default: {TIMEOUT_S:.0f}.",
     ),
 ]
 GraceS = Annotated[
@@ -111,17 +116,17 @@ GraceS = Annotated[
     typer.Option(
         "--grace-period",
         min=0.0,
-        help=f"Seconds to save in, when it is stopped; default: {GRACE_S:.0f}, under SLURM "
+        help=f"Seconds to save after a stop; default: {GRACE_S:.0f}, under SLURM "
         f"{SLURM_GRACE_S:.0f}.",
     ),
 ]
 SshCommand = Annotated[
     str | None,
-    typer.Option("--ssh", help="The ssh to use, with options if need be; default: ssh."),
+    typer.Option("--ssh", help="The ssh command, with its options; default: ssh."),
 ]
 PrintsCommands = Annotated[
     bool,
-    typer.Option("--print-commands", help="Print the commands for each host, and run nothing."),
+    typer.Option("--print-commands", help="Print the command of each host, and run nothing."),
 ]
 PrintedTemplate = Annotated[
     Template | None,
@@ -149,6 +154,7 @@ def launch(
     ssh: SshCommand = None,
     print_commands: PrintsCommands = False,
     template: PrintedTemplate = None,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     from gpumix.launch.commands import LaunchEnvironment, Ssh
@@ -192,6 +198,8 @@ def launch(
         _print_template(template, asked)
     elif print_commands:
         _print_commands(asked)
+    elif dry_run or (named.kind == "job" and "--dry-run" in named.arguments):
+        _check_launch(asked)
     else:
         _run_program(asked)
 
@@ -205,7 +213,7 @@ def _refuse_unused_options(called: typer.Context, is_job: bool) -> None:
     given = called.params
     unused: tuple[str, ...]
     if given["template"] is not None:
-        unused = ("processes", "logs", "print_commands", "timeout", "ssh")
+        unused = ("processes", "logs", "print_commands", "timeout", "ssh", "dry_run")
         _refuse_options(given, unused, "has no effect on a template", fix="leave it out")
         for word in given["python"] or ():
             if "=" in word:
@@ -214,7 +222,7 @@ def _refuse_unused_options(called: typer.Context, is_job: bool) -> None:
                     fix="--python PATH",
                 )
     elif given["print_commands"]:
-        unused = ("logs", "timeout")
+        unused = ("logs", "timeout", "dry_run")
         _refuse_options(
             given, unused, "has no effect where commands are printed", fix="leave it out"
         )
@@ -309,6 +317,84 @@ def _print_commands(asked: LaunchRequest) -> None:
         print_json([{"host": host, "command": command} for host, command in commands])
     else:
         sys.stdout.write("".join(f"{command}\n" for _, command in commands))
+
+
+def _check_launch(asked: LaunchRequest) -> None:
+    """Check a launch, and print what it would run where."""
+    from gpumix.cli.planning.dry_run import check_job_of_hosts
+    from gpumix.launch.hosts import LOCALHOST, Host, HostRanks
+    from gpumix.launch.launcher import count_local_processes, prepare_hosts
+
+    program = asked.program
+    if not asked.hosts and program.kind == "job":
+        more = () if "--dry-run" in program.arguments else ("--dry-run",)
+        _become_train(replace(asked, program=program.with_arguments(*more)))
+        return
+    start = None
+    if program.kind == "job":
+        start = check_job_of_hosts(Path(program.name), program.overrides(), asked.cluster)
+    elif program.kind == "module" and not asked.hosts:
+        _require_module(program.name)
+    if asked.hosts:
+        places, meeting = prepare_hosts(asked)
+    else:
+        places = (HostRanks(Host(LOCALHOST), 0, count_local_processes(asked)),)
+        meeting = None
+    print_result(
+        lambda: {
+            "dry_run": True,
+            "command": [asked.around.python, *program.words],
+            "hosts": [
+                {"host": p.host.name, "first_rank": p.first, "processes": p.processes}
+                for p in places
+            ],
+            "job": start and start.as_dict(),
+        },
+        lambda: _render_launch(asked, places, meeting, start),
+        asked.as_json,
+    )
+
+
+def _require_module(name: str) -> None:
+    """Raise InputError if Python finds no module here; of a dotted name, no package."""
+    from importlib.machinery import PathFinder
+
+    if PathFinder.find_spec(name.partition(".")[0], [str(Path.cwd()), *sys.path]) is None:
+        raise InputError(
+            f"there is no module '{name}'",
+            where="-m",
+            fix="correct the name, or install its package into this environment",
+        )
+
+
+def _render_launch(
+    asked: LaunchRequest,
+    places: Sequence[HostRanks],
+    meeting: RendezvousAddress | None,
+    start: ForeseenStart | None,
+) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    from gpumix.cli.planning.dry_run import render_start
+    from gpumix.train.run_log.text_page import iterate_labelled
+
+    lines = [("Ready.", "bold")]
+    words = shlex.join([asked.around.python, *asked.program.words])
+    lines += iterate_labelled("Would run", words)
+    lines += [
+        line
+        for place in places
+        for line in iterate_labelled("", f"{place.ranks} on {place.host.name}")
+    ]
+    if meeting is not None:
+        lines += iterate_labelled("Meet at", f"{meeting.address}:{meeting.port}")
+    if start is None:
+        lines.append(("Dry run: nothing was started or written.", "bold"))
+        return Text("\n").join(Text(text, style=style) for text, style in lines)
+    lines += [("", "")]
+    head = Text("\n").join(Text(text, style=style) for text, style in lines)
+    return Group(head, render_start(start))
 
 
 def _run_program(asked: LaunchRequest) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from gpumix.cli.common import (
+    OF_CLUSTER,
     Allowed,
     JobFile,
     Json,
@@ -15,11 +16,11 @@ from gpumix.cli.common import (
     make_command,
     print_json,
     shows_tracebacks,
-    take_cluster_file,
+    take_shorthands,
 )
 from gpumix.schema.reading.error_location import locate_errors
 
-Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what is in the cache.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again, also what is in the cache.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -30,7 +31,7 @@ def register(app: typer.Typer) -> None:
 
 
 @make_command
-@take_cluster_file
+@take_shorthands(OF_CLUSTER)
 def profile(
     job: JobFile,
     output: Annotated[

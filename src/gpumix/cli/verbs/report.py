@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
         help="Write a run as one page that opens offline: what to do next, how fast, who does "
         "what, and why. With a second run, write a page that compares both, and print the "
         "differences.\n\n"
-        "The run may be running, ended, failed, or only planned; nothing of it is changed.\n\n"
+        "The run may be running, ended, failed, or only planned; its files are not changed.\n\n"
         "Example: gpumix report runs/first --open\n\n"
         "Example: gpumix report runs/first runs/second"
     )(report)
@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
 
 RunFolder = Annotated[
     Path,
-    typer.Argument(metavar="RUN", help="The run's folder, or the one that a script writes to."),
+    typer.Argument(metavar="RUN", help="Folder of the run, or a script's output folder."),
 ]
 
 

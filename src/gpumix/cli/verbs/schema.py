@@ -12,7 +12,7 @@ from gpumix.cli.common import make_command, print_json
 
 def register(app: typer.Typer) -> None:
     app.command(
-        help="Print the JSON schema of a job, with which editors check what one writes.\n\n"
+        help="Print the JSON schema of a job, for editors that check YAML.\n\n"
         "Example: gpumix schema --output job.schema.json"
     )(schema)
 
@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 @make_command
 def schema(
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write it here, not to stdout.")
+        Path | None, typer.Option("--output", "-o", help="Write it here instead of stdout.")
     ] = None,
 ) -> None:
     import json

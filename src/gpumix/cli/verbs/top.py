@@ -28,7 +28,7 @@ NEWEST_BYTES = 4 * 2**20
 
 def register(app: typer.Typer) -> None:
     app.command(
-        help="Show a run live: progress, speed, what to do, what each GPU does, what happened.\n\n"
+        help="Watch a run live: progress, speed, what to do next, each GPU, last events.\n\n"
         "Only reads the run's files, so it may be called from anywhere, and several times. Ends "
         "with the run, with code 0 however that ended (see --json); Ctrl-C ends it, not the run. "
         "If stdout is not a terminal it prints one frame. Its numbers are those of gpumix "

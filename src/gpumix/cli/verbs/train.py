@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gpumix.cli.common import (
+    OF_CLUSTER,
+    OF_STRATEGY,
+    OF_TRACE_STEP,
     Allowed,
+    DryRun,
     JobFile,
     Json,
     Overrides,
-    Strategy,
     make_command,
     print_json,
+    print_result,
     shows_tracebacks,
-    take_cluster_file,
+    take_shorthands,
 )
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.error_location import locate_errors
+
+if TYPE_CHECKING:
+    from gpumix.train.controller import GivenPlan
 
 
 def register(app: typer.Typer) -> None:
@@ -28,70 +36,79 @@ def register(app: typer.Typer) -> None:
         help="Train a job: detect the devices, profile, plan, show, train.\n\n"
         "Starts one process per device on this host; for several hosts see gpumix launch, or start "
         "it with torchrun.\n\n"
+        "With --dry-run, the job, its files, model, data, devices and plan are checked as for a "
+        "start. Nothing is measured: without a profile in the cache, the plan is an estimate from "
+        "datasheets, if they know the GPUs. Factories of the job are called.\n\n"
         "Several hosts: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend gpumix "
         "--rdzv-endpoint host-a:29500 -m gpumix train job.yaml\n\n"
         "Example: gpumix train job.yaml --set max_steps=1000 --resume\n\n"
-        "Example: gpumix train job.yaml --strategy model"
+        "Example: gpumix train job.yaml --dry-run"
     )(train)
 
 
 @make_command
-@take_cluster_file
+@take_shorthands(OF_CLUSTER, OF_STRATEGY, OF_TRACE_STEP)
 def train(
     job: JobFile,
     plan: Annotated[
         Path | None,
         typer.Option(
             "--plan",
-            help="Train by this plan, made or edited; nothing is profiled or planned. The job's "
-            "strategy and techniques have no effect then.",
+            help="Train by this plan, perhaps edited; nothing is measured or planned. The job's "
+            "strategy and techniques have no effect.",
         ),
     ] = None,
-    strategy: Strategy = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint of the job.")
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint of the job.")
     ] = False,
-    trace: Annotated[
-        int | None,
-        typer.Option(
-            "--trace-step",
-            min=1,
-            metavar="STEP",
-            help="Write a trace of this step into the run's folder, for ui.perfetto.dev.",
-        ),
-    ] = None,
+    dry_run: DryRun = False,
     overrides: Overrides = [],  # noqa: B006
     allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    from gpumix.cli.planning.profile_source import load_profile_beside
-    from gpumix.schema.plan.plan import Plan
+    given = _load_given_plan(plan, overrides)
+    if dry_run:
+        from gpumix.cli.planning.dry_run import check_job, render_start
+
+        start = check_job(job, overrides, allowed, given, resume=resume)
+        print_result(start.as_dict, lambda: render_start(start), as_json)
+        return
     from gpumix.train.controller import JobController
 
-    if plan is not None and strategy is not None:
-        raise InputError(
-            "a plan is given, and a strategy to make one by",
-            where="--plan and --strategy",
-            fix="give one of the two",
-        )
-    given = Plan.load(plan) if plan is not None else None
-    if strategy is not None:
-        overrides = [*overrides, f"strategy={strategy}"]
-    if trace is not None:
-        overrides = [*overrides, f"advanced.trace_step={trace}"]
-    found = load_profile_beside(plan, given) if plan is not None and given is not None else None
-    made_from, made_from_file = found or (None, "")
     with locate_errors(job):
         pipeline = JobController.of_file(job, overrides, allowed=allowed, debug=shows_tracebacks())
         summary = pipeline.train(
-            given,
+            given.plan,
             resume=resume,
-            made_from=made_from,
-            plan_file=str(plan or ""),
-            made_from_file=str(made_from_file),
+            made_from=given.made_from,
+            plan_file=given.file,
+            made_from_file=given.made_from_file,
         )
     if not pipeline.speaks:
         return
     pipeline.show_summary(summary)
     if as_json:
         print_json(asdict(summary))
+
+
+def _load_given_plan(path: Path | None, overrides: Sequence[str]) -> GivenPlan:
+    """Load the plan to train by and the profile next to it.
+
+    Raises:
+        InputError: it is no plan, or a strategy to make one by is given too.
+    """
+    from gpumix.cli.planning.profile_source import load_profile_beside
+    from gpumix.schema.plan.plan import Plan
+    from gpumix.train.controller import GivenPlan
+
+    if path is None:
+        return GivenPlan()
+    if any(one.startswith("strategy=") for one in overrides):
+        raise InputError(
+            "a plan is given, and a strategy to make one by",
+            where="--plan and --strategy",
+            fix="give one of the two",
+        )
+    plan = Plan.load(path)
+    made_from, file = load_profile_beside(path, plan) or (None, "")
+    return GivenPlan(plan, made_from, str(path), str(file))

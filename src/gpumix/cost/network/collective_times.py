@@ -33,16 +33,17 @@ from gpumix.schema.profile.profile import ROOT, Profile, RankGroup
 @dataclass(frozen=True)
 class BufferCuts:
     """Cuts of buffers into one interval for each of `ranks`: at `shares`, or equal where the ranks
-    divide the buffer (`even`), or never equal."""
+    divide the buffer (`even`), or never equal. Cuts are at multiples of `multiple` elements."""
 
     ranks: int
     even: bool = False
     shares: tuple[float, ...] = ()
+    multiple: int = 1
 
     @classmethod
-    def alike(cls, ranks: int) -> Self:
+    def alike(cls, ranks: int, multiple: int = 1) -> Self:
         """Return cuts for equal shares."""
-        return cls(ranks, even=True)
+        return cls(ranks, even=True, multiple=multiple)
 
     @classmethod
     def unlike(cls, ranks: int) -> Self:
@@ -50,14 +51,16 @@ class BufferCuts:
         return cls(ranks, even=ranks == 1)
 
     @classmethod
-    def at(cls, shares: tuple[float, ...]) -> Self:
+    def at(cls, shares: tuple[float, ...], multiple: int = 1) -> Self:
         """Return cuts at the given share of each rank."""
-        return cls(len(shares), even=max(shares) == min(shares), shares=shares)
+        return cls(len(shares), max(shares) == min(shares), shares, multiple)
 
     def equal(self, numel: int) -> bool:
         """Check if a buffer of `numel` elements is cut into equal intervals."""
         if self.even:
-            return numel % self.ranks == 0
+            return numel % (self.ranks * self.multiple) == 0 or self.ranks == 1
+        if self.multiple > 1:
+            return False
         # Rounding moves each end of an interval by half an element at most.
         if not self.shares or (max(self.shares) - min(self.shares)) * numel > 2:
             return False

@@ -94,7 +94,7 @@ class StageCost:
             plan.zero_stage,
             "all",
             plan.collectives,
-            BufferCuts.at(stage.shares),
+            BufferCuts.at(stage.shares, plan.cut_multiple),
             plan.communication_dtype,
             BucketGrouping(stage.joined),
         )
@@ -215,7 +215,9 @@ class StageCost:
     def _owned(self) -> tuple[OwnedState, ...]:
         shares = tuple(worker.state_share for worker in self.workers)
         return compute_owned_by_rank_buckets(
-            [self._state(worker).buckets for worker in self.workers], shares
+            [self._state(worker).buckets for worker in self.workers],
+            shares,
+            self.plan.cut_multiple,
         )
 
     @cached_property

@@ -109,7 +109,11 @@ class FileTokenizer:
         self._tokenizer = _parse(content, file)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise InputError("the tokenizer has no tokens", where=str(file))
+            raise InputError(
+                "the tokenizer has no tokens",
+                where=str(file),
+                fix="give another tokenizer.json, or `tokenizer: bytes`",
+            )
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_text = vocabulary[_find_end_of_text(vocabulary, file)]
         mark = hashlib.sha256(content + f"|{self.end_of_text}".encode())

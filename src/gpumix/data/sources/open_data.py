@@ -87,6 +87,15 @@ def open_data(
     return split_held_out(known(whole), job.data.validation_split)
 
 
+def require_held_out(job: Job, held_out: Source) -> None:
+    """Raise InputError if a job evaluates, and no samples are held out for it."""
+    if job.eval_steps and not len(held_out):
+        raise InputError(
+            "there are no held-out samples to evaluate on",
+            fix="set data.validation_split above 0, or eval_steps to 0",
+        )
+
+
 class _JobData:
     """The data of a job, on its way from files to samples.
 

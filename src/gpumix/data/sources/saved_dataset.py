@@ -103,6 +103,13 @@ def open_saved_texts(
     return texts
 
 
+def count_saved_rows(folder: Path, column: str) -> int:
+    """Return the number of rows of a dataset with a readable column. Errors as in `open_saved`."""
+    dataset = _load(folder)
+    _choose_column(dataset, column, folder)
+    return len(dataset)
+
+
 def fingerprint_saved(folder: Path) -> str:
     """Return the fingerprint of a dataset, after opening it. Errors as in `open_saved`."""
     _load(folder)
@@ -208,7 +215,11 @@ def _choose_column(dataset: Any, column: str, folder: Path) -> str:
     kind = dataset.features.arrow_schema.field(name).type
     wanted = "lists of integers" if name == TOKENS else "text"
     if not (_is_tokens(kind) if name == TOKENS else _is_text(kind)):
-        raise InputError(f"column '{name}' holds {kind}, not {wanted}", where=str(folder))
+        raise InputError(
+            f"column '{name}' holds {kind}, not {wanted}",
+            where=str(folder),
+            fix="set data.column to another column",
+        )
     return name
 
 

@@ -105,8 +105,22 @@ def find_files(spec: DataSpec) -> list[SourceFile]:
     seen: set[Path] = set()
     for file in files:
         if file.path in seen:
-            raise InputError("data.text reaches this file twice", where=str(file.path))
+            raise InputError(
+                "data.text reaches this file twice",
+                where=str(file.path),
+                fix="name the file or its folder, not both",
+            )
         seen.add(file.path)
+    return files
+
+
+def probe_text(spec: DataSpec, tokenizer: Tokenizer) -> list[SourceFile]:
+    """Return the files as `find_files` does, once the beginning of each is known to be text that
+    the tokenizer takes. Errors as in `pack_text`."""
+    files = find_files(spec)
+    for file in files:
+        chunks = _chunks(file.path)
+        next(chunks if tokenizer.reads_bytes else _refuse_binary(file.path, chunks), None)
     return files
 
 
@@ -122,7 +136,9 @@ def _files_of(path: Path, pattern: str) -> Iterator[SourceFile]:
                 if stat.S_ISREG(status.st_mode) and status.st_size:
                     yield _describe_file(inner, status)
     elif not stat.S_ISREG(status.st_mode):
-        raise InputError("this is neither a file nor a folder", where=str(path))
+        raise InputError(
+            "this is neither a file nor a folder", where=str(path), fix="take it off data.text"
+        )
     elif not status.st_size:
         raise InputError("the file is empty", where=str(path), fix="take it off data.text")
     else:
@@ -168,7 +184,11 @@ def _matches(relative: PurePosixPath, pattern: str) -> bool:
     try:
         return relative.match(pattern)
     except ValueError as error:
-        raise InputError(f"data.pattern: '{pattern}' is no pattern", why=str(error)) from error
+        raise InputError(
+            f"data.pattern: '{pattern}' is no pattern",
+            why=str(error),
+            fix="write a pattern such as *.txt",
+        ) from error
 
 
 def _read_pieces(path: Path, tokenizer: Tokenizer) -> Iterator[Piece]:

@@ -1,8 +1,8 @@
 """Adafactor over pieces: a matrix's second moment is factored into rows and columns.
 
-Two all-reduces per step, for any number of parameters: first the sums of squares of rows and
-columns and the parameters' norms, then the updates' norms, which need the former. No value is read
-back to the host.
+Two all-reduces per step, for any number of parameters that the same ranks divide: first the sums of
+squares of rows and columns and the parameters' norms, then the updates' norms, which need the
+former. No value is read back to the host.
 
 Shazeer, Stern: Adafactor, https://arxiv.org/abs/1804.04235; the variant is that of torch.optim.
 """
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.optimizers.base import (
     FullParameterOptimizer,
     Group,
@@ -67,19 +68,20 @@ class Adafactor(FullParameterOptimizer):
         super().__init__(groups, settings, get_layout(groups, layout))
 
     def _update(self) -> None:
-        updates = [
-            _ParameterUpdate(
-                p, group, self._state(p), self.layout.piece(p).shape, self.layout.piece(p).start
-            )
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        if updates:
-            self._step(updates)
+        for part in self.layout.parts:
+            updates = [
+                _ParameterUpdate(
+                    p, group, self._state(p), self.layout.piece(p).shape, self.layout.piece(p).start
+                )
+                for group in self.param_groups
+                for p in group["params"]
+                if p.grad is not None and p in part
+            ]
+            if updates:
+                self._step(updates, part.comm)
 
-    def _step(self, updates: list[_ParameterUpdate]) -> None:
-        comm, device = self.layout.comm, updates[0].local.device
+    def _step(self, updates: list[_ParameterUpdate], comm: Communicator) -> None:
+        device = updates[0].local.device
         sums = torch.zeros(sum(u.sums_numel for u in updates), device=device)
         for update, own in zip(updates, sums.split([u.sums_numel for u in updates])):
             update.add_squares(own)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.optimizers.base import FullParameterOptimizer
 from gpumix.schema.errors import InputError
 
@@ -23,6 +24,8 @@ _MATRICES = "it looks at whole matrices, and this rank has an interval of their 
 _NORMS = "it goes by the norms of whole parameters, and this rank has a part of their elements"
 _ALL = "it goes by all parameters together, and this rank has a part of them"
 _OWN_OPTIMIZER_FIX = "gpumix.{}(engine.parameters(), engine.layout(), ...)"
+_BLOCKS = "it quantises state in blocks of elements, and a plan's cuts go through its blocks"
+_OWN_BLOCKS = "gpumix.AdamW8bit(engine.parameters(), ...)"
 _ELEMENTWISE = "use one that treats elements one by one, such as torch.optim.AdamW, or gpumix.Muon"
 # Their kernels get addresses of elements, and treat elements, or short runs of them, one by one.
 KERNEL_LIBRARIES = ("apex", "bitsandbytes", "deepspeed", "torchao", "transformer_engine")
@@ -47,6 +50,14 @@ REFUSED_OPTIMIZERS: dict[str, tuple[str, str]] = {
         (_NORMS, _ELEMENTWISE),
     ),
     **dict.fromkeys(("StableAdamW", "AdaLomo"), (_NORMS, _ELEMENTWISE)),
+    **dict.fromkeys(
+        [
+            f"{paged}{name}8bit"
+            for paged in ("", "Paged")
+            for name in ("Adam", "AdamW", "Lion", "SGD", "RMSprop", "Adagrad", "AdEMAMix")
+        ],
+        (_BLOCKS, _OWN_BLOCKS),
+    ),
     **dict.fromkeys(
         ("Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad"), (_ALL, _ELEMENTWISE)
     ),
@@ -77,6 +88,8 @@ def check_optimizer(optimizer: Optimizer, pieces: Iterable[nn.Parameter]) -> boo
             )
     else:
         check_optimizer_class(type(optimizer))
+        if getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8:
+            raise InputError(f"{name} cannot update a sharded model", why=_BLOCKS, fix=_OWN_BLOCKS)
     return True
 
 
@@ -89,7 +102,7 @@ def check_optimizer_class(kind: type, fix: str = "") -> None:
     Raises:
         InputError: the class cannot update pieces.
     """
-    if issubclass(kind, FullParameterOptimizer):
+    if issubclass(kind, FullParameterOptimizer | AdamW8bit):
         return
     found = next((c.__name__ for c in kind.__mro__ if c.__name__ in REFUSED_OPTIMIZERS), None)
     if found is not None:
@@ -117,7 +130,7 @@ class UpdateChecks:
         if engine is None:
             return
         if optimizer not in self._checked:
-            is_ours = check_optimizer(optimizer, engine.parameters()) and is_known(optimizer)
+            is_ours = engine.check_optimizer(optimizer) and is_known(optimizer)
             if is_ours:
                 _flatten_state(optimizer)
             self._checked[optimizer] = _UnguardedSteps(optimizer) if is_ours else None
@@ -131,7 +144,7 @@ def is_known(optimizer: Optimizer) -> bool:
     package = type(optimizer).__module__.partition(".")[0]
     return (
         type(optimizer).__module__.startswith("torch.optim")
-        or isinstance(optimizer, FullParameterOptimizer)
+        or isinstance(optimizer, FullParameterOptimizer | AdamW8bit)
         or package in KERNEL_LIBRARIES
     )
 

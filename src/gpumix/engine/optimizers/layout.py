@@ -19,13 +19,13 @@ from gpumix.schema.plan.plan import Plan
 Interval = tuple[int, int]
 
 
-class OptimizerLayout:
-    """The pieces of a model's parameters on all ranks. Construction is collective.
+class LayoutPart:
+    """Pieces of the parameters that the same ranks divide: all of them, or those of a pipeline
+    stage, or those that stages share. Construction is collective.
 
     Args:
         pieces: this rank's, trained or not; in equal order on every rank.
         comm: exactly the ranks that shard the state.
-        root: names of the parameters outside of units: embeddings, the head, and the like.
         speeds: relative speeds of ranks, to divide work; default: equal.
 
     Raises:
@@ -33,61 +33,72 @@ class OptimizerLayout:
     """
 
     def __init__(
-        self,
-        pieces: Iterable[Piece],
-        comm: Communicator,
-        *,
-        root: Collection[str] = (),
-        speeds: Sequence[float] | None = None,
+        self, pieces: Iterable[Piece], comm: Communicator, speeds: Sequence[float] | None = None
     ) -> None:
         self.comm = comm
         self.speeds = tuple(speeds or [1.0] * comm.world)
-        self._root = frozenset(root)
         # The pieces are kept, so no id can come to mean another tensor.
-        self._pieces = {id(piece.parameter): piece for piece in pieces}
-        self._intervals = dict(zip(self._pieces, self._told()))
+        self.pieces = {id(piece.parameter): piece for piece in pieces}
+        self.intervals = dict(zip(self.pieces, self._told()))
+        for key, piece in self.pieces.items():
+            _check_complete(piece, self.intervals[key])
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self.pieces
+
+    def _told(self) -> list[tuple[Interval, ...]]:
+        """Exchange all ranks' intervals of each piece."""
+        mine = [(piece.start, piece.end) for piece in self.pieces.values()]
+        row = torch.tensor(mine, dtype=torch.int64, device=self.comm.device).view(-1)
+        table = self.comm.exchanged(row, "exchange of who stores what")
+        by_rank = table.view(self.comm.world, len(mine), 2).tolist()
+        return [tuple((start, end) for start, end in of_piece) for of_piece in zip(*by_rank)]
+
+
+class OptimizerLayout:
+    """The pieces of a model's parameters on all ranks.
+
+    Args:
+        parts: this rank's, in an order in which no two ranks wait for each other.
+        root: names of the parameters outside of units: embeddings, the head, and the like.
+    """
+
+    def __init__(self, parts: Sequence[LayoutPart], *, root: Collection[str] = ()) -> None:
+        self.parts = tuple(parts)
+        self._root = frozenset(root)
         self.of_engine = True
-        for key, piece in self._pieces.items():
-            _check_complete(piece, self._intervals[key])
 
     @classmethod
     def of_whole(cls, parameters: Iterable[nn.Parameter]) -> OptimizerLayout:
         """Make the layout of unsharded parameters of any shape."""
         parameters = list(parameters)
         device = parameters[0].device if parameters else torch.device("cpu")
-        layout = cls(
-            [
-                Piece(str(i), ParameterSlice(p.shape), 0, p.numel(), p)
-                for i, p in enumerate(parameters)
-            ],
-            Communicator(None, rank=0, world=1, device=device),
-        )
+        pieces = [
+            Piece(str(i), ParameterSlice(p.shape), 0, p.numel(), p)
+            for i, p in enumerate(parameters)
+        ]
+        layout = cls([LayoutPart(pieces, Communicator(None, rank=0, world=1, device=device))])
         layout.of_engine = False
         return layout
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
-        return id(parameter) in self._pieces
+        return any(parameter in part for part in self.parts)
 
     def piece(self, parameter: nn.Parameter) -> Piece:
         """Return this rank's piece of an optimizer's `parameter`."""
-        return self._pieces[id(parameter)]
+        return self._part_of(parameter).pieces[id(parameter)]
 
     def intervals(self, parameter: nn.Parameter) -> tuple[Interval, ...]:
-        """Return each rank's (start, end) of a parameter."""
-        return self._intervals[id(parameter)]
+        """Return each rank's (start, end) of a parameter, of the ranks that divide it."""
+        return self._part_of(parameter).intervals[id(parameter)]
 
     def is_hidden_matrix(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is a matrix inside a unit, so neither embedding nor head."""
         piece = self.piece(parameter)
         return len(piece.shape) == 2 and piece.name not in self._root and prod(piece.shape) > 0
 
-    def _told(self) -> list[tuple[Interval, ...]]:
-        """Exchange all ranks' intervals of each piece."""
-        mine = [(piece.start, piece.end) for piece in self._pieces.values()]
-        row = torch.tensor(mine, dtype=torch.int64, device=self.comm.device).view(-1)
-        table = self.comm.exchanged(row, "exchange of who stores what")
-        by_rank = table.view(self.comm.world, len(mine), 2).tolist()
-        return [tuple((start, end) for start, end in of_piece) for of_piece in zip(*by_rank)]
+    def _part_of(self, parameter: nn.Parameter) -> LayoutPart:
+        return next(part for part in self.parts if parameter in part)
 
 
 def _check_complete(piece: Piece, intervals: Sequence[Interval]) -> None:
@@ -105,11 +116,11 @@ def check_whole_matrices(plan: Plan) -> None:
     """Check that each rank computes with whole matrices.
 
     Raises:
-        InputError: the plan has several stages, or teams.
+        InputError: the plan has teams.
     """
-    if len(plan.stages) > 1 or plan.in_teams:
+    if plan.in_teams:
         raise InputError(
-            "Adafactor and Muon do not run with several stages or tensor parallelism yet",
-            why="their collectives are between all ranks, none of which has all matrices",
-            fix="use torch.optim.AdamW, or a plan of one stage without tensor parallelism",
+            "Adafactor and Muon do not run with tensor parallelism yet",
+            why="a rank of a tensor-parallel group has a part of each row or column of a matrix",
+            fix="use torch.optim.AdamW, or a plan without tensor parallelism",
         )

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.optimizers.assign_work import assign_jobs
 from gpumix.engine.optimizers.base import (
     FullParameterOptimizer,
@@ -29,7 +30,7 @@ from gpumix.engine.optimizers.base import (
     get_layout,
     to_parameter_groups,
 )
-from gpumix.engine.optimizers.layout import OptimizerLayout
+from gpumix.engine.optimizers.layout import LayoutPart, OptimizerLayout
 from gpumix.engine.optimizers.newton_schulz import JORDAN_COEFFICIENTS, Coefficients, orthogonalize
 from gpumix.schema.errors import InputError
 
@@ -96,20 +97,22 @@ class Muon(FullParameterOptimizer):
             for p in group["params"]
             if group["use_muon"] and p.grad is not None
         ]
-        if matrices:
-            self._orthogonal_step(matrices)
+        for part in self.layout.parts:
+            own = [matrix for matrix in matrices if matrix.parameter in part]
+            if own:
+                self._orthogonal_step(own, part)
         # It may have old state; loaded state is here.
         self._adamw.state = self.state
         self._adamw.param_groups = [g for g in self.param_groups if not g["use_muon"]]
         self._adamw.step()
 
-    def _orthogonal_step(self, matrices: list[_Matrix]) -> None:
-        comm = self.layout.comm
+    def _orthogonal_step(self, matrices: list[_Matrix], part: LayoutPart) -> None:
+        comm = part.comm
         for matrix in matrices:
             matrix.average(self.state[matrix.parameter])
         own = [m for m in matrices if m.holder == comm.rank]
         cut = [m for m in matrices if m.holder is None]
-        travel = _MatrixExchange(cut, self._owners(matrices, cut), self.layout)
+        travel = _MatrixExchange(cut, _choose_owners(matrices, cut, part), comm)
         arriving = travel.start()
         for matrix in own:  # while the other matrices' parts travel
             matrix.update = matrix.orthogonalize(matrix.update)
@@ -117,14 +120,15 @@ class Muon(FullParameterOptimizer):
         for matrix in matrices:
             matrix.apply()
 
-    def _owners(self, matrices: list[_Matrix], cut: list[_Matrix]) -> list[int]:
-        """Return the rank that updates each matrix of `cut`, equal on all ranks."""
-        busy = [0.0] * self.layout.comm.world
-        for matrix in matrices:
-            if matrix.holder is not None:
-                busy[matrix.holder] += matrix.cost
-        held = [[float(end - start) for start, end in m.intervals] for m in cut]
-        return assign_jobs([m.cost for m in cut], self.layout.speeds, busy=busy, near=held)
+
+def _choose_owners(matrices: list[_Matrix], cut: list[_Matrix], part: LayoutPart) -> list[int]:
+    """Return the rank that updates each matrix of `cut`, equal on all ranks."""
+    busy = [0.0] * part.comm.world
+    for matrix in matrices:
+        if matrix.holder is not None:
+            busy[matrix.holder] += matrix.cost
+    held = [[float(end - start) for start, end in m.intervals] for m in cut]
+    return assign_jobs([m.cost for m in cut], part.speeds, busy=busy, near=held)
 
 
 def _split_groups(groups: list[Group], layout: OptimizerLayout) -> list[Group]:
@@ -217,15 +221,15 @@ class _MatrixExchange:
 
     matrices: Sequence[_Matrix]
     owners: Sequence[int]
-    layout: OptimizerLayout
+    comm: Communicator
 
     def start(self) -> tuple[torch.Tensor, Any] | None:
         """Send this rank's parts to the owners."""
         if not self.matrices:
             return None
-        ranks = range(self.layout.comm.world)
+        ranks = range(self.comm.world)
         parts = [m.update for owner in ranks for m in self._of(owner)]
-        return self.layout.comm.exchange_parts(
+        return self.comm.exchange_parts(
             torch.cat(parts), self._for_owners, self._from_holders, "exchange of Muon's momentum"
         )
 
@@ -235,7 +239,7 @@ class _MatrixExchange:
             return
         received, pending = arriving
         pending.wait()
-        comm = self.layout.comm
+        comm = self.comm
         done = self._done(received)
         sent = torch.cat([done[m][a:b] for a, b, m in self._places()] or [received])
         returned, pending = comm.exchange_parts(
@@ -256,12 +260,12 @@ class _MatrixExchange:
 
     def _places(self) -> list[tuple[int, int, _Matrix]]:
         """Return intervals of this rank's matrices by storing rank, the order of received data."""
-        ranks = range(self.layout.comm.world)
+        ranks = range(self.comm.world)
         return [(*m.intervals[holder], m) for holder in ranks for m in self._mine]
 
     @cached_property
     def _mine(self) -> list[_Matrix]:
-        return self._of(self.layout.comm.rank)
+        return self._of(self.comm.rank)
 
     def _of(self, owner: int) -> list[_Matrix]:
         return [m for m, chosen in zip(self.matrices, self.owners) if chosen == owner]
@@ -269,13 +273,13 @@ class _MatrixExchange:
     @cached_property
     def _for_owners(self) -> list[int]:
         """Number of elements from this rank to each owner."""
-        rank = self.layout.comm.rank
-        return [_numel(rank, self._of(owner)) for owner in range(self.layout.comm.world)]
+        rank = self.comm.rank
+        return [_numel(rank, self._of(owner)) for owner in range(self.comm.world)]
 
     @cached_property
     def _from_holders(self) -> list[int]:
         """Number of elements from each rank to this rank."""
-        return [_numel(holder, self._mine) for holder in range(self.layout.comm.world)]
+        return [_numel(holder, self._mine) for holder in range(self.comm.world)]
 
 
 def _numel(holder: int, matrices: Iterable[_Matrix]) -> int:

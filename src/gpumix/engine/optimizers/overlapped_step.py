@@ -21,16 +21,18 @@ from torch.optim.optimizer import (
 )
 
 from gpumix.engine.offload.copy_lanes import CopyLane, LaneMark
+from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.optimizers.elementwise_check import has_any_parameter
 from gpumix.engine.sharding.bucket import Bucket
 from gpumix.engine.update_guard import UpdateGuard
 from gpumix.hardware.memory_limit import count_as_host_memory
 
-ELEMENTWISE_OPTIMIZERS = (Adam, AdamW, SGD)
+ELEMENTWISE_OPTIMIZERS = (Adam, AdamW, SGD, AdamW8bit)
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return True if `optimizer` is known to update each element by itself."""
+    """Return True if `optimizer` is known to update each element, or each block of elements that
+    no cut goes through, by itself."""
     return type(optimizer) in ELEMENTWISE_OPTIMIZERS
 
 
@@ -94,7 +96,7 @@ class OverlappedUpdates:
         """Update a bucket whose gradient is complete. Parameters without a gradient on this rank
         wait for `finish`, when the gradients of other ranks are known."""
         members = self._members[id(bucket)]
-        unused = {name for group in bucket.trainable for name in group.unused_names()}
+        unused = {name for group in bucket.trainable for name in group.unused}
         if unused:
             late = {piece.parameter for piece in bucket.pieces if piece.name in unused}
             for waiting, group in zip(self._late, members):

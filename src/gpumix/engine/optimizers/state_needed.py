@@ -7,8 +7,10 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from gpumix.engine.optimizers.adafactor import Adafactor, get_average_shapes
+from gpumix.engine.optimizers.adamw_8bit import MAXIMA, MOMENTS, AdamW8bit, is_state_quantised
 from gpumix.engine.optimizers.base import Group
 from gpumix.engine.optimizers.muon import Muon
+from gpumix.engine.sharding.parameter_slice import ParameterSlice
 
 
 def get_required_state(
@@ -18,6 +20,12 @@ def get_required_state(
     like it. Empty for unknown optimizers, and for optimizers that recreate missing state."""
     if isinstance(optimizer, Adafactor):
         return {"step": None, **get_average_shapes(optimizer.layout.piece(p).shape)}
+    if isinstance(optimizer, AdamW8bit):
+        moments: dict[str, torch.Size | None] = dict.fromkeys(["step", *MOMENTS])
+        if is_state_quantised(p, group):
+            full = ParameterSlice(getattr(p, "full_shape", p.shape))
+            moments |= dict.fromkeys(MAXIMA, full.of_blocks(optimizer.block).shape)
+        return moments
     if isinstance(optimizer, Muon):
         is_adam = not group["use_muon"]
     else:

@@ -118,7 +118,8 @@ class Shard:
         source: Source,
     ) -> None:
         self.label = label
-        self.numel = sum(member.window.numel for member in members)
+        self.numels = tuple(member.window.numel for member in members)
+        self.numel = sum(self.numels)
         self.trainable = members[0].parameter.requires_grad
         self._memory = memory
         self._on_host = division.on_host and self.trainable
@@ -134,8 +135,13 @@ class Shard:
 
     def _set_division(self, division: Division) -> None:
         self._division = division
-        self.intervals = division.intervals(self.numel)
-        self.start, self.end = division.interval(self.numel)
+        self.intervals = division.intervals(self.numels)
+        self.start, self.end = division.interval(self.numels)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Places in the vector where one rank's part ends and another's begins."""
+        return () if self._division.replicated else self.intervals.offsets[1:-1]
 
     def _masters(self) -> torch.Tensor:
         """Return memory for this rank's interval of the masters, uninitialized."""
@@ -277,7 +283,7 @@ class Shard:
             room = division.comm.borrow("copies", flat, 1, self.end - self.start)
             part = room.tensor[0]
             yield division.comm.reduce(flat, self.intervals, label, lambda rows: _sum(rows, part))
-            yield division.copies.start_sum(part, self.numel, f"{label} over hosts")
+            yield division.copies.start_sum(part, self.numels, f"{label} over hosts")
             self._deliver(room.tensor, scale)
             room.give_back()
 
@@ -295,7 +301,7 @@ class Shard:
         if division.copies is not None:  # one bucket is summed over hosts, the next within
             own = self.end - self.start
             rooms = [division.comm.borrow("copies", flat, 1, own) for _ in range(2)]
-            division.copies.expect_sum(rooms[0].tensor[0], self.numel)
+            division.copies.expect_sum(rooms[0].tensor[0], self.numels)
             for room in rooms:
                 room.give_back()
 

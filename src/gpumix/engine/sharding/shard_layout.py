@@ -18,7 +18,7 @@ import torch
 
 from gpumix.engine.comm.communicator import Communicator, Pending, PooledTensor
 from gpumix.schema.plan.plan import Plan, ZeroStage
-from gpumix.schema.plan.splitting import ShardIntervals, compute_shard_offsets
+from gpumix.schema.plan.splitting import ShardIntervals, cut_parameters
 from gpumix.schema.plan.stage import Worker
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Division:
         others: divisions of other parts on this rank.
         undivided: for parameters that no team divides, where teams differ in size: all ranks of all
             teams divide these.
+        multiple: cuts are at multiples of so many elements of a parameter.
     """
 
     zero_stage: ZeroStage
@@ -59,6 +60,7 @@ class Division:
     parts: int = 1
     others: tuple[Division, ...] = ()
     undivided: Division | None = None
+    multiple: int = 1
 
     def kind_of(self, slot: ParameterSlot) -> Kind:
         """Return the kind of a parameter; parameters of a kind are divided together."""
@@ -73,15 +75,15 @@ class Division:
         # Each rank of a team has a part of the gradient.
         return (replace(self.undivided, repeats=1) if kind == "summed" else self.undivided,)
 
-    @property
+    @cached_property
     def whole_parameters(self) -> bool:
         return self.zero_stage < 3
 
-    @property
+    @cached_property
     def whole_gradients(self) -> bool:
         return self.zero_stage < 2
 
-    @property
+    @cached_property
     def replicated(self) -> bool:
         """Nothing is sharded."""
         return self.zero_stage == 0
@@ -94,22 +96,24 @@ class Division:
             return self.comm.rank, self.comm.world
         return 0 if self.first else 1, 1
 
-    def intervals(self, numel: int) -> ShardIntervals:
-        """Return each rank's interval of a flat buffer of `numel` elements. Buffers of equal length
+    def intervals(self, numels: Sequence[int]) -> ShardIntervals:
+        """Return each rank's interval of a flat buffer of parameters. Buffers that are cut alike
         share one value, because it has a number for each rank."""
-        if numel not in self._intervals:
-            self._intervals[numel] = ShardIntervals(compute_shard_offsets(numel, self.shares))
-        return self._intervals[numel]
+        key = tuple(numels) if self.multiple > 1 else (sum(numels),)
+        if key not in self._intervals:
+            offsets = cut_parameters(key, self.shares, self.multiple)
+            self._intervals[key] = ShardIntervals(offsets)
+        return self._intervals[key]
 
     @cached_property
-    def _intervals(self) -> dict[int, ShardIntervals]:
+    def _intervals(self) -> dict[tuple[int, ...], ShardIntervals]:
         return {}
 
-    def interval(self, numel: int) -> tuple[int, int]:
+    def interval(self, numels: Sequence[int]) -> tuple[int, int]:
         """Return begin and end of this rank's interval of a flat buffer."""
         if self.replicated:
-            return 0, numel
-        return self.intervals(numel).of(self.comm.rank)
+            return 0, sum(numels)
+        return self.intervals(numels).of(self.comm.rank)
 
     def with_shares_of(self, plan: Plan) -> Division:
         """Return the division with the shares of a plan that differs in shares only."""
@@ -161,6 +165,7 @@ class Division:
         on_host = plan.workers[comm.rank].state_on == "host"
         first = zero_stage > 0 or own.rank == 0
         ranks, of_ranks = tuple(shares), tuple(shares.values())
+        more["multiple"] = plan.cut_multiple
         return cls(zero_stage, of_ranks, own, ranks, first=first, on_host=on_host, **more)
 
     @classmethod
@@ -171,18 +176,28 @@ class Division:
             division = cls.of_stage(plan, comm, 0, team)
             assert division is not None, "every rank is a worker"
             return division
-        workers = plan.workers
+        workers, multiple = plan.workers, plan.cut_multiple
         on_host = workers[comm.rank].state_on == "host"
         if plan.zero_stage == 0 or plan.sharding == "all":
-            first = plan.zero_stage > 0 or comm.rank == 0
-            return cls(plan.zero_stage, plan.stages[0].shares, comm, first=first, on_host=on_host)
+            first, shares = plan.zero_stage > 0 or comm.rank == 0, plan.stages[0].shares
+            return cls(
+                plan.zero_stage, shares, comm, first=first, on_host=on_host, multiple=multiple
+            )
         hosts = ranks_by_host(workers)
         own = next(number for number, ranks in enumerate(hosts) if comm.rank in ranks)
-        shares = [tuple(workers[rank].state_share for rank in ranks) for ranks in hosts]
+        by_host = [tuple(workers[rank].state_share for rank in ranks) for ranks in hosts]
         inside = comm.subgroup(hosts)
-        copies = _make_host_sums(hosts, own, shares, comm)
-        ranks = tuple(hosts[own])
-        return cls(plan.zero_stage, shares[own], inside, ranks, copies, own == 0, on_host)
+        copies = _make_host_sums(hosts, own, by_host, comm, multiple)
+        return cls(
+            plan.zero_stage,
+            by_host[own],
+            inside,
+            tuple(hosts[own]),
+            copies,
+            first=own == 0,
+            on_host=on_host,
+            multiple=multiple,
+        )
 
 
 def ranks_by_host(workers: Sequence[Worker]) -> list[list[int]]:
@@ -197,12 +212,12 @@ class HostSums(ABC):
     """Sums over hosts of the sums within each host."""
 
     @abstractmethod
-    def start_sum(self, part: torch.Tensor, numel: int, label: str) -> Pending:
-        """Start to sum this rank's interval `part` of a buffer of `numel` elements in place. All
+    def start_sum(self, part: torch.Tensor, numels: Sequence[int], label: str) -> Pending:
+        """Start to sum this rank's interval `part` of a buffer of parameters in place. All
         copies get bitwise equal results."""
 
     @abstractmethod
-    def expect_sum(self, part: torch.Tensor, numel: int) -> None:
+    def expect_sum(self, part: torch.Tensor, numels: Sequence[int]) -> None:
         """Allocate all memory to sum `part`, the largest interval."""
 
 
@@ -212,10 +227,10 @@ class _EqualHostSums(HostSums):
 
     likes: Communicator
 
-    def start_sum(self, part: torch.Tensor, numel: int, label: str) -> Pending:
+    def start_sum(self, part: torch.Tensor, numels: Sequence[int], label: str) -> Pending:
         return self.likes.start_all_reduce(part, label)
 
-    def expect_sum(self, part: torch.Tensor, numel: int) -> None:
+    def expect_sum(self, part: torch.Tensor, numels: Sequence[int]) -> None:
         """Do nothing, because sums are in place."""
 
 
@@ -227,9 +242,10 @@ class _OverlappingHostSums(HostSums):
     shares: list[tuple[float, ...]]  # by host
     own: int
     comm: Communicator
+    multiple: int
 
-    def start_sum(self, part: torch.Tensor, numel: int, label: str) -> Pending:
-        common = self._find_overlaps(numel)
+    def start_sum(self, part: torch.Tensor, numels: Sequence[int], label: str) -> Pending:
+        common = self._find_overlaps(numels)
         sizes = [0] * self.comm.world
         for rank, _, low, high in common:
             sizes[rank] = high - low
@@ -252,8 +268,8 @@ class _OverlappingHostSums(HostSums):
 
         return pending.then(finish)
 
-    def expect_sum(self, part: torch.Tensor, numel: int) -> None:
-        common = sum(high - low for _, _, low, high in self._find_overlaps(numel))
+    def expect_sum(self, part: torch.Tensor, numels: Sequence[int]) -> None:
+        common = sum(high - low for _, _, low, high in self._find_overlaps(numels))
         for room in self._borrow(part, common):
             room.give_back()
 
@@ -262,10 +278,10 @@ class _OverlappingHostSums(HostSums):
         lengths = {"sent to hosts": common, "from hosts": common, "sum": part.numel()}
         return [self.comm.borrow(purpose, part, 1, n) for purpose, n in lengths.items()]
 
-    def _find_overlaps(self, numel: int) -> list[tuple[int, int, int, int]]:
+    def _find_overlaps(self, numels: Sequence[int]) -> list[tuple[int, int, int, int]]:
         """Return overlaps with ranks of other hosts, in the order of ranks: rank, host, begin and
         end relative to this rank's interval."""
-        cuts = [compute_shard_offsets(numel, shares) for shares in self.shares]
+        cuts = [cut_parameters(numels, shares, self.multiple) for shares in self.shares]
         place = self.hosts[self.own].index(self.comm.rank)
         begin, end = cuts[self.own][place : place + 2]
         return sorted(
@@ -277,10 +293,14 @@ class _OverlappingHostSums(HostSums):
 
 
 def _make_host_sums(
-    hosts: list[list[int]], own: int, shares: list[tuple[float, ...]], comm: Communicator
+    hosts: list[list[int]],
+    own: int,
+    shares: list[tuple[float, ...]],
+    comm: Communicator,
+    multiple: int,
 ) -> HostSums | None:
     if len(hosts) == 1:
         return None
     if all(of_host == shares[0] for of_host in shares):
         return _EqualHostSums(comm.subgroup([list(ranks) for ranks in zip(*hosts)]))
-    return _OverlappingHostSums(hosts, shares, own, comm)
+    return _OverlappingHostSums(hosts, shares, own, comm, multiple)

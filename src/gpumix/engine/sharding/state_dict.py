@@ -31,17 +31,38 @@ T = TypeVar("T")
 class TensorPart:
     """Part of a tensor on this rank, cut like a parameter.
 
-    `local` has elements [start, end) of the window's content, flattened; it may be empty.
+    `local` has elements [start, end) of the window's content, flattened; it may be empty. The
+    tensor has a value for every `block` elements of the parameter.
     """
 
     window: ParameterSlice
     start: int
     end: int
     local: torch.Tensor
+    block: int = 1
+
+    @classmethod
+    def of(cls, piece: Piece, local: torch.Tensor, block: int = 1) -> TensorPart:
+        """Make the part of a piece, with a value for every `block` elements."""
+        if block == 1:
+            return cls(piece.window, piece.start, piece.end, local)
+        window = piece.window.of_blocks(block)
+        return cls(window, *get_block_range(piece, block), local, block)
 
 
 TensorParts = tuple[TensorPart, ...]
 """A tensor on this rank: a part of each window here, usually one."""
+
+
+def get_block_range(piece: Piece, block: int) -> tuple[int, int]:
+    """Return the start and end of the blocks of a piece that begins with one."""
+    return -(-piece.start // block), -(-piece.end // block)
+
+
+def get_state_block(optimizer: Optimizer, state: str) -> int:
+    """Return the number of elements for each of which the optimizer has a value of a state."""
+    blocks: Collection[str] = getattr(optimizer, "block_states", ())
+    return int(getattr(optimizer, "block", 1)) if state in blocks else 1
 
 
 @dataclass(frozen=True)
@@ -218,8 +239,8 @@ def collect_optimizer_state(pieces: Iterable[Piece], optimizer: Optimizer) -> Op
     """Return the optimizer's state of this rank's pieces, by parameter name, without copies.
 
     Tensors of a piece's shape become parts; 0-dimensional tensors and numbers stay as is. States
-    named in the optimizer's `whole_states` are of full parameters. Hyperparameters (`lr`, ...) are
-    not state.
+    named in the optimizer's `whole_states` are of full parameters, those in `block_states` have a
+    value for each of its blocks. Hyperparameters (`lr`, ...) are not state.
 
     Raises:
         InputError: the optimizer is for other parameters, or has state that belongs to no element.
@@ -238,7 +259,7 @@ def collect_optimizer_state(pieces: Iterable[Piece], optimizer: Optimizer) -> Op
             new = (
                 WholeTensor(value.detach())
                 if name in wholes
-                else _make_state_value(piece, name, value)
+                else _make_state_value(piece, name, value, get_state_block(optimizer, name))
             )
             states[name] = append_part(states.get(name), new)
     return found
@@ -263,10 +284,10 @@ def _check_optimizer_parameters(pieces: Iterable[Piece], optimizer: Optimizer) -
         )
 
 
-def _make_state_value(piece: Piece, name: str, value: object) -> TensorParts | Scalar:
+def _make_state_value(piece: Piece, name: str, value: object, block: int) -> TensorParts | Scalar:
     if isinstance(value, torch.Tensor):
-        if value.shape == piece.local.shape:
-            return (TensorPart(piece.window, piece.start, piece.end, value.detach()),)
+        if block > 1 or value.shape == piece.local.shape:
+            return (TensorPart.of(piece, value.detach(), block),)
         if value.dim() == 0:
             return value.detach()
     elif isinstance(value, (bool, int, float)):
@@ -304,7 +325,8 @@ def load_optimizer_state(
     packed = optimizer.state_dict()
     packed["state"] = {
         number: {
-            key: _select_local_state(piece, key, value) for key, value in state[piece.name].items()
+            key: _select_local_state(piece, key, value, get_state_block(optimizer, key))
+            for key, value in state[piece.name].items()
         }
         for number, piece in updated
         if piece.name in state
@@ -313,20 +335,20 @@ def load_optimizer_state(
 
 
 def _select_local_state(
-    piece: Piece, key: str, value: TensorParts | WholeTensor | Scalar
+    piece: Piece, key: str, value: TensorParts | WholeTensor | Scalar, block: int
 ) -> Scalar:
     if isinstance(value, WholeTensor):
         return value.tensor
     if not isinstance(value, tuple):
         # Optimizers count in place: no two parameters may share a tensor.
         return value.clone() if isinstance(value, torch.Tensor) else value
-    wanted = (piece.window, piece.start, piece.end)
+    wanted = TensorPart.of(piece, piece.local, block)
     for part in value:
-        if (part.window, part.start, part.end) == wanted:
+        if (part.window, part.start, part.end) == (wanted.window, wanted.start, wanted.end):
             return part.local
     held = ", ".join(f"{part.start} to {part.end}" for part in value)
     raise InputError(
         f"the optimizer's state '{key}' of parameter '{piece.name}' is cut by another plan",
-        why=f"it holds elements {held}, this rank stores {piece.start} to {piece.end}",
+        why=f"it holds elements {held}, this rank stores {wanted.start} to {wanted.end}",
         fix="take it through a checkpoint, which any plan can load",
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from gpumix.schema.curve import Curve
+from gpumix.schema.plan.optimizer_state import LEAST_QUANTISED
 from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype
 from gpumix.schema.profile.profile import (
     EndParameters,
@@ -116,6 +117,12 @@ class BlockSizes:
         """Return the elements of LoRA adapters of a rank on all linear layers."""
         return sum(rank * (one.inputs + one.outputs) * one.count for one in self.linears)
 
+    def small_adapters(self, rank: int) -> int:
+        """Return the elements of those adapters' matrices whose optimizer state is never in 8
+        bits."""
+        sizes = ((rank * n, one.count) for one in self.linears for n in (one.inputs, one.outputs))
+        return sum(numel * count for numel, count in sizes if numel < LEAST_QUANTISED)
+
 
 def freeze_base(
     model: ModelProfile, block: BlockSizes, tuning: FineTuning, *, tokens: int
@@ -143,6 +150,7 @@ def freeze_base(
             update={
                 "trainable": adapter,
                 "matrices": adapter,
+                "small": block.small_adapters(tuning.lora_rank),
                 "frozen_bytes": tuning.base_bytes(block, dtype),
                 "packed_bytes": tuning.packed_bytes(block),
                 "unpacked_bytes": tuning.unpacked_bytes(block, dtype),

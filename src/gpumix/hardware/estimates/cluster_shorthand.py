@@ -102,7 +102,7 @@ def parse_cluster(
     with locate_errors("--cluster"):
         hosts = list(_parse_hosts(text))
     if not hosts:
-        raise InputError(f"there are no hosts in '{text.strip()}'")
+        raise InputError(f"there are no hosts in '{text.strip()}'", fix="write 2 hosts of 8x a100")
     if len(hosts) == 1 and network is not None:
         raise InputError(
             f"'{network}' would link hosts, and there is only one",
@@ -203,7 +203,7 @@ def find_class_card(device_class: DeviceClass) -> Card | None:
 def check_count(devices: int) -> None:
     """Raise an InputError for more devices than a cluster may have."""
     if devices > MOST_DEVICES:
-        raise InputError(f"a cluster may have up to {MOST_DEVICES} devices")
+        raise InputError(f"a cluster may have up to {MOST_DEVICES} devices", fix="name fewer")
 
 
 _COLLECTIVES = {

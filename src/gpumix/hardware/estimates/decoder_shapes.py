@@ -16,6 +16,7 @@ from gpumix.hardware.estimates.adapters import BlockSizes, LinearSizes
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import MOST_LAYERS
+from gpumix.schema.plan.optimizer_state import LEAST_QUANTISED
 from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype, StageInput
 from gpumix.schema.profile.profile import (
     ROOT,
@@ -137,14 +138,19 @@ class Decoder:
         """Elements of a block."""
         inputs = self.attention_width + 2 * self.kv_heads * self.head_dim
         attention = self.hidden * inputs + self.attention_width * self.hidden
-        norms = 2 * self.hidden * (2 if self.norm_bias else 1) + self.extra_norms
-        first, second, third = self.biased
-        biases = inputs * first + self.hidden * second
         inner = (2 if self.gated else 1) * self.feed_forward  # gate and up, or up alone
         matrices = self.hidden * (inner + self.feed_forward)
-        biases += (inner + self.hidden) * third
         router = self.hidden * self.experts
-        return attention + norms + biases + router + max(1, self.experts) * matrices
+        return attention + self._block_vectors + router + max(1, self.experts) * matrices
+
+    @property
+    def _block_vectors(self) -> int:
+        """Elements of a block's norms and biases."""
+        inputs = self.attention_width + 2 * self.kv_heads * self.head_dim
+        norms = 2 * self.hidden * (2 if self.norm_bias else 1) + self.extra_norms
+        first, second, third = self.biased
+        inner = (2 if self.gated else 1) * self.feed_forward
+        return norms + inputs * first + self.hidden * (second + third) + inner * third
 
     @property
     def block_matrices(self) -> int:
@@ -233,6 +239,7 @@ class Decoder:
             name=KIND,
             trainable=self.block_parameters,
             matrices=self.block_matrices,
+            small=self._block_vectors if self.hidden < LEAST_QUANTISED else 0,
             kept=_line(stream),
             saved=_line(saved + stream),
             saved_forward=_line(2 * stream),  # the block's output before and after dropout

@@ -28,6 +28,7 @@ from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.job.tensor_parallel_degrees import get_allowed_degrees
 from gpumix.schema.peak_flops import Peak
 from gpumix.schema.plan.dtypes import Precision, choose_compute_dtypes, get_dtype_support
+from gpumix.schema.plan.optimizer_state import OptimizerState
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype
 from gpumix.schema.profile.profile import (
@@ -78,11 +79,12 @@ def estimate_class(
     name: str,
     optimizer_bytes: float = ADAMW_STATE_BYTES,
     host_part: HostPart = WHOLE_HOST,
+    optimizer_state: OptimizerState = "fp32",
 ) -> ClassProfile:
     """Estimate a card's times for each unit of a model in its dtype.
 
     Args:
-        optimizer_bytes: of optimizer state per element.
+        optimizer_bytes, optimizer_state: of optimizer state per element, and its form.
 
     Raises:
         InputError: the model's FLOPs are unknown.
@@ -121,11 +123,11 @@ def estimate_class(
         units=times,
         # The number of products is equal; more additions to the weight's gradient are hidden.
         chunked_head=times[ROOT].backward if model.root.chunked_head else None,
-        optimizer_s_per_element=optimizer_s_per_element(card, optimizer_bytes),
+        optimizer_s_per_element=optimizer_s_per_element(card, optimizer_bytes, optimizer_state),
         framework_bytes=FRAMEWORK_BYTES,
         host_copy=make_host_copy_curve(card),
         host_optimizer_s_per_element=host_part.devices
-        * host_optimizer_s_per_element(optimizer_bytes),
+        * host_optimizer_s_per_element(optimizer_bytes, optimizer_state),
         host_bytes=host_part.ram_bytes,
         estimated=True,
         compute_dtype=dtype,
@@ -140,6 +142,7 @@ def estimate_profile(
     sequence_length: int,
     precision: Precision = "auto",
     optimizer_bytes: float = ADAMW_STATE_BYTES,
+    optimizer_state: OptimizerState = "fp32",
     parts_in: PartsIn = return_no_parts,
     ram_by_host: Mapping[str, int] | None = None,
 ) -> Profile:
@@ -147,7 +150,7 @@ def estimate_profile(
 
     Args:
         model_in: returns the model in a dtype.
-        optimizer_bytes: of optimizer state per element.
+        optimizer_bytes, optimizer_state: of optimizer state per element, and its form.
         parts_in: returns the parts for tensor-parallel groups in a dtype.
         ram_by_host: free memory of each host; None: no limit.
 
@@ -161,6 +164,7 @@ def estimate_profile(
     return Profile(
         sequence_length=sequence_length,
         optimizer_bytes_per_element=optimizer_bytes,
+        optimizer_state=optimizer_state,
         torch_version="none: this is an estimate",
         cluster=cluster,
         model=model,
@@ -172,10 +176,15 @@ def estimate_profile(
                 c.name,
                 optimizer_bytes,
                 host_parts.get(c.name, WHOLE_HOST),
+                optimizer_state,
             )
             for c in cluster.classes
         ),
-        teams=tuple(_estimate_groups(cluster, parts_in, dtypes, optimizer_bytes, host_parts)),
+        teams=tuple(
+            _estimate_groups(
+                cluster, parts_in, dtypes, (optimizer_bytes, optimizer_state), host_parts
+            )
+        ),
         collectives=Collectives(gather="list", reduce="list"),
     )
 
@@ -203,10 +212,15 @@ def _estimate_groups(
     cluster: Cluster,
     parts_in: PartsIn,
     dtypes: Mapping[str, ComputeDtype],
-    optimizer_bytes: float,
+    optimizer: tuple[float, OptimizerState],
     host_parts: Mapping[str, HostPart],
 ) -> Iterator[TeamProfile]:
-    """Yield the profile of each tensor parallel degree with enough cards of a class on a host."""
+    """Yield the profile of each tensor parallel degree with enough cards of a class on a host.
+
+    Args:
+        optimizer: bytes of its state per element, and the state's form.
+    """
+    optimizer_bytes, optimizer_state = optimizer
     parts = {dtype: parts_in(dtype) for dtype in dict.fromkeys(dtypes.values())}
     there = get_allowed_degrees(cluster, EVERYTHING)
     for degree in sorted(set().union(*parts.values())):
@@ -226,6 +240,7 @@ def _estimate_groups(
                     name,
                     optimizer_bytes,
                     host_parts[name],
+                    optimizer_state,
                 )
                 for name, part in of_class.items()
             ),

@@ -250,7 +250,6 @@ def find_card(name: str, memory_bytes: int | None = None) -> Card:
         fix = "leave it out: this torch cannot use it"
     raise InputError(
         f"'{name}' fits several cards" if fits else f"the catalogue has no card '{name}'",
-        where="hardware catalogue",
         why="" if fits else why,
         fix=fix,
     )
@@ -383,5 +382,6 @@ def _nearest(key: str) -> list[str]:
     spellings = _index_spellings()
     begins = [spelling for spelling in spellings if spelling.startswith(key)]
     alike = get_close_matches(key, spellings, n=_SUGGESTED_CARDS, cutoff=_MIN_SIMILARITY)
+    alike.sort(key=lambda spelling: sorted(spelling) != sorted(key))  # swapped digits first
     cards = (card.name for spelling in (*begins, *alike) for card in spellings[spelling])
     return list(dict.fromkeys(cards))[:_SUGGESTED_CARDS]

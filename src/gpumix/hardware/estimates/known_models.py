@@ -96,7 +96,11 @@ def read_config(path: Path) -> dict[str, Any]:
             fix="give a config.json; without a job a size does too, such as 7B",
         ) from error
     if not isinstance(config, dict):
-        raise InputError("this is no configuration of a model", where=str(path))
+        raise InputError(
+            "this is no configuration of a model",
+            where=str(path),
+            fix="give the config.json of a transformers model, or a size such as 7B",
+        )
     return config
 
 

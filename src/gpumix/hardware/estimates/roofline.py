@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from gpumix.hardware.estimates.gpu_catalogue import Card, CoherentLink
 from gpumix.schema.curve import Curve
+from gpumix.schema.plan.optimizer_state import OptimizerState
 from gpumix.schema.plan.stage import ComputeDtype
 
 LAUNCH_S = 2e-4  # of a unit's kernels, however small
@@ -28,6 +29,8 @@ GRADIENT_BYTES = 16
 HOST_LINK_PART = 0.75
 HOST_MEMORY_BANDWIDTH = 4e10  # bytes/s, assumed: half of two channels of DDR5-5600
 MOST_SAMPLES = 4096
+# Per element of AdamW in 8 bits, by separate operations on temporaries in fp32.
+QUANTISED_PASSES_BYTES = 260
 
 
 @dataclass(frozen=True)
@@ -151,16 +154,24 @@ def add_curves(one: Curve, other: Curve) -> Curve:
     return Curve(sizes=one.sizes, values=values)
 
 
-def optimizer_s_per_element(card: Card, state_bytes: float) -> float:
-    """Return the seconds to update an element, limited by memory. Parameter and `state_bytes` of
-    state are read and written, the gradient is read, in fp32."""
-    return (2 * (4 + state_bytes) + 4) / (card.memory_bandwidth * BANDWIDTH_SHARE)
+def optimizer_s_per_element(
+    card: Card, state_bytes: float, state: OptimizerState = "fp32"
+) -> float:
+    """Return the seconds to update an element, limited by memory; `state_bytes` are those of the
+    element's state."""
+    return _count_moved_bytes(state_bytes, state) / (card.memory_bandwidth * BANDWIDTH_SHARE)
 
 
-def host_optimizer_s_per_element(state_bytes: float) -> float:
+def host_optimizer_s_per_element(state_bytes: float, state: OptimizerState = "fp32") -> float:
     """Return the seconds in which a host's cores update an element of its only device, limited by
     memory, in fp32 as on the device."""
-    return (2 * (4 + state_bytes) + 4) / HOST_MEMORY_BANDWIDTH
+    return _count_moved_bytes(state_bytes, state) / HOST_MEMORY_BANDWIDTH
+
+
+def _count_moved_bytes(state_bytes: float, state: OptimizerState) -> float:
+    """Count the bytes that an update of an element moves: parameter and state are read and written,
+    the gradient is read, in fp32. State in 8 bits takes many passes over temporaries too."""
+    return 2 * (4 + state_bytes) + 4 + (QUANTISED_PASSES_BYTES if state == "8bit" else 0)
 
 
 def make_memory_curve(card: Card, moved_bytes: float) -> Curve:

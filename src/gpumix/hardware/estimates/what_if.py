@@ -100,7 +100,7 @@ def remove_devices(profile: Profile, text: str) -> Profile:
         )
     gone = {d.id for d in members[-(count or len(members)) :]}
     if len(gone) == len(profile.cluster.devices):
-        raise InputError(f"without '{text.strip()}' no device is left")
+        raise InputError(f"without '{text.strip()}' no device is left", fix="remove fewer")
     return drop_devices(profile, gone)
 
 
@@ -249,7 +249,11 @@ def _with_class(profile: Profile, new: Card) -> Profile:
     profile = _add_model_dtype(profile, dtype)
     model = profile.model_in(dtype)
     estimate = estimate_class(
-        new, model, made.name, optimizer_bytes=profile.optimizer_bytes_per_element
+        new,
+        model,
+        made.name,
+        optimizer_bytes=profile.optimizer_bytes_per_element,
+        optimizer_state=profile.optimizer_state,
     )
     cluster = profile.cluster.model_copy(
         update={

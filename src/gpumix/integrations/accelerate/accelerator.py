@@ -350,7 +350,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _take_over(self, optimizer: Optimizer, looped: WrappedModel) -> None:
         assert self._engine is not None, "the model is run by a plan"
-        take_over_optimizer(optimizer.optimizer, self._engine, self._names)
+        optimizer.optimizer = take_over_optimizer(optimizer.optimizer, self._engine, self._names)
         optimizer.model, optimizer.record = looped, self._record
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

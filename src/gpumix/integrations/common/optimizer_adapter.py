@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from gpumix.engine.engine import Engine
+from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.optimizers.base import FullParameterOptimizer
 from gpumix.engine.optimizers.elementwise_check import check_optimizer_class
 from gpumix.profiler.subject import OptimizerOf
@@ -54,6 +56,7 @@ def make_factory_from_optimizer(optimizer: Optimizer) -> OptimizerOf:
     Raises:
         InputError: the kind of optimizer cannot update shards of a model.
     """
+    optimizer = convert_optimizer(optimizer)
     kind = type(optimizer)
     check_optimizer_class(kind, "torch.optim.AdamW, or another that treats elements one by one")
     return partial(_make_optimizer, kind, _settings_of(optimizer))
@@ -72,8 +75,32 @@ def _make_optimizer(
     return made
 
 
-def take_over_optimizer(optimizer: Optimizer, engine: Engine, names: Mapping[int, str]) -> None:
-    """Make an optimizer of a model's parameters update this rank's shards instead. Collective.
+def convert_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return `optimizer`; in place of bitsandbytes' AdamW in 8 bits one that fits any plan. It has
+    the same parameter groups, which a scheduler changes."""
+    kind, settings = type(optimizer), getattr(optimizer, "args", None)
+    is_adamw = kind.__name__.removeprefix("Paged").removesuffix("8bit") in ("Adam", "AdamW")
+    if (
+        kind.__module__.partition(".")[0] != "bitsandbytes"
+        or not is_adamw
+        or getattr(settings, "optim_bits", 32) != 8
+        or getattr(settings, "max_unorm", 0.0)
+    ):
+        return optimizer
+    least = {"min_8bit_size": settings.min_8bit_size}  # type: ignore[union-attr]
+    for group in optimizer.param_groups:
+        group.update(least)
+    made = AdamW8bit([nn.Parameter(torch.empty(0))], **_settings_of(optimizer), **least)
+    made.param_groups, made.state = optimizer.param_groups, optimizer.state
+    made.register_step_post_hook(lambda *_: setattr(optimizer, "_opt_called", True))
+    return made
+
+
+def take_over_optimizer(
+    optimizer: Optimizer, engine: Engine, names: Mapping[int, str]
+) -> Optimizer:
+    """Make an optimizer of a model's parameters update this rank's shards instead; return it, or
+    what takes its place. Collective.
 
     Args:
         names: of the full parameters, by `id`.
@@ -82,12 +109,13 @@ def take_over_optimizer(optimizer: Optimizer, engine: Engine, names: Mapping[int
         InputError: the optimizer updates other tensors, has updated already, or does not fit the
             plan.
     """
+    optimizer = convert_optimizer(optimizer)
     pieces: dict[str, list[nn.Parameter]] = {}
     for name, piece in engine.named_parameters():  # a rank may have several shards of a parameter
         pieces.setdefault(name, []).append(piece)
     ours = {id(piece) for of_name in pieces.values() for piece in of_name}
     if all(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-        return
+        return optimizer
     has_updated = any(one.get("step", 1) > 0 for one in optimizer.state.values())
     for group in optimizer.param_groups:
         unknown = [p for p in group["params"] if id(p) not in names]
@@ -106,3 +134,5 @@ def take_over_optimizer(optimizer: Optimizer, engine: Engine, names: Mapping[int
         optimizer.state = type(optimizer)(groups, **_settings_of(optimizer)).state
     if isinstance(optimizer, FullParameterOptimizer):
         optimizer.layout = engine.layout()
+    engine.check_optimizer(optimizer)
+    return optimizer

@@ -26,6 +26,7 @@ from gpumix.engine.engine import Engine
 from gpumix.engine.loss.reduction import Objective
 from gpumix.engine.model.equal_weights import check_equal_models
 from gpumix.engine.model.rng import preserve_all_rng
+from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.optimizers.base import FullParameterOptimizer
 from gpumix.engine.outside_steps import unshard
 from gpumix.engine.prepare import prepare
@@ -252,10 +253,11 @@ def _even(model: nn.Module, training: TrainingSetup) -> Plan:
 
 
 def _restrict_space(training: TrainingSetup) -> Space:
-    """Return the search space for the optimizer: without stages and teams for full matrices."""
+    """Return the search space for the optimizer: without teams for full matrices, and for blocks of
+    elements."""
     trial = training.optimizer and training.optimizer([nn.Parameter(torch.empty(0))])
-    if isinstance(trial, FullParameterOptimizer):
-        return training.space.in_one_stage()
+    if isinstance(trial, FullParameterOptimizer | AdamW8bit):
+        return training.space.without_teams()
     return training.space
 
 

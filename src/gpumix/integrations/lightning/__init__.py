@@ -183,7 +183,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         elif fitting:
             self.setup_optimizers(trainer)
             names = {id(p): name for name, p in module.named_parameters()}
-            take_over_optimizer(self.optimizers[0], self._engine, names)
+            self.optimizers = [take_over_optimizer(self.optimizers[0], self._engine, names)]
 
     def teardown(self) -> None:
         """Keep the module sharded for later calls."""
@@ -226,7 +226,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
                 fix="make a plan with techniques.tensor_parallel_size=1",
             )
         if fitting:
-            take_over_optimizer(self.optimizers[0], self._engine, names)
+            self.optimizers = [take_over_optimizer(self.optimizers[0], self._engine, names)]
         self.saver = Saver(self._engine, dtypes, get_local_world_size(), name="")
         self.precision_plugin.serve(self._engine)
         self._steps.serve(self._engine)

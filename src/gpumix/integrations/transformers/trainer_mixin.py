@@ -67,6 +67,7 @@ from gpumix.integrations.transformers.checkpoints import CheckpointMixin
 from gpumix.integrations.transformers.control import ControlSynchronizer
 from gpumix.integrations.transformers.evaluation import evaluate
 from gpumix.integrations.transformers.loss import TrainerLoss
+from gpumix.integrations.transformers.optimizer_choice import OptimizerChoice
 from gpumix.integrations.transformers.overrides import (
     LOADER_METHODS,
     check_overrides,
@@ -133,7 +134,7 @@ class ModelProxy:
         return iter(self._looks)
 
 
-class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
+class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, OptimizerChoice):
     """Mixin for `transformers.Trainer` or a derived class.
 
     Args:
@@ -464,7 +465,7 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
         if self._engine is None:
             return super().create_optimizer(model)  # type: ignore[misc,no-any-return]
         if self.optimizer is not None:
-            take_over_optimizer(self.optimizer, self._engine, self._names)
+            self.optimizer = take_over_optimizer(self.optimizer, self._engine, self._names)
         return super().create_optimizer(ShardedParameters(self._engine))  # type: ignore[misc,no-any-return]
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:

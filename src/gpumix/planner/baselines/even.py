@@ -25,6 +25,7 @@ from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, 
 from gpumix.planner.common.why_policy_does_not_fit import Shortage, make_policy_error
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import InputError
+from gpumix.schema.plan.optimizer_state import get_cut_multiple
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import Profile
@@ -56,7 +57,8 @@ def iterate_even_plans(profile: Profile, request: PlanRequest) -> Iterator[Plan]
     each, rest = divmod(batch, ranks)
     samples = [each + (rank < rest) for rank in range(ranks)]
     ways = list(iterate_even_settings(profile, devices, request.space))
-    kinds = _list_device_kinds(ways[0][0].links.buckets, devices, samples) if ways else []
+    multiple = get_cut_multiple(profile.optimizer_state)
+    kinds = _list_device_kinds(ways[0][0].links.buckets, devices, samples, multiple) if ways else []
     tried = [_EvenCandidate.of(setting, mode, kinds) for setting, mode in ways]
     fitting = [way for way in tried if way.micro_batch is not None]
     if not fitting:
@@ -116,10 +118,11 @@ class _DeviceKind:
 
 
 def _list_device_kinds(
-    buckets: Buckets, devices: Sequence[Device], samples: Sequence[int]
+    buckets: Buckets, devices: Sequence[Device], samples: Sequence[int], multiple: int
 ) -> list[_DeviceKind]:
-    """Return the distinct kinds of devices if all own equally much, to the element."""
-    owned = compute_owned_state(buckets, (1.0 / len(devices),) * len(devices))
+    """Return the distinct kinds of devices if all own equally much, to the element; cuts are at
+    multiples of `multiple` elements."""
+    owned = compute_owned_state(buckets, (1.0 / len(devices),) * len(devices), multiple)
     every = (_DeviceKind(d.device_class, n, own) for d, n, own in zip(devices, samples, owned))
     return list(dict.fromkeys(every))
 

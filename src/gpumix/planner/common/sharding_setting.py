@@ -30,6 +30,7 @@ from gpumix.cost.step_time import (
 from gpumix.planner.common.device_pool import Fleet, Pool
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.optimizer_state import get_cut_multiple
 from gpumix.schema.plan.plan import Collectives, Sharding, ZeroStage
 from gpumix.schema.plan.stage import PLAIN, Mode, Place
 from gpumix.schema.profile.profile import Profile, RankGroup
@@ -244,4 +245,5 @@ def _layout(
 def _cuts(fleet: Fleet, sharding: Sharding, cap: float) -> BufferCuts:
     """Return cuts of the highest cost among all shares of a setting, in the largest pool."""
     ranks = max(fleet.per_host) if sharding == "host" else fleet.size
-    return BufferCuts.alike(ranks) if cap == 1.0 else BufferCuts.unlike(ranks)
+    multiple = get_cut_multiple(fleet.profile.optimizer_state)
+    return BufferCuts.alike(ranks, multiple) if cap == 1.0 else BufferCuts.unlike(ranks)

@@ -148,6 +148,7 @@ def build_staged_plan(
         schedule=way.schedule,
         waves=waves,
         zero_stage=zero_stage,
+        optimizer_state=profile.optimizer_state,
         collectives=select_collective_forms(profile),
         emulated=any(profile.cluster.class_named(name).emulated for name in used),
         estimated=tuple(name for name in used if profile.of_class(name).estimated),

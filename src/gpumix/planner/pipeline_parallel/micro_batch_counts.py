@@ -32,7 +32,7 @@ from gpumix.schema.plan.plan import Plan, WorkerPrediction, ZeroStage
 FEW_DEALS = 200  # up to this many ways to deal micro-batches, all are tried
 FEW_WAVES = 8  # up to this many, all are tried
 MIN_RELATIVE_GAIN = 1e-9
-ROUNDING_BYTES = 4096  # set aside for the rounding of cuts
+ROUNDING_BYTES = 4096  # set aside for the rounding of cuts, to elements
 OVERHEAD_ACTIONS = 40  # work of a count next to replaying, in actions
 
 
@@ -196,7 +196,7 @@ def _move_state(plan: Plan, step: StagedStep, expected: Sequence[WorkerPredictio
         for worker in cost.workers:
             model = cost.profile.model_of(worker.device_class)
             per_share = cost.memory.state(model).bytes_per_share
-            room = (free[worker.device] - ROUNDING_BYTES) / per_share
+            room = (free[worker.device] - ROUNDING_BYTES * plan.cut_multiple) / per_share
             most.append(min(1.0, worker.state_share + room))
         if min(most) < 0.0 or sum(most) < 1.0:
             return None

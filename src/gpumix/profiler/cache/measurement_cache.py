@@ -64,7 +64,7 @@ class MeasurementCache(MeasurementFiles):
     def __init__(self, job: Job, cluster: Cluster, folder: Path) -> None:
         self._job = job
         self._job_folder = folder
-        check_degrees_fit(cluster, job.techniques)
+        check_degrees_fit(cluster, job.space)
         super().__init__(
             job.advanced.profile_cache or profiles_folder(),
             work_key(job, folder),
@@ -72,8 +72,8 @@ class MeasurementCache(MeasurementFiles):
             settings=ClassSettings.choose(
                 cluster, job.precision, job.torch_compile, job.advanced.efficiency
             ),
-            degrees=get_allowed_degrees(cluster, job.techniques),
-            sequence=job.techniques.sequence_parallel,
+            degrees=get_allowed_degrees(cluster, job.space),
+            sequence=job.space.sequence_parallel,
             budget_s=job.advanced.profile_budget,
         )
 
@@ -117,7 +117,7 @@ class MeasurementCache(MeasurementFiles):
 
     def _known(self, device_class: DeviceClass) -> ClassMeasurement | None:
         found = super()._known(device_class)
-        degrees = self._job.techniques.tensor_parallel_size
+        degrees = self._job.space.tensor_parallel_size
         alone = 1 in degrees or not self.degrees.get(device_class.name)
         if found is not None and not found.teams and not alone:
             return None  # a new measurement says why the model has no teams
@@ -148,6 +148,7 @@ def assemble(
     return Profile(
         sequence_length=sequence_length,
         optimizer_bytes_per_element=max(m.optimizer_bytes_per_element for m in classes.values()),
+        optimizer_state=ordered[0].optimizer_state,
         torch_version=importlib.metadata.version("torch"),
         cluster=cluster,
         model=model,

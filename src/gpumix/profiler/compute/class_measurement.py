@@ -37,6 +37,7 @@ from gpumix.hardware.host.environment import host_memory_bytes
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.profiler.compute.numerics_check import TOLERANCE, compiled_error, keep_agreeing_settings
 from gpumix.profiler.compute.optimizer_times import (
+    OptimizerCost,
     time_host_copies,
     time_host_optimizer,
     time_optimizer,
@@ -49,6 +50,7 @@ from gpumix.profiler.compute.warm_up import warm_up
 from gpumix.profiler.subject import Workload
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import GpumixError, InputError, NoFeasiblePlanError, get_first_line
+from gpumix.schema.plan.optimizer_state import LEAST_QUANTISED
 from gpumix.schema.plan.stage import ComputeDtype
 from gpumix.schema.profile.measurements import ClassMeasurement, TensorParallelMeasurement
 from gpumix.schema.profile.profile import (
@@ -136,7 +138,8 @@ def _measured(
         model=measured,
         teams=tuple(_measure_groups(subject, runtime, of_class, kinds, progress)),
         host_memory_bytes=host_memory_bytes(),
-        optimizer_bytes_per_element=_state_bytes(measured, *optimizer.state_bytes),
+        optimizer_bytes_per_element=_state_bytes(measured, optimizer),
+        optimizer_state=optimizer.state_form,
         seconds_spent=time.perf_counter() - begun,
         ended_by_budget_s=subject.budget_s if found.cut_short else None,
         overruns=sum(p.overruns for p in found.points),
@@ -340,7 +343,10 @@ def _largest_shapes(anatomy: ModelUnits) -> list[torch.Size]:
     return sorted(shapes, key=lambda shape: shape.numel())
 
 
-def _state_bytes(model: ModelProfile, of_matrices: int, of_others: int) -> float:
+def _state_bytes(model: ModelProfile, optimizer: OptimizerCost) -> float:
+    if optimizer.state_form == "8bit":
+        return model.quantised_adamw_bytes
+    of_matrices, of_others = optimizer.state_bytes
     if of_matrices == of_others:
         return of_others
     return model.mean_per_element(of_matrices=of_matrices, of_others=of_others)
@@ -403,7 +409,8 @@ def _model_profile(
             UnitKind(
                 name=kind,
                 trainable=unit.trainable,
-                matrices=_count_matrix_elements(unit),
+                matrices=_count_elements(unit, lambda p: p.dim() == 2),
+                small=_count_elements(unit, lambda p: p.numel() < LEAST_QUANTISED),
                 frozen_bytes=frozen_bytes(unit.slots, TORCH_DTYPE[compute_dtype]),
                 packed_bytes=packed_bytes(unit.slots),
                 kept=_curve(found, [p.kept[kind] for p in found.points]),
@@ -475,10 +482,10 @@ def _root_parameters(root: Unit, compute_dtype: torch.dtype) -> Iterator[RootPar
         )
 
 
-def _count_matrix_elements(unit: Unit) -> int:
-    """Count trained elements of two-dimensional parameters."""
+def _count_elements(unit: Unit, counts: Callable[[nn.Parameter], bool]) -> int:
+    """Count trained elements of the parameters that `counts` is true of."""
     trained = [slot for slot in unit.slots if slot.parameter.requires_grad]
-    return sum(slot.window.numel for slot in trained if slot.parameter.dim() == 2)
+    return sum(slot.window.numel for slot in trained if counts(slot.parameter))
 
 
 def _curve(found: Sweep, values: Sequence[float]) -> Curve:

@@ -14,11 +14,13 @@ import torch
 
 from gpumix.cost.layout.curves import remove_timing_noise
 from gpumix.engine.offload.host_offload import allocate_on_host
+from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.optimizers.base import FullParameterOptimizer
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.profiler.compute.unit_fixture import tensor_bytes
 from gpumix.schema.curve import Curve
+from gpumix.schema.plan.optimizer_state import OptimizerState
 
 OPTIMIZER_NUMEL = 2**26  # enough to hide a GPU's launch time
 HOST_NUMEL = 2**22  # larger than caches
@@ -29,10 +31,11 @@ REPEATS = 3
 @dataclass(frozen=True)
 class OptimizerCost:
     """Optimizer cost per element: seconds of a step, and bytes of state, first of the units'
-    matrices, then of everything else."""
+    matrices, then of everything else; and the state's form."""
 
     s_per_element: float
     state_bytes: tuple[int, int]
+    state_form: OptimizerState = "fp32"
 
 
 def time_optimizer(
@@ -57,7 +60,8 @@ def time_optimizer(
     # State independent of parameter size (a step counter) is zero per element.
     state = 0 if whole else tensor_bytes(optimizer.state[parameters[0]]) // numel
     per_element = optimizer.state_bytes if whole else (state, state)
-    return OptimizerCost(seconds / numel, per_element)
+    form: OptimizerState = "8bit" if isinstance(optimizer, AdamW8bit) else "fp32"
+    return OptimizerCost(seconds / numel, per_element, form)
 
 
 def time_host_optimizer(

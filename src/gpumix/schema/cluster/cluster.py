@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from gpumix.schema.cluster.network import Network
 from gpumix.schema.errors import InputError
-from gpumix.schema.units import Bytes, FlopRate, show_bytes, show_flops
+from gpumix.schema.units import Bytes, FlopRate, show_flops
 from gpumix.schema.untrusted_text import check_displayed_name, check_host_name
 from gpumix.schema.value import Value, refuse_duplicates
 
@@ -169,16 +169,3 @@ class Cluster(Value):
     @property
     def emulated(self) -> bool:
         return any(c.emulated for c in self.classes)
-
-    def rows(self) -> list[dict[str, str | int]]:
-        """Return a table row for each class."""
-        return [
-            {
-                "class": c.name,
-                "devices": len(self.members(c.name)),
-                "memory": show_bytes(c.memory_bytes),
-                "what": c.describe(),
-                "hosts": ", ".join(sorted({d.host for d in self.members(c.name)})),
-            }
-            for c in self.classes
-        ]

@@ -50,24 +50,25 @@ class EfficiencySpec(Value):
 
     tf32: Auto | bool | dict[ClassName, bool] = Field(
         default="auto",
-        description="fp32 products on tensor cores, in 10 bits of precision: `on` or `off`",
+        description="fp32 products on tensor cores, with 10 bits of mantissa: `on` or `off`",
     )
     attention: Auto | Attention | dict[ClassName, Attention] = Field(
         default="auto",
-        description="`own` is what the model comes with, `flash` needs the package flash-attn",
+        description="`own` is the model's, `flash` needs the package flash-attn",
     )
     kernels: Auto | Kernels | dict[ClassName, Kernels] = Field(
         default="auto",
-        description="of norms and gated layers; `liger` needs the package liger-kernel",
+        description="kernels of norms and gated layers; `liger` needs the package liger-kernel",
     )
     loss: Auto | LossKernel | dict[ClassName, LossKernel] = Field(
-        default="auto", description="of a head in chunks; `triton` needs the package triton"
+        default="auto",
+        description="kernel of the chunked cross-entropy; `triton` needs the package triton",
     )
     fused_optimizer: Auto | bool | dict[ClassName, bool] = Field(
-        default="auto", description="whether adamw and sgd update in one kernel: `on` or `off`"
+        default="auto", description="one kernel for updates of adamw and sgd: `on` or `off`"
     )
     channels_last: Auto | bool | dict[ClassName, bool] = Field(
-        default="auto", description="how batches of images lie in memory: `on` or `off`"
+        default="auto", description="memory layout of image batches: `on` or `off`"
     )
 
     def pins(self, device_class: str) -> dict[str, bool | str]:

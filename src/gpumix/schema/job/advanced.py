@@ -16,12 +16,12 @@ class AdvancedSpec(Value):
     what happens when they are slow, wrong or gone."""
 
     efficiency: EfficiencySpec = Field(
-        default=EfficiencySpec(), description="how devices compute, beside dtype and compiled code"
+        default=EfficiencySpec(), description="compute settings other than dtype and compiled code"
     )
     profile_budget: Seconds = Field(
         default=120.0,
-        description="how long each device class may be measured; the smallest micro-batch is "
-        "measured all the same",
+        description="time limit for measuring each GPU type; the smallest micro-batch is "
+        "always measured",
     )
     profile_cache: Path | None = Field(
         default=None,
@@ -29,37 +29,36 @@ class AdvancedSpec(Value):
     )
     rebalance: bool = Field(
         default=True,
-        description="whether samples are split anew while the run trains, when devices turn out to "
-        "take longer or less long than the plan says; where stages should have other units, the "
-        "run starts by another plan. Without, a run gives the same numbers to the bit each time, "
-        "as long as its plan and devices are the same",
+        description="whether samples move between devices during the run when devices are "
+        "slower or faster than planned; if stages should have other blocks, the run "
+        "restarts by another plan. Without it, equal plans and devices give bitwise equal "
+        "numbers",
     )
     replay_steps: int = Field(
         default=0,
         ge=0,
-        description="how often all devices compute the gradient of one sample, to find one that "
-        "computes wrong without an error; 0: never",
+        description="steps between replays, where all devices compute the gradient of one "
+        "sample to find one that computes wrong results; 0: never",
     )
     trace_step: int | None = Field(
         default=None,
         ge=1,
-        description="the step whose trace goes into the run's folder, for ui.perfetto.dev",
+        description="the step to trace into the run's folder, for ui.perfetto.dev",
     )
     max_restarts: int = Field(
         default=3,
         ge=0,
-        description="how often in a row, without a step between, a run starts again by itself "
-        "after it lost a rank, or ran out of memory; under torchrun it is `--max-restarts` for the "
-        "first",
+        description="restarts in a row, without a step between, after a lost rank or out of "
+        "memory; under torchrun `--max-restarts` counts lost ranks",
     )
     timeout: Seconds = Field(
         default=300.0,
-        description="how long a rank waits for another before it names it; one that died is known "
-        "at once, one that was stopped or whose host is gone after 20 s",
+        description="how long a rank waits for another before it names it; a dead one is "
+        "known at once, a stopped one or a lost host after 20 s",
     )
     grace_period: Seconds | None = Field(
         default=None,
-        description="how long after SIGTERM or Ctrl-C a run may take to save: where the step under "
-        "way would not end in time, the state before it is saved, or the run just ends if it is on "
-        "disk; default: what `gpumix launch --grace-period` says, else 30 s, as torchrun has it",
+        description="time to save after SIGTERM or Ctrl-C: if the current step would not end "
+        "in time, the state before it is saved, or the run ends at once if that is on "
+        "disk; default: that of `gpumix launch --grace-period`, else 30 s, like torchrun",
     )

@@ -18,6 +18,12 @@ from gpumix.schema.job.couples import WHOLE_BATCH
 from gpumix.schema.job.search_space import EVERYTHING, Space, wrap_single_value
 from gpumix.schema.job.trackers import NO_TRACKERS, Trackers
 from gpumix.schema.plan.dtypes import Precision
+from gpumix.schema.plan.optimizer_state import (
+    ADAMW_BYTES,
+    EIGHT_BIT_OPTIMIZER,
+    OptimizerState,
+    count_adamw_8bit_bytes,
+)
 from gpumix.schema.profile.profile import ModelProfile
 from gpumix.schema.units import LARGEST, LARGEST_BATCH, LARGEST_LENGTH, LARGEST_RANK, MOST_STEPS
 from gpumix.schema.value import Value
@@ -72,14 +78,16 @@ class ModelSpec(Value):
         description="a `config.json` of transformers, or its content; needs a `model_type`",
     )
     task: Literal["causal-lm", "masked-lm", "seq2seq-lm"] = Field(
-        default="causal-lm", description="which head a `config` gets"
+        default="causal-lm", description="head of a `config`'s model"
     )
     factory: str | None = Field(
         default=None,
         pattern=FACTORY,
-        description="function that returns the model; its module is looked for beside the job",
+        description="function that returns the model; its module is next to the job",
     )
-    arguments: dict[str, Any] = Field(default_factory=dict, description="of the factory, by name")
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of the factory, by name"
+    )
     weights: Path | None = Field(
         default=None, description="initial weights: a safetensors file, or a folder of them"
     )
@@ -90,24 +98,25 @@ class ModelSpec(Value):
     )
     base: Literal["nf4", "nf4-double", "int8"] | None = Field(
         default=None,
-        description="with `lora`: format of the blocks' frozen matrices, by bitsandbytes: `nf4` "
-        "takes 4.5 bits a weight, `nf4-double` 4.13, `int8` 8; null: as is computed in",
+        description="with `lora`: format of the blocks' frozen matrices, by bitsandbytes: "
+        "`nf4` takes 4.5 bits a weight, `nf4-double` 4.13, `int8` 8; null: the compute "
+        "dtype",
     )
     units: tuple[str, ...] = Field(
         default=(),
-        description="names of the blocks' class or modules, if they are not found by themselves",
+        description="class name or module names of the blocks, if they are not detected",
     )
     tensor_plan: dict[str, str] | None = Field(
         default=None,
-        description="how modules are divided where devices compute together: styles by patterns "
-        "of names, as `tp_plan` of transformers has them; null: the model's own",
+        description="how tensor parallelism divides modules: styles by name patterns, like "
+        "`tp_plan` of transformers; null: the model's own",
     )
     couples: Literal["batch", "micro-batch"] | None = Field(
         default=None,
-        description="of a loss that couples samples of a batch (batch norm, a balancing term). "
-        "`batch`, with `strategy: undivided`: one device computes each batch at once; "
-        "`micro-batch`: each micro-batch may have a loss of its own; null: such a loss is refused "
-        "where the plan cuts batches",
+        description="for a loss that couples samples of a batch (batch norm, a balancing "
+        "term). `batch`, with `strategy: undivided`: one device computes each batch at "
+        "once; `micro-batch`: each micro-batch has its own loss; null: such a loss is "
+        "refused if the plan cuts batches",
     )
 
     @model_validator(mode="after")
@@ -127,60 +136,63 @@ class DataSpec(Value):
     """The data: exactly one of `text`, `dataset` and `factory`."""
 
     text: Annotated[tuple[Path, ...], BeforeValidator(wrap_single_value)] = Field(
-        default=(), description="files, and folders with all that is in them"
+        default=(), description="files, and folders with all files in them"
     )
-    pattern: str = Field(default="*", description="of the files that are taken from folders")
+    pattern: str = Field(default="*", description="pattern of the files taken from folders")
     document: Literal["file", "line"] = Field(
-        default="file", description="what of `text` is a document: a file, or a line of one"
+        default="file", description="a document of `text`: a file, or a line of a file"
     )
     dataset: Path | None = Field(
         default=None, description="folder that `datasets.save_to_disk` wrote"
     )
     column: str = Field(
         default="text",
-        description="column of the dataset that holds the text; without it `input_ids`",
+        description="text column of the dataset; without it `input_ids`",
     )
     factory: str | None = Field(
         default=None,
         pattern=FACTORY,
-        description="function that returns a map-style dataset of dictionaries of tensors; or a "
-        "stream of them: an iterable, a generator, or a function that makes one for each pass",
+        description="function that returns a map-style dataset of dictionaries of tensors; or "
+        "a stream of them: an iterable, a generator, or a function that makes one for each "
+        "pass",
     )
-    arguments: dict[str, Any] = Field(default_factory=dict, description="of the factory, by name")
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of the factory, by name"
+    )
     num_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=MOST_WORKERS)] = Field(
         default="auto",
-        description="threads or processes that fetch samples for each device: `auto` measures what "
-        "is needed; 0 is one thread",
+        description="threads or processes that load samples for each device: `auto` measures "
+        "the number; 0 is one thread",
     )
     prefetch: Literal["auto"] | Annotated[int, Field(ge=1, le=MOST_BATCHES)] = Field(
-        default="auto", description="batches that are fetched ahead"
+        default="auto", description="batches loaded ahead"
     )
     bad_samples: Literal["stop", "skip"] = Field(
         default="stop",
-        description="what happens when a sample cannot be read: `skip` takes another one in its "
-        "place, the same in every plan, and counts",
+        description="for unreadable samples: `skip` replaces each by another one, the same in "
+        "every plan, and counts them",
     )
     packing: Literal["concatenate", "documents", "none"] = Field(
         default="concatenate",
-        description="how documents become samples: all in a row, cut at every `sequence_length` "
-        "tokens; or whole documents packed together, of which none sees another; or each one a "
-        "sample, padded to the longest of its micro-batch. Longer ones are cut",
+        description="how documents become samples: joined and cut at every `sequence_length` "
+        "tokens; or whole documents packed together, isolated from each other; or one "
+        "sample each, padded to the longest of its micro-batch. Longer ones are cut",
     )
     tokenize: Literal["ahead", "on-the-fly"] = Field(
         default="ahead",
-        description="`on-the-fly` tokenises texts of a dataset or a factory as they are needed, "
-        "without a token file; with `packing: documents` or `none`",
+        description="`on-the-fly` tokenises texts of a dataset or a factory when they are "
+        "needed, without a token file; with `packing: documents` or `none`",
     )
     bucketing: bool = Field(
         default=False,
-        description="whether samples of like length meet in a batch; with `packing: none`",
+        description="whether batches have samples of similar length; with `packing: none`",
     )
     validation_split: float = Field(
         default=0.02,
         ge=0,
         lt=1,
-        description="part of the samples that is kept for evaluation; of a stream, whatever part "
-        "this is, the first samples of each pass: as many as an evaluation takes",
+        description="part of the samples kept for evaluation; of a stream, with any part "
+        "above 0, the first samples of each pass: enough for an evaluation",
     )
 
     @model_validator(mode="after")
@@ -230,6 +242,7 @@ class DataSpec(Value):
 # Settings supported by some optimizers only.
 OWN_SETTINGS = {
     "adamw": ("betas", "eps"),
+    "adamw_8bit": ("betas", "eps"),
     "sgd": ("momentum",),
     "adafactor": ("beta2_decay", "clip_threshold", "least_scale"),
     "muon": ("betas", "eps", "momentum", "nesterov", "ns_steps", "adjust_lr"),
@@ -265,21 +278,23 @@ class OptimizerSpec(Value):
     Muon updates the matrices of the blocks; embeddings, heads, vectors and the rest use AdamW.
     """
 
-    name: Literal["adamw", "sgd", "adafactor", "muon"] = Field(
-        default="adamw", description="which one"
+    name: Literal["adamw", "adamw_8bit", "sgd", "adafactor", "muon"] = Field(
+        default="adamw",
+        description="the optimizer; `adamw_8bit` keeps the state of parameters of 4096 and more "
+        "elements in 8 bits, as bitsandbytes does",
     )
     lr: float = Field(
         default=3e-4,
         gt=0,
-        description="peak of the learning rate; of adafactor relative to a parameter's size, where "
-        "1e-2 is usual",
+        description="peak of the learning rate; for adafactor relative to a parameter's size, "
+        "where 1e-2 is usual",
     )
     betas: tuple[Decay, Decay] = Field(
-        default=(0.9, 0.95), description="adamw, and what muon leaves to it"
+        default=(0.9, 0.95), description="adamw, adamw_8bit, and muon's AdamW part"
     )
-    eps: float = Field(default=1e-8, gt=0, description="adamw, and what muon leaves to it")
+    eps: float = Field(default=1e-8, gt=0, description="adamw, adamw_8bit, and muon's AdamW part")
     momentum: float | None = Field(
-        default=None, ge=0, lt=1, description="sgd, where 0 is the default, and muon: 0.95"
+        default=None, ge=0, lt=1, description="sgd (default 0) and muon (default 0.95)"
     )
     nesterov: bool = Field(default=True, description="muon only")
     ns_steps: int = Field(
@@ -287,17 +302,17 @@ class OptimizerSpec(Value):
     )
     adjust_lr: Literal["original", "match_rms_adamw"] = Field(
         default="match_rms_adamw",
-        description="muon only: how the rate goes by a matrix's shape; `match_rms_adamw` lets "
-        "matrices and all else have one rate",
+        description="muon only: scaling of the rate by a matrix's shape; `match_rms_adamw` "
+        "lets all parameters share one rate",
     )
     beta2_decay: float = Field(
-        default=-0.8, le=0, description="adafactor only: exponent of the average's forgetting"
+        default=-0.8, le=0, description="adafactor only: exponent of the decay of the second moment"
     )
     clip_threshold: float = Field(
         default=1.0, ge=1, description="adafactor only: largest root mean square of an update"
     )
     least_scale: float = Field(
-        default=1e-3, ge=0, description="adafactor only: least size a parameter is taken to have"
+        default=1e-3, ge=0, description="adafactor only: least assumed size of a parameter"
     )
     weight_decay: float = Field(
         default=0.1, ge=0, description="on parameters of two and more dimensions"
@@ -307,16 +322,29 @@ class OptimizerSpec(Value):
     )
 
     def state_bytes_per_element(self, model: ModelProfile) -> float:
-        """Return the mean bytes of fp32 optimizer state per element: two moments, the momentum, or
+        """Return the mean bytes of optimizer state per element: two moments, the momentum, or
         nothing. Adafactor's rows, columns and vectors are negligible."""
         if self.name == "muon":
             return model.mean_per_element(of_matrices=4, of_others=8)
-        return self.most_state_bytes_per_element
+        if self.name == "adamw_8bit":
+            return model.quantised_adamw_bytes
+        return self.most_state_bytes(1)
+
+    def most_state_bytes(self, numel: int) -> int:
+        """Return the bytes of optimizer state of a parameter of the kind with the largest state."""
+        if self.name == "adamw_8bit":
+            return count_adamw_8bit_bytes(numel)
+        per_element = {"sgd": 4 if self.momentum else 0, "adafactor": 0}
+        return numel * per_element.get(self.name, ADAMW_BYTES)
 
     @property
-    def most_state_bytes_per_element(self) -> int:
-        """Bytes of fp32 optimizer state of the elements with the largest state."""
-        return {"adamw": 8, "muon": 8, "adafactor": 0, "sgd": 4 if self.momentum else 0}[self.name]
+    def fits_teams(self) -> bool:
+        """Whether it updates parameters of which each rank of a team has a part."""
+        return self.name in ("adamw", "sgd")
+
+    @property
+    def state_form(self) -> OptimizerState:
+        return "8bit" if self.name == "adamw_8bit" else "fp32"
 
     @model_validator(mode="after")
     def _settings_are_of_this_optimizer(self) -> Self:
@@ -330,11 +358,9 @@ class OptimizerSpec(Value):
 class LrSchedulerSpec(Value):
     """Learning rate: linear warm-up, then constant or a decay to `min_lr_ratio` of the peak."""
 
-    warmup_steps: int = Field(
-        default=0, ge=0, description="steps in which the rate rises from 0 to its peak"
-    )
+    warmup_steps: int = Field(default=0, ge=0, description="steps of the rise from 0 to the peak")
     type: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="how the rate falls afterwards"
+        default="cosine", description="shape of the decay after it"
     )
     min_lr_ratio: float = Field(
         default=0.1, ge=0, le=1, description="rate of the last step over the peak"
@@ -344,12 +370,12 @@ class LrSchedulerSpec(Value):
 class Job(Value):
     """A training job."""
 
-    model: ModelSpec = Field(description="what is trained", examples=[{"config": "config.json"}])
-    data: DataSpec = Field(description="on what", examples=[{"text": ["corpus.txt"]}])
+    model: ModelSpec = Field(description="the model to train", examples=[{"config": "config.json"}])
+    data: DataSpec = Field(description="its training data", examples=[{"text": ["corpus.txt"]}])
     tokenizer: Literal["bytes"] | Path = Field(
         default="bytes",
-        description="`bytes`, or a `tokenizer.json`, or a folder that holds one; default: that of "
-        "`model.weights`, and `bytes` without any",
+        description="`bytes`, a `tokenizer.json`, or its folder; default: that of "
+        "`model.weights`, or `bytes` without weights",
     )
     sequence_length: int = Field(
         gt=1, le=LARGEST_LENGTH, description="tokens in a sample", examples=[1024]
@@ -360,33 +386,33 @@ class Job(Value):
     max_steps: int = Field(
         gt=0,
         le=MOST_STEPS,
-        description="steps of the whole run, those before a resume included",
+        description="steps of the whole run, including those before a resume",
         examples=[1000],
     )
     optimizer: OptimizerSpec = Field(default=OptimizerSpec(), description="how weights are updated")
     max_grad_norm: float | None = Field(
         default=1.0,
         gt=0,
-        description="largest norm of all gradients together; `null` does not clip",
+        description="largest norm of the whole gradient; `null` does not clip",
     )
     lr_scheduler: LrSchedulerSpec = Field(
         default=LrSchedulerSpec(), description="how the learning rate changes"
     )
     precision: Precision = Field(
         default="auto",
-        description="what is computed in: `auto` goes by what each device class does best, or one "
-        "dtype for all, or one by class; parameters and optimizer state are kept in fp32",
+        description="compute dtype: `auto` for the best of each GPU type, one dtype for all, "
+        "or one by type; parameters and optimizer state stay in fp32",
     )
     torch_compile: bool | dict[str, bool] = Field(
         default=False,
-        description="whether blocks run in compiled code (torch.compile): `on`, `off`, or that for "
-        "each device class; classes that cannot are left out, unless they are named",
+        description="compile blocks with torch.compile: `on`, `off`, or by GPU type; types "
+        "that cannot are skipped, unless you name them",
     )
     seed: int = Field(
-        default=0, ge=0, le=LARGEST, description="of initial weights, order of samples and dropout"
+        default=0, ge=0, le=LARGEST, description="seed of initial weights, sample order and dropout"
     )
     cluster: Literal["auto"] | Cluster = Field(
-        default="auto", description="`auto`: the GPUs that are found, or this machine's CPU"
+        default="auto", description="`auto`: the GPUs found, or this machine's CPU"
     )
     strategy: Literal[
         "optimal",
@@ -400,46 +426,65 @@ class Job(Value):
         "best-subset",
     ] = Field(
         default="optimal",
-        description="`optimal` takes what is fastest; `staged` several stages in any case, `model` "
-        "one stage a device, by memory alone, `undivided` has one device compute each batch at "
-        "once. The others are there to compare with: `even` splits work and state evenly, "
-        "`proportional` goes by peak FLOP/s, `best-subset` uses one class alone",
+        description="`optimal` is the fastest; `staged` always has several stages, `model` "
+        "one stage per device by memory, `undivided` computes each batch on one device. "
+        "For comparisons: `even` splits work and state evenly, `proportional` goes by peak "
+        "FLOP/s, `best-subset` uses the best GPU type alone, `poplar` and `cephalo` follow "
+        "the papers of these names",
     )
     techniques: Space = Field(
-        default=EVERYTHING, description="what the plan may use; all by default, the plan chooses"
+        default=EVERYTHING,
+        description="techniques that plans may use; all by default, the plan chooses",
+    )
+    allow: Annotated[tuple[Literal["8bit-optimizer"], ...], BeforeValidator(wrap_single_value)] = (
+        Field(
+            default=(),
+            description="changes of numerics that the plan may make if nothing fits otherwise: "
+            "`8bit-optimizer` uses `adamw_8bit` instead of `adamw`; none by default",
+        )
     )
     output_dir: Path = Field(
         default=Path("runs/latest"), description="folder of the run: plan, metrics, checkpoints"
     )
-    logging_steps: int = Field(default=10, ge=1, description="how often a line is printed")
+    logging_steps: int = Field(default=10, ge=1, description="steps between printed lines")
     report_to: Trackers = Field(
         default=NO_TRACKERS,
-        description="experiment trackers that the run tells, beside its folder: a name, a list of "
-        "names, or settings by name; none by default ([more](trackers.md))",
+        description="experiment trackers: a name, a list of names, or settings by name; none "
+        "by default ([more](trackers.md))",
     )
     eval_steps: int = Field(
-        default=0, ge=0, description="how often held-out samples are evaluated; 0: never"
+        default=0, ge=0, description="steps between evaluations on validation samples; 0: never"
     )
     eval_batches: int = Field(default=4, ge=1, description="global batches per evaluation")
     save_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         default="auto",
-        description="how often a checkpoint is saved, beside the end of the run: `auto`: about "
-        "every ten minutes; 0: only at the end. A due checkpoint waits 5 s for the previous one "
-        "to be written, then is postponed",
+        description="steps between checkpoints, and one at the end: `auto`: about every ten "
+        "minutes; 0: only at the end. A due checkpoint waits 5 s for the previous one to "
+        "be written, then is postponed",
     )
     save_total_limit: int = Field(
-        default=2, ge=1, description="how many checkpoints are kept, the newest"
+        default=2, ge=1, description="number of checkpoints kept, the newest"
     )
     memory_save_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         default="auto",
-        description="how often the state is copied into the memory of the hosts, from where a run "
-        "goes on that lost a rank; `auto`: after each step, or after so many that training stands "
-        "still for it for a hundredth of its time at most, a twentieth where steps take over a "
-        "second; 0: never",
+        description="steps between copies of the state in the hosts' memory, from which a run "
+        "resumes after a lost rank; `auto`: each step, or rarer, so that training pauses "
+        "for at most 1 % of its time (5 % if steps take over a second); 0: never",
     )
     advanced: AdvancedSpec = Field(
-        default=AdvancedSpec(), description="what seldom needs to be set"
+        default=AdvancedSpec(), description="settings that rarely need a change"
     )
+
+    @property
+    def space(self) -> Space:
+        """Techniques that the plan may use with this optimizer."""
+        return self.techniques if self.optimizer.fits_teams else self.techniques.without_teams()
+
+    def optimizer_of(self, state: OptimizerState) -> OptimizerSpec:
+        """Return the optimizer of a plan for state in this form."""
+        if state == "8bit" and EIGHT_BIT_OPTIMIZER in self.allow:
+            return self.optimizer.model_copy(update={"name": "adamw_8bit"})
+        return self.optimizer
 
     @property
     def stated_save_steps(self) -> int:
@@ -452,6 +497,21 @@ class Job(Value):
             raise ValueError(
                 f"'model.couples: {WHOLE_BATCH}' is for 'strategy: undivided', it is "
                 f"'{self.strategy}'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_fits_the_techniques(self) -> Self:
+        if self.allow and self.optimizer.name != "adamw":
+            raise ValueError(
+                f"'allow' has no effect: {EIGHT_BIT_OPTIMIZER} is for 'optimizer.name: adamw', it "
+                f"is {self.optimizer.name}"
+            )
+        if 1 not in self.techniques.tensor_parallel_size and not self.optimizer.fits_teams:
+            raise ValueError(
+                "'techniques.tensor_parallel_size' is without 1, and "
+                f"{self.optimizer.name} updates no parameters that are divided so: add 1, or take "
+                "adamw"
             )
         return self
 

@@ -28,19 +28,19 @@ class Space(Value):
     of values each. All by default."""
 
     zero_stages: Some[ZeroStage] = Field(
-        default=(3, 2, 1, 0), description="what of the state is divided between devices"
+        default=(3, 2, 1, 0), description="ZeRO stages: the parts of the state that are sharded"
     )
     shardings: Some[Sharding] = Field(
         default=("all", "host"),
-        description="whether all devices divide the state, or those of each host",
+        description="whether all devices shard the state, or those of each host",
     )
     gradient_checkpointing: Some[bool] = Field(
         default=(True, False),
-        description="whether the backward computes blocks again or keeps their graphs; with both, "
-        "as many graphs are kept as there is room for",
+        description="whether backward recomputes blocks (activation checkpointing) or keeps "
+        "their graphs; with both, as many graphs are kept as fit",
     )
     checkpoints_on: Some[Place] = Field(
-        default=("device", "host"), description="where the inputs to recompute from are kept"
+        default=("device", "host"), description="place of the checkpointed inputs"
     )
     orders: Some[Literal["layered", "sequential"]] = Field(
         default=("layered", "sequential"),
@@ -48,44 +48,44 @@ class Space(Value):
     )
     cross_entropy: Some[Head] = Field(
         default=("whole", "chunked"),
-        description="whether a micro-batch's logits are made whole, or some rows at a time",
+        description="logits of a micro-batch at once, or some rows at a time",
     )
     state_on: Some[Place] = Field(
         default=("device", "host"),
-        description="where fp32 parameters and the optimizer's state are kept and updated",
+        description="place of fp32 parameters and optimizer state, which are updated there",
     )
     tensor_parallel_size: Some[Annotated[int, Field(ge=1)]] = Field(
         default=(1, 2, 4, 8),
-        description="tensor parallel degrees: how many devices of one class and host compute each "
-        "block together",
+        description="tensor-parallel degrees: number of devices of one type and host that "
+        "compute each block together",
     )
     sequence_parallel: Some[bool] = Field(
         default=(False, True),
-        description="whether devices that compute each block together also divide the positions of "
-        "a sample where blocks are not divided: sequence parallelism",
+        description="whether tensor-parallel groups also divide the positions of a sample "
+        "where blocks are not divided: sequence parallelism",
     )
     max_pipeline_stages: int | None = Field(
         default=None,
         ge=1,
-        description="no plan has more stages; null: as many as there are devices, or blocks",
+        description="most stages of a plan; null: as many as devices or blocks",
     )
     min_pipeline_stages: int = Field(
         default=1,
         ge=1,
-        description="no plan has fewer stages; for strategies `staged` and `optimal`",
+        description="fewest stages of a plan; for strategies `staged` and `optimal`",
     )
     pipeline_schedules: Some[Schedule] = Field(
         default=("1f1b", "eager-1f1b", "gpipe", "interleaved", "zero-bubble"),
-        description="in which order micro-batches go through several stages",
+        description="order of micro-batches through several stages",
     )
     waves: bool = Field(
         default=True,
-        description="whether a batch may go through the model in several parts, one after another, "
-        "where it does not fit otherwise",
+        description="whether a batch may go through the model in several parts, one after "
+        "another, if it does not fit otherwise",
     )
     leave_out: bool | None = Field(
         default=None,
-        description="whether devices may be left out where the others are faster alone; null: if "
+        description="whether devices may be left out if the others are faster alone; null: if "
         "no processes are started yet, as with `gpumix train` on one host",
     )
     padded: bool = Field(
@@ -116,7 +116,11 @@ class Space(Value):
 
     def in_one_stage(self) -> Space:
         """Return the space without several stages and tensor parallelism."""
-        return self.model_copy(update={"max_pipeline_stages": 1, "tensor_parallel_size": (1,)})
+        return self.without_teams().model_copy(update={"max_pipeline_stages": 1})
+
+    def without_teams(self) -> Space:
+        """Return the space without tensor parallelism."""
+        return self.model_copy(update={"tensor_parallel_size": (1,)})
 
     def of_one_wave(self) -> Space | None:
         """Return the space of a wave of several; None if several waves are not in the space."""

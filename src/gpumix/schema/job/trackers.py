@@ -32,10 +32,12 @@ class TensorBoardSpec(Value):
 
     folder: Path | None = Field(
         default=None,
-        description="of many runs, each in a folder of its name; default: `tensorboard` in the "
-        "run's own folder",
+        description="folder of many runs, each in a folder of its name; default: "
+        "`tensorboard` in the run's own folder",
     )
-    name: Text | None = Field(default=None, description="of the run; default: that of its folder")
+    name: Text | None = Field(
+        default=None, description="name of the run; default: that of its folder"
+    )
 
     @model_validator(mode="after")
     def _names_a_folder(self) -> Self:
@@ -47,50 +49,57 @@ class TensorBoardSpec(Value):
 class WandbSpec(Value):
     """Weights & Biases, offline until `wandb sync`, or online with `mode: online`."""
 
-    project: Text = Field(default="gpumix", description="what the run is a part of")
-    name: Text | None = Field(default=None, description="of the run; default: that of its folder")
-    entity: Text | None = Field(default=None, description="whose project; default: as logged in")
-    group: Text | None = Field(default=None, description="of runs that belong together")
+    project: Text = Field(default="gpumix", description="project of the run")
+    name: Text | None = Field(
+        default=None, description="name of the run; default: that of its folder"
+    )
+    entity: Text | None = Field(
+        default=None, description="owner of the project; default: as logged in"
+    )
+    group: Text | None = Field(default=None, description="group of the run")
     tags: Annotated[tuple[Text, ...], BeforeValidator(wrap_single_value)] = Field(
-        default=(), description="to find it by"
+        default=(), description="tags of the run"
     )
     folder: Path | None = Field(
-        default=None, description="where wandb keeps its own; default: the run's folder"
+        default=None, description="folder of wandb's files; default: the run's folder"
     )
     mode: Literal["offline", "online"] = Field(
-        default="offline", description="`online` sends all to the server that wandb is logged in to"
+        default="offline",
+        description="`online` sends everything to the server that wandb is logged in to",
     )
 
 
 class MlflowSpec(Value):
     """MLflow, in a database of the run, or at a tracking URI."""
 
-    experiment: Text = Field(default="gpumix", description="what the run is a part of")
-    name: Text | None = Field(default=None, description="of the run; default: that of its folder")
-    tags: dict[str, str] = Field(default_factory=dict, description="to find it by")
+    experiment: Text = Field(default="gpumix", description="experiment of the run")
+    name: Text | None = Field(
+        default=None, description="name of the run; default: that of its folder"
+    )
+    tags: dict[str, str] = Field(default_factory=dict, description="tags of the run")
     uri: Text | None = Field(
         default=None,
-        description="tracking URI: `http://...` sends all to a server; default: `mlflow.db` in the "
-        "run's folder",
+        description="tracking URI: `http://...` sends everything to a server; default: "
+        "`mlflow.db` in the run's folder",
     )
 
 
 class TrackioSpec(Value):
     """Trackio, shown by `trackio show`."""
 
-    project: Text = Field(default="gpumix", description="what the run is a part of")
+    project: Text = Field(default="gpumix", description="project of the run")
     name: Text | None = Field(
-        default=None, description="of the run, some digits follow; default: that of its folder"
+        default=None, description="name of the run, some digits follow; default: that of its folder"
     )
-    group: Text | None = Field(default=None, description="of runs that belong together")
+    group: Text | None = Field(default=None, description="group of the run")
     folder: Path | None = Field(
-        default=None, description="of Trackio's databases; default: where `trackio show` looks"
+        default=None, description="folder of Trackio's databases; default: that of `trackio show`"
     )
     space: Text | None = Field(
-        default=None, description="Space of Hugging Face to send all to, as `user/name`"
+        default=None, description="Hugging Face Space to send everything to, as `user/name`"
     )
     server: Text | None = Field(
-        default=None, description="address of a Trackio server to send all to"
+        default=None, description="address of a Trackio server to send everything to"
     )
 
     @model_validator(mode="after")
@@ -106,13 +115,14 @@ class PrometheusSpec(Value):
 
     address: Text = Field(
         default=LOOPBACK,
-        description="where the endpoint listens; with `0.0.0.0` whoever reaches this host reads it",
+        description="address of the endpoint; with `0.0.0.0` every host that reaches this one "
+        "can read it",
     )
     port: int = Field(
-        default=PORT, ge=0, le=HIGHEST_PORT, description="0: any that is free, which is told"
+        default=PORT, ge=0, le=HIGHEST_PORT, description="0: any free port, which the run prints"
     )
     textfile: Path | None = Field(
-        default=None, description="file that is written instead of an endpoint; it ends in `.prom`"
+        default=None, description="file written instead of an endpoint; it ends in `.prom`"
     )
     name: Text | None = Field(
         default=None,

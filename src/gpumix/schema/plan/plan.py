@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from gpumix.schema.errors import InputError
 from gpumix.schema.peak_flops import Peak
 from gpumix.schema.plan.explanation import Reasons
+from gpumix.schema.plan.optimizer_state import OptimizerState, get_cut_multiple
 from gpumix.schema.plan.stage import ComputeDtype, Stage, WavePart, Worker
 from gpumix.schema.units import LARGEST_BATCH, LARGEST_LENGTH
 from gpumix.schema.value import Document, Value, refuse_duplicates
@@ -138,6 +139,11 @@ class Plan(Document):
     zero_stage: ZeroStage = 3
     sharding: Sharding = Field(
         default="all", description="whether all ranks divide the state, or those of each host"
+    )
+    optimizer_state: OptimizerState = Field(
+        default="fp32",
+        description="that the plan is for: with `8bit`, cuts are at multiples of 256 elements of a "
+        "parameter, so that what is quantised together is on one rank",
     )
     collectives: Collectives = Collectives()
     prediction: Prediction | None = None
@@ -290,6 +296,11 @@ class Plan(Document):
         for worker in (w for stage in self.stages for w in stage.workers):
             first.setdefault(worker.device, worker)
         return tuple(first[device] for device in self.ranks or first)
+
+    @property
+    def cut_multiple(self) -> int:
+        """Number of elements of a parameter of which cuts of the state are multiples."""
+        return get_cut_multiple(self.optimizer_state)
 
     @property
     def in_waves(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -37,6 +39,35 @@ def compute_shard_offsets(numel: int, shares: tuple[float, ...]) -> tuple[int, .
     for r in range(last_owner + 1, len(shares)):
         offsets[r] = numel
     return tuple(offsets)
+
+
+def cut_parameters(
+    numels: Sequence[int], shares: tuple[float, ...], multiple: int = 1
+) -> tuple[int, ...]:
+    """Return each worker's start in a flat buffer of parameters, and the end; see
+    `compute_shard_offsets`.
+
+    Args:
+        numels: of the parameters, in order.
+        multiple: cuts are moved to the nearest multiple of so many elements in the parameter that
+            they go through, or to its end.
+    """
+    ends = list(accumulate(numels))
+    offsets = compute_shard_offsets(ends[-1] if ends else 0, shares)
+    if multiple == 1 or not ends:
+        return offsets
+    return tuple(_align_offset(offset, ends, multiple) for offset in offsets)
+
+
+def _align_offset(offset: int, ends: Sequence[int], multiple: int) -> int:
+    """Move an offset to the nearest multiple inside of its parameter, or to the end of it."""
+    place = bisect_left(ends, offset)  # of the parameter that contains the offset, or ends there
+    begin = ends[place - 1] if place else 0
+    if offset in (begin, ends[place]):
+        return offset
+    below = offset - (offset - begin) % multiple
+    above = min(below + multiple, ends[place])
+    return below if offset - below <= above - offset else above
 
 
 def scale_offset(numel: int, begin: float, total: float) -> int:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from gpumix.schema.cluster.link_islands import PairTimes
+from gpumix.schema.plan.optimizer_state import OptimizerState
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.profile.profile import (
     ClassProfile,
@@ -51,6 +52,7 @@ class ClassMeasurement(Document):
     model: ModelProfile
     host_memory_bytes: Count | None = Field(default=None, description="all of the host's")
     optimizer_bytes_per_element: StateBytes
+    optimizer_state: OptimizerState = "fp32"
     seconds_spent: float = Field(ge=0)
     ended_by_budget_s: float | None = Field(
         default=None, description="the budget that left larger micro-batches unmeasured, if it did"

@@ -20,6 +20,12 @@ from gpumix.schema.cluster.link_islands import Links
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
 from gpumix.schema.peak_flops import Peak
+from gpumix.schema.plan.optimizer_state import (
+    ADAMW_8BIT_BYTES,
+    ADAMW_BYTES,
+    LEAST_QUANTISED,
+    OptimizerState,
+)
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.plan.stage import ComputeDtype, StageInput
 from gpumix.schema.units import LARGEST_LENGTH, Count, Flops, show_seconds
@@ -47,6 +53,10 @@ class UnitKind(Value):
     trainable: Count = Field(description="elements that get a gradient")
     matrices: Count = Field(
         default=0, description="those of them in parameters of two dimensions, which Muon updates"
+    )
+    small: Count = Field(
+        default=0,
+        description="those of them in parameters so small that 8-bit optimizers keep fp32 state",
     )
     frozen_bytes: Count = Field(default=0, description="parameters without gradient, gathered")
     packed_bytes: Count = Field(
@@ -288,6 +298,16 @@ class ModelProfile(Value):
         others = self.parameters - matrices
         return (of_matrices * matrices + of_others * others) / max(1, self.parameters)
 
+    @property
+    def quantised_adamw_bytes(self) -> float:
+        """Mean bytes of AdamW's state in 8 bits over all trained elements."""
+        units = dict(zip(self.calls, self.kind_of_call))
+        inside = {kind.name: kind.small for kind in self.kinds}
+        root = (p.trainable for p in self.root.parameters if p.trainable < LEAST_QUANTISED)
+        small = sum(inside[kind] for kind in units.values()) + sum(root)
+        large = self.parameters - small
+        return (ADAMW_BYTES * small + ADAMW_8BIT_BYTES * large) / max(1, self.parameters)
+
 
 class UnitTimes(Value):
     """Seconds of a unit call by samples of a micro-batch. `backward` includes recompute, `gradient`
@@ -473,6 +493,7 @@ class Profile(Document):
     optimizer_bytes_per_element: StateBytes = Field(
         description="optimizer state, 8 for AdamW; the mean over the model"
     )
+    optimizer_state: OptimizerState = "fp32"
     torch_version: str
     cluster: Cluster
     model: ModelProfile

@@ -40,25 +40,30 @@ class ClassForm(Value):
     """Definition of a device class without its name. The accelerator defaults to cuda, for an
     emulated class to cpu."""
 
-    memory: Memory = Field(description="that a plan may use, less a reserve", examples=["24 GiB"])
+    memory: Memory = Field(
+        description="memory that a plan may use, less a reserve", examples=["24 GiB"]
+    )
     emulate: FlopRate | None = Field(
-        default=None, description="makes an emulated device of a CPU process, of this speed"
+        default=None, description="makes a CPU process an emulated device of this speed"
     )
     accelerator: Accelerator | None = Field(
         default=None,
-        description="`cuda` for GPUs of NVIDIA and AMD, `xpu` for Intel's, `hpu` for Gaudi, which "
-        "is only planned for; default: `cpu` for an emulated class, `cuda` for others",
+        description="`cuda` for GPUs of NVIDIA and AMD, `xpu` for Intel, `hpu` for Gaudi "
+        "(planning only); default: `cpu` for an emulated class, else `cuda`",
     )
     product: Seen = Field(
-        default="", description="as the driver names it; with `compute_capability` it is checked"
+        default="",
+        description="the driver's name of the product; checked with `compute_capability`",
     )
-    driver: Seen = Field(default="", description="a measurement is made again when it changes")
-    compute_capability: Seen = Field(default="", description="of NVIDIA's GPUs, as `8.6`")
-    gfx_target: Seen = Field(default="", description="of AMD's GPUs, as `gfx942`")
-    xe_target: Seen = Field(default="", description="of Intel's GPUs, as `bmg`")
+    driver: Seen = Field(
+        default="", description="driver version; a change causes a new measurement"
+    )
+    compute_capability: Seen = Field(default="", description="of NVIDIA GPUs, as `8.6`")
+    gfx_target: Seen = Field(default="", description="of AMD GPUs, as `gfx942`")
+    xe_target: Seen = Field(default="", description="of Intel GPUs, as `bmg`")
     peak_flops: FlopRate | None = Field(
         default=None,
-        description="of the datasheet, at the job's precision; `strategy: proportional` goes by it",
+        description="datasheet value at the job's precision, for `strategy: proportional`",
     )
 
     @model_validator(mode="after")
@@ -105,15 +110,15 @@ class ClassForm(Value):
 class DeviceRow(Value):
     """A device, or `count` devices of a class on a host, with consecutive ordinals."""
 
-    device_class: ClassName = Field(alias="class", description="which class it is of")
+    device_class: ClassName = Field(alias="class", description="class of the device")
     id: Seen | None = Field(
         default=None,
         min_length=1,
-        description="a UUID as `nvidia-smi -L` shows it finds the GPU wherever it is; default: "
-        "class and number",
+        description="a UUID from `nvidia-smi -L` finds the GPU in any slot; default: class "
+        "and number",
     )
-    count: int = Field(default=1, ge=1, le=MOST_DEVICES, description="so many such devices")
-    host: HostName = Field(default="localhost", description="as `hostname` names it there")
+    count: int = Field(default=1, ge=1, le=MOST_DEVICES, description="number of such devices")
+    host: HostName = Field(default="localhost", description="the host's own `hostname`")
     ordinal: int | None = Field(
         default=None,
         ge=0,
@@ -121,12 +126,10 @@ class DeviceRow(Value):
     )
     island: Seen = Field(
         default="",
-        description="devices of a host with faster links to each other, as pairs with NVLink, have "
-        "one name",
+        description="equal for devices of a host with faster links to each other, such as "
+        "NVLink pairs",
     )
-    rack: Seen = Field(
-        default="", description="of their host: hosts with faster links to each other have one name"
-    )
+    rack: Seen = Field(default="", description="equal for hosts with faster links to each other")
 
     @model_validator(mode="after")
     def _one_device_has_an_id(self) -> Self:
@@ -139,15 +142,16 @@ class ClusterForm(Value):
     """The long form: classes, devices and network."""
 
     classes: dict[ClassName, ClassForm] = Field(
-        min_length=1, description="[what each class is](#classesname), by its name"
+        min_length=1, description="[definition of each class](#classesname), by name"
     )
     devices: tuple[DeviceRow, ...] = Field(
         min_length=1, description="[the devices](#devices), one or several a row"
     )
     network: Network | None = Field(
         default=None,
-        description="links `between` hosts and `inside` them, of an `island` and of a `rack`, as "
-        "`25GbE`, `ib-hdr`, `nvlink3`, `pcie4` or `12 GB/s`; they count where nothing was measured",
+        description="links `between` hosts and `inside` them, of an `island` and of a `rack`, "
+        "as `25GbE`, `ib-hdr`, `nvlink3`, `pcie4` or `12 GB/s`; used for links that were "
+        "not measured",
     )
 
 

@@ -92,8 +92,8 @@ def combine_problems(problems: Iterable[Problem], tree: Tree) -> InputError:
 
 
 def suggest(meant: str | None, choices: Iterable[str], what: str) -> str:
-    """Return the fix for a wrong word: the intended word, if known, and all `choices`."""
-    return f"{did_you_mean(meant)} {what}: {', '.join(choices)}".lstrip()
+    """Return the fix for a wrong word: the intended word if known, else all `choices`."""
+    return did_you_mean(meant) or f"{what}: {', '.join(choices)}"
 
 
 def did_you_mean(meant: str | None) -> str:

@@ -45,7 +45,7 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     """
     if path.suffix == ".py" and path.is_file():
         raise InputError(
-            "this is a program, and a job is wanted",
+            "this is a program, not a job",
             where=str(path),
             fix=f"run it on all devices: gpumix launch {path}",
         )
@@ -58,7 +58,7 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     if "schema_version" in tree.value and isinstance(kind := tree.value.get("kind"), str):
         beside = f", and this with --{kind}" if kind in ("plan", "profile") else ""
         raise InputError(
-            f"this is a {kind}, and a job is wanted", where=str(path), fix=f"give the job{beside}"
+            f"this is a {kind}, not a job", where=str(path), fix=f"give the job{beside}"
         )
     for override in overrides:
         tree = apply_override(tree, override)
@@ -85,7 +85,7 @@ def read_cluster(path: Path) -> Cluster:
         kind = "job" if {"model", "data"} <= tree.value.keys() else kind
         if isinstance(kind, str):
             raise InputError(
-                f"this is a {kind}, and a cluster is wanted",
+                f"this is a {kind}, not a cluster file",
                 where=str(path),
                 fix="give a file with classes and devices, or with a list of devices: "
                 "[{class: rtx3090, memory: 24 GiB}]",

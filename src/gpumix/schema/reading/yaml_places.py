@@ -112,7 +112,11 @@ def load_yaml(path: Path, what: str) -> Tree:
             fix="give a file that can be read, /dev/stdin or <(command)",
         ) from error
     if len(data) > MAX_BYTES:
-        raise InputError(f"a {what} file may not be longer than 10 MB", where=str(path))
+        raise InputError(
+            f"a {what} file may not be longer than 10 MB",
+            where=str(path),
+            fix=f"give the {what} file; data belongs into files of its own",
+        )
     tree = parse_yaml(text, YamlSource(str(path), path.parent.absolute()))
     if tree is None:
         fix = f"write the {what} into it, or give another file"
@@ -176,7 +180,9 @@ def _compose(text: str, reader: _NodeConverter) -> yaml.Node | None:
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise InputError("this is not YAML", where=reader.source.name, why=str(error)) from error
     except RecursionError as error:
-        raise InputError("this is nested too deep", where=reader.source.name) from error
+        raise InputError(
+            "this is nested too deep", where=reader.source.name, fix="nest fewer levels"
+        ) from error
 
 
 class _NodeConverter:

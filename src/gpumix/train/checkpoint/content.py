@@ -1,13 +1,14 @@
 """Content of a checkpoint: the state of an engine and an optimizer by name.
 
 model.<name>                      parameters (trained ones in fp32) and persistent buffers
-optimizer.<parameter>.<state>     shaped like the parameter, or one tensor or number for all of it
+optimizer.<parameter>.<state>     shaped like the parameter, or by blocks of its elements, or one
+                                  tensor or number for all of it
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
@@ -24,6 +25,7 @@ from gpumix.engine.model.extra_state import find_extra_state_modules
 from gpumix.engine.model.frozen_base import FrozenBase
 from gpumix.engine.model.module_buffers import persistent_buffers
 from gpumix.engine.optimizers.state_needed import get_required_state
+from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard import Piece
 from gpumix.engine.sharding.state_dict import (
     OptimizerState,
@@ -33,10 +35,12 @@ from gpumix.engine.sharding.state_dict import (
     WholeTensor,
     append_part,
     check_names_and_shapes,
+    get_block_range,
 )
 from gpumix.hardware import runtime
 from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.schema.errors import InputError
+from gpumix.schema.plan.optimizer_state import QUANTISED_BLOCK
 from gpumix.train.checkpoint.dcp_storage import BoxedTensor, Index, StoredTensor
 from gpumix.train.checkpoint.host_copy import Tensors
 from gpumix.train.checkpoint.manifest import (
@@ -147,8 +151,8 @@ def collect_optimizer(engine: Engine, state: OptimizerState) -> dict[str, dict[s
         states = found.setdefault(piece.name, {})
         for name, value in state.get(piece.name, {}).items():
             if isinstance(value, tuple):
-                own = next(part for part in value if part.window == piece.window)
-                _add(states, name, _boxed(piece, own.local))
+                own = next(part for part in value if part.window.part == piece.window.part)
+                _add(states, name, _boxed_part(piece, own))
             elif piece.has_begin:
                 states[name] = BoxedTensor.whole(_tensor(value))
     return found
@@ -177,9 +181,13 @@ def _stored(engine: Engine) -> Iterator[Piece]:
 
 
 def _boxed(piece: Piece, flat: torch.Tensor) -> BoxedTensor:
+    return _boxed_part(piece, TensorPart.of(piece, flat))
+
+
+def _boxed_part(piece: Piece, part: TensorPart) -> BoxedTensor:
     if piece.shape.numel() == 0:
-        return BoxedTensor.whole(flat.view(piece.shape))
-    return BoxedTensor.interval(piece.window, piece.start, flat)
+        return BoxedTensor.whole(part.local.view(part.window.shape))
+    return BoxedTensor.interval(part.window, part.start, part.local)
 
 
 def _tensor(value: WholeTensor | Scalar) -> torch.Tensor:
@@ -214,7 +222,7 @@ def merged_kinds(found: Iterable[dict[str, StateKind]]) -> dict[str, StateKind]:
 
 def _kind(value: TensorParts | WholeTensor | Scalar) -> StateKind:
     if isinstance(value, tuple):
-        return "elements"
+        return "elements" if value[0].block == 1 else "blocks"
     if isinstance(value, WholeTensor):
         return "whole"
     if isinstance(value, torch.Tensor):
@@ -287,15 +295,19 @@ def _wrong_states(
 ) -> Iterator[str]:
     """Yield descriptions of optimizer states contradicting `kinds` or the engine."""
     shapes, stored = engine.shapes(), _stored_states(engine, kinds, index)
-    wholes = getattr(optimizer, "whole_states", ())
+    own: dict[StateKind, Collection[str]] = {
+        "whole": getattr(optimizer, "whole_states", ()),
+        "blocks": getattr(optimizer, "block_states", ()),
+    }
+    block = getattr(optimizer, "block", 1)
     for state, kind in kinds.items():
-        if (kind == "whole") != (state in wholes):
+        if any((kind == one) != (state in states) for one, states in own.items()):
             yield f"the optimizer's state '{state}' is no '{kind}'"
         if not any(state in states for states in stored.values()):
             yield f"no parameter has the optimizer's state '{state}'"
     for parameter, states in stored.items():
         for state, tensor in states.items():
-            if not _is_kind(kinds[state], tensor, shapes[parameter]):
+            if not _is_kind(kinds[state], tensor, shapes[parameter], block):
                 found = f"{tensor.dtype} of shape {tensor.shape}"
                 yield f"the state '{state}' of '{parameter}' is no '{kinds[state]}': {found}"
     known = {f"{OPTIMIZER}.{name}.{state}" for name, states in stored.items() for state in states}
@@ -318,10 +330,12 @@ def _stored_states(
     }
 
 
-def _is_kind(kind: StateKind, tensor: StoredTensor, shape: torch.Size) -> bool:
+def _is_kind(kind: StateKind, tensor: StoredTensor, shape: torch.Size, block: int) -> bool:
     """Return whether a stored state matches `kind` for a parameter of `shape`."""
     if kind == "elements":
         return tensor.shape == shape
+    if kind == "blocks":
+        return tensor.shape == ParameterSlice(shape).of_blocks(block).shape
     return kind == "whole" or (
         tensor.shape == () and tensor.torch_dtype == _DTYPES.get(kind, tensor.torch_dtype)
     )
@@ -402,8 +416,9 @@ class OptimizerBuffers:
                 stored = index.tensors.get(f"{OPTIMIZER}.{piece.name}.{name}")
                 if stored is None:
                     continue
+                block = QUANTISED_BLOCK if kind == "blocks" else 1
                 room, rooms = (
-                    _allocate_buffer(piece, kind, stored),
+                    _allocate_buffer(piece, kind, stored, block),
                     tensors.setdefault(piece.name, {}),
                 )
                 rooms[name] = append_part(rooms.get(name), room)
@@ -439,10 +454,13 @@ def _boxed_room(room: StateBuffer) -> BoxedTensor:
     return reduce(BoxedTensor.beside, others, first)
 
 
-def _allocate_buffer(piece: Piece, kind: StateKind, stored: StoredTensor) -> StateBuffer:
-    if kind == "elements":
-        flat = torch.zeros_like(piece.local, dtype=stored.torch_dtype)
-        return (TensorPart(piece.window, piece.start, piece.end, flat.detach()),)
+def _allocate_buffer(
+    piece: Piece, kind: StateKind, stored: StoredTensor, block: int
+) -> StateBuffer:
+    if kind in ("elements", "blocks"):
+        begin, end = get_block_range(piece, block)
+        flat = torch.zeros(end - begin, dtype=stored.torch_dtype, device=piece.local.device)
+        return (TensorPart.of(piece, flat, block),)
     if kind == "whole":
         device = piece.local.device
         return WholeTensor(torch.zeros(stored.shape, dtype=stored.torch_dtype, device=device))

@@ -39,7 +39,7 @@ STEP = re.compile(r"step-(\d{8,})")
 
 # No separators: a checkpoint names only files of its own folder.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]*[A-Za-z0-9_]$")]
-StateKind = Literal["elements", "whole", "tensor", "int", "float", "bool"]
+StateKind = Literal["elements", "blocks", "whole", "tensor", "int", "float", "bool"]
 
 
 def get_folder_name(step: int) -> str:
@@ -74,7 +74,8 @@ class SavedBase(Value):
 
 class SavedOptimizer(Value):
     """The optimizer's class and the kind of each state: `elements`, a value per element of a
-    parameter; `whole`, a tensor per parameter; otherwise a number per parameter."""
+    parameter; `blocks`, a value for each of its blocks of elements; `whole`, a tensor per
+    parameter; otherwise a number per parameter."""
 
     name: str
     states: dict[str, StateKind]

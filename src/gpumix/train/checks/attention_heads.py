@@ -39,9 +39,9 @@ def check_job_heads(job: Job, cluster: Cluster) -> None:
     Raises:
         InputError: no degree divides the heads, or no host has enough devices for a group.
     """
-    check_degrees_fit(cluster, job.techniques)
+    check_degrees_fit(cluster, job.space)
     if job.model.config is not None:
-        check_config_heads(make_config(job.model), cluster, job.techniques)
+        check_config_heads(make_config(job.model), cluster, job.space)
 
 
 def check_config_heads(config: Any, cluster: Cluster, techniques: Space) -> None:

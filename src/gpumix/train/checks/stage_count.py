@@ -27,7 +27,7 @@ def check_job_stage_count(model: nn.Module, job: Job, cluster: Cluster) -> None:
     Raises:
         InputError: too many stages are wanted.
     """
-    space = job.techniques
+    space = job.space
     if not needs_several_stages(job.strategy, space):
         return
     units = len(split_into_units(model, job.model.units).units)

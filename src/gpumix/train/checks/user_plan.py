@@ -170,7 +170,7 @@ def describe_overruled_settings(plan: Plan, job: Job) -> list[str]:
             f"the job's `strategy: {job.strategy}` has no effect: the plan that was given is of "
             f"strategy '{plan.strategy}'"
         )
-    if unwanted := job.techniques.missing(plan):
+    if unwanted := job.space.missing(plan):
         lines.append(
             f"the job's `techniques` have no effect: the plan that was given uses {unwanted}"
         )

@@ -62,7 +62,7 @@ def select_even_plans(job: Job, profile: Profile) -> list[Plan]:
     """
     from gpumix.planner.baselines import even
 
-    space = job.techniques.with_all_devices()
+    space = job.space.with_all_devices()
     request = PlanRequest(global_batch=job.global_batch_size, space=space)
     found: dict[tuple[int, bool], Plan] = {}
     for plan in even.iterate_even_plans(profile, request):

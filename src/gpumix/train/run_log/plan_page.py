@@ -7,9 +7,7 @@ torch: the page is shown before any rank runs.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import floor, log10
 
 from rich.text import Text
 
@@ -21,18 +19,24 @@ from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.units import format_count, show_seconds
+from gpumix.train.run_log.text_page import (
+    Line,
+    align_rows,
+    iterate_commands,
+    iterate_labelled,
+    join_lines,
+    place_at_ends,
+    round_estimate,
+    round_seconds,
+    wrap_line,
+)
 
-COLUMNS = 80
 LONGEST_NAME = 26  # of a row
-INDENT = 11  # of the text behind a label such as "Needs"
 ESTIMATE_ERROR = "±33 %"  # of estimates from datasheets: `benchmarks/planner_estimate.py`
 UNKNOWN_ERROR = "± unknown"
 MEASURED_ERROR = "±5 %"  # of predictions from measurements: `benchmarks/prediction.py`
 WORTH_TELLING = 1.05  # a smaller gain over an even split is told as none
 GIB, MIB = 2**30, 2**20
-
-Line = tuple[str, str]
-"""Text of a line, and its style."""
 
 
 def plan_page(
@@ -52,28 +56,28 @@ def plan_page(
         assumed: assumptions behind an estimate, in a sentence.
         next_commands: pairs of a command and what it tells.
     """
-    lines = list(_lines(plan, begins, doubt, assumed, next_commands))
-    return Text("\n").join(Text(text, style=style) for text, style in lines)
+    return join_lines(_lines(plan, begins, doubt, assumed, next_commands))
 
 
 def describe_doubt(profile: Profile | None) -> str:
-    """Say that a profile was measured on a busy machine, or estimated for architectures without
-    published times; "" if nothing shows that."""
+    """Say that a profile was measured on a busy machine; "" if nothing shows that."""
     if profile is None:
         return ""
     if any(c.disturbed() for c in profile.classes):
         return f"measured on a busy machine, {UNKNOWN_ERROR}"
-    assumed = list_assumed_classes(profile.estimated)
-    return f"estimate from datasheets, {UNKNOWN_ERROR}" if assumed else ""
+    return ""
 
 
-def round_estimate(value: float) -> str:
-    """Format a value with two significant digits: 6877 as '6,900', 38.12 as '38', 0.512 as
-    '0.51'."""
-    if value <= 0 or value == float("inf"):
-        return f"{value:g}"
-    digits = floor(log10(value)) - 1
-    return f"{round(value, -digits):,.{max(0, -digits)}f}"
+def describe_source(estimated: Sequence[str]) -> str:
+    """Say where times are from and how far they may be off.
+
+    Args:
+        estimated: GPU types whose times are estimates.
+    """
+    if not estimated:
+        return f"from measurements, {MEASURED_ERROR}"
+    error = UNKNOWN_ERROR if list_assumed_classes(estimated) else ESTIMATE_ERROR
+    return f"estimate from datasheets, {error}"
 
 
 def _lines(
@@ -85,7 +89,8 @@ def _lines(
 ) -> Iterator[Line]:
     expected, reasons = plan.prediction, plan.reasons
     if expected is not None:
-        yield _headline(plan, expected, begins, doubt), "bold green"
+        for text in _headline(plan, expected, begins, doubt):
+            yield text, "bold green"
         if reasons is not None:
             yield from _gains(plan, expected, reasons)
         yield "", ""
@@ -95,41 +100,28 @@ def _lines(
         yield text, ""
     yield "", ""
     if needed := _host_memory(plan):
-        yield from _labelled("Needs", needed)
-    yield from _labelled("How", _describe_method(plan))
+        yield from iterate_labelled("Needs", needed)
+    yield from iterate_labelled("How", _describe_method(plan))
+    if plan.optimizer_state == "8bit":
+        yield from iterate_labelled("Changes", _describe_narrow_state(plan))
     if expected is not None and reasons is not None:
-        yield from _labelled("Limited by", _describe_limits(plan, expected, reasons))
+        yield from iterate_labelled("Limited by", _describe_limits(plan, expected, reasons))
         if left := _left_out(plan, reasons):
-            yield from _labelled("Left out", left, "yellow")
+            yield from iterate_labelled("Left out", left, "yellow")
     if plan.emulated:
-        yield from _labelled("Emulated", "times are of emulated devices, not of real GPUs")
+        yield from iterate_labelled("Emulated", "times are of emulated devices, not of real GPUs")
     if assumed:
-        yield from _labelled("Assumed", assumed, "dim")
+        yield from iterate_labelled("Assumed", assumed, "dim")
     if next_commands:
         yield "", ""
         yield "Next", "bold"
-        yield from ((text, "") for text in _commands(next_commands))
+        yield from iterate_commands(next_commands)
 
 
-def _headline(plan: Plan, expected: Prediction, begins: str, doubt: str) -> str:
+def _headline(plan: Plan, expected: Prediction, begins: str, doubt: str) -> list[str]:
     speed = f"{begins} ~{round_estimate(expected.tokens_per_s)} tokens/s"
-    answer = f"{speed}, {_round_seconds(expected.step_s)} per step"
-    source = f"estimate from datasheets, {ESTIMATE_ERROR}"
-    if not plan.estimated:
-        source = f"from measurements, {MEASURED_ERROR}"
-    if doubt:
-        source = doubt
-    gap = COLUMNS - len(answer) - len(source)
-    return f"{answer}{' ' * max(gap, 2)}{source}"
-
-
-def _round_seconds(seconds: float) -> str:
-    """Format seconds with two significant digits."""
-    if seconds >= 100:
-        return show_seconds(round(seconds, -1))
-    if seconds >= 1:
-        return f"{round_estimate(seconds)} s"
-    return f"{round_estimate(seconds * 1e3)} ms"
+    answer = f"{speed}, {round_seconds(expected.step_s)} per step"
+    return place_at_ends(answer, doubt or describe_source(plan.estimated))
 
 
 # -- gains -----------------------------------------------------------------------------------------
@@ -219,20 +211,9 @@ def _table(plan: Plan) -> list[str]:
     whole = plan.zero_stage > 0 or len(plan.stages) > 1
     total = ["total", str(plan.global_batch), "", "100 %" if whole else "", "", ""]
     rows.append(total[: len(head)])
-    cells = [row for row in rows if not isinstance(row, str)]
-    widths = [
-        max(len(text) for text in (*head[place], *(row[place] for row in cells)))
-        for place in range(len(head))
-    ]
-    lines = [_align([column[half] for column in head], widths) for half in (0, 1)]
-    return lines + [row if isinstance(row, str) else _align(row, widths) for row in rows]
-
-
-def _align(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Align the first cell to the left and all others to the right."""
-    first, *rest = cells
-    aligned = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:]))]
-    return "   ".join(aligned).rstrip()
+    lines = iter(align_rows([*zip(*head), *(row for row in rows if not isinstance(row, str))]))
+    first = [next(lines), next(lines)]
+    return first + [row if isinstance(row, str) else next(lines) for row in rows]
 
 
 def _stages_by_devices(plan: Plan) -> list[tuple[str, list[Stage]]]:
@@ -337,6 +318,15 @@ def _host_memory(plan: Plan) -> str:
     return f"{amount} of free system RAM{where}{what}{total}"
 
 
+def _describe_narrow_state(plan: Plan) -> str:
+    """Say what state in 8 bits changes, and how long an update takes."""
+    text = "results are those of AdamW in 8 bits, as of bitsandbytes, not of AdamW in fp32"
+    if plan.prediction is None:
+        return text
+    longest = max(worker.optimizer_s for worker in plan.prediction.workers)
+    return f"{text}; updates take at most {round_seconds(longest)} of a step"
+
+
 def _describe_method(plan: Plan) -> str:
     """Describe sharding, recomputing, offloading, stages and tensor parallelism in the usual
     terms."""
@@ -355,6 +345,7 @@ def _describe_method(plan: Plan) -> str:
     parts += _for_some(computing, lambda w: w.mode.recompute, "activation checkpointing")
     parts += _for_some(computing, lambda w: w.mode.boundary == "host", "activations on the CPU")
     parts += _for_some(plan.workers, lambda w: w.state_on == "host", "optimizer on the CPU")
+    parts += ["8-bit optimizer state"] if plan.optimizer_state == "8bit" else []
     parts += _for_some(computing, lambda w: w.mode.head == "chunked", "chunked cross-entropy")
     parts += _for_some(computing, lambda w: w.mode.order == "sequential", "sequential batches")
     dtypes = {w.compute_dtype for w in plan.workers}
@@ -413,25 +404,3 @@ def _left_out(plan: Plan, reasons: Reasons) -> str:
 def _few(names: Sequence[str], noun: str) -> str:
     """Name up to three; count more."""
     return ", ".join(names) if len(names) <= 3 else f"{len(names)} {noun}s"
-
-
-# -- layout ----------------------------------------------------------------------------------------
-
-
-def wrap_line(text: str, indent: int = 0) -> list[str]:
-    """Break a text into lines of at most `COLUMNS`, later ones indented."""
-    return textwrap.wrap(
-        text, COLUMNS, subsequent_indent=" " * indent, break_long_words=True, break_on_hyphens=False
-    )
-
-
-def _labelled(label: str, text: str, style: str = "") -> Iterator[Line]:
-    """Yield a label and its text, wrapped behind the label."""
-    yield from ((line, style) for line in wrap_line(f"{label.ljust(INDENT)}{text}", INDENT))
-
-
-def _commands(pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Yield commands, each with what it tells."""
-    width = max(len(command) for command, _ in pairs)
-    for command, told in pairs:
-        yield f"  {command.ljust(width)}  {told}"

@@ -1,4 +1,4 @@
-"""Tables of devices, profile and plan. Imports no torch: shown before any rank runs."""
+"""Tables of profile and plan. Imports no torch: shown before any rank runs."""
 
 from __future__ import annotations
 
@@ -12,26 +12,17 @@ from rich.text import Text
 
 from gpumix.cost.input_time import MIN_STARVED_SHARE
 from gpumix.hardware.estimates.estimate import list_assumed_classes
-from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.cluster.kernels import SettingChoice
 from gpumix.schema.plan.explanation import Bottlenecks, ClassWorth, MixingComparison
 from gpumix.schema.plan.plan import Plan, Prediction
 from gpumix.schema.plan.stage import PLAIN, Stage, Worker
 from gpumix.schema.profile.profile import ROOT, Profile
-from gpumix.schema.units import show_bytes, show_seconds
+from gpumix.schema.units import hide_exact_bytes, show_bytes, show_seconds
 
 WIDEST_COLUMN = 56  # of a text column: terminals have a hundred columns
 HARDLY_WORTH_SPEEDUP = 1.01  # a smaller speed-up is no reason to mix
 PLAN_WIDTHS = {"state share": 8, "memory": 12, "backward": 16}
 EMULATED = "emulated devices: times are of the emulation, not of any real card"
-
-
-def devices_table(cluster: Cluster) -> RenderableType:
-    """Return a table with a row per device class."""
-    table = new_table("devices", "class", "devices", "memory", "what", "hosts")
-    for row in cluster.rows():
-        table.add_row(*(str(row[key]) for key in ("class", "devices", "memory", "what", "hosts")))
-    return add_notes(table, cluster.emulated)
 
 
 def profile_table(profile: Profile) -> RenderableType:
@@ -177,7 +168,7 @@ def explain_plan(plan: Plan) -> list[str]:
         lines.append(f"{named}: {of_class.why}")
     for other in reasons.alternatives:
         took = "not possible" if other.step_s is None else f"{show_seconds(other.step_s)} a step"
-        lines.append(f"against {other.strategy}: {took}; {other.why}")
+        lines.append(f"against {other.strategy}: {took}; {hide_exact_bytes(other.why)}")
     return lines
 
 

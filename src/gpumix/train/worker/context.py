@@ -15,7 +15,7 @@ import torch
 
 from gpumix.data.core.read_policy import Reading
 from gpumix.data.core.source import Source
-from gpumix.data.sources.open_data import open_data
+from gpumix.data.sources.open_data import open_data, require_held_out
 from gpumix.data.workers.fetch import fetch_with_timeout
 from gpumix.engine.comm.communicator import CommunicationError
 from gpumix.engine.rank_group import STORE_ERRORS, RankGroup
@@ -156,11 +156,7 @@ def _open_same_data(task: Task, ranks: RankGroup) -> tuple[Source, Source]:
             cache_folder() / "tokens",
             vocabulary=get_vocabulary_size(task.job.model),
         )
-    if task.job.eval_steps and not len(held_out):
-        raise InputError(
-            "there are no held-out samples to evaluate on",
-            fix="set data.validation_split above 0, or eval_steps to 0",
-        )
+    require_held_out(task.job, held_out)
     told = ranks.gather("data", f"{len(train)} samples, fingerprint {train.fingerprint}")
     others = [rank for rank, text in enumerate(told) if text != told[0]]
     if others:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gpumix.engine.optimizers.adafactor import Adafactor
+from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.optimizers.layout import OptimizerLayout
 from gpumix.engine.optimizers.muon import Muon
 from gpumix.engine.optimizers.parameter_groups import match_names
@@ -84,6 +85,7 @@ def _construct_optimizer(
     adamw: dict[str, Any] = {"betas": spec.betas, "eps": spec.eps}
     make: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adamw": partial(torch.optim.AdamW, **adamw, fused=fused),
+        "adamw_8bit": partial(AdamW8bit, **adamw),
         "sgd": partial(torch.optim.SGD, momentum=spec.momentum or 0.0, fused=fused),
         "adafactor": partial(
             Adafactor,

@@ -1,0 +1,209 @@
+"""AdamW whose moments are kept in 8 bits, with results that do not depend on how they are cut.
+
+Blocks of 256 elements are quantised together, by the maps and rules of bitsandbytes' `AdamW8bit`:
+each moment is a byte per element and a maximum per block, and small parameters keep fp32. The cuts
+of a plan with `optimizer_state: 8bit` are between blocks. Every operation rounds once, so values
+depend neither on the device nor on an element's place in a tensor.
+
+Dettmers et al.: 8-bit Optimizers via Block-wise Quantization, https://arxiv.org/abs/2110.02861.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from math import sqrt
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from gpumix.engine.optimizers.base import Group, Parameters, flatten_piece
+from gpumix.engine.optimizers.dynamic_map import QuantisedMoment
+from gpumix.schema.plan.optimizer_state import LEAST_QUANTISED, QUANTISED_BLOCK
+
+State = dict[str, Any]
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAXIMA = ("exp_avg_max", "exp_avg_sq_max")
+# Elements that are updated at once: temporaries take 32 bytes each.
+CHUNK_ON_CPU = 2**16
+CHUNK_ON_GPU = 2**20
+
+
+class AdamW8bit(Optimizer):
+    """AdamW with 8-bit state, for the pieces of an engine and for ordinary parameters.
+
+    The plan has to be made for it: `optimizer_state: 8bit`. `block_states` are states with a value
+    for each block of `block` elements.
+
+    Args:
+        params: parameters, named parameters, or groups of these.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW.
+        min_8bit_size: elements of the smallest parameter with state in 8 bits.
+    """
+
+    block_states = frozenset(MAXIMA)
+    block = QUANTISED_BLOCK
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        min_8bit_size: int = LEAST_QUANTISED,
+    ) -> None:
+        settings: Group = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        AdamW([nn.Parameter(torch.empty(0))], **settings)  # checks the settings
+        super().__init__(params, {**settings, "min_8bit_size": min_8bit_size})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+        return loss
+
+    def _update(self, p: nn.Parameter, group: Group) -> None:
+        assert p.grad is not None
+        state = self._state(p, group)
+        state["step"] += 1
+        step = _AdamStep.of(group, int(state["step"].item()))
+        local, gradient = flatten_piece(p), flatten_piece(p.grad)
+        for part in _iterate_chunks(local):
+            values = [_load(state, number, part) for number in range(2)]
+            step.update(local[part], gradient[part].float(), *values)
+            for number, value in enumerate(values):
+                _store(state, number, part, value)
+
+    def _state(self, p: nn.Parameter, group: Group) -> State:
+        state: State = self.state[p]
+        if state:
+            return state
+        state["step"] = torch.tensor(0.0)  # on the host, where it is used
+        is_quantised = is_state_quantised(p, group)
+        dtype = torch.uint8 if is_quantised else torch.float32
+        for name in MOMENTS:
+            state[name] = torch.zeros(p.shape, dtype=dtype, device=p.device)
+        if is_quantised:
+            blocks = -(-p.numel() // QUANTISED_BLOCK)
+            for name in MAXIMA:
+                state[name] = torch.zeros(blocks, device=p.device)
+        return state
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Load a state; torch would convert bytes to the parameters' dtype."""
+        saved = state_dict["state"]
+        narrow = {
+            number: {key: value for key, value in states.items() if _is_narrow(value)}
+            for number, states in saved.items()
+        }
+        others = {
+            number: {key: value for key, value in states.items() if key not in narrow[number]}
+            for number, states in saved.items()
+        }
+        groups = self.param_groups  # schedulers may hold them
+        super().load_state_dict({**state_dict, "state": others})
+        for group, loaded in zip(groups, self.param_groups):
+            group.update(loaded)
+        self.param_groups = groups
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, p in zip(numbers, own):
+            for key, value in narrow.get(number, {}).items():
+                self.state[p][key] = value.to(p.device)
+
+
+def is_state_quantised(p: torch.Tensor, group: Group) -> bool:
+    """Return whether a parameter's moments are kept in 8 bits, by the size of the full
+    parameter."""
+    shape: torch.Size = getattr(p, "full_shape", p.shape)
+    return shape.numel() >= int(group["min_8bit_size"])
+
+
+def _is_narrow(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.uint8
+
+
+def _iterate_chunks(local: torch.Tensor) -> Iterator[slice]:
+    """Yield parts of whole blocks."""
+    chunk = CHUNK_ON_CPU if local.device.type == "cpu" else CHUNK_ON_GPU
+    for begin in range(0, local.numel(), chunk):
+        yield slice(begin, min(begin + chunk, local.numel()))
+
+
+def _load(state: State, number: int, part: slice) -> torch.Tensor:
+    """Return a part of a moment in fp32; of a small parameter, the state itself."""
+    flat = state[MOMENTS[number]].view(-1)[part]
+    if flat.dtype != torch.uint8:
+        return flat
+    return _moment(state, number, part).dequantise()
+
+
+def _store(state: State, number: int, part: slice, value: torch.Tensor) -> None:
+    if state[MOMENTS[number]].dtype == torch.uint8:
+        _moment(state, number, part).quantise(value)
+
+
+def _moment(state: State, number: int, part: slice) -> QuantisedMoment:
+    blocks = slice(part.start // QUANTISED_BLOCK, -(-part.stop // QUANTISED_BLOCK))
+    return QuantisedMoment(
+        state[MOMENTS[number]].view(-1)[part], state[MAXIMA[number]][blocks], signed=number == 0
+    )
+
+
+def _compute_root(values: torch.Tensor) -> torch.Tensor:
+    """Return the square root, correctly rounded; torch's on CPUs is not, and goes by the place."""
+    if values.device.type != "cpu":
+        return values.sqrt()
+    root = torch.empty_like(values)
+    np.sqrt(values.numpy(), out=root.numpy())
+    return root
+
+
+@dataclass(frozen=True)
+class _AdamStep:
+    """Factors of a step of a group's parameters."""
+
+    betas: tuple[float, float]
+    eps: float
+    decay: float
+    scale: float
+    root_scale: float
+
+    @classmethod
+    def of(cls, group: Group, step: int) -> _AdamStep:
+        """Make the factors of `step`, counted from 1."""
+        rate, (beta1, beta2) = float(group["lr"]), group["betas"]
+        return cls(
+            betas=(beta1, beta2),
+            eps=group["eps"],
+            decay=1.0 - rate * group["weight_decay"],
+            scale=-rate / (1.0 - beta1**step),
+            root_scale=1.0 / sqrt(1.0 - beta2**step),
+        )
+
+    def update(
+        self, local: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor
+    ) -> None:
+        """Update moments and parameter in place. Each operation rounds once: fused ones round as
+        the kernel does that an element's place in the tensor selects."""
+        beta1, beta2 = self.betas
+        mean.mul_(beta1).add_(gradient * (1.0 - beta1))
+        square.mul_(beta2).add_((gradient * gradient).mul_(1.0 - beta2))
+        root = _compute_root(square).mul_(self.root_scale).add_(self.eps)
+        change = torch.div(mean, root, out=root).mul_(self.scale)
+        if self.decay != 1.0:
+            local.mul_(self.decay)
+        local.add_(change)
