@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +33,9 @@ from gpumix.schema.cluster.clocks import GpuClocks
 from gpumix.schema.cluster.cluster import Device, DeviceClass
 from gpumix.schema.errors import DeviceMissing, InputError, MachineError
 
+if TYPE_CHECKING:
+    from gpumix.hardware.emulation.link import EmulatedLink
+
 
 class DeviceRuntime(ABC):
     """The device used by this process, from `open_device` to `close`.
@@ -41,12 +45,14 @@ class DeviceRuntime(ABC):
         memory_limit_bytes: total memory of the process, including `framework_bytes`.
         uncounted: the reason why tensor bytes are unknown here; empty if known.
         emulated: True for a CPU slowed to a stated speed.
+        host_link: emulated link to the host; None: copies take their own time.
     """
 
     torch_device: torch.device
     memory_limit_bytes: int
     uncounted: str = ""
     emulated: bool = False
+    host_link: EmulatedLink | None = None
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -232,6 +238,7 @@ class _EmulatedRuntime(_CpuRuntime):
         self._memory = self._device.memory
         self.uncounted = self._memory.why_inexact
         self._pacer = self._device.pacer
+        self.host_link = self._device.host_link
 
     def synchronize(self) -> None:
         self._pacer.synchronize()
