@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from gpumix.engine.comm.communicator import Communicator, Pending, PooledTensor
+from gpumix.engine.comm.parameter_pool import ParameterPool
 from gpumix.schema.plan.plan import Plan, ZeroStage
 from gpumix.schema.plan.splitting import ShardIntervals, compute_shard_offsets
 from gpumix.schema.plan.stage import Worker
@@ -38,6 +39,8 @@ class Division:
         copies: sums over hosts, if each host has the full state.
         first: whether this rank's part is the first of its copies, which represents all.
         on_host: whether this rank keeps its part of masters and optimizer state on the host.
+        pool: memory of the host with one copy of all parameters, instead of gathers and reductions
+            between devices.
         team: the tensor-parallel group of this rank.
         repeats: number of ranks of `comm` that compute each gradient identically.
         part, parts: index of this rank's tensor-parallel part of units, and number of parts.
@@ -53,6 +56,7 @@ class Division:
     copies: HostSums | None = None
     first: bool = True
     on_host: bool = False
+    pool: ParameterPool | None = None
     team: Communicator | None = None
     repeats: int = 1
     part: int = 0
@@ -175,14 +179,19 @@ class Division:
         on_host = workers[comm.rank].state_on == "host"
         if plan.zero_stage == 0 or plan.sharding == "all":
             first = plan.zero_stage > 0 or comm.rank == 0
-            return cls(plan.zero_stage, plan.stages[0].shares, comm, first=first, on_host=on_host)
+            pool = ParameterPool(comm) if plan.parameters_on == "host" else None
+            shares_of_all = plan.stages[0].shares
+            return cls(
+                plan.zero_stage, shares_of_all, comm, first=first, on_host=on_host, pool=pool
+            )
         hosts = ranks_by_host(workers)
         own = next(number for number, ranks in enumerate(hosts) if comm.rank in ranks)
         shares = [tuple(workers[rank].state_share for rank in ranks) for ranks in hosts]
         inside = comm.subgroup(hosts)
         copies = _make_host_sums(hosts, own, shares, comm)
         ranks = tuple(hosts[own])
-        return cls(plan.zero_stage, shares[own], inside, ranks, copies, own == 0, on_host)
+        pool = ParameterPool(inside) if plan.parameters_on == "host" else None
+        return cls(plan.zero_stage, shares[own], inside, ranks, copies, own == 0, on_host, pool)
 
 
 def ranks_by_host(workers: Sequence[Worker]) -> list[list[int]]:
