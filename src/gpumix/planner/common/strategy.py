@@ -107,6 +107,7 @@ def build_plan(
         stages=(_build_stage(setting, workers),),
         zero_stage=setting.zero_stage,
         sharding=setting.sharding,
+        parameters_on=setting.parameters_on,
         collectives=setting.collectives,
         emulated=any(profile.cluster.class_named(name).emulated for name in setting.classes),
         estimated=tuple(name for name in setting.classes if profile.of_class(name).estimated),
