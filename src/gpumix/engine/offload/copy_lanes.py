@@ -98,12 +98,14 @@ class CopyLane:
     def carry(self, size_bytes: int) -> LaneMark:
         """Start a copy of `size_bytes` on an emulated link, and return a mark at its end. On other
         devices copies take their own time, and the mark is reached."""
-        return LaneMark(self._device, None, self._link and self._link.carry(size_bytes))
+        arrival = None if self._link is None else self._link.carry(size_bytes)
+        return LaneMark(self._device, None, arrival)
 
     def mark(self) -> LaneMark:
         """Return a mark after all work submitted to the lane so far."""
         if self._stream is None:
-            return LaneMark(self._device, None, self._link and self._link.last)
+            arrival = None if self._link is None else self._link.last
+            return LaneMark(self._device, None, arrival)
         event = runtime.new_event(self._device)
         event.record(self._stream)
         return LaneMark(self._device, event)
