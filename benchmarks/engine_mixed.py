@@ -84,8 +84,8 @@ MIXTURES = (
     ),
     Mixture(
         "one for nothing",
-        (("fast", 2, "8 GFLOP/s", "512 MiB"), ("useless", 1, "300 MFLOP/s", "64 MiB")),
-        global_batch=24,
+        (("fast", 2, "8 GFLOP/s", "512 MiB"), ("useless", 1, "800 MFLOP/s", "64 MiB")),
+        global_batch=12,
     ),
     Mixture("equal", (("equal", 3, "6 GFLOP/s", "512 MiB"),), global_batch=30),
 )

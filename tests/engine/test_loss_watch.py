@@ -12,6 +12,7 @@ from gpumix.engine.loss.loss_graph import kind_and_weight_of, kind_of
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.prepare import prepare
 from gpumix.engine.rehearsal.loss_watch import REHEARSAL_STEPS, LossWatch
+from gpumix.schema.plan.stage import Mode
 from harness import run_ranks
 from reference import SEED, Share, build, initialised, plan_for
 
@@ -430,6 +431,22 @@ def test_all_ranks_refuse_what_one_of_them_has_seen_in_a_later_step():
     assert set(found) == {
         "Blocks, step 2: the loss of a batch is not made of the losses of its parts"
     }
+
+
+@pytest.mark.parametrize("head", ["whole", "chunked"])
+def test_the_order_of_computing_does_not_change_a_loss(head):
+    """Ranks of unlike orders would rehearse again before the second step."""
+    known = set()
+    for order, recompute in (("layered", True), ("layered", False), ("sequential", False)):
+        mode = Mode(order=order, recompute=recompute, head=head)
+        model = build(Blocks, SEED)
+        plan = plan_for(model, [Share(6, 3, 1, mode=mode)], zero_stage=1)
+        engine = prepare(model, plan, loss=reduced(cross_entropy))
+        engine.step(a_batch())
+        known |= set(engine.settled_losses.kinds)
+        engine._state.watch.read(all_of_them=True)
+        assert not engine._state.watch.doubts
+    assert len(known) == 1
 
 
 def test_kinds_tell_operations_apart_and_not_numbers():

@@ -41,10 +41,13 @@ _SELECTIONS = frozenset(("IndexBackward0", "MaskedSelectBackward0"))
 _REDUCES = frozenset(("MeanBackward0", "SumBackward0"))
 _CHOICES = frozenset(("WhereBackward0",))
 _NAMELESS = _UNCHANGED | _QUOTIENTS | _CHOICES
+# Parameters and, in a layered step, outputs of blocks.
+_LEAVES = frozenset(("AccumulateGrad", "_ConnectToLeafBackward"))
 _REDUCED = _LIKELIHOOD | _ELEMENTWISE
 _LOW_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 MOST_NODES = 50  # of a graph between a loss and its logits
 MOST_NAMED = 256  # of a graph, whose operations determine its kind
+_BLOCK_OUTPUT = "gpumix_block_output"  # key of a node's metadata
 MOST_TERMS = 4  # of a loss, that are distinguished
 _MEAN, _SUM = 1, 2  # torch's numbers of reductions
 
@@ -174,8 +177,20 @@ def kind_of(loss: Tensor) -> int:
 
 def _collect_kind_nodes(loss: Tensor) -> list[Any]:
     """Return nodes whose names determine a kind. A multiplication by the loss's count does not
-    change the kind, since products are nameless."""
-    return list(_nodes(loss, most=MOST_NAMED, nameless=_NAMELESS | _PRODUCTS))
+    change the kind, since products are nameless. Blocks' own nodes do not belong to the loss: a
+    layered step has no graph of them."""
+    nodes = _nodes(loss, _block_mark, most=MOST_NAMED, nameless=_NAMELESS | _PRODUCTS)
+    return [node for node in nodes if _block_mark(node) is None]
+
+
+def mark_block_output(output: Tensor) -> None:
+    """Mark the end of a block in the graph of a loss."""
+    if output.grad_fn is not None:
+        output.grad_fn.metadata[_BLOCK_OUTPUT] = True
+
+
+def _block_mark(node: Any) -> Any:
+    return node.metadata.get(_BLOCK_OUTPUT)
 
 
 def kind_and_weight_of(loss: Tensor) -> tuple[int, Tensor | None]:
@@ -207,7 +222,7 @@ def _kind_of(nodes: Iterable[Any]) -> int:
         name = type(node).__name__
         if name in _PRODUCTS:
             zeros += beside and _is_by_zero(node)
-        elif name not in _NAMELESS:
+        elif name not in _NAMELESS and name not in _LEAVES:
             reduction = getattr(node, "_saved_reduction", "") if name in _REDUCED else ""
             names.add(f"{name} {reduction}")
         beside = beside or sum(following is not None for following, _ in node.next_functions) > 1

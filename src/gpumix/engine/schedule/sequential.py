@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from gpumix.engine.comm import collective_progress
 from gpumix.engine.comm.step_recorder import SILENT, SilentRecorder
+from gpumix.engine.loss.loss_graph import mark_block_output
 from gpumix.engine.model.captured_outputs import OutputCapture
 from gpumix.engine.model.containers import Containers, copy_changes
 from gpumix.engine.model.forward_coroutine import ThreadState, UnitCallHandlers
@@ -209,6 +210,9 @@ class _UnitCallRunner:
         else:
             outputs = self._recomputed(unit, seed, args, kwargs)
         self._batch.randomness.start(2 * number + 2)
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor):
+                mark_block_output(output)
         if parts.record is not SILENT:
             _record_backward(parts.record, name, outputs)
         if number == parts.last_call:

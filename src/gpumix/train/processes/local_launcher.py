@@ -59,7 +59,7 @@ STOPPING = b"gpumix: finishing this step, then saving; Ctrl-C ends it at once, w
 # After a rank has failed, time for the others to notice and report; and after a rank was lost,
 # unnoticed by them.
 GRACE_S = 15.0
-SHORT_GRACE_S = 0.2
+SHORT_GRACE_S = 0.05
 FINALIZERS_S = 1.0
 # Time to wait for a killed process: a process blocked by a disk does not end.
 KILLED_S = 10.0
@@ -154,6 +154,8 @@ def launch(
         finally:
             for child in children:
                 child.kill()
+            for child in children:
+                child.join()
 
 
 def _start(process: Any) -> None:
@@ -394,6 +396,9 @@ class _RankProcess:
             self.process.kill()
         elif not self.ended and self._is_alive:
             self._orphaned()
+
+    def join(self) -> None:
+        """Wait until the killed process has ended."""
         self.process.join(KILLED_S)
         self.pipe.close()
 
