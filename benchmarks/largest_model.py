@@ -52,7 +52,7 @@ from gpumix.train.processes.local_launcher import RankAddress, launch
 CARDS = cluster_of(("gb24", 1, "96 MiB"), ("gb12", 1, "48 MiB"), ("gb8", 1, "32 MiB"))
 RAM_BYTES = 256 * 2**20
 ROUNDPIPE_PART = 0.6
-WIDTH, VOCABULARY, SEQUENCE = 192, 2048, 128
+WIDTH, VOCABULARY, SEQUENCE = 192, 2048, 48
 BATCH, PROFILED_LAYERS, MOST_LAYERS, BUDGET_S = 6, 4, 4096, 30.0
 # What a search has from the first, and the techniques that come to it, one after another.
 LEAST: dict[str, tuple[Any, ...]] = {
