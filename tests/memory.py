@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from gpumix.engine.engine import Engine
-from gpumix.engine.undo import MAX_UNDONE_STEPS
+from gpumix.engine.step_state import MAX_UNDONE_STEPS
 from models import Batch
 
 

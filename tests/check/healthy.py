@@ -39,7 +39,6 @@ HOST = HostFacts(
     memory_bytes=128 * GIB,
     available_bytes=100 * GIB,
     cores=16,
-    shm_bytes=64 * GIB,
     shm_free_bytes=60 * GIB,
     limits=ProcessLimits(open_files=65536, most_open_files=65536, processes=100_000),
     rdma=(),

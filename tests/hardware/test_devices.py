@@ -50,7 +50,7 @@ def test_speed_and_memory_can_be_emulated_apart():
         torch.ones(4, 4) @ torch.ones(4, 4)
         torch.empty(2**21)
         assert device.memory is None
-        assert device.pacer.flops == 2 * 4**3
+        assert device.pacer.timeline.flops == 2 * 4**3
     with EmulatedDevice(emulated_class(memory_bytes=in_use() + 2**20), pace=False) as device:
         assert device.pacer is None
         assert device.memory.exact

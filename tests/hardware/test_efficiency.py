@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from gpumix.hardware.estimates.kernel_choice import (
     SETTINGS_TABLE,
     ChosenSettings,
-    Installed,
+    InstalledPackages,
     choose,
 )
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
@@ -16,7 +16,7 @@ from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, EfficiencySpec, Kern
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.dtypes import choose_compute_dtypes
 
-ALL = Installed(flash_attn=True, liger_kernel=True, triton=True)
+ALL = InstalledPackages(flash_attn=True, liger_kernel=True, triton=True)
 CAPABILITIES = {"p40": "6.1", "v100": "7.0", "t4": "7.5", "a100": "8.0", "h100": "9.0"}
 GPUS = tuple(
     DeviceClass(name=name, accelerator="cuda", memory_bytes=2**30, compute_capability=capability)
@@ -29,7 +29,7 @@ def chosen(
     spec: EfficiencySpec | None = None,
     *,
     classes: tuple[DeviceClass, ...] = GPUS,
-    installed: Installed = ALL,
+    installed: InstalledPackages = ALL,
     precision: str = "auto",
     compiled: frozenset[str] = frozenset(),
 ) -> dict[str, ChosenSettings]:
@@ -73,7 +73,7 @@ def test_cpus_and_emulated_devices_compute_plainly(emulate):
 
 
 def test_what_is_not_installed_is_not_chosen_and_says_so():
-    found = chosen(installed=Installed())["a100"]
+    found = chosen(installed=InstalledPackages())["a100"]
     assert found.efficiency == KernelSettings(tf32=True, channels_last=True)
     for name, package in (
         ("attention", "flash-attn"),
@@ -121,7 +121,11 @@ def test_a_pin_is_for_all_classes_or_for_one():
     [
         (EfficiencySpec(tf32=True), ALL, r"'p40' cannot have 'advanced.efficiency.tf32' on"),
         (EfficiencySpec(attention={"v100": "flash"}), ALL, "begins with compute capability 8.0"),
-        (EfficiencySpec(kernels={"a100": "liger"}), Installed(), "pip install liger-kernel"),
+        (
+            EfficiencySpec(kernels={"a100": "liger"}),
+            InstalledPackages(),
+            "pip install liger-kernel",
+        ),
         (EfficiencySpec(loss={"p40": "triton"}), ALL, "begins with compute capability 7.0"),
         (EfficiencySpec(tf32={"A100": True}), ALL, "names the device class 'A100'"),
     ],

@@ -47,7 +47,7 @@ def x():
 def counted(run):
     with Pacer(1e18) as pacer:
         run()
-        return pacer.flops
+        return pacer.timeline.flops
 
 
 def test_a_block_forward_and_backward_is_the_analytic_count(block, x):

@@ -82,13 +82,13 @@ def rank_main(rank, wrap, store_path, results):
     with Pacer(RATE, clock=clock, sleep=clock.sleep) as pacer:
         start = clock.now
         found = losses(wrap(model()), rank, same_data=same_data)
-        pacer.synchronize()
+        pacer.timeline.drain()
     dist.Work.wait = original
     results.put(
         {
             "same": found == expected,
-            "flops": pacer.flops,
-            "overruns": pacer.overruns,
+            "flops": pacer.timeline.flops,
+            "overruns": pacer.timeline.overruns,
             "waits": len(waits),
             "computed_s": clock.now - start - WAIT_S * len(waits),
         }

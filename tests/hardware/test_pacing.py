@@ -60,9 +60,9 @@ def test_a_training_step_takes_its_flops_over_the_rate(clock, speed):
     start = clock.now
     with pacer(clock, rate=speed * 1e3) as paced:
         layer(torch.ones(4, 8)).sum().backward()
-        paced.synchronize()
-    assert paced.flops == 2 * (2 * 4 * 8 * 8)  # no gradient for the input
-    assert clock.now - start == pytest.approx(paced.flops / (speed * 1e3))
+        paced.timeline.drain()
+    assert paced.timeline.flops == 2 * (2 * 4 * 8 * 8)  # no gradient for the input
+    assert clock.now - start == pytest.approx(paced.timeline.flops / (speed * 1e3))
 
 
 def test_nothing_is_paced_outside_the_block(clock):
@@ -103,26 +103,26 @@ def test_coroutines_are_paced_wherever_they_were_entered(clock):
         inner.switch()
         product()
         inner.switch()
-    assert paced.flops == 3 * MM_FLOPS
+    assert paced.timeline.flops == 3 * MM_FLOPS
 
 
 def test_overruns_are_reported(clock):
     with pacer(clock) as paced:
         clock.spend(1.0)
         product()
-        assert paced.overruns == 1
-        assert paced.overrun_s == pytest.approx(1.0 - CREDIT_S)
-        paced.reset()
+        assert paced.timeline.overruns == 1
+        assert paced.timeline.overrun_s == pytest.approx(1.0 - CREDIT_S)
+        paced.timeline.reset()
         product()
-        assert (paced.overruns, paced.overrun_s) == (0, 0.0)
+        assert (paced.timeline.overruns, paced.timeline.overrun_s) == (0, 0.0)
 
 
 def test_idle_time_is_no_overrun(clock):
     with pacer(clock) as paced:
         clock.spend(1000)
-        paced.idle()
+        paced.timeline.idle()
         product()
-    assert paced.overruns == 0
+    assert paced.timeline.overruns == 0
     assert clock.sleeps == [pytest.approx(1.0)]
 
 
@@ -141,7 +141,7 @@ def test_waiting_for_a_collective_earns_no_credit(clock, slow_wait, name):
     with pacer(clock) as paced:
         run()
         product()
-    assert paced.overruns == 0
+    assert paced.timeline.overruns == 0
     assert clock.sleeps == [pytest.approx(1.0)]
 
 
@@ -157,7 +157,7 @@ def test_functional_collectives_earn_no_credit(clock, group_of_one, monkeypatch,
         result = functional.wait_tensor(result) if said else result
         result @ result
     assert waits
-    assert paced.flops == MM_FLOPS
+    assert paced.timeline.flops == MM_FLOPS
 
 
 def recording(original, calls):
@@ -173,7 +173,7 @@ def test_waiting_for_a_future_earns_no_credit(clock, monkeypatch):
     with pacer(clock) as paced:
         torch.futures.Future().wait()
         product()
-    assert paced.overruns == 0
+    assert paced.timeline.overruns == 0
     assert clock.sleeps == [pytest.approx(1.0)]
 
 
@@ -186,7 +186,7 @@ def test_a_wait_in_another_thread_is_not_the_devices(clock, slow_wait):
         thread.start()
         thread.join()
         product()
-    assert paced.overruns == 1
+    assert paced.timeline.overruns == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
@@ -195,7 +195,7 @@ def test_a_forked_loader_worker_is_not_paced(clock):
         child = os.fork()
         if child == 0:
             product()
-            os._exit(len(clock.sleeps) + paced.flops)
+            os._exit(len(clock.sleeps) + paced.timeline.flops)
         _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
 

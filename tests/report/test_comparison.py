@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from folders import BATCH, STEP_S, check_alone, event_line, planned, read, run_of, step_line
 
-from gpumix.report.comparison import Comparison, compare_runs
+from gpumix.report.comparison import RunComparison, compare_runs
 from gpumix.report.comparison_page import render_comparison
 from gpumix.report.run import Run
 
@@ -28,7 +28,7 @@ def both(tmp_path) -> tuple[Run, Run]:
 
 
 @pytest.fixture
-def found(both) -> Comparison:
+def found(both) -> RunComparison:
     return compare_runs(*both)
 
 
@@ -75,7 +75,7 @@ def test_lines_are_what_differs(found):
     assert "4.0 MiB" in memory and "6.0 MiB" in memory and memory.endswith("+50%")
 
 
-def read_of(found: Comparison):
+def read_of(found: RunComparison):
     from folders import Read
 
     page = Read()

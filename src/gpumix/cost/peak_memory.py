@@ -5,7 +5,7 @@ Memory of samples peaks at one of the phases in `cost.layout.activation_phases`.
 linear in the worker's share of the state (its state, and the buffer that receives gradients), so a
 choice of samples and micro-batch leaves room for a largest share: `MemoryModel.capacity`, used by
 the planner's search. `cost.predict` counts a finished plan exactly, from the intervals of
-`schema.plan.splitting.cut`.
+`schema.plan.splitting.compute_shard_sizes`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import inf
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -282,12 +281,7 @@ class Loader(Iterator[Batch]):
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _make_sampler(self, shares: Shares) -> RankSampler:

@@ -51,7 +51,7 @@ class RankObservations:
 
 @dataclass
 class RankWatch:
-    """An implementation of `train.monitor.trial_hook.Watcher`.
+    """An implementation of `train.monitor.trial_hook.TrialObserver`.
 
     Attributes:
         changes: of `CODE_CHANGES`.

@@ -52,9 +52,8 @@ from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.sharding.parameter_index import ParameterIndex
 from gpumix.engine.sharding.unit_discovery import make_untrainable_error
 from gpumix.engine.sharding.unused_parameters import UnusedParameters
-from gpumix.engine.step_state import StepState
+from gpumix.engine.step_state import StepState, StepUndo
 from gpumix.engine.tensor_parallel.parallelize import ModuleChanges
-from gpumix.engine.undo import StepUndo
 from gpumix.engine.unit import own_checkpointing
 from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.schema.errors import GpumixError, InputError, TrainingError, format_in_one_line
@@ -428,7 +427,8 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self.outside.begin_step()
         try:
             for bucket in self._buckets:
-                bucket.begin_step()
+                for group in bucket.groups:
+                    group.begin_step()
             with self._switches, own_checkpointing.bypass_torch_checkpoint():
                 yield
         except BaseException as error:
@@ -445,7 +445,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
             raise
         finally:
             self.outside.in_step = False
-            collective_progress.set_compute_phase()
+            collective_progress.compute_phase = "", ""
 
     def _cut(
         self, batch: Any, rows: Sequence[range], objective: Function | None = None

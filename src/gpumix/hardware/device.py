@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -123,12 +122,7 @@ class DeviceRuntime(ABC):
     def __enter__(self) -> DeviceRuntime:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -241,18 +235,18 @@ class _EmulatedRuntime(_CpuRuntime):
         self.host_link = self._device.host_link
 
     def synchronize(self) -> None:
-        self._pacer.synchronize()
+        self._pacer.timeline.drain()
 
     def idle(self) -> None:
-        self._pacer.idle()
+        self._pacer.timeline.idle()
 
     @property
     def overruns(self) -> int:
-        return self._pacer.overruns
+        return self._pacer.timeline.overruns
 
     @property
     def overrun_s(self) -> float:
-        return self._pacer.overrun_s
+        return self._pacer.timeline.overrun_s
 
     def _close(self) -> None:
         self._device.__exit__(None, None, None)

@@ -32,7 +32,7 @@ class ComparedRow:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Two runs side by side."""
 
     first: RunFacts
@@ -165,8 +165,8 @@ class Comparison:
         }
 
 
-def compare_runs(first: Run, second: Run) -> Comparison:
-    return Comparison(RunFacts(first), RunFacts(second))
+def compare_runs(first: Run, second: Run) -> RunComparison:
+    return RunComparison(RunFacts(first), RunFacts(second))
 
 
 def _texts(row: ComparedRow) -> Sequence[str]:

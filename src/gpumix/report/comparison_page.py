@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpumix.report.comparison import ComparedRow, Comparison
+from gpumix.report.comparison import ComparedRow, RunComparison
 from gpumix.report.draw import draw_bar, draw_legend, draw_picture
 from gpumix.report.facts import RunFacts
 from gpumix.report.html import Child, Markup, el
@@ -23,7 +23,7 @@ BARS, LINES, DOTS = ("measured", "bar-b"), ("line-measured", "line-b"), ("dot-me
 MOST = 0.985  # fraction of the width taken by the longest bar
 
 
-def render_comparison(found: Comparison) -> str:
+def render_comparison(found: RunComparison) -> str:
     """Return the comparison as HTML."""
     title = f"{found.names[0]} and {found.names[1]}"
     parts = (
@@ -37,11 +37,11 @@ def render_comparison(found: Comparison) -> str:
     return render_document(title, _render_header(found), parts)
 
 
-def _both(found: Comparison) -> Sequence[tuple[str, RunFacts]]:
+def _both(found: RunComparison) -> Sequence[tuple[str, RunFacts]]:
     return list(zip(found.names, (found.first, found.second)))
 
 
-def _render_header(found: Comparison) -> list[Markup]:
+def _render_header(found: RunComparison) -> list[Markup]:
     lines = [
         el(
             "p",
@@ -67,7 +67,7 @@ def _describe_run(facts: RunFacts) -> Sequence[str]:
     return run.model, state, words.format_progress(progress.step, progress.steps)
 
 
-def _render_speeds(found: Comparison) -> Markup:
+def _render_speeds(found: RunComparison) -> Markup:
     rates = [facts.answer.best.tokens_per_s or 0.0 for _, facts in _both(found)]
     longest = max(rates)
     if not longest:
@@ -94,7 +94,7 @@ def _bar_row(name: str, picture: Markup, value: Child) -> Markup:
     )
 
 
-def _render_curves(found: Comparison) -> Markup:
+def _render_curves(found: RunComparison) -> Markup:
     losses, speeds = [], []
     for (name, facts), line, dot in zip(_both(found), LINES, DOTS):
         history = facts.run.history
@@ -115,7 +115,7 @@ def _render_curves(found: Comparison) -> Markup:
     return render_section("curves", "Loss and speed", el("div", charts, class_="charts"))
 
 
-def _render_memory(found: Comparison) -> Markup:
+def _render_memory(found: RunComparison) -> Markup:
     types = dict.fromkeys(one.device_class for _, facts in _both(found) for one in facts.classes)
     peaks = [
         (f"{kind} in {name}", one.peak_bytes, class_)
@@ -141,7 +141,7 @@ def _render_memory(found: Comparison) -> Markup:
 
 
 def _render_rows(
-    found: Comparison, name: str, heading: str, rows: Sequence[ComparedRow], *, numbers: int = 0
+    found: RunComparison, name: str, heading: str, rows: Sequence[ComparedRow], *, numbers: int = 0
 ) -> Markup:
     if not rows:
         why = _explain_no_jobs(found) if name == "jobs" else "There are none."
@@ -157,7 +157,7 @@ def _render_rows(
     return render_section(name, heading, render_table(caption, head, cells, numbers=numbers))
 
 
-def _explain_no_jobs(found: Comparison) -> str:
+def _explain_no_jobs(found: RunComparison) -> str:
     records = [facts.run.record for _, facts in _both(found)]
     if any(record is None or record.script is not None for record in records):
         return "Unknown: at least one of the runs has no job."

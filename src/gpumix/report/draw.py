@@ -56,10 +56,9 @@ def draw_bar(
     )
 
 
-def draw_label(at: float, y: float, words: str, *, anchor: str = "", class_: str = "") -> Markup:
-    """Return a text at a fraction of the width, by default aligned to stay inside at both ends."""
-    if not anchor:
-        anchor = "start" if at < 0.04 else "end" if at > 0.96 else "middle"
+def draw_label(at: float, y: float, words: str, *, class_: str = "") -> Markup:
+    """Return a text at a fraction of the width, aligned to stay inside at both ends."""
+    anchor = "start" if at < 0.04 else "end" if at > 0.96 else "middle"
     return el("text", words, x=percent(at), y=y, text_anchor=anchor, class_=class_ or None)
 
 

@@ -66,7 +66,7 @@ from gpumix.train.run_log.progress import mark_failed, mark_restarting, mark_sto
 from gpumix.train.run_log.run_id import assign_run_id, read_run_id
 from gpumix.train.run_log.tables import devices_table, efficiency_table, profile_table
 from gpumix.train.run_log.terminal import get_stderr_console
-from gpumix.train.run_log.tracker_processes import check_installed, run_trackers
+from gpumix.train.run_log.tracker_process import check_installed, run_trackers
 
 if TYPE_CHECKING:
     from gpumix.train.monitor.trial_hook import TrialObserver

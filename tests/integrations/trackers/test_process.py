@@ -1,4 +1,4 @@
-"""A tracker's process: what it brings along, and how one takes over from another."""
+"""The process of trackers: what it brings along, and how one takes over from another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpumix.hardware.host.environment import TELEMETRY_OPT_OUTS, tracker_environ
 from gpumix.schema.job.job import Job
 from gpumix.train.run_figures.writer import RunLog
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.tracker_processes import MODULE
+from gpumix.train.run_log.tracker_process import MODULE
 
 
 def test_it_does_not_import_torch():
@@ -37,15 +37,16 @@ def test_nothing_in_its_environment_sends_anything_anywhere(monkeypatch):
 
 @contextmanager
 def process(job: Job, since: float) -> Iterator[subprocess.Popen[str]]:
-    """That of Prometheus, as `train/run_log/tracker_processes.py` starts it."""
+    """With Prometheus, as `train/run_log/tracker_process.py` starts it."""
     started = subprocess.Popen(
-        [sys.executable, "-m", MODULE, "prometheus"],
+        [sys.executable, "-m", MODULE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
-        started.stdin.write(json.dumps({"job": job.model_dump_json(), "since": since}) + "\n")
+        beginning = {"job": job.model_dump_json(), "since": since, "end_s": 30.0}
+        started.stdin.write(json.dumps(beginning) + "\n")
         started.stdin.flush()
         yield started
     finally:

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from told import LOSSES, address_in, eventually, job_for, telling, trains
 
 from gpumix.schema.errors import MachineError
-from gpumix.train.run_log.tracker_processes import run_trackers
+from gpumix.train.run_log.tracker_process import run_trackers
 
 
 def scraped(address: str) -> dict[tuple[str, ...], float]:

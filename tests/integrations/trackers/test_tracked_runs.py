@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from extended import left_out
 from gpumix.hardware.host.environment import shared_memory_folder
 from gpumix.schema.errors import MachineError
-from gpumix.train.run_log import tracker_processes
+from gpumix.train.run_log import tracker_process
 
 STEPS, MORE = 8, 10
 
@@ -146,12 +146,12 @@ def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path, capfd):
 
 @pytest.fixture
 def other_process(tmp_path, monkeypatch):
-    """Lets trackers' processes run this code."""
+    """Lets the process of trackers run this code."""
 
     def of(code: str) -> None:
         (tmp_path / "other_tracker.py").write_text(code)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-        monkeypatch.setattr(tracker_processes, "MODULE", "other_tracker")
+        monkeypatch.setattr(tracker_process, "MODULE", "other_tracker")
 
     return of
 
@@ -159,21 +159,46 @@ def other_process(tmp_path, monkeypatch):
 READY = "print('{\"ready\": true}', flush=True)\n"
 
 
+HANGING = """
+import time
+from gpumix.integrations.trackers import __main__, tensorboard
+
+tensorboard.TensorBoard.begin = lambda self, run: time.sleep(600)
+__main__.main()
+"""
+
+
+def test_a_tracker_that_hangs_holds_up_neither_the_run_nor_other_trackers(
+    tmp_path, monkeypatch, capfd, other_process
+):
+    other_process(HANGING)
+    monkeypatch.setattr(tracker_process, "END_S", 2.0)
+    trackers = {"tensorboard": {}, "prometheus": {"textfile": "run.prom"}}
+    job = write_job(tmp_path, report_to=trackers)
+    assert train(job, plan=plan_for(job)).steps == 6
+    told = capfd.readouterr().err
+    assert "tracker tensorboard: did not take the rest within 2 s" in told
+    assert "tracker prometheus: did not" not in told
+    shown = (tmp_path / "run.prom").read_text(encoding="utf-8")
+    assert 'state="finished"} 1.0' in shown
+
+
 @pytest.mark.extended
-def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, monkeypatch, capfd, other_process):
+def test_a_process_that_hangs_is_not_waited_for(tmp_path, monkeypatch, capfd, other_process):
     other_process(f"import time\n{READY}time.sleep(600)")
-    monkeypatch.setattr(tracker_processes, "END_S", 0.2)
+    monkeypatch.setattr(tracker_process, "END_S", 0.2)
+    monkeypatch.setattr(tracker_process, "EXIT_S", 0.1)
     job = write_job(tmp_path, report_to="tensorboard")
     assert train(job, plan=plan_for(job)).steps == 6
-    assert "tracker 'tensorboard' did not take the rest within 0 s" in capfd.readouterr().err
+    assert "tracker tensorboard: did not take the rest within 0 s" in capfd.readouterr().err
 
 
 @pytest.mark.extended
-def test_a_tracker_that_dies_is_told_of(tmp_path, capfd, other_process):
+def test_a_process_that_dies_is_told_of(tmp_path, capfd, other_process):
     other_process(f"import os\n{READY}os.kill(os.getpid(), 11)")
     job = write_job(tmp_path, report_to="tensorboard")
     assert train(job, plan=plan_for(job)).steps == 6
-    assert "tracker 'tensorboard' had died, with exit code -11" in capfd.readouterr().err
+    assert "tracker tensorboard: died, with exit code -11" in capfd.readouterr().err
 
 
 def test_a_tracker_that_cannot_start_is_an_error_before_anything_is_measured(
@@ -181,7 +206,7 @@ def test_a_tracker_that_cannot_start_is_an_error_before_anything_is_measured(
 ):
     other_process("raise SystemExit(3)")
     job = write_job(tmp_path, report_to="tensorboard")
-    with pytest.raises(MachineError, match="tracker 'tensorboard' does not start"):
+    with pytest.raises(MachineError, match="tracker tensorboard cannot start"):
         train(job)
     assert not (tmp_path / "run" / "plan.json").exists()
 
@@ -195,13 +220,13 @@ def test_a_folder_that_cannot_be_made_is_told_with_what_to_do(tmp_path):
     taken = tmp_path / "taken" / "run"
     assert str(taken) in caught.value.why
     assert caught.value.fix == (
-        f"see that {taken} can be written, name another at `trackers.tensorboard`, or leave "
+        f"see that {taken} can be written, name another at `report_to.tensorboard`, or leave "
         "`tensorboard` out: the run's metrics.jsonl has all that it would be told"
     )
 
 
 def test_a_package_that_is_missing_is_told_with_the_line_that_installs_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracker_processes, "find_spec", lambda name: None)
+    monkeypatch.setattr(tracker_process, "find_spec", lambda name: None)
     job = write_job(tmp_path, report_to=["wandb", "prometheus"])
     with pytest.raises(MachineError) as caught:
         train(job)

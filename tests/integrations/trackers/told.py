@@ -1,6 +1,6 @@
 """Runs that only say that they train: what a run writes, by its own log, without one being there.
 
-So a tracker's own process can be looked at in a second, and while it works.
+So the process of trackers can be looked at in a second, and while it works.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpumix.schema.reading.read import read_job
 from gpumix.train.run_figures.writer import RunLog
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import StepRecord
-from gpumix.train.run_log.tracker_processes import run_trackers
+from gpumix.train.run_log.tracker_process import run_trackers
 
 LOSSES = {step: 3.0 / step for step in range(1, 20)}
 WHY = "rank 1 was killed"

@@ -58,7 +58,6 @@ class HostFacts(Value):
 
     Attributes:
         cores: CPU cores usable by this process.
-        shm_bytes: size of /dev/shm; None if absent.
         rdma: names of RDMA network cards.
         interfaces: names of network interfaces.
         address: resolved from the host's own name; empty if resolution fails.
@@ -70,7 +69,6 @@ class HostFacts(Value):
     memory_bytes: int
     available_bytes: int
     cores: float
-    shm_bytes: int | None = None
     shm_free_bytes: int | None = None
     limits: ProcessLimits = ProcessLimits()
     rdma: tuple[str, ...] = ()

@@ -39,7 +39,6 @@ def gather_host_facts(folders: Mapping[str, Path]) -> HostFacts:
         memory_bytes=host_memory_bytes(),
         available_bytes=available_host_bytes(),
         cores=count_cores(),
-        shm_bytes=None if shm is None else shm.total,
         shm_free_bytes=None if shm is None else shm.free,
         limits=get_process_limits(),
         rdma=tuple(sorted(path.name for path in _RDMA.glob("*"))),

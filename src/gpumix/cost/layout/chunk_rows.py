@@ -50,12 +50,10 @@ def compute_chunk_bytes(
     vocabulary: int,
     width: int,
     compute_bytes: int,
-    gradient: bool = True,
     on_gpu: bool = False,
 ) -> int:
-    """Return the peak bytes of one micro-batch's loss, without hidden states and gradients;
-    `gradient` says if the logits need a gradient."""
-    logit_bytes = bytes_per_logit(compute_bytes, gradient=gradient)
+    """Return the peak bytes of one micro-batch's loss, without hidden states and gradients."""
+    logit_bytes = bytes_per_logit(compute_bytes, gradient=True)
     chunk = compute_chunk_rows(
         rows, vocabulary=vocabulary, width=width, on_gpu=on_gpu, logit_bytes=logit_bytes
     )

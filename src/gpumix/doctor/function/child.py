@@ -41,12 +41,10 @@ from gpumix.schema.files import open_log
 from gpumix.schema.units import format_count
 from gpumix.train.processes.error_translation import translate_error
 
-WindowMessage = tuple[str, Any]
-"""Message to the parent: "begun", then "seen" with `Observations`, or "error" with an error."""
-
 
 def run_window(order: WindowRequest, log: Path, pipe: Connection) -> None:
-    """Run the child process from start to exit, sending any error to the parent."""
+    """Run the child process from start to exit. Messages to the parent are pairs: "begun", then
+    "seen" with `Observations`, or "error" with an error."""
     os.setsid()
     threading.Thread(target=_end_with_parent, name="gpumix-orphan", daemon=True).start()
     talk = _redirect_output(log)

@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumix.engine.batch.ragged_batch import RaggedRows, SampleEntries, has_rows, select_samples
+from gpumix.engine.batch.ragged_batch import (
+    ROW_TYPES,
+    RaggedRows,
+    SampleEntries,
+    has_rows,
+    has_samples,
+    select_samples,
+)
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.model.rng import Randomness
 from gpumix.schema.errors import InputError
@@ -67,15 +74,15 @@ def count_samples(batch: Any) -> int:
         InputError: tensors disagree about it, a tensor has no dimensions, or values should be
             tensors.
     """
-    leaves = tree_leaves(batch, is_leaf=lambda value: has_rows(value) or _uncut(value))
-    uncut = next(filter(_uncut, leaves), None)
+    leaves = tree_leaves(batch, is_leaf=has_samples)
+    uncut = next((leaf for leaf in leaves if isinstance(leaf, list | np.ndarray)), None)
     if uncut is not None:
         raise InputError(
             f"a batch holds a {type(uncut).__name__} of values, which cannot be cut into "
             "micro-batches",
             fix="make it a tensor whose first dimension is the samples",
         )
-    shapes = [_shape(t) for t in leaves if has_rows(t)]
+    shapes = [_shape(t) for t in leaves if isinstance(t, ROW_TYPES)]
     if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
         raise InputError(
             f"the tensors of a batch must agree in their first dimension, these have {shapes}",
@@ -91,13 +98,6 @@ def _shape(value: torch.Tensor | RaggedRows | SampleEntries) -> tuple[int, ...]:
     if isinstance(value, RaggedRows):
         return (len(value), *value.tensor.shape[1:])
     return tuple(value.shape)
-
-
-def _uncut(value: Any) -> bool:
-    """Return True if a value has an entry per sample, but is no tensor."""
-    if isinstance(value, list):
-        return bool(value) and not any(isinstance(v, torch.Tensor | list | dict) for v in value)
-    return isinstance(value, np.ndarray)
 
 
 def find_padding_starts(batch: Any, rows: Sequence[range]) -> list[int | None]:

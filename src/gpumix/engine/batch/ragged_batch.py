@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_map
@@ -90,9 +91,19 @@ register_pytree_node(
 )
 
 
+ROW_TYPES = (Tensor, RaggedRows, SampleEntries)
+
+
 def has_rows(value: Any) -> bool:
     """Return True if a value has rows per sample."""
-    return isinstance(value, Tensor | RaggedRows | SampleEntries)
+    return isinstance(value, ROW_TYPES)
+
+
+def has_samples(value: Any) -> bool:
+    """Return True if a value has rows per sample, or an entry per sample and is no tensor."""
+    if isinstance(value, list):
+        return bool(value) and not any(isinstance(v, Tensor | list | dict) for v in value)
+    return isinstance(value, (*ROW_TYPES, np.ndarray))
 
 
 def select_samples(batch: Any, samples: slice | Sequence[int]) -> Any:

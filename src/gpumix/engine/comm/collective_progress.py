@@ -16,7 +16,9 @@ MAX_REPORTED_CALLS = 4
 _LIBRARIES = tuple(dict.fromkeys(sysconfig.get_path(name) for name in ("stdlib", "purelib")))
 _doing: dict[int, tuple[str, AwaitedCollective | None]] = {}  # activity of each thread, by identity
 _begun: dict[str, AwaitedCollective] = {}  # the last collective of each group
-_compute_phase = ""  # activity of the engine in the current step
+# Activity of the engine in the current step, such as "backward", and its unit; assigned, not set by
+# a call, because it changes several times in each unit call.
+compute_phase = ("", "")
 
 
 def begin_collective(group: str, members: tuple[int, ...] = ()) -> AwaitedCollective:
@@ -54,12 +56,6 @@ class ActivityScope:
         _doing[threading.get_ident()] = self._outer
 
 
-def set_compute_phase(phase: str = "", unit: str = "") -> None:
-    """Set the engine's activity, such as "backward", of a unit; without a phase: idle."""
-    global _compute_phase
-    _compute_phase = f"{phase} of unit '{unit}'" if unit else phase
-
-
 def get_awaited_collective(thread: int | None) -> AwaitedCollective | None:
     """Return the collective that a thread waits for, if any."""
     return _doing.get(thread or 0, ("", None))[1]
@@ -80,7 +76,7 @@ def get_main_progress(*, runs_ahead: bool) -> RankProgress:
 def describe_main_thread() -> str:
     """Describe the main thread's position: its innermost calls outside of Python and of installed
     packages, the innermost call of all, and the activities by `ActivityScope` and
-    `set_compute_phase`."""
+    `compute_phase`."""
     main = threading.main_thread().ident or 0
     frame = sys._current_frames().get(main)
     if frame is None:
@@ -92,5 +88,6 @@ def describe_main_thread() -> str:
         f"{Path(call.filename).name}:{call.lineno} in {call.name}" for call in reversed(told)
     )
     what, _ = _doing.get(main, ("", None))
-    told_too = ", ".join(filter(None, (what, _compute_phase)))
+    phase, unit = compute_phase
+    told_too = ", ".join(filter(None, (what, f"{phase} of unit '{unit}'" if unit else phase)))
     return f"{place} ({told_too})" if told_too else place

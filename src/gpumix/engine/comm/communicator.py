@@ -28,7 +28,7 @@ import torch.distributed as dist
 from gpumix.engine.comm.collective_progress import ActivityScope, begin_collective
 from gpumix.engine.comm.failure_report import CommunicationError, FailureReports
 from gpumix.engine.comm.hang_attribution import AwaitedCollective
-from gpumix.engine.comm.step_recorder import SILENT, SilentRecorder
+from gpumix.engine.comm.step_recorder import CurrentRecorder, SilentRecorder
 from gpumix.engine.comm.wait_clock import WaitClock
 from gpumix.engine.offload.copy_lanes import CopyLane
 from gpumix.engine.offload.state_transfers import StateTransfers
@@ -169,7 +169,7 @@ class Communicator:
         self.words: FailureReports = FailureReports() if of is None else of.words  # of an engine
         self.begun: AwaitedCollective | None = None  # the last collective
         self._of = of
-        self._record: SilentRecorder = SILENT
+        self.recorder: CurrentRecorder = CurrentRecorder() if of is None else of.recorder
         # Memory for data received before it is put in place, kept for the next collective.
         self._pools: dict[str, list[torch.Tensor]] = {}
         # By device: a group may have a backend for each.
@@ -184,11 +184,11 @@ class Communicator:
     @property
     def record(self) -> SilentRecorder:
         """Record of the current step, if traced; shared by a group and its parts."""
-        return self._record if self._of is None else self._of.record
+        return self.recorder.now
 
     @record.setter
     def record(self, record: SilentRecorder) -> None:
-        self._record = record
+        self.recorder.now = record
 
     def gather(
         self, full: torch.Tensor, shard: torch.Tensor, intervals: ShardIntervals, label: str
@@ -494,13 +494,10 @@ class Communicator:
 
     def _own_part(self, full: torch.Tensor, intervals: ShardIntervals) -> torch.Tensor:
         """Return this rank's interval of a buffer."""
-        ranks = len(intervals.offsets) - 1
-        if full.dim() != 1 or ranks != self.world or intervals.numel != full.numel():
+        offsets = intervals.offsets
+        if full.dim() != 1 or len(offsets) - 1 != self.world or offsets[-1] != full.numel():
             raise AssertionError(f"{intervals} do not cut a buffer of shape {full.shape}")
-        if ranks == 1:
-            return full
-        begin, end = intervals.of(self.rank)
-        return full[begin:end]
+        return full if self.world == 1 else full[offsets[self.rank] : offsets[self.rank + 1]]
 
     def _count(self, operation: str, tensor: torch.Tensor) -> None:
         if self.group is not None:

@@ -115,7 +115,7 @@ class SilentRecorder:
 
     def computes(self, kind: Work, unit: str) -> None:
         """Begin to compute a unit."""
-        collective_progress.set_compute_phase(kind, unit if unit != ROOT else "")
+        collective_progress.compute_phase = kind, unit if unit != ROOT else ""
 
     def passes(self, action: Action) -> None:
         """Begin a pass: all following activities except waits are a part of it."""
@@ -142,11 +142,17 @@ class SilentRecorder:
 
     def end(self) -> float:
         """End the step; return a reading of the host's clock."""
-        collective_progress.set_compute_phase()
+        collective_progress.compute_phase = "", ""
         return time.perf_counter()
 
 
 SILENT = SilentRecorder()
+
+
+class CurrentRecorder:
+    """Recorder of the current step, shared by a group of ranks and its parts."""
+
+    now: SilentRecorder = SILENT
 
 
 class Recorder(SilentRecorder):

@@ -185,8 +185,9 @@ def _collect_kind_nodes(loss: Tensor) -> list[Any]:
 
 def mark_block_output(output: Tensor) -> None:
     """Mark the end of a block in the graph of a loss."""
-    if output.grad_fn is not None:
-        output.grad_fn.metadata[_BLOCK_OUTPUT] = True
+    node: Any = output.grad_fn
+    if node is not None:
+        node.metadata[_BLOCK_OUTPUT] = True
 
 
 def _block_mark(node: Any) -> Any:

@@ -94,7 +94,7 @@ class OverlappedUpdates:
         """Update a bucket whose gradient is complete. Parameters without a gradient on this rank
         wait for `finish`, when the gradients of other ranks are known."""
         members = self._members[id(bucket)]
-        unused = {name for group in bucket.trainable for name in group.unused_names()}
+        unused = {name for group in bucket.trainable for name in group.unused}
         if unused:
             late = {piece.parameter for piece in bucket.pieces if piece.name in unused}
             for waiting, group in zip(self._late, members):

@@ -26,7 +26,6 @@ from gpumix.engine.quantised.packed_weight import (
 from gpumix.schema.errors import InputError
 
 NESTED_BLOCK = 256  # constants that share a constant of their own; bitsandbytes has no other
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TYPICAL_RANGE = 3 * TYPICAL_WEIGHT  # largest weight of a block
 
 

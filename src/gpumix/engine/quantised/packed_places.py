@@ -1,9 +1,9 @@
-"""Places of packed weights in modules: views of gathered bytes, placeholders between gathers."""
+"""Place of a packed weight in modules: a view of gathered bytes, a placeholder between gathers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,83 +17,67 @@ from gpumix.engine.quantised.packed_weight import (
 
 
 @dataclass(frozen=True)
-class _PackedPlace:
-    """A packed weight in a buffer.
+class PackedPlace:
+    """A packed weight in a flat buffer. Tensors that modules hold beside the parameter come and go
+    with it; without values, modules hold None.
 
     Attributes:
         places: modules with the attribute that holds the parameter.
         flat: the bytes in the buffer; `shown` are views of it for the modules.
-        rest: views of the masters, for use between steps, if this rank has all masters.
+        at_rest: views of the masters, for use between steps, if this rank has all masters.
     """
 
     places: Sequence[tuple[nn.Module, str]]
     format: WeightFormat
     flat: torch.Tensor
     shown: Installed
-    rest: Installed | None
+    at_rest: Installed | None
 
-    def view(self, flat: torch.Tensor) -> Installed:
-        return show_in_modules(self.format, flat, [module for module, _ in self.places])
-
-
-@dataclass
-class PackedPlaces:
-    """Packed weights of a flat group. Tensors that modules hold beside a parameter come and go with
-    it; without values, modules hold None."""
-
-    _places: list[_PackedPlace] = field(default_factory=list)
-
-    def add(
-        self,
+    @classmethod
+    def of(
+        cls,
         places: Sequence[tuple[nn.Module, str]],
         form: WeightFormat,
         flat: torch.Tensor,
         master: torch.Tensor | None,
-    ) -> tuple[nn.Parameter, nn.Parameter]:
-        """Add a weight in these places of modules; return the parameter for modules, and one that
-        only looks like it, to make a placeholder of."""
+    ) -> PackedPlace:
         owners = [module for module, _ in places]
-        shown = show_in_modules(form, flat, owners)
-        rest = None if master is None else show_in_modules(form, master, owners)
-        self._places.append(_PackedPlace(places, form, flat.data, shown, rest))
-        look = shown.parameter
-        empty = torch.empty((), dtype=look.dtype, device=flat.device).expand(look.shape)
-        return look, nn.Parameter(empty, requires_grad=False)
+        at_rest = None if master is None else show_in_modules(form, master, owners)
+        return cls(places, form, flat.data, show_in_modules(form, flat, owners), at_rest)
+
+    def make_placeholder(self) -> nn.Parameter:
+        """Return a parameter that looks like the weight, without memory of its own."""
+        look = self.shown.parameter
+        empty = torch.empty((), dtype=look.dtype, device=self.flat.device).expand(look.shape)
+        return nn.Parameter(empty, requires_grad=False)
 
     def fill(self, generator: torch.Generator | None) -> None:
         """Fill the buffer with typical values."""
-        for place in self._places:
-            place.format.fill(place.flat, generator)
+        self.format.fill(self.flat, generator)
 
     def install(self) -> None:
-        """Install what belongs to the gathered parameters."""
-        for place in self._places:
-            _set(place.shown.attributes)
+        """Install what belongs to the gathered parameter."""
+        _set(self.shown.attributes)
 
-    def install_copies(self) -> dict[int, nn.Parameter]:
-        """Install what belongs to copies of the gathered parameters; return the copies, by identity
-        of the parameters."""
-        copies = {}
-        for place in self._places:
-            copy = place.view(place.flat.clone())
-            copies[id(place.shown.parameter)] = copy.parameter
-            _set(copy.attributes)
-        return copies
+    def install_copy(self) -> nn.Parameter:
+        """Install what belongs to a copy of the gathered parameter; return the copy."""
+        owners = [module for module, _ in self.places]
+        copy = show_in_modules(self.format, self.flat.clone(), owners)
+        _set(copy.attributes)
+        return copy.parameter
 
     def remove(self) -> None:
-        """Remove what belongs to the parameters."""
-        for place in self._places:
-            for one in place.shown.attributes:
-                if one.holds_values:
-                    one.holder[one.key] = None
+        """Remove what belongs to the parameter."""
+        for one in self.shown.attributes:
+            if one.holds_values:
+                one.holder[one.key] = None
 
     def rest(self) -> None:
-        """Install the parameters with the masters' values, if this rank has all masters."""
-        for place in self._places:
-            if place.rest is not None:
-                for module, attribute in place.places:
-                    module._parameters[attribute] = place.rest.parameter
-                _set(place.rest.attributes)
+        """Install the parameter with the masters' values, if this rank has all masters."""
+        if self.at_rest is not None:
+            for module, attribute in self.places:
+                module._parameters[attribute] = self.at_rest.parameter
+            _set(self.at_rest.attributes)
 
 
 def _set(attributes: Sequence[Attribute]) -> None:

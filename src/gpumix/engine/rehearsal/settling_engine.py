@@ -161,7 +161,7 @@ class RehearsingEngine(TrialSteps):
         late = is_any(self, is_gpu(self.device))
         by_values = rule is not None and rule.kind == "graph"
         self._state.watch = LossWatch(self.device, kinds, late=int(late), by_values=by_values)
-        self._rehearsed_at = self.steps
+        self._rehearsed_at = self._state.steps
 
     def _seen(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the objective's (summed loss, count) of a micro-batch of a step, and watch it."""
@@ -180,7 +180,7 @@ class RehearsingEngine(TrialSteps):
             ModelError: a unit computes something else.
         """
         with self._allow_random_draws():
-            if self.steps not in COMPARED_STEPS:
+            if self._state.steps not in COMPARED_STEPS:
                 yield
                 return
             with compare_reruns() as comparison:
@@ -190,20 +190,20 @@ class RehearsingEngine(TrialSteps):
 
     def _allow_random_draws(self) -> AbstractContextManager[None]:
         """Let the model draw random numbers by any generator inside."""
-        return self._others.of_step(looks=self.steps in COMPARED_STEPS)
+        return self._others.of_step(looks=self._state.steps in COMPARED_STEPS)
 
     def _report(self, *, in_step: bool) -> Tensor:
         """Return this rank's row of the table of a step, without losses."""
         if not in_step:
             return StepTable.row(self.device, self.notice, self.report, 0.0)
-        norm = self._state.own_norm.take() / self.scaler.scale
+        norm = self._state.own_norm.take() / self._state.scaler.scale
         made = LossComposition() if self._state.watch is None else self._state.watch.take()
         return StepTable.row(self.device, self.notice, self.report, norm, made)
 
     def _note(self, table: Tensor) -> None:
         """Note the exchanged reports of all ranks, after giving a step to the device."""
         if self._state.watch is not None:
-            self._state.watch.note(self.steps, table)
+            self._state.watch.note(self._state.steps, table)
 
     def _is_due(self) -> bool:
         """Return True if a rehearsal is due, by schedule or by reports of earlier steps."""
@@ -211,7 +211,7 @@ class RehearsingEngine(TrialSteps):
             return False
         self._state.watch.read()
         again = next((step for step in REHEARSAL_STEPS if step > self._rehearsed_at), math.inf)
-        return bool(self._state.watch.doubts) or self.steps >= again
+        return bool(self._state.watch.doubts) or self._state.steps >= again
 
     def look_back(self) -> None:
         """Check that losses of the last steps add up as before, as the next step would check.
@@ -237,7 +237,7 @@ class RehearsingEngine(TrialSteps):
         watch = self._state.watch
         assert watch is not None, "something is due"
         doubt = watch.doubts.popleft() if watch.doubts else None
-        step = self.steps if doubt is None else doubt.step
+        step = self._state.steps if doubt is None else doubt.step
         kinds: Sequence[int] = ()
         settled = doubt.kinds[0] if doubt is not None and doubt.kinds else 0
         try:
@@ -257,7 +257,7 @@ class RehearsingEngine(TrialSteps):
         except ModelError as error:
             error.where = f"{type(self.model).__name__}, step {step}"
             raise
-        self._rehearsed_at = self.steps
+        self._rehearsed_at = self._state.steps
         watch.accept_kinds(kinds, settled)
 
     def _rehearse_kind(self, kind: int, batch: Any, samples: int | None) -> Sequence[int]:

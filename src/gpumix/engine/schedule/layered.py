@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from gpumix.engine.schedule.micro_batch import MicroBatch
-from gpumix.engine.sharding.bucket import Bucket, BucketReductions
+from gpumix.engine.sharding.bucket import Bucket, BucketReductions, GradientProgress
 from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.schema.profile.profile import ROOT
 
@@ -45,39 +45,12 @@ class MicroBatchOrder:
         return [*self.batches[-2::-1], *self.batches[-1:]]
 
 
-class GradientProgress:
-    """Progress of the gradients of each bucket in a step."""
-
-    def __init__(self) -> None:
-        self._begun: set[int] = set()
-        self._reduced: set[int] = set()
-
-    def begin(self, *buckets: Bucket) -> None:
-        """Prepare the buckets' gradients for accumulation."""
-        for bucket in buckets:
-            if id(bucket) not in self._begun:
-                self._begun.add(id(bucket))
-                self._reduced.discard(id(bucket))
-                bucket.begin_gradient()
-
-    def reduce(self, bucket: Bucket, reductions: BucketReductions) -> None:
-        """Start to reduce the bucket's gradients."""
-        self.begin(bucket)
-        self._begun.discard(id(bucket))
-        self._reduced.add(id(bucket))
-        reductions.start(bucket)
-
-    def reduced(self, bucket: Bucket) -> bool:
-        """Return whether all accumulated gradients of the bucket are being reduced."""
-        return id(bucket) in self._reduced
-
-
 def forward(parts: ShardedUnits, turns: MicroBatchOrder, *, keep: bool) -> None:
     """Run all micro-batches through all units; each stops before the head, or in it, if the model
     skips its last units."""
     record = parts.record
     first = (parts.before, *parts.always_used_buckets)
-    for bucket in (*first, parts.bucket(0)):
+    for bucket in (*first, parts.sequence[0].bucket):
         bucket.start_gather()
     for bucket in first:
         bucket.gathered()
@@ -87,7 +60,7 @@ def forward(parts: ShardedUnits, turns: MicroBatchOrder, *, keep: bool) -> None:
     parts.before.release()
     last = parts.last_call
     for number in range(last + 1):
-        unit = parts.call(number)
+        unit = parts.sequence[number]
         unit.bucket.gathered()
         record.computes("forward", unit.name)
         parts.ahead[number].start_gather()
@@ -95,7 +68,7 @@ def forward(parts: ShardedUnits, turns: MicroBatchOrder, *, keep: bool) -> None:
             batch.forward(number, unit, keep=keep)
             if number < last:
                 batch.resume(number)
-        if number < last and parts.bucket(number + 1) is not unit.bucket:
+        if number < last and parts.sequence[number + 1].bucket is not unit.bucket:
             unit.bucket.release()
 
 
@@ -153,8 +126,7 @@ def run_repeatedly(
     with parts.head.step(None) if parts.head else nullcontext():
         while not passes or is_any(not all(batch.is_finished for batch in batches)):
             passes += 1
-            for number in range(len(parts.calls)):
-                unit = parts.call(number)
+            for number, unit in enumerate(parts.sequence):
                 unit.bucket.gathered()
                 parts.record.computes("forward", unit.name)
                 for batch in batches:
@@ -224,19 +196,19 @@ def _iterate_backward(
     Args:
         adds: whether gradients are added to the bucket.
     """
-    reduced_after = parts.reduced_after
+    record, reduced_after = parts.record, parts.reduced_after
     for number in reversed(range(parts.last_call + 1)):
-        unit = parts.call(number)
+        unit = parts.sequence[number]
         bucket = unit.bucket
         bucket.gathered()
-        parts.record.computes("backward", unit.name)
+        record.computes("backward", unit.name)
         behind = parts.behind[number]
         if behind is not None:
             behind.start_gather()
         if adds:
             begun.begin(bucket)
         yield number
-        if not number or parts.bucket(number - 1) is not bucket:
+        if not number or parts.sequence[number - 1].bucket is not bucket:
             bucket.release()
         if reductions is not None and number in reduced_after:
             begun.reduce(bucket, reductions)
@@ -258,9 +230,7 @@ def finish_reductions(
     for parts in stages:
         after = parts.reduced_after
         units = [after[number] for number in sorted(after, reverse=True)]
-        for bucket in (parts.after, *units, parts.root, parts.before):
-            if not begun.reduced(bucket):
-                begun.reduce(bucket, reductions)
+        begun.reduce_rest((parts.after, *units, parts.root, parts.before), reductions)
     for bucket in shared:
         begun.reduce(bucket, reductions)
     reductions.finish()

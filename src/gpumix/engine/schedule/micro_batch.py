@@ -159,7 +159,8 @@ class MicroBatch:
             calls = [*self._earlier, *self._calls]
             raise make_call_order_error(calls, len(calls), self._at.unit)
         loss, count = self._at.value
-        refuse_without_values(loss, "loss")
+        if self._entry is not None:
+            refuse_without_values(loss, "loss")
         self._at = None
         return loss, count
 
@@ -181,9 +182,9 @@ class MicroBatch:
             cut.add_gradient(place, gradient)
 
     def prefetch(self, number: int) -> None:
-        """Prefetch for backward through unit call `number`."""
+        """Prefetch inputs on the host for backward through unit call `number`."""
         cut = self._cuts[number]
-        if cut is not None:
+        if cut is not None and self._host is not None:
             cut.prefetch()
 
     def backward(self, number: int, *, splits: bool = False) -> None:

@@ -19,12 +19,12 @@ import torch
 from gpumix.cost.schedule import Action
 from gpumix.engine.model.forward_coroutine import ModelError, UnitCall
 from gpumix.engine.schedule import layered
-from gpumix.engine.schedule.layered import GradientProgress, MicroBatchOrder
+from gpumix.engine.schedule.layered import MicroBatchOrder
 from gpumix.engine.schedule.micro_batch import Loss, MicroBatch
 from gpumix.engine.schedule.point_to_point import Message, PointToPointChannels
 from gpumix.engine.schedule.remote_stage_values import RemoteStages, Returned, TensorMeta, hand_over
-from gpumix.engine.sharding.bucket import Bucket, BucketReductions
-from gpumix.engine.unit.inter_unit_backward import connect_to_leaf, make_gradient_leaf
+from gpumix.engine.sharding.bucket import Bucket, BucketReductions, GradientProgress
+from gpumix.engine.unit.inter_unit_backward import attach_leaf
 from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import StageInput, Worker
@@ -172,12 +172,12 @@ class StageInputs:
         value = self._place.wires.receive(self._message(taken), look)
         if not (gradients and value.is_floating_point()):
             return value
-        leaf = make_gradient_leaf(value)
+        leaf, received = attach_leaf(value)
         if taken.differentiable:
             self.leaves[taken] = leaf
         else:
             leaf.register_hook(partial(_refuse_gradient, taken))
-        return connect_to_leaf(leaf, value)
+        return received
 
     def send_gradients(self) -> None:
         """Send the gradients of received tensors to earlier stages."""

@@ -23,10 +23,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from gpumix.engine.model.captured_outputs import OutputCapture
-from gpumix.engine.model.containers import Containers
 from gpumix.engine.model.forward_coroutine import ModelError, UnitCall
-from gpumix.engine.model.unit_values import ArgumentsStructure, Structure, flatten, unflatten
+from gpumix.engine.model.unit_values import ArgumentsStructure, OutputCapture, Structure
 from gpumix.engine.quantised.packed_weight import (
     Attribute,
     Installed,
@@ -276,25 +274,18 @@ def run_without_gradients(
     call: UnitCall, forward: Callable[..., Any], prepared: Callable[[Any], Any]
 ) -> Returned:
     """Run a unit's `forward` without gradients, on inputs converted by `prepared`."""
-    captured = _captured(call)
+    captured = OutputCapture.of_unit(call.unit, call.args, call.kwargs, call.context)
     inputs, arguments = ArgumentsStructure.of(call.args, call.kwargs)
-    args, kwargs = arguments.filled([prepared(value) for value in inputs])
-    copies = Containers(call.unit, args, kwargs)
-    leaves: list[Any] = []
     with call.state.applied(), torch.no_grad():
-        structure = flatten(captured.run(lambda: forward(*args, **kwargs), copies), leaves)
+        given = [prepared(value) for value in inputs]
+        leaves, structure = captured.run_unit(call.unit, forward, arguments, given)
     return Returned(tuple(leaves), structure)
 
 
 def hand_over(call: UnitCall, returned: Returned, leaves: Sequence[Any]) -> Any:
     """Return a call's results to the model, with `leaves` in place of the looks."""
-    result, collected = unflatten(returned.structure, iter(leaves))
-    _captured(call).give_to_model(collected)
-    return result
-
-
-def _captured(call: UnitCall) -> OutputCapture:
-    return OutputCapture(call.context, Containers(call.unit, call.args, call.kwargs))
+    captured = OutputCapture.of_unit(call.unit, call.args, call.kwargs, call.context)
+    return captured.hand_over(leaves, returned.structure)
 
 
 def make_input_shape_key(call: UnitCall) -> object:

@@ -21,7 +21,7 @@ from gpumix.engine.schedule.micro_batch import (
     select_kept_graphs,
 )
 from gpumix.engine.schedule.pipeline_parallel import InFlightMicroBatch, PipelineStage, StageInputs
-from gpumix.engine.sharding.bucket import Bucket, BucketReductions
+from gpumix.engine.sharding.bucket import Bucket, BucketReductions, GradientProgress
 from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.schema.plan.stage import Worker
 
@@ -145,10 +145,10 @@ class LayeredSchedule(Schedule):
 
     def _run_until_head(
         self, batches: Sequence[MicroBatch], step: StepTasks
-    ) -> tuple[list[Loss], layered.MicroBatchOrder, layered.GradientProgress]:
+    ) -> tuple[list[Loss], layered.MicroBatchOrder, GradientProgress]:
         """Run micro-batches forward, and backward through the head."""
         turns = layered.MicroBatchOrder(batches, in_order=self.in_order)
-        begun = layered.GradientProgress()
+        begun = GradientProgress()
         layered.forward(self.parts, turns, keep=True)
         return layered.run_head(self.parts, turns, step.scale.float(), begun), turns, begun
 
@@ -180,7 +180,7 @@ class LayeredSchedule(Schedule):
             for some in [[b] for b in batches] if whole else [batches]:
                 turns = layered.MicroBatchOrder(some, in_order=self.in_order)
                 layered.forward(parts, turns, keep=False)
-                results += layered.run_head(parts, turns, None, layered.GradientProgress())
+                results += layered.run_head(parts, turns, None, GradientProgress())
         return results
 
     def run_repeatedly(

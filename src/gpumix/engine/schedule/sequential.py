@@ -22,12 +22,15 @@ from torch.utils._pytree import tree_leaves
 from gpumix.engine.comm import collective_progress
 from gpumix.engine.comm.step_recorder import SILENT, SilentRecorder
 from gpumix.engine.loss.loss_graph import mark_block_output
-from gpumix.engine.model.captured_outputs import OutputCapture
-from gpumix.engine.model.containers import Containers, copy_changes
 from gpumix.engine.model.forward_coroutine import ThreadState, UnitCallHandlers
 from gpumix.engine.model.module_buffers import BufferCopies
 from gpumix.engine.model.rng import Randomness
-from gpumix.engine.model.unit_values import ArgumentsStructure, unflatten
+from gpumix.engine.model.unit_values import (
+    ArgumentsStructure,
+    Containers,
+    OutputCapture,
+    copy_changes,
+)
 from gpumix.engine.schedule.micro_batch import (
     Loss,
     is_skipping_units,
@@ -36,12 +39,11 @@ from gpumix.engine.schedule.micro_batch import (
 )
 from gpumix.engine.sharding.bucket import Bucket, BucketReductions
 from gpumix.engine.unit.activation_checkpoint import CheckpointedRun
-from gpumix.engine.unit.saved_inputs import UnitInputs
 from gpumix.engine.unit.sharded_units import ShardedUnit, ShardedUnits
 from gpumix.engine.unit.unit_call import (
+    UnitInputs,
     UnitRun,
     cast_floating,
-    find_model_containers,
     get_versions,
     refuse_inputs,
     refuse_outputs,
@@ -98,7 +100,7 @@ def run(
             if left == 0:
                 reducing = _StepReductions(parts, exchange(results))
                 reducing.watch()
-            collective_progress.set_compute_phase("backward")
+            collective_progress.compute_phase = "backward", ""
             torch.autograd.backward(loss * scale)
             del loss
     assert reducing is not None
@@ -111,7 +113,7 @@ class _StepGathers:
 
     def __init__(self, parts: ShardedUnits) -> None:
         self._parts = parts
-        for bucket in (parts.before, *parts.always_used_buckets, parts.bucket(0)):
+        for bucket in (parts.before, *parts.always_used_buckets, parts.sequence[0].bucket):
             bucket.start_gather()
         for bucket in (parts.before, *parts.always_used_buckets):
             bucket.gathered()
@@ -125,7 +127,7 @@ class _StepGathers:
         if number > parts.last_call:
             parts.after.gathered()
             return
-        parts.bucket(number).gathered()
+        parts.sequence[number].bucket.gathered()
         parts.ahead[number].start_gather()
 
     def finish(self) -> None:
@@ -201,7 +203,7 @@ class _UnitCallRunner:
             raise make_call_order_error(parts.calls, number, name)
         self._number += 1
         self._gathering.prepare_call(number)
-        unit = parts.call(number)
+        unit = parts.sequence[number]
         parts.record.computes("forward", name)
         args, kwargs = unit.taken(args, kwargs)
         seed = partial(self._batch.randomness.start, 2 * number + 1)
@@ -240,7 +242,7 @@ class _UnitCallRunner:
         inputs, arguments = ArgumentsStructure.of(args, kwargs)
         refuse_inputs(unit.name, inputs)
         before = get_versions(inputs)
-        own = find_model_containers(unit, args, kwargs)
+        own = Containers(unit.name, args, kwargs) if unit.positions is None else None
         args, kwargs = arguments.filled(
             [cast_floating(t, self._batch.compute_dtype) for t in inputs]
         )
@@ -262,8 +264,13 @@ class _UnitCallRunner:
         inputs, arguments = ArgumentsStructure.of(args, kwargs)
         refuse_inputs(unit.name, inputs)
         before = get_versions(inputs)
-        own = find_model_containers(unit, args, kwargs)
-        captured = OutputCapture(contextvars.copy_context(), own)
+        captured = OutputCapture.of_unit(
+            unit.name,
+            args,
+            kwargs,
+            contextvars.copy_context(),
+            may_change=unit.positions is None,
+        )
         state, dtype = ThreadState.capture(), self._batch.compute_dtype
         once = UnitRun(unit.name, unit.forward, state, captured, dtype, seed, arguments)
         sources = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]
@@ -283,6 +290,4 @@ class _UnitCallRunner:
         buffers.keep_changed()
         refuse_writes(inputs, before, f"unit '{unit.name}' writes into its own input")
         refuse_outputs(unit, outputs)
-        result, collected = unflatten(structure, iter(outputs))
-        captured.give_to_model(collected)
-        return result
+        return captured.hand_over(outputs, structure)

@@ -21,8 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.model.captured_outputs import OutputCapture
-from gpumix.engine.model.unit_values import wants_gradient
+from gpumix.engine.model.unit_values import OutputCapture, wants_gradient
 from gpumix.engine.sequence_parallel.collective_regions import copy_to_region, reduce_from_region
 
 Unit = Callable[[Any, Any, Any], Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -130,17 +130,23 @@ class MasterParameter(nn.Parameter):
             )
 
 
-def check_requires_grad(parameter: AbsentParameter | MasterParameter, trained: bool) -> None:
-    """Refuse a parameter frozen or thawed by the user since the model was sharded.
+def check_parameters(
+    parameters: Iterable[AbsentParameter | MasterParameter], *, trained: bool
+) -> None:
+    """Refuse parameters changed by the user since the model was sharded.
 
     Raises:
-        InputError: `requires_grad` is not `trained`.
+        InputError: `requires_grad` is not `trained`; or see `MasterParameter.refuse_changes`.
     """
-    if parameter.requires_grad is not trained:
-        done = "frozen" if trained else "thawed"
-        raise InputError(
-            f"parameter '{parameter.parameter_name}' was {done} after the model was sharded",
-            why="the state of the parameters that are trained is laid out before the first step",
-            fix="freeze parameters first; to train in phases, make a new Trainer, or prepare the "
-            "model again, for each phase",
-        )
+    for parameter in parameters:
+        if parameter.requires_grad is not trained:
+            done = "frozen" if trained else "thawed"
+            raise InputError(
+                f"parameter '{parameter.parameter_name}' was {done} after the model was sharded",
+                why="the state of the parameters that are trained is laid out before the first "
+                "step",
+                fix="freeze parameters first; to train in phases, make a new Trainer, or prepare "
+                "the model again, for each phase",
+            )
+        if type(parameter) is MasterParameter:  # `isinstance` of a parameter is slow
+            parameter.refuse_changes()

@@ -7,13 +7,17 @@ every rank and end in that order.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
+
+import torch
 
 from gpumix.engine.comm.communicator import Pending
+from gpumix.engine.comm.step_recorder import SILENT
 from gpumix.engine.sharding.flat_group import FlatGroup, storage_of
-from gpumix.engine.sharding.gather_buffer import GatherBuffer
 from gpumix.engine.sharding.gradient_fingerprint import See
 from gpumix.engine.sharding.shard import Piece, Scale
 from gpumix.engine.sharding.shard_layout import Division
@@ -36,7 +40,7 @@ class Bucket:
     ) -> None:
         self.name = name
         self.groups = list(groups)
-        self._comm = division.comm
+        self._recorder = division.comm.recorder
         self._arrivals = arrivals
         self.see: See | None = None  # called with this rank's gradients before the reduction
         self._resident = division.whole_parameters
@@ -76,7 +80,8 @@ class Bucket:
             if not self._ever_gathered or not self._resident or group.diverges:
                 self._gathering += group.gather()
         self._ever_gathered = True
-        self._comm.record.issued("gather", self.name, self._gathering)
+        if (record := self._recorder.now) is not SILENT:
+            record.issued("gather", self.name, self._gathering)
         if not self._gathering:
             self._install()
 
@@ -88,7 +93,8 @@ class Bucket:
     def arrived(self) -> None:
         """Wait for the gather, if under way."""
         if self._gathering:
-            self._comm.record.waits("gather", self.name)
+            if (record := self._recorder.now) is not SILENT:
+                record.waits("gather", self.name)
             for pending in self._gathering:
                 pending.wait()
             self._gathering = []
@@ -115,11 +121,6 @@ class Bucket:
     def values_changed(self) -> None:
         """Mark the gathered values as outdated, because trained and frozen values changed."""
         self._ever_gathered = False
-
-    def begin_step(self) -> None:
-        """Begin a step or another pass through the model; see `FlatGroup.begin_step`."""
-        for group in self.groups:
-            group.begin_step()
 
     def leave(self) -> None:
         """Release the parameters until the next step, before which masters may change."""
@@ -150,14 +151,16 @@ class Bucket:
         reductions = [group.reduce(scale) for group in self.trainable]
         self._reduction = reductions[0] if len(reductions) == 1 else _zip_collectives(reductions)
         self._reducing = next(self._reduction, [])
-        self._comm.record.issued("reduce", self.name, self._reducing)
+        if (record := self._recorder.now) is not SILENT:
+            record.issued("reduce", self.name, self._reducing)
 
     def advance(self) -> bool:
         """Wait for the current collective of the reduction and start the next. Returns True once
         all are done and this rank's part of the gradient is in the pieces."""
         if self._reduction is None:
             return True
-        self._comm.record.waits("reduce", self.name)
+        if (record := self._recorder.now) is not SILENT:
+            record.waits("reduce", self.name)
         for pending in self._reducing:
             pending.wait()
         following = next(self._reduction, None)
@@ -178,6 +181,37 @@ class Bucket:
         for group in self.trainable:
             group.forget_sums()
         self.leave()
+
+
+class GatherBuffer:
+    """Receive buffer of all-gathers on a rank with a compute dtype unlike the communication dtype:
+    memory for the largest bucket's parameters. Buckets arrive here one after another, and each is
+    cast into its own memory.
+
+    All ranks all-gather in the plan's communication dtype, so that all compute with equal values. A
+    rank that computes in this dtype gathers straight into its flat buffers and needs none.
+
+    Args:
+        sizes: bytes of each bucket's flat groups.
+    """
+
+    def __init__(self, sizes: Sequence[Sequence[int]], device: torch.device) -> None:
+        size = max(map(sum, sizes), default=0)
+        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        # Weak, because the bucket references this object and neither may outlive the engine.
+        self._last: weakref.ref[Bucket] | None = None
+
+    def cut(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return views of the memory for the flat groups of a bucket."""
+        return [self._memory[end - size : end] for size, end in zip(sizes, accumulate(sizes))]
+
+    def take(self, bucket: Bucket) -> None:
+        """Claim the memory for `bucket`, after waiting for the previous bucket. Several gathers are
+        in flight only at the start of a step, so the wait costs nothing."""
+        last = self._last() if self._last is not None else None
+        if last is not None and last is not bucket:
+            last.arrived()
+        self._last = weakref.ref(bucket)
 
 
 def _zip_collectives(reductions: Sequence[Iterator[list[Pending]]]) -> Iterator[list[Pending]]:
@@ -226,3 +260,36 @@ class BucketReductions:
             elif self._done is not None:
                 self._done(bucket)
         self._under_way = left
+
+
+class GradientProgress:
+    """Progress of the gradients of each bucket in a step."""
+
+    def __init__(self) -> None:
+        self._begun: set[int] = set()
+        self._reduced: set[int] = set()
+
+    def begin(self, *buckets: Bucket) -> None:
+        """Prepare the buckets' gradients for accumulation."""
+        for bucket in buckets:
+            if id(bucket) not in self._begun:
+                self._begun.add(id(bucket))
+                self._reduced.discard(id(bucket))
+                bucket.begin_gradient()
+
+    def reduce(self, bucket: Bucket, reductions: BucketReductions) -> None:
+        """Start to reduce the bucket's gradients."""
+        self.begin(bucket)
+        self._begun.discard(id(bucket))
+        self._reduced.add(id(bucket))
+        reductions.start(bucket)
+
+    def reduce_rest(self, buckets: Sequence[Bucket], reductions: BucketReductions) -> None:
+        """Start to reduce the gradients of all `buckets` that are not being reduced."""
+        for bucket in buckets:
+            if not self.reduced(bucket):
+                self.reduce(bucket, reductions)
+
+    def reduced(self, bucket: Bucket) -> bool:
+        """Return whether all accumulated gradients of the bucket are being reduced."""
+        return id(bucket) in self._reduced

@@ -15,7 +15,7 @@ only here are parameters and gradients copied, between the buffers and the parts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,15 +25,15 @@ from torch.utils.hooks import RemovableHandle
 
 from gpumix.engine.comm.communicator import Pending, PooledTensor
 from gpumix.engine.model.forward_coroutine import ModelError
-from gpumix.engine.quantised.packed_places import PackedPlaces
+from gpumix.engine.quantised.packed_places import PackedPlace
 from gpumix.engine.quantised.packed_weight import PackedWeight
 from gpumix.engine.quantised.weight_formats import casts_its_bias
 from gpumix.engine.sharding.absent_parameter import (
     AbsentParameter,
     MasterParameter,
-    check_requires_grad,
+    check_parameters,
 )
-from gpumix.engine.sharding.parameter_slice import ParameterSlice
+from gpumix.engine.sharding.parameter_slice import LocalParts, ParameterSlice, put_together
 from gpumix.engine.sharding.shard import Piece, Scale, Shard, ShardMember, ShardMemory, Source
 from gpumix.engine.sharding.shard_layout import Division, Kind
 from gpumix.engine.sharding.unit_discovery import ParameterSlot
@@ -100,6 +100,17 @@ class FlatGroupSpec:
         """Return the members of the vector of a division."""
         windows = [(s.parts[number] if len(self.divisions) > 1 else s.window) for s in self.slots]
         return [ShardMember(s.name, s.parameter, w) for s, w in zip(self.slots, windows)]
+
+    def divide_into_parts(self) -> list[list[ParameterSlice]]:
+        """Return the slice of each parameter in each part, relative to the values on this rank."""
+        parts = len(self.divisions)
+        return [
+            [
+                ParameterSlice(s.window.local_shape, s.parts[0].dim, parts, n, s.parts[0].packed)
+                for s in self.slots
+            ]
+            for n in range(parts)
+        ]
 
     @property
     def full_bytes(self) -> int:
@@ -229,12 +240,14 @@ class FlatGroup:
             and (self._division.replicated or self._division.comm.world == 1)
         )
         self._install(alike)
-        self._parts = _LocalParts(self.views, alike) if in_parts else None
+        self._parts = LocalParts(self.views, alike.divide_into_parts()) if in_parts else None
         self._gradients: list[ParameterGradient] = []
         self._receiving = GradientAccumulation(label)
-        self.unused: set[str] | None = None  # since the step began; None: no backward has ended
         if self.trainable:
             self._point_gradients(alike)
+        self._trained = frozenset(gradient.name for gradient in self._gradients)
+        # Parameters without a gradient on this rank since the step began.
+        self.unused = self._trained
 
     @property
     def pieces(self) -> list[Piece]:
@@ -252,7 +265,7 @@ class FlatGroup:
             tuple[dict[str, nn.Parameter | None], str, nn.Parameter, AbsentParameter]
         ] = []
         self._at_rest: list[tuple[dict[str, nn.Parameter | None], str, MasterParameter]] = []
-        self._packed = PackedPlaces()
+        self._packed: list[PackedPlace] = []
         # Biases that their modules cast for good.
         self._recast: list[tuple[nn.Parameter, torch.Tensor]] = []
         masters: Sequence[torch.Tensor | None] = [None] * len(alike.slots)
@@ -263,8 +276,10 @@ class FlatGroup:
         ):
             if isinstance(slot.parameter, PackedWeight):
                 form = slot.parameter.format
-                shaped, like = self._packed.add(slot.places, form, view, master)
-                away = AbsentParameter.of(like, slot.name)
+                packed = PackedPlace.of(slot.places, form, view, master)
+                self._packed.append(packed)
+                shaped = packed.shown.parameter
+                away = AbsentParameter.of(packed.make_placeholder(), slot.name)
                 for key in form.asked_first:
                     setattr(away, key, getattr(shaped, key))
             else:
@@ -318,7 +333,8 @@ class FlatGroup:
             floats(self.full.data)
         else:
             self.full.data.zero_()
-            self._packed.fill(generator)
+            for packed in self._packed:
+                packed.fill(generator)
 
     # -- parameters ---------------------------------------------------------------------------
 
@@ -359,13 +375,14 @@ class FlatGroup:
             parameters[attribute] = view
         for view, values in self._recast:
             view.data = values
-        self._packed.install()
+        for packed in self._packed:
+            packed.install()
 
     def install_copies(self) -> None:
         """Install copies of the arrived parameters in the modules: the buffer may be filled with
         other parameters from now on. Copies take no gradients."""
         copies = {}
-        packed = self._packed.install_copies()
+        packed = {id(one.shown.parameter): one.install_copy() for one in self._packed}
         for view in self.views:
             copy = packed.get(id(view))
             if copy is None:
@@ -380,14 +397,16 @@ class FlatGroup:
         """Install placeholders in the modules until the next gather: the parameters are away."""
         for parameters, attribute, _, away in self._places:
             parameters[attribute] = away
-        self._packed.remove()
+        for packed in self._packed:
+            packed.remove()
 
     def rest(self) -> None:
         """Install parameters with the masters' values in the modules between steps, if this rank
         has all masters."""
         for parameters, attribute, rest in self._at_rest:
             parameters[attribute] = rest
-        self._packed.rest()
+        for packed in self._packed:
+            packed.rest()
 
     def begin_step(self) -> None:
         """Begin a step: no parameter has a gradient yet, or may be used before being gathered.
@@ -396,16 +415,13 @@ class FlatGroup:
             InputError: parameters were frozen or thawed since the model was sharded, or have
                 gradients of a foreign backward pass.
         """
-        self.unused = None
-        for _, _, rest in self._at_rest:
-            check_requires_grad(rest, self.trainable)
-            rest.refuse_changes()
+        self.unused = self._trained
+        check_parameters([rest for _, _, rest in self._at_rest], trained=self.trainable)
         if self.is_whole:
             self.remove()
             return
         with torch._C.DisableTorchFunctionSubclass():  # which takes most of the time of the checks
-            for _, _, _, away in self._places:
-                check_requires_grad(away, self.trainable)
+            check_parameters([away for *_, away in self._places], trained=self.trainable)
 
     def gather_masters(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Yield every full parameter, as a view of temporary memory. Collective."""
@@ -421,7 +437,7 @@ class FlatGroup:
         pieces = self.shards[0].pieces
         numels = [piece.window.numel for piece in pieces]
         for piece, *parts in zip(pieces, *(row.split(numels) for row in rows)):
-            yield piece, _put_together(piece.window, parts)
+            yield piece, put_together(piece.window, parts)
 
     # -- gradients ----------------------------------------------------------------------------
 
@@ -442,13 +458,7 @@ class FlatGroup:
             if gradient.view.grad is None:
                 gradient.view.grad = gradient.place.zero_()
                 absent.add(gradient.name)
-        self.unused = absent if self.unused is None else self.unused & absent
-
-    def unused_names(self) -> Collection[str]:
-        """Return the parameters without a gradient on this rank since the step began."""
-        if self.unused is None:
-            return [gradient.name for gradient in self._gradients]
-        return self.unused
+        self.unused &= absent
 
     def gradients_of(self, module: nn.Module) -> list[ParameterGradient]:
         """Return the gradients of a module's own parameters, for code adding to gradients."""
@@ -531,53 +541,6 @@ def reserve_reduction_memory(trained: Sequence[FlatGroup]) -> None:
             largest[ranks] = group
     for group in largest.values():
         group.expect_reduce()
-
-
-class _LocalParts:
-    """Parts of parameters divided by other ranks, on a rank with several parts.
-
-    Args:
-        views: the parameters, as this rank computes with them.
-    """
-
-    def __init__(self, views: Sequence[nn.Parameter], alike: FlatGroupSpec) -> None:
-        parts = len(alike.divisions)
-        self._views = views
-        self._windows = [
-            [
-                ParameterSlice(
-                    s.window.local_shape, s.parts[0].dim, parts, number, s.parts[0].packed
-                )
-                for s in alike.slots
-            ]
-            for number in range(parts)
-        ]
-
-    def put(self, number: int, flat: torch.Tensor) -> None:
-        """Write a part of each parameter from a flat vector."""
-        windows = self._windows[number]
-        rows = flat.split([window.numel for window in windows])
-        for view, window, row in zip(self._views, windows, rows):
-            window.put(row.view(window.local_shape), view.data)
-
-    def copy_gradient(self, number: int, flat: torch.Tensor) -> None:
-        """Write a part of each gradient into a flat vector."""
-        windows = self._windows[number]
-        rows = flat.split([window.numel for window in windows])
-        for view, window, row in zip(self._views, windows, rows):
-            assert view.grad is not None, "what got no gradient has one of zero"
-            row.view(window.local_shape).copy_(window.of(view.grad))
-
-
-def _put_together(window: ParameterSlice, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Assemble a parameter from the elements of its windows."""
-    if window.whole:
-        return parts[0].view(window.shape)
-    found = parts[0].new_empty(window.shape)
-    for number, part in enumerate(parts):
-        shown = window.of_member(number)
-        shown.put(part.view(shown.local_shape), found)
-    return found
 
 
 def _copy_first_gradient(

@@ -112,3 +112,44 @@ class ParameterSlice:
                 view = part.narrow(self.dim, low - first, high - low)
                 yield (tuple(at), tuple(view.shape)), view
             before += end - begin
+
+
+class LocalParts:
+    """Parts of parameters divided by other ranks, on a rank with several parts.
+
+    Args:
+        views: the parameters, as this rank computes with them.
+        windows: slice of each parameter, by part.
+    """
+
+    def __init__(
+        self, views: Sequence[torch.Tensor], windows: Sequence[Sequence[ParameterSlice]]
+    ) -> None:
+        self._views = views
+        self._windows = windows
+
+    def put(self, number: int, flat: torch.Tensor) -> None:
+        """Write a part of each parameter from a flat vector."""
+        windows = self._windows[number]
+        rows = flat.split([window.numel for window in windows])
+        for view, window, row in zip(self._views, windows, rows):
+            window.put(row.view(window.local_shape), view.data)
+
+    def copy_gradient(self, number: int, flat: torch.Tensor) -> None:
+        """Write a part of each gradient into a flat vector."""
+        windows = self._windows[number]
+        rows = flat.split([window.numel for window in windows])
+        for view, window, row in zip(self._views, windows, rows):
+            assert view.grad is not None, "what got no gradient has one of zero"
+            row.view(window.local_shape).copy_(window.of(view.grad))
+
+
+def put_together(window: ParameterSlice, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Assemble a parameter from the elements of its windows."""
+    if window.whole:
+        return parts[0].view(window.shape)
+    found = parts[0].new_empty(window.shape)
+    for number, part in enumerate(parts):
+        shown = window.of_member(number)
+        shown.put(part.view(shown.local_shape), found)
+    return found

@@ -77,15 +77,15 @@ class Division:
         # Each rank of a team has a part of the gradient.
         return (replace(self.undivided, repeats=1) if kind == "summed" else self.undivided,)
 
-    @property
+    @cached_property
     def whole_parameters(self) -> bool:
         return self.zero_stage < 3
 
-    @property
+    @cached_property
     def whole_gradients(self) -> bool:
         return self.zero_stage < 2
 
-    @property
+    @cached_property
     def replicated(self) -> bool:
         """Nothing is sharded."""
         return self.zero_stage == 0

@@ -38,7 +38,7 @@ class UnusedParameters:
     def drop(self) -> None:
         """Drop the gradients of parameters that no rank used, unless earlier steps left gradients
         to add to. All gradients of the step must be complete. Collective."""
-        absent = [name for group in self._groups for name in group.unused_names()]
+        absent = [name for group in self._groups for name in group.unused]
         if self._comm.world > 1:
             absent = self._find_globally_unused(absent)
         if not absent:

@@ -175,7 +175,7 @@ class CheckpointedRun(Generic[T]):
 
     def _rerun(self) -> None:
         if self._phase is _Phase.BACKWARD:
-            collective_progress.set_compute_phase("backward", self._label)
+            collective_progress.compute_phase = "backward", self._label
         self._reruns += 1
         count = 0
 

@@ -17,15 +17,17 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 
 
-def connect_to_leaf(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return `values` as an ordinary tensor for the model, which may write into it; its gradient
-    goes to `leaf`."""
+def attach_leaf(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut `values` from their graph. Returns a leaf for their gradient alone, with the memory of a
+    scalar and no values, and an ordinary tensor of the values, whose gradient goes to the leaf. The
+    model may write into it."""
+    leaf = values.new_empty_strided(values.shape, (0,) * values.dim(), requires_grad=True)
     if values.requires_grad:
         values = values.detach()
     if torch.is_grad_enabled():
-        return _ConnectToLeaf.apply(leaf, values)
+        return leaf, _ConnectToLeaf.apply(leaf, values)
     with torch.enable_grad():
-        return _ConnectToLeaf.apply(leaf, values)
+        return leaf, _ConnectToLeaf.apply(leaf, values)
 
 
 def run_backward(
@@ -85,7 +87,7 @@ class GradientTarget(NamedTuple):
 
 def find_reachable_leaves(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Return the leaves reached by gradients of tensors through the model's own code, by id. Only
-    leaves passed to `connect_to_leaf` count."""
+    leaves of `attach_leaf` count."""
     found: dict[int, torch.Tensor] = {}
     ahead = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen: set[Any] = set()
@@ -99,12 +101,6 @@ def find_reachable_leaves(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Te
             found[id(leaf)] = leaf
         ahead += [of for of, _ in node.next_functions if of is not None]
     return found
-
-
-def make_gradient_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a leaf in place of the tensor for its gradient alone. It has the memory of a scalar,
-    and no values."""
-    return tensor.new_empty_strided(tensor.shape, (0,) * tensor.dim(), requires_grad=True)
 
 
 @dataclass

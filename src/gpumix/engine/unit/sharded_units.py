@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -26,14 +26,13 @@ from gpumix.cost.layout.buffer_slots import (
 )
 from gpumix.engine.comm.step_recorder import SilentRecorder
 from gpumix.engine.loss.chunked_head import ChunkedHead
-from gpumix.engine.sharding.bucket import Bucket
+from gpumix.engine.sharding.bucket import Bucket, GatherBuffer
 from gpumix.engine.sharding.flat_group import (
     Dtypes,
     FlatGroup,
     FlatGroupSpec,
     reserve_reduction_memory,
 )
-from gpumix.engine.sharding.gather_buffer import GatherBuffer
 from gpumix.engine.sharding.shard import Source
 from gpumix.engine.sharding.shard_layout import Division
 from gpumix.engine.sharding.unit_discovery import ModelUnits, ParameterSlot, Unit
@@ -84,11 +83,11 @@ class ShardedUnits:
     shared: tuple[Bucket, ...] = ()
     head: ChunkedHead | None = None  # None: full logits
 
-    @property
+    @cached_property
     def always_used_buckets(self) -> tuple[Bucket, ...]:
         return (self.root, *self.shared)
 
-    @property
+    @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """All buckets: the root's, and the units'."""
         return (*self.always_used_buckets, self.before, self.after, *self.of_units)
@@ -96,26 +95,24 @@ class ShardedUnits:
     @property
     def record(self) -> SilentRecorder:
         """Record of executed work."""
-        return self.division.comm.record
+        return self.division.comm.recorder.now
 
-    @property
+    @cached_property
     def last_call(self) -> int:
         return len(self.calls) - 1
 
-    def call(self, number: int) -> ShardedUnit:
-        return self.units[self.calls[number]]
-
-    def bucket(self, number: int) -> Bucket:
-        """Return the bucket of unit call `number`."""
-        return self.call(number).bucket
+    @cached_property
+    def sequence(self) -> tuple[ShardedUnit, ...]:
+        """The unit of each call."""
+        return tuple(self.units[name] for name in self.calls)
 
     @cached_property
     def ahead(self) -> tuple[Bucket, ...]:
         """Next bucket needed by the forward pass after each call's own; `after` at the end."""
         found, ahead = [self.after], self.after
-        for number in reversed(range(self.last_call)):
-            if self.bucket(number) is not self.bucket(number + 1):
-                ahead = self.bucket(number + 1)
+        for unit, following in reversed([*pairwise(self.sequence)]):
+            if unit.bucket is not following.bucket:
+                ahead = following.bucket
             found.append(ahead)
         return tuple(reversed(found))
 
@@ -123,20 +120,20 @@ class ShardedUnits:
     def behind(self) -> tuple[Bucket | None, ...]:
         """Next bucket needed by the backward pass after each call's own; None at the end."""
         found: list[Bucket | None] = [None]
-        for number in range(self.last_call):
-            alike = self.bucket(number) is self.bucket(number + 1)
-            found.append(found[-1] if alike else self.bucket(number))
+        for unit, following in pairwise(self.sequence):
+            alike = unit.bucket is following.bucket
+            found.append(found[-1] if alike else unit.bucket)
         return tuple(found)
 
     @cached_property
     def reduced_after(self) -> dict[int, Bucket]:
         """Bucket finished by the backward of a call: at the first of its calls."""
-        first = {id(self.bucket(number)): number for number in reversed(range(len(self.calls)))}
-        return {number: self.bucket(number) for number in first.values()}
+        first = {id(u.bucket): number for number, u in reversed([*enumerate(self.sequence)])}
+        return {number: self.sequence[number].bucket for number in first.values()}
 
     def rest(self) -> None:
         """Release the buckets kept for backward, after a forward pass without backward next."""
-        for bucket in (self.bucket(self.last_call), self.after):
+        for bucket in (self.sequence[-1].bucket, self.after):
             bucket.arrived()
             bucket.release()
 

@@ -9,6 +9,7 @@ the code between units to the outputs of earlier units.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,30 +18,26 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from gpumix.engine.model.captured_outputs import Collected, OutputCapture
-from gpumix.engine.model.containers import Containers
 from gpumix.engine.model.forward_coroutine import ModelError, ThreadState, UnitCall
 from gpumix.engine.model.module_buffers import BufferCopies
 from gpumix.engine.model.unit_values import (
     PLAIN_TYPES,
     ArgumentsStructure,
+    Collected,
+    OutputCapture,
     Structure,
-    flatten,
     unflatten,
-    wants_gradient,
 )
-from gpumix.engine.offload.host_offload import OffloadStore
+from gpumix.engine.offload.host_offload import OffloadedTensor, OffloadStore
 from gpumix.engine.sequence_parallel.collective_regions import own_part
 from gpumix.engine.sequence_parallel.positions import POSITION_DIM, is_divided
 from gpumix.engine.sharding.flat_group import storage_of
 from gpumix.engine.unit.activation_checkpoint import CheckpointedRun, KeptRun
 from gpumix.engine.unit.inter_unit_backward import (
     GradientTarget,
-    connect_to_leaf,
-    make_gradient_leaf,
+    attach_leaf,
     run_backward,
 )
-from gpumix.engine.unit.saved_inputs import UnitInputs
 from gpumix.engine.unit.sharded_units import ShardedUnit
 from gpumix.engine.unit.split_backward import SplitBackward
 
@@ -80,10 +77,13 @@ class UnitBoundary:
         self._recompute = recompute
         self._host = host
         self._inputs, structure = ArgumentsStructure.of(call.args, call.kwargs)
-        self._captured = OutputCapture(
-            call.context, find_model_containers(unit, call.args, call.kwargs)
+        self._captured = OutputCapture.of_unit(
+            unit.name,
+            call.args,
+            call.kwargs,
+            call.context,
+            may_change=unit.positions is None,
         )
-        self._gradients = call.state.gradients
         self._run = UnitRun(
             unit.name,
             unit.forward,
@@ -96,10 +96,14 @@ class UnitBoundary:
         self._versions = get_versions(self._inputs)
         refuse_inputs(unit.name, self._inputs)
         # The inputs that want a gradient: outputs of earlier units, or made from them.
-        self._wanted = [call.state.gradients and wants_gradient(t) for t in self._inputs]
+        gradients = call.state.gradients
+        self._wanted = [
+            gradients and isinstance(t, torch.Tensor) and t.requires_grad for t in self._inputs
+        ]
         self.links = [
             GradientTarget.of(t) for t, wanted in zip(self._inputs, self._wanted) if wanted
         ]
+        self.differentiable = gradients and (unit.trainable or bool(self.links))
         # Of a differentiable call, from forward to backward:
         self._sources: list[torch.Tensor] = []
         self._edges: list[GradientEdge | None] = []
@@ -117,10 +121,6 @@ class UnitBoundary:
         """Values collected by the context of the call, by this call or before."""
         return self._captured.collected
 
-    @property
-    def differentiable(self) -> bool:
-        return self._gradients and (self.unit.trainable or bool(self.links))
-
     def forward(self) -> Any:
         """Run the unit and return its outputs to the model as leaves."""
         inputs = [t.detach() if isinstance(t, torch.Tensor) else t for t in self._inputs]
@@ -135,10 +135,10 @@ class UnitBoundary:
             if source is not None:  # the input's graph ends there, no further cut is needed
                 handed[place] = self._inputs[place]
             else:
-                source = make_gradient_leaf(inputs[place])
-                handed[place] = connect_to_leaf(source, inputs[place])
+                source, handed[place] = attach_leaf(inputs[place])
             self._sources.append(source)
-        buffers = BufferCopies(self.unit.with_buffers)
+        changing = self.unit.with_buffers
+        buffers = BufferCopies(changing) if changing else None
         run = partial(self._run, handed)
         del handed
         if self._recompute:
@@ -149,18 +149,18 @@ class UnitBoundary:
             self._ran = KeptRun()
         outputs, structure = self._ran.forward(run)
         del run
-        buffers.keep_changed()
+        if buffers is not None:
+            buffers.keep_changed()
         refuse_outputs(self.unit, outputs)
         self.sent = self._copy_sent_outputs(outputs, structure)
         for place, output in enumerate(outputs):
-            if not wants_gradient(output):
+            if not (isinstance(output, torch.Tensor) and output.requires_grad):
                 self._edges.append(None)
                 self._leaves.append(None)
                 continue
-            leaf = make_gradient_leaf(output)
             self._edges.append(get_gradient_edge(output))
+            leaf, outputs[place] = attach_leaf(output)
             self._leaves.append(leaf)
-            outputs[place] = connect_to_leaf(leaf, output)
         del output
         result = self._hand_over(outputs, structure)
         if self._given is None:
@@ -235,9 +235,7 @@ class UnitBoundary:
     def _hand_over(self, outputs: list[Any], structure: Structure) -> Any:
         """Return the unit's result to the model and hand over collected values."""
         self._refuse_writes(f"unit '{self.unit.name}' writes into its own input")
-        result, collected = unflatten(structure, iter(outputs))
-        self._captured.give_to_model(collected)
-        return result
+        return self._captured.hand_over(outputs, structure)
 
     def _refuse_writes(self, what: str) -> None:
         refuse_writes(self._inputs, self._versions, what)
@@ -264,26 +262,50 @@ class UnitRun:
         self.seed()
         given = [cast_floating(value, self.dtype) for value in inputs]
         with self.state.applied():
-            args, kwargs = self.structure.filled(given)
-            copies = Containers(self.label, args, kwargs)
-            result = self.captured.run(lambda: self.forward(*args, **kwargs), copies)
-        outputs: list[Any] = []
-        structure = flatten(result, outputs)
-        return outputs, structure
+            return self.captured.run_unit(self.label, self.forward, self.structure, given)
 
-    def again(self, given: UnitInputs, buffers: BufferCopies) -> Outputs:
+    def again(self, given: UnitInputs, buffers: BufferCopies | None) -> Outputs:
         """Recompute the unit with the original buffers and fresh inputs. Inputs must be fresh,
         since a hook that the unit sets on an input must not exist twice."""
-        with buffers.use_copies():
+        with buffers.use_copies() if buffers is not None else nullcontext():
             return self(given.make_leaves())
 
 
-def find_model_containers(
-    unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Containers | None:
-    """Return the lists and dicts given to a unit, which may put values into them. None where the
-    unit has a part of the positions, since it would put in only a part."""
-    return Containers(unit.name, args, kwargs) if unit.positions is None else None
+class UnitInputs:
+    """Inputs of a unit call for its recompute, on the device or offloaded to the host.
+
+    Args:
+        inputs: detached from the model's graph.
+        wanted: whether each input wants a gradient. Such inputs are activations of this call. Other
+            inputs (masks, position tables) are shared by many calls and stay in place.
+    """
+
+    def __init__(self, inputs: Sequence[Any], wanted: Sequence[bool]) -> None:
+        self._inputs = list(inputs)
+        self._wanted = wanted
+        self._away: dict[int, OffloadedTensor] = {}
+
+    def send(self, host: OffloadStore) -> None:
+        """Move the activations to the host."""
+        for place, wanted in enumerate(self._wanted):
+            if wanted:
+                self._away[place] = host.keep(self._inputs[place])
+                self._inputs[place] = None
+
+    def fetch(self) -> None:
+        """Start to fetch the activations."""
+        for kept in self._away.values():
+            kept.fetch()
+
+    def make_leaves(self) -> list[Any]:
+        """Return the inputs as leaves, ready for differentiation."""
+        for place, kept in self._away.items():
+            self._inputs[place] = kept.reload()
+        self._away = {}
+        return [
+            t.detach().requires_grad_() if wanted else t
+            for t, wanted in zip(self._inputs, self._wanted)
+        ]
 
 
 def divide_call_inputs(call: UnitCall, unit: ShardedUnit) -> UnitCall:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumix.hardware.emulation.flops import find_formula
-from gpumix.hardware.emulation.timeline import CREDIT_S, Timeline
+from gpumix.hardware.emulation.timeline import Timeline
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Runs an operation in a special way, given the operation and its arguments."""
@@ -31,14 +30,13 @@ class Pacer:
 
     Communication waits earn no credit: `Work.wait`, `Future.wait` and functional collectives are
     detected. Waits invisible to Python, such as at the end of DDP's backward or for data, must be
-    reported with `idle()`.
+    reported with `timeline.idle()`.
 
     Dispatching through Python adds 3.5 us to an operation and 25 us to one with FLOPs (measured on
     a shared Xeon core, torch 2.13); the device's own time hides it, like all other CPU time.
 
     Args:
         flops_per_s: the device's speed. Choose it so that the CPU needs at most a quarter of it.
-        credit_s: largest lag of the device behind the process without an overrun.
         clock: monotonic seconds.
         sleep: sleeps for some seconds; a surplus is carried over.
     """
@@ -47,11 +45,10 @@ class Pacer:
         self,
         flops_per_s: float,
         *,
-        credit_s: float = CREDIT_S,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.timeline = Timeline(flops_per_s, credit_s=credit_s, clock=clock, sleep=sleep)
+        self.timeline = Timeline(flops_per_s, clock=clock, sleep=sleep)
         self._stack = ExitStack()
 
     def __enter__(self) -> Pacer:
@@ -64,41 +61,8 @@ class Pacer:
         self.timeline.reset()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    @property
-    def flops(self) -> int:
-        """FLOPs since the last `reset`."""
-        return self.timeline.flops
-
-    @property
-    def overruns(self) -> int:
-        """Number of times the CPU was slower than the device; any overrun invalidates a
-        measurement."""
-        return self.timeline.overruns
-
-    @property
-    def overrun_s(self) -> float:
-        """Total seconds by which the CPU was slower."""
-        return self.timeline.overrun_s
-
-    def idle(self) -> None:
-        """Report that the device had no work until now; call after a wait invisible to Python."""
-        self.timeline.idle()
-
-    def synchronize(self) -> None:
-        """Wait until the device has completed all its work."""
-        self.timeline.drain()
-
-    def reset(self) -> None:
-        """Begin a measurement: no lag, all counters zero."""
-        self.timeline.reset()
 
     def _paced_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `original` to earn no credit in this thread, the only thread of the device."""

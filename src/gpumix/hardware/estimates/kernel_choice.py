@@ -27,7 +27,7 @@ AMPERE, VOLTA = (8, 0), (7, 0)
 
 
 @dataclass(frozen=True)
-class Installed:
+class InstalledPackages:
     """Optional packages present in the environment."""
 
     flash_attn: bool = False
@@ -42,7 +42,7 @@ class KernelContext:
     device_class: DeviceClass
     dtype: ComputeDtype
     compiled: bool
-    installed: Installed
+    installed: InstalledPackages
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -210,7 +210,7 @@ def choose(
     *,
     dtypes: Mapping[str, ComputeDtype],
     compiled: frozenset[str],
-    installed: Installed,
+    installed: InstalledPackages,
 ) -> dict[str, ChosenSettings]:
     """Choose the settings of each class of a cluster, by name.
 

@@ -25,7 +25,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.files import private_folder, read_log
 
 if TYPE_CHECKING:
-    from gpumix.hardware.estimates.kernel_choice import Installed
+    from gpumix.hardware.estimates.kernel_choice import InstalledPackages
 
 # Part of the free host memory available to copies of a run's state.
 COPIES_PART = 0.5
@@ -504,11 +504,13 @@ def _stat_of(process: int) -> list[str]:
     return []
 
 
-def installed() -> Installed:
+def installed() -> InstalledPackages:
     """Return the optional kernel packages present, without importing them."""
-    from gpumix.hardware.estimates.kernel_choice import Installed
+    from gpumix.hardware.estimates.kernel_choice import InstalledPackages
 
-    return Installed(**{f.name: find_spec(f.name) is not None for f in fields(Installed)})
+    return InstalledPackages(
+        **{f.name: find_spec(f.name) is not None for f in fields(InstalledPackages)}
+    )
 
 
 def available_host_bytes() -> int:

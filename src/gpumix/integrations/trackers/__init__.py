@@ -1,5 +1,6 @@
 """Experiment trackers of runs, a file each, behind a small protocol (`tracker.py`).
 
-Each tracker has its own process (`__main__.py`), which follows the run's files and is started by
-`train/run_log/tracker_processes.py`. docs/trackers.md lists reported values and their names.
+One background process (`__main__.py`) calls all trackers of a run, each in a thread that follows
+the run's log; `train/run_log/tracker_process.py` starts it. docs/trackers.md lists reported values
+and their names.
 """

@@ -1,6 +1,6 @@
 """Weights & Biases tracker. Offline by default: a folder, sent by the user with `wandb sync`.
 
-Neither output nor code is captured: the tracker's process is separate from the run.
+Neither output nor code is captured: trackers run in a process separate from the run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Launcher processes on several hosts, over ssh: started, read, stopped and ended.
 
 A host ends its ranks by itself after losing contact, so nothing is left behind whatever happens
-here or to the connection; see `orders.py`.
+here or to the connection; see `launch.orders`.
 """
 
 from __future__ import annotations

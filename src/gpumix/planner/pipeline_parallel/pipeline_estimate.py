@@ -50,8 +50,8 @@ Values = npt.NDArray[np.floating[Any]]
 """Seconds or bytes, in single precision."""
 
 
-class StageInputs(NamedTuple):
-    """The inputs of a stage estimate: the group, the schedule, and the place among the stages.
+class EstimatedStage(NamedTuple):
+    """A stage to be estimated: the group, the schedule, and the place among the stages.
 
     Attributes:
         waiting: micro-batches waiting at the group in addition to running ones, of which a worker
@@ -190,7 +190,7 @@ class PipelineEstimates:
 
     # -- one stage -----------------------------------------------------------------------------
 
-    def _stage(self, place: StageInputs, zero_stage: ZeroStage) -> _StageEstimate:
+    def _stage(self, place: EstimatedStage, zero_stage: ZeroStage) -> _StageEstimate:
         """Return the best manner for each range. From ZeRO stage 2 on, each wave sums gradients and
         gathers parameters while computing; without waves, the whole step sums gradients."""
         computing = self._computing(place)
@@ -214,7 +214,7 @@ class PipelineEstimates:
             manner[:, :-1] = best
         return _StageEstimate(busy_s, one_s, manner)
 
-    def _computing_of(self, place: StageInputs) -> _GroupTimes:
+    def _computing_of(self, place: EstimatedStage) -> _GroupTimes:
         kind, rounds = place.kind, get_stages_per_group(place.schedule)
         manners = self.manners.of(kind, place.schedule, last=place.last)
         if not manners:
@@ -272,7 +272,7 @@ class PipelineEstimates:
         return np.stack([room.elements(self._begin, self._end) for room in rooms])[:, None]
 
     def _fits(
-        self, computing: _GroupTimes, zero_stage: ZeroStage, place: StageInputs
+        self, computing: _GroupTimes, zero_stage: ZeroStage, place: EstimatedStage
     ) -> npt.NDArray[np.bool_]:
         """Return a mask of room: each worker for the undivided state, and all workers together for
         the rest. Several stages of a worker divide the memory equally."""
@@ -292,7 +292,7 @@ class PipelineEstimates:
         return np.asarray((least >= 0) & (room >= needed))
 
     def _compute_collective_s(
-        self, place: StageInputs, manners: tuple[StageMode, ...], zero_stage: ZeroStage
+        self, place: EstimatedStage, manners: tuple[StageMode, ...], zero_stage: ZeroStage
     ) -> FloatArray:
         """Return seconds of gradient sums and parameter gathers between a group's workers: in a
         step, from ZeRO stage 2 on in a wave."""
@@ -359,7 +359,9 @@ class RowEstimates:
         for number, kind in enumerate(self._kinds * rounds):
             last = number == len(self._kinds) * rounds - 1
             waiting = self._waiting(number % len(self._kinds), schedule, waves)
-            stage = estimates.stage(StageInputs(kind, schedule, last, waiting, waves), zero_stage)
+            stage = estimates.stage(
+                EstimatedStage(kind, schedule, last, waiting, waves), zero_stage
+            )
             most = np.maximum(busy[:, None, :], stage.busy_s[:, estimates.range_of])
             total = others[:, None, :] + stage.one_s[:, estimates.range_of]
             begin = (most + total).argmin(axis=-1)

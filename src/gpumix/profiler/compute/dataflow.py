@@ -32,11 +32,7 @@ from gpumix.engine.schedule.remote_stage_values import (
 )
 from gpumix.engine.sharding.absent_parameter import PERMITTED_FUNCTIONS
 from gpumix.engine.sharding.unit_discovery import frozen_bytes, packed_bytes
-from gpumix.engine.unit.inter_unit_backward import (
-    connect_to_leaf,
-    find_reachable_leaves,
-    make_gradient_leaf,
-)
+from gpumix.engine.unit.inter_unit_backward import attach_leaf, find_reachable_leaves
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.profiler.compute.unit_fixture import UnitFixture
 from gpumix.schema.errors import GpumixError, get_first_line
@@ -241,9 +237,8 @@ def _copy_outputs(
             value = leaf.clone()
             source = StageInput(call=call, output=place, differentiable=leaf.is_floating_point())
             if value.is_floating_point() and gradients:
-                handed = make_gradient_leaf(value)
+                handed, value = attach_leaf(value)
                 notes.handed(handed, source)
-                value = connect_to_leaf(handed, value)
             notes.set_sources(value, {source})
         leaves.append(value)
     return leaves

@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gpumix.engine.comm.communicator import Communicator, Pending, PooledTensor
 from gpumix.engine.loss.chunked_head import ChunkedHead
 from gpumix.engine.loss.reduction import Objective
-from gpumix.engine.model.captured_outputs import Collected, OutputCapture
-from gpumix.engine.model.containers import Containers
 from gpumix.engine.model.forward_coroutine import (
     Coroutine,
     ForwardResult,
@@ -28,19 +26,14 @@ from gpumix.engine.model.forward_coroutine import (
     UnitCallHandlers,
     intercept,
 )
-from gpumix.engine.model.unit_values import ArgumentsStructure
+from gpumix.engine.model.unit_values import ArgumentsStructure, Collected, OutputCapture
 from gpumix.engine.schedule.remote_stage_values import RemoteStages, Returned, run_without_gradients
 from gpumix.engine.sequence_parallel.positions import PositionSharding
 from gpumix.engine.sharding.flat_group import Dtypes, FlatGroup
 from gpumix.engine.sharding.shard_layout import Division
 from gpumix.engine.sharding.unit_discovery import ModelUnits, Unit
 from gpumix.engine.unit import own_checkpointing
-from gpumix.engine.unit.inter_unit_backward import (
-    GradientTarget,
-    InterUnitGraph,
-    connect_to_leaf,
-    make_gradient_leaf,
-)
+from gpumix.engine.unit.inter_unit_backward import GradientTarget, InterUnitGraph, attach_leaf
 from gpumix.engine.unit.regional_compile import compile_units, get_uncompiled_forward
 from gpumix.engine.unit.sharded_units import ShardedUnit, Storage, make_standalone_unit
 from gpumix.engine.unit.unit_call import UnitBoundary, cast_floating, divide_call_inputs
@@ -256,8 +249,9 @@ class ModelRun:
         """Prepare an output for the model, with a leaf for its gradient, as in the engine."""
         if not isinstance(value, torch.Tensor) or not (value.requires_grad and value.is_leaf):
             return value
-        self._leaves.append(make_gradient_leaf(value))
-        return connect_to_leaf(self._leaves[-1], value)
+        leaf, handed = attach_leaf(value)
+        self._leaves.append(leaf)
+        return handed
 
     def _divide(self, call: UnitCall, positions: PositionSharding) -> None:
         entered, specimens = positions.entered, self._specimens
@@ -308,8 +302,8 @@ class RecordedOutputs:
 
     def again(self, call: UnitCall) -> Any:
         """Return the outputs for `call`, after handing over the model's captures."""
-        given = Containers(call.unit, call.args, call.kwargs)
-        OutputCapture(call.context, given).give_to_model(_alike(self.collected))
+        captured = OutputCapture.of_unit(call.unit, call.args, call.kwargs, call.context)
+        captured.give_to_model(_alike(self.collected))
         return _alike(self.value)
 
 

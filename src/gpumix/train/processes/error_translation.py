@@ -21,24 +21,20 @@ from gpumix.schema.errors import (
 )
 
 _PACKAGE = Path(gpumix.__file__).parent
-# Code passed by every operation, or by every call of an examined function.
-_WRAPPER_FILES = (
+# Code passed by every operation, or by every call of an examined function: files, and folders.
+WRAPPERS = (
     "hardware/emulation/pacer.py",
     "profiler/compute/memory_counter.py",
-    "doctor/function/attention.py",
-    "doctor/function/lines.py",
-    "doctor/function/watching.py",
-    "doctor/function/changing.py",
-    "doctor/function/roots.py",
-    "doctor/function/steps.py",
+    "doctor/function/",
 )
 # Here gpumix calls code of the job: a model, a factory, a dataset.
-_JOB_CALLERS = {
+JOB_CALLERS = (
     "engine/loss/objective.py",
-    "engine/unit/unit_call.py",
+    "engine/model/unit_values.py",
+    "engine/schedule/sequential.py",
     "data/core/factory.py",
     "data/sources/map_style.py",
-}
+)
 
 
 def translate_error(error: BaseException, where: str) -> GpumixError:
@@ -53,16 +49,12 @@ def translate_error(error: BaseException, where: str) -> GpumixError:
 
         return store_gone(where, get_first_line(error))
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        number
-        for number, frame in enumerate(frames)
-        if _get_package_path(frame) not in (None, *_WRAPPER_FILES)
-    ]
+    files = [_get_package_path(frame) for frame in frames]
+    own = [n for n, file in enumerate(files) if file and not file.startswith(WRAPPERS)]
     last = own[-1] if own else -1
-    jobs = [
-        f for f in frames[last + 1 :] if not _is_torch_frame(f) and _get_package_path(f) is None
-    ]
-    of_job = bool(own and jobs) and _get_package_path(frames[last]) in _JOB_CALLERS
+    behind = zip(frames[last + 1 :], files[last + 1 :])
+    jobs = [frame for frame, file in behind if file is None and not _is_torch_frame(frame)]
+    of_job = bool(own and jobs) and files[last] in JOB_CALLERS
     at = [_format_frame(jobs[-1] if of_job else frames[last])] if frames else []
     where = ", ".join(filter(None, [where, *at]))
     if isinstance(error, OSError):
@@ -71,11 +63,7 @@ def translate_error(error: BaseException, where: str) -> GpumixError:
     what = format_in_one_line(error)
     if of_job:
         # A factory is part of the input; the rest runs in training.
-        kind = (
-            InputError
-            if _get_package_path(frames[last]) == "data/core/factory.py"
-            else TrainingError
-        )
+        kind = InputError if files[last] == "data/core/factory.py" else TrainingError
         return kind(
             f"the job's own code failed: {what}",
             where=where,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from gpumix.train.run_log.time_breakdown import TimeShares
 
 # Largest relative uncertainty of FLOPs at which utilization is reported.
 MOST_FLOPS_UNCERTAINTY = 0.05
+SHARE_NAMES = tuple(one.name for one in fields(TimeShares))
 WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
 
 
@@ -189,10 +190,10 @@ class ClassRecord:
     `overruns` and `retries` are counted since the run's last start.
 
     `planned_memory` is the prediction for the fullest device, by cause; `measured_memory` is the
-    measurement on the fullest device, by `cost.layout.causes.PARTS`. Both cover the run since its
-    start: after a rebalance the fullest split counts. `reserved_bytes` is the most of a device,
-    `retries` the sum; see `RankRecord`. `peak_source` is the source of the peak used for MFU and
-    HFU.
+    measurement on the fullest device, by `cost.layout.causes.MEMORY_PARTS`. Both cover the run
+    since its start: after a rebalance the fullest split counts. `reserved_bytes` is the most of a
+    device, `retries` the sum; see `RankRecord`. `peak_source` is the source of the peak used for
+    MFU and HFU.
     """
 
     device_class: str
@@ -313,13 +314,13 @@ def _weighted_mean(weighted: Sequence[tuple[int, float | None]]) -> float | None
 
 
 def _weighted_shares(weighted: Sequence[tuple[int, TimeShares | None]]) -> TimeShares | None:
-    known = [(n, asdict(shares)) for n, shares in weighted if shares is not None]
-    if not known:
+    known = [(n, shares) for n, shares in weighted if shares is not None]
+    steps = sum(n for n, _ in known)
+    if not steps:
         return None
-    means = {
-        name: _weighted_mean([(n, shares[name]) for n, shares in known]) for name in known[0][1]
-    }
-    return TimeShares(**{name: value or 0.0 for name, value in means.items()})
+    return TimeShares(
+        *(sum(n * getattr(shares, name) for n, shares in known) / steps for name in SHARE_NAMES)
+    )
 
 
 def _most(values: Sequence[int | None]) -> int | None:

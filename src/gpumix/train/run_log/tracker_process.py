@@ -1,8 +1,8 @@
-"""Experiment trackers of a run: a process for each, reading the run's files.
+"""Experiment trackers of a run: one background process for all, reading the run's files.
 
 No rank talks to a tracker or knows of one. A tracker that is slow, hangs or crashes costs no step
-and no device memory, and continues while ranks are lost and restart. The processes are those of
-`integrations/trackers`, by name.
+and no device memory, and continues while ranks are lost and restart. The process is
+`integrations/trackers`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from gpumix.train.run_log.terminal import get_stderr_console
 
 MODULE = "gpumix.integrations.trackers"
 PACKAGES = {"prometheus": "prometheus_client"}  # where unlike the tracker's name
-START_S = 120.0  # to import its library, from a slow disk
+START_S = 120.0  # to import all libraries, from a slow disk
 END_S = 60.0  # to send the rest
+EXIT_S = 5.0  # for the process to end, after END_S at most
 
 
 def check_installed(trackers: Trackers) -> None:
@@ -54,46 +55,48 @@ def run_trackers(job: Job, *, fresh: bool) -> Iterator[None]:
     Raises:
         MachineError: a tracker cannot start.
     """
-    beginning = {"job": job.model_dump_json(), "since": time.time() if fresh else 0.0}
-    followers = [_TrackerProcess(name, beginning) for name in job.report_to.named()]
+    if not job.report_to.named():
+        yield
+        return
+    process = _TrackerProcess(job, since=time.time() if fresh else 0.0)
     state = "failed"
     try:
-        for follower in followers:
-            follower.wait_until_ready()
+        process.wait_until_ready()
         yield
         state = "finished"
     except (KeyboardInterrupt, Interrupted):
         state = "interrupted"
         raise
     finally:
-        for follower in followers:
-            follower.say(state)
-        deadline = time.monotonic() + END_S
-        for follower in followers:
-            follower.end(deadline)
+        process.end(state)
 
 
 class _TrackerProcess:
-    """Process of a tracker: receives the run's description, reports readiness, and receives the
-    outcome."""
+    """Process of the trackers of `job`: receives the run's description, reports readiness, and
+    receives the outcome.
 
-    def __init__(self, name: str, beginning: dict[str, object]) -> None:
-        self._name = name
+    Args:
+        since: when the run began; 0 if it continues.
+    """
+
+    def __init__(self, job: Job, *, since: float) -> None:
+        self._names = list(job.report_to.named())
         self._ready = False
         self._process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, name],
+            [sys.executable, "-m", MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=tracker_environment(),
             text=True,
         )
+        beginning = {"job": job.model_dump_json(), "since": since, "end_s": END_S}
         self._write(json.dumps(beginning))
 
     def wait_until_ready(self) -> None:
-        """Wait until the tracker is ready.
+        """Wait until all trackers are ready.
 
         Raises:
-            GpumixError: the error reported by the tracker.
+            GpumixError: the error reported by a tracker.
             MachineError: no answer.
         """
         assert self._process.stdout is not None
@@ -101,40 +104,43 @@ class _TrackerProcess:
         told = self._process.stdout.readline() if heard else ""
         if not told:
             how = "ended" if heard else f"said nothing for {START_S:.0f} s"
+            libraries = ", ".join(PACKAGES.get(name, name) for name in self._names)
             raise MachineError(
-                f"tracker '{self._name}' does not start: its process {how}",
-                fix=f"leave it out of `report_to`, or try `python -c 'import "
-                f"{PACKAGES.get(self._name, self._name)}'`",
+                f"{self._label} cannot start: the background process {how}",
+                where="report_to",
+                fix=f"leave out one by one, or try `python -c 'import {libraries}'`",
             )
         answer = json.loads(told)
         if "error" in answer:
             raise rebuild_error(answer)
         self._ready = True
 
-    def say(self, state: str) -> None:
-        """Send the outcome of the run, the last message."""
+    def end(self, state: str) -> None:
+        """Report the outcome of the run, wait for the process to end, then kill it. Unsent data is
+        lost; the run is not."""
         self._write(state)
         with suppress(OSError):
             self._process.stdin.close()  # type: ignore[union-attr]
-
-    def end(self, deadline: float) -> None:
-        """Wait for the process to end, then kill it. Unsent data is lost; the run is not."""
         try:
-            code = self._process.wait(max(0.0, deadline - time.monotonic()))
+            code = self._process.wait(END_S + EXIT_S if self._ready else 0.0)
         except subprocess.TimeoutExpired:
-            get_stderr_console().print(
-                f"tracker '{self._name}' did not take the rest within {END_S:.0f} s and is left; "
-                f"the run's {run_files.METRICS} has all of it"
-            )
+            if self._ready:
+                self._report(f"did not take the rest within {END_S:.0f} s; left out")
         else:
             if code and self._ready:
-                get_stderr_console().print(
-                    f"tracker '{self._name}' had died, with exit code {code}"
-                )
+                self._report(f"died, with exit code {code}")
         finally:
             self._process.kill()
             self._process.wait()
             self._process.stdout.close()  # type: ignore[union-attr]
+
+    def _report(self, what: str) -> None:
+        console = get_stderr_console()
+        console.print(f"{self._label}: {what}; {run_files.METRICS} of the run has all values")
+
+    @property
+    def _label(self) -> str:
+        return f"tracker{'s'[: len(self._names) > 1]} {', '.join(self._names)}"
 
     def _write(self, line: str) -> None:
         with suppress(OSError):  # the process has ended, and said so
