@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from profiles import Card, Network, block, curve, line, profile, steady
+from profiles import Card, Network, block, curve, in_a_row, line, profile, steady, with_teams
 
 from gpumix.cost.predict import predict
 from gpumix.planner.common.strategy import PlanRequest
@@ -89,6 +89,15 @@ def test_hosts_keep_parameters_where_nothing_else_fits():
     per_block = ELEMENTS * (4 + 4 + 8) + FROZEN
     assert worker.host_bytes == CALLS * per_block + 2 * 4 * ELEMENTS
     assert plan_of(frozen(10**9), Space()).parameters_on == "device"
+
+
+def test_stages_and_teams_take_no_part_where_parameters_are_on_hosts():
+    found = with_teams(in_a_row(profile([replace(FAST, count=2)])), 2, faster=1.9)
+    for space, places in ((HOST, {"host"}), (EITHER, {"device", "host"})):
+        assert plan_of(found, space).parameters_on in places
+    slow = in_a_row(profile([replace(FAST, count=2, host_copy=line(10.0))]))
+    plan = plan_of(slow, HOST, batch=2)
+    assert (plan.parameters_on, len(plan.stages)) == ("host", 1)
 
 
 def test_memory_of_the_host_is_a_limit():

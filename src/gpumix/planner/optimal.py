@@ -62,6 +62,9 @@ class FastestPlans:
         *,
         explains: bool = True,
     ) -> None:
+        space = request.space
+        if space.parameters_on == ("host",) and space.min_pipeline_stages == 1:
+            request = request.model_copy(update={"space": space.in_one_stage()})
         self.profile = profile
         self.request = request
         self.paces = paces or TimeBounds(profile, request.global_batch)
@@ -172,6 +175,9 @@ class FastestPlans:
         if profile is self.profile:
             paces, found = self.paces, self.alone
         else:
+            # Of teams, parameters are on devices.
+            on_devices = request.space.model_copy(update={"parameters_on": ("device",)})
+            request = request.model_copy(update={"space": on_devices})
             paces = TimeBounds(profile, request.global_batch)
             few = len(self.profile.cluster.devices) <= FEW_DEVICES
             gained = MAX_REFINE_FACTOR if few else MAX_REFINE_FACTOR_MANY
