@@ -55,6 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"zero_stage": 1, "compute_dtype": "bf16"},
     "bf16 and fp32": {"zero_stage": 3, "compute_dtype": ["bf16", "fp32", "bf16"]},
     "one on its host": {"zero_stage": 2, "on_host": [1]},
+    "parameters on the host": {"parameters_on": "host"},
 }
 
 
@@ -68,6 +69,7 @@ CASES: dict[str, tuple[str, str, str]] = {
         ("gpt2", "bf16", "SGD"),
         ("gpt2", "bf16 and fp32", "AdamW"),
         ("gpt2", "one on its host", "AdamW"),
+        ("gpt2", "parameters on the host", "AdamW"),
         ("branching", "stage 3", "AdamW"),
         ("frozen", "stage 3", "AdamW"),
     ]

@@ -286,6 +286,43 @@ def _losses_of(stage, early, **settings):
     return [loss.item() for loss in losses]
 
 
+@pytest.mark.parametrize(
+    ("early", "dtype"), left_out(list(product((False, True), ("fp32", "bf16"))), [(True, "fp32")])
+)
+def test_parameters_on_the_host(early, dtype):
+    """As with parameters on the device, which rounds them the same way."""
+    (found,) = run_ranks(_losses_with_parameters_anywhere, 1, early, dtype, backend="nccl")
+    on_device, on_host = found
+    assert on_host == pytest.approx(on_device, rel=1e-6)
+
+
+def _losses_with_parameters_anywhere(early, dtype):
+    places = ("device", "host")
+    return [_losses_of(3, early, parameters_on=place, compute_dtype=dtype) for place in places]
+
+
+@TWO
+def test_gpus_share_parameters_on_their_host():
+    shares = [Share(3, 2, 1), Share(2, 1, 2)]
+    found = train_by_plan("gpt2", shares, STEPS, backend="nccl", parameters_on="host")
+    assert worst_error(found, train_alone(ARCHITECTURES["gpt2"], 5, STEPS)) < 1e-4
+
+
+@TWO
+def test_gpus_of_two_hosts_have_parameters_on_both():
+    shares = [Share(3, 2, 1, host="a"), Share(2, 1, 1, host="b")]
+    settings = {"parameters_on": "host", "sharding": "host"}
+    found = train_by_plan("gpt2", shares, STEPS, backend="nccl", **settings)
+    assert worst_error(found, train_alone(ARCHITECTURES["gpt2"], 5, STEPS)) < 1e-4
+
+
+def test_ranks_on_one_gpu_share_parameters_on_the_host():
+    shares = [Share(3, 2, 1), Share(2, 1, 2)]
+    settings = {"parameters_on": "host", "staged_on": "cuda:0"}
+    found = train_by_plan("gpt2", shares, STEPS, **settings)
+    assert worst_error(found, train_alone(ARCHITECTURES["gpt2"], 5, STEPS)) < 1e-4
+
+
 def test_numbers_of_a_program_go_on_on_its_gpu():
     torch.cuda.manual_seed(5)
     before = torch.cuda.get_rng_state()

@@ -30,6 +30,9 @@ PLANS = {
     "stage 3, head in chunks": (UNEVEN, {"head": "chunked", "stage": ENDS}),
     "stage 3, state on hosts": (UNEVEN, {"on_host": (0, 2)}),
     "stage 1, state on hosts": (UNEVEN, {"on_host": (0, 1, 2, 3), "zero_stage": 1}),
+    "parameters on the host": (UNEVEN, {"parameters_on": "host", "stage": ENDS}),
+    "parameters on the host, two waves": (UNEVEN, {"parameters_on": "host", "waves": 2}),
+    "parameters on hosts alike": (HOSTS, {"parameters_on": "host", "sharding": "host"}),
     "stage 2, joined, ends": (UNEVEN, {"zero_stage": 2, "stage": {"joined": 2, **ENDS}}),
     "stage 3, three waves": (UNEVEN, {"waves": 3}),
     "stage 3, two waves, ends, joined": (

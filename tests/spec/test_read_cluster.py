@@ -69,6 +69,9 @@ def test_the_long_form(read):
     slow = cluster.class_named("slow")
     assert (slow.memory_bytes, slow.emulate_flops_per_s, slow.accelerator) == (48 << 20, 2e9, "cpu")
     assert cluster.emulated
+    linked = read(LONG.replace("2 GFLOP/s", "2 GFLOP/s, emulate_link: 200 MB/s"))
+    assert [c.emulate_link_bytes_per_s for c in linked.classes] == [None, 2e8]
+    assert format_cluster(linked)["classes"]["slow"]["emulate_link"] == 2e8
 
 
 def test_the_short_form(read):
@@ -170,6 +173,10 @@ def test_a_cluster_survives_json(read):
          "'{}': '1e999 TiB' is not a finite number of bytes"),
         (LONG.replace("48 MiB", "0"), 3, "classes.slow.memory",
          "'{}' must be greater than 0, it is 0"),
+        (LONG.replace("emulate: 2 GFLOP/s", "emulate_link: 2 GB/s"), 3, "classes.slow",
+         "'{}': 'emulate_link' is the link of an emulated device: give 'emulate' too"),
+        (LONG.replace("2 GFLOP/s", "2 GFLOP/s, emulate_link: 2 GFLOP"), 3,
+         "classes.slow.emulate_link", "'{}': '2 GFLOP' is not a rate such as '12 GB/s'"),
         (LONG.replace("2 GFLOP/s", "0"), 3, "classes.slow.emulate",
          "'{}' must be greater than 0, it is 0"),
         (LONG.replace("emulate: 2 GFLOP/s", "emulate: 1e9, accelerator: cuda"), 3, "classes.slow",

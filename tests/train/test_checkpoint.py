@@ -77,6 +77,7 @@ LAYOUTS = {
         [Share(2, 1, n, host="ab"[n > 2]) for n in (1, 2, 3, 1)],
         {"zero_stage": 3, "sharding": "host"},
     ),
+    "parameters on the host": (UNEVEN, {"parameters_on": "host"}),
 }
 
 

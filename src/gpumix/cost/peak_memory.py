@@ -48,6 +48,9 @@ CPU_RESERVE = 0.02
 # Extra buffers per bucket, at most, where tensor-parallel groups of different sizes divide a model.
 MAX_EXTRA_BUFFERS_PER_BUCKET = 2
 
+# Rows of each rank in which gradients arrive on a host in turn (`engine.comm.parameter_pool`).
+GRADIENT_ROOMS = 2
+
 # A cut rounds both ends of an interval: at most one element a bucket, one more for the float sums.
 ROUNDING_ELEMENTS = 2
 
@@ -159,7 +162,8 @@ class MemoryModel:
             fixed_bytes=sum(state.fixed_bytes_by_cause.values()) + held.most,
             rounding=state.rounding,
             per_share=state.bytes_per_share,
-            host_fixed=held.on_host + (0 if divided else state.on_host_bytes),
+            host_fixed=held.on_host
+            + (state.arriving_bytes_on_host if divided else state.on_host_bytes),
             host_per_share=state.on_host_bytes if divided else 0,
         )
 
@@ -299,25 +303,36 @@ class StateModel:
 
     @cached_property
     def on_host_bytes(self) -> int:
-        """Bytes of the whole model's state on the host, with offload."""
-        return self._bytes_on_host(self.model.parameters)
+        """Bytes of the whole model's state on the host, with offload, that shares divide."""
+        frozen = sum(n * self.sizes[name].frozen_bytes for name, n in self.counts.items())
+        return self._bytes_on_host(self.model.parameters, frozen)
 
     def owned_bytes_on_host(self, owned: OwnedState) -> int:
         """Return the bytes on the host of a rank storing `owned`."""
         if self.zero_stage == 0:
             return self.on_host_bytes
-        return self._bytes_on_host(self._elements(owned))
+        state = self._bytes_on_host(self._elements(owned), owned.frozen_bytes)
+        return state + self.arriving_bytes_on_host
+
+    @cached_property
+    def arriving_bytes_on_host(self) -> int:
+        """Bytes on the host where gradients of a rank arrive, with parameters on the host."""
+        if self.links.parameters_on == "device":
+            return 0
+        return GRADIENT_ROOMS * max(size.gradient_bytes for size in self.sizes.values())
 
     def _elements(self, owned: OwnedState) -> int:
         return sum(self.counts[name] * n for name, n in owned.elements)
 
-    def _bytes_on_host(self, elements: int) -> int:
+    def _bytes_on_host(self, elements: int, frozen: int) -> int:
         if self.state_on == "device":
             return 0
+        if self.links.parameters_on == "device":
+            frozen = 0
         per_element = MASTER_BYTES + SHARD_GRADIENT_BYTES + self.profile.optimizer_bytes_per_element
         if self.gathered_dtype != "fp32":  # masters, rounded for the device
             per_element += DTYPE_BYTES[self.gathered_dtype]
-        return ceil(elements * per_element)
+        return ceil(elements * per_element) + frozen
 
     @cached_property
     def sharded_bytes(self) -> int:
@@ -353,6 +368,8 @@ class StateModel:
     def _stored_frozen(self, frozen: int, packed: int) -> int:
         """Return the bytes of frozen parameters stored in addition to the compute copy. Packed ones
         are used as they are gathered."""
+        if self.links.parameters_on == "host":
+            return 0
         if self.zero_stage == 3 or self._in_parts:
             return frozen
         return frozen - packed if self._casts else 0

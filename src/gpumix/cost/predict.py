@@ -305,6 +305,8 @@ def _lay_out(profile: Profile, plan: Plan) -> tuple[ShardedLayout, LinkModel]:
         BucketGrouping.of(profile.model, plan),
         hosts=len(shares),
         alike=len(set(shares)) == 1,
+        parameters_on=plan.parameters_on,
+        classes=tuple(sorted({w.device_class for w in plan.workers})),
     )
     on_host = count_devices_by_host((w.host, w.device_class) for w in plan.workers)
     return layout, build_link_model(profile, on_host)
@@ -315,7 +317,9 @@ def predict_update_seconds(profile: Profile, plan: Plan) -> list[float]:
     stage, gathered = plan.zero_stage, plan.communication_dtype
     kinds = {(w.device_class, w.state_on) for w in plan.workers}
     whole = {
-        (name, on): optimizer_seconds(profile, name, stage, on, gathered=gathered)
+        (name, on): optimizer_seconds(
+            profile, name, stage, on, gathered=gathered, parameters_on=plan.parameters_on
+        )
         for name, on in kinds
     }
     return [

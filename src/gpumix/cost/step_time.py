@@ -35,6 +35,10 @@ there is more to reduce than to gather. Everything except its last head and back
 forward, since it reduces nothing before. With `kept_graphs`, pairs of call and micro-batch keep
 their graph although the mode recomputes; their backward takes the time measured with a kept graph.
 
+With parameters on hosts, G and R are copies over a device's own link, both ways at the same time:
+max(B_k, G_{k-1}, R_{k+1}, U_{k+1}), where U is the host's update of the bucket, if the optimizer
+can make it at once.
+
 Overlap is not free: max(a, b) above means max(a, b) + c min(a, b), with the profile's
 contention c between 0 (perfect overlap) and 1 (none). CPU offload of inputs copies at the same
 time: a run takes no less than its copies.
@@ -76,7 +80,7 @@ def pass_seconds(
     """Return the seconds of forward and backward (with head and loss) for each worker or choice of
     `micro` on a device of class `name`."""
     computing = ComputeSeconds(profile.model_of(name), profile.of_class(name), micro, mode)
-    work = _Work(computing, links, kept_graphs)
+    work = _Work(computing, links.of_class(name), kept_graphs)
     forward, backward = work.forward_seconds(), work.backward_seconds()
     if mode.order == "layered":
         return forward, backward
@@ -121,7 +125,8 @@ def exposed_seconds(profile: Profile, links: CollectiveSeconds) -> float:
 def exposed_wave_seconds(links: CollectiveSeconds) -> float:
     """Return the seconds of a further wave that computation never hides; the root's parameters in
     use throughout stay gathered."""
-    ends = links.reduce_s[links.buckets.kind(0)] + links.reduce_s[ROOT] + links.reduce_s[BEFORE]
+    last = (links.buckets.kind(0), ROOT, BEFORE)
+    ends = sum(links.reduce_s[name] + links.update_s.get(name, 0.0) for name in last)
     return links.gather_s[BEFORE] + ends
 
 
@@ -137,8 +142,7 @@ def compute_idle_pass_seconds(links: CollectiveSeconds) -> tuple[float, float]:
 
 
 def _sum_backward_collectives(links: CollectiveSeconds, overlap: OverlappedRun) -> float:
-    moved = links.regather_s.get(overlap.gathered, 0.0)
-    return moved + links.reduce_s.get(overlap.reduced, 0.0)
+    return links.backward_s(overlap.gathered, overlap.reduced)
 
 
 def optimizer_seconds(
@@ -147,10 +151,12 @@ def optimizer_seconds(
     zero_stage: ZeroStage,
     state_on: Place = "device",
     gathered: ComputeDtype = "fp32",
+    parameters_on: Place = "device",
 ) -> float:
     """Return the seconds to update the whole model on one device of this class. With offload, the
     host updates: gradients are copied to it in fp32 and parameters back, once for each gather.
-    Copies count as not hidden, although they run concurrently with computation.
+    Copies count as not hidden, although they run concurrently with computation. With parameters on
+    the host, copies are counted in place of collectives; and updates too, if they are hidden.
 
     Args:
         gathered: the dtype in which parameters are gathered and copied to the device.
@@ -160,6 +166,9 @@ def optimizer_seconds(
         return device.optimizer_s_per_element * elements
     assert device.host_optimizer_s_per_element is not None, "no state on the host was measured"
     assert device.host_copy is not None, "copies to the host were not measured"
+    if parameters_on == "host":
+        hidden = profile.updates_early
+        return 0.0 if hidden else device.host_optimizer_s_per_element * elements
     out, back = SHARD_GRADIENT_BYTES * elements, DTYPE_BYTES[gathered] * elements
     gathers = 2 if zero_stage == 3 else 1
     copied = interpolate_seconds(device.host_copy, out) + gathers * interpolate_seconds(

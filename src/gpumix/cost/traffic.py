@@ -40,6 +40,10 @@ class Traffic:
     bytes: Counter[str]
 
 
+# Copies between a device and its host in place of collectives.
+_COPIES = {"gather": "fetch", "reduce": "put"}
+
+
 def count_traffic(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
     """Return the traffic of each rank. With one stage all ranks have equal counts.
 
@@ -166,7 +170,14 @@ def _list_step_end_exchanges(plan: Plan) -> Iterator[tuple[str, int]]:
 
 
 def _list_sharding_collectives(plan: Plan, buckets: Buckets) -> Iterator[tuple[str, int]]:
-    """Yield operation and bytes of collectives with equal bytes on every rank."""
+    """Yield operation and bytes of collectives with equal bytes on every rank; with parameters on
+    hosts, of the copies in their place."""
+    on_host = plan.parameters_on == "host"
+    for operation, size in _list_gathers_and_reductions(plan, buckets):
+        yield _COPIES[operation] if on_host else operation, size
+
+
+def _list_gathers_and_reductions(plan: Plan, buckets: Buckets) -> Iterator[tuple[str, int]]:
     sizes, width = buckets.sizes, DTYPE_BYTES[plan.communication_dtype]
     every = [sizes[name] for name in buckets.names if sizes[name].trainable]
     for size in every * plan.waves:

@@ -63,12 +63,14 @@ from gpumix.engine.unit import split_backward
 from gpumix.engine.unit.regional_compile import compile_units
 from gpumix.engine.unit.sharded_units import ShardedUnits, Storage, make_shared_bucket, shard
 from gpumix.hardware import runtime
-from gpumix.schema.errors import InputError
+from gpumix.hardware.host.environment import available_host_bytes
+from gpumix.schema.errors import InputError, MachineError
 from gpumix.schema.job.couples import HOW_TO_COUPLE, NO_RULE, WHOLE_BATCH
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.dtypes import get_nvidia_dtype_support
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Worker
+from gpumix.schema.units import show_bytes
 
 # Registries of modules; recurrent modules look up replaced weights there.
 MODULE_REGISTRIES = frozenset({"_parameters", "_modules", "_buffers", "_flat_weights"})
@@ -113,6 +115,7 @@ def prepare(
     plan = _order_workers(plan, comm)
     anatomy = _dissect_as_planned(model, plan, units)
     _check_plan(plan, anatomy, comm)
+    _check_host_memory(plan, comm)
     _check_coupling(model, plan, couples)
     _check_parameter_holders(model)
     broadcast_weights(model, comm)
@@ -149,6 +152,26 @@ def prepare(
         own_sum = digesting.make_own_sum(engine.frozen_intervals())
         engine.base = make_base(find_source_name(model, weights), own_sum, comm)
     return engine
+
+
+def _check_host_memory(plan: Plan, comm: Communicator) -> None:
+    """Refuse a plan with parameters on hosts that keeps more there than is free, on all ranks."""
+    if plan.parameters_on == "device":
+        return
+    own = plan.workers[comm.rank]
+    expected = plan.expected_by_device
+    on_host = [w.device for w in plan.workers if w.host == own.host and w.device in expected]
+    needed, free = sum(expected[one].host_bytes for one in on_host), available_host_bytes()
+    told = torch.tensor([needed, free], device=comm.device)
+    for rank, (wanted, there) in enumerate(comm.exchanged(told, "comparison of memory").tolist()):
+        if wanted > there:
+            raise MachineError(
+                f"the plan keeps {show_bytes(wanted)} in the memory of host "
+                f"'{plan.workers[rank].host}', {show_bytes(there)} are free",
+                why="limits of a container or a job count too",
+                fix="free memory, raise the limit of the container or job, or plan without "
+                "`parameters_on: host`",
+            )
 
 
 def _check_coupling(model: nn.Module, plan: Plan, couples: str) -> None:

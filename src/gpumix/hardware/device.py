@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,6 +32,9 @@ from gpumix.schema.cluster.clocks import GpuClocks
 from gpumix.schema.cluster.cluster import Device, DeviceClass
 from gpumix.schema.errors import DeviceMissing, InputError, MachineError
 
+if TYPE_CHECKING:
+    from gpumix.hardware.emulation.link import EmulatedLink
+
 
 class DeviceRuntime(ABC):
     """The device used by this process, from `open_device` to `close`.
@@ -40,12 +44,14 @@ class DeviceRuntime(ABC):
         memory_limit_bytes: total memory of the process, including `framework_bytes`.
         uncounted: the reason why tensor bytes are unknown here; empty if known.
         emulated: True for a CPU slowed to a stated speed.
+        host_link: emulated link to the host; None: copies take their own time.
     """
 
     torch_device: torch.device
     memory_limit_bytes: int
     uncounted: str = ""
     emulated: bool = False
+    host_link: EmulatedLink | None = None
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -238,6 +244,7 @@ class _EmulatedRuntime(_CpuRuntime):
         self._memory = self._device.memory
         self.uncounted = self._memory.why_inexact
         self._pacer = self._device.pacer
+        self.host_link = self._device.host_link
 
     def synchronize(self) -> None:
         self._pacer.timeline.drain()

@@ -62,6 +62,9 @@ class FastestPlans:
         *,
         explains: bool = True,
     ) -> None:
+        space = request.space
+        if space.parameters_on == ("host",) and space.min_pipeline_stages == 1:
+            request = request.model_copy(update={"space": space.in_one_stage()})
         self.profile = profile
         self.request = request
         self.paces = paces or TimeBounds(profile, request.global_batch)
@@ -102,6 +105,8 @@ class FastestPlans:
             for one in self.of_classes.values():
                 if ideal_step_s(one.profile, one.request) < best.below_s:
                     best.try_search(one._find_plan)
+        if best.plan is None and self._may_use_hosts:
+            best.try_search(self._search_with_parameters_on_hosts)
         if best.plan is None:
             return self._no_room() if self._lacks_room else best.failures[0]
         return attach_bound(best.plan.model_copy(update={"strategy": "optimal"}), best.bound_s)
@@ -137,6 +142,21 @@ class FastestPlans:
             return self._search_in_waves()
         return plan, bound_s
 
+    @property
+    def _may_use_hosts(self) -> bool:
+        """True if parameters may be on hosts where nothing else fits."""
+        space = self.request.space
+        return space.parameters_on is None and space.min_pipeline_stages == 1
+
+    def _search_with_parameters_on_hosts(self, below_s: float) -> Searched:
+        space = self.request.space.in_one_stage().model_copy(update={"parameters_on": ("host",)})
+        request = self.request.model_copy(update={"space": space})
+        found = plan_one_stage_below(self.profile, request, self.paces, below_s)
+        if found is None:
+            return None, None
+        found = refine_plan(self.profile, request, found, self.paces, below_s)
+        return found, get_prediction(found).bound_s
+
     def _search_in_waves(self) -> Searched:
         def plan_wave(part: PlanRequest) -> Plan:
             return FastestPlans(self.profile, part, explains=False).plan()
@@ -155,6 +175,9 @@ class FastestPlans:
         if profile is self.profile:
             paces, found = self.paces, self.alone
         else:
+            # Of teams, parameters are on devices.
+            on_devices = request.space.model_copy(update={"parameters_on": ("device",)})
+            request = request.model_copy(update={"space": on_devices})
             paces = TimeBounds(profile, request.global_batch)
             few = len(self.profile.cluster.devices) <= FEW_DEVICES
             gained = MAX_REFINE_FACTOR if few else MAX_REFINE_FACTOR_MANY

@@ -84,11 +84,18 @@ def _join_and_keep_graphs(
 def _lower_zero_stage(
     profile: Profile, request: PlanRequest, plan: Plan, paces: TimeBounds
 ) -> Plan:
+    if plan.parameters_on == "host":
+        return plan
     below_s = get_prediction(plan).step_s * (1.0 + EQUAL_SPEED_FRACTION)
     places = tuple({worker.state_on for worker in plan.workers})
     devices = tuple(worker.device for worker in plan.workers)
     for zero_stage in sorted(z for z in set(request.space.zero_stages) if z < plan.zero_stage):
-        update = {"zero_stages": (zero_stage,), "state_on": places, "leave_out": False}
+        update = {
+            "zero_stages": (zero_stage,),
+            "state_on": places,
+            "parameters_on": ("device",),
+            "leave_out": False,
+        }
         space = request.space.model_copy(update=update)
         lower = request.model_copy(update={"space": space, "devices": devices})
         found = plan_one_stage_below(profile, lower, paces, below_s)

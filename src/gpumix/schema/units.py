@@ -56,6 +56,11 @@ FlopRate = Annotated[
     BeforeValidator(lambda v: _parse_amount(v, _FLOPS, "8 GFLOP/s")),
     Field(gt=0, allow_inf_nan=False),
 ]
+LinkRate = Annotated[
+    float,
+    BeforeValidator(lambda v: parse_rate(v) if isinstance(v, str) else v),
+    Field(gt=0, allow_inf_nan=False),
+]
 Seconds = Annotated[
     float,
     BeforeValidator(lambda v: _parse_amount(v, _SECONDS, "90 s")),

@@ -153,7 +153,7 @@ class _StepCollectives:
 
     def has_collective(self, kind: Move, call: int) -> bool:
         """Return whether the step has this collective."""
-        if self._ranks == 1:
+        if self._ranks == 1 and self._links.parameters_on == "device":
             return False
         if kind == "meet":
             return True

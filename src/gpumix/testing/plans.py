@@ -63,7 +63,7 @@ def plan_for(
         head: of all ranks, instead of their modes' head.
         compute_dtype: of all ranks, or of each.
         settings: further fields of the plan, such as `zero_stage`; `sequence_length` is 1 if not
-            given, which has no effect.
+            given, which has no effect. With `parameters_on="host"` all ranks are in `on_host`.
 
     Raises:
         InputError: no units were found.
@@ -75,6 +75,8 @@ def plan_for(
     settings.setdefault("sequence_length", 1)
     settings.setdefault("communication_dtype", choose_communication_dtype(compute_dtype))
     by_host = settings.get("sharding") == "host"
+    if settings.get("parameters_on") == "host":
+        on_host = range(len(shares))
     workers = tuple(
         Worker(
             device=f"d{rank}",

@@ -8,11 +8,12 @@ available; all others use the form named by the plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Self
 
+from gpumix.cost.layout.curves import interpolate_one_seconds
 from gpumix.cost.network.buckets import (
     BEFORE,
     GRADIENT_BYTES,
@@ -26,8 +27,8 @@ from gpumix.cost.network.link_times import LinkModel, Operation
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Collectives, Sharding, ZeroStage
 from gpumix.schema.plan.splitting import compute_shard_sizes
-from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype
-from gpumix.schema.profile.profile import ROOT, Profile, RankGroup
+from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype, Place
+from gpumix.schema.profile.profile import ROOT, ClassProfile, Profile, RankGroup
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class ShardedLayout:
     """Layout of the sharded state: ZeRO stage, ranks, collectives, cuts and buckets.
 
     Where each host divides the whole state, the cuts are those of any of `hosts` hosts, and `alike`
-    says if all hosts cut equally.
+    says if all hosts cut equally. With `parameters_on` hosts, devices of `classes` copy from there.
     """
 
     zero_stage: ZeroStage
@@ -83,6 +84,8 @@ class ShardedLayout:
     joining: BucketGrouping = ONE_UNIT_PER_BUCKET
     hosts: int = 1
     alike: bool = False
+    parameters_on: Place = "device"
+    classes: tuple[str, ...] = ()
 
     @property
     def group(self) -> RankGroup:
@@ -99,6 +102,10 @@ class CollectiveSeconds:
     computation. `padding_bytes` is the memory of padded collectives besides the units' own buffers.
     `copied_rows` is the number of own intervals that a rank needs to sum its gradient over hosts.
     Without `communication_dtype`, parameters are gathered in each rank's compute dtype.
+
+    With `parameters_on` hosts, gathers and reductions are copies over each device's own link, both
+    ways at the same time: `by_class` has those of each device class, and these are the slowest.
+    `update_s` is then the time of updates by the host, where these overlap with the backward pass.
     """
 
     buckets: Buckets
@@ -110,6 +117,20 @@ class CollectiveSeconds:
     padding_bytes: int = 0
     copied_rows: int = 0
     communication_dtype: ComputeDtype | None = None
+    parameters_on: Place = "device"
+    by_class: Mapping[str, CollectiveSeconds] = field(default_factory=dict)
+    update_s: Mapping[str, float] = field(default_factory=dict)
+
+    def of_class(self, name: str) -> CollectiveSeconds:
+        """Return the collectives as a device of class `name` takes part in them."""
+        return self.by_class.get(name, self)
+
+    def backward_s(self, gathered: str, reduced: str) -> float:
+        """Return the seconds to gather one bucket and to reduce another in the backward pass."""
+        gather, reduce = self.regather_s.get(gathered, 0.0), self.reduce_s.get(reduced, 0.0)
+        if self.parameters_on == "device":
+            return gather + reduce
+        return max(gather, reduce, self.update_s.get(reduced, 0.0))
 
     @property
     def is_free(self) -> bool:
@@ -119,7 +140,7 @@ class CollectiveSeconds:
 
     def without_gathers(self) -> CollectiveSeconds:
         """Return the seconds of a forward pass whose parameters are gathered already."""
-        return replace(self, gather_s=dict.fromkeys(self.gather_s, 0.0))
+        return replace(self, gather_s=dict.fromkeys(self.gather_s, 0.0), by_class={})
 
 
 def compute_collective_seconds(
@@ -132,6 +153,8 @@ def compute_collective_seconds(
     """
     moves, buckets = _LayoutCollectives(wire, layout), _buckets_of(profile, layout)
     sizes = buckets.sizes
+    if layout.parameters_on == "host":
+        return _compute_host_copies(profile, moves, layout, buckets)
     gather = {name: moves.gather_s(size) for name, size in sizes.items()}
     none = dict.fromkeys(sizes, 0.0)
     if layout.cuts.ranks == 1 and layout.sharding == "all":
@@ -149,6 +172,68 @@ def compute_collective_seconds(
         copied_rows=moves.copied_rows,
         communication_dtype=layout.communication_dtype,
     )
+
+
+def _compute_host_copies(
+    profile: Profile, moves: _LayoutCollectives, layout: ShardedLayout, buckets: Buckets
+) -> CollectiveSeconds:
+    """Return the copies between devices and hosts that have all parameters, by device class, and
+    the slowest of them."""
+    every = {
+        name: _copies_of_class(profile.of_class(name), moves, layout, buckets)
+        for name in layout.classes
+    }
+
+    def slowest(of: Callable[[CollectiveSeconds], Mapping[str, float]]) -> dict[str, float]:
+        return {
+            name: max(of(one).get(name, 0.0) for one in every.values()) for name in buckets.sizes
+        }
+
+    updates = {} if not profile.updates_early else slowest(lambda one: one.update_s)
+    of_all = CollectiveSeconds(
+        buckets,
+        gather_s=slowest(lambda one: one.gather_s),
+        regather_s=slowest(lambda one: one.regather_s),
+        reduce_s=slowest(lambda one: one.reduce_s),
+        copied_rows=moves.copied_rows,
+        communication_dtype=layout.communication_dtype,
+        parameters_on="host",
+        update_s=updates,
+    )
+    # Every rank's updates are waited for.
+    return replace(
+        of_all,
+        by_class={
+            name: replace(
+                of_all,
+                gather_s=one.gather_s,
+                regather_s=one.regather_s,
+                reduce_s=one.reduce_s,
+            )
+            for name, one in every.items()
+        },
+    )
+
+
+def _copies_of_class(
+    device: ClassProfile, moves: _LayoutCollectives, layout: ShardedLayout, buckets: Buckets
+) -> CollectiveSeconds:
+    assert device.host_copy is not None, "copies to the host were not measured"
+    assert device.host_optimizer_s_per_element is not None, "no state on the host was measured"
+    shares = layout.cuts.shares or (1.0 / layout.cuts.ranks,)
+    copy, width = device.host_copy, DTYPE_BYTES[layout.communication_dtype]
+    gather, regather, reduce, update = {}, {}, {}, {}
+    for name, size in buckets.sizes.items():
+        parameters = size.trainable * width + size.frozen_bytes
+        regather[name] = interpolate_one_seconds(copy, parameters) if parameters else 0.0
+        gather[name] = regather[name] + (moves.meeting_s("gather") if parameters else 0.0)
+        gradient = interpolate_one_seconds(copy, size.gradient_bytes) if size.trainable else 0.0
+        rows = max(shares) * layout.cuts.ranks * size.gradient_bytes
+        reduce[name] = gradient + rows * (device.host_sum_s_per_byte or 0.0)
+        if size.trainable:
+            reduce[name] += moves.meeting_s("reduce") + moves.over_hosts_s(size)
+        update[name] = device.host_optimizer_s_per_element * size.trainable * max(shares)
+    return CollectiveSeconds(buckets, gather, regather, reduce, update_s=update)
 
 
 def _buckets_of(profile: Profile, layout: ShardedLayout) -> Buckets:
@@ -189,9 +274,19 @@ class _LayoutCollectives:
         if self._layout.zero_stage == 0:
             return self._sum_s(size)
         seconds = self._seconds("reduce", size.trainable, size.gradient_bytes)
-        if self._layout.sharding == "host":
-            seconds += self._wire.seconds("reduce", "native", "across", size.gradient_bytes)
-        return seconds
+        return seconds + self.over_hosts_s(size)
+
+    def over_hosts_s(self, size: UnitSize) -> float:
+        """Return the seconds to sum a unit's gradient over hosts, if each has all of the state."""
+        if self._layout.sharding == "all":
+            return 0.0
+        return self._wire.seconds("reduce", "native", "across", size.gradient_bytes)
+
+    def meeting_s(self, operation: Operation) -> float:
+        """Return the seconds of a collective of next to no bytes."""
+        if self._layout.cuts.ranks == 1:
+            return 0.0
+        return self._seconds(operation, 1, 1)
 
     def _sum_s(self, size: UnitSize) -> float:
         """Return the seconds of an all-reduce; if not timed, of a reduction and a gather."""

@@ -487,6 +487,11 @@ class Communicator:
                 )
             value.copy_(sent.view(value.dtype).view(value.shape))
 
+    def count_copy(self, operation: str, tensor: torch.Tensor) -> None:
+        """Count a copy between the device and its host in place of a collective."""
+        self.counts[operation] += 1
+        self.bytes[operation] += tensor.nbytes
+
     def _own_part(self, full: torch.Tensor, intervals: ShardIntervals) -> torch.Tensor:
         """Return this rank's interval of a buffer."""
         offsets = intervals.offsets

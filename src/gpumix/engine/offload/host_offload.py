@@ -37,6 +37,8 @@ class OffloadStore:
         self.device = device
         self.clock = nullcontext() if clock is None else clock
         self.lane = CopyLane(device)
+        # Emulated links have a lane for each direction.
+        self.back = self.lane if self.lane.is_stream else CopyLane(device, "device")
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
     def keep(self, tensor: torch.Tensor) -> OffloadedTensor:
@@ -44,6 +46,7 @@ class OffloadStore:
         free = self._free[tensor.numel(), tensor.dtype]
         memory = free.pop() if free else allocate_on_host(tensor.numel(), tensor.dtype, self.device)
         on_host = memory.view(tensor.shape)
+        self.lane.carry(tensor.nbytes)
         with self.lane.active() if self.lane.is_stream else self.clock:
             on_host.copy_(self.lane.uses(tensor), non_blocking=True)
         return OffloadedTensor(self, on_host, memory)
@@ -65,9 +68,11 @@ class OffloadedTensor:
     def fetch(self) -> None:
         """Start to copy the tensor back, unless started."""
         if self._coming is None:
-            with self._store.lane.active(at_once=True):
+            lane = self._store.back
+            lane.carry(self._on_host.nbytes)
+            with lane.active(at_once=True):
                 self._coming = self._on_host.to(self._store.device, non_blocking=True, copy=True)
-            self._came = self._store.lane.mark()
+            self._came = lane.mark()
 
     def reload(self) -> torch.Tensor:
         """Return the tensor for use on the current stream, and free the host memory for reuse."""

@@ -19,8 +19,8 @@ class StateTransfers:
     """Both lanes of a rank, and the thread that prepares copies to the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.to_device = CopyLane(device)
-        self.to_host = CopyLane(device)
+        self.to_device = CopyLane(device, "device")
+        self.to_host = CopyLane(device, "host")
         self._thread: ThreadPoolExecutor | None = None
 
     def prepare(self, work: Callable[[], None]) -> Future[None]:
@@ -44,21 +44,24 @@ class HostMasters:
 
     Args:
         dtypes: dtype of the masters, and dtype of gathered values.
+        values: memory for the values; default: this rank's own.
     """
 
     def __init__(
         self, numel: int, dtypes: tuple[torch.dtype, torch.dtype], transfers: StateTransfers,
-        device: torch.device,
+        device: torch.device, values: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         master, gathered = dtypes
         self._transfers = transfers
         self._rounded: torch.Tensor | None = None
+        if values is None:
+            values = allocate_on_host(numel, gathered, device)
         if master == gathered:
-            self.master = allocate_on_host(numel, master, device)
+            self.master = values
         else:
             with count_as_host_memory():
                 self.master = torch.empty(numel, dtype=master)
-            self._rounded = allocate_on_host(numel, gathered, device)
+            self._rounded = values
         self._rounding: Future[None] | None = None
         self._is_rounded = False
         self._sent: LaneMark | None = None
@@ -73,9 +76,11 @@ class HostMasters:
     def send(self, start: Callable[[torch.Tensor], None]) -> LaneMark:
         """Let `start` copy the values to the device, on the lane; return the mark of its end."""
         values = self.values()
-        with self._transfers.to_device.active():
+        lane = self._transfers.to_device
+        lane.carry(values.nbytes)
+        with lane.active():
             start(values)
-        self._sent = self._transfers.to_device.mark()
+        self._sent = lane.mark()
         return self._sent
 
     def values(self) -> torch.Tensor:

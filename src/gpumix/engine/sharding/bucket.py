@@ -127,7 +127,6 @@ class Bucket:
         self._remove_parameters()
         for group in self.groups:
             group.rest()
-        for group in self.trainable:
             group.may_change()
 
     def _remove_parameters(self) -> None:

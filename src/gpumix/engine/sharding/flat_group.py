@@ -210,7 +210,8 @@ class FlatGroup:
         self.gradient = gradient
         self._arriving = arriving
         self._division = alike.divisions[0]
-        self.on_host = on_host = self._division.on_host and alike.trainable
+        of_host = alike.trainable or self._division.pool is not None
+        self.on_host = on_host = self._division.on_host and of_host
         own_masters = alike.own_masters and not on_host
         # True if an update of the masters does not reach `full` by itself.
         self.diverges = alike.trainable and not (self._division.replicated and own_masters)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gpumix.engine.comm.communicator import Pending
+from gpumix.engine.comm.parameter_pool import PooledVector
 from gpumix.engine.model.piece_parameter import PieceParameter
 from gpumix.engine.offload.copy_lanes import CopyLane
 from gpumix.engine.offload.host_offload import allocate_on_host
@@ -124,6 +125,9 @@ class Shard:
         self._memory = memory
         self._on_host = division.on_host and self.trainable
         self._host: HostMasters | None = None  # masters on the host
+        self._pooled: PooledVector | None = None  # the whole vector, in memory of the host
+        if division.pool is not None:
+            self._pooled = division.pool.allocate_vector(self.numel, memory.gathered_dtype)
         self._set_division(division)
         self.master = self._masters()
         self.pieces = list(self._fill(members, source))
@@ -148,11 +152,14 @@ class Shard:
         own, memory = self.end - self.start, self._memory
         if memory.masters_in is not None:
             return memory.masters_in[self.start : self.end]
+        values = None if self._pooled is None else self._pooled.values[self.start : self.end]
         if self._on_host:
             transfers = self._division.comm.transfers
             dtypes = memory.master_dtype, memory.gathered_dtype
-            self._host = HostMasters(own, dtypes, transfers, memory.device)
+            self._host = HostMasters(own, dtypes, transfers, memory.device, values)
             return self._host.master
+        if values is not None:
+            return values  # frozen
         return torch.empty(own, dtype=memory.master_dtype, device=memory.device)
 
     def _fill(self, members: Sequence[ShardMember], source: Source) -> Iterator[Piece]:
@@ -221,6 +228,10 @@ class Shard:
 
     def gather(self, into: torch.Tensor) -> Pending:
         """Start to fill a vector from all ranks' masters."""
+        if self._pooled is not None:
+            if self._host is not None:
+                self._host.values()  # rounded, before others read them
+            return self._pooled.fetch(into, f"copy of unit '{self.label}' from the host")
         if self._host is None:
             return self._gather(into, self.master)
         pending = []
@@ -242,6 +253,8 @@ class Shard:
 
     def may_change(self) -> None:
         """Allow writes into masters after a step, before the next gather."""
+        if self._pooled is not None:
+            self._pooled.may_change()
         if self._host is not None:
             self._host.may_change()
 
@@ -266,23 +279,27 @@ class Shard:
     def reduce(self, flat: torch.Tensor, scale: Scale | None) -> Iterator[Pending]:
         """Sum the gradient of the vector over ranks; see `FlatGroup.reduce`."""
         division, label = self._division, f"reduction of unit '{self.label}'"
+        reduce = division.comm.reduce if division.pool is None else division.pool.reduce
         # On NCCL, all work behind the collective is queued on the lane at once, and done while the
         # next unit computes; when that is through, the buffer is free. Gloo's waits are the host's.
-        at_once = self._on_host and self._lane.is_stream and not division.comm.on_gloo
+        at_once = (
+            self._on_host
+            and division.pool is None
+            and self._lane.is_stream
+            and not division.comm.on_gloo
+        )
         if at_once and scale is not None:
             scale()  # here: the computing stream needs its result and its waits too
         if division.replicated:
             yield division.comm.start_all_reduce(flat, label)
             self._deliver(flat[None], scale)
         elif division.copies is None:
-            pending = division.comm.reduce(
-                flat, self.intervals, label, lambda rows: self._deliver(rows, scale)
-            )
+            pending = reduce(flat, self.intervals, label, lambda rows: self._deliver(rows, scale))
             yield pending.beside(self._lane) if at_once else pending
         else:
             room = division.comm.borrow("copies", flat, 1, self.end - self.start)
             part = room.tensor[0]
-            yield division.comm.reduce(flat, self.intervals, label, lambda rows: _sum(rows, part))
+            yield reduce(flat, self.intervals, label, lambda rows: _sum(rows, part))
             yield division.copies.start_sum(part, self.numels, f"{label} over hosts")
             self._deliver(room.tensor, scale)
             room.give_back()
@@ -297,7 +314,10 @@ class Shard:
         division = self._division
         if division.replicated:
             return
-        division.comm.expect_reduce(flat, self.intervals)
+        if division.pool is not None:
+            division.pool.expect_reduce(flat)
+        else:
+            division.comm.expect_reduce(flat, self.intervals)
         if division.copies is not None:  # one bucket is summed over hosts, the next within
             own = self.end - self.start
             rooms = [division.comm.borrow("copies", flat, 1, own) for _ in range(2)]
@@ -307,22 +327,23 @@ class Shard:
 
     def _deliver(self, rows: torch.Tensor, scale: Scale | None) -> None:
         """Take the sum of `rows`, [n, own interval], as this rank's part, before scaling."""
-        if self._on_host:
+        if self._on_host and (self._division.pool is None or self._division.copies is not None):
             self._deliver_to_host(rows, scale)
             return
         if scale is None:
             self._add(rows)
             return
-        fresh, own = self._fresh(), self.gradient
+        fresh, own, pool = self._fresh(), self.gradient, self._division.pool
+        factor = scale() if pool is None else pool.bring(scale())
         if all(fresh) or self._memory.sums_in is not None:
             _sum(rows, own)
-            _multiply(own, scale())
+            _multiply(own, factor)
             if self._carried is not None:
                 own.add_(self._carried)
                 self._carried = None
         else:
             self._zero(fresh)
-            own.addcmul_(_sum_into_first(rows), scale())
+            own.addcmul_(_sum_into_first(rows), factor)
         self._assign_gradients(fresh)
 
     def _deliver_to_host(self, rows: torch.Tensor, scale: Scale | None) -> None:
@@ -332,6 +353,7 @@ class Shard:
             self._remember()
         fresh = self._fresh()
         is_first = all(fresh) if scale is not None else not self._summed
+        self._lane.carry(self.gradient.nbytes)
         with self._lane.active():
             part = _sum_into_first(rows)
             if scale is not None:
@@ -425,7 +447,9 @@ def _sum_into_first(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(rows: torch.Tensor, out: torch.Tensor) -> None:
-    if rows.shape[0] > 1:
+    if rows.device != out.device:
+        out.copy_(_sum_into_first(rows))
+    elif rows.shape[0] > 1:
         torch.sum(rows, 0, out=out)
     elif rows.data_ptr() != out.data_ptr():
         out.copy_(rows[0])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from gpumix.engine.comm.communicator import Communicator, Pending, PooledTensor
+from gpumix.engine.comm.parameter_pool import ParameterPool
 from gpumix.schema.plan.plan import Plan, ZeroStage
 from gpumix.schema.plan.splitting import ShardIntervals, cut_parameters
 from gpumix.schema.plan.stage import Worker
@@ -38,6 +39,8 @@ class Division:
         copies: sums over hosts, if each host has the full state.
         first: whether this rank's part is the first of its copies, which represents all.
         on_host: whether this rank keeps its part of masters and optimizer state on the host.
+        pool: memory of the host with one copy of all parameters, instead of gathers and reductions
+            between devices.
         team: the tensor-parallel group of this rank.
         repeats: number of ranks of `comm` that compute each gradient identically.
         part, parts: index of this rank's tensor-parallel part of units, and number of parts.
@@ -54,6 +57,7 @@ class Division:
     copies: HostSums | None = None
     first: bool = True
     on_host: bool = False
+    pool: ParameterPool | None = None
     team: Communicator | None = None
     repeats: int = 1
     part: int = 0
@@ -179,23 +183,28 @@ class Division:
         workers, multiple = plan.workers, plan.cut_multiple
         on_host = workers[comm.rank].state_on == "host"
         if plan.zero_stage == 0 or plan.sharding == "all":
-            first, shares = plan.zero_stage > 0 or comm.rank == 0, plan.stages[0].shares
             return cls(
-                plan.zero_stage, shares, comm, first=first, on_host=on_host, multiple=multiple
+                plan.zero_stage,
+                plan.stages[0].shares,
+                comm,
+                first=plan.zero_stage > 0 or comm.rank == 0,
+                on_host=on_host,
+                pool=ParameterPool(comm) if plan.parameters_on == "host" else None,
+                multiple=multiple,
             )
         hosts = ranks_by_host(workers)
         own = next(number for number, ranks in enumerate(hosts) if comm.rank in ranks)
         by_host = [tuple(workers[rank].state_share for rank in ranks) for ranks in hosts]
         inside = comm.subgroup(hosts)
-        copies = _make_host_sums(hosts, own, by_host, comm, multiple)
         return cls(
             plan.zero_stage,
             by_host[own],
             inside,
             tuple(hosts[own]),
-            copies,
+            _make_host_sums(hosts, own, by_host, comm, multiple),
             first=own == 0,
             on_host=on_host,
+            pool=ParameterPool(inside) if plan.parameters_on == "host" else None,
             multiple=multiple,
         )
 

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import torch
 
+from gpumix.hardware.emulation.link import EmulatedLink
 from gpumix.hardware.emulation.pacer import Pacer
 from gpumix.hardware.memory_limit import MemoryLimit, limit_memory
 from gpumix.schema.cluster.cluster import DeviceClass
@@ -29,6 +30,7 @@ class EmulatedDevice:
     Attributes:
         memory: the memory limit, None unless requested.
         pacer: the pacer, None unless requested.
+        host_link: the link to the host, None if it has no stated rate, or nothing is paced.
     """
 
     def __init__(
@@ -42,6 +44,10 @@ class EmulatedDevice:
         self.device_class = device_class
         self.memory: MemoryLimit | None = None
         self.pacer = Pacer(device_class.emulate_flops_per_s) if pace else None
+        self.host_link: EmulatedLink | None = None
+        rate = device_class.emulate_link_bytes_per_s
+        if self.pacer is not None and rate is not None:
+            self.host_link = EmulatedLink(rate, self.pacer.timeline)
         self._limits_memory = memory
         self._stack = ExitStack()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from gpumix.hardware import runtime
+from gpumix.schema.errors import MachineError
 from gpumix.schema.units import show_bytes
 
 
@@ -29,9 +30,17 @@ class _PinnedPages(mmap.mmap):
     _address = 0  # of the registered memory
     _process = 0  # the registering process
 
-    def register(self, address: int) -> None:
+    def register(self, address: int, *, required: bool) -> None:
         if runtime.register_pinned(address, len(self)):
             self._address, self._process = address, os.getpid()
+        elif required:
+            raise MachineError(
+                f"the driver does not register {show_bytes(len(self))} of the host's memory, from "
+                "which GPUs are to copy parameters",
+                why="locked memory is limited, or the container's memory",
+                fix="raise the limit (ulimit -l unlimited, docker run --ulimit memlock=-1), or "
+                "plan without `parameters_on: host`",
+            )
         else:
             _warn_refused(len(self))
 
@@ -42,7 +51,9 @@ class _PinnedPages(mmap.mmap):
             runtime.unregister_pinned(self._address)
 
 
-def allocate_pinned(size_bytes: int, file: Path | None = None) -> torch.Tensor:
+def allocate_pinned(
+    size_bytes: int, file: Path | None = None, *, required: bool = False
+) -> torch.Tensor:
     """Allocate pinned memory as a page-aligned uint8 tensor. Dropping the last tensor releases the
     memory; callers need not wait for copies.
 
@@ -51,9 +62,11 @@ def allocate_pinned(size_bytes: int, file: Path | None = None) -> torch.Tensor:
 
     Args:
         file: file to map, of `size_bytes`; None maps anonymous zeros.
+        required: refuse ordinary memory.
 
     Raises:
         OSError: there is not enough memory.
+        MachineError: the driver refuses required registration.
     """
     if not size_bytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -66,7 +79,7 @@ def allocate_pinned(size_bytes: int, file: Path | None = None) -> torch.Tensor:
         finally:
             os.close(descriptor)
     memory = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the mapping alive
-    pages.register(memory.data_ptr())
+    pages.register(memory.data_ptr(), required=required)
     return memory
 
 

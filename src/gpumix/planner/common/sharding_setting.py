@@ -103,6 +103,11 @@ class ShardingSetting:
             capacity = np.where(capacity >= 0, 1.0, -1.0)
         return capacity
 
+    @property
+    def parameters_on(self) -> Place:
+        """Return the place of all parameters; with parameters on hosts, all state is there too."""
+        return self.links.parameters_on
+
     def state_on(self, name: str) -> Place:
         """Return the place where devices of class `name` keep state."""
         return "host" if name in self.on_host else "device"
@@ -111,15 +116,46 @@ class ShardingSetting:
         """Return seconds for a device of class `name` to update the whole model."""
         gathered = self.links.communication_dtype or self.profile.model_of(name).compute_dtype
         return optimizer_seconds(
-            self.profile, name, self.zero_stage, self.state_on(name), gathered=gathered
+            self.profile,
+            name,
+            self.zero_stage,
+            self.state_on(name),
+            gathered=gathered,
+            parameters_on=self.parameters_on,
         )
 
 
 def iterate_settings(fleet: Fleet, space: Space) -> Iterator[ShardingSetting]:
-    """Yield all settings of a space, first by least state on hosts, then by least memory."""
-    on_devices = list(_iterate_device_settings(fleet, space))
-    for on_host in iterate_offloaded_classes(fleet, space):
-        yield from (replace(setting, on_host=on_host) for setting in on_devices)
+    """Yield all settings of a space, first by least state on hosts, then by least memory; at last
+    those with all parameters on hosts."""
+    places = space.parameters_on or ("device",)
+    if "device" in places:
+        on_devices = list(_iterate_device_settings(fleet, space))
+        for on_host in iterate_offloaded_classes(fleet, space):
+            yield from (replace(setting, on_host=on_host) for setting in on_devices)
+    if "host" in places and can_keep_parameters_on_hosts(fleet, space):
+        yield make_setting_on_hosts(fleet, space)
+
+
+def can_keep_parameters_on_hosts(fleet: Fleet, space: Space) -> bool:
+    """Return True if hosts may keep all parameters: their work was measured, several hosts know
+    how they sum gradients, and the space allows the state there."""
+    measured = all(can_keep_state_on_host(fleet.profile, name) for name in fleet.classes)
+    allowed = 3 in space.zero_stages and "host" in space.state_on
+    sharding = "host" if len(fleet.per_host) > 1 else "all"
+    if not (measured and allowed and sharding in space.shardings):
+        return False
+    return len(fleet.per_host) == 1 or fleet.link_model.knows("reduce", "native", "across")
+
+
+def make_setting_on_hosts(fleet: Fleet, space: Space) -> ShardingSetting:
+    """Build the setting with all parameters on hosts. Cores of a host are shared equally by its
+    devices, so each updates an equal share."""
+    sharding: Sharding = "host" if len(fleet.per_host) > 1 else "all"
+    layout = _layout(fleet, 3, sharding, select_collective_forms(fleet.profile), 1.0)
+    layout = replace(layout, parameters_on="host", classes=tuple(fleet.classes))
+    setting = _setting(fleet, layout, 1.0, fleet.measured(tuple(space.modes(3))))
+    return replace(setting, on_host=frozenset(fleet.classes))
 
 
 def _iterate_device_settings(fleet: Fleet, space: Space) -> Iterator[ShardingSetting]:

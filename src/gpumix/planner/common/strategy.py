@@ -110,6 +110,7 @@ def build_plan(
         zero_stage=setting.zero_stage,
         sharding=setting.sharding,
         optimizer_state=profile.optimizer_state,
+        parameters_on=setting.parameters_on,
         collectives=setting.collectives,
         emulated=any(profile.cluster.class_named(name).emulated for name in setting.classes),
         estimated=tuple(name for name in setting.classes if profile.of_class(name).estimated),

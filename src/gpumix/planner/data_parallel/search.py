@@ -429,7 +429,10 @@ class _AlikeSearches:
 def _group_alike(searches: Sequence[_Search]) -> list[_AlikeSearches]:
     """Return the group of each search."""
     groups: dict[object, list[_Search]] = {}
-    keys = [(s.setting.zero_stage, s.setting.sharding, s.setting.on_host) for s in searches]
+    keys = [
+        (s.setting.zero_stage, s.setting.sharding, s.setting.on_host, s.setting.parameters_on)
+        for s in searches
+    ]
     for key, search in zip(keys, searches):
         groups.setdefault(key, []).append(search)
     made = {key: _AlikeSearches(some) for key, some in groups.items()}

@@ -18,9 +18,11 @@ from gpumix.cost.step_time import can_keep_state_on_host
 from gpumix.planner.common.device_pool import Fleet
 from gpumix.planner.common.sharding_setting import (
     ShardingSetting,
+    can_keep_parameters_on_hosts,
     iterate_offloaded_classes,
     iterate_settings,
     make_setting,
+    make_setting_on_hosts,
 )
 from gpumix.planner.data_parallel.knapsack import Staircase, Undecided, select_steps
 from gpumix.schema.cluster.cluster import Device
@@ -66,6 +68,13 @@ def make_no_fit_error(
 
 
 def _no_setting(fleet: Fleet, space: Space) -> NoFeasiblePlanError:
+    if space.parameters_on == ("host",):
+        return NoFeasiblePlanError(
+            "no plan is possible: hosts cannot keep all parameters",
+            why="that is for ZeRO stage 3 with state on hosts, whose speed was measured; several "
+            "hosts each divide the state for themselves, over links that are known",
+            fix="allow `techniques: {parameters_on: [device, host]}`, or profile again",
+        )
     if not list(iterate_offloaded_classes(fleet, space)):
         able = (name for name in fleet.classes if can_keep_state_on_host(fleet.profile, name))
         unable = sorted(set(fleet.classes).difference(able))
@@ -294,6 +303,9 @@ class _SettingDemands:
             on = None if host_bytes is None else host_bytes + on_host
             by_size = table.capacity(free, on)
             best = np.maximum(best, by_size[:, allowed].max(axis=1))
+        if self.setting.parameters_on == "host":  # shares are equal
+            equal = 1.0 / self.setting.fleet.size
+            best = np.where(best >= equal, equal, -1.0)
         return np.where(best >= 0, 1.0, -1.0) if self.setting.zero_stage == 0 else best
 
 
@@ -306,6 +318,10 @@ def _settings(
         setting = make_setting(profile, devices, zero_stage=zero_stage, modes=modes)
         for on_host in list(iterate_offloaded_classes(setting.fleet, space)) or [frozenset()]:
             yield replace(setting, on_host=on_host)
+    fleet = Fleet.of(profile, devices)
+    may = space.parameters_on != ("device",) and len(fleet.per_host) == 1
+    if may and can_keep_parameters_on_hosts(fleet, space):
+        yield make_setting_on_hosts(fleet, space)
 
 
 def can_fit_devices(

@@ -44,6 +44,7 @@ from gpumix.schema.profile.profile import (
 U = TypeVar("U", UnitKind, RootUnit)
 # Fields of a job's data that determine its samples.
 SAMPLE_KEYS = {"pattern", "document", "column", "factory", "arguments", "packing", "tokenize"}
+EARLY_OPTIMIZERS = ("adamw", "sgd")  # update each element by itself
 HOST_MEMORY_SHARE = 0.8  # of a host's memory; the rest is for loaders, libraries, the system
 
 
@@ -271,13 +272,15 @@ def reading_key(job: Job, folder: Path) -> dict[str, object]:
 
 
 def set_readers(job: Job, profile: Profile) -> Profile:
-    """Set the job's number of data workers per rank in a profile."""
+    """Set what the job says in a profile: the number of data workers per rank, and whether weights
+    are updated before all gradients are known."""
     wanted = job.data.num_workers
     readers = None if wanted == "auto" else max(1, wanted)
     inputs = [
         one.model_copy(update={"readers": readers if one.parallel else 1}) for one in profile.inputs
     ]
-    return profile.model_copy(update={"inputs": tuple(inputs)})
+    early = job.optimizer.name in EARLY_OPTIMIZERS and job.max_grad_norm is None
+    return profile.model_copy(update={"inputs": tuple(inputs), "updates_early": early})
 
 
 def model_hash(job: Job, folder: Path) -> str:

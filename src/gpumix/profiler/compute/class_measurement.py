@@ -40,6 +40,7 @@ from gpumix.profiler.compute.optimizer_times import (
     OptimizerCost,
     time_host_copies,
     time_host_optimizer,
+    time_host_sums,
     time_optimizer,
 )
 from gpumix.profiler.compute.peak_flops import measure_peak
@@ -124,6 +125,7 @@ def _measured(
         largest_micro_batch=found.points[-1].size,
         host_copy=time_host_copies(runtime),
         host_optimizer_s_per_element=time_host_optimizer(runtime, subject.optimizer_of),
+        host_sum_s_per_byte=time_host_sums(runtime),
         compiled=compiled,
         compute_dtype=dtype,
         efficiency=chosen.efficiency,

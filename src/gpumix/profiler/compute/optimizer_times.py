@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from gpumix.cost.layout.curves import remove_timing_noise
+from gpumix.engine.offload.copy_lanes import CopyLane
 from gpumix.engine.offload.host_offload import allocate_on_host
+from gpumix.engine.offload.state_transfers import StateTransfers
 from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.optimizers.base import FullParameterOptimizer
 from gpumix.hardware.device import DeviceRuntime
@@ -25,6 +27,7 @@ from gpumix.schema.plan.optimizer_state import OptimizerState
 OPTIMIZER_NUMEL = 2**26  # enough to hide a GPU's launch time
 HOST_NUMEL = 2**22  # larger than caches
 COPIED_BYTES = (2**16, 2**20, 2**24, 2**26)
+SUMMED_ROWS = 2
 REPEATS = 3
 
 
@@ -80,14 +83,31 @@ def time_host_optimizer(
 def time_host_copies(runtime: DeviceRuntime) -> Curve:
     """Return the seconds to copy bytes to the host, or back: the slower direction."""
     device, seconds = runtime.torch_device, []
+    lanes = StateTransfers(device)
     sizes = [n for n in COPIED_BYTES if n <= max(COPIED_BYTES[0], runtime.memory_limit_bytes // 64)]
     for size in sizes:
         here = torch.zeros(size, dtype=torch.uint8, device=device)
         there = allocate_on_host(size, torch.uint8, device)
-        out = _time_without_first(runtime, partial(there.copy_, here, non_blocking=True))
-        back = _time_without_first(runtime, partial(here.copy_, there, non_blocking=True))
+        out = _time_without_first(runtime, partial(_copy, lanes.to_host, there, here))
+        back = _time_without_first(runtime, partial(_copy, lanes.to_device, here, there))
         seconds.append(max(out, back))
     return Curve(sizes=tuple(map(float, sizes)), values=remove_timing_noise(seconds))
+
+
+def time_host_sums(runtime: DeviceRuntime) -> float:
+    """Return the seconds per byte to sum gradients of several ranks on the host."""
+    with count_as_host_memory():
+        rows = torch.zeros(SUMMED_ROWS, HOST_NUMEL)
+        into = torch.empty(HOST_NUMEL)
+        work = partial(torch.sum, rows, 0, out=into)
+        return _time_without_first(runtime, work) / rows.nbytes
+
+
+def _copy(lane: CopyLane, into: torch.Tensor, source: torch.Tensor) -> None:
+    lane.carry(source.nbytes)
+    with lane.active():
+        into.copy_(source, non_blocking=True)
+    lane.mark().wait()
 
 
 def _time_without_first(runtime: DeviceRuntime, work: Callable[[], Any]) -> float:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from gpumix.schema.cluster.network import Network
 from gpumix.schema.errors import InputError
-from gpumix.schema.units import Bytes, FlopRate, show_flops
+from gpumix.schema.units import Bytes, FlopRate, LinkRate, show_flops
 from gpumix.schema.untrusted_text import check_displayed_name, check_host_name
 from gpumix.schema.value import Value, refuse_duplicates
 
@@ -26,7 +26,8 @@ CLASS_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 class DeviceClass(Value):
     """A class of interchangeable devices: same model, memory and host link.
 
-    `emulate_flops_per_s` makes a CPU process an emulated device: its compute takes FLOPs / rate.
+    `emulate_flops_per_s` makes a CPU process an emulated device: its compute takes FLOPs / rate,
+    and with `emulate_link_bytes_per_s` its copies from and to the host take bytes / rate.
     `accelerator` is the torch device type: "cuda" for NVIDIA and AMD GPUs, "xpu" for Intel GPUs,
     "hpu" for Gaudi, which is planned for and not trained on.
     `driver` and `compute_capability` are empty for CPUs, `gfx_target` for all but AMD GPUs,
@@ -39,6 +40,7 @@ class DeviceClass(Value):
     accelerator: Accelerator
     memory_bytes: Bytes = Field(gt=0)
     emulate_flops_per_s: FlopRate | None = None
+    emulate_link_bytes_per_s: LinkRate | None = None
     product: Seen = ""
     driver: Seen = ""
     compute_capability: Seen = ""

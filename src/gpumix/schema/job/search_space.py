@@ -54,6 +54,12 @@ class Space(Value):
         default=("device", "host"),
         description="place of fp32 parameters and optimizer state, which are updated there",
     )
+    parameters_on: Some[Place] | None = Field(
+        default=None,
+        description="where all parameters are: divided between the devices, or one copy in memory "
+        "of each host, from which devices copy block by block; null: on hosts where nothing else "
+        "fits",
+    )
     tensor_parallel_size: Some[Annotated[int, Field(ge=1)]] = Field(
         default=(1, 2, 4, 8),
         description="tensor-parallel degrees: number of devices of one type and host that "
@@ -175,6 +181,8 @@ class Space(Value):
             return "padded collectives"
         if elsewhere := {w.state_on for w in plan.workers} - set(self.state_on):
             return f"state on the {min(elsewhere)}"
+        if self.parameters_on and plan.parameters_on not in self.parameters_on:
+            return f"parameters on the {plan.parameters_on}"
         modes = tuple(self.modes(plan.zero_stage))
         last = {w.mode for w in plan.stages[-1].workers} - set(modes)
         headless = {mode.model_copy(update={"head": "whole"}) for mode in modes}

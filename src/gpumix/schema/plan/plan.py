@@ -18,7 +18,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.peak_flops import Peak
 from gpumix.schema.plan.explanation import Reasons
 from gpumix.schema.plan.optimizer_state import OptimizerState, get_cut_multiple
-from gpumix.schema.plan.stage import ComputeDtype, Stage, WavePart, Worker
+from gpumix.schema.plan.stage import ComputeDtype, Place, Stage, WavePart, Worker
 from gpumix.schema.units import LARGEST_BATCH, LARGEST_LENGTH
 from gpumix.schema.value import Document, Value, refuse_duplicates
 
@@ -150,6 +150,12 @@ class Plan(Document):
         description="that the plan is for: with `8bit`, cuts are at multiples of 256 elements of a "
         "parameter, so that what is quantised together is on one rank",
     )
+    parameters_on: Place = Field(
+        default="device",
+        description="where all parameters are: divided between the devices, or in memory shared by "
+        "the devices of a host, one copy a host, from which each device copies a block when it "
+        "needs it and where gradients are summed",
+    )
     collectives: Collectives = Collectives()
     prediction: Prediction | None = None
     reasons: Reasons | None = None
@@ -194,9 +200,32 @@ class Plan(Document):
             raise ValueError("hosts repeat no state of teams: sharding 'host' is without them")
         if self.waves > 1:
             self._check_waves()
+        if self.parameters_on == "host":
+            self._check_parameters_on_hosts()
         if len(self.stages) > 1:
             self._check_stages()
         return self
+
+    def _check_parameters_on_hosts(self) -> None:
+        """Check that each host can have a copy of all parameters, and update it."""
+        if len(self.stages) > 1 or self.in_teams:
+            raise ValueError("`parameters_on: host` is for plans of one stage, without teams")
+        if self.zero_stage != 3:
+            raise ValueError(
+                "`parameters_on: host` keeps no parameters on devices: write `zero_stage: 3`"
+            )
+        for worker in self.workers:
+            if worker.state_on != "host":
+                raise ValueError(
+                    "the host updates parameters that it keeps: write `state_on: host` for device "
+                    f"'{worker.device}'"
+                )
+        hosts = {worker.host for worker in self.workers}
+        if len(hosts) > 1 and self.sharding != "host":
+            raise ValueError(
+                f"each of {len(hosts)} hosts keeps a copy of all parameters: write "
+                "`sharding: host`, with state shares that add up to 1 on each"
+            )
 
     def _check_waves(self) -> None:
         """Check that workers can process several waves."""

@@ -344,6 +344,9 @@ class ClassProfile(Value):
     largest_micro_batch: int | None = Field(default=None, ge=1)
     host_copy: Curve | None = None
     host_optimizer_s_per_element: float | None = Field(default=None, ge=0)
+    host_sum_s_per_byte: float | None = Field(
+        default=None, ge=0, description="of gradients summed there; None: not measured"
+    )
     host_bytes: Count | None = Field(
         default=None, description="of the host, for one device; None is no limit"
     )
@@ -512,6 +515,11 @@ class Profile(Document):
     )
     step_overhead_s: float = Field(
         default=0.0, ge=0, description="of one step, neither compute nor communication"
+    )
+    updates_early: bool = Field(
+        default=False,
+        description="whether the host updates what it keeps while gradients of other blocks are "
+        "computed: an optimizer of single elements, without clipping",
     )
     contention: float = Field(
         default=0.0,

@@ -25,7 +25,7 @@ from gpumix.schema.cluster.cluster import (
 from gpumix.schema.cluster.network import Network
 from gpumix.schema.reading.error_text import Problem, find_nearest, suggest, validate_strictly
 from gpumix.schema.reading.yaml_places import Keys, show_value
-from gpumix.schema.units import Bytes, FlopRate, show_bytes, show_flops
+from gpumix.schema.units import Bytes, FlopRate, LinkRate, show_bytes, show_flops
 from gpumix.schema.value import Value
 
 MOST_DEVICES = 65_536
@@ -45,6 +45,11 @@ class ClassForm(Value):
     )
     emulate: FlopRate | None = Field(
         default=None, description="makes a CPU process an emulated device of this speed"
+    )
+    emulate_link: LinkRate | None = Field(
+        default=None,
+        description="rate of an emulated device's link to its host, each way; default: unlimited",
+        examples=["2 GB/s"],
     )
     accelerator: Accelerator | None = Field(
         default=None,
@@ -89,6 +94,8 @@ class ClassForm(Value):
             raise ValueError(
                 f"'emulate' makes a device of a CPU process, not of a {self.accelerator} device"
             )
+        if self.emulate is None and self.emulate_link is not None:
+            raise ValueError("'emulate_link' is the link of an emulated device: give 'emulate' too")
         return self
 
     def named(self, name: str) -> DeviceClass:
@@ -98,6 +105,7 @@ class ClassForm(Value):
             accelerator=self.accelerator or ("cuda" if self.emulate is None else "cpu"),
             memory_bytes=self.memory,
             emulate_flops_per_s=self.emulate,
+            emulate_link_bytes_per_s=self.emulate_link,
             product=self.product,
             driver=self.driver,
             compute_capability=self.compute_capability,
@@ -206,6 +214,7 @@ def _class_form(one: DeviceClass) -> dict[str, Any]:
     keys = {
         "memory": one.memory_bytes,
         "emulate": one.emulate_flops_per_s,
+        "emulate_link": one.emulate_link_bytes_per_s,
         "accelerator": one.accelerator,
         "product": one.product,
         "driver": one.driver,

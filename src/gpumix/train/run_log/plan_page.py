@@ -326,7 +326,8 @@ def _kept_on_hosts(plan: Plan) -> str:
             by_host[worker.host] = by_host.get(worker.host, 0) + of_device.host_bytes
     if not by_host:
         return ""
-    kept = [*(["optimizer state"] if any(w.state_on == "host" for w in plan.workers) else [])]
+    kept = ["parameters"] if plan.parameters_on == "host" else []
+    kept += ["optimizer state"] if any(w.state_on == "host" for w in plan.workers) else []
     kept += ["activations"] if any(w.mode.boundary == "host" for w in plan.workers) else []
     most = max(by_host.values())
     amount = f"{round_estimate(most / GIB)} GiB" if most >= GIB else f"{most / MIB:.0f} MiB"
@@ -351,8 +352,8 @@ def _describe_method(plan: Plan) -> str:
     """Describe sharding, recomputing, offloading, stages and tensor parallelism in the usual
     terms."""
     zero = {0: "data parallel (DDP-like)", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP-like)"}
-    parts = [zero[plan.zero_stage]]
-    if plan.sharding == "host":
+    parts = [zero[plan.zero_stage]] if plan.parameters_on == "device" else []
+    if plan.sharding == "host" and plan.parameters_on == "device":
         parts.append("sharded inside each host (HSDP-like)")
     if len(plan.stages) > 1:
         parts.append(f"{len(plan.stages)} pipeline stages ({plan.schedule})")
@@ -364,7 +365,10 @@ def _describe_method(plan: Plan) -> str:
     computing = [w for w in plan.workers if w.samples]
     parts += _for_some(computing, lambda w: w.mode.recompute, "activation checkpointing")
     parts += _for_some(computing, lambda w: w.mode.boundary == "host", "activations on the CPU")
-    parts += _for_some(plan.workers, lambda w: w.state_on == "host", "optimizer on the CPU")
+    if plan.parameters_on == "host":
+        parts.append("parameters and optimizer in system RAM")
+    else:
+        parts += _for_some(plan.workers, lambda w: w.state_on == "host", "optimizer on the CPU")
     parts += ["8-bit optimizer state"] if plan.optimizer_state == "8bit" else []
     parts += _for_some(computing, lambda w: w.mode.head == "chunked", "chunked cross-entropy")
     parts += _for_some(computing, lambda w: w.mode.order == "sequential", "sequential batches")
