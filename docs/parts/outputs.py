@@ -46,6 +46,7 @@ def _printed(words: str) -> str:
     command, _, most = " ".join(words.split()).partition(" | head -")
     done = CliRunner().invoke(app, shlex.split(command))
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    assert "a bug in gpumix" not in done.output, done.output
     lines = [line.rstrip() for line in done.output.rstrip().splitlines()]
     return "\n".join(lines[: int(most) if most else None])
 
