@@ -14,6 +14,7 @@ from extended import left_out
 from gpumix.engine.comm import parameter_pool
 from gpumix.engine.comm.communicator import CommunicationError
 from gpumix.engine.model.deferred_init import build
+from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.prepare import prepare
 from gpumix.hardware.host import shared_segment
 from gpumix.schema.errors import MachineError
@@ -122,6 +123,21 @@ def test_it_is_to_the_last_bit_what_devices_do_with_state_on_their_hosts(name, d
     for place in ("host", "device"):
         settings = {"parameters_on": place, "on_host": range(3), "compute_dtype": dtype}
         ranks = run_ranks(_train, 3, name, UNEVEN, settings, early, _adamw)
+        found[place] = ranks[0][0], joined([pieces for _, pieces in ranks])
+    assert found["host"][0] == found["device"][0]
+    for name, value in found["device"][1].items():
+        assert (found["host"][1][name] == value).all(), name
+
+
+def _adamw_8bit(parameters):
+    return AdamW8bit(parameters, lr=1e-3, min_8bit_size=256)
+
+
+def test_state_in_8_bits_is_the_same_to_the_last_bit():
+    found = {}
+    for place in ("host", "device"):
+        settings = {"parameters_on": place, "on_host": range(3), "optimizer_state": "8bit"}
+        ranks = run_ranks(_train, 3, "gpt2", UNEVEN, settings, False, _adamw_8bit)
         found[place] = ranks[0][0], joined([pieces for _, pieces in ranks])
     assert found["host"][0] == found["device"][0]
     for name, value in found["device"][1].items():
