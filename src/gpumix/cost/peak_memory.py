@@ -366,8 +366,7 @@ class StateModel:
         return self.buckets.full_bytes(self.compute_dtype, self.zero_stage, widened=widened)
 
     def _stored_frozen(self, frozen: int, packed: int) -> int:
-        """Return the bytes of frozen parameters stored in addition to the compute copy. Packed ones
-        are used as they are gathered."""
+        """Return the bytes of frozen parameters beyond the compute copy; packed ones need none."""
         if self.links.parameters_on == "host":
             return 0
         if self.zero_stage == 3 or self._in_parts:
@@ -403,11 +402,9 @@ class StateModel:
     def rounding(self) -> float:
         """Bytes reserved for the rounding of a cut."""
         moved = ROUNDING_ELEMENTS + get_cut_multiple(self.profile.optimizer_state) - 1
-        one_off = dict.fromkeys(self.sizes, moved)
         filled = (n for name, n in self.counts.items() if self.sizes[name] != UnitSize(0, 0))
-        elements = moved * sum(filled)
-        received = self.received_bytes(one_off, self.ranks)
-        return elements * (ceil(self.sharded_per_element) + 1) + received
+        received = self.received_bytes(dict.fromkeys(self.sizes, moved), self.ranks)
+        return moved * sum(filled) * (ceil(self.sharded_per_element) + 1) + received
 
     @cached_property
     def bytes_per_share(self) -> int:

@@ -161,9 +161,7 @@ class RootUnit(Value):
     parameters: tuple[RootParameter, ...] = Field(
         default=(), description="each of them; empty: not known"
     )
-    kept: Curve = Field(
-        description="the batch, and what the code before the units keeps until its backward"
-    )
+    kept: Curve = Field(description="the batch, and values kept by the code before the units")
     head: Curve = Field(
         description="working set of the head and loss, forward and backward; the gradients of the "
         "last call's outputs are not in it"
@@ -183,9 +181,7 @@ class RootUnit(Value):
     backward_flops: Flops | None = Field(
         default=None, description="of one sample's backward; None: not counted"
     )
-    before_backward_flops: Flops = Field(
-        default=0.0, description="of those the ones before the first unit"
-    )
+    before_backward_flops: Flops = Field(default=0.0, description="of it, before the first unit")
 
 
 class ModelProfile(Value):
