@@ -94,7 +94,8 @@ techniques:
   {{zero_stages: [3, 1], cross_entropy: whole, checkpoints_on: device, state_on: device,
    gradient_checkpointing: [yes, no], tensor_parallel_size: [1, 2], sequence_parallel: no,
    min_pipeline_stages: 1, max_pipeline_stages: 2, waves: no, leave_out: no, padded: yes,
-   pipeline_schedules: [1f1b], shardings: all, orders: layered}}
+   pipeline_schedules: [1f1b], shardings: all, orders: layered, parameters_on: device}}
+allow: 8bit-optimizer
 output_dir: run
 logging_steps: 1
 eval_steps: 2

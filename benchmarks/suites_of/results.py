@@ -22,7 +22,7 @@ NO_NETWORK = re.compile(
 TRAINER, LOOPS, LIGHTNING = "guides/hugging-face.md", "guides/accelerate.md", "lightning.md"
 REFUSED: dict[str, tuple[str, str]] = {
     r"^InputError: AcceleratorConfig: (split_batches|dispatch_batches|non_blocking|"
-    r"gradient_accumulation_kwargs)=": (TRAINER, "of `accelerator_config`\n`split_batches`"),
+    r"gradient_accumulation_kwargs)=": (TRAINER, "`accelerator_config` `split_batches`"),
     r"^InputError: TrainingArguments: eval_use_gather_object=": (
         TRAINER,
         "`eval_use_gather_object`",
@@ -34,11 +34,11 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     r"(Qwen3Moe|GptOss)ForCausalLM: the loss of a batch is not made of": (
         TRAINER,
-        "a loss that couples samples of a batch is refused",
+        "a loss that couples samples of\na batch is refused",
     ),
     r"the weights of \w+ are quantised by": (
         "guides/quantised-base.md",
-        "Weights that are quantised in another way than these are refused",
+        "weights quantised in any other way",
     ),
     r"forward changes buffers of module '', a DummyModel": (
         "design/losses.md",
@@ -49,27 +49,27 @@ REFUSED: dict[str, tuple[str, str]] = {
         "of another class than torch's `DataLoader` is refused",
     ),
     r"Adafactor cannot update a sharded model": (TRAINER, "others are [refused]"),
-    r"the model is called before the loader": (LOOPS, "The three may also be prepared one by one"),
+    r"the model is called before the loader": (LOOPS, "prepare the three one by one"),
     r"the model cannot be measured with the loader's batches": (
         LOOPS,
-        "those of its parts that have the names of forward's",
+        "matched to `forward`'s arguments by name",
     ),
-    r"save_state with \d+ prepared optimizers": (LOOPS, "A state that is saved is that of one"),
-    r"several models cannot be trained by one": (LOOPS, "**One model** for each Accelerator"),
+    r"save_state with \d+ prepared optimizers": (LOOPS, "A saved\nstate is that of one optimizer"),
+    r"several models cannot be trained by one": (LOOPS, "**One model** per Accelerator"),
     r"^InputError: DataLoaderConfiguration: (dispatch_batches|split_batches|non_blocking|"
     r"use_stateful_dataloader)=": (LOOPS, "`split_batches`, `dispatch_batches`, `non_blocking`"),
     r"^InputError: Accelerator: (split_batches|rng_types|device_placement|fsdp_plugin|"
-    r"deepspeed_plugin|kwargs_handlers)=": (LOOPS, "are refused: the plan decides\nthat"),
-    r"has a batch sampler of its own": (LOOPS, "a loader with a batch sampler of its\nown"),
+    r"deepspeed_plugin|kwargs_handlers)=": (LOOPS, "are refused, because\nthe plan decides"),
+    r"has a batch sampler of its own": (LOOPS, "a loader whose own batch sampler does"),
     r"^InputError: Trainer: manual optimization has no": (LIGHTNING, "Manual optimization"),
-    r"^InputError: Trainer: \w+\.backward has no meaning": (LIGHTNING, "a `backward` of one's own"),
-    r"_step\(dataloader_iter\) has no meaning": (LIGHTNING, "steps that take a\n`dataloader_iter`"),
+    r"^InputError: Trainer: \w+\.backward has no meaning": (LIGHTNING, "an own `backward`"),
+    r"_step\(dataloader_iter\) has no meaning": (LIGHTNING, "steps that take a `dataloader_iter`"),
     r"cannot update a sharded model": ("design/optimizers.md", "LBFGS"),
     r"configure_optimizers returned several": (LIGHTNING, "several optimizers"),
-    r"configure_optimizers returned no optimizer": (LIGHTNING, "`configure_optimizers` with one"),
+    r"configure_optimizers returned no optimizer": (LIGHTNING, "configure_optimizers"),
     r"training_step returned no loss": (LIGHTNING, "a `training_step` that returns no loss"),
-    r"predict_step returned an? ": (LIGHTNING, "returns no row for each sample"),
-    r"is not in a file system": (LIGHTNING, "lies in a file system"),
+    r"predict_step returned an? ": (LIGHTNING, "returns no row per sample"),
+    r"is not in a file system": (LIGHTNING, "needs a file system"),
     r"this strategy has another module already": (LIGHTNING, "a second module for a strategy"),
     r"Trainer, \w+: precision '[^']*' has no meaning": (
         LIGHTNING,
@@ -77,7 +77,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     r"batches come from several loaders at once": (LIGHTNING, "several training loaders at once"),
     r"^InputError: an? \w+ gives the batches": (LIGHTNING, "loaders of another class than torch's"),
-    r"^InputError: Trainer: the callback \w+ has no meaning": (LIGHTNING, "the callbacks\n"),
+    r"^InputError: Trainer: the callback \w+ has no meaning": (
+        LIGHTNING,
+        "`StochasticWeightAveraging`",
+    ),
     r"a model that is sharded over ranks cannot be pickled": (LIGHTNING, "cannot be pickled"),
     r"batches are read before the devices were measured": (
         LIGHTNING,

@@ -71,7 +71,7 @@ class Share:
 
 def read_results(page: str) -> tuple[tuple[Speed, ...], tuple[Share, ...]]:
     """The bars and the cards that a page of results has under `TITLE`."""
-    rows = re.findall(r"(?m)^\| (.+) \|$", page.partition(TITLE)[2])
+    rows = re.findall(r"(?m)^\| (.+) \|$", page.partition(TITLE)[2].partition("\n# ")[0])
     cells = [row.split(" | ") for row in rows]
     speeds = [Speed(row[0], float(row[1].replace(",", ""))) for row in cells if len(row) == 2]
     shares = [

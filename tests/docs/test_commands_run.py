@@ -152,7 +152,6 @@ FURTHER = {
     "gpumix simulate plan.json --cluster '4x rtx3090, 2x p40' --model 3B",
     "gpumix train job.yaml --trace-step 20",
     "gpumix plan job.yaml --cluster '4x a100-40gb-sxm'",
-    "gpumix train job.yaml --strategy model",
     "gpumix train job.yaml --set report_to=tensorboard",
 }
 

@@ -15,9 +15,9 @@ def test_hooks_run_what_make_lint_runs():
     assert repository["repo"] == "local"
     assert {hook["language"] for hook in repository["hooks"]} == {"system"}
     lint = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nlint:")[2]
-    wanted = [line.split("/")[-1] for line in lint.split("\n\n")[0].splitlines()[1:]]
+    wanted = [line.split("/", 1)[-1] for line in lint.split("\n\n")[0].splitlines()[1:]]
     tools = [" ".join(command.split()[:2]) for command in wanted]
     run = [hook["entry"].removeprefix(".venv/bin/") for hook in repository["hooks"]]
-    assert len(run) == len(tools) == 3
+    assert len(run) == len(tools) == 4
     for entry, tool in zip(run, tools):
         assert entry.startswith(tool.split(" src")[0])

@@ -22,7 +22,7 @@ CARDS = [Card("fast", 1, GIB, steady(4.0)), Card("slow", 1, GIB, steady(1.0))]
 
 
 def job(**techniques):
-    return SimpleNamespace(global_batch_size=8, techniques=Space(**techniques))
+    return SimpleNamespace(global_batch_size=8, space=Space(**techniques))
 
 
 @dataclass

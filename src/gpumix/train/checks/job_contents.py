@@ -7,7 +7,6 @@ none.
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from torch import nn
 
@@ -19,6 +18,7 @@ from gpumix.engine.optimizers.parameter_groups import match_names
 from gpumix.engine.sharding.initial_weights import make_source
 from gpumix.engine.tensor_parallel.plans import resolve_tensor_plan
 from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.files import scratch_folder
 from gpumix.schema.job.job import Job
 from gpumix.schema.units import format_count, show_bytes
 from gpumix.train.checks.attention_heads import check_config_heads
@@ -69,9 +69,9 @@ def check_contents(job: Job, cluster: Cluster, folder: Path) -> tuple[str, list[
     if data.dataset is not None:
         rows = count_saved_rows(folder / data.dataset, data.column)
         return f"{format_count(rows, 'row')} of {data.dataset}", []
-    with TemporaryDirectory(prefix="gpumix-") as cache:
+    with scratch_folder() as cache:
         vocabulary = get_vocabulary_size(job.model)
-        train, held_out = open_data(job, folder, Path(cache), vocabulary=vocabulary)
+        train, held_out = open_data(job, folder, cache, vocabulary=vocabulary)
         require_held_out(job, held_out)
         warnings = warn_of_data(train, held_out, job.global_batch_size)
         if train.in_order:
