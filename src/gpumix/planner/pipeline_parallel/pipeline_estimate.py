@@ -462,20 +462,21 @@ def _choose_pairs(here: Sequence[Device], there: Sequence[Device]) -> list[tuple
 
 
 def compute_activation_bytes(
-    model: ModelProfile, mode: Mode, sizes: Sequence[int], *, last: bool
+    model: ModelProfile, mode: Mode, sizes: Sequence[int], *, last: bool, least: bool = False
 ) -> tuple[FloatArray, FloatArray]:
     """Return bytes held by micro-batches on a device: of each waiting for its backward, by all
     calls before each, as [sizes, calls + 1]; and of the running micro-batch by size, in the `last`
-    stage with head and loss."""
+    stage with head and loss, for the largest kind of unit or the `least`."""
     kinds = {name: model.kind(name) for name in set(model.kind_of_call)}
-    left, working = {}, np.zeros(len(sizes))
+    left, needed = {}, []
     for name, kind in kinds.items():
         kept, backward = kind.kept, kind.backward
         if not mode.recompute and kind.saved and kind.saved_backward:
             kept, backward = kind.saved, kind.saved_backward
         left[name] = interpolate_bytes(kept, sizes)
-        needed = interpolate_bytes(backward, sizes) + interpolate_bytes(kind.gradient, sizes)
-        working = np.maximum(working, needed)
+        gradient = interpolate_bytes(kind.gradient, sizes)
+        needed.append(interpolate_bytes(backward, sizes) + gradient)
+    working: FloatArray = np.min(needed, axis=0) if least else np.max(needed, axis=0)
     head = model.root.head if mode.head == "whole" else model.root.chunked_head
     if last and head is not None:
         working = np.maximum(working, interpolate_bytes(head, sizes))

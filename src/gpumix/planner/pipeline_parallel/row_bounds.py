@@ -21,12 +21,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpumix.cost.layout.curves import FloatArray, IntArray, interpolate_bytes
+from gpumix.cost.layout.curves import FloatArray, IntArray
 from gpumix.cost.network.buckets import GRADIENT_BYTES
 from gpumix.cost.peak_memory import element_bytes, free_bytes
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
 from gpumix.planner.pipeline_parallel.device_order import Row
-from gpumix.planner.pipeline_parallel.pipeline_estimate import PipelineEstimates, Values
+from gpumix.planner.pipeline_parallel.pipeline_estimate import (
+    PipelineEstimates,
+    Values,
+    compute_activation_bytes,
+)
 from gpumix.planner.pipeline_parallel.stage_cuts import bound_busiest_s
 from gpumix.planner.pipeline_parallel.stage_memory import StageMemory
 from gpumix.planner.pipeline_parallel.stage_modes import (
@@ -329,19 +333,7 @@ class RowBounds:
         """Return bytes of a waiting micro-batch of each range, and at least of the running one in
         addition, in the backward pass of the last call, or in the head."""
         model = self._pace_of.profiles[manner.team].model_of(name)
-        left, working = {}, []
-        for called in set(model.kind_of_call):
-            kind = model.kind(called)
-            kept, backward = kind.kept, kind.backward
-            if not manner.mode.recompute and kind.saved and kind.saved_backward:
-                kept, backward = kind.saved, kind.saved_backward
-            left[called] = interpolate_bytes(kept, self._sizes)
-            gradient = interpolate_bytes(kind.gradient, self._sizes)
-            working.append(interpolate_bytes(backward, self._sizes) + gradient)
-        least = np.min(working, axis=0)
-        head = model.root.head if manner.mode.head == "whole" else model.root.chunked_head
-        if last and head is not None:
-            least = np.maximum(least, interpolate_bytes(head, self._sizes))
-        rows = [np.zeros(len(self._sizes)), *(left[called] for called in model.kind_of_call)]
-        before = np.cumsum(rows, axis=0).T
-        return before[:, self._end] - before[:, self._begin], np.asarray(least)[:, None]
+        before, least = compute_activation_bytes(
+            model, manner.mode, self._sizes, last=last, least=True
+        )
+        return before[:, self._end] - before[:, self._begin], least[:, None]
