@@ -374,10 +374,9 @@ def _render_launch(
     start: ForeseenStart | None,
 ) -> RenderableType:
     from rich.console import Group
-    from rich.text import Text
 
     from gpumix.cli.planning.dry_run import render_start
-    from gpumix.train.run_log.text_page import iterate_labelled
+    from gpumix.train.run_log.text_page import iterate_labelled, join_lines
 
     lines = [("Ready.", "bold")]
     words = shlex.join([asked.around.python, *asked.program.words])
@@ -391,10 +390,9 @@ def _render_launch(
         lines += iterate_labelled("Meet at", f"{meeting.address}:{meeting.port}")
     if start is None:
         lines.append(("Dry run: nothing was started or written.", "bold"))
-        return Text("\n").join(Text(text, style=style) for text, style in lines)
+        return join_lines(lines)
     lines += [("", "")]
-    head = Text("\n").join(Text(text, style=style) for text, style in lines)
-    return Group(head, render_start(start))
+    return Group(join_lines(lines), render_start(start))
 
 
 def _run_program(asked: LaunchRequest) -> None:

@@ -335,7 +335,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _mean_shares(every: Sequence[TimeShares | None]) -> TimeShares | None:
-    known = [asdict(shares) for shares in every if shares is not None]
+    known = [shares for shares in every if shares is not None]
     if len(known) < len(every):
         return None
-    return TimeShares(**{name: fmean(one[name] for one in known) for name in known[0]})
+    return TimeShares(*(fmean(getattr(one, name) for one in known) for name in SHARE_NAMES))
