@@ -10,7 +10,7 @@ Dettmers et al.: 8-bit Optimizers via Block-wise Quantization, https://arxiv.org
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from math import sqrt
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
-from gpumix.engine.optimizers.base import Group, Parameters, flatten_piece
+from gpumix.engine.optimizers.base import Group, Parameters, StepOptimizer, flatten_piece
 from gpumix.engine.optimizers.dynamic_map import QuantisedMoment
 from gpumix.schema.plan.optimizer_state import LEAST_QUANTISED, QUANTISED_BLOCK
 
@@ -34,7 +34,7 @@ CHUNK_ON_CPU = 2**16
 CHUNK_ON_GPU = 2**20
 
 
-class AdamW8bit(Optimizer):
+class AdamW8bit(StepOptimizer):
     """AdamW with 8-bit state, for the pieces of an engine and for ordinary parameters.
 
     The plan has to be made for it: `optimizer_state: 8bit`. `block_states` are states with a value
@@ -63,19 +63,13 @@ class AdamW8bit(Optimizer):
         AdamW([nn.Parameter(torch.empty(0))], **settings)  # checks the settings
         super().__init__(params, {**settings, "min_8bit_size": min_8bit_size})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._update(p, group)
-        return loss
+                    self._update_parameter(p, group)
 
-    def _update(self, p: nn.Parameter, group: Group) -> None:
+    def _update_parameter(self, p: nn.Parameter, group: Group) -> None:
         assert p.grad is not None
         state = self._state(p, group)
         state["step"] += 1

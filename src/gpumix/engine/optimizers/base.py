@@ -18,7 +18,24 @@ Group = dict[str, Any]
 Parameters = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[Group]
 
 
-class FullParameterOptimizer(Optimizer, ABC):
+class StepOptimizer(Optimizer, ABC):
+    """An optimizer whose step may compute the loss anew, as in torch."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    @abstractmethod
+    def _update(self) -> None:
+        """Update all parameters that have a gradient."""
+
+
+class FullParameterOptimizer(StepOptimizer):
     """An optimizer of pieces with the result of its namesake on full parameters.
 
     Every rank must call `step`, even if it stores nothing. A parameter without gradient is skipped,
@@ -35,19 +52,6 @@ class FullParameterOptimizer(Optimizer, ABC):
     ) -> None:
         self.layout = layout
         super().__init__(groups, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._update()
-        return loss
-
-    @abstractmethod
-    def _update(self) -> None:
-        """Update all parameters that have a gradient."""
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)
