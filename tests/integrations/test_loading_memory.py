@@ -16,7 +16,7 @@ from gpumix.cost.loading_memory import compute_loading_bytes, predict_host_bytes
 from gpumix.hardware.host.resident_memory import PeakMemory
 from gpumix.integrations.common.plan_and_shard import without_weights
 from gpumix.testing import Share, plan_for
-from gpumix.train.run_log.loading import LoadingMeter
+from gpumix.train.run_log.loading import measure_loading
 from harness import run_ranks
 from memory import storage_bytes
 
@@ -55,7 +55,7 @@ def peak_of_loading(folder: Path, lazily: bool) -> tuple[int, int, str]:
     """How far this rank's memory grows, what it keeps, and the line of the run's log."""
     load(folder / "tiny", lazily)  # what loads it is in memory
     dist.barrier()
-    with PeakMemory() as memory, LoadingMeter() as meter:
+    with PeakMemory() as memory, measure_loading() as meter:
         model = load(folder / "wide", lazily)
         plan = plan_for(model, [Share(1, 1, 1), Share(1, 1, 3)], compute_dtype="bf16")
         engine = gpumix.prepare(model, plan)

@@ -18,7 +18,7 @@ from gpumix.train.checks.packed_documents import check_documents
 from gpumix.train.checks.resume_check import check_resume
 from gpumix.train.elastic.plan_change import load_parts_in_force
 from gpumix.train.elastic.recovery import Restart
-from gpumix.train.run_log.loading import LoadingMeter
+from gpumix.train.run_log.loading import measure_loading
 from gpumix.train.run_log.terminal import get_stderr_console
 from gpumix.train.state_keeper import ResumedState, StateKeeper
 from gpumix.train.trainer import Trainer, TrainingParts, TrainingStart
@@ -94,7 +94,7 @@ def _build_model(context: RankContext, plan: Plan, *, resume: bool) -> nn.Module
 
 def _prepare_engine(context: RankContext, plan: Plan, model: nn.Module) -> Engine:
     job = context.job
-    with LoadingMeter() as meter:
+    with measure_loading() as meter:
         engine = prepare(
             model,
             plan,

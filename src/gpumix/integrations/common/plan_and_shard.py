@@ -49,7 +49,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import ComputeDtype
 from gpumix.train.checks.output_folder import check_folder
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.loading import LoadingMeter
+from gpumix.train.run_log.loading import measure_loading
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def shard_by_plan(
     # An earlier training may survive in reference cycles of the program, with its memory.
     gc.collect()
     in_files = any(has_source(parameter) for parameter in model.parameters())
-    with LoadingMeter() as meter:
+    with measure_loading() as meter:
         engine = prepare(
             model, plan, loss=own or training.loss, seed=training.seed, couples=training.couples
         )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -15,28 +17,17 @@ from gpumix.hardware.host.resident_memory import PeakMemory
 from gpumix.schema.units import show_bytes, show_seconds
 
 
-class LoadingMeter:
-    """Meter of time and memory inside the context, in which an engine is made."""
+@dataclass
+class LoadingCost:
+    """Time and growth of memory while an engine was made."""
 
-    def __enter__(self) -> LoadingMeter:
-        self._begun = time.perf_counter()
-        self._memory = PeakMemory()
-        self._memory.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._memory.__exit__(kind, error, traceback)
-        self._seconds = time.perf_counter() - self._begun
+    seconds: float = 0.0
+    grown_bytes: int = 0
 
     def describe(self, engine: Engine) -> str:
         """Return a line on the slowest rank and the host with the highest peak. Collective."""
         comm, plan = engine.comm, engine.plan
-        own = [self._memory.grown_bytes, int(1e3 * self._seconds)]
+        own = [self.grown_bytes, int(1e3 * self.seconds)]
         row = torch.tensor(own, dtype=torch.int64, device=comm.device)
         table = comm.exchanged(row, "memory of loading").tolist()
         taken = Counter[str]()
@@ -47,3 +38,12 @@ class LoadingMeter:
         seconds = show_seconds(max(milliseconds for _, milliseconds in table) / 1e3)
         told = f"weights read in {seconds}, with {show_bytes(most)} of RAM on host {host} at most"
         return f"{told} ({show_bytes(planned)} were planned)" if planned else told
+
+
+@contextmanager
+def measure_loading() -> Iterator[LoadingCost]:
+    """Measure time and memory inside the context; the cost is valid after it."""
+    cost, begun = LoadingCost(), time.perf_counter()
+    with PeakMemory() as memory:
+        yield cost
+    cost.grown_bytes, cost.seconds = memory.grown_bytes, time.perf_counter() - begun
