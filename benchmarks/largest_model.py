@@ -1,6 +1,6 @@
 """The largest model that trains on three small cards and little RAM, by each means in turn.
 
-Cards of 24, 12 and 8 GB beside 64 GB of RAM, all scaled down 1 : 256: a Llama in fp32 with AdamW,
+Cards of 24, 12 and 8 GB with 64 GB of RAM, all scaled down 1 : 256: a Llama in fp32 with AdamW,
 trained in full, and with LoRA on a base in NF4. The deepest of one width is looked for: by an even
 split; by FSDP2 in its thriftiest form, tried for real; by FSDP2 with offload, counted as an even
 split whose state is in RAM, since FSDP2 cannot offload where the device is a CPU; by RoundPipe's
