@@ -15,8 +15,8 @@ Figures:
   What Python and its libraries take is not counted. `stock_peak_ram_over_model` is the same where
   each process makes the whole model.
 - `start_s`: seconds from the call that loads to the engine, on the slowest rank, with `gigabytes`
-  of weights in files, in the case `adapters`; `stock_start_s` is that of stock loading. The files were just
-  written, so they are in the host's cache.
+  of weights in files, in the case `adapters`; `stock_start_s` is that of stock loading. The
+  files were just written, so they are in the host's cache.
 """
 
 from __future__ import annotations

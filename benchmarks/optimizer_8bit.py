@@ -7,7 +7,8 @@ sample, wherever they are computed: a sum of two gradients is the same in any or
 optimizer alone can tell plans apart. Losses and final weights are compared with those of one rank.
 
 Other cuts of a batch sum gradients in another order. What AdamW in 8 bits makes of that rounding is
-compared with AdamW in fp32, by the same plans: three ranks with six samples in micro-batches of two.
+compared with AdamW in fp32, by the same plans: three ranks with six samples, in micro-batches of
+two.
 
     python benchmarks/optimizer_8bit.py [--json] [--steps 12]
 
