@@ -20,8 +20,8 @@ cards. `time_mape_held_out` says that: OPT-350M at 2048 tokens by Sailor's timin
 
 Whole training runs that others published on A100s and H100s (`published/training_runs.py`) are
 estimated as well: `published_runs`, `mean_ratio_h100` and `mean_ratio_a100` (estimated over
-published tokens per second), `mape` of all, `held_out_mape` of those not looked at where constants
-were set, and `worst_run` with `worst_run_ratio`. `spearman_cards` is the rank correlation between
+published tokens per second), `mape` of all, `held_out_mape` of those that constants were not
+set by, and `worst_run` with `worst_run_ratio`. `spearman_cards` is the rank correlation between
 the cards of a setting by estimated and measured time of a sample, the mean over settings of three
 cards or more.
 
@@ -43,7 +43,7 @@ import numpy as np
 from common import Figures, print_figures
 from gpumix.cost.layout.curves import interpolate_seconds
 from gpumix.hardware.estimates import gpu_catalogue
-from gpumix.hardware.estimates.roofline import forward_curve, gradient_curve
+from gpumix.hardware.estimates.roofline import SAVED_MOVES, forward_curve, gradient_curve
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype
 from published import NotHereError, Work, cephalo, sailor
@@ -82,7 +82,8 @@ class Case:
         block = sailor.profile([group], sailor.Setup(0), None).of_class(gpu).units["block"]
         assert block.gradient is not None
         card = gpu_catalogue.find_card(NO_TF32[gpu])
-        expected = _estimated(card, "fp32", Work(sailor.BLOCK_FLOPS, sailor.BLOCK_PARAMETERS))
+        work = Work(sailor.BLOCK_FLOPS, sailor.BLOCK_PARAMETERS, sailor.BLOCK_SAVED)
+        expected = _estimated(card, "fp32", work)
         measured = (block.forward, block.gradient)
         setting = cephalo.Setting("opt_350m", "fp32", sailor.TOKENS)
         return cls(gpu, setting, _ratios(expected, measured, map(int, block.forward.sizes)))
@@ -188,8 +189,10 @@ def _correlate_cards(found: Iterable[Case]) -> float:
 
 def _estimated(card: gpu_catalogue.Card, dtype: ComputeDtype, work: Work) -> tuple[Curve, Curve]:
     """Forward, and the backward of a kept graph, by samples."""
-    forward = forward_curve(card, dtype, work.flops, work.elements * DTYPE_BYTES[dtype])
-    return forward, gradient_curve(card, dtype, work.flops, work.elements)
+    size = DTYPE_BYTES[dtype]
+    moved_bytes = SAVED_MOVES * work.saved_elements * size
+    forward = forward_curve(card, dtype, work.flops, work.elements * size, moved_bytes)
+    return forward, gradient_curve(card, dtype, work.flops, work.elements, moved_bytes)
 
 
 def _ratios(

@@ -20,10 +20,17 @@ SAMPLES = float(2**16)  # the far end of straight lines: more samples than any b
 
 @dataclass(frozen=True)
 class Work:
-    """What one layer computes: FLOPs of one sample's forward, elements of its parameters."""
+    """What one layer computes of a sample.
+
+    Attributes:
+        flops: of the forward.
+        elements: of its parameters.
+        saved_elements: of the tensors that the forward leaves for the backward.
+    """
 
     flops: float
     elements: int
+    saved_elements: float
 
 
 class NotHereError(Exception):

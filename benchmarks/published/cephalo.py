@@ -50,6 +50,7 @@ TOKENS_OF_MEMORY = 512
 COMMUNICATION = 2 * GIB
 PART_OF_MEMORY = 0.75
 ADAM = 8  # bytes beside parameter and gradient: 16 in all
+SAVED_WIDTHS = 29  # of each token and layer, in widths: products' inputs, norms and activations
 IN_FLIGHT = 2  # units whose parameters, and whose gradients, gpumix holds at once in the backward
 EXTRA_S = 0.010  # what their model adds for each micro-batch after the first
 CARDS = {
@@ -108,7 +109,9 @@ def block_work(setting: Setting) -> Work | None:
     if sizes is None or setting.model.startswith("vit"):
         return None
     tokens, elements = setting.tokens, sizes["parameters_per_layer"]
-    return Work(2.0 * tokens * elements + 4.0 * tokens**2 * sizes["hidden_size"], elements)
+    width = sizes["hidden_size"]
+    flops = 2.0 * tokens * elements + 4.0 * tokens**2 * width
+    return Work(flops, elements, SAVED_WIDTHS * tokens * width)
 
 
 def profile(

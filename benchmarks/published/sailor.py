@@ -41,6 +41,7 @@ HEAD = BLOCKS + 1  # the last of the profiled layers; 0 is the embedding
 
 BLOCK_FLOPS = 24.0 * TOKENS * WIDTH**2 + 4.0 * TOKENS**2 * WIDTH  # of one sample's forward
 BLOCK_PARAMETERS = 12 * WIDTH**2 + 13 * WIDTH  # matrices, biases, two norms
+BLOCK_SAVED = 16.5 * TOKENS * WIDTH + HEADS * TOKENS**2  # elements of a sample; see above
 OF_ROOT = {
     "embedding": (VOCABULARY + TOKENS) * WIDTH, "norm": 2 * WIDTH, "head": VOCABULARY * WIDTH,
 }  # fmt: skip

@@ -88,7 +88,8 @@ def test_teams_are_of_as_many_cards_as_a_host_has_of_a_class():
         for of_class in team.classes:
             alone = profile.of_class(of_class.device_class).units[KIND].forward
             part = of_class.units[KIND].forward
-            assert alone.values[-1] / part.values[-1] == pytest.approx(team.degree, rel=0.1)
+            # Each rank has its part of the products, and the norms and additions of all.
+            assert 0.75 * team.degree < alone.values[-1] / part.values[-1] < 1.01 * team.degree
     assert small("1x rtx3090").teams == ()
 
 

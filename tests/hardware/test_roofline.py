@@ -12,6 +12,7 @@ from gpumix.hardware.estimates.roofline import (
     get_peak_flops_per_s,
     get_peak_fraction,
     gradient_curve,
+    half_gradient_curve,
     make_host_copy_curve,
     optimizer_s_per_element,
     reached_flops_per_s,
@@ -89,6 +90,20 @@ def test_a_backward_by_hand(name):
     for samples, seconds in zip(curve.sizes, curve.values):
         expected = 4e-4 + samples * 4e11 / reached_flops_per_s(card, "fp16") + added_s
         assert seconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_moved_tensors_add_to_the_products(name):
+    """Once in a forward, twice in a backward and in the half of it that has the inputs' part."""
+    card = find_card(name)
+    moved_s = 3e8 / (0.8 * card.memory_bandwidth)
+    for moves, make in (
+        (1, lambda moved: forward_curve(card, "fp16", 2e13, 0.0, moved)),
+        (2, lambda moved: gradient_curve(card, "fp16", 2e13, 1e8, moved)),
+        (2, lambda moved: half_gradient_curve(card, "fp16", 2e13, moved)),
+    ):
+        for samples, without, seconds in zip(make(0.0).sizes, make(0.0).values, make(3e8).values):
+            assert seconds - without == pytest.approx(moves * samples * moved_s)
 
 
 @pytest.mark.parametrize(("state_bytes", "moved"), [(8, 28), (4, 20), (0, 12)])

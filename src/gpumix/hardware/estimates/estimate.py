@@ -12,6 +12,7 @@ from gpumix.hardware.estimates.gpu_catalogue import Card, find_card
 from gpumix.hardware.estimates.roofline import (
     BACKWARD_FLOPS,
     add_curves,
+    compute_moved_bytes,
     forward_curve,
     get_peak_flops_per_s,
     get_peak_fraction,
@@ -100,15 +101,17 @@ def estimate_class(
     for kind, unit in units.items():
         flops, elements = unit.flops, unit.trainable
         weight_bytes = elements * DTYPE_BYTES[dtype] + unit.frozen_bytes
-        forward = forward_curve(card, dtype, flops, weight_bytes)
+        moved_bytes = compute_moved_bytes(unit)
+        forward = forward_curve(card, dtype, flops, weight_bytes, moved_bytes)
         backward_flops = 2 * flops if unit.backward_flops is None else unit.backward_flops
-        gradient = gradient_curve(card, dtype, backward_flops / BACKWARD_FLOPS, elements)
+        products = backward_flops / BACKWARD_FLOPS
+        gradient = gradient_curve(card, dtype, products, elements, moved_bytes)
         if isinstance(unit, RootUnit):  # a look-up before the units; head and loss run in backward
             times[kind] = UnitTimes(
                 forward=forward_curve(card, dtype, 0.0, 0.0), backward=add_curves(forward, gradient)
             )
         else:
-            half = half_gradient_curve(card, dtype, flops)
+            half = half_gradient_curve(card, dtype, flops, moved_bytes)
             unpacking = make_memory_curve(card, unit.unpacked_bytes)
             forward, gradient = add_curves(forward, unpacking), add_curves(gradient, unpacking)
             times[kind] = UnitTimes(

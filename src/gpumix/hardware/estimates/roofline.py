@@ -1,14 +1,15 @@
 """Roofline estimates of a card's times from vendor data; never measurements.
 
 A product runs at a part of the card's peak, or at the memory's speed of delivering weights,
-whichever is slower. The architecture's kernels limit the part reached, and so does power on small
-boards: FLOPs per watt are similar for all cards of an architecture. The constants are round
-figures, set by hand near the layer timings published by Cephalo (arXiv 2411.01075, twelve cards
-from Pascal to Hopper; `benchmarks/planner_estimate.py` reports their error for seven of the cards,
-and for cards and models not used to set them), those of A100s and Gaudi 2 near published training
-runs. Constants of all other architectures are assumptions, and marked. Where it is published how
-fast torch multiplies large matrices on one, the assumption is three fifths of that; A100 and H100
-train at three quarters, by kernels that were tuned for longer.
+whichever is slower; operations that are no products (norms, activations, additions) take the time
+in which memory moves their tensors. The architecture's kernels limit the part reached, and so does
+power on small boards: FLOPs per watt are similar for all cards of an architecture. The constants
+are round figures, set by hand near the layer timings published by Cephalo (arXiv 2411.01075, twelve
+cards from Pascal to Hopper; `benchmarks/planner_estimate.py` reports their error for seven of the
+cards, and for cards, models and runs not used to set them), those of A100s, H100s and Gaudi 2 near
+published training runs. Constants of all other architectures are assumptions, and marked. Where it
+is published how fast torch multiplies large matrices on one, the assumption is seven tenths of
+that; A100 and H100 train at nine tenths, by kernels that were tuned for longer.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from gpumix.hardware.estimates.gpu_catalogue import Card, CoherentLink
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.optimizer_state import OptimizerState
 from gpumix.schema.plan.stage import ComputeDtype
+from gpumix.schema.profile.profile import RootUnit, UnitKind
 
 LAUNCH_S = 2e-4  # of a unit's kernels, however small
 BANDWIDTH_SHARE = 0.8  # of the stated bandwidth
 BACKWARD_FLOPS = 2.0  # relative to the forward: gradients of inputs and of weights
+SAVED_MOVES = 2.0  # of each saved byte in a forward: written and read
+BACKWARD_MOVES = 2.0  # relative to the forward: with each tensor its gradient moves
 # Each micro-batch's backward writes a weight gradient, and adds it to the fp32 gradient.
 GRADIENT_BYTES = 16
 HOST_LINK_PART = 0.75
@@ -49,44 +53,45 @@ def _assume(part: float, per_watt: float | None = None) -> PeakFraction:
 
 # By target. 16-bit products on matrix units.
 MATRIX_FRACTIONS = {
-    "7.0": PeakFraction(0.57),
-    "7.5": PeakFraction(0.5, 0.28),
-    # By published training runs on A100 SXM; PCIe boards are assumed to do more per watt.
-    "8.0": PeakFraction(0.68, 0.75),
-    "8.6": PeakFraction(0.74, 0.28),
-    "8.9": PeakFraction(0.72, 0.52),
-    "9.0": PeakFraction(0.6, 0.73),
-    "10.0": _assume(0.6, 0.9),
-    "10.3": _assume(0.6, 0.9),
-    "12.0": _assume(0.72, 0.52),  # like 8.9
-    "12.1": _assume(0.45),  # matrices: 92 of 125 TFLOP/s
-    "gfx908": _assume(0.45),
-    "gfx90a": _assume(0.45),
-    "gfx942": _assume(0.45),
-    "gfx950": _assume(0.45),
-    "gfx1030": _assume(0.45),  # matrices: 16 of 21 TFLOP/s on the RX 6600 XT
-    "gfx1100": _assume(0.45),  # matrices: 88 to 99 of 123 TFLOP/s
-    "gfx1201": _assume(0.38),  # matrices: 113 to 133 of 195 TFLOP/s
-    "dg2": _assume(0.38),  # matrices: 75 to 92 of 131 TFLOP/s
-    "bmg": _assume(0.38),  # like dg2
-    "pvc": _assume(0.38),  # matrices: 263 to 273 of 419 TFLOP/s
-    "gaudi2": PeakFraction(0.6),  # 260 TFLOP/s with MPT-7B, by Databricks
-    "gaudi3": _assume(0.4),  # matrices: 1244 of 1835 TFLOP/s
+    "7.0": PeakFraction(0.63),
+    "7.5": PeakFraction(0.6, 0.35),
+    # 8.0 and 9.0 by published training runs on SXM boards; those on PCIe are assumed to do more per
+    # watt.
+    "8.0": PeakFraction(0.8, 0.88),
+    "8.6": PeakFraction(0.84, 0.36),
+    "8.9": PeakFraction(0.8, 0.72),
+    "9.0": PeakFraction(0.68, 1.0),
+    "10.0": _assume(0.68, 1.1),
+    "10.3": _assume(0.68, 1.1),
+    "12.0": _assume(0.8, 0.72),  # like 8.9
+    "12.1": _assume(0.52),  # matrices: 92 of 125 TFLOP/s
+    "gfx908": _assume(0.52),
+    "gfx90a": _assume(0.52),
+    "gfx942": _assume(0.52),
+    "gfx950": _assume(0.52),
+    "gfx1030": _assume(0.53),  # matrices: 16 of 21 TFLOP/s on the RX 6600 XT
+    "gfx1100": _assume(0.53),  # matrices: 88 to 99 of 123 TFLOP/s
+    "gfx1201": _assume(0.44),  # matrices: 113 to 133 of 195 TFLOP/s
+    "dg2": _assume(0.44),  # matrices: 75 to 92 of 131 TFLOP/s
+    "bmg": _assume(0.44),  # like dg2
+    "pvc": _assume(0.44),  # matrices: 263 to 273 of 419 TFLOP/s
+    "gaudi2": PeakFraction(0.7),  # 260 TFLOP/s with MPT-7B, by Databricks
+    "gaudi3": _assume(0.47),  # matrices: 1244 of 1835 TFLOP/s
 }
 # fp32 on general units. From 8.6 on half of the units also serve integers, and are rarely full.
 GENERAL_FRACTIONS = {
-    "5.2": _assume(0.58),  # like 6.1
+    "5.2": _assume(0.6),  # like 6.1
     "6.0": PeakFraction(0.75),
-    "6.1": PeakFraction(0.58),
-    "7.0": PeakFraction(0.83),
-    "7.5": PeakFraction(0.5),
+    "6.1": PeakFraction(0.6),
+    "7.0": PeakFraction(0.88),
+    "7.5": PeakFraction(0.54),
     "8.0": PeakFraction(0.88),
-    "8.6": PeakFraction(0.5, 0.057),
-    "8.9": PeakFraction(0.45, 0.1),
+    "8.6": PeakFraction(0.58, 0.066),
+    "8.9": PeakFraction(0.5, 0.135),
     "9.0": PeakFraction(0.68),
     "10.0": _assume(0.6),
     "10.3": _assume(0.6),
-    "12.0": _assume(0.45, 0.1),  # like 8.9
+    "12.0": _assume(0.5, 0.135),  # like 8.9
     "12.1": _assume(0.45),
     "gfx906": _assume(0.45),
     "gfx908": _assume(0.45),
@@ -128,24 +133,61 @@ def reached_flops_per_s(card: Card, dtype: ComputeDtype) -> float:
     return part * peak
 
 
-def forward_curve(card: Card, dtype: ComputeDtype, flops: float, weight_bytes: float) -> Curve:
-    """Return the seconds of a unit's forward by samples of `flops` each."""
-    read_s = weight_bytes / (card.memory_bandwidth * BANDWIDTH_SHARE)
-    per_sample = flops / reached_flops_per_s(card, dtype)
+def forward_curve(
+    card: Card, dtype: ComputeDtype, flops: float, weight_bytes: float, moved_bytes: float = 0.0
+) -> Curve:
+    """Return the seconds of a unit's forward by samples.
+
+    Args:
+        flops, moved_bytes: of a sample: its products, and the tensors that all else moves.
+    """
+    read_s = weight_bytes / _reached_bandwidth(card)
+    per_sample = flops / reached_flops_per_s(card, dtype) + moved_bytes / _reached_bandwidth(card)
     return _curve(lambda n: LAUNCH_S + max(n * per_sample, read_s))
 
 
-def gradient_curve(card: Card, dtype: ComputeDtype, flops: float, elements: float) -> Curve:
-    """Return the seconds of a unit's backward with a saved graph."""
-    added_s = elements * GRADIENT_BYTES / (card.memory_bandwidth * BANDWIDTH_SHARE)
-    per_sample = BACKWARD_FLOPS * flops / reached_flops_per_s(card, dtype)
+def gradient_curve(
+    card: Card, dtype: ComputeDtype, flops: float, elements: float, moved_bytes: float = 0.0
+) -> Curve:
+    """Return the seconds of a unit's backward with a saved graph.
+
+    Args:
+        flops, moved_bytes: of a sample's forward.
+        elements: parameters that get a gradient.
+    """
+    added_s = elements * GRADIENT_BYTES / _reached_bandwidth(card)
+    products_s = BACKWARD_FLOPS * flops / reached_flops_per_s(card, dtype)
+    per_sample = products_s + BACKWARD_MOVES * moved_bytes / _reached_bandwidth(card)
     return _curve(lambda n: 2 * LAUNCH_S + n * per_sample + added_s)
 
 
-def half_gradient_curve(card: Card, dtype: ComputeDtype, flops: float) -> Curve:
-    """Return the seconds of a backward's input gradients: half of its products."""
-    per_sample = BACKWARD_FLOPS / 2 * flops / reached_flops_per_s(card, dtype)
+def half_gradient_curve(
+    card: Card, dtype: ComputeDtype, flops: float, moved_bytes: float = 0.0
+) -> Curve:
+    """Return the seconds of a backward's input gradients: half of its products, and all else."""
+    products_s = BACKWARD_FLOPS / 2 * flops / reached_flops_per_s(card, dtype)
+    per_sample = products_s + BACKWARD_MOVES * moved_bytes / _reached_bandwidth(card)
     return _curve(lambda n: LAUNCH_S + n * per_sample)
+
+
+def compute_moved_bytes(unit: UnitKind | RootUnit) -> float:
+    """Return the bytes of memory that a forward moves for a sample outside of its products.
+
+    A tensor that is saved is written once and read once, in a backward with its gradient. Of head
+    and loss, whose `head` holds all tensors between logits and their gradient, forward and backward
+    together move one and a half times as much.
+    """
+    if isinstance(unit, RootUnit):
+        return _per_sample(unit.head) / 2
+    return SAVED_MOVES * _per_sample(unit.saved or unit.forward)
+
+
+def _per_sample(curve: Curve) -> float:
+    return curve.values[-1] / curve.sizes[-1]
+
+
+def _reached_bandwidth(card: Card) -> float:
+    return card.memory_bandwidth * BANDWIDTH_SHARE
 
 
 def add_curves(one: Curve, other: Curve) -> Curve:
@@ -159,7 +201,7 @@ def optimizer_s_per_element(
 ) -> float:
     """Return the seconds to update an element, limited by memory; `state_bytes` are those of the
     element's state."""
-    return _count_moved_bytes(state_bytes, state) / (card.memory_bandwidth * BANDWIDTH_SHARE)
+    return _count_moved_bytes(state_bytes, state) / _reached_bandwidth(card)
 
 
 def host_optimizer_s_per_element(state_bytes: float, state: OptimizerState = "fp32") -> float:
@@ -176,7 +218,7 @@ def _count_moved_bytes(state_bytes: float, state: OptimizerState) -> float:
 
 def make_memory_curve(card: Card, moved_bytes: float) -> Curve:
     """Return the seconds to move bytes to or from the card's memory, whatever the samples."""
-    return _curve(lambda _: moved_bytes / (card.memory_bandwidth * BANDWIDTH_SHARE))
+    return _curve(lambda _: moved_bytes / _reached_bandwidth(card))
 
 
 def make_host_copy_curve(card: Card) -> Curve:
