@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import quantised as q
 from extended import left_out
 from gpumix.engine.comm import parameter_pool
 from gpumix.engine.comm.communicator import CommunicationError
+from gpumix.engine.comm.parameter_pool import PooledVector
 from gpumix.engine.model.deferred_init import build
 from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.prepare import prepare
@@ -263,6 +265,37 @@ def _step_without(dead):
 def test_a_rank_that_dies_is_an_error_on_the_others():
     results = run_ranks(_step_without, 3, 1, timeout_s=60, group_timeout_s=300, mortal=[1])
     assert "failed" in results[0] and "failed" in results[2]
+
+
+def _read_between(read, late_s):
+    """Read the model after the gradients of a step and before its update. One rank copies late."""
+    engine = engine_for(GPT2.factory, TWO, **POOL)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.5)
+    whole = next(batches(GPT2, 5, 1))
+    rows = own_rows(whole, TWO, engine.comm.rank)
+    engine.step(rows)
+    engine.evaluate(rows)  # the first one tries whether units are called again
+    copy = PooledVector._copy
+
+    def copy_late(vector, *args):
+        time.sleep(late_s if engine.comm.rank else 0.0)
+        copy(vector, *args)
+
+    PooledVector._copy = copy_late
+    if read == "outputs":
+        found = engine.outputs(lambda model, part: model(part["input_ids"]).logits, rows)
+        logits = torch.cat(list(found.values()))
+    else:
+        logits = engine.model(whole["input_ids"]).logits
+    optimizer.step()
+    return logits.detach().numpy()
+
+
+@pytest.mark.parametrize("read", ["outputs", "call"])
+def test_no_rank_updates_what_another_still_reads(read):
+    expected, found = (run_ranks(_read_between, 2, read, late_s) for late_s in (0.0, 0.1))
+    for of_rank, told in zip(found, expected):
+        assert (of_rank == told).all()
 
 
 @pytest.fixture(scope="module")

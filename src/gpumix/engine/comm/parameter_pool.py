@@ -7,7 +7,8 @@ when it needs it. The order of steps makes this safe without locks:
 * Values are read after all ranks have written theirs: the first copy of a vector in a step begins
   behind a small collective.
 * Values are written after all ranks have read them: a vector is updated once its gradient is
-  summed, for which every rank has computed with it.
+  summed, for which every rank has computed with it. Reads without a sum of gradients after them,
+  as in an evaluation, end in a small collective.
 * Gradients are copied into a row of each rank. Rows are of two rooms in turn, because a rank may
   still sum the rows of one reduction while others copy those of the next.
 """
@@ -54,7 +55,7 @@ class PooledVector:
         comm = self.pool.comm
         comm.count_copy("fetch", into)
         agreed = Pending((), label, comm) if self._is_agreed else self.pool.meet(label)
-        self._is_agreed = True
+        self._is_agreed = self.pool.is_read = True
         lane = comm.transfers.to_device
         carried = lane.carry(into.nbytes)
         pending = agreed.then(partial(self._copy, into, lane, carried))
@@ -76,14 +77,20 @@ class PooledVector:
         """End a step, or another pass: owners may write from now on."""
         if self._read is not None:
             self._read.wait()
+        self.pool.end_reads()
         self._is_agreed = False
 
 
 class ParameterPool:
-    """Memory shared by the ranks of `comm`, which are on one host."""
+    """Memory shared by the ranks of `comm`, which are on one host.
+
+    Attributes:
+        is_read: whether ranks may have read vectors since gradients were summed.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
+        self.is_read = False
         self._rooms: list[torch.Tensor] = []  # [ranks, elements of the largest vector]
         self._turn = 0
         self._brought: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -115,6 +122,7 @@ class ParameterPool:
     ) -> Pending:
         """Sum `full` over ranks; see `Communicator.reduce`. Rows are in memory of the host."""
         comm, lane = self.comm, self.comm.transfers.to_host
+        self.is_read = False
         comm.count_copy("put", full)
         rows = self._rooms[self._turn][:, : full.numel()]
         self._turn = (self._turn + 1) % ROOMS
@@ -150,6 +158,22 @@ class ParameterPool:
         """Start to wait for all ranks to come to the same point."""
         flag = torch.zeros(1, dtype=torch.uint8, device=self.comm.device)
         return self.comm.start_all_reduce(flag, label, flags=True)
+
+    def end_reads(self) -> None:
+        """Wait until all ranks have read what they read since gradients were summed. Collective."""
+        if not self.is_read:
+            return
+        self.is_read = False
+        if self.comm.world == 1:
+            return
+        lane, label = self.comm.transfers.to_device, "end of reads of the host's parameters"
+        if self.is_queued(lane):
+            with lane.active(at_once=True):  # behind the copies
+                self.meet(label).wait()
+            lane.mark().wait()
+        else:
+            lane.mark().wait()
+            self.meet(label).wait()
 
     def is_queued(self, lane: CopyLane) -> bool:
         """Return whether waits for collectives block the lane, not the host."""
