@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+import signal
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import quantised as q
 from extended import left_out
 from gpumix.engine.comm import parameter_pool
 from gpumix.engine.comm.communicator import CommunicationError
-from gpumix.engine.comm.parameter_pool import PooledVector
+from gpumix.engine.comm.parameter_pool import ParameterPool, PooledVector
+from gpumix.engine.comm.process_groups import make_communicator
 from gpumix.engine.model.deferred_init import build
 from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.prepare import prepare
 from gpumix.hardware.host import shared_segment
 from gpumix.schema.errors import MachineError
-from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
+from gpumix.schema.plan.plan import Collectives, Plan, Prediction, WorkerPrediction
 from gpumix.schema.plan.stage import Mode
 from harness import run_ranks
 from models import ARCHITECTURES
@@ -182,26 +187,87 @@ def test_a_host_has_one_copy():
     assert parameters <= sum(first.values()) <= parameters + rows + 4096 * len(first)
 
 
-def _train_named(seen):
+def _hide_open_files():
     """Where processes do not see each other's open files."""
     create = parameter_pool.create_segment
 
+    @contextmanager
     def hidden(size, *, named):
-        made = create(size, named=named)
-        return made if named else shared_segment.SegmentPlace(made.process, made.descriptor, 0)
+        with create(size, named=named) as made:
+            yield made if named else shared_segment.SegmentPlace(made.process, made.descriptor, 0)
 
     parameter_pool.create_segment = hidden
+
+
+def _names():
+    left = Path("/dev/shm").glob("gpumix-parameters-*")
+    return {str(path) for path in left if path.stat().st_uid == os.geteuid()}
+
+
+def _train_named():
+    _hide_open_files()
     engine = engine_for(GPT2.factory, TWO, **POOL)
     batch = next(batches(GPT2, 5, 1))
-    loss = engine.step(own_rows(batch, TWO, engine.comm.rank)).item()
-    left = list(Path("/dev/shm").glob("gpumix-parameters-*"))
-    return loss, [str(path) for path in left if path.stat().st_uid == os.geteuid()]
+    return engine.step(own_rows(batch, TWO, engine.comm.rank)).item(), _names()
 
 
 def test_a_named_file_serves_where_open_files_are_hidden():
-    (loss, left), (other, _) = run_ranks(_train_named, 2, None)
+    before = _names()
+    (loss, left), (other, _) = run_ranks(_train_named, 2)
     assert loss == other == pytest.approx(train_alone(GPT2, 5, STEPS).losses[0], rel=1e-5)
-    assert not left
+    assert left <= before
+
+
+def _prepare_without(dead, how):
+    """A rank ends before it opens the named file."""
+    _hide_open_files()
+    opened, rank = parameter_pool.map_segment, dist.get_rank()
+
+    def end(place, *args, **kwargs):
+        if place.token and rank == dead:
+            os.kill(os.getpid(), how)
+        return opened(place, *args, **kwargs)
+
+    parameter_pool.map_segment = end
+    try:
+        engine_for(GPT2.factory, TWO, **POOL)
+    except CommunicationError as error:
+        return str(error), _names()
+    return None
+
+
+def test_no_name_is_left_when_a_rank_dies_while_memory_is_shared():
+    before = _names()
+    settings = {"timeout_s": 60, "group_timeout_s": 300}
+    error, left = run_ranks(_prepare_without, 2, 1, signal.SIGKILL, mortal=[1], **settings)[0]
+    assert "search for shared memory" in error
+    assert left <= before
+    # Of the rank that made it, the next run removes the name.
+    run_ranks(_prepare_without, 2, 0, signal.SIGKILL, mortal=[0], **settings)
+    assert _names() - before
+    run_ranks(_train_named, 2)
+    assert _names() <= before
+
+
+def _prepare_below(limit_bytes):
+    """Map no more than so much beyond what this process has."""
+    if dist.get_rank():
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * os.sysconf("SC_PAGE_SIZE") + limit_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    group = ParameterPool(make_communicator(torch.device("cpu"), Collectives()))
+    try:
+        group.allocate_vector(2**26, torch.float32)
+    except MachineError as error:
+        return str(error)
+    return None
+
+
+def test_a_limit_of_a_process_is_an_error_on_every_rank():
+    first, second = run_ranks(_prepare_below, 2, 2**27)
+    assert "rank 1 of this host cannot have memory" in first
+    assert "256.0 MiB of memory shared by the devices of this host cannot be mapped" in second
+    assert "ulimit -v" in second
 
 
 def _prepare_with(free_bytes):

@@ -495,14 +495,22 @@ def private_folder(path: Path) -> Path:
 
 
 @contextmanager
-def scratch_folder() -> Iterator[Path]:
+def scratch_folder(root: Path | None = None, prefix: str = _SCRATCH) -> Iterator[Path]:
     """Create a folder for files of this process, accessible only to this user; remove the folder at
-    the end of the block. Folders left by killed processes are removed by the next process."""
-    place = Path(tempfile.gettempdir())
-    for former in place.glob(f"{_SCRATCH}*"):
+    the end of the block. Folders left by killed processes are removed by the next process.
+
+    Args:
+        root: folder to create it in; default: that of temporary files.
+        prefix: of the folder's name.
+
+    Raises:
+        OSError: the folder cannot be created.
+    """
+    root = root or Path(tempfile.gettempdir())
+    for former in root.glob(f"{prefix}*"):
         if is_private(former) and _is_left(former):
             remove_quietly(former)
-    folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=place))
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
     held = open_lock_file(folder / _HELD)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)

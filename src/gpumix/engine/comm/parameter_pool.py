@@ -16,6 +16,7 @@ when it needs it. The order of steps makes this safe without locks:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,7 +29,6 @@ from gpumix.engine.offload.host_offload import allocate_on_host
 from gpumix.hardware import runtime
 from gpumix.hardware.host.shared_segment import (
     SegmentPlace,
-    close_segment,
     create_segment,
     map_segment,
 )
@@ -207,26 +207,25 @@ class ParameterPool:
         """Map memory made by the first rank on all ranks; None if a rank cannot see it."""
         comm, made, failed = self.comm, None, None
         label = "search for shared memory"
-        try:
-            if comm.rank == 0:
-                made = create_segment(size, named=named)
-        except MachineError as error:
-            failed = error
-        told = [0, 0, 0, 0]
-        if made is not None:
-            told = [made.process, made.descriptor, made.number, made.token]
-        row = comm.exchanged(torch.tensor(told, device=comm.device), label)[0].tolist()
-        memory = None
-        if row[0]:
+        with ExitStack() as stack:
             try:
-                pinned = runtime.is_gpu(comm.device)
-                memory = map_segment(SegmentPlace(*row), size, pinned=pinned)
+                if comm.rank == 0:
+                    made = stack.enter_context(create_segment(size, named=named))
             except MachineError as error:
                 failed = error
-        state = 2 if failed is not None else int(memory is not None)
-        states = comm.exchanged(torch.tensor([state], device=comm.device), label)[:, 0].tolist()
-        if made is not None:
-            close_segment(made)
+            told = [0, 0, 0, 0]
+            if made is not None:
+                told = [made.process, made.descriptor, made.number, made.token]
+            row = comm.exchanged(torch.tensor(told, device=comm.device), label)[0].tolist()
+            memory = None
+            if row[0]:
+                try:
+                    pinned = runtime.is_gpu(comm.device)
+                    memory = map_segment(SegmentPlace(*row), size, pinned=pinned)
+                except MachineError as error:
+                    failed = error
+            state = 2 if failed is not None else int(memory is not None)
+            states = comm.exchanged(torch.tensor([state], device=comm.device), label)[:, 0].tolist()
         if failed is not None:
             raise failed
         if 2 in states:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from gpumix.schema.errors import MachineError
 from gpumix.schema.units import show_bytes
 
 _NAME = "gpumix-parameters"
+_TOKEN_BYTES = 8  # of the random part of a folder's name
 
 
 @dataclass(frozen=True)
@@ -38,46 +41,45 @@ class SegmentPlace:
     def path(self) -> Path:
         if not self.token:
             return Path(f"/proc/{self.process}/fd/{self.descriptor}")
-        root = shared_memory_folder() or Path("/dev/shm")
-        return root / f"{_NAME}-{self.token:016x}" / "segment"
+        name = self.token.to_bytes(_TOKEN_BYTES, "big").decode()
+        return _find_root() / f"{_NAME}-{name}" / "segment"
 
 
-def create_segment(size_bytes: int, *, named: bool = False) -> SegmentPlace:
-    """Create a segment with all of its memory; `close_segment` gives the place back.
+@contextmanager
+def create_segment(size_bytes: int, *, named: bool = False) -> Iterator[SegmentPlace]:
+    """Create a segment with all of its memory, which other processes can map in the body. At its
+    end, also by an error, the place goes away: the memory lives as long as it is mapped.
 
     Args:
-        named: make a named file, for processes that cannot see each other's open files.
+        named: make a named file, for processes that cannot see each other's open files. A name left
+            by a killed process is removed by the next that makes one.
 
     Raises:
         MachineError: there is not so much memory.
     """
     _check_available(size_bytes)
-    token = int.from_bytes(os.urandom(7), "big") if named else 0
-    place = SegmentPlace(os.getpid(), -1, 0, token)
-    try:
-        if named:
-            files.make_private(place.path.parent)
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            descriptor = os.open(place.path, flags, 0o600)
-        else:
-            descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+    with ExitStack() as stack:
         try:
+            token = 0
+            if named:
+                folder = stack.enter_context(files.scratch_folder(_find_root(), f"{_NAME}-"))
+                token = int.from_bytes(folder.name[-_TOKEN_BYTES:].encode(), "big")
+                descriptor = files.create_private_file(folder / "segment")
+            else:
+                descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+            stack.callback(os.close, descriptor)
             os.posix_fallocate(descriptor, 0, size_bytes)
-        except OSError:
-            os.close(descriptor)
-            raise
-    except OSError as error:
-        if named:
-            files.remove_quietly(place.path.parent)
-        raise MachineError(
-            f"{show_bytes(size_bytes)} of memory cannot be shared between the devices of this host",
-            why=error.strerror or str(error),
-            fix="make /dev/shm larger (docker run --shm-size=64g, or sudo mount -o "
-            "remount,size=64G /dev/shm), or plan without `parameters_on: host`"
-            if named
-            else "free memory of the host, or plan without `parameters_on: host`",
-        ) from error
-    return SegmentPlace(os.getpid(), descriptor, os.fstat(descriptor).st_ino, token)
+        except OSError as error:
+            raise MachineError(
+                f"{show_bytes(size_bytes)} of memory cannot be shared between the devices of this "
+                "host",
+                why=error.strerror or str(error),
+                fix="make /dev/shm larger (docker run --shm-size=64g, or sudo mount -o "
+                "remount,size=64G /dev/shm), or plan without `parameters_on: host`"
+                if named
+                else "free memory of the host, or plan without `parameters_on: host`",
+            ) from error
+        yield SegmentPlace(os.getpid(), descriptor, os.fstat(descriptor).st_ino, token)
 
 
 def map_segment(place: SegmentPlace, size_bytes: int, *, pinned: bool) -> torch.Tensor | None:
@@ -87,7 +89,7 @@ def map_segment(place: SegmentPlace, size_bytes: int, *, pinned: bool) -> torch.
         pinned: register the memory with the driver, for copies from and to a GPU.
 
     Raises:
-        MachineError: the driver does not register the memory.
+        MachineError: this process cannot map so much, or the driver does not register the memory.
     """
     try:
         descriptor = os.open(place.path, os.O_RDWR | os.O_CLOEXEC)
@@ -101,15 +103,20 @@ def map_segment(place: SegmentPlace, size_bytes: int, *, pinned: bool) -> torch.
             file = Path(f"/proc/self/fd/{descriptor}")
             return allocate_pinned(size_bytes, file, required=True)
         return torch.frombuffer(mmap.mmap(descriptor, size_bytes), dtype=torch.uint8)
+    except OSError as error:
+        raise MachineError(
+            f"{show_bytes(size_bytes)} of memory shared by the devices of this host cannot be "
+            "mapped",
+            why=error.strerror or str(error),
+            fix="raise the limit of a process's memory (ulimit -v unlimited), or plan without "
+            "`parameters_on: host`",
+        ) from error
     finally:
         os.close(descriptor)
 
 
-def close_segment(place: SegmentPlace) -> None:
-    """Close the open file, and remove a name: the memory lives as long as it is mapped."""
-    os.close(place.descriptor)
-    if place.token:
-        files.remove_quietly(place.path.parent)
+def _find_root() -> Path:
+    return shared_memory_folder() or Path("/dev/shm")
 
 
 def _check_available(size_bytes: int) -> None:
