@@ -270,7 +270,8 @@ def test_by_stages_and_teams_it_is_called_when_it_is_whole(kind):
         assert "gpumix.whole" in fix
 
 
-def test_a_sharded_model_cannot_be_pickled_and_says_so():
-    engine = engine_alone(EVERY["gpt2"].factory, 2, 2)
+@pytest.mark.parametrize("on_host", [(), (0,)])
+def test_a_sharded_model_cannot_be_pickled_and_says_so(on_host):
+    engine = engine_alone(EVERY["gpt2"].factory, 2, 2, on_host=on_host)
     with pytest.raises(InputError, match="sharded over ranks cannot be pickled"):
         pickle.dumps(engine.model)

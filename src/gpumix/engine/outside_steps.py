@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumix.engine.model.forward_coroutine import ModelError
+from gpumix.engine.model.forward_coroutine import ModelError, make_pickling_error
 from gpumix.engine.quantised.packed_weight import Attribute, show_in_modules
 from gpumix.engine.schedule.pipeline_parallel import PipelineStage
 from gpumix.engine.sharded_model import ShardedModel
@@ -137,6 +137,13 @@ class OutsideSteps:
             self._unshard_before(engine.model, name)
         _outside_steps_by_model[engine.model] = weakref.ref(self)
 
+    def __deepcopy__(self, _: object) -> OutsideSteps:
+        """Return itself: a copied model has no engine of its own."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise make_pickling_error(type(self._of_model()).__name__)
+
     @property
     def _model(self) -> nn.Module:
         model = self._of_model()
@@ -208,8 +215,8 @@ class OutsideSteps:
 
     def _watch_calls(self, model: nn.Module) -> None:
         """Gather parameters outside of the blocks whenever the model is called or generates."""
-        before = model.register_forward_pre_hook(lambda *_: self._come())
-        after = model.register_forward_hook(lambda *_: self._leave(), always_call=True)
+        before = model.register_forward_pre_hook(self._come)
+        after = model.register_forward_hook(self._leave, always_call=True)
         self._undo.callback(before.remove)
         self._undo.callback(after.remove)
         if getattr(model, "generate", None) is None:
@@ -248,14 +255,14 @@ class OutsideSteps:
             )
         self.in_step = True
 
-    def _come(self) -> None:
+    def _come(self, *_: Any) -> None:
         if self.in_step or self._is_whole:
             return
         if not self._root_is_here:
             self._engine.gather_root()
         self._root_is_here += 1
 
-    def _leave(self) -> None:
+    def _leave(self, *_: Any) -> None:
         if self.in_step or self._is_whole or not self._root_is_here:
             return
         self._root_is_here -= 1

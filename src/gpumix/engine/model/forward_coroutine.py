@@ -213,12 +213,17 @@ class _Boundary:
         return self
 
     def __reduce__(self) -> Any:
-        raise InputError(
-            "a model that is sharded over ranks cannot be pickled",
-            where=f"unit '{self._name}'",
-            why="this process has pieces of its parameters",
-            fix="save its state_dict(), or call gpumix.unshard(model) before",
-        )
+        raise make_pickling_error(f"unit '{self._name}'")
+
+
+def make_pickling_error(where: str) -> InputError:
+    """Make the error for a sharded model that is to be pickled."""
+    return InputError(
+        "a model that is sharded over ranks cannot be pickled",
+        where=where,
+        why="this process has pieces of its parameters",
+        fix="save its state_dict(), or call gpumix.unshard(model) before",
+    )
 
 
 def intercept(name: str, module: nn.Module, calls: UnitCallHandlers) -> None:
