@@ -91,6 +91,17 @@ def test_hosts_keep_parameters_where_nothing_else_fits():
     assert plan_of(frozen(10**9), Space()).parameters_on == "device"
 
 
+def test_where_only_hosts_have_room_the_plan_is_the_fastest_on_hosts():
+    """In one wave on all devices, which are searched too for waves and classes that fit."""
+    slow = replace(FAST, name="slow", times=steady(1.2 * SAMPLE_S))
+    blocks = [block(trainable=ELEMENTS, frozen=FROZEN)]
+    cards = [replace(card, memory=140_000) for card in (FAST, slow)]
+    found = profile(cards, kinds=blocks)
+    on_hosts, any_place = (plan_of(found, space, batch=64) for space in (HOST, Space()))
+    assert on_hosts.waves == 1 and len(on_hosts.workers) == 2
+    assert any_place.prediction.step_s == on_hosts.prediction.step_s
+
+
 def test_stages_and_teams_take_no_part_where_parameters_are_on_hosts():
     found = with_teams(in_a_row(profile([replace(FAST, count=2)])), 2, faster=1.9)
     for space, places in ((HOST, {"host"}), (EITHER, {"device", "host"})):

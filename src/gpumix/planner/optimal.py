@@ -105,7 +105,7 @@ class FastestPlans:
             for one in self.of_classes.values():
                 if ideal_step_s(one.profile, one.request) < best.below_s:
                     best.try_search(one._find_plan)
-        if best.plan is None and self._may_use_hosts:
+        if self._may_use_hosts and (best.plan is None or best.plan.parameters_on == "host"):
             best.try_search(self._search_with_parameters_on_hosts)
         if best.plan is None:
             return self._no_room() if self._lacks_room else best.failures[0]
@@ -149,19 +149,19 @@ class FastestPlans:
         return space.parameters_on is None and space.min_pipeline_stages == 1
 
     def _search_with_parameters_on_hosts(self, below_s: float) -> Searched:
-        space = self.request.space.in_one_stage().model_copy(update={"parameters_on": ("host",)})
+        space = self.request.space.model_copy(update={"parameters_on": ("host",)})
         request = self.request.model_copy(update={"space": space})
-        found = plan_one_stage_below(self.profile, request, self.paces, below_s)
-        if found is None:
-            return None, None
-        found = refine_plan(self.profile, request, found, self.paces, below_s)
-        return found, get_prediction(found).bound_s
+        return FastestPlans(self.profile, request, self.paces, explains=False)._find_plan(below_s)
 
     def _search_in_waves(self) -> Searched:
         def plan_wave(part: PlanRequest) -> Plan:
             return FastestPlans(self.profile, part, explains=False).plan()
 
-        found = plan_in_waves(self.profile, self.request, plan_wave)
+        request, space = self.request, self.request.space
+        if space.parameters_on is None:  # a wave that fits on hosts alone is no reason for waves
+            space = space.model_copy(update={"parameters_on": ("device",)})
+            request = request.model_copy(update={"space": space})
+        found = plan_in_waves(self.profile, request, plan_wave)
         return found, float("inf") if found is None else ideal_step_s(self.profile, self.request)
 
     def _no_room(self) -> NoFeasiblePlanError:
