@@ -249,12 +249,13 @@ def test_no_name_is_left_when_a_rank_dies_while_memory_is_shared():
     assert _names() <= before
 
 
-def _prepare_below(limit_bytes):
-    """Map no more than so much beyond what this process has."""
+def _prepare_below(limit, room):
+    """With no more of something than so much beyond what this process has."""
     if dist.get_rank():
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * os.sysconf("SC_PAGE_SIZE") + limit_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        files = len(list(Path("/proc/self/fd").iterdir()))
+        used = pages * os.sysconf("SC_PAGE_SIZE") if limit == resource.RLIMIT_AS else files
+        resource.setrlimit(limit, (used + room, used + room))
     group = ParameterPool(make_communicator(torch.device("cpu"), Collectives()))
     try:
         group.allocate_vector(2**26, torch.float32)
@@ -263,11 +264,18 @@ def _prepare_below(limit_bytes):
     return None
 
 
-def test_a_limit_of_a_process_is_an_error_on_every_rank():
-    first, second = run_ranks(_prepare_below, 2, 2**27)
+@pytest.mark.parametrize(
+    ("limit", "room", "told"),
+    [
+        (resource.RLIMIT_AS, 2**27, "Cannot allocate memory"),
+        (resource.RLIMIT_NOFILE, -1, "Too many open files"),
+    ],
+)
+def test_a_limit_of_a_process_is_an_error_on_every_rank(limit, room, told):
+    first, second = run_ranks(_prepare_below, 2, limit, room)
     assert "rank 1 of this host cannot have memory" in first
     assert "256.0 MiB of memory shared by the devices of this host cannot be mapped" in second
-    assert "ulimit -v" in second
+    assert told in second and "ulimit -v" in second
 
 
 def _prepare_with(free_bytes):

@@ -89,12 +89,25 @@ def map_segment(place: SegmentPlace, size_bytes: int, *, pinned: bool) -> torch.
         pinned: register the memory with the driver, for copies from and to a GPU.
 
     Raises:
-        MachineError: this process cannot map so much, or the driver does not register the memory.
+        MachineError: a limit of this process is reached, or the driver does not register the
+            memory.
     """
     try:
-        descriptor = os.open(place.path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+        return _map_file(place, size_bytes, pinned=pinned)
+    except (FileNotFoundError, NotADirectoryError, PermissionError, ProcessLookupError):
         return None
+    except OSError as error:
+        raise MachineError(
+            f"{show_bytes(size_bytes)} of memory shared by the devices of this host cannot be "
+            "mapped",
+            why=error.strerror or str(error),
+            fix="raise the limits of a process (ulimit -v unlimited; ulimit -n 65536), or plan "
+            "without `parameters_on: host`",
+        ) from error
+
+
+def _map_file(place: SegmentPlace, size_bytes: int, *, pinned: bool) -> torch.Tensor | None:
+    descriptor = os.open(place.path, os.O_RDWR | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
         if found.st_ino != place.number or found.st_size != size_bytes:
@@ -103,14 +116,6 @@ def map_segment(place: SegmentPlace, size_bytes: int, *, pinned: bool) -> torch.
             file = Path(f"/proc/self/fd/{descriptor}")
             return allocate_pinned(size_bytes, file, required=True)
         return torch.frombuffer(mmap.mmap(descriptor, size_bytes), dtype=torch.uint8)
-    except OSError as error:
-        raise MachineError(
-            f"{show_bytes(size_bytes)} of memory shared by the devices of this host cannot be "
-            "mapped",
-            why=error.strerror or str(error),
-            fix="raise the limit of a process's memory (ulimit -v unlimited), or plan without "
-            "`parameters_on: host`",
-        ) from error
     finally:
         os.close(descriptor)
 
