@@ -90,7 +90,9 @@ def doctor(
             f"{target} runs several times, a few steps each, and writes its files each time"
         )
     with _open_patient(target, is_function, overrides, allowed, steps=steps) as patient:
-        report = examine(patient, say=progress.print, pairs=pairs, only=tuple(only), begun_s=begun_s)
+        report = examine(
+            patient, say=progress.print, pairs=pairs, only=tuple(only), begun_s=begun_s
+        )
     if as_json:
         print_json(report.as_dict())
     else:
