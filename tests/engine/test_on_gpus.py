@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from itertools import product
 
@@ -10,6 +11,7 @@ import torch
 
 import cuda_device
 from extended import left_out
+from gpumix.engine.comm.parameter_pool import PooledVector
 from gpumix.engine.comm.process_groups import make_communicator
 from gpumix.engine.cross_entropy.fused_cross_entropy import compute_fused_losses
 from gpumix.engine.cross_entropy.linear_cross_entropy import GradientSum
@@ -19,7 +21,16 @@ from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.plan.stage import Mode
 from harness import run_ranks
 from models import ARCHITECTURES
-from reference import Share, batches, engine_for, joined, train_alone, train_by_plan, worst_error
+from reference import (
+    Share,
+    batches,
+    engine_for,
+    joined,
+    own_rows,
+    train_alone,
+    train_by_plan,
+    worst_error,
+)
 from staging import rows, staged_plan, train_in_stages
 from whole_optimizers import assert_close, expected_after, train_rank
 
@@ -314,6 +325,31 @@ def test_gpus_of_two_hosts_have_parameters_on_both():
     settings = {"parameters_on": "host", "sharding": "host"}
     found = train_by_plan("gpt2", shares, STEPS, backend="nccl", **settings)
     assert worst_error(found, train_alone(ARCHITECTURES["gpt2"], 5, STEPS)) < 1e-4
+
+
+@TWO
+def test_no_rank_updates_what_another_gpu_still_copies():
+    first, second = run_ranks(_logit_before_the_update, 2, backend="nccl")
+    assert first == second
+
+
+def _logit_before_the_update():
+    """Call the model after the gradients of a step. One rank copies late."""
+    shares = [Share(3, 2, 1), Share(2, 1, 2)]
+    engine = engine_for(ARCHITECTURES["gpt2"].factory, shares, parameters_on="host")
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.5)
+    whole = next(batches(ARCHITECTURES["gpt2"], 5, 1))
+    engine.step(own_rows(whole, shares, engine.comm.rank))
+    copy = PooledVector._copy
+
+    def copy_late(vector, *args):
+        time.sleep(0.1 * engine.comm.rank)
+        copy(vector, *args)
+
+    PooledVector._copy = copy_late
+    logits = engine.model(whole["input_ids"].to(engine.device)).logits
+    optimizer.step()
+    return logits.sum().item()
 
 
 def test_ranks_on_one_gpu_share_parameters_on_the_host():
