@@ -112,6 +112,38 @@ def test_heads_that_files_lack_begin_as_in_stock(folders):
     assert_equal_models(stock, lazy)
 
 
+def make_recurrent(kind):
+    """Small models that draw random numbers, or compute, on the devices of their parameters."""
+    common = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+    if kind == "mamba":
+        return transformers.MambaForCausalLM(transformers.MambaConfig(**common, state_size=4))
+    return transformers.RwkvForCausalLM(transformers.RwkvConfig(**common, context_length=16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "lacking"), [("mamba", ""), ("mamba", "out_proj"), ("rwkv", "time_mix_value")]
+)
+def test_modules_in_part_in_files_are_initialised_as_in_stock(kind, lacking, tmp_path):
+    torch.manual_seed(SEED)
+    model = make_recurrent(kind)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = {name: v for name, v in load_file(file).items() if not lacking or lacking not in name}
+    save_file(state, file, metadata={"format": "pt"})
+    assert_equal_models(*load_twice(tmp_path, type(model)))
+
+
+def test_loaded_values_that_initialisation_changes(tmp_path):
+    """Mamba's rescales a matrix, be it loaded or not."""
+    torch.manual_seed(SEED)
+    model = make_recurrent("mamba")
+    model.config.rescale_prenorm_residual = True
+    model.save_pretrained(tmp_path)
+    lazy = gpumix.from_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"out_proj\.weight' was changed in place"):
+        assert_equal_models(model, lazy)
+
+
 def test_a_base_model_in_files_of_a_whole_one_and_the_other_way_round(folders, tmp_path):
     _, folder = folders("llama")
     assert_equal_models(*load_twice(folder, transformers.LlamaModel))
