@@ -92,6 +92,16 @@ def test_values_are_rounded_as_stock_rounds_them(folders, name):
     assert_equal_models(stock.float(), lazy.float())
 
 
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float"), ("half", "bfloat16")], ids=str)
+def test_values_are_rounded_to_each_dtype_on_the_way(folders, dtypes):
+    kind, folder = folders("llama")
+    stock, lazy = load_twice(folder, kind)
+    for model in (stock, lazy):
+        for dtype in dtypes:
+            getattr(model, dtype)()
+    assert_equal_models(stock, copy.deepcopy(lazy))
+
+
 def test_parts_of_parameters_are_parts_of_their_values(folders):
     kind, folder = folders("mixtral")
     stock, lazy = load_twice(folder, kind)
@@ -395,13 +405,26 @@ def test_a_model_spread_over_devices(spoilt):
         gpumix.from_pretrained(spoilt, device_map=places, offload_folder=str(spoilt / "off"))
 
 
-def test_a_parameter_changed_before_it_has_values(spoilt):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.mul_(2),
+        lambda weight: weight.data.mul_(2),
+        lambda weight: weight.data[3].zero_(),
+        lambda weight: setattr(weight, "data", weight.data * 2),
+        lambda weight: setattr(weight, "data", weight.data[32:64]),
+        lambda weight: setattr(weight, "data", weight.data[:32].T),
+    ],
+    ids=["parameter", "data", "row", "other data", "fewer rows", "transposed"],
+)
+def test_a_parameter_changed_before_it_has_values(spoilt, change):
     lazy = gpumix.from_pretrained(spoilt)
-    with torch.no_grad():
-        lazy.lm_head.weight.mul_(2)
     weight = lazy.lm_head.weight
-    with pytest.raises(InputError, match=r"'lm_head\.weight' was changed in place"):
-        make_source(lazy)("lm_head.weight", weight, 0, weight.numel())
+    with torch.no_grad():
+        change(weight)
+    for model in (lazy, copy.deepcopy(lazy)):
+        with pytest.raises(InputError, match=r"'lm_head\.weight' was changed in place"):
+            make_source(model)("lm_head.weight", model.lm_head.weight, 0, 7)
 
 
 def test_a_model_without_weights():

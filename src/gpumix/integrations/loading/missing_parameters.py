@@ -36,6 +36,11 @@ class _HostParameter(torch.Tensor):
         vars(made).update(vars(parameter), in_files=parameter, loaded=None)
         return made
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The parameter outside of autograd, which counts as changed together with it."""
+        return self.detach()
+
     @classmethod
     def __torch_dispatch__(
         cls,
