@@ -58,15 +58,14 @@ class _HostParameter(torch.Tensor):
             self.loaded = values.clone()  # files must not stay mapped
         return self.loaded
 
-    def give_back(self) -> FileParameter:
-        """Return the parameter in files, with new flags; changed in place, if this one was."""
-        parameter = self.in_files
+    def give_back(self) -> nn.Parameter:
+        """Return the parameter in files, with new flags; one with values, if they were changed."""
+        parameter: nn.Parameter = self.in_files
+        if self._version:
+            parameter = nn.Parameter(self._load())
         parameter.requires_grad_(self.requires_grad)
         own = vars(self)
         vars(parameter).update({key: own[key] for key in own.keys() - _OWN})
-        if self._version:
-            with torch.no_grad():
-                parameter.zero_()
         return parameter
 
 
@@ -77,17 +76,18 @@ _OWN = frozenset(_HostParameter.__annotations__)
 def on_host(model: nn.Module) -> Iterator[None]:
     """Let parameters in files look inside the context as if they had been loaded."""
     places = [
-        (module._parameters, key, parameter)
+        (module, key, parameter)
         for module in model.modules()
         for key, parameter in module._parameters.items()
         if isinstance(parameter, FileParameter) and has_source(parameter)
     ]
     shown = {parameter: _HostParameter.of(parameter) for *_, parameter in places}
-    for parameters, key, parameter in places:
-        parameters[key] = shown[parameter]  # type: ignore[assignment]
+    for module, key, parameter in places:
+        module._parameters[key] = shown[parameter]  # type: ignore[assignment]
     try:
         yield
     finally:
-        for parameters, key, parameter in places:
-            if parameters[key] is shown[parameter]:
-                parameters[key] = shown[parameter].give_back()
+        given_back = {parameter: one.give_back() for parameter, one in shown.items()}
+        for module, key, parameter in places:
+            if module._parameters[key] is shown[parameter]:
+                setattr(module, key, given_back[parameter])  # recurrent layers have a list of them
