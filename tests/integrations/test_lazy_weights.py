@@ -155,18 +155,6 @@ def test_loaded_values_that_initialisation_changes(tmp_path):
     assert_equal_models(stock, lazy)
 
 
-def test_recurrent_layers_get_values(tmp_path):
-    """They have a list of their parameters."""
-    torch.manual_seed(SEED)
-    config = transformers.EncodecConfig(num_filters=4, hidden_size=8, codebook_size=8, codebook_dim=8)
-    transformers.EncodecModel(config).save_pretrained(tmp_path)
-    stock, lazy = load_twice(tmp_path, transformers.EncodecModel)
-    read_all_values(lazy)
-    sound = torch.randn(1, 1, 640)
-    with torch.no_grad():
-        assert torch.equal(lazy(sound).audio_values, stock(sound).audio_values)
-
-
 def test_a_base_model_in_files_of_a_whole_one_and_the_other_way_round(folders, tmp_path):
     _, folder = folders("llama")
     assert_equal_models(*load_twice(folder, transformers.LlamaModel))

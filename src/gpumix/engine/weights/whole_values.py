@@ -20,7 +20,7 @@ def read_all_values(model: nn.Module) -> nn.Module:
     """Give a model all of its values in this process, as if it had been loaded without gpumix."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
-        for attribute, parameter in list(module._parameters.items()):
+        for attribute, parameter in module._parameters.items():
             if parameter is None or not has_source(parameter):
                 continue
             if parameter not in made:
@@ -29,7 +29,7 @@ def read_all_values(model: nn.Module) -> nn.Module:
                 made[parameter] = installed.parameter
                 for one in installed.attributes:
                     one.holder[one.key] = one.value
-            setattr(module, attribute, made[parameter])  # recurrent layers have a list of them
+            module._parameters[attribute] = made[parameter]
     return model
 
 

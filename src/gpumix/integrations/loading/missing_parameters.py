@@ -90,4 +90,4 @@ def on_host(model: nn.Module) -> Iterator[None]:
         given_back = {parameter: one.give_back() for parameter, one in shown.items()}
         for module, key, parameter in places:
             if module._parameters[key] is shown[parameter]:
-                setattr(module, key, given_back[parameter])  # recurrent layers have a list of them
+                module._parameters[key] = given_back[parameter]
