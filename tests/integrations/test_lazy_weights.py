@@ -367,6 +367,18 @@ def test_a_truncated_file(spoilt):
     assert caught.value.where == str(file)
 
 
+def test_a_file_that_has_changed_since(spoilt):
+    """As by a program that saves a model where it loaded it from."""
+    lazy = gpumix.from_pretrained(spoilt)
+    for file in spoilt.glob("*.safetensors"):
+        state = {name: 2 * value for name, value in load_file(file).items()}
+        save_file(state, file, metadata={"format": "pt"})
+    for load in (read_all_values, lambda model: assert_equal_models(model, model)):
+        with pytest.raises(InputError, match="has changed since the model was loaded") as caught:
+            load(lazy)
+        assert caught.value.where.endswith(".safetensors")
+
+
 def test_a_truncated_file_whose_dtype_is_looked_for(spoilt):
     config = json.loads((spoilt / "config.json").read_text())
     (spoilt / "config.json").write_text(json.dumps(config | {"dtype": None}))
