@@ -239,6 +239,19 @@ def test_a_call_before_the_model_is_prepared_for_training(folders):
         prepared(torch.arange(12)[None])
 
 
+@pytest.mark.parametrize("settings", [{}, {"mean_resizing": False}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+@pytest.mark.parametrize("tokens", [100, 128, 140])
+def test_embeddings_are_resized_as_in_stock(folders, name, tokens, settings):
+    kind, folder = folders(name)
+    models = load_twice(folder, kind)
+    for model in models:
+        torch.manual_seed(SEED)
+        model.resize_token_embeddings(tokens, **settings)
+    assert sum(map(has_source, models[1].parameters())) > 5
+    assert_equal_models(*models)
+
+
 # -- adapters --------------------------------------------------------------------------------------
 
 LORA = {"r": 4, "target_modules": "all-linear"}
