@@ -252,6 +252,20 @@ def test_embeddings_are_resized_as_in_stock(folders, name, tokens, settings):
     assert_equal_models(*models)
 
 
+@pytest.mark.parametrize("name", ["llama", "mixtral", "bert"])
+def test_what_is_saved_is_that_of_stock(folders, name, tmp_path):
+    """Names and parts of experts too, as in the files; the model stays in files."""
+    kind, folder = folders(name)
+    models = load_twice(folder, kind, dtype=torch.bfloat16)
+    for number, model in enumerate(models):
+        model.save_pretrained(tmp_path / str(number))
+    stock, lazy = (load_file(tmp_path / one / "model.safetensors") for one in "01")
+    assert stock.keys() == lazy.keys()
+    assert all(torch.equal(lazy[key], value) for key, value in stock.items())
+    assert all(has_source(p) for p in models[1].parameters())
+    assert_equal_models(*models)
+
+
 # -- adapters --------------------------------------------------------------------------------------
 
 LORA = {"r": 4, "target_modules": "all-linear"}

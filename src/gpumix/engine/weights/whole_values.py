@@ -16,9 +16,7 @@ from gpumix.engine.weights.quantised_source import QuantisedSource
 from gpumix.schema.errors import InputError
 
 
-def read_all_values(
-    model: nn.Module, chosen: Collection[nn.Parameter] | None = None
-) -> nn.Module:
+def read_all_values(model: nn.Module, chosen: Collection[nn.Parameter] | None = None) -> nn.Module:
     """Give a model all of its values in this process, as if it had been loaded without gpumix.
 
     Args:

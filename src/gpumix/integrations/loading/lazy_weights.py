@@ -30,7 +30,7 @@ from gpumix.engine.weights.transformers_loading import LoadingRecorder, replaced
 from gpumix.integrations.common.optional_dependency import require_attributes, require_packages
 from gpumix.integrations.loading.missing_parameters import on_host
 from gpumix.integrations.loading.peft_layers import teach_peft
-from gpumix.integrations.loading.whole_embeddings import teach_resizing
+from gpumix.integrations.loading.whole_models import teach_transformers
 from gpumix.schema.errors import InputError, get_first_line
 
 TESTED = ">=5.15,<6"
@@ -79,7 +79,7 @@ def lazy_weights() -> Iterator[None]:
 
     require_attributes(PreTrainedModel, [LOAD, INITIALISE], package="transformers", tested=TESTED)
     teach_peft()
-    teach_resizing()
+    teach_transformers()
     load = partial(_load, getattr(PreTrainedModel, LOAD))
     initialise = partialmethod(_initialise, getattr(PreTrainedModel, INITIALISE))
     with ExitStack() as stack:

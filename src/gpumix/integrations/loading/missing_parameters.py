@@ -30,7 +30,7 @@ class _HostParameter(torch.Tensor):
             _HostParameter,
             parameter.shape,
             dtype=parameter.dtype,
-            device="cpu",
+            device=torch.device("cpu"),
             requires_grad=parameter.requires_grad,
         )
         vars(made).update(vars(parameter), in_files=parameter, loaded=None)
@@ -42,7 +42,7 @@ class _HostParameter(torch.Tensor):
         return self.detach()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         operation: Callable[..., Any],
         types: object,
