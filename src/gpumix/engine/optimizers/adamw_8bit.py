@@ -54,7 +54,7 @@ class AdamW8bit(StepOptimizer):
         min_8bit_size: elements of the smallest parameter with state in 8 bits.
     """
 
-    unsupported = ("maximize", "amsgrad")
+    _unsupported = ("maximize", "amsgrad")
     block_states = frozenset(MAXIMA)
     block = QUANTISED_BLOCK
 
@@ -117,7 +117,7 @@ class AdamW8bit(StepOptimizer):
         loaded = list(zip(numbers, own, settings))
         for number, (p, group), setting in loaded:
             loaded_group = {**group, **setting, "params": group["params"]}
-            self.check_group(loaded_group)
+            self._check_group(loaded_group)
             _check_state(saved.get(number, {}), p, loaded_group)
         counts = {
             number: {key: value for key, value in states.items() if key == "step"}

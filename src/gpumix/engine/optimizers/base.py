@@ -21,23 +21,28 @@ Parameters = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Itera
 class StepOptimizer(Optimizer, ABC):
     """An optimizer of real parameters whose step may compute the loss anew, as in torch.
 
-    `unsupported` are settings of torch's optimizer of the same name that cannot be switched on.
+    `_unsupported` are settings of torch's optimizer of the same name that cannot be switched on.
     """
 
-    unsupported: ClassVar[tuple[str, ...]] = ("maximize",)
+    _unsupported: ClassVar[tuple[str, ...]] = ("maximize",)
 
     def add_param_group(self, param_group: Group) -> None:
-        super().add_param_group(param_group)
-        self.check_group(self.param_groups[-1])
+        """Add a group of parameters with settings of its own.
 
-    def check_group(self, group: Group) -> None:
+        Raises:
+            InputError: they cannot be updated by these settings.
+        """
+        super().add_param_group(param_group)
+        self._check_group(self.param_groups[-1])
+
+    def _check_group(self, group: Group) -> None:
         """Check that the parameters of a group can be updated by its settings.
 
         Raises:
             InputError: they cannot.
         """
         name = type(self).__name__
-        asked = next((key for key in self.unsupported if group.get(key)), None)
+        asked = next((key for key in self._unsupported if group.get(key)), None)
         if asked is not None:
             raise InputError(
                 f"{name} has no '{asked}', which a parameter group asks for",

@@ -26,8 +26,8 @@ def _replace(kind: type, name: str, read: Callable[[Any], Any]) -> None:
     method = getattr(kind, name)
 
     @wraps(method)
-    def replaced(model: Any, *args: Any, **given: Any) -> Any:
-        whole = read(model) if any(map(has_source, model.parameters())) else model
+    def replaced(self: Any, *args: Any, **given: Any) -> Any:
+        whole = read(self) if any(map(has_source, self.parameters())) else self
         return method(whole, *args, **given)
 
     setattr(kind, name, replaced)
