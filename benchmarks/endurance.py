@@ -3,9 +3,9 @@
 One run of two ranks takes many short steps and writes a checkpoint every so many, of which the
 newest three are kept, while the clock of its ranks jumps by a day again and again. The memory of
 each of its processes, resident and of no file, is looked at once a second. Its slope is that of a
-straight line through the means of twenty parts of the run, the first 30% left out, in which
-caches fill; its noise is the standard error of that slope. Another run, of a million steps, is only
-written as logs: a page of it is made.
+straight line through the means of twenty parts of the run, the first 60% left out, in which the
+caches of printed words fill; its noise is the standard error of that slope. Another run, of a
+million steps, is only written as logs: a page of it is made.
 
     python benchmarks/endurance.py [--json] [--steps 20000] [--checkpoints 500] [--long 1000000]
 
@@ -40,7 +40,7 @@ import jobs  # noqa: E402
 
 from endured.long_log import page_costs, resume_costs, write_log  # noqa: E402
 
-PARTS, WARM = 20, 0.3
+PARTS, WARM = 20, 0.6
 LIMITS = {"report_s": 10.0, "report_mb": 300.0, "memory_slope_bytes_per_step": 0.0}
 LOOK_S = 1.0
 FOLDERS = (TESTS / "train", BENCHMARKS / "endured")

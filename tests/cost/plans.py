@@ -91,6 +91,8 @@ def plans_of_all_kinds(draw: st.DrawFn, profile: Profile) -> Plan:
     sharding = draw(st.sampled_from(["all", "host"])) if by_host else "all"
     samples = draw(_some(0, 9, len(devices)))
     shares = dict(zip(devices, draw(_shares(devices, sharding))))
+    pools = per_host if sharding == "host" else dict.fromkeys(per_host, len(devices))
+    longest = max(shares[device] * pools[device.host] for device in devices)
     workers = tuple(
         Worker(
             device=device.id,
@@ -124,7 +126,7 @@ def plans_of_all_kinds(draw: st.DrawFn, profile: Profile) -> Plan:
         ),
         zero_stage=stage,
         sharding=sharding,
-        collectives=draw(_collectives(profile, sharding)),
+        collectives=draw(_collectives(profile, sharding, min(longest, float(len(devices))))),
     )
 
 
@@ -175,12 +177,15 @@ def _modes(profile: Profile, name: str, stage: int) -> list[Mode]:
 
 
 @st.composite
-def _collectives(draw: st.DrawFn, profile: Profile, sharding: str) -> Collectives:
-    """The forms that the profile knows; padded ones where the native form is known."""
+def _collectives(draw: st.DrawFn, profile: Profile, sharding: str, longest: float) -> Collectives:
+    """The forms that the profile knows; padded ones where the native form is known, with room for
+    the longest interval."""
     group = "inside" if sharding == "host" else "all"
     native = {t.operation for t in profile.network if (t.form, t.group) == ("native", group)}
     named = profile.collectives
     if profile.cluster.network is not None and not profile.network:
         native, named = {"gather", "reduce"}, Collectives(gather="list", reduce="list")
-    padded = Collectives(gather="padded", reduce="padded", padding=draw(st.floats(1.0, 1.5)))
+    most = float(len(profile.cluster.devices))
+    padding = draw(st.floats(max(1.0, longest), max(1.0, min(1.5 * longest, most))))
+    padded = Collectives(gather="padded", reduce="padded", padding=padding)
     return draw(st.sampled_from([named, padded])) if len(native) == 2 else named

@@ -56,7 +56,7 @@ def test_what_is_left_to_the_user_is_told_and_not_written(tmp_path, monkeypatch,
     tuned = tmp_path / "job.tuned.yaml"
     assert read_job(tuned) == read_job(job, ["save_steps=50"])
     assert "# `save_steps: 50` (older ones)\n" in tuned.read_text()
-    told = " ".join(capsys.readouterr().err.split())
+    told = " ".join(capsys.readouterr().out.split())
     assert "12% of a step was spent waiting for data" in told
     assert "left to you: `data.bucketing: true`" in told
 
@@ -73,7 +73,7 @@ def test_a_tuned_file_says_what_it_was_measured_with(tmp_path, monkeypatch, caps
     assert read_job(tuned) == read_job(job, ["save_steps=50"])
     given = "--set max_steps=3 --set 'model.config={tie: [1, 2]}'"
     assert f"# measured with {given}, which is not written here\n" in tuned.read_text()
-    told = " ".join(capsys.readouterr().err.split())
+    told = " ".join(capsys.readouterr().out.split())
     assert f"what --set gave is not in it: gpumix train {tuned} {given}" in told
 
 

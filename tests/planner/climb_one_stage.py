@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from itertools import permutations
 from random import Random
 
+from pydantic import ValidationError
+
 from gpumix.cost.predict import predict
 from gpumix.cost.step_time import can_keep_state_on_host, can_predict_mode
 from gpumix.planner.common.strategy import PlanRequest, is_within_memory
@@ -56,8 +58,9 @@ class OneStageClimb:
             return float("inf")
         self._left -= 1
         try:
+            plan = Plan.model_validate(plan.model_dump())  # copies are not checked
             expected = predict(self._profile, plan)
-        except (GpumixError, AssertionError):
+        except (GpumixError, AssertionError, ValidationError):
             return float("inf")
         if not is_within_memory(expected.workers) or not self._has_host_memory(plan, expected):
             return float("inf")

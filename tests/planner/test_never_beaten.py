@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from profiles import GIB, MIB, Card, block, in_a_row, line, profile, steady
 
 from draws import examples
+from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
+from gpumix.hardware.estimates.decoder_shapes import make_llama_like
+from gpumix.hardware.estimates.estimate import estimate_profile
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.optimal import plan_fastest
 from gpumix.planner.plan import STRATEGIES
@@ -87,6 +90,29 @@ def test_no_climb_is_faster_than_the_default(found, batch, seed):
 )
 def test_no_short_climb_is_faster_than_the_default(cards, link, memory, batch):
     assert_not_beaten(cluster(cards, link=link, memory=memory), batch, seed=1, budget=60)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "size", "batch", "budget"),
+    [
+        (
+            "2x rtx4090; 4x rtx3090",
+            3e9,
+            3,
+            120,
+        ),  # estimates take all replays
+        ("4x rtx3090, 1x v100-16gb-pcie", 7e9, 64, 60),  # kept graphs change who is fast
+    ],
+)
+def test_no_short_climb_is_faster_on_real_cards(hosts, size, batch, budget):
+    shape = make_llama_like(size)
+    found = estimate_profile(
+        lambda dtype: shape.model(1024, dtype, "llama"),
+        parse_cluster(hosts, "auto", "ib-hdr" if ";" in hosts else None),
+        sequence_length=1024,
+        parts_in=lambda dtype: shape.parts(1024, dtype, "llama"),
+    )
+    assert_not_beaten(found, batch, seed=1, budget=budget)
 
 
 def assert_not_beaten(found: Profile, batch: int, seed: int, *, budget: int) -> None:

@@ -173,6 +173,7 @@ def mixing(**changes) -> dict[str, Any]:
         ({"global_batch": 0}, ": global_batch", "not a valid plan"),
         ({"global_batch": 9}, "", "add up to 8, not to the global batch of 9"),
         ({"collectives": {"padding": 2.5}}, "", "longer than a whole buffer over 2 workers"),
+        ({"collectives": {"gather": "padded"}}, "", "write `padding: 1.4` or more"),
         (mixing(pays=False), ": reasons.mixing", "that does not pay has a best_class"),
         (mixing(pays=True, speedup=1.5), ": reasons.mixing", "are there together, or neither is"),
     ],

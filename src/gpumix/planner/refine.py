@@ -5,7 +5,8 @@ The cost model judges each touch, and only a touch that fits and does not length
 1. Of plans for the same devices within one part in a thousand of the fastest, the lowest ZeRO stage
    wins: it has fewer collectives, so less depends on the model of their time.
 2. Units are joined: fewer and larger collectives, at more memory for each.
-3. Workers that recompute keep as many graphs as fit into the memory left.
+3. Workers that recompute keep as many graphs as fit into the memory left, and samples move to those
+   that got faster.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from gpumix.schema.profile.profile import Profile
 EQUAL_SPEED_FRACTION = 1e-3
 UNITS_PER_BUCKET = (2, 3, 4, 6, 8)
 MIN_RELATIVE_GAIN = 1e-9  # a smaller relative gain is none
+MOST_MOVES, FEW_WORKERS = 16, 64
 MANY_GRAPHS = 512  # beyond, only so many numbers are tried
 
 
@@ -77,7 +79,8 @@ def _join_and_keep_graphs(
 ) -> Plan:
     plan = _join_units(profile, plan)
     if set(request.space.gradient_checkpointing) == {True, False}:
-        plan = _keep_graphs(profile, plan, below_s)
+        kept = _keep_graphs(profile, plan, below_s)
+        plan = plan if kept is plan else _move_samples(profile, kept)
     return plan
 
 
@@ -148,6 +151,44 @@ def _keep_graphs(profile: Profile, plan: Plan, below_s: float) -> Plan:
         if is_within_memory(get_prediction(found).workers) and not _is_faster(plan, found)
         else plan
     )
+
+
+def _move_samples(profile: Profile, plan: Plan) -> Plan:
+    """Move one sample at a time from the busiest worker while that makes the step shorter."""
+    for _ in range(MOST_MOVES if len(plan.workers) <= FEW_WORKERS else 0):
+        busy_s = [one.forward_s + one.backward_s for one in get_prediction(plan).workers]
+        giver = busy_s.index(max(busy_s))
+        if plan.workers[giver].samples < 2:
+            break
+        takers: dict[tuple[object, ...], int] = {}
+        for rank, w in enumerate(plan.workers):
+            if busy_s[rank] < busy_s[giver] and w.samples:
+                key = (w.device_class, w.samples, w.micro_batch, w.mode, w.kept_graphs)
+                takers.setdefault(key, rank)
+        moved = [_move_sample(profile, plan, giver, taker) for taker in takers.values()]
+        fitting = [one for one in moved if is_within_memory(get_prediction(one).workers)]
+        fastest = min(fitting, key=lambda one: get_prediction(one).step_s, default=plan)
+        if not _is_faster(fastest, plan):
+            break
+        plan = fastest
+    return plan
+
+
+def _move_sample(profile: Profile, plan: Plan, giver: int, taker: int) -> Plan:
+    workers = list(plan.workers)
+    for rank, more in ((giver, -1), (taker, 1)):
+        of = workers[rank]
+        whole = of.micro_batch == of.samples
+        size = of.samples + more if whole else min(of.micro_batch, of.samples + more)
+        most = len(profile.model.calls) * -(-(of.samples + more) // size)
+        update = {
+            "samples": of.samples + more,
+            "micro_batch": size,
+            "kept_graphs": min(of.kept_graphs, most),
+        }
+        workers[rank] = of.model_copy(update=update)
+    stage = plan.stages[0].model_copy(update={"workers": tuple(workers)})
+    return _with_stage(profile, plan, stage)
 
 
 def _may_keep(profile: Profile, device_class: str, mode: Mode) -> bool:

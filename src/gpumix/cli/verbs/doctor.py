@@ -80,24 +80,27 @@ def doctor(
         _require_module(target.partition(":")[0])
     from gpumix.doctor.change import merge_overrides, write_tuned
     from gpumix.doctor.examine import examine
-    from gpumix.train.run_log.terminal import get_stderr_console
+    from gpumix.train.run_log.terminal import get_result_console, get_stderr_console
 
     _refuse_unknown_suspects(only, is_function)
-    console = get_stderr_console()
+    progress = get_stderr_console()
+    results = progress if as_json else get_result_console()
     if is_function:
-        console.print(
+        progress.print(
             f"{target} runs several times, a few steps each, and writes its files each time"
         )
     with _open_patient(target, is_function, overrides, allowed, steps=steps) as patient:
-        report = examine(patient, say=console.print, pairs=pairs, only=tuple(only), begun_s=begun_s)
+        report = examine(
+            patient, say=progress.print, pairs=pairs, only=tuple(only), begun_s=begun_s
+        )
     if as_json:
         print_json(report.as_dict())
     else:
-        console.print(_render_findings(report) if report.findings else _describe_no_gain(report))
+        results.print(_render_findings(report) if report.findings else _describe_no_gain(report))
         for remark in report.remarks:
-            console.print(remark.text)
+            results.print(remark.text)
         for name in report.untried:
-            console.print(f"not tried, for that takes minutes: --only {name}")
+            results.print(f"not tried, for that takes minutes: --only {name}")
     if apply and report.settings:
         tuned = get_tuned_path(Path(target))
         again = merge_overrides(overrides, report.settings)
@@ -105,10 +108,10 @@ def doctor(
         with_these = [f"measured with {given}, which is not written here"] if given else []
         write_tuned(Path(target), tuned, report.settings, [*report.notes, *with_these])
         told = f"; what --set gave is not in it: gpumix train {quote(str(tuned))} {given}"
-        console.print(f"the job with these changes: {tuned}{told if given else ''}")
+        results.print(f"the job with these changes: {tuned}{told if given else ''}")
     if apply:
         for one in report.left:
-            console.print(f"left to you: {one}")
+            results.print(f"left to you: {one}")
 
 
 def _require_module(name: str) -> None:

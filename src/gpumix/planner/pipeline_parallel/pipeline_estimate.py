@@ -368,8 +368,10 @@ class RowEstimates:
             stage = estimates.stage(
                 EstimatedStage(kind, schedule, last, waiting, waves), zero_stage
             )
-            most = np.maximum(busy[:, None, :], stage.busy_s[:, estimates.range_of])
-            total = others[:, None, :] + stage.one_s[:, estimates.range_of]
+            most = np.take(stage.busy_s, estimates.range_of, axis=1)
+            np.maximum(busy[:, None, :], most, out=most)
+            total = np.take(stage.one_s, estimates.range_of, axis=1)
+            total += others[:, None, :]
             begin = (most + total).argmin(axis=-1)
             busy, others = most[each_size, each_end, begin], total[each_size, each_end, begin]
             stages.append(stage)

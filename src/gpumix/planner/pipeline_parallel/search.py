@@ -148,7 +148,10 @@ class StageSearch:
             self._evaluate_neighbors()
         self._drop_slow()
         if self._proves and bound_s < self._best_s * (1 - MIN_RELATIVE_GAIN):
+            before = self._best
             bound_s = max(bound_s, self._prove())
+            if self._best is not before:
+                self._evaluate_neighbors()
         if self._bounds and bound_s < self._best_s < float("inf"):
             bound_s = max(bound_s, self._bound_rows())
         bound_s = min(bound_s, self._best_s)
@@ -383,17 +386,17 @@ class StageSearch:
     def _evaluate_neighbors(self) -> None:
         """Count what differs in a single choice from the best plan, again from each better one, and
         from the fastest candidates that do not fit."""
-        full = self._counting.too_full
+        full, most_work = self._counting.too_full, self._counting.work + NEIGHBOR_ACTIONS
         for candidate in sorted(full, key=lambda one: full[one])[:MOST_TOO_FULL]:
             if full[candidate] < self._best_s:
                 for other in self._alike(candidate):
-                    if self._counting.work <= NEIGHBOR_ACTIONS:
+                    if self._counting.work <= most_work:
                         self._count(other)
         before: FoundPlan | None = None
         while self._best is not None and self._best is not before:
             before = self._best
             for candidate in self._alike(before.candidate):
-                if self._counting.work > NEIGHBOR_ACTIONS:
+                if self._counting.work > most_work:
                     return
                 self._count(candidate)
 

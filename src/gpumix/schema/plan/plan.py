@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from math import inf
+from math import ceil, inf
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -193,9 +193,8 @@ class Plan(Document):
                     f"the workers' samples add up to {samples}, not to the global batch of "
                     f"{self.global_batch}"
                 )
-            for where, total in self._sums_of_shares(stage):
-                if abs(total - 1.0) > 1e-6:
-                    raise ValueError(f"the state shares of {where} add up to {total:.6f}, not to 1")
+            for where, shares in self._state_shares(stage):
+                self._check_state_shares(where, shares)
         if self.sharding == "host" and any(stage.tensor > 1 for stage in self.stages):
             raise ValueError("hosts repeat no state of teams: sharding 'host' is without them")
         if self.waves > 1:
@@ -311,16 +310,29 @@ class Plan(Document):
                     f"has none of its calls ({own[0]} to {own[-1]})"
                 )
 
-    def _sums_of_shares(self, stage: Stage) -> Iterator[tuple[str, float]]:
-        """Yield the sum of state shares of each group of workers dividing the state."""
+    def _check_state_shares(self, where: str, shares: Sequence[float]) -> None:
+        """Check that shares of one copy of the state are all of it, and fit padded intervals."""
+        if abs(sum(shares) - 1.0) > 1e-6:
+            raise ValueError(f"the state shares of {where} add up to {sum(shares):.6f}, not to 1")
+        forms, relative = self.collectives, max(shares) * len(shares)
+        padded = self.zero_stage > 0 and "padded" in (forms.gather, forms.reduce)
+        if padded and relative > forms.padding + 1e-6:
+            raise ValueError(
+                f"the largest state share of {where} is {relative:.3f} times an equal one, and "
+                f"intervals are padded to {forms.padding:g} times: write "
+                f"`padding: {ceil(100 * relative) / 100:g}` or more"
+            )
+
+    def _state_shares(self, stage: Stage) -> Iterator[tuple[str, list[float]]]:
+        """Yield the state shares of each group of workers dividing the state."""
         if self.sharding == "all":
-            yield "a stage", sum(w.state_share for w in stage.leaders)
+            yield "a stage", [w.state_share for w in stage.leaders]
             return
-        sums: dict[str, float] = {}
+        shares: dict[str, list[float]] = {}
         for worker in stage.workers:
-            sums[worker.host] = sums.get(worker.host, 0.0) + worker.state_share
-        for host, total in sums.items():
-            yield f"host '{host}'", total
+            shares.setdefault(worker.host, []).append(worker.state_share)
+        for host, of_host in shares.items():
+            yield f"host '{host}'", of_host
 
     @cached_property
     def workers(self) -> tuple[Worker, ...]:

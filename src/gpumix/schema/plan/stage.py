@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, Self
 
@@ -102,11 +102,16 @@ class Worker(Value):
         """Samples in each micro-batch; only the last may be smaller."""
         return split_micro_batches(self.samples, self.micro_batch)
 
-    def divide_micro_batches(self, waves: int) -> list[tuple[int, ...]]:
+    def divide_micro_batches(self, waves: int) -> tuple[tuple[int, ...], ...]:
         """Return the samples in each micro-batch of each wave."""
-        sizes = self.micro_batches
-        ends = [len(sizes) * wave // waves for wave in range(waves + 1)]
-        return [sizes[begin:end] for begin, end in pairwise(ends)]
+        return _divide_micro_batches(self.samples, self.micro_batch, waves)
+
+
+@lru_cache(maxsize=1024)
+def _divide_micro_batches(samples: int, size: int, waves: int) -> tuple[tuple[int, ...], ...]:
+    sizes = split_micro_batches(samples, size)
+    ends = [len(sizes) * wave // waves for wave in range(waves + 1)]
+    return tuple(sizes[begin:end] for begin, end in pairwise(ends))
 
 
 class StageInput(Value):
