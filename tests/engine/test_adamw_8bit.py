@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 from itertools import chain
@@ -81,7 +82,7 @@ def test_steps_are_those_of_the_same_written_anew():
         expected = step_anew(expected, p.grad.numpy().astype(float), moments, step)
         optimizer.step()
         state = optimizer.state[p]
-        for moment, name in zip(moments, adamw_8bit.MOMENTS):
+        for moment, name in zip(moments, adamw_8bit.CODES):
             codes = state[name].numpy()
             apart = np.abs(codes.astype(int) - moment.codes)
             # A value between two of the map may go to either by rounding alone.
@@ -162,7 +163,7 @@ def test_bitsandbytes_comes_to_the_same(monkeypatch):
         p.grad, other.grad = slope(NUMEL, step), slope(NUMEL, step)
         ours.step()
         theirs.step()
-        for name, codes in zip(adamw_8bit.MOMENTS, ("state1", "state2")):
+        for name, codes in zip(adamw_8bit.CODES, ("state1", "state2")):
             found, expected = ours.state[p][name].int(), theirs.state[other][codes].int()
             assert (found != expected).float().mean() < 2e-3
             ours.state[p][name].copy_(theirs.state[other][codes])  # no difference adds up
@@ -181,6 +182,46 @@ def test_a_state_dict_is_loaded_to_the_bit():
         assert ours.keys() == theirs.keys()
         for key, value in ours.items():
             assert value.dtype == theirs[key].dtype and torch.equal(value, theirs[key]), key
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("numel", [100, NUMEL])
+def test_so_is_that_of_16_bit_parameters(numel, dtype):
+    made = []
+    for _ in range(2):
+        p = nn.Parameter(torch.ones(numel, dtype=dtype))
+        made.append((p, make([p])))
+    for step in range(4):
+        for p, optimizer in made:
+            p.grad = slope(numel, step).clamp(-1, 1).to(dtype)
+            optimizer.step()
+        (p, optimizer), (fresh, _) = made
+        made[1] = fresh, make([fresh])
+        made[1][1].load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert torch.equal(p, fresh)
+        for key, value in optimizer.state[p].items():
+            found = made[1][1].state[fresh][key]
+            assert found.dtype == value.dtype and torch.equal(found, value), key
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    """By torch's AdamW too, which would take bytes for numbers."""
+    p = nn.Parameter(torch.ones(NUMEL))
+    ours, torchs = make([p]), torch.optim.AdamW([p])
+    p.grad = slope(NUMEL, 0)
+    ours.step()
+    torchs.step()
+    saved = copy.deepcopy([ours.state_dict(), torchs.state_dict()])
+    with pytest.raises(InputError, match="'exp_avg_codes' is missing"):
+        make([p]).load_state_dict(saved[1])
+    with pytest.raises(InputError, match="of another optimizer"):
+        make([p]).load_state_dict(
+            torch.optim.SGD([p], momentum=0.5).state_dict()
+            | {"state": {0: {"momentum_buffer": p.data}}}
+        )
+    torchs.load_state_dict(saved[0])
+    with pytest.raises(KeyError, match="exp_avg"):
+        torchs.step()
 
 
 # -- cuts ------------------------------------------------------------------------------------------
@@ -302,8 +343,18 @@ def test_a_checkpoint_of_other_state_is_refused(tmp_path):
     optimizer = make(engine.parameters(), min_8bit_size=10_000)
     update_pieces(engine, optimizer, range(1))
     checkpointer(tmp_path).save(1, engine, optimizer, cursor={})
-    with pytest.raises(InputError, match="lacks the optimizer's state 'exp_avg_max'"):
+    with pytest.raises(InputError, match="lacks the optimizer's state 'exp_avg_codes'"):
         checkpointer(tmp_path).load(engine, make(engine.parameters()))
+
+
+def test_a_checkpoint_in_8_bits_for_an_optimizer_that_quantises_less(tmp_path):
+    """Of a plan that need not cut between blocks, as nothing says that state is quantised."""
+    engine = wide_engine([Share(2, 1, 1)])
+    optimizer = make(engine.parameters())
+    update_pieces(engine, optimizer, range(1))
+    checkpointer(tmp_path).save(1, engine, optimizer, cursor={})
+    with pytest.raises(InputError, match="lacks the optimizer's state 'exp_avg'"):
+        checkpointer(tmp_path).load(engine, make(engine.parameters(), min_8bit_size=10_000))
 
 
 STATES = [(1, 2, 3), (3, 0, 1), (0, 1, 0), (2, 2, 1)]

@@ -83,3 +83,62 @@ def test_a_parameter_that_the_layout_does_not_know_is_refused():
     for make in (gpumix.Adafactor, gpumix.Muon):
         with pytest.raises(InputError, match=r"1 parameter\(s\) that are not in its layout"):
             make([torch.nn.Parameter(torch.ones(3))], engine.layout())
+
+
+# -- parameters and groups of our own ones ---------------------------------------------------------
+
+OWN = [gpumix.AdamW8bit, gpumix.Adafactor, gpumix.Muon]
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_settings_of_a_group_that_would_be_ignored(kind):
+    group = {"params": [torch.nn.Parameter(torch.ones(4, 4))], "maximize": True}
+    with pytest.raises(InputError, match=f"{kind.__name__} has no 'maximize'"):
+        kind([group])
+
+
+def test_settings_of_a_loaded_group_that_would_be_ignored():
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    p.grad = torch.ones(4, 4)
+    theirs = torch.optim.AdamW([p], amsgrad=True)
+    theirs.step()
+    with pytest.raises(InputError, match="AdamW8bit has no 'amsgrad'"):
+        gpumix.AdamW8bit([p]).load_state_dict(theirs.state_dict())
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_complex_parameters(kind):
+    with pytest.raises(InputError, match="complex parameters"):
+        kind([torch.nn.Parameter(torch.ones(4, 4, dtype=torch.complex64))])
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_elements_that_are_not_in_order(kind):
+    p = torch.nn.Parameter(torch.ones(4, 6).T)
+    p.grad = torch.ones(6, 4)
+    with pytest.raises(InputError, match="does not have its elements in order"):
+        kind([{"params": [p]}]).step()
+    p.data = p.data.contiguous()
+    kind([{"params": [p]}]).step()
+    assert (p < 1).all()
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_sparse_gradients(kind):
+    table = torch.nn.Embedding(8, 4, sparse=True)
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(InputError, match="is sparse"):
+        kind(table.parameters()).step()
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_gradients_whose_elements_are_in_another_order(kind):
+    made = []
+    for in_order in (True, False):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(80, 70))
+        slope = torch.randn(70, 80).T
+        p.grad = slope.contiguous() if in_order else slope
+        kind([{"params": [p]}]).step()
+        made.append(p.detach())
+    assert torch.equal(*made)

@@ -9,6 +9,7 @@ import functools
 
 import numpy as np
 import pytest
+import torch
 
 import gpumix
 from checkpoints import checkpointer, odd, whole
@@ -160,6 +161,22 @@ def test_adafactors_averages_are_torchs(plan):
         for key, value in optimizer.state.get(p, {}).items():
             mine = np.asarray(found[f"{name}.{key}"]).reshape(value.shape)
             np.testing.assert_allclose(mine, value.numpy(), rtol=1e-5, err_msg=f"{name}.{key}")
+
+
+@pytest.mark.parametrize("shape", [(7,), (8, 12), (3, 4, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_adafactor_updates_16_bit_parameters(shape, dtype):
+    made = []
+    for kind in (gpumix.Adafactor, torch.optim.Adafactor):
+        generator = torch.Generator().manual_seed(1)
+        p = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        optimizer = kind([p])
+        for _ in range(4):
+            p.grad = torch.randn(shape, generator=generator).to(dtype)
+            optimizer.step()
+        made.append(p.detach())
+        assert all(v.dtype == dtype for k, v in optimizer.state[p].items() if k != "step")
+    torch.testing.assert_close(*made, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
 
 
 def test_adafactors_state_is_small():

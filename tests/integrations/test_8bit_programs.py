@@ -53,7 +53,7 @@ def test_bitsandbytes_own_gives_way():
     assert ours.param_groups is theirs.param_groups
     p.grad = torch.ones_like(p)
     ours.step()
-    assert ours.state[p]["exp_avg"].dtype == torch.uint8  # of 512 elements and more
+    assert ours.state[p]["exp_avg_codes"].dtype == torch.uint8  # of 512 elements and more
     scheduler.step()
     (group,) = ours.param_groups
     assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.9, 0.99), 1e-7)

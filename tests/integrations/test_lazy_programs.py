@@ -22,6 +22,7 @@ from programs import (
     as_launched,
     log_of,
     model,
+    other_ranks,
     tokenizer,
     unlike_ranks,
 )
@@ -158,6 +159,68 @@ def test_so_are_those_of_adapters_that_trl_makes(folder, base):
     )
     assert len(lazy[0]) == STEPS
     assert lazy == whole
+
+
+def resume(folder: Path, lazily: bool, stateless: bool) -> list[float]:
+    """As a second run of a script does, with the weights of the first one's checkpoint alone too;
+    the losses from there on."""
+    from gpumix.integrations.transformers import Trainer
+
+    as_launched(folder)
+    output = folder / f"resumed-{lazily}-{stateless}"
+    losses = []
+    for steps in (2, 4):
+        trainer = Trainer(
+            model=load(folder, lazily),
+            args=arguments(
+                output, GLOBAL_BATCH // 2, max_steps=steps, save_steps=2, eval_strategy="no"
+            ),
+            train_dataset=Texts(),
+            plan=other_ranks(),
+        )
+        trainer.train(resume_from_checkpoint=steps > 2)
+        losses = log_of(trainer, "loss")
+        torch.distributed.barrier()
+        if stateless and torch.distributed.get_rank() == 0:
+            for path in (output / "checkpoint-2").iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+        torch.distributed.barrier()
+    return losses
+
+
+@pytest.mark.parametrize("stateless", [False, True], ids=["", "of stock"])
+def test_a_run_is_resumed_as_by_the_program_that_loads_all(folder, stateless):
+    whole, lazy = (
+        run_ranks(resume, 2, folder, lazily, stateless, timeout_s=300) for lazily in (False, True)
+    )
+    assert len(lazy[0]) == 4
+    assert lazy == whole
+
+
+def evaluate_without_training(folder: Path, lazily: bool) -> list[float]:
+    """Of a model with nothing to train; it is saved before."""
+    from gpumix.integrations.transformers import Trainer
+
+    as_launched(folder)
+    trainer = Trainer(
+        model=load(folder, lazily).requires_grad_(requires_grad=False),
+        args=arguments(folder / "frozen", GLOBAL_BATCH // 2),
+        eval_dataset=Texts(12),
+    )
+    trainer.save_model(str(folder / f"untrained-{lazily}"))
+    return [trainer.evaluate()["eval_loss"]]
+
+
+def test_a_model_with_nothing_to_train_is_saved_and_evaluated(folder):
+    whole, lazy = (
+        run_ranks(evaluate_without_training, 2, folder, lazily, timeout_s=300)
+        for lazily in (False, True)
+    )
+    assert lazy == whole
+    saved = [load_file(folder / f"untrained-{one}" / "model.safetensors") for one in (False, True)]
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(saved[1][name], value) for name, value in saved[0].items())
 
 
 def train_on_spoilt_files(folder: Path) -> list[float]:

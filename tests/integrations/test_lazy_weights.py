@@ -92,6 +92,16 @@ def test_values_are_rounded_as_stock_rounds_them(folders, name):
     assert_equal_models(stock.float(), lazy.float())
 
 
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float"), ("half", "bfloat16")], ids=str)
+def test_values_are_rounded_to_each_dtype_on_the_way(folders, dtypes):
+    kind, folder = folders("llama")
+    stock, lazy = load_twice(folder, kind)
+    for model in (stock, lazy):
+        for dtype in dtypes:
+            getattr(model, dtype)()
+    assert_equal_models(stock, copy.deepcopy(lazy))
+
+
 def test_parts_of_parameters_are_parts_of_their_values(folders):
     kind, folder = folders("mixtral")
     stock, lazy = load_twice(folder, kind)
@@ -109,6 +119,39 @@ def test_heads_that_files_lack_begin_as_in_stock(folders):
     kind = transformers.AutoModelForSequenceClassification
     stock, lazy = load_twice(folder, kind, num_labels=5)
     assert not has_source(lazy.score.weight)
+    assert_equal_models(stock, lazy)
+
+
+def make_recurrent(kind):
+    """Small models that draw random numbers, or compute, on the devices of their parameters."""
+    common = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+    if kind == "mamba":
+        return transformers.MambaForCausalLM(transformers.MambaConfig(**common, state_size=4))
+    return transformers.RwkvForCausalLM(transformers.RwkvConfig(**common, context_length=16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "lacking"), [("mamba", ""), ("mamba", "out_proj"), ("rwkv", "time_mix_value")]
+)
+def test_modules_in_part_in_files_are_initialised_as_in_stock(kind, lacking, tmp_path):
+    torch.manual_seed(SEED)
+    model = make_recurrent(kind)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = {name: v for name, v in load_file(file).items() if not lacking or lacking not in name}
+    save_file(state, file, metadata={"format": "pt"})
+    assert_equal_models(*load_twice(tmp_path, type(model)))
+
+
+def test_loaded_values_that_initialisation_changes(tmp_path):
+    """Mamba's rescales a matrix, be it loaded or not."""
+    torch.manual_seed(SEED)
+    model = make_recurrent("mamba")
+    model.config.rescale_prenorm_residual = True
+    model.save_pretrained(tmp_path)
+    stock, lazy = load_twice(tmp_path, type(model))
+    changed = [name for name, p in lazy.named_parameters() if not p.is_meta]
+    assert changed and all(name.endswith("out_proj.weight") for name in changed)
     assert_equal_models(stock, lazy)
 
 
@@ -194,6 +237,33 @@ def test_a_call_before_the_model_is_prepared_for_training(folders):
     prepared = gpumix.Accelerator(cpu=True).prepare(gpumix.from_pretrained(folder, kind))
     with pytest.raises(InputError, match="its weights are still in files"), torch.no_grad():
         prepared(torch.arange(12)[None])
+
+
+@pytest.mark.parametrize("settings", [{}, {"mean_resizing": False}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+@pytest.mark.parametrize("tokens", [100, 128, 140])
+def test_embeddings_are_resized_as_in_stock(folders, name, tokens, settings):
+    kind, folder = folders(name)
+    models = load_twice(folder, kind)
+    for model in models:
+        torch.manual_seed(SEED)
+        model.resize_token_embeddings(tokens, **settings)
+    assert sum(map(has_source, models[1].parameters())) > 5
+    assert_equal_models(*models)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "bert"])
+def test_what_is_saved_is_that_of_stock(folders, name, tmp_path):
+    """Names and parts of experts too, as in the files; the model stays in files."""
+    kind, folder = folders(name)
+    models = load_twice(folder, kind, dtype=torch.bfloat16)
+    for number, model in enumerate(models):
+        model.save_pretrained(tmp_path / str(number))
+    stock, lazy = (load_file(tmp_path / one / "model.safetensors") for one in "01")
+    assert stock.keys() == lazy.keys()
+    assert all(torch.equal(lazy[key], value) for key, value in stock.items())
+    assert all(has_source(p) for p in models[1].parameters())
+    assert_equal_models(*models)
 
 
 # -- adapters --------------------------------------------------------------------------------------
@@ -324,6 +394,18 @@ def test_a_truncated_file(spoilt):
     assert caught.value.where == str(file)
 
 
+def test_a_file_that_has_changed_since(spoilt):
+    """As by a program that saves a model where it loaded it from."""
+    lazy = gpumix.from_pretrained(spoilt)
+    for file in spoilt.glob("*.safetensors"):
+        state = {name: 2 * value for name, value in load_file(file).items()}
+        save_file(state, file, metadata={"format": "pt"})
+    for load in (read_all_values, lambda model: assert_equal_models(model, model)):
+        with pytest.raises(InputError, match="has changed since the model was loaded") as caught:
+            load(lazy)
+        assert caught.value.where.endswith(".safetensors")
+
+
 def test_a_truncated_file_whose_dtype_is_looked_for(spoilt):
     config = json.loads((spoilt / "config.json").read_text())
     (spoilt / "config.json").write_text(json.dumps(config | {"dtype": None}))
@@ -363,13 +445,26 @@ def test_a_model_spread_over_devices(spoilt):
         gpumix.from_pretrained(spoilt, device_map=places, offload_folder=str(spoilt / "off"))
 
 
-def test_a_parameter_changed_before_it_has_values(spoilt):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.mul_(2),
+        lambda weight: weight.data.mul_(2),
+        lambda weight: weight.data[3].zero_(),
+        lambda weight: setattr(weight, "data", weight.data * 2),
+        lambda weight: setattr(weight, "data", weight.data[32:64]),
+        lambda weight: setattr(weight, "data", weight.data[:32].T),
+    ],
+    ids=["parameter", "data", "row", "other data", "fewer rows", "transposed"],
+)
+def test_a_parameter_changed_before_it_has_values(spoilt, change):
     lazy = gpumix.from_pretrained(spoilt)
-    with torch.no_grad():
-        lazy.lm_head.weight.mul_(2)
     weight = lazy.lm_head.weight
-    with pytest.raises(InputError, match=r"'lm_head\.weight' was changed in place"):
-        make_source(lazy)("lm_head.weight", weight, 0, weight.numel())
+    with torch.no_grad():
+        change(weight)
+    for model in (lazy, copy.deepcopy(lazy)):
+        with pytest.raises(InputError, match=r"'lm_head\.weight' was changed in place"):
+            make_source(model)("lm_head.weight", model.lm_head.weight, 0, 7)
 
 
 def test_a_model_without_weights():

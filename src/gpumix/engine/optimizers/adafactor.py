@@ -22,6 +22,7 @@ from gpumix.engine.optimizers.base import (
     FullParameterOptimizer,
     Group,
     Parameters,
+    flatten_gradient,
     flatten_piece,
     get_layout,
     to_parameter_groups,
@@ -133,8 +134,7 @@ class _ParameterUpdate:
     def __init__(
         self, p: nn.Parameter, group: Group, state: State, shape: torch.Size, start: int
     ) -> None:
-        assert p.grad is not None
-        self.local, self._gradient = flatten_piece(p), flatten_piece(p.grad)
+        self.local, self._gradient = flatten_piece(p), flatten_gradient(p)
         self._group, self._state = group, state
         self._numel, self._start = prod(shape), start
         self._factored = len(shape) > 1
@@ -172,8 +172,12 @@ class _ParameterUpdate:
         if self._factored:
             _, rows, columns = self._shape
             row_var, col_var = self._state["row_var"], self._state["col_var"]
-            row_var.lerp_(row_sums.view(row_var.shape) / max(1, columns), weight)
-            col_var.lerp_(column_sums.view(col_var.shape) / max(1, rows), weight)
+            for average, total, count in (
+                (row_var, row_sums, columns),
+                (col_var, column_sums, rows),
+            ):
+                now = total.view(average.shape) / max(1, count)
+                average.lerp_(now.to(average.dtype), weight)
         else:
             flatten_piece(self._state["variance"]).lerp_(self._gradient.square(), weight)
 

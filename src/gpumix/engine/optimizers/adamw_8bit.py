@@ -21,13 +21,21 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from gpumix.engine.optimizers.base import Group, Parameters, StepOptimizer, flatten_piece
+from gpumix.engine.optimizers.base import (
+    Group,
+    Parameters,
+    StepOptimizer,
+    flatten_gradient,
+    flatten_piece,
+)
 from gpumix.engine.optimizers.dynamic_map import QuantisedMoment
+from gpumix.schema.errors import InputError
 from gpumix.schema.plan.optimizer_state import LEAST_QUANTISED, QUANTISED_BLOCK
 
 State = dict[str, Any]
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # in fp32, as of torch's AdamW
+CODES = ("exp_avg_codes", "exp_avg_sq_codes")
 MAXIMA = ("exp_avg_max", "exp_avg_sq_max")
 # Elements that are updated at once: temporaries take 32 bytes each.
 CHUNK_ON_CPU = 2**16
@@ -46,6 +54,7 @@ class AdamW8bit(StepOptimizer):
         min_8bit_size: elements of the smallest parameter with state in 8 bits.
     """
 
+    _unsupported = ("maximize", "amsgrad")
     block_states = frozenset(MAXIMA)
     block = QUANTISED_BLOCK
 
@@ -70,11 +79,10 @@ class AdamW8bit(StepOptimizer):
                     self._update_parameter(p, group)
 
     def _update_parameter(self, p: nn.Parameter, group: Group) -> None:
-        assert p.grad is not None
+        local, gradient = flatten_piece(p), flatten_gradient(p)
         state = self._state(p, group)
         state["step"] += 1
         step = _AdamStep.of(group, int(state["step"].item()))
-        local, gradient = flatten_piece(p), flatten_piece(p.grad)
         for part in _iterate_chunks(local):
             values = [_load(state, number, part) for number in range(2)]
             step.update(local[part], gradient[part].float(), *values)
@@ -88,7 +96,7 @@ class AdamW8bit(StepOptimizer):
         state["step"] = torch.tensor(0.0)  # on the host, where it is used
         is_quantised = is_state_quantised(p, group)
         dtype = torch.uint8 if is_quantised else torch.float32
-        for name in MOMENTS:
+        for name in CODES if is_quantised else MOMENTS:
             state[name] = torch.zeros(p.shape, dtype=dtype, device=p.device)
         if is_quantised:
             blocks = -(-p.numel() // QUANTISED_BLOCK)
@@ -97,26 +105,51 @@ class AdamW8bit(StepOptimizer):
         return state
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load a state; torch would convert bytes to the parameters' dtype."""
+        """Load a state; torch would convert it to the parameters' dtype.
+
+        Raises:
+            InputError: it is of another optimizer, or of other parameters.
+        """
         saved = state_dict["state"]
-        narrow = {
-            number: {key: value for key, value in states.items() if _is_narrow(value)}
-            for number, states in saved.items()
-        }
-        others = {
-            number: {key: value for key, value in states.items() if key not in narrow[number]}
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = [(p, group) for group in self.param_groups for p in group["params"]]
+        settings = [group for group in state_dict["param_groups"] for _ in group["params"]]
+        loaded = list(zip(numbers, own, settings))
+        for number, (p, group), setting in loaded:
+            loaded_group = {**group, **setting, "params": group["params"]}
+            self._check_group(loaded_group)
+            _check_state(saved.get(number, {}), p, loaded_group)
+        counts = {
+            number: {key: value for key, value in states.items() if key == "step"}
             for number, states in saved.items()
         }
         groups = self.param_groups  # schedulers may hold them
-        super().load_state_dict({**state_dict, "state": others})
-        for group, loaded in zip(groups, self.param_groups):
-            group.update(loaded)
+        super().load_state_dict({**state_dict, "state": counts})
+        for group, found in zip(groups, self.param_groups):
+            group.update(found)
         self.param_groups = groups
-        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, p in zip(numbers, own):
-            for key, value in narrow.get(number, {}).items():
-                self.state[p][key] = value.to(p.device)
+        for number, (p, _), _ in loaded:
+            for key, value in saved.get(number, {}).items():
+                if key != "step":
+                    self.state[p][key] = value.to(p.device)
+
+
+def get_state_names(p: torch.Tensor, group: Group) -> tuple[str, ...]:
+    """Return the names of a parameter's states."""
+    return ("step", *CODES, *MAXIMA) if is_state_quantised(p, group) else ("step", *MOMENTS)
+
+
+def _check_state(state: State, p: torch.Tensor, group: Group) -> None:
+    """Check that a state to be loaded is one of AdamW8bit's."""
+    needed = get_state_names(p, group)
+    lacking = [name for name in needed if name not in state] if state else []
+    if lacking:
+        raise InputError(
+            "the state to be loaded is of another optimizer, or of other parameters",
+            why=f"for a parameter of shape {tuple(getattr(p, 'full_shape', p.shape))} AdamW8bit "
+            f"has {', '.join(needed)}, and '{lacking[0]}' is missing",
+            fix="load it into an optimizer like the one that made it",
+        )
 
 
 def is_state_quantised(p: torch.Tensor, group: Group) -> bool:
@@ -124,10 +157,6 @@ def is_state_quantised(p: torch.Tensor, group: Group) -> bool:
     parameter."""
     shape: torch.Size = getattr(p, "full_shape", p.shape)
     return shape.numel() >= int(group["min_8bit_size"])
-
-
-def _is_narrow(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == torch.uint8
 
 
 def _iterate_chunks(local: torch.Tensor) -> Iterator[slice]:
@@ -139,21 +168,21 @@ def _iterate_chunks(local: torch.Tensor) -> Iterator[slice]:
 
 def _load(state: State, number: int, part: slice) -> torch.Tensor:
     """Return a part of a moment in fp32; of a small parameter, the state itself."""
-    flat = state[MOMENTS[number]].view(-1)[part]
-    if flat.dtype != torch.uint8:
-        return flat
-    return _moment(state, number, part).dequantise()
+    if CODES[number] in state:
+        return _moment(state, number, part).dequantise()
+    found: torch.Tensor = state[MOMENTS[number]].view(-1)[part]
+    return found
 
 
 def _store(state: State, number: int, part: slice, value: torch.Tensor) -> None:
-    if state[MOMENTS[number]].dtype == torch.uint8:
+    if CODES[number] in state:
         _moment(state, number, part).quantise(value)
 
 
 def _moment(state: State, number: int, part: slice) -> QuantisedMoment:
     blocks = slice(part.start // QUANTISED_BLOCK, -(-part.stop // QUANTISED_BLOCK))
     return QuantisedMoment(
-        state[MOMENTS[number]].view(-1)[part], state[MAXIMA[number]][blocks], signed=number == 0
+        state[CODES[number]].view(-1)[part], state[MAXIMA[number]][blocks], signed=number == 0
     )
 
 

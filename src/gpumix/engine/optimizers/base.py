@@ -19,7 +19,40 @@ Parameters = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Itera
 
 
 class StepOptimizer(Optimizer, ABC):
-    """An optimizer whose step may compute the loss anew, as in torch."""
+    """An optimizer of real parameters whose step may compute the loss anew, as in torch.
+
+    `_unsupported` are settings of torch's optimizer of the same name that cannot be switched on.
+    """
+
+    _unsupported: ClassVar[tuple[str, ...]] = ("maximize",)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters with settings of its own.
+
+        Raises:
+            InputError: they cannot be updated by these settings.
+        """
+        super().add_param_group(param_group)
+        self._check_group(self.param_groups[-1])
+
+    def _check_group(self, group: Group) -> None:
+        """Check that the parameters of a group can be updated by its settings.
+
+        Raises:
+            InputError: they cannot.
+        """
+        name = type(self).__name__
+        asked = next((key for key in self._unsupported if group.get(key)), None)
+        if asked is not None:
+            raise InputError(
+                f"{name} has no '{asked}', which a parameter group asks for",
+                fix="leave it out, or use torch.optim.AdamW",
+            )
+        if any(p.is_complex() for p in group["params"]):
+            raise InputError(
+                f"{name} was given complex parameters",
+                fix="use torch.optim.AdamW, or parameters of real and imaginary parts",
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -83,5 +116,30 @@ def get_layout(groups: list[Group], layout: OptimizerLayout | None) -> Optimizer
 
 
 def flatten_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 1-D view; pieces are 1-D anyway."""
+    """Return a 1-D view; pieces are 1-D anyway.
+
+    Raises:
+        InputError: the elements are not in order.
+    """
+    if not tensor.is_contiguous():
+        raise InputError(
+            f"a parameter of shape {tuple(tensor.shape)} does not have its elements in order",
+            why="it is transposed, or in another memory format, and is updated as a vector",
+            fix="before the optimizer is made: parameter.data = parameter.data.contiguous()",
+        )
     return tensor.detach().view(-1)
+
+
+def flatten_gradient(p: nn.Parameter) -> torch.Tensor:
+    """Return a parameter's gradient, to be read as a vector.
+
+    Raises:
+        InputError: it is sparse.
+    """
+    assert p.grad is not None
+    if p.grad.layout is not torch.strided:
+        raise InputError(
+            f"the gradient of a parameter of shape {tuple(p.shape)} is sparse",
+            fix="make its embedding with sparse=False",
+        )
+    return p.grad.detach().reshape(-1)

@@ -26,6 +26,7 @@ from gpumix.engine.optimizers.base import (
     FullParameterOptimizer,
     Group,
     Parameters,
+    flatten_gradient,
     flatten_piece,
     get_layout,
     to_parameter_groups,
@@ -187,8 +188,7 @@ class _Matrix:
 
     def average(self, state: dict[str, Any]) -> None:
         """Update the momentum."""
-        assert self.parameter.grad is not None
-        gradient, momentum = flatten_piece(self.parameter.grad), self._group["momentum"]
+        gradient, momentum = flatten_gradient(self.parameter), self._group["momentum"]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(self.parameter).detach()
         buffer = flatten_piece(state["momentum_buffer"]).lerp_(gradient, 1 - momentum)

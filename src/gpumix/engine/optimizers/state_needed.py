@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from gpumix.engine.optimizers.adafactor import Adafactor, get_average_shapes
-from gpumix.engine.optimizers.adamw_8bit import MAXIMA, MOMENTS, AdamW8bit, is_state_quantised
+from gpumix.engine.optimizers.adamw_8bit import MAXIMA, AdamW8bit, get_state_names
 from gpumix.engine.optimizers.base import Group
 from gpumix.engine.optimizers.muon import Muon
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
@@ -21,8 +21,8 @@ def get_required_state(
     if isinstance(optimizer, Adafactor):
         return {"step": None, **get_average_shapes(optimizer.layout.piece(p).shape)}
     if isinstance(optimizer, AdamW8bit):
-        moments: dict[str, torch.Size | None] = dict.fromkeys(["step", *MOMENTS])
-        if is_state_quantised(p, group):
+        moments: dict[str, torch.Size | None] = dict.fromkeys(get_state_names(p, group))
+        if moments.keys() >= set(MAXIMA):
             full = ParameterSlice(getattr(p, "full_shape", p.shape))
             moments |= dict.fromkeys(MAXIMA, full.of_blocks(optimizer.block).shape)
         return moments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -30,8 +31,46 @@ class ValueSource(Protocol):
         """Return the tensor."""
 
 
+@dataclass(frozen=True)
+class _Cast:
+    """A tensor in files, rounded to a dtype."""
+
+    source: ValueSource
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.source.shape
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.source.names
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        return self.source.read(start, end).to(self.dtype)
+
+    def read_all(self) -> torch.Tensor:
+        return self.source.read_all().to(self.dtype)
+
+
 class FileParameter(nn.Parameter):
     """A parameter without values. Copies of it (`copy.deepcopy`) are read from the same files."""
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The parameter outside of autograd; unlike torch's, it counts as changed together with
+        the parameter."""
+        return self.detach()
+
+    @data.setter
+    def data(self, given: torch.Tensor) -> None:
+        source, version = vars(self)[_SOURCE]
+        if not self._has_values_of(given):
+            version -= 1
+        elif given.dtype != self.dtype != source.dtype:
+            source = _Cast(source, self.dtype)
+        torch.Tensor.data.__set__(self, given)  # type: ignore[attr-defined]
+        vars(self)[_SOURCE] = source, version
 
     @staticmethod
     def of(source: ValueSource, *, requires_grad: bool) -> FileParameter:
@@ -40,6 +79,16 @@ class FileParameter(nn.Parameter):
         made: FileParameter = torch.Tensor._make_subclass(FileParameter, data, requires_grad)
         set_source(made, source)
         return made
+
+    def _has_values_of(self, given: torch.Tensor) -> bool:
+        """Return False for a tensor that is neither this one nor this one in another dtype or
+        memory format, nor a bias: transformers pads those, by nothing, when it ties parameters."""
+        laid_out_alike = given.stride() == self.stride()
+        if given.shape != self.shape or not (laid_out_alike or given.dim() in (4, 5)):
+            return False
+        own, other = (tensor.untyped_storage()._cdata for tensor in (self, given))
+        is_other = own != other and given.dtype == self.dtype and laid_out_alike
+        return not is_other or given.dim() == 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FileParameter:
         if id(self) in memo:

@@ -24,6 +24,15 @@ PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 WHOLE_FILE = "give a whole file in the safetensors format that you may read"
 
 
+FileVersion = tuple[int, int]
+
+
+def find_version(file: Path) -> FileVersion:
+    """Return the size and the time of the last change of a file."""
+    found = file.stat()
+    return found.st_size, found.st_mtime_ns
+
+
 @dataclass(frozen=True)
 class FileTensor:
     """A tensor in a file.
@@ -31,12 +40,14 @@ class FileTensor:
     Attributes:
         name: in the file.
         dtype: of what is read; the file may have another.
+        version: of the file; what is read is of no other.
     """
 
     file: Path
     name: str
     shape: torch.Size
     dtype: torch.dtype
+    version: FileVersion
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,6 +60,7 @@ class FileTensor:
     def read(self, start: int, end: int) -> torch.Tensor:
         """Return elements [start, end), flattened; reads the rows needed and no others."""
         with open_safetensors(self.file) as opened:
+            self._check_version()
             tensor = opened.get_slice(self.name)
             if not self.shape:
                 return tensor[...].reshape(-1)[start:end].to(self.dtype)
@@ -60,6 +72,15 @@ class FileTensor:
     def read_all(self) -> torch.Tensor:
         """Return the tensor."""
         return self.read(0, self.shape.numel()).view(self.shape)
+
+    def _check_version(self) -> None:
+        if find_version(self.file) != self.version:
+            raise InputError(
+                "the file has changed since the model was loaded from it",
+                where=str(self.file),
+                why="some weights would be of the old file, and some of the new one",
+                fix="load the model again; write another model's weights into another folder",
+            )
 
 
 class SafetensorsFiles:
@@ -78,11 +99,12 @@ class SafetensorsFiles:
         self.tensors: dict[str, FileTensor] = {}
         for file in find_files(path) if files is None else files:
             with open_safetensors(file) as opened:
+                version = find_version(file)
                 for name in opened.keys():  # noqa: SIM118 - no mapping
                     part = opened.get_slice(name)
                     shape = torch.Size(part.get_shape())
                     dtype = (part[0:0] if shape else part[...]).dtype
-                    self.tensors[name] = FileTensor(file, name, shape, dtype)
+                    self.tensors[name] = FileTensor(file, name, shape, dtype, version)
         self.shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
 
 

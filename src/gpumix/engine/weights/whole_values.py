@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,12 +16,18 @@ from gpumix.engine.weights.quantised_source import QuantisedSource
 from gpumix.schema.errors import InputError
 
 
-def read_all_values(model: nn.Module) -> nn.Module:
-    """Give a model all of its values in this process, as if it had been loaded without gpumix."""
+def read_all_values(model: nn.Module, chosen: Collection[nn.Parameter] | None = None) -> nn.Module:
+    """Give a model all of its values in this process, as if it had been loaded without gpumix.
+
+    Args:
+        chosen: the parameters that get values; default: all.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is None or not has_source(parameter):
+                continue
+            if chosen is not None and parameter not in chosen:
                 continue
             if parameter not in made:
                 name = f"{prefix}.{attribute}" if prefix else attribute

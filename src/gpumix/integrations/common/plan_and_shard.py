@@ -34,6 +34,7 @@ from gpumix.engine.quantised.weight_formats import iterate_packed
 from gpumix.engine.sharding.initial_weights import check_has_values
 from gpumix.engine.sharding.unit_discovery import has_trainable_parameters
 from gpumix.engine.weights.file_parameter import has_source
+from gpumix.engine.weights.whole_values import read_all_values
 from gpumix.hardware import runtime
 from gpumix.integrations.common.even_plan import make_even_plan
 from gpumix.integrations.common.peft_adapters import patch_state_dict_names
@@ -250,6 +251,7 @@ def _measure_and_plan(
 
 def _even(model: nn.Module, training: TrainingSetup) -> Plan:
     assert training.loss is not None
+    read_all_values(model)  # every rank has all of it, and it is called here
     run = partial(training.loss, model, training.make_batch(1))
     dtype = precision_of_weights(model)
     if isinstance(training.precision, str) and training.precision != "auto":

@@ -7,8 +7,8 @@ No process makes the whole model. Once a plan is made, each rank reads the parts
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,13 @@ from gpumix.engine.weights.safetensors_files import (
 )
 from gpumix.engine.weights.transformers_loading import LoadingRecorder, replaced
 from gpumix.integrations.common.optional_dependency import require_attributes, require_packages
+from gpumix.integrations.loading.missing_parameters import on_host
 from gpumix.integrations.loading.peft_layers import teach_peft
+from gpumix.integrations.loading.whole_models import teach_transformers
 from gpumix.schema.errors import InputError, get_first_line
 
 TESTED = ">=5.15,<6"
+LOAD, INITIALISE = "_load_pretrained_model", "_initialize_missing_keys"  # of PreTrainedModel
 COMPARED_ELEMENTS = 1 << 24  # of two tensors at a time
 
 
@@ -74,12 +77,14 @@ def lazy_weights() -> Iterator[None]:
     require_packages("gpumix.lazy_weights", "transformers", extra="trainer")
     from transformers import PreTrainedModel
 
-    require_attributes(
-        PreTrainedModel, ["_load_pretrained_model"], package="transformers", tested=TESTED
-    )
+    require_attributes(PreTrainedModel, [LOAD, INITIALISE], package="transformers", tested=TESTED)
     teach_peft()
-    load = partial(_load, PreTrainedModel._load_pretrained_model)
-    with replaced(PreTrainedModel, "_load_pretrained_model", staticmethod(load)):
+    teach_transformers()
+    load = partial(_load, getattr(PreTrainedModel, LOAD))
+    initialise = partialmethod(_initialise, getattr(PreTrainedModel, INITIALISE))
+    with ExitStack() as stack:
+        stack.enter_context(replaced(PreTrainedModel, LOAD, staticmethod(load)))
+        stack.enter_context(replaced(PreTrainedModel, INITIALISE, initialise))
         try:
             yield
         except SafetensorError as error:  # by transformers itself, which looks for a dtype
@@ -110,6 +115,12 @@ def _load(
     _check_loaded(info, load_config, found.path)
     _tie_equal_parameters(model, info.missing_keys)
     return info, None
+
+
+def _initialise(model: Any, stock: Callable[..., None], *given: Any, **named: Any) -> None:
+    """Initialise the parameters that files lack, by transformers' method."""
+    with on_host(model):
+        stock(model, *given, **named)
 
 
 def _check_places(load_config: Any) -> None:

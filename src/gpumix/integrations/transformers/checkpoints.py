@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from gpumix.engine.engine import Engine
+from gpumix.engine.weights.file_parameter import has_source
+from gpumix.engine.weights.whole_values import read_all_values
 from gpumix.integrations.common.run_recorder import RunRecorder
 from gpumix.integrations.common.saver import STATE_FOLDER, Saver
 from gpumix.integrations.transformers.given_arguments import FoldedArgumentsMixin
@@ -68,11 +70,19 @@ class CheckpointMixin(FoldedArgumentsMixin):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load weights if the model is not sharded; otherwise only without a sharded state, which
-        brings the weights later."""
-        if self._engine is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        elif not (Path(resume_from_checkpoint) / STATE_FOLDER).is_dir():
-            self._saver.load(Path(resume_from_checkpoint), None)
+        brings the weights later. Weights in files are not read for those of a sharded state."""
+        has_state = (Path(resume_from_checkpoint) / STATE_FOLDER).is_dir()
+        if self._engine is not None:
+            if not has_state:
+                self._saver.load(Path(resume_from_checkpoint), None)
+            return
+        given = self.model if model is None else model
+        in_files = any(map(has_source, given.parameters()))
+        if in_files and not hasattr(given, "peft_config"):  # only adapters are loaded into those
+            if has_state:
+                return
+            read_all_values(given)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
