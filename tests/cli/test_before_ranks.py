@@ -98,7 +98,7 @@ STRATEGIES = [
         2,
         "even",
         {"min_pipeline_stages": 2},
-        "the strategy does not choose how many stages there are",
+        "the strategy does not choose the number of stages",
     ),
 ]
 

@@ -211,7 +211,7 @@ def test_tensors_without_a_place_are_told(tmp_path):
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"found no \.safetensors file"):
+    with pytest.raises(InputError, match=r"there is no \.safetensors file"):
         engine_alone(own_blocks, 1, 1, weights=tmp_path)
 
 

@@ -155,5 +155,5 @@ def test_layers_that_do_something_else_beside_are_left_alone(kind, taken):
 
 def test_without_the_package_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.rms_norm", SimpleNamespace())
-    with pytest.raises(MachineError, match="Liger's kernels are not here"):
+    with pytest.raises(MachineError, match="Liger's kernels are not installed"):
         apply_efficiency(Gated(), LIGER, torch.device("cpu"))

@@ -202,7 +202,7 @@ def _train_with_other_samples() -> tuple[list[float], Any]:
     return losses, pieces_of(engine)
 
 
-KEEPS = "keeps cannot be divided anew while a run trains"
+FIXED = "cannot be divided anew while a run trains"
 
 
 def test_what_cannot_be_moved_is_refused():
@@ -210,10 +210,10 @@ def test_what_cannot_be_moved_is_refused():
         run_ranks(_refused, 2)
         == [
             [
-                "a running engine moves no state of this plan",
-                f"what an optimizer that is not given {KEEPS}",
-                f"what Adagrad {KEEPS}",
-                "a running engine takes only a plan that splits the samples or the state anew",
+                "a running engine cannot move the state of this plan",
+                f"the state of an optimizer that was not given {FIXED}",
+                f"the state of Adagrad {FIXED}",
+                "a running engine can change only the split of the samples or of the state",
             ]
         ]
         * 2

@@ -114,7 +114,7 @@ def test_no_group_is_left_over_where_patterns_match_all():
 
 
 def test_a_group_without_a_pattern_is_refused():
-    with pytest.raises(InputError, match="does not say which parameters it is for"):
+    with pytest.raises(InputError, match="does not name its parameters"):
         by_patterns({"mtch": "*"})
 
 

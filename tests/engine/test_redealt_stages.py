@@ -77,8 +77,8 @@ def test_teams_give_each_other_micro_batches_too():
 
 
 def test_what_cannot_be_dealt_anew_is_refused():
-    wanted = "a running engine takes only a plan that splits the samples or the state anew"
-    moves = "a running engine moves no state of this plan"
+    wanted = "a running engine can change only the split of the samples or of the state"
+    moves = "a running engine cannot move the state of this plan"
     assert run_ranks(_refused, 3) == [[wanted, wanted, moves]] * 3
 
 

@@ -113,7 +113,7 @@ def test_unlike_values_have_unlike_digests(values, other, dtype):
 
 
 def test_ranks_with_other_models_are_told():
-    with pytest.raises(InputError, match="rank 1 has made another model than rank 0"):
+    with pytest.raises(InputError, match="rank 1 has a different model from rank 0"):
         run_ranks(_unlike, 2)
 
 

@@ -76,7 +76,7 @@ def _resumed(folder: Path) -> dict[str, Any]:
 
 def test_adapters_of_another_base_are_refused(every, tmp_path):
     folder, _, _ = every
-    with pytest.raises(InputError, match="the adapters are those of another base"):
+    with pytest.raises(InputError, match="the adapters belong to another base"):
         run_ranks(_resumed_on_another_base, 2, folder, tmp_path, timeout_s=300)
 
 

@@ -203,9 +203,9 @@ def test_a_base_whose_values_differ_is_refused_at_resume_and_export(base, tmp_pa
     weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1.0
     save_file(weights, own / "model.safetensors", metadata={"format": "pt"})
     told = refused(InputError, job, plan=plan_for(job), resume=True)
-    assert "the adapters are those of another base" in told
+    assert "the adapters belong to another base" in told
     assert "step-00000002" in told and str(own) in told
-    with pytest.raises(InputError, match="those of another base"):
+    with pytest.raises(InputError, match="belong to another base"):
         export(tmp_path / "run", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 

@@ -250,7 +250,7 @@ class OutsideSteps:
         if self._is_whole:
             raise InputError(
                 "a step is made inside of gpumix.whole(model)",
-                why="there the model is an ordinary one, which the engine does not run",
+                why="inside of it the model is an ordinary module, which the engine does not run",
                 fix="leave the with statement before",
             )
         self.in_step = True
@@ -421,7 +421,7 @@ def whole(model: nn.Module) -> Iterator[nn.Module]:
     if outside.in_step:
         raise InputError(
             "the model cannot be made whole inside of a step",
-            fix="do it between two steps, on all ranks",
+            fix="call gpumix.whole(model) between two steps, on all ranks",
         )
     with outside.whole():
         yield model

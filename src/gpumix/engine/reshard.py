@@ -38,16 +38,16 @@ def needs_state_move(before: Plan, after: Plan) -> bool:
         before, after
     ):
         raise InputError(
-            "a running engine takes only a plan that splits the samples or the state anew",
-            why="workers of several stages can give each other whole micro-batches of a wave",
+            "a running engine can change only the split of the samples or of the state",
+            why="in pipeline stages only whole micro-batches of a wave can move between workers",
             fix="save a checkpoint, and load it into an engine with that plan",
         )
     moved = [stage.shares for stage in before.stages] != [stage.shares for stage in after.stages]
     if moved and not can_move_state(after):
         raise InputError(
-            "a running engine moves no state of this plan",
-            why="state moves where it is divided over all ranks (ZeRO 1 to 3, sharding 'all', no "
-            "teams, one stage) by collectives that take any shares",
+            "a running engine cannot move the state of this plan",
+            why="state can move where it is sharded over all ranks (ZeRO 1 to 3, sharding 'all', "
+            "no tensor-parallel groups, one stage) by collectives that take any shares",
             fix="save a checkpoint, and load it into an engine with that plan",
         )
     return moved
@@ -94,9 +94,9 @@ def move_state(buckets: Sequence[Bucket], division: Division, optimizer: Optimiz
         InputError: the optimizer does not update each element by itself.
     """
     if optimizer is None or not is_elementwise(optimizer):
-        what = "an optimizer that is not given" if optimizer is None else type(optimizer).__name__
+        what = "an optimizer that was not given" if optimizer is None else type(optimizer).__name__
         raise InputError(
-            f"what {what} keeps cannot be divided anew while a run trains",
+            f"the state of {what} cannot be divided anew while a run trains",
             fix="save a checkpoint, and load it into an engine with the other plan",
         )
     for bucket in buckets:

@@ -101,7 +101,7 @@ def _compute_hourly_price(there: Mapping[str, int], prices: Mapping[str, float])
         raise InputError(
             f"class '{missing[0]}' has no price",
             where="--price",
-            fix=f"give one an hour and device: --price {missing[0]}=0.35",
+            fix=f"give the price of a device for an hour: --price {missing[0]}=0.35",
         )
     return sum(count * prices[name] for name, count in there.items())
 

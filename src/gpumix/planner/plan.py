@@ -114,8 +114,8 @@ def plan(
     check_strategy(strategy)
     if not 1 <= global_batch_size <= LARGEST_BATCH:
         raise InputError(
-            f"the global batch must be 1 to {LARGEST_BATCH} samples, it is {global_batch_size}",
-            fix="give the samples of a step over all devices",
+            f"the global batch must be 1 to {LARGEST_BATCH} samples, and is {global_batch_size}",
+            fix="give the number of samples of a step on all devices together",
         )
     request = PlanRequest(global_batch=global_batch_size, space=space, bounds=detailed)
     searched = FastestPlans(profile, request)
@@ -165,8 +165,8 @@ def _within(space: Space, plan: Plan) -> Plan:
     """Return the plan; raise an InputError if techniques outside the space are used."""
     if missing := space.missing(plan):
         raise InputError(
-            f"strategy '{plan.strategy}' makes a plan that the techniques leave out: {missing}",
-            fix="allow that under `techniques`, or take another strategy",
+            f"strategy '{plan.strategy}' needs a technique that is not allowed: {missing}",
+            fix="allow it under `techniques`, or use another strategy",
         )
     return plan
 

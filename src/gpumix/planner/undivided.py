@@ -48,8 +48,8 @@ def plan_undivided(profile: Profile, request: PlanRequest) -> Plan:
     if best is None:
         raise NoFeasiblePlanError(
             f"no device computes a batch of {batch} samples at once",
-            why="there is no room for it beside a part of the state, or it was never measured",
-            fix="use a smaller global batch, or a loss that does not couple samples",
+            why="the batch and a share of the state do not fit, or this size was not measured",
+            fix="lower `global_batch_size`, or use a loss that does not couple samples",
         )
     return best.plan("undivided")
 

@@ -58,7 +58,7 @@ def _import_kernel() -> tuple[Any, Any]:
         import triton
     except ImportError as error:
         raise MachineError(
-            "Triton is not here, which the fused loss is written in",
+            "the fused loss needs Triton, which is not installed",
             fix="pip install triton, or `advanced.efficiency.loss: torch`",
         ) from error
     from gpumix.engine.cross_entropy.triton_cross_entropy import cross_entropy_kernel

@@ -31,9 +31,9 @@ def check_equal_models(model: nn.Module, comm: Communicator) -> None:
     other = next((rank for rank, row in enumerate(looks) if row != looks[0]), None)
     if other is not None:
         raise InputError(
-            f"rank {other} has made another model than rank 0",
+            f"rank {other} has a different model from rank 0",
             why="names, shapes or dtypes of their parameters and buffers differ",
-            fix="make the same model on all ranks, whatever their number",
+            fix="build the same model on all ranks",
         )
 
 

@@ -221,7 +221,7 @@ def make_pickling_error(where: str) -> InputError:
     return InputError(
         "a model that is sharded over ranks cannot be pickled",
         where=where,
-        why="this process has pieces of its parameters",
+        why="each process has pieces of its parameters",
         fix="save its state_dict(), or call gpumix.unshard(model) before",
     )
 

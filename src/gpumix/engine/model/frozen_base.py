@@ -42,12 +42,12 @@ class FrozenBase:
         """
         if saved.checksum != self.checksum:
             raise InputError(
-                "the adapters are those of another base",
+                "the adapters belong to another base model",
                 where=where,
                 why=f"they were trained on {saved.name or 'a model'} with checksum "
                 f"{saved.checksum}; {self.name or 'this one'} has {self.checksum}",
-                fix="give the weights that the run began with (`model.weights` of a job), and "
-                "quantise them as they were",
+                fix="use the weights that the run started from (`model.weights` of a job), and "
+                "the same quantisation",
             )
 
 

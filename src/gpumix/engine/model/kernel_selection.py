@@ -53,7 +53,7 @@ def _set_attention(model: nn.Module, name: str) -> None:
     if choose is None:
         raise InputError(
             "the model has no choice of attention",
-            why="models of transformers have: others say themselves how they attend",
+            why="only models of transformers can switch their attention",
             fix="leave `advanced.efficiency.attention` out",
         )
     try:
@@ -70,7 +70,7 @@ def _use_liger(model: nn.Module) -> None:
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
     except ImportError as error:
         raise MachineError(
-            "Liger's kernels are not here", why=str(error), fix="pip install liger-kernel"
+            "Liger's kernels are not installed", why=str(error), fix="pip install liger-kernel"
         ) from error
     for module in model.modules():
         if _is_rms_norm(module):

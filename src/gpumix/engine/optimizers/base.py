@@ -45,7 +45,7 @@ class StepOptimizer(Optimizer, ABC):
         asked = next((key for key in self._unsupported if group.get(key)), None)
         if asked is not None:
             raise InputError(
-                f"{name} has no '{asked}', which a parameter group asks for",
+                f"{name} does not support '{asked}', which a parameter group sets",
                 fix="leave it out, or use torch.optim.AdamW",
             )
         if any(p.is_complex() for p in group["params"]):

@@ -83,7 +83,7 @@ def check_optimizer(optimizer: Optimizer, pieces: Iterable[nn.Parameter]) -> boo
         if not optimizer.layout.of_engine:
             raise InputError(
                 f"{name} was made without the engine's layout",
-                why="it would take this rank's pieces for whole parameters",
+                why="it would treat this rank's pieces as whole parameters",
                 fix=_OWN_OPTIMIZER_FIX.format(name),
             )
     else:

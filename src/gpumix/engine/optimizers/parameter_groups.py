@@ -29,7 +29,7 @@ def parameter_groups(engine: Engine, *groups: dict[str, Any]) -> list[dict[str, 
     without = next((group for group in groups if "match" not in group), None)
     if without is not None:
         raise InputError(
-            f"the parameter group {without} does not say which parameters it is for",
+            f"the parameter group {without} does not name its parameters",
             fix="give it a pattern of names, such as `'match': '*.bias'`",
         )
     named = list(engine.named_parameters())

@@ -127,7 +127,7 @@ def find_files(path: Path) -> list[Path]:
         if pickle is not None:
             raise make_pickle_error(pickle)
         raise InputError(
-            "found no .safetensors file",
+            "there is no .safetensors file",
             where=str(path),
             fix="give the folder that `save_pretrained` wrote, or one .safetensors file",
         )

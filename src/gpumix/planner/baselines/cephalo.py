@@ -95,7 +95,7 @@ class _Task:
         if request.global_batch < len(devices):
             raise InputError(
                 f"a global batch of {request.global_batch} has no sample for each of "
-                f"{len(devices)} devices, as Cephalo's rules want",
+                f"{len(devices)} devices, as Cephalo requires",
                 fix=f"set `global_batch_size` to {len(devices)} or more, or use "
                 "`strategy: optimal`",
             )

@@ -69,11 +69,11 @@ def peak_flops(profile: Profile, devices: tuple[Device, ...]) -> dict[str, float
         peak = device_class.peak_flops_per_s or device_class.emulate_flops_per_s
         if not peak:
             raise InputError(
-                f"the peak FLOP/s of device class '{name}' is not known, and `proportional` goes "
-                "by peaks",
+                f"the peak FLOP/s of device class '{name}' is not known, and `proportional` "
+                "divides by peaks",
                 where=f"cluster: classes.{name}",
-                fix="give it as `peak_flops`, such as `peak_flops: 65 TFLOP/s`, or use a strategy "
-                "that goes by measurements",
+                fix="set `peak_flops`, such as `peak_flops: 65 TFLOP/s`, or use a strategy "
+                "that uses measurements",
             )
         peaks[name] = float(peak)
     return peaks

@@ -59,7 +59,7 @@ def refuse_least_stages(space: Space) -> None:
     """Raise an InputError if a space sets `min_pipeline_stages` for a strategy unable to choose."""
     if space.min_pipeline_stages > 1:
         raise InputError(
-            "the strategy does not choose how many stages there are: 'min_pipeline_stages' has no "
+            "the strategy does not choose the number of stages: 'min_pipeline_stages' has no "
             "effect",
             fix="use `strategy: staged` or `optimal`",
         )

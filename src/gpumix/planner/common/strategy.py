@@ -68,7 +68,7 @@ def ranked_devices(profile: Profile, request: PlanRequest) -> tuple[Device, ...]
     if unknown:
         raise InputError(
             f"device '{unknown[0]}' is not in the profile's cluster",
-            why=f"it holds {', '.join(sorted(known))}",
+            why=f"its devices are {', '.join(sorted(known))}",
             fix="profile again on this cluster: `gpumix profile JOB.yaml`",
         )
     return tuple(d for d in profile.cluster.in_rank_order() if d.id in wanted)

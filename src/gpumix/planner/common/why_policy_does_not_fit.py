@@ -46,16 +46,16 @@ def make_policy_error(what: str, lacks: Iterable[SettingShortage]) -> NoFeasible
     tried = list(lacks)
     if not tried:
         return NoFeasiblePlanError(
-            f"{what} is not possible: it treats all devices alike, and no mode of the allowed ones "
+            f"{what} is not possible: all devices must use one mode, and none of the allowed modes "
             "was measured on every device class",
-            fix="use `strategy: optimal`, which lets each class have its own",
+            fix="use `strategy: optimal`, which chooses a mode for each class",
         )
     setting, excess = min(tried, key=lambda t: (max(t[1].values()), t[0].zero_stage))
     short = {name: over for name, over in excess.items() if over.bytes > 0}
     if not short:
         return NoFeasiblePlanError(
-            f"{what} does not fit: no division by its rules fits all devices",
-            fix="use `strategy: optimal`, which gives each device its own and may fit",
+            f"{what} does not fit: no division that its rules allow fits all devices",
+            fix="use `strategy: optimal`, which gives each device a share of its own and may fit",
         )
     name = max(short, key=lambda n: (short[n], n))
     each = _describe_shortages(setting.profile, short)
@@ -63,7 +63,7 @@ def make_policy_error(what: str, lacks: Iterable[SettingShortage]) -> NoFeasible
     return NoFeasiblePlanError(
         f"{what} does not fit: {who} is short of {show_exact_bytes(short[name].bytes)}",
         why=f"{each}, at the best micro-batch and with 1/{len(setting.devices)} of the state",
-        fix="use `strategy: optimal`, which gives devices with less memory less of it"
+        fix="use `strategy: optimal`, which gives devices with less memory a smaller share"
         + (", and keeps nothing on a host that has no room" if short[name].on_host else ""),
     )
 
@@ -105,9 +105,9 @@ class NearestMiss:
     def error(self, profile: Profile) -> NoFeasiblePlanError:
         return NoFeasiblePlanError(
             f"{self._what} does not fit the devices",
-            why=f"{_describe_shortages(profile, self._nearest)}, in the plan that comes nearest"
+            why=f"{_describe_shortages(profile, self._nearest)}, in the plan closest to fitting"
             if self._nearest
-            else "no stages of theirs have room for their state and a micro-batch",
+            else "no stage has room for its state and a micro-batch",
             fix=f"lower `global_batch_size` or `sequence_length`, or {ALLOW_ONE_STAGE_FIX}",
         )
 

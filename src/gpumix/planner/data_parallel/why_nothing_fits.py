@@ -71,8 +71,8 @@ def _no_setting(fleet: Fleet, space: Space) -> NoFeasiblePlanError:
     if space.parameters_on == ("host",):
         return NoFeasiblePlanError(
             "no plan is possible: hosts cannot keep all parameters",
-            why="that is for ZeRO stage 3 with state on hosts, whose speed was measured; several "
-            "hosts each divide the state for themselves, over links that are known",
+            why="this needs ZeRO stage 3, state on hosts and measured speeds of hosts; several "
+            "hosts also need measured or stated links, since each has a copy of the state",
             fix="allow `techniques: {parameters_on: [device, host]}`, or profile again",
         )
     if not list(iterate_offloaded_classes(fleet, space)):
@@ -84,9 +84,9 @@ def _no_setting(fleet: Fleet, space: Space) -> NoFeasiblePlanError:
             fix="allow `techniques: {state_on: [device, host]}`, or profile again",
         )
     return NoFeasiblePlanError(
-        "no plan is possible: hosts cannot divide the state each for itself",
-        why="that is for several hosts, one of them with several devices, where links are known, "
-        "and for ZeRO stages 1 to 3",
+        "no plan is possible: state cannot be sharded inside each host",
+        why="this needs several hosts, one with several devices, known links, "
+        "and a ZeRO stage of 1 to 3",
         fix="allow `techniques: {shardings: [all, host]}`",
     )
 

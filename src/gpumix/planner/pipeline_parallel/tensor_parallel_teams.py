@@ -183,8 +183,8 @@ def _most_in_teams(devices: int, degrees: set[int]) -> int:
 
 def _make_indivisible_error(degrees: list[int]) -> NoFeasiblePlanError:
     return NoFeasiblePlanError(
-        f"the devices cannot all be divided into teams of {' or '.join(map(str, degrees))}",
-        why="a team is devices of one class on one host",
+        f"the devices cannot all form tensor-parallel groups of {' or '.join(map(str, degrees))}",
+        why="a tensor-parallel group has devices of one class on one host",
         fix="allow `techniques: {tensor_parallel_size: [1]}`, or `leave_out: true`",
     )
 
@@ -361,9 +361,9 @@ def _search_groups(
         plan, expected = expanded(found)
     if not is_within_memory(expected.workers):
         raise NoFeasiblePlanError(
-            f"teams of {' and '.join(map(str, there))} have no room "
-            "for what their ranks tell each other in",
-            fix="take a smaller batch, or another tensor parallel degree",
+            f"tensor-parallel groups of {' and '.join(map(str, there))} have no room "
+            "for the buffers of their collectives",
+            fix="lower `global_batch_size`, or allow another tensor parallel degree",
         )
     return attach_bound(plan.model_copy(update={"prediction": expected}), bound_s), bound_s
 
