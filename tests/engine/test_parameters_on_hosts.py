@@ -253,8 +253,9 @@ def _prepare_below(limit, room):
     """With no more of something than so much beyond what this process has."""
     if dist.get_rank():
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        files = len(list(Path("/proc/self/fd").iterdir()))
-        used = pages * os.sysconf("SC_PAGE_SIZE") if limit == resource.RLIMIT_AS else files
+        next_file = os.dup(0)  # the limit is one of numbers, of which some below may be free
+        os.close(next_file)
+        used = pages * os.sysconf("SC_PAGE_SIZE") if limit == resource.RLIMIT_AS else next_file
         resource.setrlimit(limit, (used + room, used + room))
     group = ParameterPool(make_communicator(torch.device("cpu"), Collectives()))
     try:
@@ -268,7 +269,7 @@ def _prepare_below(limit, room):
     ("limit", "room", "told"),
     [
         (resource.RLIMIT_AS, 2**27, "Cannot allocate memory"),
-        (resource.RLIMIT_NOFILE, -1, "Too many open files"),
+        (resource.RLIMIT_NOFILE, 0, "Too many open files"),
     ],
 )
 def test_a_limit_of_a_process_is_an_error_on_every_rank(limit, room, told):

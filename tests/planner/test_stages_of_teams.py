@@ -165,7 +165,7 @@ def test_devices_that_are_too_many_for_teams_are_left_out():
         found, request(4, tensor_parallel_size=2, leave_out=True, pipeline_schedules="1f1b")
     )
     assert len(plan.workers) == 6 and {stage.tensor for stage in plan.stages} == {2}
-    with pytest.raises(NoFeasiblePlanError, match="cannot all be divided into teams of 2"):
+    with pytest.raises(NoFeasiblePlanError, match="cannot all form tensor-parallel groups of 2"):
         plan_staged(found, request(4, tensor_parallel_size=2, leave_out=False))
 
 

@@ -124,7 +124,7 @@ def test_a_plan_in_teams_is_predicted_as_a_whole_and_replayed(most_stages):
 
 
 def test_all_devices_are_wanted_and_not_all_make_teams():
-    with pytest.raises(NoFeasiblePlanError, match="cannot all be divided into teams of 2"):
+    with pytest.raises(NoFeasiblePlanError, match="cannot all form tensor-parallel groups of 2"):
         optimal(cards(), request(8, tensor_parallel_size=2, leave_out=False))
 
 

@@ -193,8 +193,9 @@ class Plan(Document):
                     f"the workers' samples add up to {samples}, not to the global batch of "
                     f"{self.global_batch}"
                 )
+            alike = len({len(seats) for seats in stage.seats}) == 1
             for where, shares in self._state_shares(stage):
-                self._check_state_shares(where, shares)
+                self._check_state_shares(where, shares, alike=alike)
         if self.sharding == "host" and any(stage.tensor > 1 for stage in self.stages):
             raise ValueError("hosts repeat no state of teams: sharding 'host' is without them")
         if self.waves > 1:
@@ -310,12 +311,13 @@ class Plan(Document):
                     f"has none of its calls ({own[0]} to {own[-1]})"
                 )
 
-    def _check_state_shares(self, where: str, shares: Sequence[float]) -> None:
-        """Check that shares of one copy of the state are all of it, and fit padded intervals."""
+    def _check_state_shares(self, where: str, shares: Sequence[float], *, alike: bool) -> None:
+        """Check that shares of one copy of the state are all of it, and fit padded intervals where
+        tensor-parallel groups are `alike`."""
         if abs(sum(shares) - 1.0) > 1e-6:
             raise ValueError(f"the state shares of {where} add up to {sum(shares):.6f}, not to 1")
         forms, relative = self.collectives, max(shares) * len(shares)
-        padded = self.zero_stage > 0 and "padded" in (forms.gather, forms.reduce)
+        padded = alike and self.zero_stage > 0 and "padded" in (forms.gather, forms.reduce)
         if padded and relative > forms.padding + 1e-6:
             raise ValueError(
                 f"the largest state share of {where} is {relative:.3f} times an equal one, and "
