@@ -20,7 +20,7 @@ from operator import attrgetter
 import numpy as np
 
 from gpumix.cost.layout.activation_phases import Pass, Phase, list_peak_phases
-from gpumix.cost.layout.buffer_slots import ALIGNMENT
+from gpumix.cost.layout.buffer_slots import ALIGNMENT, GRADIENT_ROOMS
 from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches, interpolate_bytes
 from gpumix.cost.layout.kept_graphs import KeptGraphs
 from gpumix.cost.mixed_degrees import MixedDegreeProfile, RankModelProfile
@@ -47,9 +47,6 @@ CPU_RESERVE = 0.02
 
 # Extra buffers per bucket, at most, where tensor-parallel groups of different sizes divide a model.
 MAX_EXTRA_BUFFERS_PER_BUCKET = 2
-
-# Rows of each rank in which gradients arrive on a host in turn (`engine.comm.parameter_pool`).
-GRADIENT_ROOMS = 2
 
 # A cut rounds both ends of an interval: at most one element a bucket, one more for the float sums.
 ROUNDING_ELEMENTS = 2

@@ -10,6 +10,8 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# Rows of each rank in which gradients arrive in turn in memory of the host.
+GRADIENT_ROOMS = 2
 ALIGNMENT = 512  # bytes, the alignment of CUDA's allocator
 
 # Closed intervals of integers.

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gpumix.cost.layout.buffer_slots import GRADIENT_ROOMS
 from gpumix.engine.comm.communicator import Communicator, Pending
 from gpumix.engine.offload.copy_lanes import CopyLane, LaneMark
 from gpumix.engine.offload.host_offload import allocate_on_host
@@ -37,8 +38,6 @@ from gpumix.schema.plan.splitting import ShardIntervals
 
 if TYPE_CHECKING:
     from gpumix.hardware.emulation.link import LinkArrival
-
-ROOMS = 2  # in which gradients arrive in turn
 
 
 @dataclass
@@ -110,7 +109,8 @@ class ParameterPool:
         self._rooms.clear()
         ranks = self.comm.world
         self._rooms += [
-            self._allocate(ranks * full.numel(), full.dtype).view(ranks, -1) for _ in range(ROOMS)
+            self._allocate(ranks * full.numel(), full.dtype).view(ranks, -1)
+            for _ in range(GRADIENT_ROOMS)
         ]
 
     def reduce(
@@ -125,7 +125,7 @@ class ParameterPool:
         self.is_read = False
         comm.count_copy("put", full)
         rows = self._rooms[self._turn][:, : full.numel()]
-        self._turn = (self._turn + 1) % ROOMS
+        self._turn = (self._turn + 1) % GRADIENT_ROOMS
         carried = lane.carry(full.nbytes)
         with lane.active():
             rows[comm.rank].copy_(full, non_blocking=True)

@@ -177,7 +177,7 @@ class Space(Value):
             return f"{plan.waves} waves"
         if plan.sharding not in self.shardings:
             return "state that each host divides for itself"
-        if not self.padded and "padded" in (plan.collectives.gather, plan.collectives.reduce):
+        if not self.padded and plan.collectives.is_padded:
             return "padded collectives"
         if elsewhere := {w.state_on for w in plan.workers} - set(self.state_on):
             return f"state on the {min(elsewhere)}"

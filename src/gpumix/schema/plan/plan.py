@@ -50,6 +50,11 @@ class Collectives(Value):
     reduce: ReduceForm = "all_to_all"
     padding: float = Field(default=1.0, ge=1, description="no share is larger, times the ranks")
 
+    @property
+    def is_padded(self) -> bool:
+        """True if `padding` limits the shares."""
+        return "padded" in (self.gather, self.reduce)
+
 
 class Taker(NamedTuple):
     """A worker that processes parts of the batch.
@@ -317,7 +322,7 @@ class Plan(Document):
         if abs(sum(shares) - 1.0) > 1e-6:
             raise ValueError(f"the state shares of {where} add up to {sum(shares):.6f}, not to 1")
         forms, relative = self.collectives, max(shares) * len(shares)
-        padded = alike and self.zero_stage > 0 and "padded" in (forms.gather, forms.reduce)
+        padded = alike and self.zero_stage > 0 and forms.is_padded
         if padded and relative > forms.padding + 1e-6:
             raise ValueError(
                 f"the largest state share of {where} is {relative:.3f} times an equal one, and "

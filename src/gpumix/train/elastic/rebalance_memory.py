@@ -111,8 +111,7 @@ class MovableSplitLimits:
     def _largest(self) -> float:
         """Largest share that the plan's collectives support."""
         forms = self._plan.collectives
-        padded = "padded" in (forms.gather, forms.reduce)
-        return forms.padding / len(self._shares) if padded else 1.0
+        return forms.padding / len(self._shares) if forms.is_padded else 1.0
 
     def _room(self, samples: Sequence[int]) -> list[float]:
         """Return the share of the state fitting each device next to samples; negative if the
