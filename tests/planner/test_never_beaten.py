@@ -115,6 +115,24 @@ def test_no_short_climb_is_faster_on_real_cards(hosts, size, batch, budget):
     assert_not_beaten(found, batch, seed=1, budget=budget)
 
 
+def test_samples_that_follow_kept_graphs_stay_within_measured_sizes():
+    shape = make_llama_like(7e9)
+    found = estimate_profile(
+        lambda dtype: shape.model(1024, dtype, "llama"),
+        parse_cluster("4x rtx3090, 1x v100-16gb-pcie", "auto", None),
+        sequence_length=1024,
+    )
+    most = {"rtx3090": 12}
+    classes = [
+        one.model_copy(update={"largest_micro_batch": most.get(one.device_class)})
+        for one in found.classes
+    ]
+    found = found.model_copy(update={"classes": tuple(classes)})
+    plan = plan_fastest(found, PlanRequest(global_batch=64))
+    assert len(plan.workers) == 5 and any(w.kept_graphs for w in plan.workers)
+    assert all(w.micro_batch <= most.get(w.device_class, 64) for w in plan.workers)
+
+
 def assert_not_beaten(found: Profile, batch: int, seed: int, *, budget: int) -> None:
     request = PlanRequest(global_batch=batch)
     try:

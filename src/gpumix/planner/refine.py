@@ -154,7 +154,8 @@ def _keep_graphs(profile: Profile, plan: Plan, below_s: float) -> Plan:
 
 
 def _move_samples(profile: Profile, plan: Plan) -> Plan:
-    """Move one sample at a time from the busiest worker while that makes the step shorter."""
+    """Move one sample at a time from the busiest worker while that makes the step shorter. Workers
+    with activations on the host take none: room there is not looked at."""
     for _ in range(MOST_MOVES if len(plan.workers) <= FEW_WORKERS else 0):
         busy_s = [one.forward_s + one.backward_s for one in get_prediction(plan).workers]
         giver = busy_s.index(max(busy_s))
@@ -162,7 +163,7 @@ def _move_samples(profile: Profile, plan: Plan) -> Plan:
             break
         takers: dict[tuple[object, ...], int] = {}
         for rank, w in enumerate(plan.workers):
-            if busy_s[rank] < busy_s[giver] and w.samples:
+            if busy_s[rank] < busy_s[giver] and w.samples and w.mode.boundary == "device":
                 key = (w.device_class, w.samples, w.micro_batch, w.mode, w.kept_graphs)
                 takers.setdefault(key, rank)
         moved = [_move_sample(profile, plan, giver, taker) for taker in takers.values()]
@@ -178,8 +179,9 @@ def _move_sample(profile: Profile, plan: Plan, giver: int, taker: int) -> Plan:
     workers = list(plan.workers)
     for rank, more in ((giver, -1), (taker, 1)):
         of = workers[rank]
+        largest = profile.of_class(of.device_class).largest_micro_batch or of.samples + more
         whole = of.micro_batch == of.samples
-        size = of.samples + more if whole else min(of.micro_batch, of.samples + more)
+        size = min(of.samples + more, largest if whole else of.micro_batch)
         most = len(profile.model.calls) * -(-(of.samples + more) // size)
         update = {
             "samples": of.samples + more,
