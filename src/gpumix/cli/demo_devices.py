@@ -51,7 +51,14 @@ class DemoDevices:
 
     @property
     def global_batch(self) -> int:
-        return 32 if self.emulated else 64
+        return 16 if self.emulated else 64
+
+    @property
+    def techniques(self) -> dict[str, Any]:
+        """Keys of a job's `techniques`: all devices are used. Emulated ones also divide the state
+        unevenly, and spend no time on measuring tensor parallelism."""
+        emulated = {"state_on": "device", "tensor_parallel_size": 1, "max_pipeline_stages": 1}
+        return {"leave_out": False} | (emulated if self.emulated else {})
 
 
 def choose_demo_devices() -> DemoDevices:

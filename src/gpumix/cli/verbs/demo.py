@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gpumix.train.run_log.metrics import RunEvent
 
 JOB_FILE = "demo.yaml"
-EVEN_STEPS = 4
+EVEN_STEPS = 2
 # Not a part of the library itself, or not in every installation.
 EXCLUDED_SOURCES = {"site-packages", "test", "idlelib", "__pycache__", "lib2to3"}
 
@@ -116,7 +116,7 @@ def _write_job(folder: Path, steps: int, devices: DemoDevices) -> Path:
         "optimizer": {"lr": 1e-3},  # at twice that rate the loss jumps before it falls
         "lr_scheduler": {"warmup_steps": 6},
         "cluster": devices.cluster,
-        "techniques": {"leave_out": False},  # the demo shows all devices
+        "techniques": devices.techniques,
         "output_dir": str(folder.absolute()),
         "logging_steps": 2,
         "eval_steps": max(1, steps // 2),
