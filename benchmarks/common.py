@@ -1,4 +1,4 @@
-"""What benchmarks share: the tests' models and launcher of ranks, and how figures are printed.
+"""What benchmarks share: the tests' models and launcher of ranks, arguments, and printed figures.
 
 The benchmarks of the engine measure with the very models and ranks that its tests use; importing
 this module makes those importable.
@@ -6,6 +6,7 @@ this module makes those importable.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -26,6 +27,13 @@ TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # real text that every Py
 TRAIN = (sys.executable, "-m", "gpumix", "train", "job.yaml")
 
 Figures = dict[str, int | float | str | bool | None]
+
+
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The parser of a benchmark's arguments: `--json`, and the first line of the docstring."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="end with one flat object of JSON")
+    return parser
 
 
 def print_figures(figures: Figures, *, as_json: bool) -> None:

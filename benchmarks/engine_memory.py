@@ -28,7 +28,7 @@ from itertools import product
 from typing import Any
 
 import gpumix
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from compared.attempts import Attempt, cluster_of, engine_attempt, fits, fsdp_attempt
 from compared.least_memory import Sizes, least_bytes
 from compared.setting import Model, Setting
@@ -81,8 +81,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parts = ("minimum", "largest")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, default=6, help="of the model of the first part")
     parser.add_argument("--part", nargs="+", choices=parts, default=parts)
     return parser.parse_args()

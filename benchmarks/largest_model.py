@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 import gpumix
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from compared.attempts import cluster_of, engine_attempt, fits, fsdp_attempt
 from compared.setting import Model, Setting
 from emulated.results import aligned
@@ -91,8 +91,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parts = ("full", "qlora")
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--part", nargs="+", choices=parts, default=parts)
     return parser.parse_args()
 

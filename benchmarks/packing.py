@@ -20,7 +20,6 @@ padded ones. `pack_1e6_s` of one core pack a million documents.
 
 from __future__ import annotations
 
-import argparse
 import sysconfig
 import time
 from itertools import pairwise
@@ -28,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from documents import STEPS, documents, one_by_one, packs, trained
 from gpumix.data.core.tokenizer import ByteTokenizer
 from gpumix.data.order.balance_by_length import compute_costs
@@ -53,8 +52,7 @@ UNEVEN = [Share(4, 2, 1), Share(1, 1, 0), Share(3, 3, 2)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     arguments = parser.parse_args()
     drawn = np.random.default_rng(0).lognormal(5.5, 1.0, 100_000)
     figures = lengths_figures(drawn.clip(2, 2048).astype(np.int32), 2048)
