@@ -30,7 +30,6 @@ from staging import rows, staged_plan
 
 LLAMA = ARCHITECTURES["llama"]
 SAMPLES, GLOBAL_BATCH = 50, 12  # the last batch of an epoch has 2 samples
-STEPS = 10
 
 
 class Texts(Dataset):

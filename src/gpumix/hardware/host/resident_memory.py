@@ -27,7 +27,7 @@ class PeakMemory:
     def __enter__(self) -> PeakMemory:
         with suppress(OSError):
             _CLEAR.write_text(_RESET_PEAK)
-        self._begin = _read("VmRSS") or _read_peak()
+        self._begin = _read("VmRSS") or read_peak_bytes()
         return self
 
     def __exit__(
@@ -36,10 +36,11 @@ class PeakMemory:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.grown_bytes = max(0, _read_peak() - self._begin)
+        self.grown_bytes = max(0, read_peak_bytes() - self._begin)
 
 
-def _read_peak() -> int:
+def read_peak_bytes() -> int:
+    """Return the peak since the process started, or since the last `PeakMemory` began."""
     unit = 1 if sys.platform == "darwin" else 1024
     return _read("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
