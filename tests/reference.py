@@ -307,6 +307,36 @@ def assert_step_is_plain(engine: Engine, factory: Callable[[], nn.Module], batch
     assert_gradients_equal(found, expected)
 
 
+def assert_ranks_step_plainly(
+    factory: Callable[[], nn.Module], shares: Sequence[Share], batch: Batch, **settings: Any
+) -> None:
+    """One step of a rank for each of the shares gives the loss and gradients of plain PyTorch."""
+    loss, expected = plain_step(factory, batch)
+    losses, gradients = step_on_ranks(factory, shares, batch, **settings)
+    assert max(abs(found / loss - 1) for found in losses) < 1e-5
+    assert_gradients_equal(gradients, expected)
+
+
+def step_on_ranks(
+    factory: Callable[[], nn.Module], shares: Sequence[Share], batch: Batch, **settings: Any
+) -> tuple[list[float], dict[str, Array]]:
+    """The loss on each rank, and all gradients, of one step with these parts of a batch."""
+    found = run_ranks(_step_rank, len(shares), factory, shares, batch, settings)
+    losses, gradients = zip(*found, strict=True)
+    return list(losses), joined(gradients)
+
+
+def _step_rank(
+    factory: Callable[[], nn.Module],
+    shares: Sequence[Share],
+    batch: Batch,
+    settings: Mapping[str, Any],
+) -> tuple[float, Pieces]:
+    engine = engine_for(factory, shares, **settings)
+    loss = engine.step(own_rows(batch, shares, engine.comm.rank)).item()
+    return loss, pieces_of(engine, gradients=True)
+
+
 def assert_gradients_equal(
     found: dict[str, Array], expected: dict[str, Array], tolerance: float = 2e-5
 ) -> None:
