@@ -27,7 +27,7 @@ import sys
 import time
 
 import gpumix
-from common import make_parser, print_counted
+from common import cluster_of, make_parser, print_counted
 from compared.search import Found
 from emulated.attempts import Attempt, attempts
 from emulated.contest import (
@@ -42,7 +42,7 @@ from emulated.contest import (
 )
 from emulated.contestants import ByPlan
 from emulated.results import aligned
-from emulated.setting import Setting, cluster_of
+from emulated.setting import Setting
 from emulated.ways import Way
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.profile.profile import Profile

@@ -28,12 +28,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common import Figures, make_parser, print_counted
+from common import Figures, cluster_of, make_parser, print_counted
 from compared.where import where_time_goes
 from emulated.contest import EVEN, GPUMIX, PROPORTIONAL, Contest, Size, hold, refuse_impossible
 from emulated.contest import figures_of as figures_of_contests
 from emulated.results import aligned, plan_line
-from emulated.setting import Setting, cluster_of
+from emulated.setting import Setting
 from gpumix.schema.units import show_bytes
 
 WIDTH, LAYERS, HEADS = 192, 6, 6

@@ -29,9 +29,9 @@ import argparse
 import sys
 import time
 
-from common import Figures, make_parser, print_counted
+from common import Figures, cluster_of, make_parser, print_counted
 from emulated.contest import EVEN, Contest, Size, figures_of, hold, refuse_impossible
-from emulated.setting import Setting, cluster_of
+from emulated.setting import Setting
 
 WIDTH, LAYERS, HEADS = 192, 6, 6
 
