@@ -6,7 +6,6 @@ import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # of `clear_refs`
@@ -30,12 +29,7 @@ class PeakMemory:
         self._begin = _read("VmRSS") or read_peak_bytes()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.grown_bytes = max(0, read_peak_bytes() - self._begin)
 
 
