@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from common import Figures, make_parser, print_figures
+from compared.curves import worst_difference
 from documents import STEPS, documents, one_by_one, packs, trained
 from gpumix.data.core.tokenizer import ByteTokenizer
 from gpumix.data.order.balance_by_length import compute_costs
@@ -159,7 +160,7 @@ def packed_difference(name: str) -> float:
     ]
     held_out = np.concatenate([source.documents_in(k) for k in range(8)])
     wanted, _ = one_by_one(name, documents(name, 90), batches, held_out)
-    return _worst(found.losses, wanted.losses)
+    return worst_difference(found.losses, wanted.losses)
 
 
 def padded_difference(name: str) -> float:
@@ -168,12 +169,7 @@ def padded_difference(name: str) -> float:
     found, _, read = trained(source, name, plan, ByLength(bucketing=True, attention=0.02))
     batches = [np.array([k for own in read for k in own[step]]) for step in range(STEPS)]
     wanted, _ = one_by_one(name, source, batches, np.arange(8))
-    return _worst(found.losses, wanted.losses)
-
-
-def _worst(found: list[float], wanted: list[float]) -> float:
-    """Relative."""
-    return max(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
+    return worst_difference(found.losses, wanted.losses)
 
 
 if __name__ == "__main__":

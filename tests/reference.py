@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
@@ -87,6 +87,11 @@ def random_shares(world: int, rng: random.Random) -> list[Share]:
             return shares
 
 
+def in_hosts(*states: int) -> list[Share]:
+    """Two ranks on each of two hosts."""
+    return [Share(n + 1, 2 if n else 1, states[n], host="ab"[n // 2]) for n in range(4)]
+
+
 # -- training --------------------------------------------------------------------------------------
 
 
@@ -121,11 +126,16 @@ def initialised(factory: Callable[[], nn.Module]) -> nn.Module:
 
 @cache
 def train_alone(architecture: Architecture, size: int, steps: int) -> Trained:
-    """Train on whole batches in this process, without any of gpumix; once, whoever asks."""
-    model = initialised(architecture.factory)
+    """The same as `train_plainly`, once, whoever asks."""
+    return train_plainly(architecture.factory, batches(architecture, size, steps))
+
+
+def train_plainly(factory: Callable[[], nn.Module], every: Iterable[Batch]) -> Trained:
+    """Train on whole batches in this process, without any of gpumix."""
+    model = initialised(factory)
     optimizer = optimizer_for(model.parameters())
     losses = []
-    for batch in batches(architecture, size, steps):
+    for batch in every:
         optimizer.zero_grad()
         loss = mean_loss(model, batch)
         loss.backward()
