@@ -279,7 +279,7 @@ class ModelProfile(Value):
             outputs=tuple(sorted(outputs, key=lambda taken: (taken.call, taken.output))),
         )
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Trainable elements of the whole model; a unit called twice counts once."""
         units = dict(zip(self.calls, self.kind_of_call))
