@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from gpumix.hardware.estimates import gpu_catalogue
 from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
 from gpumix.hardware.estimates.decoder_shapes import make_llama_like
@@ -126,8 +126,7 @@ def timed(search: Callable[[], Plan], rounds: int) -> tuple[float, Plan]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="*", choices=tuple(CASES), help="these clusters")
     return parser.parse_args()
 
