@@ -9,10 +9,11 @@ several, devices alone, in teams and in mixtures of these, and clusters with dev
 
 Figures: `cpu_s_6`, `cpu_s_16`, `cpu_s_64`, `cpu_s_1024`, `cpu_s_10240`, `cpu_s_10240_16_classes`,
 `cpu_s_10240_32_classes` (seconds of this process from the profile to the finished plan, the least
-of some rounds); `bounded_cpu_s_...` (the same with the bounds that `--verbose` shows); `gap_...` (1 - proven bound / step, over all that is searched; of several stages
-the bound is the step of devices that never wait) and `step_s_...` of each; `gap_one_stage_...`, the
-same of the fastest plan in one stage of single devices, whose search is a proof; `why_cpu_s_6` (the
-search with the reasons of the plan); and `peak_mb`, the most memory of the process.
+of some rounds); `bounded_cpu_s_...` (the same with the bounds that `--verbose` shows); `gap_...`
+(1 - proven bound / step, over all that is searched; of several stages the bound is the step of
+devices that never wait) and `step_s_...` of each; `gap_one_stage_...`, the same of the fastest plan
+in one stage of single devices, whose search is a proof; `why_cpu_s_6` (the search with the reasons
+of the plan); and `peak_mb`, the most memory of the process.
 """
 
 from __future__ import annotations
