@@ -59,16 +59,15 @@ class ClusterProfiler:
         mine = self._measure_own_class(known, progress)
         measured = {m.device_class.device_class: m for m in mine}
         classes = known | measured
-        spoiled = [name for name, m in measured.items() if m.overruns]
+        spoiled = [name for name, m in measured.items() if m.device_class.overruns]
         if spoiled and self._ranks.rank == 0:
             progress(
-                f"this machine was too busy to measure {', '.join(spoiled)}: the profile is not "
-                "kept, and its times are too long"
+                f"this machine was busy while it measured {', '.join(spoiled)}: times may be far "
+                "too long, and are kept for an hour only"
             )
         links = self._links(classes, progress)
         if self._ranks.rank == 0 and self._cache is not None:
-            sound = {name: m for name, m in measured.items() if not m.overruns}
-            self._cache.save(sound, links)
+            self._cache.save(measured, links)
         shape = self._subject.shape
         return assemble(shape.sequence_length, self._cluster, classes, links)
 

@@ -189,6 +189,8 @@ class PlanOptions(PlanArguments):
     def _of_job(self, job: Job, path: Path) -> Profile:
         from gpumix.profiler.cache.measurement_cache import set_readers
         from gpumix.schema.profile.profile import Profile
+        from gpumix.train.run_log.plan_page import advise_measuring
+        from gpumix.train.run_log.terminal import get_stderr_console
 
         if self.cluster is not None:
             with locate_errors(path):
@@ -199,6 +201,8 @@ class PlanOptions(PlanArguments):
             return set_readers(job, profile)
         with locate_errors(path):
             found = load_cached_profile(path, job)
+        if found is not None and (advice := advise_measuring(found, self.job_arguments)):
+            get_stderr_console().print(advice)
         if found is None and not self.measures:
             raise InputError(
                 "this job was not measured", where=str(path), fix=f"gpumix profile {path}"
@@ -207,6 +211,14 @@ class PlanOptions(PlanArguments):
             return found
         overrides = [*self.overrides, f"strategy={job.strategy}"]
         return measure_in_subprocess(path, overrides, self.allowed, as_json=self.as_json)
+
+    @property
+    def job_arguments(self) -> str:
+        """The job and its replaced keys, quoted as arguments of another command."""
+        from gpumix.schema.reading.overrides import name_job
+
+        assert self.job is not None
+        return name_job(self.job, self.overrides)
 
     @property
     def _named_cluster(self) -> NamedCluster:

@@ -62,11 +62,23 @@ def plan_page(
 
 def describe_doubt(profile: Profile | None) -> str:
     """Say that a profile was measured on a busy machine; "" if nothing shows that."""
-    if profile is None:
-        return ""
-    if any(c.disturbed() for c in profile.classes):
-        return f"measured on a busy machine, {UNKNOWN_ERROR}"
+    if profile is not None and any(c.overruns or c.disturbed() for c in profile.classes):
+        return "measured while the machine was busy: may be far off"
     return ""
+
+
+def advise_measuring(profile: Profile, job: str) -> str:
+    """Say how to replace a kept profile of a busy machine; "" for a sound one.
+
+    Args:
+        job: the arguments that name the job.
+    """
+    if not describe_doubt(profile):
+        return ""
+    return (
+        "these measurements were kept, and the machine was busy then; to measure again:\n"
+        f"  gpumix profile {job} --fresh"
+    )
 
 
 def describe_source(estimated: Sequence[str]) -> str:
