@@ -49,8 +49,8 @@ from gpumix.train.checks.output_folder import (
     check_writable,
     lock_output,
 )
-from gpumix.train.checks.resume_check import check_keys
 from gpumix.train.checks.own_plan import load_own_plan
+from gpumix.train.checks.resume_check import check_keys
 from gpumix.train.checks.user_plan import (
     check_plan_fits_job,
     check_plan_fits_memory,

@@ -60,7 +60,7 @@ MODEL, SEQUENCE_LENGTH, GLOBAL_BATCH = "1B", 2048, 128
 class PlanSource:
     """Input of planning: profile, request, the files or arguments behind both, and a line on
     assumptions; with the estimate behind the profile, if there is no job, and with what a job
-    allows."""
+    allows and its steps."""
 
     profile: Profile
     request: PlanRequest
@@ -69,6 +69,7 @@ class PlanSource:
     note: str = ""
     estimate: Estimate | None = None
     allow: tuple[str, ...] = ()
+    steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,9 @@ class PlanOptions(PlanArguments):
         profile = self._of_job(job, self.job)
         request = _request(job.global_batch_size, job.space.leaving_out())
         place = ", ".join(str(path) for path in (self.job, self.profile) if path is not None)
-        return PlanSource(profile, request, job.strategy, place, allow=job.allow)
+        return PlanSource(
+            profile, request, job.strategy, place, allow=job.allow, steps=job.max_steps
+        )
 
     def _of_job(self, job: Job, path: Path) -> Profile:
         from gpumix.profiler.cache.measurement_cache import set_readers
