@@ -67,7 +67,13 @@ def times(profile: Profile) -> dict[str, float]:
 @pytest.mark.slow
 def test_a_profile_is_found_again_as_it_was(measured, tmp_path):
     assert missing(tmp_path) == []
-    assert cache(tmp_path).load() == measured
+    found = cache(tmp_path)
+    assert found.load() == measured
+    links, classes = found.links(), found.measured()
+    assert links is not None and len(classes) == 2
+    # Classes are measured side by side.
+    longest = max(one.seconds_spent for one in classes.values())
+    assert measured.seconds_spent == longest + links.seconds_spent
 
 
 def plant_input(measured: Profile, folder) -> tuple[HostInput, ...]:
