@@ -71,7 +71,7 @@ from gpumix.train.run_log.plan_page import advise_measuring, describe_doubt, pla
 from gpumix.train.run_log.progress import mark_failed, mark_restarting, mark_stopped
 from gpumix.train.run_log.run_id import read_run_id
 from gpumix.train.run_log.tables import efficiency_table, profile_table
-from gpumix.train.run_log.terminal import get_stderr_console
+from gpumix.train.run_log.terminal import get_stderr_console, show_waiting
 from gpumix.train.run_log.tracker_process import check_installed, run_trackers
 
 if TYPE_CHECKING:
@@ -212,7 +212,8 @@ class JobController:
         given = GivenPlan(plan, made_from, plan_file, made_from_file)
         if plan is None and resume and lessons is None:
             given = self._find_own_plan()
-        plan, profile = self._check_plan_or_job(given)
+        with show_waiting("checking the job"):
+            plan, profile = self._check_plan_or_job(given)
         with ExitStack() as stack:
             fresh = not resume and lessons is None
             if self.speaks:

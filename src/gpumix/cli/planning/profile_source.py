@@ -176,11 +176,14 @@ class PlanOptions(PlanArguments):
         if self._named_cluster.is_file:
             named = [*self.overrides, f"cluster={self.cluster}"]
             return replace(self, cluster=None, overrides=named).source(strategy)
-        from gpumix.schema.reading.named_files import check_named_files
-        from gpumix.schema.reading.read import read_job
+        from gpumix.train.run_log.terminal import show_waiting
 
-        job = read_job(self.job, self.overrides)
-        check_named_files(job, self.job)
+        with show_waiting("reading the job"):
+            from gpumix.schema.reading.named_files import check_named_files
+            from gpumix.schema.reading.read import read_job
+
+            job = read_job(self.job, self.overrides)
+            check_named_files(job, self.job)
         job = job.model_copy(update={"strategy": strategy or job.strategy})
         profile = self._of_job(job, self.job)
         request = _request(job.global_batch_size, job.space.leaving_out())
@@ -193,7 +196,7 @@ class PlanOptions(PlanArguments):
         from gpumix.profiler.cache.measurement_cache import set_readers
         from gpumix.schema.profile.profile import Profile
         from gpumix.train.run_log.plan_page import advise_measuring
-        from gpumix.train.run_log.terminal import get_stderr_console
+        from gpumix.train.run_log.terminal import get_stderr_console, show_waiting
 
         if self.cluster is not None:
             with locate_errors(path):
@@ -202,7 +205,7 @@ class PlanOptions(PlanArguments):
             profile = Profile.load(self.profile)
             _check_profile(profile, job, self.profile, path)
             return set_readers(job, profile)
-        with locate_errors(path):
+        with locate_errors(path), show_waiting("looking for measurements"):
             found = load_cached_profile(path, job)
         if found is not None and (advice := advise_measuring(found, self.job_arguments)):
             get_stderr_console().print(advice)

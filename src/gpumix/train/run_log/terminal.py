@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from threading import Timer
 from typing import Any
 
@@ -16,6 +17,7 @@ from gpumix.schema.untrusted_text import escape_invisible
 
 NO_WRAP_COLUMNS = 10_000  # columns; wider than any table
 PATIENCE_S = 0.5  # of silence that nobody takes for a hang
+_spinning: ContextVar[Console | None] = ContextVar("spinning", default=None)
 
 
 def get_stderr_console() -> Console:
@@ -40,9 +42,10 @@ def get_result_console() -> Console:
 @contextmanager
 def show_waiting(what: str) -> Iterator[None]:
     """Show a spinner on a terminal, with the seconds so far, while the body runs for longer than
-    `PATIENCE_S`; elsewhere show nothing."""
+    `PATIENCE_S`; elsewhere show nothing. Lines printed meanwhile appear above it. Other processes
+    must not print there. Inside another spinner there is no second one."""
     console = get_stderr_console()
-    if not console.is_terminal:
+    if not console.is_terminal or _spinning.get() is not None:
         yield
         return
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -51,9 +54,11 @@ def show_waiting(what: str) -> Iterator[None]:
     timer = Timer(PATIENCE_S, progress.start)
     timer.daemon = True
     timer.start()
+    before = _spinning.set(console)
     try:
         yield
     finally:
+        _spinning.reset(before)
         timer.cancel()
         timer.join()
         progress.stop()
@@ -64,6 +69,13 @@ class _LiteralConsole(Console):
 
     def __init__(self, *, stderr: bool, width: int | None = None) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, width=width)
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        spinning = _spinning.get()
+        if spinning is None or not self.stderr:
+            super().print(*objects, **how)
+        else:
+            Console.print(spinning, *objects, **how)
 
     def render_str(self, text: str, **how: Any) -> Text:
         """Escape text before measuring, for tables."""
