@@ -346,11 +346,6 @@ def test_what_needs_torch_says_how_to_install_it(tmp_path):
 # -- of a job --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def allows_nothing(monkeypatch):
-    monkeypatch.delenv(ALLOW, raising=False)
-
-
 @pytest.fixture
 def measured_job(tmp_path):
     measured().save(tmp_path / "profile.json")
@@ -383,9 +378,10 @@ def test_a_long_time_is_rounded(seconds, shown):
     assert round_duration(seconds) == shown
 
 
-def test_next_commands_of_a_job_keep_what_was_given(measured_job, tmp_path):
+def test_next_commands_of_a_job_keep_what_was_given(measured_job, tmp_path, monkeypatch):
+    monkeypatch.setenv(ALLOW, "toys")
     profile = measured_job.with_name("profile.json")
-    given = ["--set", "global_batch_size=4"]
+    given = ["--set", "global_batch_size=4", "--allow", "mine"]
     chosen = ["--strategy", "even"]
     job = [str(measured_job), *given]
     asked = (measured_job, *given, "--profile", profile, *chosen)

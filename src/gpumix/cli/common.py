@@ -170,7 +170,8 @@ def is_cluster_file(text: str) -> bool:
     return text.endswith(CLUSTER_FILES) or os.path.isfile(text)  # noqa: PTH113
 
 
-def _refuse_names_of_cards(text: str) -> None:
+def refuse_names_of_cards(text: str) -> None:
+    """Refuse cards that are only named, where devices must be here."""
     from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
 
     if is_cluster_file(text):
@@ -189,7 +190,7 @@ def _refuse_names_of_cards(text: str) -> None:
         )
 
 
-OF_CLUSTER = Shorthand("cluster", "cluster", ClusterFile, _refuse_names_of_cards)
+OF_CLUSTER = Shorthand("cluster", "cluster", ClusterFile, refuse_names_of_cards)
 OF_STRATEGY = Shorthand("strategy", "strategy", Strategy)
 OF_TRACE_STEP = Shorthand("trace_step", "advanced.trace_step", TraceStep)
 

@@ -118,13 +118,15 @@ def _next_for_job(
 ) -> list[tuple[str, str]]:
     """Return the commands that come next for a job, with what was given to this one. Cards that
     are only named cannot train."""
+    from gpumix.hardware.host.environment import allowed_by_environment
     from gpumix.schema.reading.overrides import name_job
 
     assert asked.job is not None
     is_estimate = asked.cluster is not None and not is_cluster_file(asked.cluster)
     trained = [name_job(asked.job, asked.overrides)]
     trained += [join(["--cluster", asked.cluster])] if asked.cluster is not None else []
-    trained += [join(["--allow", name]) for name in asked.allowed]
+    always = allowed_by_environment()
+    trained += [join(["--allow", name]) for name in asked.allowed if name not in always]
     planned = [*trained]
     planned += [join(["--network", asked.network])] if asked.network is not None else []
     planned += [join(["--profile", str(asked.profile)])] if asked.profile is not None else []
