@@ -1,4 +1,5 @@
-"""A spinner while a command is silent: lines printed meanwhile stand alone, above it."""
+"""A spinner while a command is silent: lines printed meanwhile stand alone, above it;
+and errors, in a terminal's width."""
 
 from __future__ import annotations
 
@@ -7,6 +8,10 @@ import re
 import subprocess
 import sys
 import textwrap
+
+import pytest
+
+from gpumix.train.run_log.terminal import wrap_error
 
 PROGRAM = """
     import time
@@ -22,12 +27,12 @@ PROGRAM = """
 """
 
 
-def run_on_terminal(program: str) -> str:
+def run_on_terminal(program: str, *arguments: str) -> str:
     """What a program writes to a terminal on stderr."""
     terminal, its_end = os.openpty()
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    env = os.environ | {"TERM": "xterm"}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=its_end, env=env) as process:
+    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=its_end, env=env):
         os.close(its_end)
         found = b""
         while True:
@@ -36,7 +41,6 @@ def run_on_terminal(program: str) -> str:
             except OSError:  # the program has ended
                 break
     os.close(terminal)
-    assert process.returncode == 0, found
     return found.decode()
 
 
@@ -47,3 +51,38 @@ def test_lines_are_printed_above_a_spinner():
     assert "a line" in rows
     assert rows.index("a line") < max(n for n, row in enumerate(rows) if "reading" in row)
     assert rows[-2:] == ["after", ""]
+
+
+ERROR = """\
+gpumix: job.yaml:3: 'model.factory' is code that would be run, 'toys:model'; nothing allows it
+  why: it has NVIDIA's cards from Pascal on and the Tesla M40, AMD's Instinct from MI50 on
+  fix: start a process per device: torchrun --nnodes N --nproc-per-node GPUS -m gpumix train a.yaml
+  fix: go on with --resume, or write elsewhere: --set output_dir=runs/another, then run the same
+  fix: leave it out to use the GPUs of this host, of course: `gpumix plan --cluster x` takes it
+  fix: with the right packages there is no such problem any more: pip install "gpumix[trl,peft]"
+  fix: give the folder: /somewhere/that/has/a/name/so/long/that-it-does-not/fit/into/a/row.json
+"""
+COPIED = (
+    "torchrun --nnodes N --nproc-per-node GPUS -m gpumix train a.yaml",
+    "--set output_dir=runs/another",
+    "`gpumix plan --cluster x`",
+    'pip install "gpumix[trl,peft]"',
+    "/somewhere/that/has/a/name/so/long/that-it-does-not/fit/into/a/row.json",
+)
+
+
+@pytest.mark.parametrize("columns", [80, 72])
+def test_errors_are_wrapped_around_what_is_copied(columns):
+    shown = wrap_error(ERROR, columns)
+    assert max(map(len, shown.splitlines())) <= max(columns, 7 + max(map(len, COPIED)))
+    assert all(copied in shown for copied in COPIED)
+    assert shown.split() == ERROR.split()
+    more = [line for line in shown.splitlines()[1:] if line[2:6] not in ("why:", "fix:")]
+    assert more and all(line.startswith("  ") for line in more)
+    assert all(line.startswith(" " * 7) for line in more[1:])  # behind "why:" and "fix:"
+
+
+def test_a_command_wraps_its_errors_on_a_terminal():
+    shown = run_on_terminal("from gpumix.cli import main; main()", "plan", "--cluster", "rtx9")
+    lines = shown.split("\r\n")
+    assert len(lines) > 4 and max(map(len, lines)) <= 80, shown

@@ -94,11 +94,13 @@ def make_command(command: Callable[P, None]) -> Callable[P, None]:
         except (typer.Exit, typer.Abort):
             raise
         except (Exception, KeyboardInterrupt) as caught:
+            from gpumix.train.run_log.terminal import print_error
+
             error = _translate_error(caught)
             if debug:
                 traceback.print_exception(caught, file=sys.stderr)
             with suppress(OSError):  # the reader may be gone
-                sys.stderr.write(f"gpumix: {hide_exact_bytes(str(error))}\n")
+                print_error(f"gpumix: {hide_exact_bytes(str(error))}")
                 if as_json and not isinstance(error, _StdoutError):
                     print_json(error.as_dict())
             raise typer.Exit(error.exit_code) from None

@@ -172,12 +172,14 @@ def _answer(
         answer = default if given is None else given
         check(answer)
         return answer
+    from gpumix.train.run_log.terminal import print_error
+
     while True:
         answer = str(typer.prompt(question, default=default or None, err=True))
         try:
             check(answer)
         except InputError as error:
-            sys.stderr.write(f"{error}\n")
+            print_error(str(error))
         else:
             return answer
 

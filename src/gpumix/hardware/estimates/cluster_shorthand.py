@@ -1,7 +1,8 @@
 """Clusters described in a line such as "4x rtx3090, 2x p40", from catalogue cards, present or not.
 
 Commas or plus signs join cards of one host, semicolons separate hosts, and
-"3 hosts of 8x a100-80gb-sxm" repeats a host. The link between hosts must be stated; inside a host the cards' own links apply.
+"3 hosts of 8x a100-80gb-sxm" repeats a host. The link between hosts must
+be stated; inside a host the cards' own links apply.
 """
 
 from __future__ import annotations
