@@ -130,12 +130,14 @@ def init(
     asked = "Model (folder of weights, or a size)"
     named = _answer(model, asked, SCRATCH_MODEL, asks=asks, check=_check_model)
     asked = "Text file, or folder of text files"
-    texts = _answer(data and str(data), asked, "", asks=asks, check=_check_data)
+    text = None if data is None else str(data)
+    texts = _answer(text, asked, "", asks=asks, check=_check_data)
     asked = "GPUs (auto, or a cluster file)"
     devices = _answer(cluster, asked, "auto", asks=asks, check=_check_cluster)
     if lora is None:
         lora = asks and _find_weights(named) is not None and _ask_lora()
-    folder = _answer(output and str(output), "Folder of the run", "runs/first", asks=asks)
+    wanted = None if output is None else str(output)
+    folder = _answer(wanted, "Folder of the run", "runs/first", asks=asks)
     found = Answers(named, Path(texts), devices, lora, Path(folder))
     path = file or Path("train.py" if found.lora else "job.yaml")
     if path.exists():
