@@ -292,7 +292,7 @@ def test_adapters_that_change_the_weights_are_refused(folders, begin):
     peft = pytest.importorskip("peft")
     kind, folder = folders("llama")
     lazy = gpumix.from_pretrained(folder, kind)
-    with pytest.raises(InputError, match="gpumix.from_pretrained"):
+    with pytest.raises(InputError, match=r"gpumix\.from_pretrained"):
         peft.get_peft_model(lazy, peft.LoraConfig(**LORA, init_lora_weights=begin))
 
 
@@ -483,7 +483,7 @@ OPERATIONS = {
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operations_that_need_values_are_refused_at_once(folders, tmp_path, operation):
     lazy = gpumix.from_pretrained(folders("llama")[1])
-    with pytest.raises(InputError, match="gpumix.from_pretrained") as caught:
+    with pytest.raises(InputError, match=r"gpumix\.from_pretrained") as caught:
         OPERATIONS[operation](lazy, tmp_path)
     told = caught.value
     assert told.where and told.why and "`from_pretrained` of transformers" in told.fix
