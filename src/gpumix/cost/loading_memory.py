@@ -31,9 +31,15 @@ def compute_loading_bytes(model: ModelProfile) -> int:
     return max(map(_fp32_bytes, (*model.kinds, *root)))
 
 
+def count_fp32_bytes(trainable: int, frozen_bytes: int, packed_bytes: int) -> int:
+    """Return the bytes of fp32 values: of trained elements, and of frozen bytes, of which some are
+    of quantised parameters."""
+    floats = frozen_bytes - packed_bytes
+    return FP32_BYTES * trainable + FROZEN_TIMES * floats + PACKED_TIMES * packed_bytes
+
+
 def _fp32_bytes(part: UnitKind | RootParameter | EndParameters) -> int:
-    floats = part.frozen_bytes - part.packed_bytes
-    return FP32_BYTES * part.trainable + FROZEN_TIMES * floats + PACKED_TIMES * part.packed_bytes
+    return count_fp32_bytes(part.trainable, part.frozen_bytes, part.packed_bytes)
 
 
 def find_room_on_host(profile: Profile, name: str) -> int | None:

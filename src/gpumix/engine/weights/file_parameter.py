@@ -149,7 +149,7 @@ class FileParameter(nn.Parameter):
 
 
 _SOURCE = "gpumix_source"
-_GET_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_GET_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 def _make_valueless_error(operation: str, parameters: list[FileParameter]) -> InputError:
