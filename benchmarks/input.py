@@ -20,7 +20,7 @@ import os
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -45,7 +45,7 @@ STEPS = 150  # of a run; the first third is left out
 ROUNDS = 2
 SLOW = 1.5  # times what the device takes, that a batch takes of one core, or of all of them
 BY_HAND = (2, 2)  # workers, batches that each has ahead
-TRIED = list(product((1, 2, 3, 4, 8), (2, 8)))  # the same
+TRIED: list[tuple[int, int]] = list(product((1, 2, 3, 4, 8), (2, 8)))  # the same
 TRIED_STEPS = 50  # of each
 BEST = 3  # of them run as long as ours, beside it
 NONE_STEPS = 40
@@ -249,7 +249,7 @@ def _batches(pipeline: Pipeline, workers: int, ahead: int | None) -> Iterator[It
         persistent_workers=workers > 0,
     )
 
-    def endless() -> Iterator[Any]:
+    def endless() -> Generator[Any, None, None]:
         while True:
             yield from loader
 
@@ -342,7 +342,7 @@ def row_of(name: str, steps: int) -> Row:
     pipeline = PIPELINES[name]
     none_s = theirs(pipeline, 0, None, min(steps, NONE_STEPS)).step_s
     short = min(steps, TRIED_STEPS)
-    by_speed = sorted(TRIED, key=lambda tried: theirs(pipeline, *tried, short).step_s)
+    by_speed = sorted(TRIED, key=lambda tried: theirs(pipeline, tried[0], tried[1], short).step_s)
     bounds, mine = [], []
     fixed: dict[tuple[int, int], list[float]] = {tried: [] for tried in by_speed[:BEST]}
     fixed.setdefault(BY_HAND, [])

@@ -163,7 +163,7 @@ def _count_bytes(base: Path) -> tuple[float, bool]:
             lambda model=model: q.without_weights(model),
             lambda samples: q.make_batch(0, samples),
             sequence_length=q.LENGTH,
-            global_batch=2,
+            global_batch_size=2,
             progress=lambda line: None,
         ).model
         sizes = {one.name: one.packed_bytes for one in found.kinds}

@@ -27,7 +27,7 @@ from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.train.controller import JobController
 from gpumix.train.processes.local_launcher import RankAddress, launch
 from gpumix.train.processes.runner import LocalRunner
-from gpumix.train.trainer import Trainer
+from gpumix.train.trainer_builder import build_trainer
 from gpumix.train.worker.context import Task, join_run
 
 STEPS = 20
@@ -77,7 +77,8 @@ def traced(
 ) -> dict[str, Any]:
     """Some steps and a checkpoint, in one rank: losses, and this rank's samples of each step."""
     with join_run(seat, task) as context:
-        trainer = Trainer(context, plan.for_devices([d.id for d in devices]), resume=resume)
+        own = plan.for_devices([d.id for d in devices])
+        trainer = build_trainer(context, own, resume=resume)
         losses, samples = [], []
         with trainer.loader:
             for _ in range(steps):

@@ -83,6 +83,7 @@ def test_a_whole_cluster(path):
         ("max_steps=\x07", "this is not YAML: the character '\\x07' may not stand here"),
         ("cluster=nowhere.yaml", "'cluster': there is no cluster file"),
         (f"cluster={'x' * 300}", "'cluster': there is no cluster file"),
+        ("cluster=/tmp", "'cluster': /tmp is a folder, not a cluster file"),
         (f"model.config={'x' * 300}", "'model.config': cannot read"),
         ("cluster=[{class: a}]", "'cluster[0].memory' is missing"),
         ("model.config=nowhere.json", "'model.config': cannot read"),

@@ -17,7 +17,7 @@ from gpumix.planner.common.strategy import (
 )
 from gpumix.planner.data_parallel.class_options import TimeBounds
 from gpumix.planner.data_parallel.search import plan_one_stage_below
-from gpumix.planner.data_parallel.why_nothing_fits import make_no_fit_error
+from gpumix.planner.data_parallel.why_nothing_fits import Explained, make_no_fit_error
 from gpumix.planner.pipeline_parallel.device_order import cell_of
 from gpumix.planner.pipeline_parallel.staged_plans import plan_staged_below
 from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
@@ -53,7 +53,7 @@ class FastestPlans:
 
     Args:
         paces: of these classes and this batch; may be shared between searches.
-        explains: find out why nothing fits, and what would help.
+        explains: what to find out where nothing fits.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class FastestPlans:
         request: PlanRequest,
         paces: TimeBounds | None = None,
         *,
-        explains: bool = True,
+        explains: Explained = "fully",
     ) -> None:
         space = request.space
         if space.parameters_on == ("host",) and space.min_pipeline_stages == 1:
@@ -84,8 +84,9 @@ class FastestPlans:
     def of_classes(self) -> dict[str, FastestPlans]:
         """Searches by class, on the devices of the class alone."""
         every = iterate_class_requests(self.profile, self.request)
+        told: Explained = "bytes" if self.request.bounds else "nothing"
         return {
-            name: FastestPlans(self.profile, alone, self.paces, explains=False)
+            name: FastestPlans(self.profile, alone, self.paces, explains=told)
             for name, alone in every
         }
 
@@ -154,11 +155,12 @@ class FastestPlans:
     def _search_with_parameters_on_hosts(self, below_s: float) -> Searched:
         space = self.request.space.model_copy(update={"parameters_on": ("host",)})
         request = self.request.model_copy(update={"space": space})
-        return FastestPlans(self.profile, request, self.paces, explains=False)._find_plan(below_s)
+        on_hosts = FastestPlans(self.profile, request, self.paces, explains="nothing")
+        return on_hosts._find_plan(below_s)
 
     def _search_in_waves(self) -> Searched:
         def plan_wave(part: PlanRequest) -> Plan:
-            return FastestPlans(self.profile, part, explains=False).plan()
+            return FastestPlans(self.profile, part, explains="nothing").plan()
 
         request, space = self.request, self.request.space
         if space.parameters_on is None:  # a wave that fits on hosts alone is no reason for waves

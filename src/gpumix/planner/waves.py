@@ -7,6 +7,7 @@ in fewer waves takes no more.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from math import ceil
@@ -42,9 +43,15 @@ def plan_in_waves(
         return None
     devices = ranked_devices(profile, request)
     sizes = sorted({ceil(batch / number) for number in NUMBERS}, reverse=True)
-    fitting = [size for size in sizes if can_fit_devices(profile, devices, space, size)]
+
+    def can_fit(size: int) -> bool:
+        return can_fit_devices(profile, devices, space, size)
+
+    if not can_fit(sizes[-1]):
+        return None
+    first = bisect_left(sizes, True, key=can_fit)  # what fits a batch fits each smaller one
     found: list[Plan] = []
-    for size in fitting[:MOST_TRIED]:
+    for size in sizes[first : first + MOST_TRIED]:
         part = request.model_copy(update={"global_batch": size, "space": space})
         with suppress(NoFeasiblePlanError, InputError):
             plan = repeat_wave(profile, plan_wave(part), batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,8 @@ from gpumix.schema.units import show_bytes, show_exact_bytes
 
 U = TypeVar("U", UnitKind, RootUnit)
 
+Explained = Literal["nothing", "bytes", "fully"]
+
 UNREACHABLE = 2**62  # more memory than any device has
 FIRST_TRIED_BYTES = 2**24  # for a shortage, then twice as much
 
@@ -54,18 +56,21 @@ def make_no_fit_error(
     space: Space,
     batch: int,
     *,
-    explains: bool = True,
+    explains: Explained = "fully",
 ) -> NoFeasiblePlanError:
     """Return the error stating the missing bytes for state and batch; or the reason why state
     cannot be divided or placed as the space says.
 
     Args:
-        explains: find causes and remedies too, which takes longer.
+        explains: what to find out, each of which takes longer than the one before: nothing, the
+            missing bytes, or causes and remedies too.
     """
     fleet = Fleet.of(profile, devices)
     if next(iterate_settings(fleet, space), None) is None:
         return _no_setting(fleet, space)
-    return _Shortage(profile, devices, space, batch).error(explains=explains)
+    if explains == "nothing":
+        return NoFeasiblePlanError(f"no plan fits a global batch of {batch}")
+    return _Shortage(profile, devices, space, batch).error(explains=explains == "fully")
 
 
 def _no_setting(fleet: Fleet, space: Space) -> NoFeasiblePlanError:

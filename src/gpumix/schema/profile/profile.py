@@ -7,6 +7,7 @@ cause does not (except for the framework's constant): it is counted on the engin
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
@@ -238,7 +239,7 @@ class ModelProfile(Value):
         if self.needs and (unused := set(range(len(self.calls) - 1)) - taken):
             raise ValueError(f"nothing needs what call {min(unused)} returns")
 
-    @property
+    @cached_property
     def cuts(self) -> tuple[int, ...]:
         """Numbers of the calls, besides the first, where a stage may begin: no unit is called both
         before and after."""
@@ -278,7 +279,7 @@ class ModelProfile(Value):
             outputs=tuple(sorted(outputs, key=lambda taken: (taken.call, taken.output))),
         )
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Trainable elements of the whole model; a unit called twice counts once."""
         units = dict(zip(self.calls, self.kind_of_call))

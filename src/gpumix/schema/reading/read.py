@@ -117,12 +117,15 @@ def _read_named_cluster(name: str, tree: Tree) -> Cluster | Literal["auto"]:
         return AUTO
     place = tree.place(CLUSTER)
     path = _make_absolute(Path(name), place)
+    what = f"'cluster': there is no cluster file {path}" if name else "'cluster' is empty"
     with suppress(OSError):  # a name may be too long for a file
-        if name and path.exists():
+        if name and path.is_dir():
+            what = f"'cluster': {path} is a folder, not a cluster file"
+        elif name and path.exists():
             return read_cluster(path)
     meant = did_you_mean(find_nearest(name, [AUTO]))
     raise InputError(
-        f"'cluster': there is no cluster file {path}" if name else "'cluster' is empty",
+        what,
         where=str(place),
         fix=f"{meant} give '{AUTO}', the path of a cluster file, or the cluster itself".lstrip(),
     )
