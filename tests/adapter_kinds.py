@@ -106,16 +106,16 @@ def adapted(kind: str, name: str, **given: Any) -> nn.Module:
 
     with TemporaryDirectory() as folder:
         if kind == "XLORA":  # it mixes adapters that are there
-            first = get_peft_model(_make_base("LORA", name), make_config("LORA", name))
+            first = get_peft_model(make_base("LORA", name), make_config("LORA", name))
             first.save_pretrained(folder)
             given |= {"hidden_size": WIDTH, "adapters": {"0": folder}}
         torch.manual_seed(SEED)
         config = make_config(kind, name, **given)
-        found: nn.Module = get_peft_model(_make_base(kind, name), config).train()
+        found: nn.Module = get_peft_model(make_base(kind, name), config).train()
     return found
 
 
-def _make_base(kind: str, name: str) -> Any:
+def make_base(kind: str, name: str) -> Any:
     model: Any = of_kind(kind, name).factory()
     model.config.use_cache = False
     return model
