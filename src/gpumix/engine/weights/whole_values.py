@@ -71,7 +71,8 @@ def with_values(layer: nn.Module) -> Iterator[None]:
         for key, parameter in held.items():
             now = layer._parameters.get(key)
             if key in packed or (now is made[key].parameter and _is_read_from(parameter, now)):
-                layer._parameters[key] = parameter.requires_grad_(made[key].parameter.requires_grad)
+                parameter.requires_grad_(made[key].parameter.requires_grad)
+                layer._parameters[key] = parameter
         for holder, key, value in before:
             holder[key] = value
 
