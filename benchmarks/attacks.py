@@ -13,13 +13,12 @@ Figures: `attacks`, `kinds`, `succeeded`, `hung` (over 180 s), `called_a_bug`, `
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
 from pathlib import Path
 
-from common import TESTS, print_figures
+from common import TESTS, make_parser, print_figures
 
 sys.path[:0] = [str(TESTS / name) for name in ("security", "cli", "train", "planner")]
 
@@ -33,8 +32,7 @@ WITHOUT_A_SECOND_USER = ("orders to terminals", "odd numbers", "hosts in templat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--kind", help="only attacks of this kind")
     parser.add_argument("--name", default="", help="only those whose name has this in it")
     parser.add_argument("--show", action="store_true", help="print each attack")

@@ -27,7 +27,7 @@ import sys
 import time
 
 import gpumix
-from common import print_counted
+from common import cluster_of, make_parser, print_counted
 from compared.search import Found
 from emulated.attempts import Attempt, attempts
 from emulated.contest import (
@@ -42,7 +42,7 @@ from emulated.contest import (
 )
 from emulated.contestants import ByPlan
 from emulated.results import aligned
-from emulated.setting import Setting, cluster_of
+from emulated.setting import Setting
 from emulated.ways import Way
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.profile.profile import Profile
@@ -84,8 +84,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=4, help="of gpumix, whose memory is counted")
     parser.add_argument("--quick", action="store_true", help="a quarter of the work")
     return parser.parse_args()

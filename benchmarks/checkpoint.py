@@ -18,7 +18,6 @@ Figures: `stall_fraction` (median over saves, of a step), `worst_stall_fraction`
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
@@ -55,8 +54,7 @@ ALONE = [Share(6, 2, 1)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = common.make_parser(__doc__)
     parser.add_argument("--corruptions", type=int, default=500)
     parser.add_argument("--saves", type=int, default=7)
     arguments = parser.parse_args()

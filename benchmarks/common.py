@@ -1,4 +1,4 @@
-"""What benchmarks share: the tests' models and launcher of ranks, and how figures are printed.
+"""What benchmarks share: the tests' models and launcher of ranks, arguments, and printed figures.
 
 The benchmarks of the engine measure with the very models and ranks that its tests use; importing
 this module makes those importable.
@@ -6,6 +6,7 @@ this module makes those importable.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -26,6 +27,13 @@ TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # real text that every Py
 TRAIN = (sys.executable, "-m", "gpumix", "train", "job.yaml")
 
 Figures = dict[str, int | float | str | bool | None]
+
+
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The parser of a benchmark's arguments: `--json`, and the first line of the docstring."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="end with one flat object of JSON")
+    return parser
 
 
 def print_figures(figures: Figures, *, as_json: bool) -> None:
@@ -96,16 +104,20 @@ def records(run_folder: Path, event: str) -> list[dict[str, Any]]:
 
 def emulated_cluster(classes: dict[str, tuple[int, float]], *, memory_bytes: int) -> Cluster:
     """Emulated devices: of each class how many, and the FLOP/s of one."""
+    return cluster_of(*((name, n, rate, memory_bytes) for name, (n, rate) in classes.items()))
+
+
+def cluster_of(*groups: tuple[str, int, str | float | None, str | int]) -> Cluster:
+    """Devices on the CPU, given as (class, count, speed, memory); without a speed not slowed."""
+    classes: list[dict[str, Any]] = [
+        {"name": name, "accelerator": "cpu", "memory_bytes": memory, "emulate_flops_per_s": speed}
+        for name, _, speed, memory in groups
+    ]
     return Cluster(
-        classes=tuple(
-            DeviceClass(
-                name=name, accelerator="cpu", memory_bytes=memory_bytes, emulate_flops_per_s=rate
-            )
-            for name, (_, rate) in classes.items()
-        ),
+        classes=tuple(DeviceClass(**values) for values in classes),
         devices=tuple(
-            Device(id=f"{name}-{n}", device_class=name)
-            for name, (count, _) in classes.items()
-            for n in range(count)
+            Device(id=f"{name}-{number}", device_class=name)
+            for name, count, *_ in groups
+            for number in range(count)
         ),
     )

@@ -358,8 +358,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="the figures as one line of JSON")
+    parser = common.make_parser(__doc__)
     parser.add_argument("--only", nargs="+", help="these cases")
     parser.add_argument("--pairs", type=int, default=PAIRS)
     return parser.parse_args()

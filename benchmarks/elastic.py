@@ -16,7 +16,6 @@ the record is looked at ten times a second).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -30,7 +29,7 @@ from pathlib import Path
 
 import yaml
 
-from common import TRAIN, Figures, environment, print_figures, records, small_gpt2
+from common import TRAIN, Figures, environment, make_parser, print_figures, records, small_gpt2
 from faulted.used import done_in, lost_and_repeated
 from gpumix.hardware.host.environment import shared_memory_folder
 from gpumix.schema.plan.plan import Plan
@@ -52,8 +51,7 @@ GPT = small_gpt2(64, positions=32)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         alone = _alone(Path(name) / "alone")

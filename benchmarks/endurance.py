@@ -17,7 +17,6 @@ where it is steepest, beyond twice its noise; 0 where it is within), `slope_laun
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -31,7 +30,7 @@ from statistics import fmean
 
 import numpy as np
 
-from common import BENCHMARKS, TESTS, Figures, environment, print_figures, records
+from common import BENCHMARKS, TESTS, Figures, environment, make_parser, print_figures, records
 
 sys.path[:0] = [str(TESTS / name) for name in ("security", "cli", "train", "planner")]
 
@@ -47,8 +46,7 @@ FOLDERS = (TESTS / "train", BENCHMARKS / "endured")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--checkpoints", type=int, default=500)
     parser.add_argument("--long", type=int, default=1_000_000, help="steps of the run that is read")

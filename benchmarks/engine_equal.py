@@ -35,7 +35,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from compared.rounds import Clock, Results, Study
 from compared.setting import Model, Order, Setting
 from compared.systems import Ddp, Entrant, Fsdp, Gpumix, Plain
@@ -75,8 +75,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=1, help="steps per system and round")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])

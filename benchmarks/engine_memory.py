@@ -28,8 +28,8 @@ from itertools import product
 from typing import Any
 
 import gpumix
-from common import Figures, print_figures
-from compared.attempts import Attempt, cluster_of, engine_attempt, fits, fsdp_attempt
+from common import Figures, cluster_of, make_parser, print_figures
+from compared.attempts import Attempt, engine_attempt, fits, fsdp_attempt
 from compared.least_memory import Sizes, least_bytes
 from compared.setting import Model, Setting
 from compared.where import where_time_goes
@@ -52,7 +52,9 @@ from gpumix.train.processes.local_launcher import RankAddress, launch
 STAGES: tuple[ZeroStage, ...] = (3, 2, 1, 0)
 ROOMY = "2 GiB"
 WIDTH, VOCABULARY = 192, 2048
-MIXTURE = cluster_of(("large", 1, "256 MiB"), ("medium", 1, "128 MiB"), ("small", 2, "40 MiB"))
+MIXTURE = cluster_of(
+    ("large", 1, None, "256 MiB"), ("medium", 1, None, "128 MiB"), ("small", 2, None, "40 MiB")
+)
 BATCH = 8
 PROFILED_LAYERS = 4
 PROFILE_BUDGET_S = 30.0
@@ -81,8 +83,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parts = ("minimum", "largest")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, default=6, help="of the model of the first part")
     parser.add_argument("--part", nargs="+", choices=parts, default=parts)
     return parser.parse_args()
@@ -109,7 +110,8 @@ def against_minimum(layers: int) -> Figures:
     recorded: dict[str, list[RecordedStep]] = {}
     rows: list[Sequence[str]] = [("plan", "rank", "least", "ours", "", "FSDP2", "")]
     for compared in _plans(model):
-        plan, cluster = compared.plan, cluster_of(("roomy", len(compared.plan.workers), ROOMY))
+        plan = compared.plan
+        cluster = cluster_of(("roomy", len(plan.workers), None, ROOMY))
         least = [least_bytes(sizes, plan, rank) for rank in range(len(plan.workers))]
         attempts = _succeeded(engine_attempt(cluster, model, plan))
         recorded[compared.name] = [a.recording for a in attempts if a.recording is not None]

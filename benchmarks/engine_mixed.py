@@ -28,12 +28,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common import Figures, print_counted
+from common import Figures, cluster_of, make_parser, print_counted
 from compared.where import where_time_goes
 from emulated.contest import EVEN, GPUMIX, PROPORTIONAL, Contest, Size, hold, refuse_impossible
 from emulated.contest import figures_of as figures_of_contests
 from emulated.results import aligned, plan_line
-from emulated.setting import Setting, cluster_of
+from emulated.setting import Setting
 from gpumix.schema.units import show_bytes
 
 WIDTH, LAYERS, HEADS = 192, 6, 6
@@ -118,8 +118,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     names = [mixture.name for mixture in MIXTURES]
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="measured steps per round")
     parser.add_argument("--only", nargs="+", choices=names, default=names)

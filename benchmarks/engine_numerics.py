@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import gpumix
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from compared.curves import Case, Optimizers, Share, engine_curve, single_curves, worst_difference
 from compared.setting import Model
 from compared.where import where_time_goes
@@ -121,8 +121,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     names = [case.name for case in CASES]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     return parser.parse_args()

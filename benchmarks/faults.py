@@ -23,7 +23,6 @@ step), `most_steps_between_copies` (as `auto` had it), `double_kills`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -43,7 +42,7 @@ from typing import Any
 
 import yaml
 
-from common import TRAIN, environment, print_figures, records, small_gpt2
+from common import TRAIN, environment, make_parser, print_figures, records, small_gpt2
 from faulted.places import BEFORE_STEPS, HANG, ONCE, PLACES
 from faulted.used import Done, done_in, lost_and_repeated
 
@@ -67,8 +66,7 @@ DOUBLE, AT_ONCE_S = 0.15, 0.5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

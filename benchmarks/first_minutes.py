@@ -22,7 +22,7 @@ import time
 import venv
 from pathlib import Path
 
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 
 ROOT = Path(__file__).resolve().parents[1]
 GPUMIX = (sys.executable, "-m", "gpumix")
@@ -127,8 +127,7 @@ def demo_s() -> float:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--demo", action="store_true", help="run the demo too: minutes")
     parser.add_argument("--job", action="store_true", help="train the own job too: a minute")
     return parser.parse_args()

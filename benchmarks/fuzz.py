@@ -18,7 +18,6 @@ not name the file); `accepted`, `accepted_job`, `accepted_cluster`, ...; `proces
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shlex
@@ -34,7 +33,7 @@ from queue import SimpleQueue
 
 import yaml
 
-from common import print_figures
+from common import make_parser, print_figures
 from mutant_files import Good, write_all
 from mutant_runs import LIMIT_S, PATIENCE, Ended, Worker, clean, environment, faults
 from mutants import Mutant, mutants
@@ -64,8 +63,7 @@ class Tried:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--mutations", type=int, default=2000)
     parser.add_argument("--content", type=float, default=0.6, help="part that stays YAML or JSON")
     parser.add_argument("--seed", type=int, default=0)

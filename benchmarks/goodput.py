@@ -26,7 +26,6 @@ Limits: `kept` is 0.95 at least, and more than `kept_torchft`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -46,7 +45,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from common import BENCHMARKS, TRAIN, Figures, environment, print_figures
+from common import BENCHMARKS, TRAIN, Figures, environment, make_parser, print_figures
 
 RANKS, SAMPLES = 3, 16  # of each rank in a step
 BETWEEN_S = 20.0
@@ -60,8 +59,7 @@ ENV = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="of each kind of run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--torchft", type=Path, help="a folder with torchft")

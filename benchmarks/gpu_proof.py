@@ -29,7 +29,7 @@ for folder in (BENCHMARKS.parent / "src", BENCHMARKS.parent / "tests", BENCHMARK
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from common import print_figures  # noqa: E402
+from common import make_parser, print_figures  # noqa: E402
 from proof.card import first_card  # noqa: E402
 from proof.command import Proof, Wanted, take_sigterm  # noqa: E402
 from proof.entry import run  # noqa: E402
@@ -79,11 +79,10 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, help="folder of results.jsonl and log.txt")
     parser.add_argument("--done", type=Path, help="results.jsonl of earlier calls, to go on from")
     parser.add_argument("--budget", type=float, help="seconds for all stages; 420 on a GPU")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--cpu", action="store_true", help="rehearse with tiny shapes on the CPU")
     parser.add_argument("--test-device", action="store_true", help="rehearse on the tests' device")
     parser.add_argument("--only", nargs="*", default=[], choices=[one.name for one in STAGES])

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from statistics import median
 
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from compared.preparation import growths, look_ups_s
 from compared.rounds import Results, Study
 from compared.setting import Model, Setting
@@ -77,8 +77,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=2, help="steps per system and round")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])

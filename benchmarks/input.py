@@ -14,7 +14,6 @@ longer than a second of the device's steps; one that never comes within the boun
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
@@ -366,10 +365,7 @@ def row_of(name: str, steps: int) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="figures as one line of JSON")
+    parser = common.make_parser(__doc__)
     parser.add_argument("--only", choices=PIPELINES, help="a pipeline")
     parser.add_argument(
         "--steps", type=int, default=STEPS, help="of a run; fewer show only that all of it works"

@@ -19,7 +19,6 @@ of the plain loop just after, less one; `worst_overhead` is the largest.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import gpumix
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from gpumix.integrations.common.plan_and_shard import own_device
 
 LENGTH, WIDTH, BLOCKS, VOCABULARY = 128, 192, 4, 512
@@ -262,8 +261,7 @@ MEASURED = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="+", choices=("losses", *MEASURED))
     args = parser.parse_args()

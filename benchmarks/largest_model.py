@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 import gpumix
-from common import Figures, print_figures
-from compared.attempts import cluster_of, engine_attempt, fits, fsdp_attempt
+from common import Figures, cluster_of, make_parser, print_figures
+from compared.attempts import engine_attempt, fits, fsdp_attempt
 from compared.setting import Model, Setting
 from emulated.results import aligned
 from emulated.rounds import joined
@@ -49,7 +49,9 @@ from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.schema.profile.profile import Profile
 from gpumix.train.processes.local_launcher import RankAddress, launch
 
-CARDS = cluster_of(("gb24", 1, "96 MiB"), ("gb12", 1, "48 MiB"), ("gb8", 1, "32 MiB"))
+CARDS = cluster_of(
+    ("gb24", 1, None, "96 MiB"), ("gb12", 1, None, "48 MiB"), ("gb8", 1, None, "32 MiB")
+)
 RAM_BYTES = 256 * 2**20
 ROUNDPIPE_PART = 0.6
 WIDTH, VOCABULARY, SEQUENCE = 192, 2048, 48
@@ -91,8 +93,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parts = ("full", "qlora")
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--part", nargs="+", choices=parts, default=parts)
     return parser.parse_args()
 

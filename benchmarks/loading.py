@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import gpumix
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 
 MOST_RAM = {False: 1.2, True: 1.5}  # small models: a dozen MB of Python's weigh more
 LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 17}
@@ -88,8 +88,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=3, help="processes, of unlike shares")
     parser.add_argument("--small", action="store_true", help="100 MB in files instead of 2 GB")
     return parser.parse_args()

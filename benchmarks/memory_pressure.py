@@ -14,7 +14,6 @@ Figures: `runs`, `died`, `trained`, `refused`, `robbed` (runs of which a device 
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import subprocess
@@ -27,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from common import TRAIN, Figures, environment, print_figures, records, small_gpt2
+from common import TRAIN, Figures, environment, make_parser, print_figures, records, small_gpt2
 
 STEPS = 12
 LENGTH = 32
@@ -65,8 +64,7 @@ class _Outcome:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from common import print_figures
+from common import make_parser, print_figures
 from gpumix.cli import main as gpumix
 from gpumix.hardware.estimates import estimate, known_models, what_if
 from gpumix.planner import plan
@@ -330,8 +330,7 @@ def _furnish(place: Path, mistake: Mistake) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--only", default="", help="mistakes whose name matches this expression")
     parser.add_argument("--show", action="store_true", help="print every error")
     return parser.parse_args()

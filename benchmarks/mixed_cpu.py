@@ -29,9 +29,9 @@ import argparse
 import sys
 import time
 
-from common import Figures, print_counted
+from common import Figures, cluster_of, make_parser, print_counted
 from emulated.contest import EVEN, Contest, Size, figures_of, hold, refuse_impossible
-from emulated.setting import Setting, cluster_of
+from emulated.setting import Setting
 
 WIDTH, LAYERS, HEADS = 192, 6, 6
 
@@ -59,8 +59,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="measured steps per system and round")
     parser.add_argument("--quick", action="store_true", help="a quarter of the work, one round")

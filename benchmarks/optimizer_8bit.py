@@ -35,7 +35,7 @@ import torch
 from torch import nn
 
 import gpumix
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from compared.curves import worst_difference
 from compared.setting import Model
 from gpumix.engine.engine import Engine
@@ -101,8 +101,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=12)
     return parser.parse_args()
 

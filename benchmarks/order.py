@@ -11,7 +11,6 @@ itself, read by nobody's loader, is the truth.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import random
@@ -248,8 +247,7 @@ def _hash_of(truth: list[list[Row]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="figures as one line of JSON")
+    parser = common.make_parser(__doc__)
     parser.add_argument("--only", help="one kind of data")
     options = parser.parse_args()
     configurations = distinct = 0

@@ -20,7 +20,6 @@ padded ones. `pack_1e6_s` of one core pack a million documents.
 
 from __future__ import annotations
 
-import argparse
 import sysconfig
 import time
 from itertools import pairwise
@@ -28,7 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
+from compared.curves import worst_difference
 from documents import STEPS, documents, one_by_one, packs, trained
 from gpumix.data.core.tokenizer import ByteTokenizer
 from gpumix.data.order.balance_by_length import compute_costs
@@ -53,8 +53,7 @@ UNEVEN = [Share(4, 2, 1), Share(1, 1, 0), Share(3, 3, 2)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     arguments = parser.parse_args()
     drawn = np.random.default_rng(0).lognormal(5.5, 1.0, 100_000)
     figures = lengths_figures(drawn.clip(2, 2048).astype(np.int32), 2048)
@@ -161,7 +160,7 @@ def packed_difference(name: str) -> float:
     ]
     held_out = np.concatenate([source.documents_in(k) for k in range(8)])
     wanted, _ = one_by_one(name, documents(name, 90), batches, held_out)
-    return _worst(found.losses, wanted.losses)
+    return worst_difference(found.losses, wanted.losses)
 
 
 def padded_difference(name: str) -> float:
@@ -170,12 +169,7 @@ def padded_difference(name: str) -> float:
     found, _, read = trained(source, name, plan, ByLength(bucketing=True, attention=0.02))
     batches = [np.array([k for own in read for k in own[step]]) for step in range(STEPS)]
     wanted, _ = one_by_one(name, source, batches, np.arange(8))
-    return _worst(found.losses, wanted.losses)
-
-
-def _worst(found: list[float], wanted: list[float]) -> float:
-    """Relative."""
-    return max(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
+    return worst_difference(found.losses, wanted.losses)
 
 
 if __name__ == "__main__":

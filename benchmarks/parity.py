@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common import print_figures
+from common import make_parser, print_figures
 from models import ARCHITECTURES
 from reference import Share, Trained, random_shares, train_alone, train_by_plan, worst_error
 
@@ -91,8 +91,7 @@ def _print_table(outcomes: dict[str, list[Outcome]]) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print nothing but the figures")
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--steps", type=int, default=5)
     return parser.parse_args()

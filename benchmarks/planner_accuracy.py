@@ -34,11 +34,10 @@ the third mixed run, in one stage, these were tried on three runs, which no othe
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from statistics import fmean
 
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from gpumix.cost.predict import predict
 from published import NotHereError
 from published.sailor import layers
@@ -96,8 +95,7 @@ class Outcome:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     arguments = parser.parse_args()
     try:
         outcomes = [Outcome.of(run) for run in runs()]

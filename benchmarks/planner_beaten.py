@@ -25,7 +25,7 @@ from contextlib import suppress
 from itertools import product
 from statistics import fmean
 
-from common import TESTS, Figures, print_figures
+from common import TESTS, Figures, make_parser, print_figures
 from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
 from gpumix.hardware.estimates.decoder_shapes import make_llama_like
 from gpumix.hardware.estimates.estimate import estimate_profile
@@ -135,8 +135,7 @@ def _others(
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--clusters", type=int, default=40)
     parser.add_argument("--budget", type=int, default=2_000, help="plans of a climb")
     parser.add_argument("--first", type=int, default=0, help="the first cluster to plan for")

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from gpumix.cost.predict import predict
 from gpumix.planner.baselines import cephalo as programme
 from gpumix.planner.common.strategy import PlanRequest, Strategy, get_prediction
@@ -260,8 +260,7 @@ def _line(outcome: Outcome) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", help="models")
     parser.add_argument("--every", type=int, default=1, help="one case in so many")
     return parser.parse_args()

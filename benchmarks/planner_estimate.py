@@ -31,7 +31,6 @@ slower than FLOPs say: on fast fp16 its layers take up to four times as long as 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -40,7 +39,7 @@ from statistics import fmean, geometric_mean
 
 import numpy as np
 
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from gpumix.cost.layout.curves import interpolate_seconds
 from gpumix.hardware.estimates import gpu_catalogue
 from gpumix.hardware.estimates.roofline import SAVED_MOVES, forward_curve, gradient_curve
@@ -102,8 +101,7 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     arguments = parser.parse_args()
     try:
         found, left_out = cases()

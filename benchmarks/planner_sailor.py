@@ -29,13 +29,12 @@ if each type of GPU has a degree of its own.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from gpumix.planner.common.strategy import PlanRequest, Strategy, get_prediction
 from gpumix.planner.data_parallel.search import plan_one_stage
 from gpumix.planner.optimal import plan_fastest
@@ -73,8 +72,7 @@ class Entry:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     arguments = parser.parse_args()
     figures: Figures = {}
     try:

@@ -14,11 +14,10 @@ search of 1,024 devices of fewer classes: `seconds_2_classes`, `seconds_4_classe
 
 from __future__ import annotations
 
-import argparse
 import time
 from statistics import median
 
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
 from gpumix.hardware.estimates.decoder_shapes import make_llama_like
 from gpumix.hardware.estimates.estimate import estimate_profile
@@ -38,8 +37,7 @@ ROUNDS = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     arguments = parser.parse_args()
     figures: Figures = {}
     for devices in DEVICES:

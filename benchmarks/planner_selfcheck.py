@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Sequence
 from statistics import correlation, fmean
 
-from common import print_figures
+from common import make_parser, print_figures
 from emulated.trials import measured, profiled, random_plans
 
 MODEL = "gpt2"
@@ -56,8 +56,7 @@ def _places(values: Sequence[float]) -> list[int]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--plans", type=int, default=20)
     parser.add_argument("--steps", type=int, default=4, help="measured steps per plan")
     return parser.parse_args()

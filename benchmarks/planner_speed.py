@@ -9,10 +9,11 @@ several, devices alone, in teams and in mixtures of these, and clusters with dev
 
 Figures: `cpu_s_6`, `cpu_s_16`, `cpu_s_64`, `cpu_s_1024`, `cpu_s_10240`, `cpu_s_10240_16_classes`,
 `cpu_s_10240_32_classes` (seconds of this process from the profile to the finished plan, the least
-of some rounds); `bounded_cpu_s_...` (the same with the bounds that `--verbose` shows); `gap_...` (1 - proven bound / step, over all that is searched; of several stages
-the bound is the step of devices that never wait) and `step_s_...` of each; `gap_one_stage_...`, the
-same of the fastest plan in one stage of single devices, whose search is a proof; `why_cpu_s_6` (the
-search with the reasons of the plan); and `peak_mb`, the most memory of the process.
+of some rounds); `bounded_cpu_s_...` (the same with the bounds that `--verbose` shows); `gap_...`
+(1 - proven bound / step, over all that is searched; of several stages the bound is the step of
+devices that never wait) and `step_s_...` of each; `gap_one_stage_...`, the same of the fastest plan
+in one stage of single devices, whose search is a proof; `why_cpu_s_6` (the search with the reasons
+of the plan); and `peak_mb`, the most memory of the process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from gpumix.hardware.estimates import gpu_catalogue
 from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
 from gpumix.hardware.estimates.decoder_shapes import make_llama_like
@@ -126,8 +127,7 @@ def timed(search: Callable[[], Plan], rounds: int) -> tuple[float, Plan]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="*", choices=tuple(CASES), help="these clusters")
     return parser.parse_args()
 

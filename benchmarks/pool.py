@@ -30,7 +30,7 @@ from statistics import median
 import numpy as np
 
 import gpumix
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from emulated.contestants import ByPlan
 from emulated.results import aligned
 from emulated.rounds import Outcome, Study, joined, profiled, work
@@ -110,8 +110,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=3, help="measured of each plan")
     parser.add_argument("--only", nargs="+", choices=MIXTURES, help="these mixtures")
     return parser.parse_args()

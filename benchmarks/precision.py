@@ -26,7 +26,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gpumix
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from gpumix.engine.engine import Engine
 from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.hardware.host.environment import installed
@@ -192,8 +192,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print nothing but the figures")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--threads", type=int, default=1)

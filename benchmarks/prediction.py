@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 from statistics import fmean
 
-from common import print_figures
+from common import make_parser, print_figures
 from emulated.trials import MODELS, Outcome, measured, profiled, random_plans
 
 SEED = 11
@@ -52,8 +52,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--plans", type=int, default=5, help="random plans per model")
     parser.add_argument("--steps", type=int, default=4, help="measured steps per plan")
     return parser.parse_args()

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common import TESTS, print_figures
+from common import TESTS, make_parser, print_figures
 
 sys.path.append(str(TESTS / "train"))
 
@@ -198,8 +198,7 @@ def _stored_and_gathered(base: Path, kind: str, plan: str) -> tuple[int, int]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=3)
     return parser.parse_args()
 

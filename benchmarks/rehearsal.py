@@ -9,7 +9,6 @@ engines.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from statistics import median
@@ -101,11 +100,8 @@ def measured(name: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = common.make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="fresh engines of each model")
-    parser.add_argument("--json", action="store_true", help="end with one flat object")
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

@@ -11,7 +11,6 @@ undisturbed run, `same_order` (every step used the same samples in the same orde
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections import Counter
@@ -19,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from common import TEXT, emulated_cluster, small_gpt2
+from common import TEXT, emulated_cluster, make_parser, small_gpt2
 from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from gpumix.schema.plan.plan import Plan
@@ -39,8 +38,7 @@ GPT = small_gpt2(96, positions=64)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

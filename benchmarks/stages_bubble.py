@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from common import print_counted
+from common import make_parser, print_counted
 from emulated.even_stages import ROUNDS, EvenStages
 from emulated.turns import Turns, job_file, llama, take_turns
 from gpumix.cost.predict import predict
@@ -218,8 +218,7 @@ def _ms(seconds: float) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=2, help="measured steps of each plan")
     parser.add_argument("--rounds", type=int, default=3, help="of the splits")
     return parser.parse_args()

@@ -28,7 +28,7 @@ from zlib import crc32
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from common import print_figures
+from common import make_parser, print_figures
 from gpumix.schema.plan.plan import Plan, Schedule
 from models import ARCHITECTURES, DEEP
 from reference import Trained, train_alone, worst_error
@@ -139,8 +139,7 @@ def _kind(plan: Plan) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print nothing but the figures")
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=[*ARCHITECTURES, *DEEP], default=[*DEEP])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--plans", type=int, default=40, help="of each architecture")

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, product
 
-from common import print_counted
+from common import make_parser, print_counted
 from emulated.even_stages import EvenStages
 from emulated.turns import Turns, job_file, llama, take_turns
 from gpumix.cost.step_time import can_predict_mode
@@ -298,8 +298,7 @@ def _mixed(pair: tuple[str, str], mixture: tuple[int, int]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--steps", type=int, default=3, help="measured steps of each plan that runs"
     )

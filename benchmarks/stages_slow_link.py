@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common import print_counted
+from common import make_parser, print_counted
 from emulated.hosts import HOSTS, CannotEmulateError, Host, TwoHosts, two_hosts
 from emulated.turns import Turns, job_file, llama, take_turns
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
@@ -180,8 +180,7 @@ def in_words(plan: Plan) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each plan")
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()

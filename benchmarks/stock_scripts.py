@@ -89,8 +89,7 @@ def chosen_of(every: list[Script], only: str, part: str) -> list[Script]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="end with one flat object")
+    parser = common.make_parser(__doc__)
     parser.add_argument("--only", default="", help="scripts whose name a regular expression finds")
     parser.add_argument("--part", default="1/1", help="every so manieth script: 2/5")
     parser.add_argument("--list", action="store_true", help="print names alone")

@@ -17,14 +17,13 @@ phase if it does not), `changes`, and `worst_loss_difference` between the runs w
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import TEXT, Figures, emulated_cluster, print_figures, small_gpt2
+from common import TEXT, Figures, emulated_cluster, make_parser, print_figures, small_gpt2
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.job.advanced import AdvancedSpec
 from gpumix.schema.job.job import DataSpec, Job, ModelSpec
@@ -46,8 +45,7 @@ GPT = small_gpt2(64, positions=64)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--factor", type=float, default=3.0)
     arguments = parser.parse_args()
     factor = arguments.factor

@@ -111,11 +111,10 @@ def _sources(arguments: argparse.Namespace) -> dict[str, Path]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = common.make_parser(__doc__)
     for name in TESTS:
         parser.add_argument(f"--{name}", type=Path, help="its unpacked sources")
     parser.add_argument("--sources", type=Path, help="folder with one folder for each suite")
-    parser.add_argument("--json", action="store_true", help="end with one flat object")
     parser.add_argument("--only", default="", help="tests whose name a regular expression finds")
     parser.add_argument("--part", default="1/1", help="every so manieth test: 3/8")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for one test")

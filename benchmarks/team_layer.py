@@ -11,7 +11,6 @@ torch's takes (medians), and `collectives_ours`, `collectives_dtensor` of one pa
 
 from __future__ import annotations
 
-import argparse
 import time
 from statistics import median
 
@@ -24,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.engine.tensor_parallel.parallelize import parallelize_model, select_whole_model
@@ -51,8 +50,7 @@ class Layers(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=32)
     arguments = parser.parse_args()
     figures: Figures = {}

@@ -13,7 +13,6 @@ reduction and the gather that it is.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import Counter
 from statistics import median
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import gpumix
-from common import Figures, print_figures
+from common import Figures, make_parser, print_figures
 from gpumix.engine.engine import Engine
 from gpumix.engine.prepare import prepare
 from gpumix.engine.sharding.unit_discovery import split_into_units
@@ -54,8 +53,7 @@ Measured = dict[bool, tuple[float, int, int]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=8)
     arguments = parser.parse_args()
     figures: Figures = {}

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from common import print_figures
+from common import make_parser, print_figures
 from gpumix.engine.comm.step_exchange import COLUMNS, StepTable
 from gpumix.engine.comm.wait_clock import WaitClock
 from gpumix.engine.sharding.gradient_fingerprint import SampledGradientNorm
@@ -224,8 +224,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print nothing but the figures")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=60)
     return parser.parse_args()
 

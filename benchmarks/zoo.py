@@ -102,8 +102,7 @@ def _read(path: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="end with one flat object")
+    parser = common.make_parser(__doc__)
     parser.add_argument("--only", default="", help="classes whose name a regular expression finds")
     parser.add_argument("--part", default="1/1", help="every so manieth class: 3/8")
     parser.add_argument("--plans", default="A,B,C")

@@ -16,6 +16,7 @@ from torch import nn
 from gpumix.engine.engine import Engine
 from gpumix.engine.sharding.state_dict import WholeTensor
 from gpumix.train.checkpoint.checkpointer import Checkpointer
+from models import NextToken, same_everywhere
 from reference import Share, engine_for, own_rows
 
 VOCABULARY, LENGTH = 64, 8
@@ -46,30 +47,16 @@ class Block(nn.Module):
         return x + torch.tanh(mixed @ self.frozen) * self.gain * self.scale
 
 
-class Odd(nn.Module):
-    """A language model of such blocks, its head tied to its embedding."""
+class Odd(NextToken):
+    """Such blocks, and a head tied to the embedding."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(16, VOCABULARY, bias=False)
+        super().__init__(Block, width=16, vocabulary=VOCABULARY)
         self.head.weight = self.embedding.weight
-
-    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(x)[:, :-1].flatten(0, 1).float()
-        loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
-        return loss, torch.tensor(float(ids[:, 1:].numel()))
 
 
 def odd() -> nn.Module:
-    """The same values in every process."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Odd()
+    return same_everywhere(Odd)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

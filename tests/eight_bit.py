@@ -12,6 +12,7 @@ from torch import nn
 
 import gpumix
 from gpumix.engine.engine import Engine
+from models import NextToken, same_everywhere
 from reference import Share, engine_for, initialised
 from whole_optimizers import gradient
 
@@ -36,30 +37,16 @@ class WideBlock(nn.Module):
         return x + self.out(torch.tanh(self.into(self.norm(x)))) * self.filters.mean()
 
 
-class Wide(nn.Module):
-    """A language model of such blocks, with an embedding and a head of 6432 elements each: none is
-    used twice, so a gradient of two samples is a sum of two."""
+class Wide(NextToken):
+    """Such blocks, with an embedding and a head of 6432 elements each: none is used twice, so a
+    gradient of two samples is a sum of two."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(WideBlock() for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(x)[:, :-1].flatten(0, 1).float()
-        loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
-        return loss, torch.tensor(float(ids[:, 1:].numel()))
+        super().__init__(WideBlock, width=WIDTH, vocabulary=VOCABULARY)
 
 
 def wide() -> nn.Module:
-    """The same values in every process."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Wide()
+    return same_everywhere(Wide)
 
 
 def make(parameters: Any, **changes: Any) -> gpumix.AdamW8bit:

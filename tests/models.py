@@ -111,6 +111,9 @@ def vectors(n: int, generator: torch.Generator) -> Batch:
 # -- transformers ----------------------------------------------------------------------------------
 
 
+_GLU = {"intermediate_size": 48}
+
+
 def model_of(auto_class: str, config_class: str, **settings: Any) -> Callable[[], nn.Module]:
     def factory() -> nn.Module:
         import transformers
@@ -138,6 +141,14 @@ def causal_model(config_class: str, **settings: Any) -> Callable[[], nn.Module]:
 def gpt2(dropout: float = 0.0, **settings: Any) -> Callable[[], nn.Module]:
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     return causal_model("GPT2Config", **(dropouts | settings))
+
+
+def partly_frozen_gpt2() -> nn.Module:
+    """Without gradients in its first block and in a norm of its second."""
+    model = gpt2()()
+    model.get_submodule("transformer.h.0").requires_grad_(False)
+    model.get_submodule("transformer.h.1.ln_1").requires_grad_(False)
+    return model
 
 
 def llama(**settings: Any) -> Callable[[], nn.Module]:
@@ -179,18 +190,23 @@ def t5(dropout: float = 0.0, layers: int = 2) -> Callable[[], nn.Module]:
     )
 
 
+_ENCODER_DECODER = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+}
+
+
 def bart(dropout: float = 0.0) -> Callable[[], nn.Module]:
     return model_of(
         "AutoModelForSeq2SeqLM",
         "BartConfig",
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
+        **_ENCODER_DECODER,
         max_position_embeddings=32,
         dropout=dropout,
         pad_token_id=1,
@@ -204,14 +220,7 @@ def whisper() -> Callable[[], nn.Module]:
     return model_of(
         "AutoModelForSpeechSeq2Seq",
         "WhisperConfig",
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
+        **_ENCODER_DECODER,
         num_mel_bins=8,
         max_source_positions=16,
         max_target_positions=32,
@@ -294,6 +303,31 @@ class InOrder(Regression):
         return self.error(x, target)
 
 
+class NextToken(nn.Module):
+    """A language model of three blocks; returns (summed loss, count)."""
+
+    def __init__(self, block: Callable[[], nn.Module], *, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)[:, :-1].flatten(0, 1).float()
+        loss = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
+        return loss, torch.tensor(float(ids[:, 1:].numel()))
+
+
+def same_everywhere(factory: Callable[[], nn.Module]) -> nn.Module:
+    """A model with the same values in every process."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return factory()
+
+
 def own_blocks() -> nn.Module:
     return Regression([Block() for _ in range(3)])
 
@@ -306,7 +340,6 @@ def torch_blocks() -> nn.Module:
 
 # -- all -------------------------------------------------------------------------------------------
 
-_GLU = {"intermediate_size": 48}
 
 ARCHITECTURES: dict[str, Architecture] = {
     a.name: a

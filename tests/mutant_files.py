@@ -392,8 +392,3 @@ def _renamed(value: Any, names: dict[str, str]) -> Any:
     if isinstance(value, list):
         return [_renamed(item, names) for item in value]
     return names.get(value, value) if isinstance(value, str) else value
-
-
-def good_uses(files: Sequence[Good]) -> list[tuple[str, ...]]:
-    """Every command once."""
-    return list(dict.fromkeys(use for file in files for use in file.uses))

@@ -30,7 +30,6 @@ from staging import rows, staged_plan
 
 LLAMA = ARCHITECTURES["llama"]
 SAMPLES, GLOBAL_BATCH = 50, 12  # the last batch of an epoch has 2 samples
-STEPS = 10
 
 
 class Texts(Dataset):
@@ -112,6 +111,31 @@ def arguments(output: Path, batch: int, **settings: Any) -> Any:
         per_device_train_batch_size=batch,
         **(defaults | settings),
     )
+
+
+def make_accelerator(
+    world: int, plan: Callable[[], Plan | None] = lambda: None, **settings: Any
+) -> Any:
+    """Accelerate's own accelerator on one rank, gpumix's by a plan on several."""
+    if world == 1:
+        from accelerate import Accelerator
+
+        return Accelerator(**settings)
+    from gpumix import Accelerator
+
+    return Accelerator(plan=plan(), **settings)
+
+
+def train_in_loop(accelerator: Any, network: Any, optimizer: Any, loader: Any) -> list[float]:
+    """The losses of a plain loop over what was prepared."""
+    losses = []
+    for batch in loader:
+        loss = network(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def accuracy(prediction: Any) -> dict[str, float]:

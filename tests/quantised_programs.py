@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import quantised as q
-from programs import as_launched, tokenizer
+from programs import as_launched, make_accelerator, tokenizer
 from reference import Share
 
 STEPS, BATCH = 6, 8
@@ -129,14 +129,7 @@ def run_loop(folder: Path, world: int) -> dict[str, Any]:
     import torch
     from torch.utils.data import DataLoader
 
-    more: dict[str, Any] = {}
-    if world == 1:
-        from accelerate import Accelerator
-    else:
-        from gpumix import Accelerator
-
-        more["plan"] = plan(folder / "base", "int8")
-    accelerator = Accelerator(**more)
+    accelerator = make_accelerator(world, lambda: plan(folder / "base", "int8"))
     model = q.load_adapted(folder / "base", "int8")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     loader = DataLoader(Tokens(), batch_size=BATCH // world)

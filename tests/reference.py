@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
@@ -87,6 +87,11 @@ def random_shares(world: int, rng: random.Random) -> list[Share]:
             return shares
 
 
+def in_hosts(*states: int) -> list[Share]:
+    """Two ranks on each of two hosts."""
+    return [Share(n + 1, 2 if n else 1, states[n], host="ab"[n // 2]) for n in range(4)]
+
+
 # -- training --------------------------------------------------------------------------------------
 
 
@@ -121,11 +126,16 @@ def initialised(factory: Callable[[], nn.Module]) -> nn.Module:
 
 @cache
 def train_alone(architecture: Architecture, size: int, steps: int) -> Trained:
-    """Train on whole batches in this process, without any of gpumix; once, whoever asks."""
-    model = initialised(architecture.factory)
+    """The same as `train_plainly`, once, whoever asks."""
+    return train_plainly(architecture.factory, batches(architecture, size, steps))
+
+
+def train_plainly(factory: Callable[[], nn.Module], every: Iterable[Batch]) -> Trained:
+    """Train on whole batches in this process, without any of gpumix."""
+    model = initialised(factory)
     optimizer = optimizer_for(model.parameters())
     losses = []
-    for batch in batches(architecture, size, steps):
+    for batch in every:
         optimizer.zero_grad()
         loss = mean_loss(model, batch)
         loss.backward()
@@ -305,6 +315,36 @@ def assert_step_is_plain(engine: Engine, factory: Callable[[], nn.Module], batch
     assert abs(engine.step(batch).item() / loss - 1) < 1e-5
     found = joined([pieces_of(engine, gradients=True)])
     assert_gradients_equal(found, expected)
+
+
+def assert_ranks_step_plainly(
+    factory: Callable[[], nn.Module], shares: Sequence[Share], batch: Batch, **settings: Any
+) -> None:
+    """One step of a rank for each of the shares gives the loss and gradients of plain PyTorch."""
+    loss, expected = plain_step(factory, batch)
+    losses, gradients = step_on_ranks(factory, shares, batch, **settings)
+    assert max(abs(found / loss - 1) for found in losses) < 1e-5
+    assert_gradients_equal(gradients, expected)
+
+
+def step_on_ranks(
+    factory: Callable[[], nn.Module], shares: Sequence[Share], batch: Batch, **settings: Any
+) -> tuple[list[float], dict[str, Array]]:
+    """The loss on each rank, and all gradients, of one step with these parts of a batch."""
+    found = run_ranks(_step_rank, len(shares), factory, shares, batch, settings)
+    losses, gradients = zip(*found, strict=True)
+    return list(losses), joined(gradients)
+
+
+def _step_rank(
+    factory: Callable[[], nn.Module],
+    shares: Sequence[Share],
+    batch: Batch,
+    settings: Mapping[str, Any],
+) -> tuple[float, Pieces]:
+    engine = engine_for(factory, shares, **settings)
+    loss = engine.step(own_rows(batch, shares, engine.comm.rank)).item()
+    return loss, pieces_of(engine, gradients=True)
 
 
 def assert_gradients_equal(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from compared.systems import Fsdp, OnEngine, System, optimizer_of
 from emulated.rounds import joined
 from gpumix.engine.comm.step_recorder import RecordedStep
 from gpumix.hardware.device import open_device
-from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.plan.plan import Plan
 from gpumix.train.processes.local_launcher import RankAddress, launch
 
@@ -31,21 +30,6 @@ class Attempt:
     peak_bytes: int | None
     error: str = ""
     recording: RecordedStep | None = None
-
-
-def cluster_of(*groups: tuple[str, int, str]) -> Cluster:
-    """Devices of limited memory, given as (class, count, memory)."""
-    classes: list[dict[str, Any]] = [
-        {"name": name, "accelerator": "cpu", "memory_bytes": memory} for name, _, memory in groups
-    ]
-    return Cluster(
-        classes=tuple(DeviceClass(**values) for values in classes),
-        devices=tuple(
-            Device(id=f"{name}-{number}", device_class=name)
-            for name, count, _ in groups
-            for number in range(count)
-        ),
-    )
 
 
 def engine_attempt(cluster: Cluster, model: Model, plan: Plan) -> list[Attempt]:

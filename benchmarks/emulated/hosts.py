@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.train.processes.local_launcher import RankAddress
 from gpumix.train.processes.runner import LocalRunner
+from gpumix.train.processes.stop_signals import handle_signals
 
 HOSTS = ("host-0", "host-1")
 INTERFACE = "line"
@@ -104,18 +105,9 @@ def at_its_host(
     return work(replace(seat, host=first.address, port=port, holds_store=seat.rank == 0), *args)
 
 
-@contextmanager
-def _ended_in_order() -> Iterator[None]:
+def _ended_in_order() -> AbstractContextManager[None]:
     """What ends this process ends it as Ctrl-C does, so that nothing is left behind."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return handle_signals([signal.SIGTERM], signal.default_int_handler)
 
 
 def _ip(*arguments: str) -> None:

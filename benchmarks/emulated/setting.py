@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import nn
@@ -116,19 +115,3 @@ def _text() -> torch.Tensor:
     """The source of a few modules of the standard library, as bytes."""
     content = b"".join(Path(inspect.getfile(module)).read_bytes() for module in TEXTS)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
-
-
-def cluster_of(*groups: tuple[str, int, str, str]) -> Cluster:
-    """A cluster of emulated devices, given as (class, count, speed, memory)."""
-    classes: list[dict[str, Any]] = [
-        {"name": name, "accelerator": "cpu", "memory_bytes": memory, "emulate_flops_per_s": speed}
-        for name, _, speed, memory in groups
-    ]
-    return Cluster(
-        classes=tuple(DeviceClass(**values) for values in classes),
-        devices=tuple(
-            Device(id=f"{name}-{number}", device_class=name)
-            for name, count, *_ in groups
-            for number in range(count)
-        ),
-    )

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-SHARES = {"compute": 0.8, "wait": 0.1, "exchange": 0.05, "data": 0.03, "update": 0.02}
 PAGE = """
 import sys, time
 began = time.perf_counter()

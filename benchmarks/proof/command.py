@@ -185,8 +185,4 @@ class Proof:
 
 def take_sigterm() -> None:
     """SIGTERM ends the command as Ctrl-C does: stages are ended with it."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)

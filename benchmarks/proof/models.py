@@ -10,8 +10,6 @@ from torch import nn
 
 from compared.setting import SEED, Model
 
-H100_FLOPS = 989e12  # dense bf16, by the datasheet of the SXM form; an H200 has the same
-
 
 @dataclass(frozen=True)
 class Llama(Model):

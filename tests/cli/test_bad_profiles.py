@@ -20,7 +20,6 @@ from gpumix.schema.profile.profile import Profile
 from mutants import INFINITY, NAN, Keys, at, places
 
 GOOD = json.loads(measured().model_dump_json())
-QUICK = ("classes", 0)
 TARDY = ("classes", 1)
 TIMES = (*TARDY, "units", "block")
 BUS = ("network", 0, "times")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from jobs import EMULATED, gpumix, metrics, write_job
+from jobs import EMULATED, FEW_PLANS, gpumix, metrics, write_job
 
 from commands import Done
 from gpumix.schema.cluster.cluster import Cluster
@@ -18,14 +18,8 @@ from gpumix.schema.profile.profile import Profile
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("documents")
-    few = {
-        "max_pipeline_stages": 1,
-        "tensor_parallel_size": 1,
-        "zero_stages": 3,
-        "leave_out": False,
-    }
     soon = {"profile_cache": "profiles", "profile_budget": 2}
-    write_job(folder, cluster=EMULATED, max_steps=2, techniques=few, **soon)
+    write_job(folder, cluster=EMULATED, max_steps=2, techniques=FEW_PLANS, **soon)
     return folder
 
 

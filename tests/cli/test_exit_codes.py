@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from jobs import CLUSTER, gpumix, plan_for, toy, train, write_job
+from jobs import CLUSTER, FEW_PLANS, gpumix, plan_for, toy, train, write_job
 from verbs import here
 
 from commands import Done
@@ -36,13 +36,7 @@ def job(tmp_path):
 def planned(tmp_path_factory):
     """A folder with a job, its profile and its plan."""
     folder = tmp_path_factory.mktemp("planned")
-    few = {
-        "max_pipeline_stages": 1,
-        "tensor_parallel_size": 1,
-        "zero_stages": 3,
-        "leave_out": False,
-    }
-    train(write_job(folder, techniques=few), "max_steps=1")
+    train(write_job(folder, techniques=FEW_PLANS), "max_steps=1")
     Profile.load(folder / "run" / "profile.json").save(folder / "profile.json")
     Plan.load(folder / "run" / "plan.json").save(folder / "plan.json")
     return folder

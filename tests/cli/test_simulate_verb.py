@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from click.testing import Result
-from jobs import OWN_PROFILES, plan_for, train, write_job
+from jobs import FEW_PLANS, OWN_PROFILES, plan_for, train, write_job
 from verbs import gpumix, refused
 
 from gpumix.cli.planning.profile_source import PlanOptions, get_profile_path
@@ -20,14 +20,7 @@ from gpumix.train.controller import JobController
 CLUSTER = "2x rtx3090, 2x p40"
 ESTIMATE = ("--cluster", CLUSTER, "--model", "3B")
 PAIR = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB", "count": 2}]
-# Few plans, which are found soon.
-TECHNIQUES = {
-    "max_pipeline_stages": 1,
-    "tensor_parallel_size": 1,
-    "zero_stages": 3,
-    "leave_out": False,
-}
-FEW = Space.model_validate(TECHNIQUES)
+FEW = Space.model_validate(FEW_PLANS)
 
 
 def ran(*arguments) -> Result:
@@ -51,7 +44,7 @@ def estimated(tmp_path_factory):
 def measured(tmp_path_factory):
     """A folder with a job that was measured, its profile and its plan."""
     folder = tmp_path_factory.mktemp("measured")
-    job = write_job(folder, cluster=PAIR, techniques=TECHNIQUES)
+    job = write_job(folder, cluster=PAIR, techniques=FEW_PLANS)
     profile = JobController.of_file(job, (), debug=False).profile()
     profile.save(folder / "profile.json")
     make_plan(profile, 8, space=FEW).save(folder / "plan.json")
@@ -118,7 +111,7 @@ def test_a_job_that_was_measured_says_what_its_profile_says(measured):
 
 def test_a_run_can_be_laid_beside_its_simulation(tmp_path):
     """As the command line page says: the run's folder has all that it takes."""
-    train(write_job(tmp_path, cluster=PAIR, max_steps=2, trace_step=2, techniques=TECHNIQUES))
+    train(write_job(tmp_path, cluster=PAIR, max_steps=2, trace_step=2, techniques=FEW_PLANS))
     run_folder, beside = tmp_path / "run", tmp_path / "simulated.json"
     ran("simulate", run_folder / "plan.json", "--profile", run_folder / "profile.json",
         "--trace", beside)  # fmt: skip

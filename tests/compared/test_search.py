@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from common import cluster_of
 from compared.search import Tried, fastest
 from compared.systems import Ddp, Fsdp
 from emulated.contest import Contest, refuse_impossible
 from emulated.contestants import ByPlan
-from emulated.setting import Setting, cluster_of
+from emulated.setting import Setting
 from emulated.ways import Way, thriftiest, ways_of
 from extended import every_second
 from harness import run_ranks

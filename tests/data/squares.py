@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,10 +64,3 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return "zombie" not in Path(f"/proc/{pid}/status").read_text()
-
-
-def until(done: Callable[[], bool]) -> None:
-    begun = time.monotonic()
-    while not done():
-        assert time.monotonic() - begun < 60, "it did not come to that"
-        time.sleep(0.01)

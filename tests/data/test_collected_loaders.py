@@ -9,11 +9,12 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from squares import Squares, alive, expected, pids, processes, take, until
+from squares import Squares, alive, expected, pids, processes, take
 
 from gpumix.data.workers.shared_memory import Arena
 from gpumix.data.workers.worker_pool import ProcessWorkerPool
 from gpumix.schema.errors import InputError
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
 
@@ -33,7 +34,7 @@ def test_a_batch_may_be_collected_while_memory_for_another_is_taken():
     found: list[int | None] = []
     thread = threading.Thread(target=lambda: found.append(slots.take()), daemon=True)
     thread.start()
-    until(lambda: bool(found))
+    wait_until(lambda: bool(found))
     assert {found[0], slots.take()} == {0, 1}
 
 
@@ -44,7 +45,7 @@ def test_workers_end_with_the_last_reference_to_a_loader_that_was_used_after_it_
     some = pids(loader)
     del loader
     gc.collect()
-    until(lambda: not any(map(alive, some)))
+    wait_until(lambda: not any(map(alive, some)))
 
 
 def test_workers_end_wherever_the_loader_is_collected(monkeypatch):
@@ -61,7 +62,7 @@ def test_workers_end_wherever_the_loader_is_collected(monkeypatch):
         monkeypatch.setattr(
             ProcessWorkerPool, "_look_for_stuck", lambda crew: (gc.collect(), look(crew))
         )
-        until(lambda: not any(map(alive, some)))
+        wait_until(lambda: not any(map(alive, some)))
     finally:
         gc.enable()
 

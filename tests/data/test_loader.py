@@ -6,8 +6,6 @@ import gc
 import math
 import sys
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,17 +17,11 @@ from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.data.order.global_order import GlobalOrder
 from gpumix.data.workers.autotune import Limit
 from gpumix.schema.errors import InputError, TrainingError
+from waiting import wait_until
 
 
 def take(loader: Loader, steps: int) -> list[int]:
     return [int(k) for _ in range(steps) for k in next(loader)["k"]]
-
-
-def until(done: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    begun = time.monotonic()
-    while not done():
-        assert time.monotonic() - begun < timeout_s, "it did not come to that"
-        time.sleep(0.01)
 
 
 def threads() -> list[str]:
@@ -69,7 +61,7 @@ def test_what_is_fetched_ahead_does_not_count():
     with Loader(source, [4], 0, prefetch=3) as loader:
         assert loader.state_dict()["position"] == 0
         next(loader)
-        until(lambda: all(map(loader._feed.is_ready, (4, 8, 12))))
+        wait_until(lambda: all(map(loader._feed.is_ready, (4, 8, 12))))
         assert sum(map(bool, source.asked)) == 4  # one returned, three ahead, never more
         assert loader.state_dict()["position"] == 4
 

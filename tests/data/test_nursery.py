@@ -10,6 +10,7 @@ import pytest
 
 from extended import every_second
 from gpumix.data.workers.fork_server import SMALL_BYTES, ForkServer, Inbox, can_fork, send_message
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="workers are processes on Linux alone")
 PATIENCE_S = 20
@@ -54,10 +55,8 @@ def test_a_worker_ends_with_its_connection(nursery):
     open_files = len(list(Path("/proc/self/fd").iterdir()))
     worker.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == open_files - 2
-    deadline = time.monotonic() + PATIENCE_S
     stat = Path(f"/proc/{worker.pid}/stat")
-    while " Z " not in stat.read_text() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: " Z " in stat.read_text(), PATIENCE_S)
     assert nursery.end(worker) == "it left with 0"
     with pytest.raises(OSError, match="it is gone"):
         worker.send("to nobody")

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from gpumix.data.workers.autotune import MEASURED_STEPS
 from gpumix.data.workers.shared_memory import Arena
 from gpumix.data.workers.worker_pool import ProcessWorkerPool
 from gpumix.schema.errors import TrainingError
+from waiting import wait_until
 
 
 @st.composite
@@ -228,13 +228,6 @@ class Held(Numbers):
         return super().rows(indices)
 
 
-def comes(true: Callable[[], bool]) -> bool:
-    until_s = time.monotonic() + 20
-    while not (found := true()) and time.monotonic() < until_s:
-        time.sleep(0.01)
-    return found
-
-
 def test_what_cannot_be_read_is_told_to_the_batch_that_took_over_in_the_end():
     dataset = Held()
     with Loader(dataset, [8, 0], 0, num_workers=1, kind="threads", prefetch=2) as loader:
@@ -243,7 +236,7 @@ def test_what_cannot_be_read_is_told_to_the_batch_that_took_over_in_the_end():
         loader.replan([6, 2])
         dataset.broken = set(range(100))
         dataset.may.set()
-        assert comes(lambda: loader._feed.is_ready(8)), "it waits for ever"
+        wait_until(lambda: loader._feed.is_ready(8), 20, told=lambda: "it waits for ever")
         with pytest.raises(TrainingError, match="the disk is gone"):
             next(loader)
 
@@ -256,7 +249,7 @@ def test_a_batch_that_is_dropped_waits_for_no_rows_of_the_one_before():
         loader.replan([6, 2])
         loader.load_state_dict(loader.state_dict())
         dataset.may.set()
-        assert comes(lambda: not loader._feed._by_number)
+        wait_until(lambda: not loader._feed._by_number, 20)
 
 
 def test_a_replan_keeps_what_is_known_of_samples(tmp_path):

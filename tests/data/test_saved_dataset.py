@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,14 +158,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path, there):
 
 
 def test_a_missing_package_says_how_to_get_it(tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def absent(name, *rest, **keywords):
-        if name == "datasets":
-            raise ImportError(name)
-        return real(name, *rest, **keywords)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MachineError) as caught:
         opened(tmp_path)
     assert caught.value.fix == "pip install 'gpumix[datasets]'"

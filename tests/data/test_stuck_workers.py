@@ -9,9 +9,10 @@ import threading
 import time
 
 import pytest
-from squares import Squares, alive, expected, pids, processes, take, until
+from squares import Squares, alive, expected, pids, processes, take
 
 from gpumix.schema.errors import TrainingError
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
 
@@ -45,7 +46,7 @@ def test_a_sample_that_sticks_once_is_read_by_another_worker(caplog, tmp_path):
         assert loader.lost_workers == 1
         stuck = int(once.read_text())
         assert len(pids(loader)) == 2 and stuck not in pids(loader)
-        until(lambda: not alive(stuck))
+        wait_until(lambda: not alive(stuck))
     (told,) = caplog.records
     assert told.getMessage() == (
         f"worker {stuck} of the data was lost at sample {bad} of Squares, another has its place: "
@@ -67,7 +68,7 @@ def test_the_samples_of_a_worker_that_is_stopped_are_read_by_another(caplog, tmp
         assert take(loader, 10) == expected(10)
         assert loader.lost_workers == 1
         stopped = int(once.read_text())
-        until(lambda: not alive(stopped))
+        wait_until(lambda: not alive(stopped))
     (told,) = caplog.records
     assert told.getMessage().startswith(
         f"worker {stopped} of the data was lost at sample {bad} of Squares, another has its place"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -134,14 +134,7 @@ def test_a_missing_file_is_refused(tmp_path):
 
 def test_a_missing_package_says_how_to_get_it(tmp_path, monkeypatch):
     file = write_tokenizer(tmp_path / "tokenizer.json", "</s>")
-    real = builtins.__import__
-
-    def absent(name, *rest, **keywords):
-        if name == "tokenizers":
-            raise ImportError(name)
-        return real(name, *rest, **keywords)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MachineError) as caught:
         FileTokenizer(file)
     assert caught.value.fix == "pip install 'gpumix[transformers]'"

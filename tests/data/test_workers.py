@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from squares import N, Squares, alive, expected, pids, processes, take, until
+from squares import N, Squares, alive, expected, pids, processes, take
 
 import commands
 from commands import Done
@@ -33,6 +33,7 @@ from gpumix.data.workers.fork_server import ForkServer, WorkerProcess
 from gpumix.data.workers.prefetcher import MOST_AHEAD, UNKNOWN_BYTES
 from gpumix.data.workers.worker_pool import ProcessWorkerPool
 from gpumix.schema.errors import InputError, MachineError, TrainingError
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
 
@@ -99,7 +100,7 @@ def test_workers_end_with_the_loader_and_with_the_last_reference_to_it():
     some = pids(loader)
     del loader
     gc.collect()
-    until(lambda: not any(map(alive, some)))
+    wait_until(lambda: not any(map(alive, some)))
 
 
 @pytest.mark.extended
@@ -139,7 +140,7 @@ def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
     assert done.code == -signal.SIGKILL
     some = [int(pid) for pid in done.out.split()]
     assert len(some) == 4
-    until(lambda: not any(map(alive, some)))
+    wait_until(lambda: not any(map(alive, some)))
 
 
 @pytest.mark.extended
@@ -158,14 +159,14 @@ def test_a_worker_that_dies_is_replaced_and_its_samples_are_not_lost(caplog):
             killed = pids(loader)[0]
             os.kill(killed, signal.SIGKILL)
             found += take(loader, 4)
-            until(lambda: loader.lost_workers == number + 1)  # noqa: B023
-            until(lambda: len(caplog.records) > 0)
+            wait_until(lambda: loader.lost_workers == number + 1)  # noqa: B023
+            wait_until(lambda: len(caplog.records) > 0)
             (told,) = caplog.records
             assert told.levelname == "WARNING"
             assert told.getMessage().startswith(f"worker {killed} of the data was lost at ")
             assert told.getMessage().endswith("another has its place: killed by SIGKILL")
             # Who is killed next may have those samples: they are not to be lost twice.
-            until(lambda: not loader._feed._crew._tries)
+            wait_until(lambda: not loader._feed._crew._tries)
         assert found == expected(11)
         assert len(pids(loader)) == 2 and killed not in pids(loader)
 
@@ -252,7 +253,7 @@ def test_where_no_worker_can_be_had_that_is_said_and_nothing_is_lost():
         assert isinstance(crew, ProcessWorkerPool)
         some = pids(loader)
         os.kill(crew._nursery._pid, signal.SIGKILL)
-        until(lambda: not any(map(alive, some)))  # they end with it
+        wait_until(lambda: not any(map(alive, some)))  # they end with it
         with pytest.raises(MachineError, match="the process that starts data workers is gone"):
             for _ in range(MOST_AHEAD + 1):
                 found += take(loader, 1)
@@ -399,7 +400,7 @@ def test_bad_samples_count_when_they_are_returned():
         begin = loader.state_dict()
         for _ in range(2):
             next(loader)
-            until(lambda: loader._feed.is_ready(loader.cursor.position))
+            wait_until(lambda: loader._feed.is_ready(loader.cursor.position))
             assert {one.index for one in loader.skipped} == {3, 50, 51, 120}
             loader.load_state_dict(begin)
         assert len(loader.skipped) == 2 * 4

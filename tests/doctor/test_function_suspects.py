@@ -22,7 +22,6 @@ LOADER = LoaderObservation(
     workers=0,
     batch_size=16,
     persistent=False,
-    pinned=False,
     streams=False,
     waited_s=0.01,
     cpu_s=0.01,

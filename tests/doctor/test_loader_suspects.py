@@ -18,7 +18,6 @@ LOADER = LoaderObservation(
     workers=0,
     batch_size=16,
     persistent=False,
-    pinned=False,
     streams=False,
     waited_s=0.5,
     cpu_s=0.5,
@@ -26,7 +25,6 @@ LOADER = LoaderObservation(
     samples=160,
 )
 SEEN = Observations(steps=10, seconds=1.0, losses=(1.0,), threads=4, cores=4.0)
-FIX = "DataLoader(..., num_workers={}, persistent_workers=True) at train.py:5"
 WORKING = {"workers": 2, "persistent": True}
 
 

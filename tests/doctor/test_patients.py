@@ -21,7 +21,7 @@ from gpumix.doctor.function.seen import (
 from gpumix.doctor.job import JobPatient
 
 # Ten steps of a tenth of a second, half of which the loop waits; on two cores, without a GPU.
-LOADER = LoaderObservation("train.py:5", 2, 16, True, False, False, 0.5, 0.0, 0, 160)
+LOADER = LoaderObservation("train.py:5", 2, 16, True, False, 0.5, 0.0, 0, 160)
 STARVED = Observations(steps=10, seconds=1.0, losses=(1.0,), loaders=(LOADER,), cores=2.0)
 
 

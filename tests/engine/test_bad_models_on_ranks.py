@@ -18,12 +18,9 @@ from harness import run_ranks
 from models import WIDTH, Block, Regression, causal_lm, causal_model, vectors
 from reference import (
     Share,
-    assert_gradients_equal,
+    assert_ranks_step_plainly,
     engine_for,
-    joined,
     own_rows,
-    pieces_of,
-    plain_step,
 )
 from staging import LooksBack, own_samples, rows, staged_plan
 
@@ -253,12 +250,6 @@ def routed(experts):
     return batch | {"expert": torch.tensor(experts)}
 
 
-def _gradients(factory, batch):
-    engine = engine_for(factory, SHARES)
-    engine.step(own_rows(batch, SHARES, engine.comm.rank))
-    return pieces_of(engine, gradients=True)
-
-
 EXPERTS = [[0, 0, 0, 1, 1], [0, 1, 0, 0, 1], [1, 1, 1, 1, 1]]
 
 
@@ -269,9 +260,7 @@ EXPERTS = [[0, 0, 0, 1, 1], [0, 1, 0, 0, 1], [1, 1, 1, 1, 1]]
 )
 def test_experts_that_see_no_tokens(experts):
     """The third one sees none at all: its gradient is zero."""
-    batch = routed(experts)
-    found = joined(run_ranks(_gradients, 2, Routed, batch))
-    assert_gradients_equal(found, plain_step(Routed, batch)[1])
+    assert_ranks_step_plainly(Routed, SHARES, routed(experts))
 
 
 def mixtral():
@@ -288,5 +277,4 @@ def mixtral():
 def test_more_experts_than_a_sample_reaches():
     """In transformers' own mixture; with a mean over all, as its own loss of one process."""
     batch = causal_lm(5, torch.Generator().manual_seed(0))
-    found = joined(run_ranks(_gradients, 2, mixtral, batch))
-    assert_gradients_equal(found, plain_step(mixtral, batch)[1])
+    assert_ranks_step_plainly(mixtral, SHARES, batch)

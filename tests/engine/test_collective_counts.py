@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness import run_ranks
-from models import ARCHITECTURES
+from models import ARCHITECTURES, partly_frozen_gpt2
 from reference import Share, batches, engine_alone, engine_for, own_rows
 
 GPT2 = ARCHITECTURES["gpt2"]
@@ -67,13 +67,7 @@ def test_ranks_with_other_micro_batches_take_the_same_collectives():
 
 
 def test_frozen_parameters_are_gathered_but_not_reduced():
-    def factory():
-        model = GPT2.factory()
-        model.transformer.h[0].requires_grad_(False)
-        model.transformer.h[1].ln_1.requires_grad_(False)
-        return model
-
-    engine = engine_alone(factory, 2, 1)
+    engine = engine_alone(partly_frozen_gpt2, 2, 1)
     batch = next(batches(GPT2, 2, 1))
     # unit 0 has one frozen group, unit 1 a frozen and a trained one, unit 2 and root a trained one
     assert counts_of(engine, lambda: engine.step(batch)) == {

@@ -12,17 +12,15 @@ from torch import nn
 from gpumix.engine.engine import Engine
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.model.rng import OtherGenerators, Randomness, preserve_all_rng
-from harness import run_ranks
 from models import WIDTH, Block, Regression, gpt2, packed_lm, vectors
 from reference import (
     Share,
     assert_gradients_equal,
     engine_alone,
-    engine_for,
     initialised,
     joined,
-    own_rows,
     pieces_of,
+    step_on_ranks,
 )
 
 SEED = 0
@@ -195,17 +193,9 @@ def _drawn(seed: int | None = None) -> list[float]:
     return [*torch.rand(3).tolist(), np.random.rand(), random.random()]
 
 
-def _on_ranks(shares):
-    engine = engine_for(dropping, shares)
-    batch = vectors(sum(s.samples for s in shares), torch.Generator().manual_seed(1))
-    engine.step(own_rows(batch, shares, engine.comm.rank))
-    return pieces_of(engine, gradients=True)
-
-
 def test_masks_follow_the_place_in_the_global_batch_not_the_rank():
-    shares = [Share(2, 2, 1), Share(3, 2, 2)]
-    found = joined(run_ranks(_on_ranks, 2, shares))
     batch = vectors(5, torch.Generator().manual_seed(1))
+    _, found = step_on_ranks(dropping, [Share(2, 2, 1), Share(3, 2, 2)], batch)
     with preserve_all_rng():
         expected = plain_gradients(batch, (2, 2, 1))
     assert_gradients_equal(found, expected)

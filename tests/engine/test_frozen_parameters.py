@@ -8,19 +8,13 @@ from torch import nn
 
 import gpumix
 from gpumix.schema.errors import InputError
-from harness import run_ranks
 from models import ARCHITECTURES, mean_loss
 from reference import (
     Share,
-    assert_gradients_equal,
+    assert_ranks_step_plainly,
     assert_step_is_plain,
     batches,
     engine_alone,
-    engine_for,
-    joined,
-    own_rows,
-    pieces_of,
-    plain_step,
 )
 
 GPT2 = ARCHITECTURES["gpt2"]
@@ -89,17 +83,9 @@ def test_frozen_parameters_are_stored_in_the_compute_dtype():
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
 
 
-def _adapted_on_ranks(shares):
-    engine = engine_for(adapted, shares)
-    batch = next(batches(GPT2, sum(s.samples for s in shares), 1))
-    engine.step(own_rows(batch, shares, engine.comm.rank))
-    return pieces_of(engine, gradients=True)
-
-
 def test_adapters_train_on_several_ranks():
     shares = [Share(3, 2, 1), Share(0, 0, 3), Share(2, 1, 0)]
-    found = joined(run_ranks(_adapted_on_ranks, 3, shares))
-    assert_gradients_equal(found, plain_step(adapted, next(batches(GPT2, 5, 1)))[1])
+    assert_ranks_step_plainly(adapted, shares, next(batches(GPT2, 5, 1)))
 
 
 def test_a_model_without_trained_parameters_is_evaluated_but_not_trained():

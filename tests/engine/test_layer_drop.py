@@ -15,16 +15,17 @@ from gpumix.engine.model.model_settings import find_layer_drop_rates
 from gpumix.schema.plan.stage import Mode
 from gpumix.testing import Share
 from harness import run_ranks
-from models import Block, Regression, mean_loss, vectors
+from models import Block, Regression, vectors
 from reference import (
     Trained,
     assert_step_is_plain,
     engine_alone,
     engine_for,
-    initialised,
     joined,
     optimizer_for,
+    own_rows,
     pieces_of,
+    train_plainly,
     worst_error,
 )
 
@@ -64,27 +65,12 @@ def train(shares: list[Share], settings: dict[str, Any]) -> tuple[list[float], A
     engine = engine_for(LeavesOut, shares, **settings)
     engine.model.train()
     optimizer = optimizer_for(engine.parameters())
-    begin = sum(share.samples for share in shares[: engine.comm.rank])
-    own = slice(begin, begin + shares[engine.comm.rank].samples)
     losses = []
     for batch in batches():
         optimizer.zero_grad()
-        losses.append(engine.step({name: value[own] for name, value in batch.items()}).item())
+        losses.append(engine.step(own_rows(batch, shares, engine.comm.rank)).item())
         optimizer.step()
     return losses, pieces_of(engine)
-
-
-def train_alone() -> Trained:
-    model = initialised(LeavesOut)
-    optimizer = optimizer_for(model.parameters())
-    losses = []
-    for batch in batches():
-        optimizer.zero_grad()
-        loss = mean_loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained(losses, {name: p.detach().numpy() for name, p in model.named_parameters()})
 
 
 ENDS = {
@@ -110,7 +96,7 @@ def test_training_is_that_of_one_process(shares, settings):
     alone = len(shares) == 1
     results = [train(shares, settings)] if alone else run_ranks(train, 2, shares, settings)
     found = Trained(results[0][0], joined([pieces for _, pieces in results]))
-    assert worst_error(found, train_alone()) < 2e-5
+    assert worst_error(found, train_plainly(LeavesOut, batches())) < 2e-5
 
 
 @pytest.mark.parametrize("config", [0.5, {"layerdrop": 0.5}, (1, 2)])

@@ -28,13 +28,14 @@ from gpumix.schema.errors import MachineError
 from gpumix.schema.plan.plan import Collectives, Plan, Prediction, WorkerPrediction
 from gpumix.schema.plan.stage import Mode
 from harness import run_ranks
-from models import ARCHITECTURES
+from models import ARCHITECTURES, partly_frozen_gpt2
 from reference import (
     SEED,
     Case,
     Share,
     batches,
     engine_for,
+    in_hosts,
     joined,
     own_rows,
     pieces_of,
@@ -51,11 +52,6 @@ POOL = {"parameters_on": "host"}
 UNEVEN = [Share(3, 2, 1), Share(2, 1, 0, Mode(recompute=False)), Share(4, 3, 3, kept=3)]
 WAVES = [Share(3, 1, 1), Share(4, 2, 0), Share(0, 0, 2)]
 TWO = [Share(3, 2, 1), Share(2, 1, 2)]
-
-
-def in_hosts(*states: int) -> list[Share]:
-    """Two ranks on each of two hosts."""
-    return [Share(n + 1, 2 if n else 1, states[n], host="ab"[n // 2]) for n in range(4)]
 
 
 CASES: dict[str, Case] = {
@@ -84,14 +80,7 @@ def test_it_trains_like_one_process(case, trained):
     assert worst_error(trained[case], expected) < TOLERANCE
 
 
-def partly_frozen():
-    model = GPT2.factory()
-    model.transformer.h[0].requires_grad_(False)
-    model.transformer.h[1].ln_1.requires_grad_(False)
-    return model
-
-
-FACTORIES = {"gpt2": GPT2.factory, "partly frozen": partly_frozen}
+FACTORIES = {"gpt2": GPT2.factory, "partly frozen": partly_frozen_gpt2}
 
 
 def _train(name, shares, settings, early, optimizer_of):
@@ -100,10 +89,8 @@ def _train(name, shares, settings, early, optimizer_of):
     losses = []
     for batch in batches(GPT2, sum(s.samples for s in shares), STEPS):
         rows = own_rows(batch, shares, engine.comm.rank)
-        if early:
-            losses.append(engine.step(rows, optimizer).item())
-        else:
-            losses.append(engine.step(rows).item())
+        losses.append(engine.step(rows, optimizer if early else None).item())
+        if not early:
             losses.append(engine.clip_grad_norm_(1.0).item())
             optimizer.step()
         optimizer.zero_grad()
@@ -115,36 +102,28 @@ def _adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
-EXACT = [
-    ("gpt2", "fp32", True),
-    ("gpt2", "bf16", False),
-    ("gpt2", ["bf16", "fp32", "bf16"], True),
-    ("partly frozen", "fp32", False),
-    ("partly frozen", "bf16", True),
-]
-
-
-@pytest.mark.parametrize(("name", "dtype", "early"), left_out(EXACT, EXACT[3:4]))
-def test_it_is_to_the_last_bit_what_devices_do_with_state_on_their_hosts(name, dtype, early):
-    found = {}
-    for place in ("host", "device"):
-        settings = {"parameters_on": place, "on_host": range(3), "compute_dtype": dtype}
-        ranks = run_ranks(_train, 3, name, UNEVEN, settings, early, _adamw)
-        found[place] = ranks[0][0], joined([pieces for _, pieces in ranks])
-    assert found["host"][0] == found["device"][0]
-    for name, value in found["device"][1].items():
-        assert (found["host"][1][name] == value).all(), name
-
-
 def _adamw_8bit(parameters):
     return AdamW8bit(parameters, lr=1e-3, min_8bit_size=256)
 
 
-def test_state_in_8_bits_is_the_same_to_the_last_bit():
+EXACT = [
+    ("gpt2", {"compute_dtype": "fp32"}, True, _adamw),
+    ("gpt2", {"compute_dtype": "bf16"}, False, _adamw),
+    ("gpt2", {"compute_dtype": ["bf16", "fp32", "bf16"]}, True, _adamw),
+    ("partly frozen", {"compute_dtype": "fp32"}, False, _adamw),
+    ("partly frozen", {"compute_dtype": "bf16"}, True, _adamw),
+    ("gpt2", {"optimizer_state": "8bit"}, False, _adamw_8bit),
+]
+
+
+@pytest.mark.parametrize(("name", "more", "early", "optimizer_of"), left_out(EXACT, EXACT[3:4]))
+def test_it_is_to_the_last_bit_what_devices_do_with_state_on_their_hosts(
+    name, more, early, optimizer_of
+):
     found = {}
     for place in ("host", "device"):
-        settings = {"parameters_on": place, "on_host": range(3), "optimizer_state": "8bit"}
-        ranks = run_ranks(_train, 3, "gpt2", UNEVEN, settings, False, _adamw_8bit)
+        settings = {"parameters_on": place, "on_host": range(3), **more}
+        ranks = run_ranks(_train, 3, name, UNEVEN, settings, early, optimizer_of)
         found[place] = ranks[0][0], joined([pieces for _, pieces in ranks])
     assert found["host"][0] == found["device"][0]
     for name, value in found["device"][1].items():

@@ -16,7 +16,7 @@ from gpumix.schema.errors import GpumixError
 from gpumix.schema.plan.stage import Mode
 from harness import run_ranks
 from known_losses import known_loss
-from models import ARCHITECTURES, Block, Regression, vectors
+from models import ARCHITECTURES, Block, InOrder, Regression, vectors
 from reference import (
     Share,
     batches,
@@ -33,20 +33,6 @@ def step(factory, samples=4, micro_batch=2, **settings):
     return engine.step(vectors(samples, torch.Generator().manual_seed(0)))
 
 
-class Varied(Regression):
-    """Calls its blocks as `order` says."""
-
-    def __init__(self, order):
-        super().__init__([Block() for _ in range(3)])
-        self.order = order
-
-    def forward(self, x, target):
-        x = self.enter(x)
-        for number in self.order:
-            x = self.blocks[number](x)
-        return self.error(x, target)
-
-
 @pytest.mark.parametrize(
     "order, message",
     [
@@ -56,17 +42,17 @@ class Varied(Regression):
 )
 def test_another_order_than_the_plans(order, message):
     with pytest.raises(ModelError, match=message):
-        step(lambda: Varied(order))
+        step(lambda: InOrder(3, order))
 
 
 def test_an_order_that_depends_on_the_batch():
-    class Depends(Varied):
+    class Depends(InOrder):
         def forward(self, x, target):
             self.order = [0, 1, 2] if len(x) == 2 else [0, 2, 1]
             return super().forward(x, target)
 
     with pytest.raises(ModelError, match=r"units that are called behind 'blocks\.1'"):
-        step(lambda: Depends([]), samples=3)
+        step(lambda: Depends(3, []), samples=3)
 
 
 class Writes(nn.Module):

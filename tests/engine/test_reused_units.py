@@ -5,34 +5,32 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness import run_ranks
 from models import VOCABULARY, WIDTH, InOrder, masked_lm, model_of, vectors
 from reference import (
     Share,
-    assert_gradients_equal,
+    assert_ranks_step_plainly,
     assert_step_is_plain,
     engine_alone,
-    engine_for,
     expected_counts,
-    joined,
-    own_rows,
-    pieces_of,
-    plain_step,
 )
 
-albert = model_of(
-    "AutoModelForMaskedLM",
-    "AlbertConfig",
-    vocab_size=VOCABULARY,
-    embedding_size=16,
-    hidden_size=WIDTH,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    intermediate_size=48,
-    max_position_embeddings=32,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
-)
+
+def albert():
+    return model_of(
+        "AutoModelForMaskedLM",
+        "AlbertConfig",
+        vocab_size=VOCABULARY,
+        embedding_size=16,
+        hidden_size=WIDTH,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )()
+
+
 ALBERT_LAYER = "albert.encoder.albert_layer_groups.0"
 
 
@@ -64,14 +62,7 @@ def test_collectives(order, gathers, reductions):
     assert found == expected_counts(engine)
 
 
-def _albert_on_ranks(shares):
-    engine = engine_for(albert, shares, units=[ALBERT_LAYER], calls=[ALBERT_LAYER] * 3)
-    batch = masked_lm(sum(s.samples for s in shares), torch.Generator().manual_seed(0))
-    engine.step(own_rows(batch, shares, engine.comm.rank))
-    return pieces_of(engine, gradients=True)
-
-
 def test_albert_shares_one_block():
-    batch = masked_lm(5, torch.Generator().manual_seed(0))
-    found = joined(run_ranks(_albert_on_ranks, 2, [Share(3, 2, 2), Share(2, 1, 1)]))
-    assert_gradients_equal(found, plain_step(albert, batch)[1])
+    shares, batch = [Share(3, 2, 2), Share(2, 1, 1)], masked_lm(5, torch.Generator().manual_seed(0))
+    calls = [ALBERT_LAYER] * 3
+    assert_ranks_step_plainly(albert, shares, batch, units=[ALBERT_LAYER], calls=calls)

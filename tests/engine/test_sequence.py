@@ -18,8 +18,8 @@ from gpumix.schema.errors import GpumixError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import PLAIN, Mode, Stage
 from harness import run_ranks
-from models import ARCHITECTURES, Batch, mean_loss
-from reference import SEED, batches, initialised, optimizer_for
+from models import ARCHITECTURES, Batch
+from reference import SEED, batches, initialised, optimizer_for, train_plainly
 from staging import own_samples, rows, staged_engine, staged_plan
 
 KEPT = Mode(recompute=False)
@@ -73,15 +73,8 @@ LENGTHS = (2, 11)  # of which some ranks of four have a position less, or none
 def test_lengths_that_cannot_be_divided_evenly():
     plan = staged_plan("gpt2", rows([3], tensor=[4], sequence=True), zero_stage=1)
     losses = run_ranks(_of_lengths, 4, plan.model_dump_json())
-    model = initialised(ARCHITECTURES["gpt2"].factory)
-    optimizer, expected = optimizer_for(model.parameters()), []
-    for batch in _shortened(plan.global_batch):
-        optimizer.zero_grad()
-        loss = mean_loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-    assert losses == [pytest.approx(expected, rel=1e-5)] * 4
+    alone = train_plainly(ARCHITECTURES["gpt2"].factory, _shortened(plan.global_batch))
+    assert losses == [pytest.approx(alone.losses, rel=1e-5)] * 4
 
 
 def _shortened(samples: int) -> list[Batch]:

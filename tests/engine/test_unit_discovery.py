@@ -12,18 +12,12 @@ from torch import nn
 from gpumix.engine.sharding.unit_discovery import ROOT, buffer_bytes, split_into_units
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.stage import PLAIN, Mode
-from harness import run_ranks
 from models import ARCHITECTURES, LENGTH, WIDTH, Block, Regression, own_blocks, vectors
 from reference import (
     Share,
-    assert_gradients_equal,
+    assert_ranks_step_plainly,
     assert_step_is_plain,
     engine_alone,
-    engine_for,
-    joined,
-    own_rows,
-    pieces_of,
-    plain_step,
 )
 
 
@@ -158,19 +152,9 @@ def test_a_model_without_modules_is_one_unit_itself():
         assert_step_is_plain(engine_alone(Affine, 5, 2, mode=mode), Affine, batch)
 
 
-def _step_on_rank(shares):
-    engine = engine_for(Affine, shares)
-    batch = vectors(5, torch.Generator().manual_seed(0))
-    loss = engine.step(own_rows(batch, shares, engine.comm.rank)).item()
-    return loss, pieces_of(engine, gradients=True)
-
-
 def test_ranks_divide_a_model_that_is_one_unit():
-    shares = [Share(3, 2, 1), Share(2, 1, 3)]
-    found = run_ranks(_step_on_rank, 2, shares)
-    loss, expected = plain_step(Affine, vectors(5, torch.Generator().manual_seed(0)))
-    assert [own for own, _ in found] == pytest.approx([loss] * 2, rel=1e-5)
-    assert_gradients_equal(joined([pieces for _, pieces in found]), expected)
+    batch = vectors(5, torch.Generator().manual_seed(0))
+    assert_ranks_step_plainly(Affine, [Share(3, 2, 1), Share(2, 1, 3)], batch)
 
 
 def test_units_by_class():

@@ -38,10 +38,8 @@ def _train(shares, on_host, early, settings):
     losses = []
     for batch in batches(GPT2, sum(s.samples for s in shares), STEPS):
         rows = own_rows(batch, shares, engine.comm.rank)
-        if early:
-            losses.append(engine.step(rows, optimizer).item())
-        else:
-            losses.append(engine.step(rows).item())
+        losses.append(engine.step(rows, optimizer if early else None).item())
+        if not early:
             optimizer.step()
         optimizer.zero_grad()
     return losses, pieces_of(engine)

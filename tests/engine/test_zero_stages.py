@@ -13,6 +13,7 @@ from reference import (
     Share,
     batches,
     engine_alone,
+    in_hosts,
     train_alone,
     train_by_plans,
     worst_error,
@@ -37,11 +38,6 @@ TWO = [Share(3, 2, 1), Share(2, 1, 2)]
 # By 3 waves one rank has a micro-batch in each, one in the last two, one in none.
 WAVES = [Share(3, 1, 1), Share(4, 2, 0, KEEPING), Share(0, 0, 2), Share(5, 2, 3)]
 ON_HOST = Mode(boundary="host")
-
-
-def in_hosts(*states: int) -> list[Share]:
-    """Two ranks on each of two hosts."""
-    return [Share(n + 1, 2 if n else 1, states[n], host="ab"[n // 2]) for n in range(4)]
 
 
 CASES: dict[str, Case] = {

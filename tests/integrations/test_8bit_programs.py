@@ -19,7 +19,16 @@ from gpumix.integrations.common.optimizer_adapter import (
 )
 from gpumix.schema.errors import InputError
 from harness import run_ranks
-from programs import GLOBAL_BATCH, Texts, arguments, as_launched, log_of, model, unlike_ranks
+from programs import (
+    GLOBAL_BATCH,
+    Texts,
+    arguments,
+    as_launched,
+    log_of,
+    model,
+    train_in_loop,
+    unlike_ranks,
+)
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -119,14 +128,7 @@ def _by_loop(folder: Path, kind: str, plan: Any) -> list[float]:
     loader = DataLoader(Texts(), batch_size=GLOBAL_BATCH // 3)
     network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
     assert type(optimizer.optimizer) is gpumix.AdamW8bit
-    losses = []
-    for batch in loader:
-        loss = network(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train_in_loop(accelerator, network, optimizer, loader)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from programs import (
     GLOBAL_BATCH,
     Texts,
     as_launched,
+    make_accelerator,
     model,
     other_ranks,
     told_of_input,
@@ -260,14 +261,7 @@ def test_a_rank_without_samples_computes_a_loss_of_its_own_that_counts_nothing(f
 
 def _short(folder: Path, world: int) -> dict[str, Any]:
     as_launched(folder)
-    if world == 1:
-        from accelerate import Accelerator
-
-        accelerator = Accelerator()
-    else:
-        from gpumix import Accelerator
-
-        accelerator = Accelerator(plan=outside_ranks())
+    accelerator = make_accelerator(world, outside_ranks)
     torch.manual_seed(11)
     network = Outside()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
@@ -301,11 +295,7 @@ def test_batches_of_any_form_are_measured_and_trained_on(form, tmp_path):
 
 def _formed(folder: Path, world: int, form: str) -> dict[str, Any]:
     as_launched(folder)
-    if world == 1:
-        from accelerate import Accelerator
-    else:
-        from gpumix import Accelerator
-    accelerator = Accelerator()
+    accelerator = make_accelerator(world)
     torch.manual_seed(11)
     network = Outside()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)

@@ -12,7 +12,15 @@ from torch.utils.data import DataLoader
 from extended import left_out
 from gpumix.schema.errors import InputError
 from harness import run_ranks
-from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks, unlike_ranks
+from programs import (
+    GLOBAL_BATCH,
+    Texts,
+    as_launched,
+    make_accelerator,
+    model,
+    other_ranks,
+    unlike_ranks,
+)
 from reference import Share, plan_for
 
 pytestmark = pytest.mark.slow
@@ -23,14 +31,7 @@ PLANS = {2: other_ranks, 3: unlike_ranks}
 
 def prepared(folder: Path, world: int, batch: int = BATCH) -> Any:
     as_launched(folder)
-    more: dict[str, Any] = {}
-    if world == 1:
-        from accelerate import Accelerator
-    else:
-        from gpumix import Accelerator
-
-        more["plan"] = PLANS[world]()
-    accelerator, network = Accelerator(**more), model()
+    accelerator, network = make_accelerator(world, lambda: PLANS[world]()), model()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
     loaders = [
         DataLoader(Texts(), batch_size=GLOBAL_BATCH // world),

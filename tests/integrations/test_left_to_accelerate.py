@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from harness import run_ranks
-from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks
+from programs import GLOBAL_BATCH, Texts, as_launched, make_accelerator, model, other_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -19,15 +19,10 @@ pytestmark = pytest.mark.slow
 def looped(folder: Path, world: int) -> dict[str, Any]:
     """The script."""
     as_launched(folder)
-    more: dict[str, Any] = {}
-    if world == 1:
-        from accelerate import Accelerator
-    else:
-        from gpumix import Accelerator
-
-        more["plan"] = other_ranks()
     project = folder / f"project-{world}"
-    accelerator = Accelerator(log_with="tensorboard", project_dir=str(project), **more)
+    accelerator = make_accelerator(
+        world, other_ranks, log_with="tensorboard", project_dir=str(project)
+    )
     accelerator.init_trackers("tracked", config={"learning_rate": 1e-2})
     network = model()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)

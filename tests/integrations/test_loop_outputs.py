@@ -22,7 +22,7 @@ from gpumix.integrations.accelerate.outputs import (
 from gpumix.integrations.accelerate.unlike_rows import is_row_wise
 from gpumix.schema.errors import InputError
 from harness import run_ranks
-from programs import as_launched
+from programs import as_launched, make_accelerator
 from reference import Share, plan_for
 
 WIDTH, CLASSES, SAMPLES = 8, 3, 12
@@ -73,14 +73,9 @@ REFUSED = {
 
 def trained(folder: Path, world: int, kind: str) -> list[float]:
     as_launched(folder)
-    plan = None
-    if world == 1:
-        from accelerate import Accelerator
-    else:
-        from gpumix import Accelerator
-
-        plan = plan_for(Model(kind), [Share(5, 2, 3), Share(7, 4, 1)], zero_stage=3)
-    accelerator = Accelerator(**({} if plan is None else {"plan": plan}))
+    accelerator = make_accelerator(
+        world, lambda: plan_for(Model(kind), [Share(5, 2, 3), Share(7, 4, 1)], zero_stage=3)
+    )
     network = Model(kind)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     loader = DataLoader(DATA, batch_size=SAMPLES // world)

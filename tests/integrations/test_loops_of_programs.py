@@ -15,7 +15,7 @@ from extended import left_out
 from gpumix.integrations.accelerate.outputs import LoopOutputs
 from gpumix.schema.errors import InputError
 from harness import run_ranks
-from programs import GLOBAL_BATCH, Texts, as_launched, model
+from programs import GLOBAL_BATCH, Texts, as_launched, make_accelerator, model
 from reference import Share, plan_for
 
 pytestmark = pytest.mark.slow
@@ -157,14 +157,9 @@ def started(
 ) -> tuple[Any, ...]:
     """Accelerate's own accelerator on one rank, gpumix's on two; and what it prepared."""
     as_launched(folder)
-    more: dict[str, Any] = {}
-    if world == 1:
-        from accelerate import Accelerator
-    else:
-        from gpumix import Accelerator
-
-        more["plan"] = plan_for(made(), [Share(5, 2, 3), Share(7, 4, 1)], zero_stage=zero_stage)
-    accelerator = Accelerator(**more)
+    accelerator = make_accelerator(
+        world, lambda: plan_for(made(), [Share(5, 2, 3), Share(7, 4, 1)], zero_stage=zero_stage)
+    )
     network = made()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
     loader = DataLoader(Texts(samples), batch_size=GLOBAL_BATCH // world)

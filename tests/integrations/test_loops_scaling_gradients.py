@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from gpumix.schema.errors import InputError
 from harness import run_ranks
-from programs import as_launched
+from programs import as_launched, make_accelerator
 from reference import Share, plan_for
 
 WIDTH, CLASSES, SAMPLES = 8, 3, 12
@@ -50,16 +50,10 @@ def factor(kind: str, step: int, batch: Any, accelerator: Any) -> float | torch.
 
 def trained(folder: Path, world: int, kind: str) -> list[float]:
     as_launched(folder)
-    plan = None
-    if world == 1:
-        from accelerate import Accelerator
-    else:
-        from gpumix import Accelerator
-
-        plan = plan_for(Model(), [Share(5, 2, 3), Share(7, 4, 1)], zero_stage=3)
-    accelerator = Accelerator(
+    accelerator = make_accelerator(
+        world,
+        lambda: plan_for(Model(), [Share(5, 2, 3), Share(7, 4, 1)], zero_stage=3),
         gradient_accumulation_steps=3 if kind.startswith("clipped") else 1,
-        **({} if plan is None else {"plan": plan}),
     )
     network = Model()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.5)

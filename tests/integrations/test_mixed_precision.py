@@ -15,7 +15,16 @@ from torch.utils.data import DataLoader
 
 from extended import chosen, left_out
 from harness import run_ranks
-from programs import GLOBAL_BATCH, Texts, arguments, as_launched, log_of, model
+from programs import (
+    GLOBAL_BATCH,
+    Texts,
+    arguments,
+    as_launched,
+    log_of,
+    make_accelerator,
+    model,
+    train_in_loop,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -51,22 +60,12 @@ def by_trainer(folder: Path, world: int) -> tuple[list[float], Any]:
 
 
 def by_loop(folder: Path, world: int) -> tuple[list[float], Any]:
-    if world == 1:
-        from accelerate import Accelerator
-    else:
-        from gpumix import Accelerator
-    accelerator = Accelerator(mixed_precision="bf16")
+    accelerator = make_accelerator(world, mixed_precision="bf16")
     network = model()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
     loader = DataLoader(Texts(), batch_size=GLOBAL_BATCH // world)
     network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
-    losses = []
-    for batch in loader:
-        loss = network(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train_in_loop(accelerator, network, optimizer, loader)
     return losses, None if world == 1 else accelerator.plan
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from extended import left_out
 from harness import run_ranks
 from models import ARCHITECTURES
-from programs import GLOBAL_BATCH, Texts, arguments, as_launched, log_of
+from programs import GLOBAL_BATCH, Texts, arguments, as_launched, log_of, make_accelerator
 from reference import SEED, Share, plan_for
 
 pytestmark = pytest.mark.slow
@@ -102,14 +102,7 @@ def by_trainer(folder: Path, world: int, fused: bool) -> dict[str, Any]:
 def by_loop(folder: Path, world: int, fused: bool) -> dict[str, Any]:
     """The first of two batches overflows, in a step that makes use of both."""
     as_launched(folder)
-    more: dict[str, Any] = {}
-    if world == 1:
-        from accelerate import Accelerator
-    else:
-        from gpumix import Accelerator
-
-        more["plan"] = plan()
-    accelerator = Accelerator(gradient_accumulation_steps=2, **more)
+    accelerator = make_accelerator(world, plan, gradient_accumulation_steps=2)
     if world == 1:
         with_scaler(accelerator)
     network = model()

@@ -14,7 +14,7 @@ from extended import chosen, left_out
 from gpumix.integrations.common.plan_and_shard import check_loaded_weights
 from gpumix.schema.errors import GpumixError, InputError
 from harness import run_ranks
-from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks
+from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks, train_in_loop
 
 pytestmark = pytest.mark.slow
 
@@ -276,13 +276,6 @@ def _one_after_another(folder: Path) -> list[list[float]]:
         network = model()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
         prepared, optimizer, loader = accelerator.prepare(network, optimizer, loader)
-        of_one = []
-        for batch in loader:
-            loss = prepared(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            of_one.append(loss.item())
-        losses.append(of_one)
+        losses.append(train_in_loop(accelerator, prepared, optimizer, loader))
         accelerator.free_memory()
     return losses

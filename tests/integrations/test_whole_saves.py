@@ -15,7 +15,7 @@ from extended import left_out
 from gpumix.integrations.common import collective_guard
 from gpumix.schema.errors import InputError
 from harness import run_ranks
-from programs import GLOBAL_BATCH, Texts, arguments, as_launched, model
+from programs import GLOBAL_BATCH, Texts, arguments, as_launched, make_accelerator, model
 from reference import Share, plan_for
 
 pytestmark = pytest.mark.slow
@@ -49,14 +49,10 @@ FILES = {
 def looped(folder: Path, world: int, kind: str, stage: int = 0) -> Any:
     """The script: the Accelerator and its model, after some steps."""
     as_launched(folder)
-    more: dict[str, Any] = {}
-    if world == 1:
-        from accelerate import Accelerator
-    else:
-        from gpumix import Accelerator
-
-        more["plan"] = plan_for(MODELS[kind](), SHARES, zero_stage=stage)  # type: ignore[arg-type]
-    accelerator = Accelerator(**more)
+    accelerator = make_accelerator(
+        world,
+        lambda: plan_for(MODELS[kind](), SHARES, zero_stage=stage),  # type: ignore[arg-type]
+    )
     network = MODELS[kind]()
     trained = [p for p in network.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)

@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from jobs import environment, metrics
+
+from waiting import wait_until
 
 MARK = "GPUMIX_TEST_MARK"
 
@@ -76,11 +77,8 @@ class Running:
         assert len(found) == 1, left
         return found[0]
 
-    def wait_until(self, done: Callable[[], bool], seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
-        while not done():
-            assert time.monotonic() < deadline, f"{self.left()}\n{self.said}"
-            time.sleep(0.05)
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        wait_until(done, told=lambda: f"{self.left()}\n{self.said}")
 
     def wait_for_steps(self, number: int) -> None:
         run = self.folder / "run" / "metrics.jsonl"

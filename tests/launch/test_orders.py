@@ -12,6 +12,7 @@ import pytest
 
 from gpumix.launch import orders
 from gpumix.launch.orders import Order, Orders
+from waiting import wait_until
 
 
 class Launcher:
@@ -38,10 +39,7 @@ def launcher(monkeypatch) -> Iterator[Launcher]:
 
 
 def heard(given: Orders, order: Order) -> None:
-    deadline = time.monotonic() + 20
-    while given.given < order:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: given.given >= order, 20)
     assert given.given is order
 
 

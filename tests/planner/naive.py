@@ -589,12 +589,6 @@ def _elements(profile: Profile, unit: str) -> int:
     return profile.model.root.trainable if unit == ROOT else _kind(profile.model, unit).trainable
 
 
-def _frozen(profile: Profile, unit: str) -> int:
-    return (
-        profile.model.root.frozen_bytes if unit == ROOT else _kind(profile.model, unit).frozen_bytes
-    )
-
-
 def _owned_of(plan: Plan, rank: int, numel: int) -> int:
     """The length of a rank's interval of a buffer, among those that divide the state with it."""
     own = plan.workers[rank]

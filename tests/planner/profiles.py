@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from gpumix.cost.loading_memory import compute_loading_bytes
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
@@ -27,6 +29,8 @@ from gpumix.schema.profile.profile import (
     UnitKind,
     UnitTimes,
 )
+
+T = TypeVar("T")
 
 MIB = 1024**2
 GIB = 1024**3
@@ -276,6 +280,20 @@ def fleet(devices: int = 64, *, memory_factor: float = 1.0, layers: int = 32) ->
         network=Network(gather={"broadcast": bus}, reduce={"all_to_all": bus}),
         dtype="bf16",
     )
+
+
+def shuffled(profile: Profile, dice: random.Random) -> Profile:
+    """The same with devices and classes in another order."""
+
+    def in_any_order(values: tuple[T, ...]) -> tuple[T, ...]:
+        return tuple(dice.sample(values, len(values)))
+
+    classes, devices = profile.cluster.classes, profile.cluster.devices
+    cluster = profile.cluster.model_copy(
+        update={"classes": in_any_order(classes), "devices": in_any_order(devices)}
+    )
+    update = {"cluster": cluster, "classes": in_any_order(profile.classes)}
+    return profile.model_copy(update=update)
 
 
 def in_a_row(found: Profile, *, message: Curve = FREE, tied: int = 0) -> Profile:

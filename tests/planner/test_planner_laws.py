@@ -11,7 +11,7 @@ import pytest
 from brute import linked, linked_profiles, plan_of, small_profiles, step_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from profiles import fleet
+from profiles import fleet, shuffled
 
 from draws import examples
 from gpumix.planner.common.strategy import PlanRequest
@@ -52,17 +52,7 @@ def test_a_plan_is_whole_and_fits(profile, batch):
 @EASY
 @given(PROFILES, BATCHES, st.randoms(use_true_random=False))
 def test_the_order_of_devices_and_classes_does_not_matter(profile, batch, dice):
-    def shuffled(values):
-        return tuple(dice.sample(values, len(values)))
-
-    cluster = profile.cluster.model_copy(
-        update={
-            "classes": shuffled(profile.cluster.classes),
-            "devices": shuffled(profile.cluster.devices),
-        }
-    )
-    other = profile.model_copy(update={"cluster": cluster, "classes": shuffled(profile.classes)})
-    assert plan_of(other, batch) == plan_of(profile, batch)
+    assert plan_of(shuffled(profile, dice), batch) == plan_of(profile, batch)
 
 
 @pytest.mark.extended

@@ -12,7 +12,7 @@ from brute import plan_of, small_profiles
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from policies import peaked, plan_by
-from profiles import fleet
+from profiles import fleet, shuffled
 
 from draws import examples
 from extended import left_out
@@ -75,18 +75,8 @@ def test_no_policy_is_faster_than_the_optimal_plan(name, space, profile, batch):
 @EASY
 @given(profile=small_profiles(), batch=BATCHES, dice=st.randoms(use_true_random=False))
 def test_the_order_of_devices_and_classes_does_not_matter(name, space, profile, batch, dice):
-    def shuffled(values):
-        return tuple(dice.sample(values, len(values)))
-
     profile = peaked(profile)
-    cluster = profile.cluster.model_copy(
-        update={
-            "classes": shuffled(profile.cluster.classes),
-            "devices": shuffled(profile.cluster.devices),
-        }
-    )
-    other = profile.model_copy(update={"cluster": cluster, "classes": shuffled(profile.classes)})
-    strategy = STRATEGIES[name]
+    strategy, other = STRATEGIES[name], shuffled(profile, dice)
     assert plan_by(strategy, other, batch, space) == plan_by(strategy, profile, batch, space)
 
 

@@ -66,74 +66,77 @@ def frozen_blocks() -> nn.Module:
     return model
 
 
-class CallsAgain(nn.Module):
+class Embedded(nn.Module):
+    """Blocks between an embedding and a head; returns (summed loss, count)."""
+
+    width = SIZES["hidden_size"]
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, self.width)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(self.width, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.states(input_ids)).flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+        return loss, torch.tensor(labels.numel())
+
+    def states(self, input_ids: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class CallsAgain(Embedded):
     """Goes through its two blocks three times."""
 
     def __init__(self) -> None:
-        super().__init__()
-        width = SIZES["hidden_size"]
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 1024), nn.GELU(), nn.Linear(1024, width))
-            for _ in range(2)
-        )
-        self.head = nn.Linear(width, VOCABULARY)
+        super().__init__(*(self._block() for _ in range(2)))
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _block(self) -> nn.Module:
+        into, out = nn.Linear(self.width, 1024), nn.Linear(1024, self.width)
+        return nn.Sequential(into, nn.GELU(), out)
+
+    def states(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
         for block in (*self.blocks,) * 3:
             x = block(x)
-        loss = nn.functional.cross_entropy(
-            self.head(x).flatten(0, 1), labels.flatten(), reduction="sum"
-        )
-        return loss, torch.tensor(labels.numel())
+        return x
 
 
-class StartsWithout(nn.Module):
+class StartsWithout(Embedded):
     """Runs its first block without gradients."""
 
     def __init__(self) -> None:
-        super().__init__()
-        width = SIZES["hidden_size"]
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 352, dropout=0.0, batch_first=True)
-            for _ in range(SIZES["num_hidden_layers"])
+        super().__init__(
+            *(
+                nn.TransformerEncoderLayer(self.width, 4, 352, dropout=0.0, batch_first=True)
+                for _ in range(SIZES["num_hidden_layers"])
+            )
         )
-        self.head = nn.Linear(width, VOCABULARY)
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def states(self, input_ids: Tensor) -> Tensor:
         with torch.no_grad():
             x = self.blocks[0](self.embed(input_ids))
         for block in self.blocks[1:]:
             x = block(x)
-        loss = nn.functional.cross_entropy(
-            self.head(x).flatten(0, 1), labels.flatten(), reduction="sum"
-        )
-        return loss, torch.tensor(labels.numel())
+        return x
 
 
-class Joined(nn.Module):
+class Joined(Embedded):
     """Many small blocks, whose outputs are used again by the code between them."""
 
     blocks_of_each_side = 4
 
     def __init__(self) -> None:
-        super().__init__()
-        width = SIZES["hidden_size"]
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width), nn.GELU())
-            for _ in range(2 * self.blocks_of_each_side)
+        super().__init__(
+            *(
+                nn.Sequential(nn.Linear(self.width, self.width), nn.GELU())
+                for _ in range(2 * self.blocks_of_each_side)
+            )
         )
-        self.head = nn.Linear(width, VOCABULARY)
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.joined(self.embed(input_ids))
-        loss = nn.functional.cross_entropy(
-            self.head(x).flatten(0, 1), labels.flatten(), reduction="sum"
-        )
-        return loss, torch.tensor(labels.numel())
+    def states(self, input_ids: Tensor) -> Tensor:
+        return self.joined(self.embed(input_ids))
 
     def joined(self, x: Tensor) -> Tensor:
         raise NotImplementedError

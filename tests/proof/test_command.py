@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from proof.entry import Task
 from proof.lines import RESULTS, Bar, Lines, Stamp, append, ended_stages, flat, is_true, read
 from proof.stages import STAGES, Stage
 from proof.starter import Starter, members
+from waiting import wait_until
 
 STAMP = Stamp("cpu", "2.11.0", "abc")
 WELL = """
@@ -245,9 +245,7 @@ def test_members_of_a_group_are_found():
         assert list(members(process.pid)) == [process.pid]
     finally:
         process.kill()
-        deadline = time.monotonic() + 10
-        while list(members(process.pid)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not list(members(process.pid))  # ended, though nobody has asked for it yet
+        # It has ended, though nobody has asked for it yet.
+        wait_until(lambda: not list(members(process.pid)), 10)
         process.wait()
     assert os.getpid() in list(members(os.getpgrp()))

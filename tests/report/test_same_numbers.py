@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from folders import read
-from jobs import EMULATED, gpumix, write_job
+from jobs import EMULATED, FEW_PLANS, gpumix, write_job
 from rich.console import Console
 
 from gpumix.integrations.trackers.metric_names import convert_line
@@ -49,12 +49,7 @@ def trained(tmp_path_factory) -> Trained:
         logging_steps=3,
         eval_steps=4,
         eval_batches=1,
-        techniques={
-            "max_pipeline_stages": 1,
-            "tensor_parallel_size": 1,
-            "zero_stages": 3,
-            "leave_out": False,
-        },
+        techniques=FEW_PLANS,
         advanced={"profile_cache": "profiles", "profile_budget": 2},
     )
     done = gpumix("train", job, "--json", "--allow", "toys", folder=folder)

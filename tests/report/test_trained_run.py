@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 from folders import PARTS, check_alone, read
-from jobs import EMULATED, train, write_job
+from jobs import EMULATED, FEW_PLANS, train, write_job
 
 from gpumix.report.facts import RunFacts
 from gpumix.report.page import render_page
@@ -34,12 +34,7 @@ def trained(tmp_path_factory):
         eval_steps=4,
         eval_batches=1,
         save_steps=4,
-        techniques={
-            "max_pipeline_stages": 1,
-            "tensor_parallel_size": 1,
-            "zero_stages": 3,
-            "leave_out": False,
-        },
+        techniques=FEW_PLANS,
         profile_cache="profiles",
         profile_budget=2,
     )

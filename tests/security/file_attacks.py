@@ -19,8 +19,6 @@ from gpumix.schema import files
 from gpumix.schema.errors import GpumixError, Interrupted
 from gpumix.train.run_log import run_files
 
-READ_BY_REPORT = ("plan.json", "profile.json", "run.json", "progress.json", "metrics.jsonl",
-                  "trace.json", "checkpoints")  # fmt: skip
 WRITTEN_BY_RUNS = sorted(run_files.ALL)
 
 

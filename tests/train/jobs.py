@@ -34,6 +34,13 @@ HERE = Path(__file__).parent
 LENGTH = 8
 BATCH = 8
 
+# Techniques with few plans, which are found soon.
+FEW_PLANS = {
+    "max_pipeline_stages": 1,
+    "tensor_parallel_size": 1,
+    "zero_stages": 3,
+    "leave_out": False,
+}
 # What is measured once serves all tests that do not look at how it is; those have a cache of their
 # own, beside their job.
 SHARED_PROFILES = "GPUMIX_TEST_PROFILES"

@@ -23,6 +23,7 @@ from gpumix.train.processes.tcp_liveness import (
     set_connection_timeouts,
     wait_for_disconnects,
 )
+from waiting import wait_until
 
 
 def limits(connection: socket.socket) -> tuple[int, int]:
@@ -107,10 +108,7 @@ def test_a_store_at_one_address_is_not_visited_by_its_own_process():
         )
         left = other.detach()
     os.close(left)  # now it is another process's alone
-    deadline = time.monotonic() + 10
-    while not has_visitors(port):  # before, it may wait to be accepted
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: has_visitors(port), 10)  # before, it may wait to be accepted
     visit.communicate()
     wait_for_disconnects(port, limit_s=10)
     assert not has_visitors(port)

@@ -12,8 +12,6 @@ from gpumix.schema.errors import GpumixError, MachineError, RankLost, TrainingEr
 from gpumix.train.checkpoint.checkpointer import open_checkpoint
 from gpumix.train.checkpoint.manifest import verify
 
-MIB = 2**20
-
 
 @pytest.fixture
 def job(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from multiprocessing.forkserver import _forkserver
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from gpumix.schema.errors import RankLost
 from gpumix.schema.reading.read import read_job
 from gpumix.train.processes import local_launcher, spare_fork
 from gpumix.train.processes.runner import LocalRunner
+from waiting import wait_until
 
 DEVICES = [Device(id=f"cpu-{number}", device_class="cpu") for number in range(2)]
 STEPS = 8
@@ -44,10 +44,9 @@ def kill(process: int) -> None:
     the pipe that it had of it."""
     pipe = _forkserver._forkserver_alive_fd if process == _forkserver._forkserver_pid else None
     os.kill(process, signal.SIGKILL)
-    deadline = time.monotonic() + 30.0
-    while _runs(process) or (pipe is not None and spare_fork._has_reader(pipe)):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_until(
+        lambda: not _runs(process) and (pipe is None or not spare_fork._has_reader(pipe)), 30
+    )
 
 
 def _runs(process: int) -> bool:

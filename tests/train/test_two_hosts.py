@@ -15,6 +15,7 @@ from jobs import environment, metrics, plan_for, train, write_job
 from two_hosts import ADDRESSES, HOSTS, NotAllowed, Wire, end, wire
 
 from gpumix.schema.plan.plan import Plan
+from waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -103,11 +104,8 @@ class Run:
     def wait_for_steps(self, number: int) -> None:
         self.wait_until(lambda: self.steps() >= number)
 
-    def wait_until(self, done: Callable[[], bool], seconds: float = 90) -> None:
-        deadline = time.monotonic() + seconds
-        while not done():
-            assert time.monotonic() < deadline, self.all_said()
-            time.sleep(0.1)
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        wait_until(done, 90, told=self.all_said)
 
     def codes(self, seconds: float) -> list[int]:
         deadline = time.monotonic() + seconds

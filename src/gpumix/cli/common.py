@@ -7,10 +7,9 @@ import json
 import os
 import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import Parameter, signature
@@ -22,6 +21,7 @@ import typer
 from gpumix.hardware.host.environment import ALLOW, world_size
 from gpumix.schema.errors import ENDED_AT_ONCE, GpumixError, InputError, Interrupted, MachineError
 from gpumix.schema.units import hide_exact_bytes
+from gpumix.train.processes.stop_signals import handle_signals
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -199,23 +199,13 @@ def shows_tracebacks() -> bool:
     return _shows_tracebacks.get()
 
 
-@contextmanager
-def _interrupt_on_sigterm() -> Iterator[None]:
+def _interrupt_on_sigterm() -> AbstractContextManager[None]:
     """Let SIGTERM end a verb like Ctrl-C: with a message, and with everything the verb waits for.
     In one of several processes the default stays and ends any call at once: the launcher says why.
     """
-
-    def end(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    if world_size() > 1 or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    if world_size() > 1:
+        return nullcontext()
+    return handle_signals([signal.SIGTERM], signal.default_int_handler)
 
 
 def _translate_error(error: BaseException) -> GpumixError:

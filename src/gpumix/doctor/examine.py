@@ -20,7 +20,6 @@ from gpumix.doctor.verdict import PAIRS, Gain, compute_gain, has_enough_pairs
 from gpumix.schema.errors import GpumixError
 from gpumix.schema.units import show_seconds
 
-STEPS = 12  # of a window, not counting its warm-up
 MOST_SPREAD = 0.3  # limit on the spread of windows with equal settings, as fraction of a step
 LONG_S = 20.0  # duration of windows above which an estimate is printed
 

@@ -25,6 +25,7 @@ from gpumix.engine.sharded_model import ShardedModel
 from gpumix.engine.sharding.bucket import Bucket
 from gpumix.engine.tensor_parallel.parallelize import ModuleChanges
 from gpumix.engine.unit.sharded_units import ShardedUnits
+from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
 
@@ -343,9 +344,7 @@ class OutsideSteps:
         stack = ExitStack()
         for name in self._units:
             module = self._model.get_submodule(name)
-            stopping = module.forward
-            module.forward = self._forward_of(name)
-            stack.callback(setattr, module, "forward", stopping)
+            stack.enter_context(replace_attributes(module, forward=self._forward_of(name)))
         return stack
 
     def _places(self) -> list[tuple[nn.Module, str, str]]:

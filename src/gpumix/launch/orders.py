@@ -9,15 +9,17 @@ from __future__ import annotations
 import enum
 import os
 import select
-import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import FrameType
 
-from gpumix.train.processes.stop_signals import asks_immediate_end, get_handled_signals
+from gpumix.train.processes.stop_signals import (
+    asks_immediate_end,
+    get_handled_signals,
+    handle_signals,
+)
 
 HEARTBEAT_S = 5.0  # interval of a launcher's signs of life
 HEARTBEAT_TIMEOUT_S = 60.0  # limit of a launcher's silence
@@ -48,8 +50,7 @@ class Orders:
     def give(self, order: Order) -> None:
         self.given = max(self.given, order)
 
-    @contextmanager
-    def take_signals(self) -> Iterator[None]:
+    def take_signals(self) -> AbstractContextManager[None]:
         """Take Ctrl-C, SIGTERM and SIGHUP as orders during the block: the first to stop, a later
         Ctrl-C to end."""
 
@@ -58,12 +59,7 @@ class Orders:
                 os.write(2, STOP_MESSAGE)  # a handler may interrupt a print
             self.give(Order.END if self.given and asks_immediate_end(number) else Order.STOP)
 
-        before = {one: signal.signal(one, take) for one in get_handled_signals()}
-        try:
-            yield
-        finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
+        return handle_signals(get_handled_signals(), take)
 
     def listen(self) -> None:
         """Read orders from standard input, if led, until this process ends."""

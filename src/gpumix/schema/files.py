@@ -250,10 +250,10 @@ def read_text(path: Path, most_bytes: int = DOCUMENT_BYTES) -> str:
     return read_bytes(path, most_bytes).decode("utf-8")
 
 
-def read_log(path: Path, most_bytes: int = DOCUMENT_BYTES) -> str:
+def read_log(path: Path) -> str:
     """Read a text file for people or from the kernel, replacing invalid UTF-8. Raises as
     `read_bytes`."""
-    return read_bytes(path, most_bytes).decode("utf-8", errors="replace")
+    return read_bytes(path, DOCUMENT_BYTES).decode("utf-8", errors="replace")
 
 
 def lines_in(stream: BufferedReader) -> Iterator[bytes]:

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 
 import pytest
 from jobs import plan_for
-from told import eventually, job_for, trains
+from told import job_for, trains
 
 from gpumix.hardware.host.environment import TELEMETRY_OPT_OUTS, tracker_environment
 from gpumix.schema.job.job import Job
 from gpumix.train.run_figures.writer import RunLog
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.tracker_process import MODULE
+from waiting import wait_until
 
 
 def test_it_does_not_import_torch():
@@ -70,7 +71,7 @@ def test_one_ends_when_the_run_is_gone_without_a_word_and_the_next_goes_on(tmp_p
         assert json.loads(says(first, 60)) == {"ready": True}
         with RunLog(job.output_dir, plan_for(tmp_path / "job.yaml"), 6) as log:
             trains(log, 1, 2)
-            assert eventually(shown.exists)
+            wait_until(shown.exists)
             with process(job, since=0.0) as second:
                 assert says(second, 1.0) == ""
                 first.stdin.close()

@@ -7,10 +7,11 @@ import urllib.request
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from told import LOSSES, address_in, eventually, job_for, telling, trains
+from told import LOSSES, address_in, job_for, telling, trains
 
 from gpumix.schema.errors import MachineError
 from gpumix.train.run_log.tracker_process import run_trackers
+from waiting import wait_until
 
 
 def scraped(address: str) -> dict[tuple[str, ...], float]:
@@ -36,11 +37,11 @@ def test_a_scrape_finds_the_newest_numbers(tmp_path, capfd):
 
     with telling(job) as log:
         trains(log, 1, 3)
-        found_at = eventually(address)
+        found_at = wait_until(address)
         assert found_at.startswith("http://127.0.0.1:")
         log.restart(3, resumed_from=2, kept_in="memory", why="why", decided="", seconds=1.0)
         trains(log, 4, 4)
-        found = eventually(lambda: (s := scraped(found_at))["gpumix_step",] == 4 and s)
+        found = wait_until(lambda: (s := scraped(found_at))["gpumix_step",] == 4 and s)
         assert found["gpumix_loss",] == pytest.approx(LOSSES[4])
         assert found["gpumix_tokens_total",] == 256
         assert found["gpumix_events_total", "restart"] == 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,14 +64,6 @@ def tell_all(job: Job) -> None:
         pass
     with telling(job, done=5) as log:
         trains(log, 6, 6)
-
-
-def eventually(found: Callable[[], Any], patience_s: float = 30.0) -> Any:
-    """What it is at last, when it is something."""
-    deadline = time.monotonic() + patience_s
-    while not (what := found()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return what
 
 
 def address_in(text: str) -> str:

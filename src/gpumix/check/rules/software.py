@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 
 from gpumix.check.facts.cluster import HostFacts, RankFacts, Survey
 from gpumix.check.finding import Finding, Severity
 from gpumix.hardware.discovery.torch_build import INSTALL_PAGE as WHEELS
-from gpumix.hardware.discovery.torch_build import get_kernel_support
+from gpumix.hardware.discovery.torch_build import get_kernel_support, parse_version
 from gpumix.schema.units import format_count
 
 
@@ -144,7 +143,7 @@ def check_driver(survey: Survey) -> Iterator[Finding]:
                 fix=f"install a wheel with CUDA: {WHEELS}",
                 host=host,
             )
-        elif known and _numbers(known)[0] < _numbers(wheel)[0]:
+        elif known and parse_version(known)[0] < parse_version(wheel)[0]:
             yield Finding(
                 check="driver",
                 severity=Severity.ERROR,
@@ -191,11 +190,6 @@ def describe_kernels(survey: Survey) -> str:
     if not capabilities or not told:
         return ""
     return f"torch has its own for compute capability {', '.join(capabilities)}"
-
-
-def _numbers(version: str) -> tuple[int, int]:
-    parts = [int(part) for part in re.findall(r"\d+", version)[:2]]
-    return parts[0], parts[1] if len(parts) > 1 else 0
 
 
 def _with_gpus(survey: Survey) -> Iterator[tuple[str, HostFacts]]:

@@ -21,7 +21,7 @@ _POLL_S = 0.05
 
 
 @contextmanager
-def hold_build_lock(path: Path, *, wait_s: float) -> Iterator[Callable[[], None]]:
+def hold_build_lock(path: Path, *, wait_s: float = 300.0) -> Iterator[Callable[[], None]]:
     """Hold the lock `path` inside the block; the value is a heartbeat to call on progress.
 
     Waits as long as the holder makes progress, and `wait_s` seconds beyond its last heartbeat. The

@@ -180,13 +180,12 @@ def open_token_file(
     fill: Callable[[TokenWriter], None],
     *,
     at_least: int | None = None,
-    wait_s: float = 300.0,
 ) -> PackedText:
     """Return the token file of `recipe` in the folder `cache`; `fill` writes it if missing or
     outdated. It must have `at_least` tokens, by default enough for one sample.
 
     Any number of processes may call this at once: one builds, the others wait as long as it makes
-    progress, and `wait_s` seconds beyond.
+    progress; see `hold_build_lock`.
 
     Raises:
         InputError: there are fewer tokens; whatever `fill` raises.
@@ -194,7 +193,7 @@ def open_token_file(
     """
     found = _load_current(cache, recipe)
     if found is None:
-        with hold_build_lock(cache / f"{recipe.key}.lock", wait_s=wait_s) as heartbeat:
+        with hold_build_lock(cache / f"{recipe.key}.lock") as heartbeat:
             found = _load_current(cache, recipe)
             if found is None:
                 _build(cache, recipe, fill, heartbeat)

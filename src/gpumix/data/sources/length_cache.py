@@ -20,8 +20,6 @@ def load_or_count_lengths(
     key: str,
     count: int,
     measure: Callable[[Callable[[], None]], np.ndarray],
-    *,
-    wait_s: float = 300.0,
 ) -> np.ndarray:
     """Return the lengths of `count` samples cached under `key`. If missing, `measure` counts them
     in one process while others wait.
@@ -33,7 +31,7 @@ def load_or_count_lengths(
     found = _load_lengths(path, count)
     if found is not None:
         return found
-    with hold_build_lock(cache / f"{key}.lock", wait_s=wait_s) as heartbeat:
+    with hold_build_lock(cache / f"{key}.lock") as heartbeat:
         found = _load_lengths(path, count)
         if found is None:
             found = measure(heartbeat)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import gpumix
+from gpumix.hardware.host.replaced_attributes import replace_attributes
 
 _PACKAGE = str(Path(gpumix.__file__).parent)
 _STANDARD_LIBRARY_FILES = (
@@ -28,18 +29,8 @@ class Patches(ExitStack):
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
         """Set `owner.name` to `make(previous value)`; return the previous value."""
-        own = name in vars(owner)
         before = getattr(owner, name)
-        made = make(before)
-        setattr(owner, name, made)
-
-        def undo() -> None:
-            if own:
-                setattr(owner, name, before)
-            else:
-                delattr(owner, name)
-
-        self.callback(undo)
+        self.enter_context(replace_attributes(owner, **{name: make(before)}))
         return before
 
     def replace_everywhere(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:

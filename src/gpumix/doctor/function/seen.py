@@ -104,7 +104,6 @@ class LoaderObservation:
     workers: int
     batch_size: int | None
     persistent: bool
-    pinned: bool
     streams: bool
     waited_s: float
     cpu_s: float

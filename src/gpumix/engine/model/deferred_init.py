@@ -24,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
+from gpumix.hardware.host.replaced_attributes import replace_attributes
+
 # Tensors up to this many elements are made at once: position tables, norms, biases. Constructors
 # read values of small tensors (`.item()` of a drop-path schedule), which meta tensors lack.
 SMALL_NUMEL = 8192
@@ -172,8 +174,7 @@ class _Recorder(TorchDispatchMode):
         self.number = 0
         self.draw = 0
 
-    @contextlib.contextmanager
-    def truncated_normal(self) -> Iterator[None]:
+    def truncated_normal(self) -> contextlib.AbstractContextManager[None]:
         """Record truncated normal initialization as one operation; torch redraws by value."""
         original = nn.init._no_grad_trunc_normal_
 
@@ -184,11 +185,7 @@ class _Recorder(TorchDispatchMode):
             self.log.add(Operation(self.number, self.draw, original, (tensor, *args), kwargs, []))
             return tensor
 
-        nn.init._no_grad_trunc_normal_ = record
-        try:
-            yield
-        finally:
-            nn.init._no_grad_trunc_normal_ = original
+        return replace_attributes(nn.init, _no_grad_trunc_normal_=record)
 
     def _count(self, func: Any) -> None:
         self.number += 1

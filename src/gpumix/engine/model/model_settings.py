@@ -9,12 +9,14 @@ Fan, Grave, Joulin: Reducing Transformer Depth on Demand, https://arxiv.org/abs/
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 from torch.nn import functional
+
+from gpumix.hardware.host.replaced_attributes import replace_attributes
 
 CACHE, CHECKPOINTING = "use_cache", "gradient_checkpointing"
 LAYER_DROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "layer_drop")
@@ -68,17 +70,10 @@ def find_layer_drop_rates(model: nn.Module) -> SwitchedSettings:
     return SwitchedSettings((held, n) for held, own in settings for n in LAYER_DROP if n in own)
 
 
-@contextmanager
-def allow_single_sample_norm() -> Iterator[None]:
+def allow_single_sample_norm() -> AbstractContextManager[None]:
     """Let batch norm compute a single sample in training too, which torch refuses. While devices
     are measured, values do not matter."""
-    library: Any = functional
-    before = library._verify_batch_size
-    library._verify_batch_size = lambda size: None
-    try:
-        yield
-    finally:
-        library._verify_batch_size = before
+    return replace_attributes(functional, _verify_batch_size=lambda size: None)
 
 
 def _configs(model: nn.Module) -> list[Any]:

@@ -34,6 +34,7 @@ from gpumix.engine.quantised.packed_weight import (
 )
 from gpumix.engine.sharding.unit_discovery import ModelUnits, ParameterSlot
 from gpumix.engine.unit.unit_call import cast_floating
+from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.schema.errors import get_first_line
 
 VALUE_DEPENDENCE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -229,15 +230,9 @@ class RemoteStages:
         return self.zeros(TensorMeta.of(value)) if isinstance(value, FakeTensor) else value
 
 
-@contextmanager
-def _unlogged() -> Iterator[None]:
+def _unlogged() -> AbstractContextManager[None]:
     """Suppress torch's error logs about operations that need values."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
+    return replace_attributes(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
 
 
 def _refuse_numbers(unit: str, returned: Returned) -> None:

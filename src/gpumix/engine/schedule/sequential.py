@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from gpumix.engine.comm import collective_progress
-from gpumix.engine.comm.step_recorder import SILENT, SilentRecorder
+from gpumix.engine.comm.step_recorder import SILENT
 from gpumix.engine.loss.loss_graph import mark_block_output
 from gpumix.engine.model.forward_coroutine import ThreadState, UnitCallHandlers
 from gpumix.engine.model.module_buffers import BufferCopies
@@ -176,13 +176,6 @@ class _StepReductions:
         self._reductions.finish()
 
 
-def _record_backward(record: SilentRecorder, name: str, outputs: Any) -> None:
-    """Record the time when the gradient of a unit's output arrives."""
-    for output in tree_leaves(outputs):
-        if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(lambda _: record.computes("backward", name))
-
-
 class _UnitCallRunner:
     """Execution of the unit calls of one micro-batch, in place."""
 
@@ -215,12 +208,15 @@ class _UnitCallRunner:
         for output in tree_leaves(outputs):
             if isinstance(output, torch.Tensor):
                 mark_block_output(output)
-        if parts.record is not SILENT:
-            _record_backward(parts.record, name, outputs)
+                if parts.record is not SILENT and output.requires_grad:
+                    output.register_hook(partial(self._record_backward, name))
         if number == parts.last_call:
             self._gathering.prepare_call(number + 1)
             parts.record.computes("head", ROOT)
         return outputs
+
+    def _record_backward(self, name: str, _: torch.Tensor) -> None:
+        self._parts.record.computes("backward", name)
 
     def _skip_call(self) -> None:
         """Skip a call left out by the model, but gather its parameters with all ranks."""

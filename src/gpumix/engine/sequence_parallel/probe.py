@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.model.unit_values import OutputCapture, wants_gradient
 from gpumix.engine.sequence_parallel.collective_regions import copy_to_region, reduce_from_region
+from gpumix.hardware.host.replaced_attributes import replace_attributes
 
 Unit = Callable[[Any, Any, Any], Any]
 """Runs a unit: given a `Call`, and positional and named arguments, returns the unit's result."""
@@ -330,8 +331,7 @@ def _rehearsing(module: nn.Module) -> Iterator[None]:
     of zeros become noise: paths behind a gate that opens later are checked now."""
     with ExitStack() as stack:
         for part in module.modules():
-            stack.callback(setattr, part, "training", part.training)
-            part.training = False
+            stack.enter_context(replace_attributes(part, training=False))
         for parameter in module.parameters():
             if parameter.numel() and not parameter.detach().any():
                 stack.callback(parameter.data.zero_)

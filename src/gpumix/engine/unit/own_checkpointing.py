@@ -8,16 +8,12 @@ once more than planned.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.utils import checkpoint as library
 
-# Internals that `checkpoint` calls around the function, for either kind.
-_NON_REENTRANT_NAME, _REENTRANT_NAME = (
-    "_checkpoint_without_reentrant_generator",
-    "CheckpointFunction",
-)
+from gpumix.hardware.host.replaced_attributes import replace_attributes
 
 
 def _yield_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -32,12 +28,11 @@ class _DirectCall:
         return function(*args)
 
 
-@contextmanager
-def bypass_torch_checkpoint() -> Iterator[None]:
+def bypass_torch_checkpoint() -> AbstractContextManager[None]:
     """Make `torch.utils.checkpoint.checkpoint` call its function directly, in the body."""
-    before = vars(library)[_NON_REENTRANT_NAME], vars(library)[_REENTRANT_NAME]
-    vars(library).update({_NON_REENTRANT_NAME: _yield_once, _REENTRANT_NAME: _DirectCall})
-    try:
-        yield
-    finally:
-        vars(library).update({_NON_REENTRANT_NAME: before[0], _REENTRANT_NAME: before[1]})
+    # Internals that `checkpoint` calls around the function, for either kind.
+    return replace_attributes(
+        library,
+        _checkpoint_without_reentrant_generator=_yield_once,
+        CheckpointFunction=_DirectCall,
+    )

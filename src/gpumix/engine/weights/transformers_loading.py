@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from gpumix.engine.quantised.weight_formats import find_format
 from gpumix.engine.weights.file_parameter import FileParameter, ValueSource, set_source
 from gpumix.engine.weights.quantised_source import QuantisedSource
 from gpumix.engine.weights.safetensors_files import FileTensor, SafetensorsFiles
+from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.schema.errors import InputError
 
 EXTRA_STATE = "_extra_state"  # of a module's name
@@ -188,11 +189,13 @@ class LoadingRecorder:
         from transformers import core_model_loading as core
 
         with ExitStack() as stack:
-            stack.enter_context(replaced(core, "spawn_materialize", _spawn))
-            stack.enter_context(replaced(core, "tqdm", _without_bar))  # nothing is read yet
+            # No bar of progress: nothing is read yet.
+            stack.enter_context(
+                replace_attributes(core, spawn_materialize=_spawn, tqdm=_without_bar)
+            )
             for kind in (core.WeightRenaming, core.WeightConverter):
                 convert = partial(self._convert, kind.convert)
-                stack.enter_context(replaced(kind, "convert", _as_method(convert)))
+                stack.enter_context(replace_attributes(kind, convert=_as_method(convert)))
             found, _ = core.convert_and_load_state_dict_in_model(
                 model=self._model,
                 state_dict={n: LazyTensor(tensor) for n, tensor in files.tensors.items()},
@@ -345,14 +348,3 @@ def _skip_error() -> type[Exception]:
 def _only(value: Any) -> torch.Tensor:
     found: torch.Tensor = value[0] if isinstance(value, list) else value
     return found
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module or class inside the context."""
-    before = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

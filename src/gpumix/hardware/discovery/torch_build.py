@@ -112,7 +112,7 @@ def get_kernel_support(arches: tuple[str, ...], capability: str) -> str:
     Kernels run on equal major versions from their minor version on, PTX on all newer ones. With a
     letter suffix they run only on the exact capability or its family.
     """
-    wanted = _numbers(capability)
+    wanted = parse_version(capability)
     from_ptx = False
     for arch in arches:
         found = _ARCH.match(arch)
@@ -130,6 +130,7 @@ def get_kernel_support(arches: tuple[str, ...], capability: str) -> str:
     return "made" if from_ptx else "none"
 
 
-def _numbers(version: str) -> tuple[int, int]:
+def parse_version(version: str) -> tuple[int, int]:
+    """Return the major and the minor number of a version; 0 for a missing minor one."""
     parts = [int(part) for part in re.findall(r"\d+", version)[:2]]
     return parts[0], parts[1] if len(parts) > 1 else 0

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumix.hardware.emulation.flops import find_formula
 from gpumix.hardware.emulation.timeline import Timeline
+from gpumix.hardware.host.replaced_attributes import replace_attributes
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Runs an operation in a special way, given the operation and its arguments."""
@@ -54,8 +55,7 @@ class Pacer:
     def __enter__(self) -> Pacer:
         with ExitStack() as stack:
             for owner in _list_wait_classes():
-                stack.callback(setattr, owner, "wait", owner.wait)
-                owner.wait = self._paced_wait(owner.wait)
+                stack.enter_context(replace_attributes(owner, wait=self._paced_wait(owner.wait)))
             stack.enter_context(_PacingMode(self.timeline))
             self._stack = stack.pop_all()
         self.timeline.reset()

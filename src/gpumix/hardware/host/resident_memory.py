@@ -6,7 +6,6 @@ import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # of `clear_refs`
@@ -27,19 +26,15 @@ class PeakMemory:
     def __enter__(self) -> PeakMemory:
         with suppress(OSError):
             _CLEAR.write_text(_RESET_PEAK)
-        self._begin = _read("VmRSS") or _read_peak()
+        self._begin = _read("VmRSS") or read_peak_bytes()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.grown_bytes = max(0, _read_peak() - self._begin)
+    def __exit__(self, *_: object) -> None:
+        self.grown_bytes = max(0, read_peak_bytes() - self._begin)
 
 
-def _read_peak() -> int:
+def read_peak_bytes() -> int:
+    """Return the peak since the process started, or since the last `PeakMemory` began."""
     unit = 1 if sys.platform == "darwin" else 1024
     return _read("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from gpumix.engine.rehearsal.additivity import padding_counts
 from gpumix.engine.sharding.unit_discovery import has_trainable_parameters
 from gpumix.engine.weights.whole_values import check_has_been_read, read_all_values
 from gpumix.hardware.host.environment import get_local_world_size
+from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.integrations.accelerate.arguments import (
     bind_arguments,
@@ -529,12 +529,8 @@ class Accelerator(accelerate.Accelerator):
         """Save the model and its optimizer for a resume by any plan, and the rest as Accelerate
         does."""
         optimizer = self._only_optimizer("save_state")
-        optimizers: list[Any] = self._optimizers  # type: ignore[has-type]
-        self._optimizers = []
-        try:
+        with replace_attributes(self, _optimizers=[]):
             folder = super().save_state(output_dir, *args, **kwargs)
-        finally:
-            self._optimizers = optimizers
         self._saver.save(Path(folder), self._record.done, optimizer)
         self._record.checkpoint(self._record.done, Path(folder))
         return folder
@@ -544,12 +540,11 @@ class Accelerator(accelerate.Accelerator):
         given = find_newest_state(self.project_dir, named) if input_dir is None else input_dir
         folder = Path(given).expanduser()
         optimizer = self._only_optimizer("load_state")
-        optimizers, self._optimizers = self._optimizers, []
-        try:
-            with _forbid_pickled_code():
-                super().load_state(str(folder), *args, **kwargs)
-        finally:
-            self._optimizers = optimizers
+        with (
+            replace_attributes(self, _optimizers=[]),
+            replace_attributes(accelerator, load_custom_state=_load_registered),
+        ):
+            super().load_state(str(folder), *args, **kwargs)
         self._record.done = self._saver.load(folder, optimizer)
         for scheduler in self._schedulers:
             rates = zip(scheduler.optimizers[0].param_groups, scheduler.get_last_lr())
@@ -574,18 +569,8 @@ def _several_models() -> InputError:
     )
 
 
-@contextmanager
-def _forbid_pickled_code() -> Iterator[None]:
-    """Load states of registered objects without pickled code; Accelerate unpickles anything."""
-    unpickled = accelerator.load_custom_state
-    accelerator.load_custom_state = _load_registered
-    try:
-        yield
-    finally:
-        accelerator.load_custom_state = unpickled
-
-
 def _load_registered(obj: Any, path: str, index: int = 0) -> None:
+    """Load the state of a registered object without pickled code; Accelerate unpickles anything."""
     file = Path(path, f"custom_checkpoint_{index}.pkl")
     try:
         state = load(file, map_location="cpu", weights_only=True)

@@ -8,7 +8,7 @@ and the ranks' states are put together as torchmetrics does it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from gpumix.engine.comm.communicator import Communicator
+from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.schema.errors import InputError
 
 CALLED = ("forward", "update")
@@ -53,19 +54,12 @@ class StepMetrics:
         self._compares = compares
         for copy in () if compares else self._copies.values():
             copy.reset()
-        before: list[tuple[Metric, str, Any]] = []
-        for path, metric in self._module.named_modules():
-            if isinstance(metric, Metric):
-                before += [(metric, name, vars(metric).get(name)) for name in CALLED]
-                vars(metric).update(self._seen(path, metric, metric.forward, metric.update))
-        try:
+        with ExitStack() as stack:
+            for path, metric in self._module.named_modules():
+                if isinstance(metric, Metric):
+                    seen = self._seen(path, metric, metric.forward, metric.update)
+                    stack.enter_context(replace_attributes(metric, **seen))
             yield
-        finally:
-            for metric, name, own in before:
-                if own is None:
-                    del vars(metric)[name]
-                else:
-                    vars(metric)[name] = own
 
     def update(self, path: str, value: float, kind: str) -> None:
         """Update a metric with the number of a whole batch, on the first rank for all.

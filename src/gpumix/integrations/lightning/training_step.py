@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from gpumix.engine.engine import Engine
 from gpumix.engine.loss.chunked_head import expect_gradient
 from gpumix.engine.loss.reduction import ObjectiveWithRule, ReducedLoss, SummedLoss, integer_labels
 from gpumix.engine.rehearsal.additivity import padding_counts
+from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.integrations.accelerate.unlike_rows import check_row_independence
 from gpumix.integrations.common.forward import clone_inference_tensor, compute_by_place
@@ -28,7 +29,6 @@ from gpumix.integrations.lightning.combining import LoggedPart
 from gpumix.integrations.lightning.logging import MicroBatchLog, StepLogs, ignore_log
 from gpumix.schema.errors import InputError
 
-LABELS = "labels"
 TRAINING = "training_step"
 METRIC_METHODS = ("forward", "update")  # methods of a metric, which torchmetrics wraps per instance
 MOST_ATTEMPTS = 5  # to tell rules for a batch's logged values apart
@@ -260,16 +260,10 @@ class ModuleSteps:
     @contextmanager
     def _silence_logging(self) -> Iterator[None]:
         """Silence logging and metrics of the module inside the context."""
-        kept = _silence(self._module)
-        try:
+        with ExitStack() as stack:
+            for owner, silent in _list_silent_attributes(self._module):
+                stack.enter_context(replace_attributes(owner, **silent))
             yield
-        finally:
-            for module, before in kept:
-                for name, value in before.items():
-                    if value is None:
-                        vars(module).pop(name, None)
-                    else:
-                        vars(module)[name] = value
 
     def _inner(self, model: nn.Module) -> nn.Module:
         """Return transformers' model inside the module; without any, the module."""
@@ -283,7 +277,8 @@ class ModuleSteps:
         if model._trainer is not None:
             return
         model.trainer = self._trainer
-        _silence(model)
+        for owner, silent in _list_silent_attributes(model):
+            vars(owner).update(silent)
 
 
 def _samples(batch: Any) -> Tensor:
@@ -292,17 +287,11 @@ def _samples(batch: Any) -> Tensor:
     return torch.full((), count_samples(batch), device=device)
 
 
-def _silence(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Silence logging and metrics of a module; return the replaced attributes."""
-    before: list[tuple[nn.Module, dict[str, Any]]] = []
-    for metric in module.modules():
-        if isinstance(metric, Metric):
-            before.append((metric, {name: vars(metric).get(name) for name in METRIC_METHODS}))
-            for name in METRIC_METHODS:
-                setattr(metric, name, _nothing)
-    before.append((module, {"log": vars(module).get("log")}))
-    module.log = ignore_log  # type: ignore[assignment]
-    return before
+def _list_silent_attributes(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Return the objects that log, metrics and the module itself, each with silent attributes."""
+    silent = dict.fromkeys(METRIC_METHODS, _nothing)
+    metrics = [one for one in module.modules() if isinstance(one, Metric)]
+    return [*((metric, silent) for metric in metrics), (module, {"log": ignore_log})]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> Tensor:

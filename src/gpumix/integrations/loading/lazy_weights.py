@@ -7,7 +7,7 @@ No process makes the whole model. Once a plan is made, each rank reads the parts
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from gpumix.engine.weights.safetensors_files import (
     find_snapshot,
     make_pickle_error,
 )
-from gpumix.engine.weights.transformers_loading import LoadingRecorder, replaced
+from gpumix.engine.weights.transformers_loading import LoadingRecorder
+from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.integrations.common.optional_dependency import require_attributes, require_packages
 from gpumix.integrations.loading.missing_parameters import on_host
 from gpumix.integrations.loading.peft_layers import teach_peft
@@ -80,11 +81,11 @@ def lazy_weights() -> Iterator[None]:
     require_attributes(PreTrainedModel, [LOAD, INITIALISE], package="transformers", tested=TESTED)
     teach_peft()
     teach_transformers()
-    load = partial(_load, getattr(PreTrainedModel, LOAD))
-    initialise = partialmethod(_initialise, getattr(PreTrainedModel, INITIALISE))
-    with ExitStack() as stack:
-        stack.enter_context(replaced(PreTrainedModel, LOAD, staticmethod(load)))
-        stack.enter_context(replaced(PreTrainedModel, INITIALISE, initialise))
+    ours = {
+        LOAD: staticmethod(partial(_load, getattr(PreTrainedModel, LOAD))),
+        INITIALISE: partialmethod(_initialise, getattr(PreTrainedModel, INITIALISE)),
+    }
+    with replace_attributes(PreTrainedModel, **ours):
         try:
             yield
         except SafetensorError as error:  # by transformers itself, which looks for a dtype

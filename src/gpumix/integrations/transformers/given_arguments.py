@@ -7,11 +7,12 @@ trackers and saved files see the given arguments.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.integrations.common.plan_and_shard import get_world_size
-from gpumix.integrations.transformers.arguments import COUNTS, FOLDED, fold_accumulation
+from gpumix.integrations.transformers.arguments import FOLDED, fold_accumulation
 
 _ABSENT = object()
 
@@ -42,31 +43,21 @@ class FoldedArgumentsMixin:
             self._copy_changes(self.args, given)
             self.args, self._given_args = given, None
 
-    @contextmanager
-    def _unfolded(self) -> Iterator[None]:
+    def _unfolded(self) -> AbstractContextManager[None]:
         """Use the given arguments inside the context."""
-        now = self.args
-        self.args = self._user_args
-        try:
-            yield
-        finally:
-            self.args = now
+        return replace_attributes(self, args=self._user_args)
 
-    @contextmanager
-    def _given_counts(self) -> Iterator[None]:
+    def _given_counts(self) -> AbstractContextManager[None]:
         """Use the given number of accumulation steps inside the context, and the samples of a batch
         of all processes as those of one process."""
-        before = {name: getattr(self.args, name) for name in COUNTS}
         given = self._given_args
-        if given is not None:
-            self.args.gradient_accumulation_steps = given.gradient_accumulation_steps
-            samples = given.per_device_train_batch_size * get_world_size()
-            self.args.per_device_train_batch_size = samples
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                setattr(self.args, name, value)
+        if given is None:
+            return nullcontext()
+        return replace_attributes(
+            self.args,
+            gradient_accumulation_steps=given.gradient_accumulation_steps,
+            per_device_train_batch_size=given.per_device_train_batch_size * get_world_size(),
+        )
 
     def _call_callbacks(self, call: Any, event: str, args: Any, *more: Any, **kwargs: Any) -> Any:
         given = self._given_args

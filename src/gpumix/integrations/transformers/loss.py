@@ -28,6 +28,7 @@ from gpumix.engine.batch.batch_split import IGNORED_LABEL, LABELS, count_samples
 from gpumix.engine.batch.ragged_batch import to_model_inputs
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.loss.reduction import ReducedLoss, integer_labels
+from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.integrations.common.gather import gather_texts
 from gpumix.integrations.transformers.step_logs import collect_logs
 
@@ -190,17 +191,13 @@ class TrainerLoss(ReducedLoss):
         by which they may divide terms: 1 if the loss divides by the number of labels of all steps,
         else the user's."""
         trainer = self._trainer
-        before = getattr(trainer, "current_gradient_accumulation_steps", 1)
         steps = 1 if self._takes_items else self._count_steps()
-        trainer.current_gradient_accumulation_steps = steps
-        try:
-            with (
-                disable_gathering(trainer.accelerator),
-                nullcontext() if self._takes_items else trainer._given_counts(),
-            ):
-                yield
-        finally:
-            trainer.current_gradient_accumulation_steps = before
+        with (
+            replace_attributes(trainer, current_gradient_accumulation_steps=steps),
+            disable_gathering(trainer.accelerator),
+            nullcontext() if self._takes_items else trainer._given_counts(),
+        ):
+            yield
 
     def _needs_items(self, batch: Any) -> bool:
         """Return True if a user's loss function receives the number of labels, as in transformers.
@@ -340,27 +337,23 @@ def disable_gathering(accelerator: Any) -> Iterator[None]:
     """Replace gathering from all ranks by local values, inside the context: ranks compute different
     numbers of micro-batches, and none may wait for another. Some losses of transformers ask
     Accelerate's state for other processes, for example to count boxes."""
-    before = {name: vars(accelerator).get(name) for name in GATHERING_METHODS}
-    vars(accelerator).update(dict.fromkeys(GATHERING_METHODS, _return_unchanged))
+    local = dict.fromkeys(GATHERING_METHODS, _return_unchanged)
     of_all = vars(PartialState)["_shared_state"]  # by `vars`: it is a descriptor
     states = [of_all, vars(AcceleratorState)["_shared_state"]]  # of all objects of the classes
     numbers = [state.get(PROCESSES) for state in states]
     for state, number in zip(states, numbers):
         if number is not None:
             state[PROCESSES] = 1  # losses that ranks average are multiplied by it
-    PartialState._shared_state = {}
     try:
-        yield
+        with (
+            replace_attributes(accelerator, **local),
+            replace_attributes(PartialState, _shared_state={}),
+        ):
+            yield
     finally:
-        PartialState._shared_state = of_all
         for state, number in zip(states, numbers):
             if number is not None:
                 state[PROCESSES] = number
-        for name, own in before.items():
-            if own is None:
-                delattr(accelerator, name)
-            else:
-                setattr(accelerator, name, own)
 
 
 def _return_unchanged(value: Any, *args: Any, **kwargs: Any) -> Any:

@@ -37,6 +37,7 @@ from gpumix.engine.unit.inter_unit_backward import GradientTarget, InterUnitGrap
 from gpumix.engine.unit.regional_compile import compile_units, get_uncompiled_forward
 from gpumix.engine.unit.sharded_units import ShardedUnit, Storage, make_standalone_unit
 from gpumix.engine.unit.unit_call import UnitBoundary, cast_floating, divide_call_inputs
+from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.profiler.compute.call_order import CallOrder
 from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, KernelSettings
@@ -142,15 +143,11 @@ class UnitFixture:
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
         """Run units uncompiled in a `with` block."""
-        units = list(self.of_kind.values())
-        before = [unit.forward for unit in units]
-        for unit in units:
-            unit.forward = get_uncompiled_forward(unit)
-        try:
+        with ExitStack() as stack:
+            for unit in self.of_kind.values():
+                forward = get_uncompiled_forward(unit)
+                stack.enter_context(replace_attributes(unit, forward=forward))
             yield
-        finally:
-            for unit, forward in zip(units, before):
-                unit.forward = forward
 
     def head_in_chunks(self) -> AbstractContextManager[None]:
         """Chunk the head and its loss in a `with` block, if the model supports it:

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import util
@@ -46,6 +46,7 @@ from gpumix.train.processes.stop_signals import (
     StopRequest,
     asks_immediate_end,
     get_handled_signals,
+    handle_signals,
 )
 
 LOOPBACK = "127.0.0.1"
@@ -188,25 +189,16 @@ def loopback_store() -> Iterator[tuple[Any, int]]:
         yield store, port
 
 
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
+def _interrupts_ignored() -> AbstractContextManager[None]:
     """Ignore SIGINT and SIGHUP, which reach the whole process group, in processes started in the
     block and their children. Ranks take Ctrl-C once ready for it; their launcher forwards a hangup
     of the terminal."""
-    if not _in_main_thread():
-        yield
-        return
-    ignored = (signal.SIGINT, signal.SIGHUP)
-    before = {one: signal.signal(one, signal.SIG_IGN) for one in ignored}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+    return handle_signals([signal.SIGINT, signal.SIGHUP], signal.SIG_IGN)
 
 
-@contextmanager
-def _forward_stops(children: list[_RankProcess], stop: StopTime | None) -> Iterator[None]:
+def _forward_stops(
+    children: list[_RankProcess], stop: StopTime | None
+) -> AbstractContextManager[None]:
     """Note the first Ctrl-C or SIGTERM and forward it to `children`; a later Ctrl-C raises
     KeyboardInterrupt, as does the first without `stop`."""
 
@@ -220,16 +212,7 @@ def _forward_stops(children: list[_RankProcess], stop: StopTime | None) -> Itera
         for child in children:
             child.ask_to_stop()
 
-    before = {s: signal.signal(s, take) for s in get_handled_signals()} if _in_main_thread() else {}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+    return handle_signals(get_handled_signals(), take)
 
 
 @dataclass

@@ -7,7 +7,8 @@ import signal
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -26,6 +27,23 @@ def get_handled_signals() -> list[signal.Signals]:
     """Return the signals to handle; under nohup a closing terminal ends nothing."""
     kept = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
     return [one for one in SIGNALS if one not in kept]
+
+
+@contextmanager
+def handle_signals(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], Any] | int
+) -> Iterator[None]:
+    """Handle signals by `handler` inside the block. Only the main thread can; others change
+    nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handled in before.items():
+            signal.signal(number, handled)
 
 
 class StopRequest:

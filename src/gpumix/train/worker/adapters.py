@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from gpumix.engine.model.adapters import RowLengths
 from gpumix.engine.quantised.linear_layers import is_linear, quantise_linear_layers
 from gpumix.engine.sharding.unit_discovery import split_into_units
+from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.schema.errors import InputError, MachineError, get_first_line
 from gpumix.schema.job.job import ModelSpec
 
@@ -89,20 +89,13 @@ def _import_peft() -> Any:
     return peft
 
 
-@contextmanager
-def _lengths_of_rows_later() -> Iterator[None]:
+def _lengths_of_rows_later() -> AbstractContextManager[None]:
     """Let DoRA's layers be made without the weights whose rows' lengths they begin with: these are
     computed when initial values are read."""
     from peft.tuners.lora.dora import DoraLinearLayer
-
-    before = DoraLinearLayer.update_layer
 
     def make(self: Any, *, base_layer: Any, lora_A: Any, lora_B: Any, **_: Any) -> None:
         rows = torch.empty(lora_B.shape[0], device="meta", dtype=lora_B.dtype)
         self.weight = RowLengths.of(base_layer, rows)
 
-    setattr(DoraLinearLayer, "update_layer", make)  # noqa: B010 - mypy takes it for a method
-    try:
-        yield
-    finally:
-        setattr(DoraLinearLayer, "update_layer", before)  # noqa: B010
+    return replace_attributes(DoraLinearLayer, update_layer=make)

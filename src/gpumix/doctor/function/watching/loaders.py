@@ -95,7 +95,6 @@ class _LoaderRecord:
             "workers": loader.num_workers,
             "batch_size": loader.batch_size,
             "persistent": loader.persistent_workers,
-            "pinned": loader.pin_memory,
             "streams": isinstance(loader.dataset, IterableDataset),
         }
 
@@ -107,7 +106,6 @@ class _LoaderRecord:
             "workers": loader.setting.workers,
             "batch_size": None,
             "persistent": True,
-            "pinned": True,
             "streams": False,
             "tunes": True,
             "limit": loader.limit,

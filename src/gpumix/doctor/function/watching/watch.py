@@ -4,8 +4,6 @@ window, with and without a change, at equal cost."""
 from __future__ import annotations
 
 import inspect
-import os
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +26,7 @@ from gpumix.doctor.function.watching.steps import StepCounter
 from gpumix.hardware import runtime
 from gpumix.hardware.host.cpu import count_cores, has_bf16
 from gpumix.hardware.host.environment import has_cpp_compiler, host_memory_bytes
+from gpumix.hardware.host.resident_memory import read_peak_bytes
 
 # Process-wide settings, and the torch function setting each.
 SETTERS = {
@@ -195,5 +194,4 @@ def _retries() -> int:
 def _memory_share(cuda: bool) -> float:
     if cuda:
         return runtime.peak_allocated_bytes() / runtime.free_and_total_bytes()[1]
-    unit = 1 if os.uname().sysname == "Darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / host_memory_bytes()
+    return read_peak_bytes() / host_memory_bytes()
