@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property, partial
 
+from gpumix.cost.loading_memory import check_room_for_loading
 from gpumix.planner.baselines.best_subset import iterate_class_requests, plan_best_subset
 from gpumix.planner.common.strategy import (
     PlanRequest,
@@ -42,6 +43,7 @@ def plan_fastest(profile: Profile, request: PlanRequest) -> Plan:
     Raises:
         InputError: the request names devices unknown to the profile.
         NoFeasiblePlanError: the devices cannot hold the state and the batch.
+        LoadingMemoryError: a host lacks the memory to read the weights.
     """
     return FastestPlans(profile, request).plan()
 
@@ -75,6 +77,7 @@ class FastestPlans:
         """Return the fastest plan; see `plan_fastest`."""
         if isinstance(self._found, GpumixError):
             raise self._found
+        check_room_for_loading(self.profile, self._found)
         return self._found
 
     @cached_property

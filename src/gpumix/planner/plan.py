@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Literal
 
+from gpumix.cost.loading_memory import check_room_for_loading
 from gpumix.cost.predict import predict_step_seconds
 from gpumix.planner.baselines.best_subset import plan_best_subset
 from gpumix.planner.baselines.cephalo import plan_cephalo
@@ -47,6 +48,17 @@ from gpumix.schema.profile.profile import Profile
 from gpumix.schema.units import LARGEST_BATCH
 
 
+def _check_loading(strategy: Strategy) -> Strategy:
+    """Wrap a strategy, to refuse plans whose weights cannot be read."""
+
+    def planned(profile: Profile, request: PlanRequest) -> Plan:
+        found = strategy(profile, request)
+        check_room_for_loading(profile, found)
+        return found
+
+    return planned
+
+
 def _refuse_stage_choice(strategy: Strategy) -> Strategy:
     """Wrap a strategy with a fixed number of stages, to refuse `min_pipeline_stages`."""
 
@@ -54,12 +66,12 @@ def _refuse_stage_choice(strategy: Strategy) -> Strategy:
         refuse_least_stages(request.space)
         return strategy(profile, request)
 
-    return planned
+    return _check_loading(planned)
 
 
 STRATEGIES: dict[str, Strategy] = {
     "optimal": account_for_input(plan_fastest),
-    "staged": account_for_input(plan_staged),
+    "staged": account_for_input(_check_loading(plan_staged)),
     "model": _refuse_stage_choice(plan_naive_model_parallel),
     "undivided": _refuse_stage_choice(plan_undivided),
     "even": _refuse_stage_choice(plan_even),
@@ -111,6 +123,7 @@ def plan(
     Raises:
         InputError: there is no such strategy, or the profile does not fit the request.
         NoFeasiblePlanError: no plan of this strategy fits the devices.
+        LoadingMemoryError: a host lacks the memory to read the weights.
     """
     check_strategy(strategy)
     if not 1 <= global_batch_size <= LARGEST_BATCH:
