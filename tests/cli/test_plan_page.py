@@ -343,6 +343,14 @@ def test_what_needs_torch_says_how_to_install_it(tmp_path):
     assert 'pip install "gpumix[transformers]"' in done.stderr
 
 
+@pytest.mark.parametrize("verb", ["plan", "compare"])
+def test_a_host_without_the_memory_to_read_weights_is_refused(verb):
+    asked = ("--cluster", "2x rtx4090, 2x rtx3060", "--model", "7B", "--lora", "16")
+    done = gpumix(verb, *asked, "--base", "nf4", "--ram", "1GiB")
+    assert done.exit_code == 4
+    assert "of RAM while weights load" in done.stderr and "fix: use fewer devices" in done.stderr
+
+
 # -- of a job --------------------------------------------------------------------------------------
 
 
@@ -393,7 +401,7 @@ def test_next_commands_of_a_job_keep_what_was_given(measured_job, tmp_path, monk
     assert compare == ["gpumix", "compare", *job, "--profile", str(profile)]
     assert plan == ["gpumix", "plan", *job, "--profile", str(profile), *chosen, "--verbose"]
     written = tmp_path / "it.json"
-    train, *_ = next_commands(page(*asked, "--output", written))
+    train, *_ = next_commands(page(*asked, "--set", "strategy=even", "--output", written))
     assert train == ["gpumix", "train", *job, "--plan", str(written)]
 
 

@@ -22,7 +22,7 @@ from gpumix.cli.planning.profile_source import (
     add_planning_options,
     get_profile_path,
 )
-from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.errors import LoadingMemoryError, NoFeasiblePlanError
 from gpumix.schema.reading.error_location import locate_errors
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ def plan(
                 detailed=verbose or as_json or output is not None,
             )
     except NoFeasiblePlanError as error:
-        if source.estimate is None or source.strategy != "optimal":
+        without = source.estimate is None or source.strategy != "optimal"
+        if without or isinstance(error, LoadingMemoryError):
             raise
         _print_shortfall(source, error, as_json)
         raise typer.Exit(error.exit_code) from None
@@ -119,14 +120,14 @@ def _next_for_job(
     """Return the commands that come next for a job, with what was given to this one. Cards that
     are only named cannot train."""
     from gpumix.hardware.host.environment import allowed_by_environment
-    from gpumix.schema.reading.overrides import name_job
+    from gpumix.schema.reading.overrides import name_job, parse_key
 
     assert asked.job is not None
     is_estimate = asked.cluster is not None and not is_cluster_file(asked.cluster)
-    trained = [name_job(asked.job, asked.overrides)]
-    trained += [join(["--cluster", asked.cluster])] if asked.cluster is not None else []
+    others = [join(["--cluster", asked.cluster])] if asked.cluster is not None else []
     always = allowed_by_environment()
-    trained += [join(["--allow", name]) for name in asked.allowed if name not in always]
+    others += [join(["--allow", name]) for name in asked.allowed if name not in always]
+    trained = [name_job(asked.job, asked.overrides), *others]
     planned = [*trained]
     planned += [join(["--network", asked.network])] if asked.network is not None else []
     planned += [join(["--profile", str(asked.profile)])] if asked.profile is not None else []
@@ -142,7 +143,10 @@ def _next_for_job(
             if output is None:
                 keep = ["gpumix plan", *planned, *chosen, "--output", file]
                 commands.append((keep, "write this plan"))
-            commands.append((["gpumix train", *trained, "--plan", file], told))
+            # A plan has its strategy.
+            sets = [one for one in asked.overrides if parse_key(one) != "strategy"]
+            job = name_job(asked.job, sets)
+            commands.append((["gpumix train", job, *others, "--plan", file], told))
     commands += [
         (["gpumix compare", *planned], "what other strategies would give"),
         (["gpumix plan", *planned, *chosen, "--verbose"], "bounds, alternatives, every device"),
