@@ -154,7 +154,7 @@ def test_a_wrong_answer_is_asked_for_again(desk, monkeypatch):
     answers = "1M\n20M\ntextz\ntexts\nnone.yaml\nauto\nruns/mine\n"
     done = CliRunner().invoke(app, ["init"], input=answers)
     assert done.exit_code == 0, done.output
-    told = init.sys.stderr.getvalue()
+    told = done.stderr
     for problem in ("no model of 1 M parameters", "no such file or folder", "no such cluster file"):
         assert problem in told
     job = read_job(desk / "job.yaml")
