@@ -347,6 +347,8 @@ def test_times_of_a_machine_that_was_busy_are_kept_with_their_doubt_for_an_hour(
     write_job(tmp_path, cluster=EMULATED)
     told = measure_here(tmp_path, lambda clock: clock.spend(stall_s))
     assert any("busy while it measured one" in line for line in told) == bool(stall_s)
+    again = measure_here(tmp_path, lambda clock: None)
+    assert any("were kept" in line for line in again) == bool(stall_s)
     found = cache(tmp_path)
     assert found.missing() == []
     profile = found.without_inputs()
