@@ -132,6 +132,16 @@ def test_an_even_split_that_is_too_full_is_compared_in_passes():
     assert f"{step_s / plan.prediction.step_s:.1f}x as fast as an even split" in page(*asked)
 
 
+def test_the_gain_is_over_an_even_split_without_the_oldest_card():
+    asked = ("--cluster", "rtx4090, 2x rtx3090, p40", "--model", "1B", "--global-batch-size", "32")
+    plan = Plan.model_validate_json(gpumix("plan", *asked, "--json").stdout)
+    told = {other.strategy: other for other in plan.reasons.alternatives}
+    assert told["even without p40"].step_s < told["even"].step_s
+    times = told["even without p40"].step_s / plan.prediction.step_s
+    first = page(*asked).splitlines()[1]
+    assert first == f"{times:.1f}x as fast as an even split (as by FSDP or DeepSpeed) without P40."
+
+
 def test_one_gpu_is_compared_with_no_split():
     assert "even split" not in page(*ASKED["one card"])
 

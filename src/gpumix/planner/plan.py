@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from typing import Literal
 
+from gpumix.cost.device_alone import compute_ideal_samples_per_s
 from gpumix.cost.loading_memory import check_room_for_loading
 from gpumix.cost.predict import predict_step_seconds
 from gpumix.planner.baselines.best_subset import plan_best_subset
@@ -36,6 +37,7 @@ from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
 from gpumix.schema.plan.dtypes import explain_compute_dtype, get_dtype_support
 from gpumix.schema.plan.explanation import (
+    EVEN_WITHOUT_PREFIX,
     SINGLE_CLASS_PREFIX,
     Bottlenecks,
     DtypeReason,
@@ -170,7 +172,7 @@ def plan(
         and len(chosen.stages) == 1
         and not (chosen.in_teams or slow_hosts)  # else the search's times are not the plan's
         else (),
-        alternatives=(*others, *single),
+        alternatives=(*others, *_find_even_on_fewer(profile, request, chosen), *single),
     )
     return chosen.model_copy(update={"reasons": reasons})
 
@@ -241,6 +243,32 @@ def _explain_even_in_passes(
     step_s = passes * get_prediction(part).step_s
     compared = compare_step_times(step_s, get_prediction(chosen).step_s)
     return RejectedPlan(strategy="even", step_s=step_s, why=describe_passes(passes, part, compared))
+
+
+def _find_even_on_fewer(
+    profile: Profile, request: PlanRequest, chosen: Plan
+) -> Iterator[RejectedPlan]:
+    """Yield the fastest even split without the slowest GPU types, if any fits: nobody would put the
+    oldest card into one. Of two types each is compared alone already."""
+    devices = ranked_devices(profile, request)
+    names = sorted(
+        {device.device_class for device in devices},
+        key=lambda name: (compute_ideal_samples_per_s(profile, name), name),
+    )
+    fastest: RejectedPlan | None = None
+    for count in range(1, len(names) - 1):
+        left_out = names[:count]
+        kept = tuple(device.id for device in devices if device.device_class not in left_out)
+        fewer = request.model_copy(update={"devices": kept})
+        found = _alternative("even", partial(STRATEGIES["even"], profile, fewer), chosen)
+        if _lacks_room(found):
+            found = _explain_even_in_passes(profile, fewer, chosen) or found
+        step_s = found.step_s
+        if step_s is not None and (fastest is None or step_s < (fastest.step_s or 0.0)):
+            name = EVEN_WITHOUT_PREFIX + ", ".join(left_out)
+            fastest = found.model_copy(update={"strategy": name})
+    if fastest is not None:
+        yield fastest
 
 
 def find_in_passes(name: str, profile: Profile, request: PlanRequest) -> tuple[int, Plan] | None:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from gpumix.schema.value import Value
 
 SINGLE_CLASS_PREFIX = "only "  # before the class name: strategy of an alternative on one class
+EVEN_WITHOUT_PREFIX = "even without "  # before the class names: an even split of the others
 
 
 class RejectedPlan(Value):

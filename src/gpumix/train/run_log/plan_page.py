@@ -15,7 +15,12 @@ from rich.text import Text
 from gpumix.cost.input_time import MIN_STARVED_SHARE
 from gpumix.hardware.estimates.estimate import list_assumed_classes
 from gpumix.hardware.estimates.gpu_catalogue import shorten_product
-from gpumix.schema.plan.explanation import SINGLE_CLASS_PREFIX, Reasons, RejectedPlan
+from gpumix.schema.plan.explanation import (
+    EVEN_WITHOUT_PREFIX,
+    SINGLE_CLASS_PREFIX,
+    Reasons,
+    RejectedPlan,
+)
 from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.schema.profile.profile import Profile
@@ -150,8 +155,10 @@ def _headline(plan: Plan, expected: Prediction, begins: str, doubt: str) -> list
 def _gains(plan: Plan, expected: Prediction, reasons: Reasons) -> Iterator[Line]:
     """Yield the gain over an even split, and over each GPU type alone."""
     others = {other.strategy: other for other in reasons.alternatives}
-    if (even := others.get("even")) is not None and len(plan.workers) > 1:
-        yield from _against_even(even, expected.step_s)
+    every = [o for n, o in others.items() if n == "even" or n.startswith(EVEN_WITHOUT_PREFIX)]
+    if every and len(plan.workers) > 1:
+        fastest = min(every, key=lambda even: even.step_s or float("inf"))
+        yield from _against_even(fastest, expected.step_s)
     if (best := others.get("optimal")) is not None and best.step_s is not None:
         times = expected.step_s / best.step_s if best.step_s > 0 else 1.0
         if times >= WORTH_TELLING:
@@ -160,15 +167,17 @@ def _gains(plan: Plan, expected: Prediction, reasons: Reasons) -> Iterator[Line]
 
 
 def _against_even(even: RejectedPlan, step_s: float) -> Iterator[Line]:
+    left_out = even.strategy.removeprefix(EVEN_WITHOUT_PREFIX)
     split = "an even split (as by FSDP or DeepSpeed)"
+    if left_out != even.strategy:
+        split += f" without {', '.join(map(shorten_product, left_out.split(', ')))}"
     if even.step_s is None:
-        yield f"With {split} it does not fit.", "green"
-        return
-    times = even.step_s / step_s if step_s > 0 else 1.0
-    if times >= WORTH_TELLING:
-        yield f"{times:.1f}x as fast as {split}.", "green"
+        text, style = f"With {split} it does not fit.", "green"
+    elif (times := even.step_s / step_s if step_s > 0 else 1.0) >= WORTH_TELLING:
+        text, style = f"{times:.1f}x as fast as {split}.", "green"
     else:
-        yield f"No faster than {split}: FSDP2 does as well here.", "yellow"
+        text, style = f"No faster than {split}: FSDP2 does as well here.", "yellow"
+    yield from ((line, style) for line in wrap_line(text))
 
 
 def _against_single_types(
