@@ -337,4 +337,4 @@ def test_what_needs_torch_says_how_to_install_it(tmp_path):
     done = without_torch("profile", str(job), "--set", "advanced.profile_cache=cache")
     assert done.returncode == 3, done.stderr
     assert "needs torch, which is not installed" in done.stderr
-    assert 'pip install "gpumix[transformers]"' in done.stderr
+    assert 'pip install ".[transformers]"' in done.stderr

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from gpumix.schema.errors import InputError, MachineError
+from gpumix.schema.errors import InputError, MachineError, format_install_command
 from gpumix.schema.files import read_bytes, read_text
 
 # Names of the token that ends a document in well-known vocabularies.
@@ -146,7 +146,7 @@ def _parse(content: bytes, file: Path) -> Any:
         raise MachineError(
             "a tokenizer file needs the package 'tokenizers', which is not installed",
             where=str(file),
-            fix="pip install 'gpumix[transformers]'",
+            fix=format_install_command("transformers"),
         ) from error
     try:
         parsed = Parser.from_str(content.decode())
