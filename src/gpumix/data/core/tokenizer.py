@@ -106,7 +106,7 @@ class FileTokenizer:
                 where=str(file),
                 fix="set `tokenizer:` to 'bytes', a tokenizer.json or a folder that holds one",
             ) from error
-        self._tokenizer = _parse(content, file)
+        self._tokenizer = parse_tokenizer(content, file)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise InputError(
@@ -138,8 +138,13 @@ def choose_token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
-def _parse(content: bytes, file: Path) -> Any:
-    """Return the `tokenizers.Tokenizer` in `content`, without truncation and padding."""
+def parse_tokenizer(content: bytes, file: Path) -> Any:
+    """Return the `tokenizers.Tokenizer` in `content`, without truncation and padding.
+
+    Raises:
+        InputError: it is no tokenizer.
+        MachineError: the package `tokenizers` is not installed.
+    """
     try:
         from tokenizers import Tokenizer as Parser
     except ImportError as error:
