@@ -159,6 +159,11 @@ def test_what_does_not_fit_says_what_would_and_it_does(arguments):
     assert told["error"] == "NoFeasiblePlanError" and told["exit_code"] == 4
     ways = [way for way in told["ways_out"] if way["change"].startswith("--")]
     assert any(way["fits"] for way in ways)
+    said = " ".join(done.stdout.split())
+    (ram,) = [way["change"].split()[1] for way in ways if way["change"].startswith("--ram")] or [""]
+    short = f"What is short is free system RAM: offloading the rest takes {ram[:-3]} GiB in a host."
+    total = sum(told["usable_bytes"].values())  # one of each type
+    assert (short in said) is bool(ram and told["state_bytes"] >= total)
     for way in ways:
         assert way["change"] in done.stdout
         options = shlex.split(way["change"].partition(",")[0])
