@@ -343,3 +343,11 @@ def test_what_needs_torch_says_how_to_install_it(tmp_path):
     assert done.returncode == 3, done.stderr
     assert "needs torch, which is not installed" in done.stderr
     assert 'pip install ".[transformers]"' in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["plan", "compare"])
+def test_a_host_without_the_memory_to_read_weights_is_refused(verb):
+    asked = ("--cluster", "2x rtx4090, 2x rtx3060", "--model", "7B", "--lora", "16")
+    done = gpumix(verb, *asked, "--base", "nf4", "--ram", "1GiB")
+    assert done.exit_code == 4
+    assert "of RAM while weights load" in done.stderr and "fix: use fewer devices" in done.stderr

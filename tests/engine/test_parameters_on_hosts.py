@@ -300,7 +300,7 @@ def test_a_plan_that_keeps_more_than_is_free_is_refused_on_every_rank():
     told = Prediction(step_s=3.0, tokens_per_s=1.0, exposed_communication_s=0.0, workers=kept)
     plan = plan.model_copy(update={"prediction": told})
     for error in run_ranks(_prepare_by, 2, plan.model_dump_json()):
-        assert "the plan keeps 2048.0 TiB in the memory of host 'localhost'" in error
+        assert "the plan takes 2048.0 TiB of the memory of host 'localhost'" in error
 
 
 def _step_without(dead):

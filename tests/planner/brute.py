@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from profiles import Card, Network, block, curve, profile, root
 
 from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.cost.peak_memory import Activations, free_bytes
 from gpumix.cost.step_time import can_predict_mode, exposed_seconds, pass_seconds
 from gpumix.planner.common.device_pool import Fleet
@@ -117,7 +118,7 @@ def _options(setting: ShardingSetting, name: str, batch: int, ranks: int, cut: C
     """Every way in which a device of the class can run 0 to `batch` samples and still fit, but for
     those that another one with as many samples beats."""
     model, free = setting.profile.model_of(name), free_bytes(setting.profile, name)
-    host_bytes = setting.profile.of_class(name).host_bytes
+    host_bytes = find_room_on_host(setting.profile, name)
     sizes = [(0, 0)]
     sizes += [
         (b, m)

@@ -9,6 +9,7 @@ from random import Random
 
 from pydantic import ValidationError
 
+from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.cost.predict import predict
 from gpumix.cost.step_time import can_keep_state_on_host, can_predict_mode
 from gpumix.planner.common.strategy import PlanRequest, is_within_memory
@@ -79,7 +80,7 @@ class OneStageClimb:
         )
 
     def _has_host_memory(self, plan: Plan, expected) -> bool:
-        limits = (self._profile.of_class(w.device_class).host_bytes for w in plan.workers)
+        limits = (find_room_on_host(self._profile, w.device_class) for w in plan.workers)
         return all(
             limit is None or told.host_bytes <= limit
             for limit, told in zip(limits, expected.workers)

@@ -15,6 +15,7 @@ from naive import moments_bytes, worker_seconds
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
+from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.schema.plan.dtypes import choose_communication_dtype
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode, Stage, Worker
@@ -208,7 +209,8 @@ def _capacity(
         )
         for share in (0.0, 1.0)
     )
-    if of.host_bytes is not None and max(host for _, host in none) > of.host_bytes:
+    room = find_room_on_host(profile, of.device_class)
+    if room is not None and max(host for _, host in none) > room:
         return -1.0
     ends = [(empty, full) for (empty, _), (full, _) in zip(none, whole)]
     if max(empty for empty, _ in ends) > usable:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.cost.network.collective_times import CollectiveSeconds, make_free_collectives
 from gpumix.cost.peak_memory import Activations, free_bytes
 from gpumix.cost.step_time import pass_seconds
@@ -60,7 +61,7 @@ def ways(profile: Profile, batch: int, space: Space) -> Iterator[tuple[ShardingS
 def room(setting: ShardingSetting, name: str, mode: Mode, samples: int, micro_batch: int) -> float:
     """The largest share that a device has room for; -1 if none."""
     micro = MicroBatches.of([samples], [micro_batch])
-    host = setting.profile.of_class(name).host_bytes
+    host = find_room_on_host(setting.profile, name)
     held = Activations(setting.profile.model_of(name), micro, mode)
     capacity = setting.memory.demands(held).capacity(free_bytes(setting.profile, name), host)
     if setting.zero_stage == 0:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from gpumix.cost.loading_memory import compute_loading_bytes
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.cluster.network import Network as StatedNetwork
 from gpumix.schema.curve import Curve
@@ -61,7 +62,7 @@ class Card:
     largest: int | None = None
     accelerator: str = "cpu"
     host_copy: Curve | None = None
-    host_bytes: int | None = None
+    host_bytes: int | None = None  # beyond what reading weights takes
     host_optimizer_s_per_element: float | None = None
     chunked_head: Curve | None = None
     per_host: int = 0  # 0: all on one host, with all other cards
@@ -183,6 +184,7 @@ def profile(
         kinds=tuple(kinds) or (block(),),
         root=root_unit or root(),
     )
+    loading = compute_loading_bytes(first)
     return Profile(
         sequence_length=128,
         optimizer_bytes_per_element=8,
@@ -211,7 +213,7 @@ def profile(
                 framework_bytes=c.framework,
                 largest_micro_batch=c.largest,
                 host_copy=c.host_copy,
-                host_bytes=c.host_bytes,
+                host_bytes=None if c.host_bytes is None else c.host_bytes + loading,
                 host_optimizer_s_per_element=c.host_optimizer_s_per_element,
                 chunked_head=c.chunked_head,
                 compute_dtype=of_card,

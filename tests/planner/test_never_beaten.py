@@ -14,6 +14,7 @@ from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
 from gpumix.hardware.estimates.decoder_shapes import make_llama_like
 from gpumix.hardware.estimates.estimate import estimate_profile
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
+from gpumix.planner.compare import compare
 from gpumix.planner.optimal import plan_fastest
 from gpumix.planner.plan import STRATEGIES
 from gpumix.schema.cluster.network import Link, Network
@@ -156,3 +157,23 @@ def test_a_climb_finds_what_the_default_does_where_stages_pay():
     assert len(plan.stages) > 1
     best_s = min(Climb(found, request, budget=400, seed=seed).run() for seed in range(2))
     assert best_s <= 1.1 * get_prediction(plan).step_s
+
+
+@pytest.mark.parametrize(
+    ("cards", "size", "batch"),
+    [
+        ("2x rtx4090, 4x rtx3090", 7e9, 128),  # at once, 3090s have no room for their state
+        ("1x rtx4090, 2x rtx3090, 1x rtx4060-ti-16gb", 3e9, 64),
+    ],
+)
+def test_no_trainer_that_accumulates_is_faster(cards, size, batch):
+    """Trainers take a batch in as many passes as they like, each with collectives of its own."""
+    shape = make_llama_like(size)
+    found = estimate_profile(
+        lambda dtype: shape.model(2048, dtype, "llama"),
+        parse_cluster(cards),
+        sequence_length=2048,
+    )
+    compared = compare(found, PlanRequest(global_batch=batch))
+    assert compared.best == "optimal"
+    assert any("passes of" in row.why for row in compared.rows)

@@ -7,6 +7,7 @@ from itertools import combinations, pairwise
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from sweeps import ROWS, some_batch
 from torch import nn
@@ -335,6 +336,23 @@ def test_contention_is_measured_by_a_product_that_keeps_the_device_busy(
 
     assert product_rows(time_product) == rows
     assert time_product(rows) >= PRODUCT_S or rows == 4096
+
+
+def test_contention_is_measured_by_the_largest_product_with_room():
+    def time_product(rows):
+        if rows > 768:
+            raise torch.OutOfMemoryError("no room")
+        return 1e-6
+
+    assert product_rows(time_product) == 768
+
+
+def test_other_errors_of_a_product_are_raised():
+    def time_product(rows):
+        raise RuntimeError("no kernel")
+
+    with pytest.raises(RuntimeError, match="no kernel"):
+        product_rows(time_product)
 
 
 def contention_measured(world):

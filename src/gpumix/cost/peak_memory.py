@@ -136,7 +136,8 @@ class Demands:
         share = (room - self.rounding) / self.per_share
         if host_bytes is not None:
             room_there = host_bytes - self.host_fixed
-            share = np.minimum(share, room_there / max(1.0, self.host_per_share))
+            if self.host_per_share:
+                share = np.minimum(share, room_there / self.host_per_share)
             room = np.minimum(room, room_there)
         return np.where(room >= 0, np.clip(share, 0.0, 1.0), -1.0)
 

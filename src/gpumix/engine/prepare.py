@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpumix.cost.loading_memory import predict_host_bytes
 from gpumix.cost.model_match import check_root_ends, check_unit_names
 from gpumix.engine.comm import version_check
 from gpumix.engine.comm.communicator import Communicator
@@ -155,22 +156,19 @@ def prepare(
 
 
 def _check_host_memory(plan: Plan, comm: Communicator) -> None:
-    """Refuse a plan with parameters on hosts that keeps more there than is free, on all ranks."""
-    if plan.parameters_on == "device":
-        return
-    own = plan.workers[comm.rank]
-    expected = plan.expected_by_device
-    on_host = [w.device for w in plan.workers if w.host == own.host and w.device in expected]
-    needed, free = sum(expected[one].host_bytes for one in on_host), available_host_bytes()
-    told = torch.tensor([needed, free], device=comm.device)
+    """Refuse a plan that takes more memory of a host than is free, on all ranks: for what it keeps
+    there, and for reading weights."""
+    host, free = plan.workers[comm.rank].host, available_host_bytes()
+    told = torch.tensor([predict_host_bytes(plan).get(host, 0), free], device=comm.device)
     for rank, (wanted, there) in enumerate(comm.exchanged(told, "comparison of memory").tolist()):
         if wanted > there:
             raise MachineError(
-                f"the plan keeps {show_bytes(wanted)} in the memory of host "
+                f"the plan takes {show_bytes(wanted)} of the memory of host "
                 f"'{plan.workers[rank].host}', {show_bytes(there)} are free",
-                why="limits of a container or a job count too",
-                fix="free memory, raise the limit of the container or job, or plan without "
-                "`parameters_on: host`",
+                why="what it keeps there, and weights while they are read; limits of a container "
+                "or a job count too",
+                fix="free memory, raise the limit of the container or job, or plan with less on "
+                "hosts: without `parameters_on: host`, without offload",
             )
 
 

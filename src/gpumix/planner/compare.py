@@ -5,7 +5,14 @@ from __future__ import annotations
 from pydantic import Field
 
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
-from gpumix.planner.plan import STRATEGIES, explain_step_time
+from gpumix.planner.plan import (
+    PASSING_STRATEGIES,
+    STRATEGIES,
+    compare_step_times,
+    describe_passes,
+    explain_step_time,
+    find_in_passes,
+)
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan, TokenRate, ZeroStage
 from gpumix.schema.profile.profile import Profile
@@ -46,7 +53,8 @@ class Comparison(Value):
 
 
 def compare(profile: Profile, request: PlanRequest) -> Comparison:
-    """Plan with every strategy.
+    """Plan with every strategy. A batch that does not fit at once is taken in passes where trainers
+    do so.
 
     Raises:
         InputError: the request or the profile does not fit any strategy.
@@ -62,12 +70,16 @@ def compare(profile: Profile, request: PlanRequest) -> Comparison:
     if not plans:
         raise next(iter(failures.values()))
     best = min(plans, key=lambda name: get_prediction(plans[name]).step_s)
-    rows = (
+    rows = [
         _make_row(name, plans[name], plans[best], won=name == best)
         if name in plans
         else StrategyRow(strategy=name, why=failures[name].what)
         for name in STRATEGIES
-    )
+    ]
+    for number, name in enumerate(STRATEGIES):
+        if name in failures and name in PASSING_STRATEGIES:
+            found = find_in_passes(name, profile, request)
+            rows[number] = _make_row_in_passes(*found, plans[best]) if found else rows[number]
     return Comparison(
         global_batch=request.global_batch,
         best=best,
@@ -86,6 +98,20 @@ def _make_row(name: str, plan: Plan, best: Plan, *, won: bool) -> StrategyRow:
         zero_stage=plan.zero_stage,
         head_room=_find_least_free_memory(plan),
         why="the fastest" if won else explain_step_time(plan, best),
+    )
+
+
+def _make_row_in_passes(passes: int, part: Plan, best: Plan) -> StrategyRow:
+    of_pass = get_prediction(part)
+    step_s = passes * of_pass.step_s
+    compared = compare_step_times(step_s, get_prediction(best).step_s)
+    return StrategyRow(
+        strategy=part.strategy,
+        step_s=step_s,
+        tokens_per_s=of_pass.tokens_per_s,
+        zero_stage=part.zero_stage,
+        head_room=_find_least_free_memory(part),
+        why=describe_passes(passes, part, compared),
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property, partial
 
+from gpumix.cost.loading_memory import check_room_for_loading
 from gpumix.planner.baselines.best_subset import iterate_class_requests, plan_best_subset
 from gpumix.planner.common.strategy import (
     PlanRequest,
@@ -25,7 +26,7 @@ from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
     search_all_degrees,
 )
 from gpumix.planner.refine import refine_plan
-from gpumix.planner.waves import plan_in_waves
+from gpumix.planner.waves import plan_faster_in_waves, plan_in_waves
 from gpumix.schema.errors import GpumixError, InputError, NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
@@ -42,6 +43,7 @@ def plan_fastest(profile: Profile, request: PlanRequest) -> Plan:
     Raises:
         InputError: the request names devices unknown to the profile.
         NoFeasiblePlanError: the devices cannot hold the state and the batch.
+        LoadingMemoryError: a host lacks the memory to read the weights.
     """
     return FastestPlans(profile, request).plan()
 
@@ -75,6 +77,7 @@ class FastestPlans:
         """Return the fastest plan; see `plan_fastest`."""
         if isinstance(self._found, GpumixError):
             raise self._found
+        check_room_for_loading(self.profile, self._found)
         return self._found
 
     @cached_property
@@ -98,6 +101,8 @@ class FastestPlans:
         if space.min_pipeline_stages == 1:
             _ = self.alone  # an invalid request raises here already
             best.try_search(self._search_one_stage)
+            if not self._lacks_room and len(self.profile.cluster.devices) <= FEW_DEVICES:
+                best.try_search(partial(self._search_more_waves, best.step_s))
         if space.max_pipeline_stages != 1:
             best.try_search(self._search_staged)
             if space.leave_out:
@@ -135,13 +140,22 @@ class FastestPlans:
                     request = fewer
 
     def _search_one_stage(self, _: float) -> Searched:
-        space = self.request.space.model_copy(update={"max_pipeline_stages": 1})
-        request = self.request.model_copy(update={"space": space})
-        plan, bound_s = search_all_degrees(self.profile, request, self._search_degree)
+        plan, bound_s = self._search_one_wave(float("inf"))
         if plan is None:
             self._lacks_room = True
             return self._search_in_waves()
         return plan, bound_s
+
+    def _search_one_wave(self, below_s: float) -> Searched:
+        space = self.request.space.model_copy(update={"max_pipeline_stages": 1})
+        request = self.request.model_copy(update={"space": space})
+        return search_all_degrees(self.profile, request, self._search_degree, below_s)
+
+    def _search_more_waves(self, below_s: float, _: float) -> Searched:
+        def search_wave(profile: Profile, part: PlanRequest, limit_s: float) -> Searched:
+            return FastestPlans(profile, part, explains="nothing")._search_one_wave(limit_s)
+
+        return plan_faster_in_waves(self.profile, self.request, search_wave, below_s)
 
     @property
     def _may_use_hosts(self) -> bool:
@@ -174,15 +188,18 @@ class FastestPlans:
 
     def _search_degree(self, profile: Profile, request: PlanRequest, below_s: float) -> Searched:
         """Return the finished optimal plan, or a plan on one class alone, faster than `below_s`."""
-        if profile is self.profile:
+        few = len(self.profile.cluster.devices) <= FEW_DEVICES
+        gained = MAX_REFINE_FACTOR if few else MAX_REFINE_FACTOR_MANY
+        if profile is self.profile and below_s == float("inf"):
             paces, found = self.paces, self.alone
+        elif profile is self.profile:
+            paces = self.paces
+            found = plan_one_stage_below(profile, request, paces, below_s * gained)
         else:
             # Of teams, parameters are on devices.
             on_devices = request.space.model_copy(update={"parameters_on": ("device",)})
             request = request.model_copy(update={"space": on_devices})
             paces = TimeBounds(profile, request.global_batch)
-            few = len(self.profile.cluster.devices) <= FEW_DEVICES
-            gained = MAX_REFINE_FACTOR if few else MAX_REFINE_FACTOR_MANY
             found = plan_one_stage_below(profile, request, paces, below_s * gained)
             if found is None and 1 not in self.request.space.tensor_parallel_size:
                 devices, space = ranked_devices(profile, request), request.space
@@ -202,6 +219,11 @@ class _BestPlan:
         self.plan: Plan | None = None
         self.bound_s = float("inf")
         self.failures: list[InputError | NoFeasiblePlanError] = []
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the fastest plan's step."""
+        return float("inf") if self.plan is None else get_prediction(self.plan).step_s
 
     @property
     def below_s(self) -> float:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Literal
 
+from gpumix.cost.loading_memory import check_room_for_loading
 from gpumix.cost.predict import predict_step_seconds
 from gpumix.planner.baselines.best_subset import plan_best_subset
 from gpumix.planner.baselines.cephalo import plan_cephalo
@@ -47,6 +48,17 @@ from gpumix.schema.profile.profile import Profile
 from gpumix.schema.units import LARGEST_BATCH
 
 
+def _check_loading(strategy: Strategy) -> Strategy:
+    """Wrap a strategy, to refuse plans whose weights cannot be read."""
+
+    def planned(profile: Profile, request: PlanRequest) -> Plan:
+        found = strategy(profile, request)
+        check_room_for_loading(profile, found)
+        return found
+
+    return planned
+
+
 def _refuse_stage_choice(strategy: Strategy) -> Strategy:
     """Wrap a strategy with a fixed number of stages, to refuse `min_pipeline_stages`."""
 
@@ -54,12 +66,12 @@ def _refuse_stage_choice(strategy: Strategy) -> Strategy:
         refuse_least_stages(request.space)
         return strategy(profile, request)
 
-    return planned
+    return _check_loading(planned)
 
 
 STRATEGIES: dict[str, Strategy] = {
     "optimal": account_for_input(plan_fastest),
-    "staged": account_for_input(plan_staged),
+    "staged": account_for_input(_check_loading(plan_staged)),
     "model": _refuse_stage_choice(plan_naive_model_parallel),
     "undivided": _refuse_stage_choice(plan_undivided),
     "even": _refuse_stage_choice(plan_even),
@@ -68,6 +80,7 @@ STRATEGIES: dict[str, Strategy] = {
     "cephalo": _refuse_stage_choice(plan_cephalo),
     "best-subset": _refuse_stage_choice(plan_best_subset),
 }
+PASSING_STRATEGIES = ("even", "proportional", "poplar")  # those of trainers that accumulate
 COMPARED_STRATEGIES = ("optimal", "even")  # compared with every plan; `planner.compare` has all
 
 Where = Literal["inside", "between"]
@@ -110,6 +123,7 @@ def plan(
     Raises:
         InputError: there is no such strategy, or the profile does not fit the request.
         NoFeasiblePlanError: no plan of this strategy fits the devices.
+        LoadingMemoryError: a host lacks the memory to read the weights.
     """
     check_strategy(strategy)
     if not 1 <= global_batch_size <= LARGEST_BATCH:
@@ -133,7 +147,7 @@ def plan(
         if name != strategy
     ]
     others = [
-        _find_even_in_passes(profile, request, chosen) or other if _lacks_room(other) else other
+        _explain_even_in_passes(profile, request, chosen) or other if _lacks_room(other) else other
         for other in others
     ]
     slow_hosts = bool(profile.inputs) and slow_down_to_input(profile) is not None
@@ -216,23 +230,37 @@ def _lacks_room(other: RejectedPlan) -> bool:
     return other.strategy == "even" and other.step_s is None
 
 
-def _find_even_in_passes(
+def _explain_even_in_passes(
     profile: Profile, request: PlanRequest, chosen: Plan
 ) -> RejectedPlan | None:
-    """Return an even split that takes the batch in several passes, one after the other, as trainers
-    that accumulate gradients do; None if none fits. Each pass pays for its own collectives."""
+    """Compare the even split in passes with the chosen plan; None if none fits."""
+    found = find_in_passes("even", profile, request)
+    if found is None:
+        return None
+    passes, part = found
+    step_s = passes * get_prediction(part).step_s
+    compared = compare_step_times(step_s, get_prediction(chosen).step_s)
+    return RejectedPlan(strategy="even", step_s=step_s, why=describe_passes(passes, part, compared))
+
+
+def find_in_passes(name: str, profile: Profile, request: PlanRequest) -> tuple[int, Plan] | None:
+    """Return the number of passes and the plan of one, where a strategy takes the batch in several
+    passes, one after the other, as trainers that accumulate gradients do; None if none fits. Each
+    pass pays for its own collectives."""
     devices = len(ranked_devices(profile, request))
     passes = 2
     while request.global_batch // passes >= devices:
         if request.global_batch % passes == 0:
             part = request.model_copy(update={"global_batch": request.global_batch // passes})
             with suppress(NoFeasiblePlanError, InputError):
-                step_s = passes * get_prediction(STRATEGIES["even"](profile, part)).step_s
-                compared = compare_step_times(step_s, get_prediction(chosen).step_s)
-                why = f"in {passes} passes of {part.global_batch} samples: {compared}"
-                return RejectedPlan(strategy="even", step_s=step_s, why=why)
+                return passes, STRATEGIES[name](profile, part)
         passes *= 2
     return None
+
+
+def describe_passes(passes: int, part: Plan, compared: str) -> str:
+    """Describe a batch in passes, and how its step compares."""
+    return f"in {passes} passes of {part.global_batch} samples: {compared}"
 
 
 def explain_step_time(other: Plan, chosen: Plan) -> str:

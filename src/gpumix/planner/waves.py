@@ -1,8 +1,8 @@
-"""Plans of one stage in several waves, for batches whose activations fit at no plan of one wave.
+"""Plans of one stage in several waves: a wave is a part of each worker's micro-batches.
 
-A wave is a part of each worker's micro-batches. Waves go forward and backward one after another, so
-only one wave's activations are alive; but each wave gathers and reduces anew, so a batch that fits
-in fewer waves takes no more.
+Waves go forward and backward one after another, so only one wave's activations are alive; but each
+wave gathers and reduces anew. They serve batches that fit no plan of one wave, and those that need
+slower techniques to fit at once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from gpumix.planner.common.strategy import (
     ranked_devices,
 )
 from gpumix.planner.data_parallel.why_nothing_fits import can_fit_devices
+from gpumix.planner.pipeline_parallel.tensor_parallel_teams import Searched
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.splitting import compute_shard_sizes
 from gpumix.schema.plan.stage import Worker
-from gpumix.schema.profile.profile import Profile
+from gpumix.schema.profile.profile import ClassProfile, Profile
 
 NUMBERS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # of waves, as first tried
 MOST_TRIED = 4  # numbers of waves, from the first at which memory may suffice
+# Numbers of waves that may be faster than one, tried until some in a row are not.
+FASTER_NUMBERS, MOST_MISSED = (2, 4, 8, 16, 32), 2
 
 
 def plan_in_waves(
@@ -58,6 +61,58 @@ def plan_in_waves(
             if is_within_memory(get_prediction(plan).workers):
                 found.append(plan)
     return min(found, key=lambda plan: get_prediction(plan).step_s, default=None)
+
+
+def plan_faster_in_waves(
+    profile: Profile,
+    request: PlanRequest,
+    search_wave: Callable[[Profile, PlanRequest, float], Searched],
+    below_s: float,
+) -> Searched:
+    """Return the fastest plan in several waves, None if none takes less than `below_s`; and a lower
+    bound of those tried.
+
+    Args:
+        search_wave: searches a plan of one wave, as of a smaller batch, below a number of seconds.
+    """
+    space, batch = request.space.of_one_wave(), request.global_batch
+    best, bound_s, missed = None, float("inf"), 0
+    for number in FASTER_NUMBERS if space is not None else ():
+        if missed == MOST_MISSED or number > batch:
+            break
+        part = request.model_copy(update={"global_batch": ceil(batch / number), "space": space})
+        missed += 1
+        with suppress(NoFeasiblePlanError, InputError):
+            found, of_wave_s = search_wave(_share_step(profile, number), part, below_s / number)
+            bound_s = min(bound_s, number * (of_wave_s or 0.0))
+            if found is None:
+                continue
+            plan = repeat_wave(profile, found, batch)
+            expected = get_prediction(plan)
+            if expected.step_s < below_s and is_within_memory(expected.workers):
+                best, below_s, missed = plan, expected.step_s, 0
+    return best, bound_s
+
+
+def _share_step(profile: Profile, waves: int) -> Profile:
+    """Return the profile in which a wave pays for its part of what is done once a step: updates,
+    and the step's own overhead."""
+
+    def share(one: ClassProfile) -> ClassProfile:
+        on_host_s = one.host_optimizer_s_per_element
+        return one.model_copy(
+            update={
+                "optimizer_s_per_element": one.optimizer_s_per_element / waves,
+                "host_optimizer_s_per_element": on_host_s and on_host_s / waves,
+            }
+        )
+
+    return profile.model_copy(
+        update={
+            "step_overhead_s": profile.step_overhead_s / waves,
+            "classes": tuple(map(share, profile.classes)),
+        }
+    )
 
 
 def repeat_wave(profile: Profile, of_wave: Plan, global_batch: int) -> Plan:

@@ -11,6 +11,7 @@ import torch
 
 from gpumix.cost.network.link_times import Operation
 from gpumix.engine.comm.communicator import Communicator, Pending
+from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.hardware.runtime import synchronize
 from gpumix.schema.cluster.cluster import Device, sort_in_rank_order
 from gpumix.schema.cluster.link_islands import (
@@ -180,14 +181,23 @@ def _contention(comm: Communicator, size: int, synchronize: Callable[[], None]) 
 
 
 def product_rows(time_product: Callable[[int], float]) -> int:
-    """Return the rows of square matrices with a product of at least `PRODUCT_S`; ranks may differ.
+    """Return the rows of square matrices with a product of at least `PRODUCT_S`, or of the largest
+    that fit; ranks may differ.
 
     Args:
         time_product: seconds of a product of matrices of a number of rows.
     """
     rows = MIN_PRODUCT_ROWS
-    while rows < MAX_PRODUCT_ROWS and time_product(rows) < PRODUCT_S:
-        rows = min(2 * rows, MAX_PRODUCT_ROWS)
+    taken_s = time_product(rows)
+    while rows < MAX_PRODUCT_ROWS and taken_s < PRODUCT_S:
+        larger = min(2 * rows, MAX_PRODUCT_ROWS)
+        try:
+            taken_s = time_product(larger)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return rows
+        rows = larger
     return rows
 
 

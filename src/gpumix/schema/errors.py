@@ -118,6 +118,10 @@ class NoFeasiblePlanError(GpumixError):
     exit_code = 4
 
 
+class LoadingMemoryError(NoFeasiblePlanError):
+    """A host lacks the memory to read the weights with any plan."""
+
+
 class TrainingError(GpumixError):
     """Training started and had to stop: a dead rank, a non-finite loss, out of memory."""
 

@@ -15,7 +15,7 @@ from gpumix.cli.planning.profile_source import (
     add_planning_options,
     get_profile_path,
 )
-from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.errors import LoadingMemoryError, NoFeasiblePlanError
 from gpumix.schema.reading.error_location import locate_errors
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def plan(
                 detailed=verbose or as_json or output is not None,
             )
     except NoFeasiblePlanError as error:
-        if source.estimate is None or source.strategy != "optimal":
+        without = source.estimate is None or source.strategy != "optimal"
+        if without or isinstance(error, LoadingMemoryError):
             raise
         _print_shortfall(source, error, as_json)
         raise typer.Exit(error.exit_code) from None

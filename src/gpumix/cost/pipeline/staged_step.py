@@ -69,6 +69,18 @@ def predict_stages(profile: Profile, plan: Plan) -> Prediction:
     )
 
 
+def compute_edge_seconds(profile: Profile, plan: Plan) -> list[float]:
+    """Return about the seconds of each stage before its first forward and after its last backward:
+    to gather and reduce once, and to update on its slowest worker. Nothing is replayed."""
+    return [
+        cost.before_s()
+        + sum(cost.links.gather_s.get(kind, 0.0) for kind in cost.links.buckets.kinds)
+        + cost.after_s(overlapped=False)
+        + max(cost.update_s(worker) for worker in range(len(cost.workers)))
+        for cost in StagedStep(profile, plan).stages
+    ]
+
+
 @dataclass(frozen=True)
 class StageReductions:
     """Begin and end of each stage's reduction."""

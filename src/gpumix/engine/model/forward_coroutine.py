@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from greenlet import greenlet
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gpumix.hardware import runtime
 from gpumix.schema.errors import GpumixError, InputError
@@ -125,12 +127,23 @@ class ForwardResult:
     value: Any
 
 
+class _Run(greenlet):
+    """The greenlet of a coroutine.
+
+    Attributes:
+        first_hook: number of the first hook that is set from its beginning on.
+    """
+
+    first_hook = 0
+
+
 class Coroutine:
     """A run of `function`, which calls a model whose units are `intercepted`."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
-        self._greenlet = greenlet(lambda _: ForwardResult(function()))
+        self._greenlet = _Run(lambda _: ForwardResult(function()))
         self._greenlet.gr_context = contextvars.copy_context()
+        self._greenlet.first_hook = RemovableHandle.next_id
 
     def resume(self, value: Any = None) -> UnitCall | ForwardResult:
         """Resume until the next unit call or the end, with `value` as result of the last unit call.
@@ -168,19 +181,25 @@ class UnitCallHandlers:
 
     def __init__(self) -> None:
         self._answer: Answer | None = None
+        self._first_hook = 0  # of those set by the model's call
         self.outside: Answer | None = None
 
     @contextlib.contextmanager
     def use_handler(self, answer: Answer) -> Iterator[None]:
         """Use `answer` in the body to compute results of unit calls from name and arguments."""
-        self._answer = answer
+        self._answer, self._first_hook = answer, RemovableHandle.next_id
         try:
             yield
         finally:
             self._answer = None
 
-    def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def answer(
+        self, name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the result of a call of the unit `name`, made of `module`."""
         answer = self._answer or self.outside
+        if self._answer is not None:
+            _refuse_hooks_of_call(name, module, self._first_hook)
         if answer is None:
             raise ModelError(
                 f"unit '{name}' was called outside of the engine",
@@ -193,8 +212,9 @@ class UnitCallHandlers:
 class _Boundary:
     """The forward of a unit of a sharded model."""
 
-    def __init__(self, name: str, forward: Callable[..., Any], calls: UnitCallHandlers) -> None:
-        self._name, self._calls = name, calls
+    def __init__(self, name: str, module: nn.Module, calls: UnitCallHandlers) -> None:
+        self._name, self._calls, forward = name, calls, module.forward
+        self._module = weakref.ref(module)
         self.__name__ = "forward"
         with contextlib.suppress(ValueError, TypeError):  # inspected for a batch's names
             self.__signature__ = inspect.signature(forward)
@@ -202,7 +222,8 @@ class _Boundary:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = greenlet.getcurrent()
         if current.parent is None:
-            return self._calls.answer(self._name, args, kwargs)
+            return self._calls.answer(self._name, self._module(), args, kwargs)
+        _refuse_hooks_of_call(self._name, self._module(), getattr(current, "first_hook", 0))
         inside = ThreadState.capture()
         call = UnitCall(self._name, args, kwargs, inside, contextvars.copy_context())
         outputs, outside = current.parent.switch(call)
@@ -226,7 +247,25 @@ def make_pickling_error(where: str) -> InputError:
     )
 
 
+def _refuse_hooks_of_call(unit: str, module: nn.Module | None, first_hook: int) -> None:
+    """Refuse forward hooks inside of a unit that the model's call has set, as PEFT does to hand
+    arguments to layers: the next micro-batch's replace them, and in a recompute they are gone."""
+    if first_hook == RemovableHandle.next_id or module is None:
+        return
+    for path, inner in module.named_modules():
+        hooks = (*inner._forward_pre_hooks, *inner._forward_hooks)
+        if path and hooks and max(hooks) >= first_hook:
+            raise ModelError(
+                f"the model's call sets a hook on '{path}' of unit '{unit}'",
+                why="hooks of one call cannot follow one of several micro-batches that run in "
+                "turn, and are gone when a unit is recomputed; PEFT sets such hooks for "
+                "`adapter_names`, `task_ids`, activated LoRA and X-LoRA",
+                fix="train with a single adapter of another kind; or set the hook once, before "
+                "training",
+            )
+
+
 def intercept(name: str, module: nn.Module, calls: UnitCallHandlers) -> None:
     """Make calls of `module` stop the surrounding coroutine; calls outside of a coroutine go to
     `calls`."""
-    module.forward = _Boundary(name, module.forward, calls)
+    module.forward = _Boundary(name, module, calls)

@@ -178,7 +178,8 @@ def make_valueless_error(what: str) -> InputError:
         f"{what} is on the meta device and nothing says what its values are",
         fix="load the model with gpumix.from_pretrained(folder), or by `from_pretrained` inside "
         "`with gpumix.lazy_weights():`; for a model that begins without weights, "
-        "gpumix.build(function, seed)",
+        "gpumix.build(function, seed); before PEFT adds prompts, or adapters that begin where the "
+        "model's weights are, by `from_pretrained` of transformers",
     )
 
 

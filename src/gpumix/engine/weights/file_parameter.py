@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from gpumix.schema.errors import InputError
+
+_MOVES = {"to", "cpu", "cuda"}
+_LIKE = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+_BY_SHAPE = {f"{kind}_like" for kind in _LIKE} | {f"new_{kind}" for kind in (*_LIKE, "tensor")}
+_CASTS = {"to", "type", "float", "double", "half", "bfloat16"}
+# transformers pads biases, by nothing, when it ties parameters
+_SAME_VALUES = {*_CASTS, "detach", "contiguous", "pad"}
 
 
 class ValueSource(Protocol):
@@ -54,7 +63,53 @@ class _Cast:
 
 
 class FileParameter(nn.Parameter):
-    """A parameter without values. Copies of it (`copy.deepcopy`) are read from the same files."""
+    """A parameter without values. Copies of it (`copy.deepcopy`), in other dtypes too, are read
+    from the same files. Operations that need values raise `InputError`."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch that looks at shapes and flags, and refuse others: what it
+        computes on the meta device is nothing, or an error from the depths of torch."""
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, FileParameter)]
+        versions = [one._get_version() for one in given]
+        name = getattr(function, "__name__", str(function))
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                found = function(*args, **(kwargs or {}))
+        except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
+            if any(one.is_meta for one in given):
+                raise _make_valueless_error(name, given) from error
+            raise
+        if versions != [one._get_version() for one in given]:
+            raise _make_valueless_error(name, given)
+        if function is _GET_GRADIENT or name in _BY_SHAPE:
+            return found
+        computed = [one for one in tree_leaves(found) if isinstance(one, torch.Tensor)]
+        if all(any(one is own for own in given) for one in computed):
+            return found
+        if name in _SAME_VALUES and found.is_meta and found.shape == args[0].shape:
+            return args[0]._with_own_values(found)
+        raise _make_valueless_error(name, given)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise _make_valueless_error("pickle", [self])
+
+    def _get_version(self) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._version
+
+    def _take_values_of(self, other: FileParameter) -> None:
+        """Have the values of another parameter from now on, in the own dtype."""
+        source, version = vars(other)[_SOURCE]
+        if self.dtype != other.dtype != source.dtype:
+            source = _Cast(source, other.dtype)
+        vars(self)[_SOURCE] = source, self._version - (other._version - version)
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -64,13 +119,11 @@ class FileParameter(nn.Parameter):
 
     @data.setter
     def data(self, given: torch.Tensor) -> None:
-        source, version = vars(self)[_SOURCE]
-        if not self._has_values_of(given):
-            version -= 1
-        elif given.dtype != self.dtype != source.dtype:
-            source = _Cast(source, self.dtype)
-        torch.Tensor.data.__set__(self, given)  # type: ignore[attr-defined]
-        vars(self)[_SOURCE] = source, version
+        if not isinstance(given, FileParameter):
+            raise _make_valueless_error("data", [self])
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.data.__set__(self, given)  # type: ignore[attr-defined]
+        self._take_values_of(given)
 
     @staticmethod
     def of(source: ValueSource, *, requires_grad: bool) -> FileParameter:
@@ -80,29 +133,37 @@ class FileParameter(nn.Parameter):
         set_source(made, source)
         return made
 
-    def _has_values_of(self, given: torch.Tensor) -> bool:
-        """Return False for a tensor that is neither this one nor this one in another dtype or
-        memory format, nor a bias: transformers pads those, by nothing, when it ties parameters."""
-        laid_out_alike = given.stride() == self.stride()
-        if given.shape != self.shape or not (laid_out_alike or given.dim() in (4, 5)):
-            return False
-        own, other = (tensor.untyped_storage()._cdata for tensor in (self, given))
-        is_other = own != other and given.dtype == self.dtype and laid_out_alike
-        return not is_other or given.dim() == 1
-
     def __deepcopy__(self, memo: dict[int, Any]) -> FileParameter:
         if id(self) in memo:
             known: FileParameter = memo[id(self)]
             return known
-        source, version = vars(self)[_SOURCE]
-        copy = FileParameter.of(source, requires_grad=self.requires_grad)
-        copy.data = copy.data.to(self.dtype)
-        vars(copy)[_SOURCE] = source, copy._version + self._version - version
-        memo[id(self)] = copy
+        memo[id(self)] = copy = self._with_own_values(torch.empty_like(self))
+        copy.requires_grad_(self.requires_grad)
         return copy
+
+    def _with_own_values(self, made: torch.Tensor) -> FileParameter:
+        """Return a tensor on the meta device as a parameter with the values of this one."""
+        found: FileParameter = torch.Tensor._make_subclass(FileParameter, made, False)
+        found._take_values_of(self)
+        return found
 
 
 _SOURCE = "gpumix_source"
+_GET_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+
+
+def _make_valueless_error(operation: str, parameters: list[FileParameter]) -> InputError:
+    """Return the error for an operation on the values of parameters in files."""
+    operation = operation.strip("_")
+    now = "leave it out" if operation in _MOVES else "do this after training began"
+    return InputError(
+        f"`{operation}` needs values that gpumix.from_pretrained, or gpumix.lazy_weights, has left "
+        "in files",
+        where=next((f"'{name}'" for one in parameters for name in get_source(one).names), ""),
+        why="each rank reads the part of the weights that its device stores, when Trainer, "
+        "Accelerator or gpumix.prepare shards the model",
+        fix=f"{now}; or load the model with `from_pretrained` of transformers",
+    )
 
 
 def set_source(parameter: nn.Parameter, source: ValueSource) -> None:

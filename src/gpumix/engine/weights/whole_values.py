@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -56,22 +55,33 @@ def check_has_been_read(model: nn.Module) -> None:
 
 @contextmanager
 def with_values(layer: nn.Module) -> Iterator[None]:
-    """Give a layer the values of its weight inside the context."""
-    weight: Any = layer._parameters["weight"]
-    if not has_source(weight):
-        yield
-        return
-    installed = _make_parameter("weight", weight, layer)
-    changed = [(one.holder, one.key, one.holder.get(one.key)) for one in installed.attributes]
-    layer._parameters["weight"] = installed.parameter
-    for one in installed.attributes:
+    """Give a layer the values of its own parameters inside the context. Parameters that are changed
+    there stay, with their values."""
+    held = {key: p for key, p in layer._parameters.items() if p is not None and has_source(p)}
+    packed = [key for key, p in held.items() if pack(p, layer) is not None]  # nobody changes those
+    made = {key: _make_parameter(key, parameter, layer) for key, parameter in held.items()}
+    attributes = [one for installed in made.values() for one in installed.attributes]
+    before = [(one.holder, one.key, one.holder.get(one.key)) for one in attributes]
+    layer._parameters.update({key: installed.parameter for key, installed in made.items()})
+    for one in attributes:
         one.holder[one.key] = one.value
     try:
         yield
     finally:
-        layer._parameters["weight"] = weight
-        for holder, key, before in changed:
-            holder[key] = before
+        for key, parameter in held.items():
+            now = layer._parameters.get(key)
+            if key in packed or (now is made[key].parameter and _is_read_from(parameter, now)):
+                parameter.requires_grad_(made[key].parameter.requires_grad)
+                layer._parameters[key] = parameter
+        for holder, key, value in before:
+            holder[key] = value
+
+
+def _is_read_from(parameter: nn.Parameter, now: nn.Parameter) -> bool:
+    """Return True if `now` has the values that `parameter` has in files."""
+    if now.shape != parameter.shape or now.dtype != parameter.dtype:
+        return False
+    return torch.equal(read_values("", parameter, 0, now.numel()), now.detach().reshape(-1))
 
 
 @torch.no_grad()

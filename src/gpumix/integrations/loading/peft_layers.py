@@ -35,6 +35,7 @@ def teach_peft() -> None:
     for kind in (BaseTuner, LoraModel):
         _wrap(kind, "_replace_module", _replace_module)
     _wrap(DoraLinearLayer, "update_layer", _update_layer)
+    _wrap(BaseTuner, "inject_adapter", _inject_adapter)
 
 
 def _wrap(kind: type, name: str, function: Callable[..., Any]) -> None:
@@ -59,6 +60,37 @@ def _get_device_and_dtype(method: Callable[..., Any], layer: Any, base_layer: An
         return device, dtype
     quantised = find_format(weight) is not None and not hasattr(base_layer, "compute_dtype")
     return CPU, torch.uint8 if quantised else dtype
+
+
+def _inject_adapter(
+    method: Callable[..., Any], tuner: Any, model: Any, adapter_name: str, *args: Any, **given: Any
+) -> Any:
+    """Add adapters. Those that begin with values of a layer's weights, or where they are, find them
+    there, a layer at a time."""
+    config = tuner.peft_config[adapter_name]
+    if not any(map(has_source, model.parameters())) or _begins_without_values(config):
+        return method(tuner, model, adapter_name, *args, **given)
+    create = tuner._create_and_replace
+
+    def create_with_values(
+        config: Any, adapter_name: str, target: Any, *args: Any, **given: Any
+    ) -> None:
+        base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
+        with with_values(base):
+            create(config, adapter_name, target, *args, **given)
+
+    vars(tuner)["_create_and_replace"] = create_with_values
+    try:
+        return method(tuner, model, adapter_name, *args, **given)
+    finally:
+        del vars(tuner)["_create_and_replace"]
+
+
+def _begins_without_values(config: Any) -> bool:
+    """Return True for LoRA, if it begins with zeros or random numbers; or with DoRA's lengths, for
+    which values are read where they are computed."""
+    begin = getattr(config, "init_lora_weights", None)
+    return config.peft_type == "LORA" and begin in (True, False, "gaussian", "orthogonal")
 
 
 def _replace_module(

@@ -13,12 +13,13 @@ from gpumix.engine.weights.whole_values import read_all_values
 
 @cache
 def teach_transformers() -> None:
-    """Let transformers resize embeddings of models in files, and save such models. Other models
-    keep transformers' own code."""
+    """Let transformers resize embeddings of models in files, save such models, and load other
+    values into them. Other models keep transformers' own code."""
     from transformers import PreTrainedModel
 
     _replace(PreTrainedModel, "resize_token_embeddings", _read_embeddings)
     _replace(PreTrainedModel, "save_pretrained", _copy_with_values)
+    _replace(PreTrainedModel, "load_state_dict", read_all_values)
 
 
 def _replace(kind: type, name: str, read: Callable[[Any], Any]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpumix.cost.layout.curves import FloatArray, MicroBatches
+from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.cost.peak_memory import Activations
 from gpumix.cost.step_time import exposed_seconds, needs_sync_between_passes, pass_seconds
 from gpumix.planner.common.sharding_setting import ShardingSetting, make_setting
@@ -71,7 +72,7 @@ def compute_host_excess_bytes(
     setting: ShardingSetting, name: str, micro: MicroBatches, mode: Mode
 ) -> FloatArray:
     """Return bytes of each of `micro` beyond the host memory for a device of class `name`."""
-    most = setting.profile.of_class(name).host_bytes
+    most = find_room_on_host(setting.profile, name)
     if mode.boundary == "device" or most is None:
         return np.zeros(micro.size.shape)
     held = Activations(setting.profile.model_of(name), micro, mode)

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from gpumix.cost.layout.curves import FloatArray
+from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.cost.network.buckets import BucketGrouping
 from gpumix.cost.network.collective_times import (
     BufferCuts,
@@ -97,7 +98,7 @@ class ShardingSetting:
         """Return the largest share with room on a device of class `name` next to each choice; -1 if
         the device or its host has no room at all."""
         demands = self.memory.demands(held, state_on=self.state_on(name))
-        host_bytes = self.profile.of_class(name).host_bytes
+        host_bytes = find_room_on_host(self.profile, name)
         capacity = demands.capacity(free_bytes(self.profile, name), host_bytes)
         if self.zero_stage == 0:  # the state is undivided: any room is for all of it
             capacity = np.where(capacity >= 0, 1.0, -1.0)

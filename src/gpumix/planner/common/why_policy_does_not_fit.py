@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gpumix.cost.layout.curves import IntArray, MicroBatches
+from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.cost.peak_memory import free_bytes, usable_bytes
 from gpumix.planner.common.score import compute_host_excess_bytes, compute_peak_bytes
 from gpumix.planner.common.sharding_setting import ShardingSetting
@@ -72,7 +73,7 @@ def _describe_shortages(profile: Profile, short: Mapping[str, Shortage]) -> str:
     return "; ".join(
         f"{name} is short of {show_exact_bytes(lacking.bytes)} of the "
         + (
-            f"{show_bytes(profile.of_class(name).host_bytes or 0)} that its host has for it"
+            f"{show_bytes(find_room_on_host(profile, name) or 0)} that its host has for it"
             if lacking.on_host
             else f"{show_bytes(usable_bytes(profile.cluster.class_named(name)))} it can use"
         )

@@ -7,7 +7,7 @@ of these are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, floor
@@ -367,6 +367,20 @@ class TimeBounds:
         # By class, mode and largest micro-batch.
         self._rates: dict[tuple[str, Mode, int], float] = {}
         self._passes: dict[tuple[str, Mode, int], FloatArray] = {}
+        self._updates: dict[Hashable, float] = {}
+
+    def update_s(self, setting: ShardingSetting, name: str) -> float:
+        """Return `ShardingSetting.update_s`, computed once for settings in which it is the same."""
+        key = (
+            name,
+            setting.zero_stage,
+            setting.state_on(name),
+            setting.parameters_on,
+            setting.links.communication_dtype,
+        )
+        if key not in self._updates:
+            self._updates[key] = setting.update_s(name)
+        return self._updates[key]
 
     def seconds_per_sample(self, setting: ShardingSetting, name: str) -> float:
         """Return the least seconds per sample on a device of class `name`, in any micro-batch."""

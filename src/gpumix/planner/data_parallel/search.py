@@ -148,10 +148,12 @@ class _FleetSearch:
 
     def of(self, everything: Fleet, space: Space) -> None:
         """Try all settings of all devices; then of fewer, going on from each faster fleet."""
-        self._try(everything, space)
         base, complete = everything, space.leave_out is False
-        if not complete and len(everything.classes) > FEW_CLASSES:
+        many = len(everything.classes) > FEW_CLASSES and everything.has_stated_links
+        if many and not complete:
             base = self._leave_slowest_out(everything, space)
+        else:
+            self._try(everything, space)
         while not complete:
             before = self.solution
             some, complete = iterate_smaller_fleets(base)
@@ -166,11 +168,11 @@ class _FleetSearch:
                 self._try(base, space)
 
     def _leave_slowest_out(self, everything: Fleet, space: Space) -> Fleet:
-        """Try fleets without the slowest class, the two slowest, and so on; return the fastest."""
-        if not everything.has_stated_links:
-            return everything
+        """Try the fastest class, the two fastest, and so on, up to all; return the fastest fleet.
+        Slow classes come late: by then most fleets with them are known to be too slow."""
+        self._make_searches(everything, space)
         names = sorted(everything.classes, key=lambda name: (self._speeds[name], name))
-        for count in range(1, len(names)):
+        for count in reversed(range(len(names))):
             fleet = everything.only(select_classes(everything.on_host, frozenset(names[count:])))
             if not self._too_slow(fleet):
                 self._try(fleet, space)
@@ -197,16 +199,7 @@ class _FleetSearch:
 
     def _try(self, fleet: Fleet, space: Space) -> None:
         """Try the settings of a fleet, the most promising first, until none can be faster."""
-        searches = [
-            _Search(setting, self._paces, self._feasibility)
-            for setting in iterate_settings(fleet, space)
-        ]
-        if not self._speeds.keys() >= fleet.classes.keys():
-            self._speeds |= _speeds(searches)
-            for one in searches:
-                for name in filter(one.setting.modes.get, one.setting.classes):
-                    key = one.setting.zero_stage, one.setting.state_on(name)
-                    self._kinds.setdefault(name, {}).setdefault(key, one.setting)
+        searches = self._make_searches(fleet, space)
         first, self._places = self._places, self._places + len(searches)
         least = [search.least_s for search in searches]
         alike = _group_alike(searches)
@@ -221,6 +214,20 @@ class _FleetSearch:
             if found is not None:
                 self.bound_s = min(self.bound_s, found.bound_s)
                 self._take(found, place)
+
+    def _make_searches(self, fleet: Fleet, space: Space) -> list[_Search]:
+        """Return the searches of a fleet's settings, and remember the speeds of its classes."""
+        searches = [
+            _Search(setting, self._paces, self._feasibility)
+            for setting in iterate_settings(fleet, space)
+        ]
+        if not self._speeds.keys() >= fleet.classes.keys():
+            self._speeds |= _speeds(searches)
+            for one in searches:
+                for name in filter(one.setting.modes.get, one.setting.classes):
+                    key = one.setting.zero_stage, one.setting.state_on(name)
+                    self._kinds.setdefault(name, {}).setdefault(key, one.setting)
+        return searches
 
     @property
     def _step_s(self) -> float:
@@ -284,7 +291,7 @@ class _Search:
         """Return the seconds of the update without sharding: every device updates everything."""
         if self.setting.zero_stage > 0:
             return 0.0
-        return max(map(self.setting.update_s, self.setting.classes))
+        return max(self.paces.update_s(self.setting, name) for name in self.setting.classes)
 
     def _least_update_s(self) -> float:
         """Return the least update: a pool's devices update at once, and the slowest pool counts."""
@@ -293,7 +300,9 @@ class _Search:
             return 0.0
         longest = 0.0
         for pool in setting.pools:
-            needed = [(len(there[0]), setting.update_s(name)) for name, there in pool.classes]
+            needed = [
+                (len(there[0]), self.paces.update_s(setting, name)) for name, there in pool.classes
+            ]
             if all(update_s > 0 for _, update_s in needed):
                 longest = max(longest, 1.0 / sum(n / update_s for n, update_s in needed))
         return longest

@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from gpumix.cost.layout.curves import FloatArray, MicroBatches
+from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.cost.peak_memory import Activations, Demands, free_bytes, usable_bytes
 from gpumix.cost.step_time import can_keep_state_on_host
 from gpumix.planner.common.device_pool import Fleet
@@ -300,7 +301,7 @@ class _SettingDemands:
         """Return the largest share by samples, with `extra` more bytes on each device."""
         profile = self.setting.profile
         free = free_bytes(profile, name) + extra
-        host_bytes = profile.of_class(name).host_bytes
+        host_bytes = find_room_on_host(profile, name)
         allowed = self._sizes <= self.setting.largest_micro_batch(name, int(self._sizes[-1]))
         best: FloatArray = np.full(len(self._samples), -1.0)
         for mode in self.setting.modes[name]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpumix.cost.pipeline.staged_step import compute_edge_seconds
 from gpumix.cost.predict import predict
 from gpumix.planner.common.strategy import (
     PlanRequest,
@@ -89,6 +90,11 @@ def _search_reduced(
     if found is None or get_prediction(found).step_s >= below_s * PART_FRACTION:
         return None, bound_s
     plan = reduction.expand(found)
+    # A replay of all takes long; its step is longer by about the collectives of a stage.
+    edges = zip(compute_edge_seconds(profile, plan), compute_edge_seconds(profile, found))
+    longer_s = max(of_all - of_few for of_all, of_few in edges)
+    if get_prediction(found).step_s + longer_s >= below_s:
+        return None, bound_s
     expected = predict(profile, plan)
     if not is_within_memory(expected.workers) or expected.step_s >= below_s:
         return None, bound_s

@@ -58,15 +58,16 @@ Search = Callable[[Profile, PlanRequest, float], Searched]
 """A search for plans below a number of seconds."""
 
 
-def search_all_degrees(profile: Profile, request: PlanRequest, search: Search) -> Searched:
+def search_all_degrees(
+    profile: Profile, request: PlanRequest, search: Search, below_s: float = float("inf")
+) -> Searched:
     """Return the fastest plan over the request's degrees, by a search for plans of a single degree;
-    None if single devices are allowed and nothing fits.
+    None if single devices are allowed and nothing fits, or takes less than `below_s`.
 
     Raises:
         InputError, NoFeasiblePlanError: there is no plan; the error is of the lowest degree.
     """
     best: Plan | None = None
-    below_s = float("inf")
     bounds_s: list[float | None] = []
     failures: list[InputError | NoFeasiblePlanError] = []
     check_degrees_fit(profile.cluster, request.space)
@@ -93,7 +94,7 @@ def search_all_degrees(profile: Profile, request: PlanRequest, search: Search) -
         profile, request, search, below_s, most=most, in_stages=False
     )
     best, bounds_s = other or best, [*bounds_s, *more_s]
-    if best is None and wanted[0] != NO_TENSOR_PARALLEL:
+    if best is None and failures and wanted[0] != NO_TENSOR_PARALLEL:
         raise failures[0]
     known = [bound_s for bound_s in bounds_s if bound_s is not None]
     return best, min(known) if len(known) == len(bounds_s) > 0 else None

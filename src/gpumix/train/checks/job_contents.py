@@ -23,13 +23,15 @@ from gpumix.schema.job.job import Job
 from gpumix.schema.units import format_count, show_bytes
 from gpumix.train.checks.attention_heads import check_config_heads
 from gpumix.train.checks.job_warnings import warn_of_data
+from gpumix.train.checks.loading_memory import check_loading_memory
 from gpumix.train.checks.stage_count import check_job_stage_count
 from gpumix.train.worker.model import build_model, check_model_fits_data, get_vocabulary_size
 
 
 def build_checked_model(job: Job, cluster: Cluster, folder: Path) -> nn.Module:
     """Build the job's model, without its large tensors. Foreign weights, parameter groups or tensor
-    plans without a match, and more stages than units are reported now, not after the measurement.
+    plans without a match, more stages than units, and too little memory to read weights are
+    reported now, not after the measurement.
     """
     spec = job.model
     model = build_model(spec, folder=folder, seed=job.seed)
@@ -43,6 +45,7 @@ def build_checked_model(job: Job, cluster: Cluster, folder: Path) -> nn.Module:
     if must_divide:
         check_config_heads(getattr(model, "config", None), cluster, job.space)
     check_job_stage_count(model, job, cluster)
+    check_loading_memory(model, job, cluster)
     return model
 
 
