@@ -82,7 +82,9 @@ def test_of_gpus_that_datasheets_know(tmp_path, no_ranks, monkeypatch):
     told = json.loads(dry(tmp_path, "--json").out)
     assert told["basis"] == "estimated"
     assert told["plan"]["global_batch"] == 8
-    assert "±33 %" in dry(tmp_path).out
+    page = dry(tmp_path).out
+    assert "±33 %" in page
+    assert "\n1 step: about " in page
 
 
 def test_the_strategy_is_that_of_the_start(tmp_path, no_ranks, monkeypatch):

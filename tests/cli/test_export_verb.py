@@ -48,6 +48,8 @@ def test_transformers_loads_the_weights_of_the_checkpoint(folder, trained):
     done = gpumix("export", "run", "--to", "models/first", folder=folder)
     assert done.code == 0, done.err
     assert (done.out, done.err) == ("", f"{OF_TOKENS}wrote models/first\n")
+    again = here("export", "run", "--to", "models/first", folder=folder)
+    assert again.err.endswith("wrote models/first, in place of the former export\n")
     found = loaded(folder / "models" / "first")
     assert found.keys() == trained.keys()
     for name, weight in found.items():

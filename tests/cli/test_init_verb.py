@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
+from typer.testing import CliRunner
 from verbs import gpumix, refused
 
+from gpumix.cli import app
+from gpumix.cli.verbs import init
 from gpumix.schema.reading.read import read_job
 
 
@@ -132,7 +137,9 @@ def test_the_script_trains_adapters(desk):
         (("--data", "none"), "there is no such file or folder"),
         (("--data", "texts", "--lora"), "adapters need pretrained weights"),
         (("--data", "texts", "--cluster", "none.yaml"), "there is no such cluster file"),
+        (("--data", "texts", "--cluster", "rtx4090 + p40"), "needs devices that are here"),
         (("--data", "texts", "--model", "7Q"), "there is no model '7Q'"),
+        (("--data", "texts", "--model", "1M"), "fix: give a size from 2M to "),
         (("cluster.yaml", "--data", "texts"), "this file is there already"),
     ],
 )
@@ -140,6 +147,24 @@ def test_wrong_answers(desk, arguments, said):
     before = sorted(desk.rglob("*"))
     assert said in refused("init", *arguments)
     assert sorted(desk.rglob("*")) == before
+
+
+def test_a_wrong_answer_is_asked_for_again(desk, monkeypatch):
+    monkeypatch.setattr(init, "sys", SimpleNamespace(stdin=Terminal(), stderr=Terminal()))
+    answers = "1M\n20M\ntextz\ntexts\nnone.yaml\nauto\nruns/mine\n"
+    done = CliRunner().invoke(app, ["init"], input=answers)
+    assert done.exit_code == 0, done.output
+    told = done.stderr
+    for problem in ("no model of 1 M parameters", "no such file or folder", "no such cluster file"):
+        assert problem in told
+    job = read_job(desk / "job.yaml")
+    assert job.data.text == (desk / "texts",)
+    assert job.output_dir == desk / "runs" / "mine"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 # -- the tokenizer of a job ------------------------------------------------------------------------

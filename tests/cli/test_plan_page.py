@@ -12,11 +12,14 @@ from collections import Counter
 
 import pytest
 import yaml
-from verbs import gpumix, refused, write_job
+from verbs import gpumix, measured, refused, write_job
 
+from gpumix.cli.planning import profile_source
 from gpumix.hardware.discovery import discover
 from gpumix.hardware.estimates.cluster_shorthand import parse_cluster, split_count
+from gpumix.hardware.host.environment import ALLOW
 from gpumix.schema.plan.plan import Plan
+from gpumix.train.run_log.text_page import round_duration
 
 SMALL = ("--sequence-length", "256", "--global-batch-size", "16")
 ASKED = {
@@ -351,3 +354,73 @@ def test_a_host_without_the_memory_to_read_weights_is_refused(verb):
     done = gpumix(verb, *asked, "--base", "nf4", "--ram", "1GiB")
     assert done.exit_code == 4
     assert "of RAM while weights load" in done.stderr and "fix: use fewer devices" in done.stderr
+
+
+# -- of a job --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured_job(tmp_path):
+    measured().save(tmp_path / "profile.json")
+    return write_job(tmp_path, max_steps=20_000)
+
+
+def next_commands(text: str) -> list[list[str]]:
+    lines = [line.strip() for line in text.partition("\nNext\n")[2].splitlines()]
+    found = [line.partition("  ")[0] for line in lines if line.startswith("gpumix ")]
+    return [shlex.split(command) for command in found]
+
+
+def test_a_job_has_the_time_of_all_its_steps(measured_job):
+    profile = measured_job.with_name("profile.json")
+    plan = Plan.model_validate_json(
+        gpumix("plan", measured_job, "--profile", profile, "--json").stdout
+    )
+    second = page(measured_job, "--profile", profile).splitlines()[1]
+    hours, minutes = re.fullmatch(r"20,000 steps: about (\d+) h (\d+) min", second).groups()
+    assert int(hours) * 60 + int(minutes) == pytest.approx(
+        20_000 * plan.prediction.step_s / 60, abs=5.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(45.2, "45 s"), (119, "2 min"), (3594, "1 h 0 min"), (6610, "1 h 50 min"), (444e3, "5 d 3 h")],
+)
+def test_a_long_time_is_rounded(seconds, shown):
+    assert round_duration(seconds) == shown
+
+
+def test_next_commands_of_a_job_keep_what_was_given(measured_job, tmp_path, monkeypatch):
+    monkeypatch.setenv(ALLOW, "toys")
+    profile = measured_job.with_name("profile.json")
+    given = ["--set", "global_batch_size=4", "--allow", "mine"]
+    chosen = ["--strategy", "even"]
+    job = [str(measured_job), *given]
+    asked = (measured_job, *given, "--profile", profile, *chosen)
+    write, train, compare, plan = next_commands(page(*asked))
+    assert write == [
+        "gpumix", "plan", *job, "--profile", str(profile), *chosen, "--output", "plan.json"
+    ]  # fmt: skip
+    assert train == ["gpumix", "train", *job, "--plan", "plan.json"]
+    assert compare == ["gpumix", "compare", *job, "--profile", str(profile)]
+    assert plan == ["gpumix", "plan", *job, "--profile", str(profile), *chosen, "--verbose"]
+    written = tmp_path / "it.json"
+    train, *_ = next_commands(page(*asked, "--set", "strategy=even", "--output", written))
+    assert train == ["gpumix", "train", *job, "--plan", str(written)]
+
+
+def test_a_job_on_cards_that_are_only_named_is_not_trained_next(tmp_path):
+    asked = [str(write_job(tmp_path)), "--cluster", "2 hosts of rtx3090", "--network", "10GbE"]
+    commands = next_commands(page(*asked))
+    assert [words[1] for words in commands] == ["compare", "plan"]
+    assert all(words[2:7] == asked for words in commands)
+
+
+def test_a_job_on_a_cluster_file_is_trained_on_it(measured_job, tmp_path, monkeypatch):
+    file = tmp_path / "devices.yaml"
+    file.write_text(yaml.safe_dump([{"class": "l4", "emulate": "1 GFLOP/s", "memory": "1 GiB"}]))
+    monkeypatch.setattr(profile_source, "load_cached_profile", lambda path, job: measured())
+    asked = [str(measured_job), "--cluster", str(file)]
+    train, *_ = next_commands(page(*asked, "--strategy", "even"))
+    assert train == ["gpumix", "train", *asked, "--strategy", "even"]

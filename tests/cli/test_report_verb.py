@@ -23,8 +23,10 @@ from parts import browser  # noqa: E402
 
 def test_the_page_lies_in_the_runs_folder(run):
     done = gpumix("report", run)
-    assert (done.exit_code, done.stdout) == (0, "")
+    assert done.exit_code == 0
     assert done.stderr == f"report: {run / 'report.html'}\n"
+    assert "450K parameters" in done.stdout
+    assert done.stdout == gpumix("top", run, "--once").stdout
     text = (run / "report.html").read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>") and text.rstrip().endswith("</html>")
     assert "2,048 tokens/s" in text

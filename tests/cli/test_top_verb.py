@@ -13,6 +13,7 @@ from verbs import gpumix
 
 from gpumix.cli.verbs import top
 from gpumix.report.run import read_run
+from gpumix.train.checks.output_folder import lock_output
 from gpumix.train.run_figures import words
 from staging import rows, staged_plan
 
@@ -40,6 +41,23 @@ def classes(folder) -> None:
         {"device": f"quick-{n}", "device_class": "quick", "busy_share": 0.5} for n in range(20)
     ]
     happens(folder, "ranks", 5, ranks=ranks)
+
+
+def test_a_run_without_a_plan_is_being_measured_or_is_none(run):
+    later = (run / "plan.json").rename(run / "later.json")
+    with lock_output(run, fresh=True):
+        done = gpumix("top", run)
+        assert (done.exit_code, done.stdout) == (0, f"{top.MEASURING}\n")
+        made = threading.Timer(0.3, later.rename, [run / "plan.json"])
+        made.start()
+        top._wait_for_plan(run, every_s=0.05)
+        made.join()
+        assert (run / "plan.json").exists()
+        assert "450K parameters" in gpumix("top", run).stdout
+    (run / "plan.json").unlink()
+    done = gpumix("top", run)
+    assert done.exit_code == 2
+    assert "this is no run" in done.stderr
 
 
 @pytest.mark.parametrize("width", [80, 120])

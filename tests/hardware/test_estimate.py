@@ -7,7 +7,7 @@ import pytest
 from gpumix.cost.layout.curves import interpolate_one_seconds, interpolate_seconds
 from gpumix.cost.network.link_times import PER_OWNER
 from gpumix.cost.teams import make_group_profile
-from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
+from gpumix.hardware.estimates.cluster_shorthand import explain_short_names, parse_cluster
 from gpumix.hardware.estimates.decoder_shapes import KIND, decoder, make_llama_like
 from gpumix.hardware.estimates.estimate import estimate_profile, scale_estimates
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
@@ -191,3 +191,8 @@ def test_what_a_model_holds_does_not_depend_on_the_cards():
         return decoder(config).model(64, dtype, "llama")
 
     assert estimated(model=model).model.parameters == decoder(config).parameters
+
+
+def test_plus_signs_join_cards_like_commas():
+    assert parse_cluster("2x rtx4090 + p40") == parse_cluster("2x rtx4090, p40")
+    assert explain_short_names("a100+p40") == explain_short_names("a100, p40") != []

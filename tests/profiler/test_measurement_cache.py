@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,11 +20,12 @@ from extended import every_second
 from gpumix.engine.rank_group import RankGroup
 from gpumix.hardware.device import open_device
 from gpumix.profiler.cache.measurement_cache import MeasurementCache
-from gpumix.profiler.cache.measurement_files import MEASURED_CODE, own_files
+from gpumix.profiler.cache.measurement_files import DOUBTFUL_KEPT_S, MEASURED_CODE, own_files
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.schema.profile.measurements import ClassMeasurement, InputMeasurement
 from gpumix.schema.profile.profile import HostInput, Profile
 from gpumix.train.controller import JobController
+from gpumix.train.run_log.plan_page import advise_measuring, describe_doubt
 from virtual_clock import VirtualClock
 
 ALONE = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB"}]
@@ -64,7 +67,13 @@ def times(profile: Profile) -> dict[str, float]:
 @pytest.mark.slow
 def test_a_profile_is_found_again_as_it_was(measured, tmp_path):
     assert missing(tmp_path) == []
-    assert cache(tmp_path).load() == measured
+    found = cache(tmp_path)
+    assert found.load() == measured
+    links, classes = found.links(), found.measured()
+    assert links is not None and len(classes) == 2
+    # Classes are measured side by side.
+    longest = max(one.seconds_spent for one in classes.values())
+    assert measured.seconds_spent == longest + links.seconds_spent
 
 
 def plant_input(measured: Profile, folder) -> tuple[HostInput, ...]:
@@ -334,11 +343,23 @@ def test_a_measurement_says_nothing_of_its_class_name(measured, tmp_path):
 
 
 @pytest.mark.parametrize("stall_s", [0.0, 1.0])
-def test_times_of_a_machine_that_was_too_busy_are_not_kept(tmp_path, stall_s):
+def test_times_of_a_machine_that_was_busy_are_kept_with_their_doubt_for_an_hour(tmp_path, stall_s):
     write_job(tmp_path, cluster=EMULATED)
     told = measure_here(tmp_path, lambda clock: clock.spend(stall_s))
-    assert missing(tmp_path) == (["one"] if stall_s else [])
-    assert any("too busy to measure one" in line for line in told) == bool(stall_s)
+    assert any("busy while it measured one" in line for line in told) == bool(stall_s)
+    again = measure_here(tmp_path, lambda clock: None)
+    assert any("were kept" in line for line in again) == bool(stall_s)
+    found = cache(tmp_path)
+    assert found.missing() == []
+    profile = found.without_inputs()
+    assert ("busy" in describe_doubt(profile)) == bool(stall_s)
+    advice = advise_measuring(profile, "job.yaml")
+    assert advice.endswith("gpumix profile job.yaml --fresh" if stall_s else "")
+    assert bool(advice) == bool(stall_s)
+    (one,) = profile.cluster.classes
+    an_hour_ago = time.time() - DOUBTFUL_KEPT_S - 1
+    os.utime(found.class_file(one), (an_hour_ago, an_hour_ago))
+    assert found.missing() == (["one"] if stall_s else [])
 
 
 @pytest.mark.parametrize("package", MEASURED_CODE)

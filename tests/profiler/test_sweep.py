@@ -163,11 +163,11 @@ def test_an_overrun_at_one_size_repeats_no_other(emulated, clock):
 
 def test_a_machine_that_is_always_too_busy_is_tried_three_times(emulated, clock):
     quiet, busy = Busy(clock, 0), Busy(clock, 10**9)
-    assert measure(emulated, lambda: costly_model(quiet), largest=1).overruns == 0
+    assert measure(emulated, lambda: costly_model(quiet), largest=1).device_class.overruns == 0
     told = []
     found = measure(emulated, lambda: costly_model(busy), largest=1, progress=told.append)
     assert sizes(found) == [1]
-    assert found.overruns > 0
+    assert found.device_class.overruns > 0
     assert told[0].endswith(", too long: this machine was busy")
     # A time takes a forward, its recompute, and a forward whose graph is kept; that of the parts of
     # a backward, once, one more.

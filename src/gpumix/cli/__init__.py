@@ -7,7 +7,6 @@ environment, 4 no feasible plan, 5 training failed, 130 interrupted with a check
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -90,6 +89,8 @@ def _told_as_errors(given: list[str]) -> Iterator[None]:
     except (typer.Exit, typer.Abort):
         raise
     except Exception as wrong:
+        from gpumix.train.run_log.terminal import print_error
+
         # Verbs raise only errors of wrong calls, which have this method.
         said = getattr(wrong, "format_message", None)
         if said is None or not given:  # without arguments the help is printed
@@ -98,7 +99,7 @@ def _told_as_errors(given: list[str]) -> Iterator[None]:
         what, meant = _split_suggestion(_make_plain(str(said())))
         fix = f"see {' '.join(['gpumix', *verb, '--help'])}"
         error = InputError(what, fix=f"did you mean {meant}? {fix}" if meant else fix)
-        sys.stderr.write(f"gpumix: {error}\n")
+        print_error(f"gpumix: {error}")
         if "--json" in given[: given.index("--") if "--" in given else None]:
             print_json(error.as_dict())
         raise typer.Exit(error.exit_code) from None

@@ -101,11 +101,13 @@ def make_command(command: Callable[P, None]) -> Callable[P, None]:
         except (typer.Exit, typer.Abort):
             raise
         except (Exception, KeyboardInterrupt) as caught:
+            from gpumix.train.run_log.terminal import print_error
+
             error = _translate_error(caught)
             if debug:
                 traceback.print_exception(caught, file=sys.stderr)
             with suppress(OSError):  # the reader may be gone
-                sys.stderr.write(f"gpumix: {hide_exact_bytes(str(error))}\n")
+                print_error(f"gpumix: {hide_exact_bytes(str(error))}")
                 if as_json and not isinstance(error, _StdoutError):
                     print_json(error.as_dict())
             raise typer.Exit(error.exit_code) from None
@@ -177,7 +179,8 @@ def is_cluster_file(text: str) -> bool:
     return text.endswith(CLUSTER_FILES) or os.path.isfile(text)  # noqa: PTH113
 
 
-def _refuse_names_of_cards(text: str) -> None:
+def refuse_names_of_cards(text: str) -> None:
+    """Refuse cards that are only named, where devices must be here."""
     from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
 
     if is_cluster_file(text):
@@ -196,7 +199,7 @@ def _refuse_names_of_cards(text: str) -> None:
         )
 
 
-OF_CLUSTER = Shorthand("cluster", "cluster", ClusterFile, _refuse_names_of_cards)
+OF_CLUSTER = Shorthand("cluster", "cluster", ClusterFile, refuse_names_of_cards)
 OF_STRATEGY = Shorthand("strategy", "strategy", Strategy)
 OF_TRACE_STEP = Shorthand("trace_step", "advanced.trace_step", TraceStep)
 

@@ -123,6 +123,7 @@ def examine(
     """
     begun_s = time.perf_counter() if begun_s is None else begun_s
     tally, found = _WindowStatistics(), _Results()
+    say("running a few steps without changes")
     first = tally.one_more(patient)
     waits = f"of which {first.input_share:.0%} waits for data"
     say(f"a step takes {show_seconds(first.step_s)}, {waits}")

@@ -59,16 +59,12 @@ class ClusterProfiler:
         mine = self._measure_own_class(known, progress)
         measured = {m.device_class.device_class: m for m in mine}
         classes = known | measured
-        spoiled = [name for name, m in measured.items() if m.overruns]
-        if spoiled and self._ranks.rank == 0:
-            progress(
-                f"this machine was too busy to measure {', '.join(spoiled)}: the profile is not "
-                "kept, and its times are too long"
-            )
+        if self._ranks.rank == 0:
+            _tell_doubt(measured, progress, "are kept for an hour only")
+            _tell_doubt(known, progress, "were kept")
         links = self._links(classes, progress)
         if self._ranks.rank == 0 and self._cache is not None:
-            sound = {name: m for name, m in measured.items() if not m.overruns}
-            self._cache.save(sound, links)
+            self._cache.save(measured, links)
         shape = self._subject.shape
         return assemble(shape.sequence_length, self._cluster, classes, links)
 
@@ -125,6 +121,16 @@ class ClusterProfiler:
         # Each rank's own clock gives a different duration.
         return LinkMeasurement.model_validate_json(
             self._ranks.share("links", links.model_dump_json())
+        )
+
+
+def _tell_doubt(measured: Mapping[str, ClassMeasurement], progress: Progress, kept: str) -> None:
+    """Tell which classes were measured on a busy machine."""
+    spoiled = [name for name, m in measured.items() if m.device_class.overruns]
+    if spoiled:
+        progress(
+            f"this machine was busy while it measured {', '.join(spoiled)}: times may be far too "
+            f"long, and {kept}"
         )
 
 

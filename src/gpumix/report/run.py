@@ -19,6 +19,7 @@ from gpumix.schema.plan.step_trace import Trace
 from gpumix.schema.profile.profile import Profile
 from gpumix.train.checkpoint.checkpoint_folder import list_checkpoints
 from gpumix.train.checkpoint.manifest import parse_step
+from gpumix.train.checks.output_folder import is_locked
 from gpumix.train.run_figures.advice import Advice, AdvisedRun, advise
 from gpumix.train.run_figures.figures import RunFigures
 from gpumix.train.run_figures.history import (
@@ -144,8 +145,18 @@ def read_run(folder: Path, *, newest_bytes: int | None = None) -> Run:
     )
 
 
+def is_measuring(folder: Path) -> bool:
+    """Return whether a run has started and has no plan yet: devices are measured."""
+    has_plan = any((one / run_files.PLAN).exists() for one in _possible_folders(folder))
+    return not has_plan and is_locked(folder)
+
+
+def _possible_folders(folder: Path) -> tuple[Path, Path]:
+    return folder, folder / run_files.SCRIPT_FOLDER
+
+
 def _find_run_folder(folder: Path) -> Path:
-    for one in (folder, folder / run_files.SCRIPT_FOLDER):
+    for one in _possible_folders(folder):
         if (one / run_files.PLAN).exists():
             return one
     why = f"there is no {run_files.PLAN} in it"

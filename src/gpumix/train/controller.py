@@ -39,6 +39,7 @@ from gpumix.schema.profile.profile import Profile
 from gpumix.schema.reading.allowed_code import check_allowed
 from gpumix.schema.reading.error_location import join_locations, locate_errors
 from gpumix.schema.reading.named_files import check_named_files
+from gpumix.schema.reading.overrides import name_job
 from gpumix.schema.reading.read import read_job
 from gpumix.train.checkpoint.checkpoint_folder import find_latest
 from gpumix.train.checkpoint.manifest import parse_step
@@ -48,6 +49,7 @@ from gpumix.train.checks.output_folder import (
     check_writable,
     lock_output,
 )
+from gpumix.train.checks.own_plan import load_own_plan
 from gpumix.train.checks.resume_check import check_keys
 from gpumix.train.checks.user_plan import (
     check_plan_fits_job,
@@ -65,11 +67,11 @@ from gpumix.train.processes.runner import Runner, make_runner
 from gpumix.train.rank_task_names import load_rank_task
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.devices_page import devices_page
-from gpumix.train.run_log.plan_page import describe_doubt, plan_page
+from gpumix.train.run_log.plan_page import advise_measuring, describe_doubt, plan_page
 from gpumix.train.run_log.progress import mark_failed, mark_restarting, mark_stopped
 from gpumix.train.run_log.run_id import read_run_id
 from gpumix.train.run_log.tables import efficiency_table, profile_table
-from gpumix.train.run_log.terminal import get_stderr_console
+from gpumix.train.run_log.terminal import get_stderr_console, show_waiting
 from gpumix.train.run_log.tracker_process import check_installed, run_trackers
 
 if TYPE_CHECKING:
@@ -103,7 +105,7 @@ class JobController:
         self.folder = folder
         self._runs = runs
         self._debug = debug
-        self._job_file = "JOB.yaml"
+        self._job_file = self._named_job = "JOB.yaml"
         self._console = get_stderr_console()
         self.cluster: Cluster = runs.cluster(None if job.cluster == "auto" else job.cluster)
         self._devices = self.cluster  # including devices left out for a while
@@ -135,6 +137,7 @@ class JobController:
         )
         found = cls(job, path.absolute().parent, runs, debug=debug)
         found._job_file = shlex.quote(str(path))
+        found._named_job = name_job(path, overrides)
         return found
 
     @property
@@ -162,7 +165,7 @@ class JobController:
         for one in taken:
             self.show(f"{one}: so much less is planned for {one.device.device_class}")
         if self._runs.decides_alone and not fresh:
-            cached = MeasurementCache(self.job, self.cluster, self.folder).load()
+            cached = self._load_cached()
             if cached is not None:
                 return reserve_foreign_memory(cached, taken)
         self._check_job_early()
@@ -207,7 +210,10 @@ class JobController:
         elif lessons.memory or lessons.slower:
             plan = None
         given = GivenPlan(plan, made_from, plan_file, made_from_file)
-        plan, profile = self._check_plan_or_job(given)
+        if plan is None and resume and lessons is None:
+            given = self._find_own_plan()
+        with show_waiting("checking the job"):
+            plan, profile = self._check_plan_or_job(given)
         with ExitStack() as stack:
             fresh = not resume and lessons is None
             if self.speaks:
@@ -239,8 +245,14 @@ class JobController:
     def known_profile(self) -> Profile | None:
         """Return the cached profile, without the memory that other processes occupy; None if
         anything must be measured first."""
-        cached = MeasurementCache(self.job, self.cluster, self.folder).load()
+        cached = self._load_cached()
         return cached and reserve_foreign_memory(cached, find_occupied_gpus(self.cluster))
+
+    def _load_cached(self) -> Profile | None:
+        cached = MeasurementCache(self.job, self.cluster, self.folder).load()
+        if cached is not None and (advice := advise_measuring(cached, self._named_job)):
+            self.show(advice)
+        return cached
 
     def devices_of(self, plan: Plan | None) -> tuple[Device, ...]:
         """Return the device of each rank of a plan, or of every rank without one."""
@@ -258,6 +270,18 @@ class JobController:
         for line in describe_overruled_settings(plan, self.job):
             self.show(line)
         return plan, profile
+
+    def _find_own_plan(self) -> GivenPlan:
+        """Return the run's own plan if it holds and the cache lacks measurements for another."""
+        cache = MeasurementCache(self.job, self.cluster, self.folder)
+        if not self._runs.decides_alone or cache.load() is not None:
+            return GivenPlan()
+        own = load_own_plan(self.job, self.folder, self.cluster)
+        if own is None:
+            return GivenPlan()
+        output = self.job.output_dir
+        self.show("nothing is measured: the run's own plan and profile still hold")
+        return GivenPlan(*own, str(output / run_files.PLAN), str(output / run_files.PROFILE))
 
     def _exclude_devices(self, lessons: Lessons | None) -> bool:
         """Leave out devices, and return True if this process takes part; other processes' devices

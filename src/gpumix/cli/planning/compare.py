@@ -22,9 +22,10 @@ def register(app: typer.Typer) -> None:
 def compare(asked: PlanOptions, as_json: Json = False) -> None:
     from gpumix.cli.planning.tables import comparison_page
     from gpumix.planner.compare import compare as compared
+    from gpumix.train.run_log.terminal import show_waiting
 
     source = asked.source()
-    with locate_errors(source.place):
+    with locate_errors(source.place), show_waiting("comparing strategies"):
         found = compared(source.profile, source.request)
     print_result(
         lambda: found.model_dump(mode="json"),

@@ -220,7 +220,12 @@ def render_start(start: ForeseenStart) -> RenderableType:
     foreseen = start.foreseen
     page = Text()
     if foreseen.plan is not None:
-        page = plan_page(foreseen.plan, doubt=foreseen.doubt, assumed=foreseen.assumed)
+        page = plan_page(
+            foreseen.plan,
+            doubt=foreseen.doubt,
+            assumed=foreseen.assumed,
+            steps=start.job.max_steps,
+        )
     else:
         page.append("Ready. The plan is made once the devices are measured.", "bold")
     for line, style in _iterate_lines(start):

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from shlex import join
+from shlex import join, quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Json, Strategy, make_command, print_json, print_result
+from gpumix.cli.common import (
+    Json,
+    Strategy,
+    is_cluster_file,
+    make_command,
+    print_json,
+    print_result,
+)
 from gpumix.cli.planning.profile_source import (
     PlanOptions,
     PlanSource,
@@ -73,14 +80,23 @@ def plan(
     if output is not None:
         made.save(output)
         match_profile(source.profile, made).save(get_profile_path(output))
+    next_commands = (
+        _next_commands(source) if asked.job is None else _next_for_job(asked, strategy, output)
+    )
     print_result(
         lambda: made.model_dump(mode="json"),
-        lambda: _render(asked, source, made, verbose=verbose),
+        lambda: _render(source, made, next_commands, verbose=verbose),
         as_json,
     )
 
 
-def _render(asked: PlanOptions, source: PlanSource, made: Plan, *, verbose: bool) -> RenderableType:
+def _render(
+    source: PlanSource,
+    made: Plan,
+    next_commands: list[tuple[str, str]],
+    *,
+    verbose: bool,
+) -> RenderableType:
     from rich.console import Group
 
     from gpumix.train.run_log.plan_page import describe_doubt, plan_page
@@ -90,23 +106,57 @@ def _render(asked: PlanOptions, source: PlanSource, made: Plan, *, verbose: bool
         made,
         doubt=describe_doubt(source.profile),
         assumed=source.note,
-        next_commands=_next_commands(asked, source),
+        steps=source.steps,
+        next_commands=next_commands,
     )
     if not verbose:
         return page
     return Group(page, "", efficiency_table(source.profile), plan_table(made))
 
 
-def _next_commands(asked: PlanOptions, source: PlanSource) -> list[tuple[str, str]]:
-    """Return two to four commands that come next, each with what it tells. "…" stands for the
-    arguments of this one."""
-    if asked.job is not None:
-        job = join([str(asked.job)])
-        return [
-            (f"gpumix train {job}", "train by this plan"),
-            (f"gpumix compare {job}", "what other strategies would give"),
-            (f"gpumix plan {job} --verbose", "bounds, alternatives, every device"),
-        ]
+def _next_for_job(
+    asked: PlanOptions, strategy: str | None, output: Path | None
+) -> list[tuple[str, str]]:
+    """Return the commands that come next for a job, with what was given to this one. Cards that
+    are only named cannot train."""
+    from gpumix.hardware.host.environment import allowed_by_environment
+    from gpumix.schema.reading.overrides import name_job, parse_key
+
+    assert asked.job is not None
+    is_estimate = asked.cluster is not None and not is_cluster_file(asked.cluster)
+    others = [join(["--cluster", asked.cluster])] if asked.cluster is not None else []
+    always = allowed_by_environment()
+    others += [join(["--allow", name]) for name in asked.allowed if name not in always]
+    trained = [name_job(asked.job, asked.overrides), *others]
+    planned = [*trained]
+    planned += [join(["--network", asked.network])] if asked.network is not None else []
+    planned += [join(["--profile", str(asked.profile)])] if asked.profile is not None else []
+    chosen = [join(["--strategy", strategy])] if strategy is not None else []
+    commands: list[tuple[list[str], str]] = []
+    if not is_estimate:
+        told = "train by this plan"
+        kept = output or (Path("plan.json") if asked.profile is not None else None)
+        if kept is None:
+            commands.append((["gpumix train", *trained, *chosen], told))
+        else:
+            file = quote(str(kept))
+            if output is None:
+                keep = ["gpumix plan", *planned, *chosen, "--output", file]
+                commands.append((keep, "write this plan"))
+            # A plan has its strategy.
+            sets = [one for one in asked.overrides if parse_key(one) != "strategy"]
+            job = name_job(asked.job, sets)
+            commands.append((["gpumix train", job, *others, "--plan", file], told))
+    commands += [
+        (["gpumix compare", *planned], "what other strategies would give"),
+        (["gpumix plan", *planned, *chosen, "--verbose"], "bounds, alternatives, every device"),
+    ]
+    return [(" ".join(words), told) for words, told in commands]
+
+
+def _next_commands(source: PlanSource) -> list[tuple[str, str]]:
+    """Return two to four commands that come next without a job, each with what it tells. "…" stands
+    for the arguments of this one."""
     most = max(source.profile.cluster.classes, key=lambda c: c.memory_bytes).name
     commands = [("gpumix compare …", "what FSDP-like and other splits give")]
     if source.estimate is not None and source.estimate.tuning.base == "16bit":

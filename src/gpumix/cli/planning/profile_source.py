@@ -60,7 +60,7 @@ MODEL, SEQUENCE_LENGTH, GLOBAL_BATCH = "1B", 2048, 128
 class PlanSource:
     """Input of planning: profile, request, the files or arguments behind both, and a line on
     assumptions; with the estimate behind the profile, if there is no job, and with what a job
-    allows."""
+    allows and its steps."""
 
     profile: Profile
     request: PlanRequest
@@ -69,6 +69,7 @@ class PlanSource:
     note: str = ""
     estimate: Estimate | None = None
     allow: tuple[str, ...] = ()
+    steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -175,20 +176,27 @@ class PlanOptions(PlanArguments):
         if self._named_cluster.is_file:
             named = [*self.overrides, f"cluster={self.cluster}"]
             return replace(self, cluster=None, overrides=named).source(strategy)
-        from gpumix.schema.reading.named_files import check_named_files
-        from gpumix.schema.reading.read import read_job
+        from gpumix.train.run_log.terminal import show_waiting
 
-        job = read_job(self.job, self.overrides)
-        check_named_files(job, self.job)
+        with show_waiting("reading the job"):
+            from gpumix.schema.reading.named_files import check_named_files
+            from gpumix.schema.reading.read import read_job
+
+            job = read_job(self.job, self.overrides)
+            check_named_files(job, self.job)
         job = job.model_copy(update={"strategy": strategy or job.strategy})
         profile = self._of_job(job, self.job)
         request = _request(job.global_batch_size, job.space.leaving_out())
         place = ", ".join(str(path) for path in (self.job, self.profile) if path is not None)
-        return PlanSource(profile, request, job.strategy, place, allow=job.allow)
+        return PlanSource(
+            profile, request, job.strategy, place, allow=job.allow, steps=job.max_steps
+        )
 
     def _of_job(self, job: Job, path: Path) -> Profile:
         from gpumix.profiler.cache.measurement_cache import set_readers
         from gpumix.schema.profile.profile import Profile
+        from gpumix.train.run_log.plan_page import advise_measuring
+        from gpumix.train.run_log.terminal import get_stderr_console, show_waiting
 
         if self.cluster is not None:
             with locate_errors(path):
@@ -197,8 +205,10 @@ class PlanOptions(PlanArguments):
             profile = Profile.load(self.profile)
             _check_profile(profile, job, self.profile, path)
             return set_readers(job, profile)
-        with locate_errors(path):
+        with locate_errors(path), show_waiting("looking for measurements"):
             found = load_cached_profile(path, job)
+        if found is not None and (advice := advise_measuring(found, self.job_arguments)):
+            get_stderr_console().print(advice)
         if found is None and not self.measures:
             raise InputError(
                 "this job was not measured", where=str(path), fix=f"gpumix profile {path}"
@@ -207,6 +217,14 @@ class PlanOptions(PlanArguments):
             return found
         overrides = [*self.overrides, f"strategy={job.strategy}"]
         return measure_in_subprocess(path, overrides, self.allowed, as_json=self.as_json)
+
+    @property
+    def job_arguments(self) -> str:
+        """The job and its replaced keys, quoted as arguments of another command."""
+        from gpumix.schema.reading.overrides import name_job
+
+        assert self.job is not None
+        return name_job(self.job, self.overrides)
 
     @property
     def _named_cluster(self) -> NamedCluster:

@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
@@ -37,6 +37,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         help="Find what slows down a job, or a training function of yours: run a few steps, test "
         "each change, and report its gain.\n\n"
+        "This takes minutes: the job runs several times, a few steps each. "
         "Each change is measured in pairs of short runs, with and without it; problems that no "
         "change fixes are reported without a gain. "
         "A function is from your own script, in plain PyTorch, whose module is in this folder. It "
@@ -80,7 +81,11 @@ def doctor(
         _require_module(target.partition(":")[0])
     from gpumix.doctor.change import merge_overrides, write_tuned
     from gpumix.doctor.examine import examine
-    from gpumix.train.run_log.terminal import get_result_console, get_stderr_console
+    from gpumix.train.run_log.terminal import (
+        get_result_console,
+        get_stderr_console,
+        show_waiting,
+    )
 
     _refuse_unknown_suspects(only, is_function)
     progress = get_stderr_console()
@@ -89,7 +94,10 @@ def doctor(
         progress.print(
             f"{target} runs several times, a few steps each, and writes its files each time"
         )
-    with _open_patient(target, is_function, overrides, allowed, steps=steps) as patient:
+    opened = _open_patient(target, is_function, overrides, allowed, steps=steps)
+    with ExitStack() as held:
+        with show_waiting("starting"):  # imports torch
+            patient = held.enter_context(opened)
         report = examine(
             patient, say=progress.print, pairs=pairs, only=tuple(only), begun_s=begun_s
         )

@@ -39,8 +39,10 @@ def export(
     from gpumix.train.checkpoint.export import export as write
     from gpumix.train.run_log.terminal import get_stderr_console
 
+    replaces = to.is_dir() and any(to.iterdir())
     write(run, to, dtype=dtype, tell=get_stderr_console().print, allowed=allowed, adapters=adapters)
     if as_json:
         print_json({"folder": str(to)})
     else:
-        get_stderr_console().print(f"wrote {to}")
+        told = ", in place of the former export" if replaces else ""
+        get_stderr_console().print(f"wrote {to}{told}")

@@ -6,6 +6,7 @@ Five questions on a terminal, or their options; what is neither asked nor given 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumix.cli.common import Json, make_command, print_result
+from gpumix.cli.common import Json, make_command, print_result, refuse_names_of_cards
 from gpumix.schema.errors import InputError, format_install_command
 
 if TYPE_CHECKING:
@@ -86,8 +87,7 @@ class Answers:
     @property
     def weights(self) -> Path | None:
         """Folder of pretrained weights, if the model is one."""
-        folder = Path(self.model)
-        return folder if folder.is_dir() and (folder / "config.json").is_file() else None
+        return _find_weights(self.model)
 
 
 def register(app: typer.Typer) -> None:
@@ -127,14 +127,18 @@ def init(
     as_json: Json = False,
 ) -> None:
     asks = sys.stdin.isatty() and sys.stderr.isatty() and not as_json
-    found = Answers(
-        model=model or _ask("Model (folder of weights, or a size)", SCRATCH_MODEL, asks),
-        data=_check_data(data or Path(_ask("Text file, or folder of text files", "", asks))),
-        cluster=cluster or _ask("GPUs (auto, or a cluster file)", "auto", asks),
-        lora=_ask_lora(asks) if lora is None else lora,
-        output=output or Path(_ask("Folder of the run", "runs/first", asks)),
-    )
-    _check_answers(found)
+    asked = "Model (folder of weights, or a size)"
+    named = _answer(model, asked, SCRATCH_MODEL, asks=asks, check=_check_model)
+    asked = "Text file, or folder of text files"
+    text = None if data is None else str(data)
+    texts = _answer(text, asked, "", asks=asks, check=_check_data)
+    asked = "GPUs (auto, or a cluster file)"
+    devices = _answer(cluster, asked, "auto", asks=asks, check=_check_cluster)
+    if lora is None:
+        lora = asks and _find_weights(named) is not None and _ask_lora()
+    wanted = None if output is None else str(output)
+    folder = _answer(wanted, "Folder of the run", "runs/first", asks=asks)
+    found = Answers(named, Path(texts), devices, lora, Path(folder))
     path = file or Path("train.py" if found.lora else "job.yaml")
     if path.exists():
         raise InputError(
@@ -144,26 +148,70 @@ def init(
     from gpumix.schema.files import write_text_atomically
 
     write_text_atomically(path, written)
-    devices = "" if found.cluster == "auto" else f" --cluster {quote(found.cluster)}"
-    then = f"gpumix launch{devices} {path}" if found.lora else f"gpumix train {path}"
+    there = "" if found.cluster == "auto" else f" --cluster {quote(found.cluster)}"
+    then = f"gpumix launch{there} {path}" if found.lora else f"gpumix train {path}"
     ask = [format_install_command("trl", "peft")] if found.lora else [f"gpumix plan {path}"]
     commands = [*ask, then, f"gpumix report {found.output}"]
     told = "\n".join([f"Wrote {path}. Next:", *(f"  {command}" for command in commands)])
     print_result(lambda: {"file": str(path), "next": commands}, lambda: told, as_json)
 
 
-def _ask(question: str, default: str, asks: bool) -> str:
-    """Return the answer, or the default where nobody can be asked."""
-    if not asks:
-        return default
-    return str(typer.prompt(question, default=default or None, err=True))
+def _answer(
+    given: str | None,
+    question: str,
+    default: str,
+    *,
+    asks: bool,
+    check: Callable[[str], None] = lambda text: None,
+) -> str:
+    """Return what is given, or the default where nobody can be asked, or an answer; a wrong answer
+    is asked for again.
+
+    Raises:
+        InputError: what is given, or the default, is wrong.
+    """
+    if given is not None or not asks:
+        answer = default if given is None else given
+        check(answer)
+        return answer
+    from gpumix.train.run_log.terminal import print_error
+
+    while True:
+        answer = str(typer.prompt(question, default=default or None, err=True))
+        try:
+            check(answer)
+        except InputError as error:
+            print_error(str(error))
+        else:
+            return answer
 
 
-def _ask_lora(asks: bool) -> bool:
-    return asks and typer.confirm("Train LoRA adapters only?", default=False, err=True)
+def _ask_lora() -> bool:
+    return typer.confirm("Train LoRA adapters only?", default=False, err=True)
 
 
-def _check_data(path: Path) -> Path:
+def _find_weights(model: str) -> Path | None:
+    """Return the folder of pretrained weights, if the model is one."""
+    folder = Path(model)
+    return folder if folder.is_dir() and (folder / "config.json").is_file() else None
+
+
+def _check_model(model: str) -> None:
+    folder = _find_weights(model)
+    if folder is None:
+        _config(model)
+        return
+    for name in ("tokenizer.json", "*.safetensors"):
+        if not any(folder.glob(name)):
+            raise InputError(
+                f"this folder has a config.json, and no {name}",
+                where=f"--model: {folder}",
+                fix="give a folder of save_pretrained; or a size, to train from scratch",
+            )
+
+
+def _check_data(data: str) -> None:
+    path = Path(data)
     if path == Path():
         raise InputError(
             "nothing says what to train on",
@@ -174,30 +222,24 @@ def _check_data(path: Path) -> Path:
         raise InputError(
             "there is no such file or folder", where=f"--data: {path}", fix="correct the path"
         )
-    return path
-
-
-def _check_answers(found: Answers) -> None:
-    """Check that what is named can be trained on."""
-    if found.data.is_dir() and not any(path.is_file() for path in found.data.rglob("*")):
+    if path.is_dir() and not any(one.is_file() for one in path.rglob("*")):
         raise InputError(
             "there are no files to train on",
-            where=f"--data: {found.data}",
+            where=f"--data: {path}",
             fix="put text files there, or give another folder",
         )
-    if found.cluster != "auto" and not Path(found.cluster).is_file():
+
+
+def _check_cluster(cluster: str) -> None:
+    if cluster == "auto":
+        return
+    refuse_names_of_cards(cluster)
+    if not Path(cluster).is_file():
         raise InputError(
-            "there is no such cluster file", where=f"--cluster: {found.cluster}", fix="give a file"
+            "there is no such cluster file",
+            where=f"--cluster: {cluster}",
+            fix="give a cluster file, or auto for the GPUs of this host",
         )
-    folder = found.weights
-    if folder is not None:
-        for name in ("tokenizer.json", "*.safetensors"):
-            if not any(folder.glob(name)):
-                raise InputError(
-                    f"this folder has a config.json, and no {name}",
-                    where=f"--model: {folder}",
-                    fix="give a folder of save_pretrained; or a size, to train from scratch",
-                )
 
 
 def _job(found: Answers) -> str:

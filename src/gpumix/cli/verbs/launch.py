@@ -167,6 +167,8 @@ def launch(
     _refuse_unused_options(called, named.kind == "job")
     if named.kind == "job":
         _refuse_misplaced_options(named.arguments, called)
+    else:
+        _warn_of_misplaced_options(named.arguments, called)
     devices, file, on = _read_devices(named, cluster, hosts)
     usual = PYTHON if template is Template.k8s else sys.executable
     default, pythons = parse_pythons(python, on, usual)
@@ -255,6 +257,16 @@ def _refuse_misplaced_options(arguments: Sequence[str], called: typer.Context) -
                 f"{word} is an option of gpumix launch, and stands behind the job",
                 where="command line",
                 fix=f"put it before: gpumix launch {word} ... JOB.yaml",
+            )
+
+
+def _warn_of_misplaced_options(arguments: Sequence[str], called: typer.Context) -> None:
+    """Warn of arguments of a script or module that are named like options of `gpumix launch`."""
+    own = {option for of in called.command.params for option in of.opts if option.startswith("--")}
+    for word in dict.fromkeys(word.partition("=")[0] for word in arguments):
+        if word in own:
+            sys.stderr.write(
+                f"{word} goes to the program; options of gpumix launch come before its name\n"
             )
 
 

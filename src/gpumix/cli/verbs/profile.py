@@ -42,11 +42,17 @@ def profile(
     allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    from gpumix.train.controller import JobController
-    from gpumix.train.run_log.tables import efficiency_table, profile_table
+    from gpumix.train.run_log.terminal import show_waiting
+
+    with show_waiting("starting"):
+        from gpumix.train.controller import JobController
+        from gpumix.train.run_log.tables import efficiency_table, profile_table
 
     with locate_errors(job):
-        pipeline = JobController.of_file(job, overrides, allowed=allowed, debug=shows_tracebacks())
+        with show_waiting("reading the job"):
+            pipeline = JobController.of_file(
+                job, overrides, allowed=allowed, debug=shows_tracebacks()
+            )
         found = pipeline.profile(fresh=fresh)
     if not pipeline.speaks:
         return

@@ -56,12 +56,24 @@ def report(
     if as_json:
         print_json(told | {"report": str(path)})
     else:
+        if other is None:
+            _print_summary(found)
         get_stderr_console().print(f"report: {path}")
     if shown:
         import webbrowser
 
         if not webbrowser.open(path.absolute().as_uri()):
             get_stderr_console().print("no browser was found here: open that file in one")
+
+
+def _print_summary(run: Run) -> None:
+    """Print a run as `gpumix top --once` does."""
+    from gpumix.report.facts import RunFacts
+    from gpumix.report.live import render_frame
+    from gpumix.train.run_log.terminal import get_stdout_console
+
+    console = get_stdout_console()
+    console.print(render_frame(RunFacts(run), width=console.width))
 
 
 def _write_one(run: Run, output: Path | None) -> tuple[Path, dict[str, Any]]:

@@ -24,6 +24,7 @@ RESTART_WAIT_S = 2.0
 SILENT_TIMEOUTS, SILENT_STEPS, TIMEOUT_S = 2.0, 20.0, 300.0
 # Bytes of metrics.jsonl read each time, for curves: the last ten thousand steps or so.
 NEWEST_BYTES = 4 * 2**20
+MEASURING = "the run has started: devices are being measured"
 
 
 def register(app: typer.Typer) -> None:
@@ -50,14 +51,19 @@ def top(
     as_json: Json = False,
 ) -> None:
     from gpumix.report.live import render_frame
+    from gpumix.report.run import is_measuring
     from gpumix.train.run_log.terminal import get_stdout_console
 
     console = get_stdout_console()
     if as_json:
         print_json(_read_facts(run).as_dict())
     elif once or not console.is_terminal:
+        if is_measuring(run):
+            console.print(MEASURING)
+            return
         console.print(render_frame(_read_facts(run), width=console.width))
     else:
+        _wait_for_plan(run, every_s)
         _follow(run, console, every_s)
 
 
@@ -66,6 +72,16 @@ def _read_facts(folder: Path) -> RunFacts:
     from gpumix.report.run import read_run
 
     return RunFacts(read_run(folder, newest_bytes=NEWEST_BYTES))
+
+
+def _wait_for_plan(folder: Path, every_s: float) -> None:
+    """Wait while a run measures devices, until it has a plan or has ended."""
+    from gpumix.report.run import is_measuring
+    from gpumix.train.run_log.terminal import show_waiting
+
+    with show_waiting(MEASURING):
+        while is_measuring(folder):
+            time.sleep(every_s)
 
 
 def _follow(folder: Path, console: Console, every_s: float) -> None:

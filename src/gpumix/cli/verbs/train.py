@@ -73,10 +73,16 @@ def train(
         start = check_job(job, overrides, allowed, given, resume=resume)
         print_result(start.as_dict, lambda: render_start(start), as_json)
         return
-    from gpumix.train.controller import JobController
+    from gpumix.train.run_log.terminal import show_waiting
+
+    with show_waiting("starting"):
+        from gpumix.train.controller import JobController
 
     with locate_errors(job):
-        pipeline = JobController.of_file(job, overrides, allowed=allowed, debug=shows_tracebacks())
+        with show_waiting("reading the job"):
+            pipeline = JobController.of_file(
+                job, overrides, allowed=allowed, debug=shows_tracebacks()
+            )
         summary = pipeline.train(
             given.plan,
             resume=resume,

@@ -1,7 +1,8 @@
 """Clusters described in a line such as "4x rtx3090, 2x p40", from catalogue cards, present or not.
 
-Commas join cards of one host, semicolons separate hosts, and "3 hosts of 8x a100-80gb-sxm" repeats
-a host. The link between hosts must be stated; inside a host the cards' own links apply.
+Commas or plus signs join cards of one host, semicolons separate hosts, and
+"3 hosts of 8x a100-80gb-sxm" repeats a host. The link between hosts must
+be stated; inside a host the cards' own links apply.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _COUNT_BEHIND = re.compile(r"^([A-Za-z0-9].*?)(?:\s+|(?<=\d))[xX×*]\s*(\d{1,12}
 _COUNT_FIRST = re.compile(rf"^\d+{_TIMES}")
 _COUNT_ALONE = re.compile(r"^(\d{1,3})\s+([A-Za-z].*)$")  # longer ones are names: 3090 Ti
 _NUMBERS = re.compile(r"^(\d{3,5})\s*[xX×*]\s*(\d{1,2})$")  # 3090 x 4: a name, and how many
+_CARD_SEPARATOR = re.compile(r"[,+]")
 MOST_DEVICES = 200_000
 
 # NVLink, Infinity Fabric and Ethernet shared by all cards of a host; a bridge joins only two.
@@ -286,7 +288,7 @@ def _get_pcie_slot(card: Card) -> PcieLink:
 
 def _parse_hosts(text: str) -> Iterator[tuple[CardCount, ...]]:
     for times, inside in _split_hosts(text):
-        host = tuple(parse_cards(some) for some in inside.split(","))
+        host = tuple(parse_cards(some) for some in _CARD_SEPARATOR.split(inside))
         check_count(times)
         yield from (host,) * times
 
@@ -302,7 +304,9 @@ def explain_short_names(text: str) -> list[str]:
     """Say which card each name in a cluster stands for that fits several forms of one card, or a
     GPU of two devices."""
     names = [
-        split_count(some)[1].strip() for _, host in _split_hosts(text) for some in host.split(",")
+        split_count(some)[1].strip()
+        for _, host in _split_hosts(text)
+        for some in _CARD_SEPARATOR.split(host)
     ]
     return [told for name in dict.fromkeys(names) if (told := _explain_short_name(name))]
 

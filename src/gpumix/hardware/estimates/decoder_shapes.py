@@ -477,10 +477,12 @@ def make_llama_like(parameters: float, vocabulary: int = 32_000) -> Decoder:
     sizes = {decoder.parameters: decoder for decoder in every}
     nearest = min(sizes, key=lambda size: abs(size - parameters))
     if abs(nearest - parameters) > parameters / 3:
+        million = 1 <= parameters < 1e9
+        size = f"{parameters / 1e6:g} M" if million else f"{parameters / 1e9:g} B"
+        smallest, largest = f"{min(sizes) / 1e6:.0f}M", f"{max(sizes) / 1e9:.0f}B"
         raise InputError(
-            f"no model of {parameters / 1e9:g} B parameters is shaped like a Llama",
-            why=f"sizes go from {min(sizes) / 1e6:.0f}M to {max(sizes) / 1e9:.0f}B",
-            fix="give the config.json of a model",
+            f"no model of {size} parameters is shaped like a Llama",
+            fix=f"give a size from {smallest} to {largest}, or the config.json of a model",
         )
     return sizes[nearest]
 

@@ -194,6 +194,11 @@ def cluster_file() -> Path | None:
     return Path(name) if name else None
 
 
+def allowed_by_environment() -> list[str]:
+    """Return the code that jobs of all commands may run."""
+    return os.environ.get(ALLOW, "").split()
+
+
 def shows_tracebacks() -> bool:
     """Return True if the user wants tracebacks of all errors."""
     return os.environ.get(TRACEBACK, "0") not in ("", "0")

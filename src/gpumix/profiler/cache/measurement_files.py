@@ -9,6 +9,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +27,7 @@ D = TypeVar("D", ClassMeasurement, LinkMeasurement, InputMeasurement)
 
 # Measured are the engine's own parts, by the profiler, on a device that may be emulated.
 MEASURED_CODE = ("engine", "profiler", "hardware")
+DOUBTFUL_KEPT_S = 3600.0  # for measurements of a machine that was busy
 
 
 class MeasurementFiles:
@@ -95,8 +97,11 @@ class MeasurementFiles:
             write_measurement(links, self.link_file())
 
     def _known(self, device_class: DeviceClass) -> ClassMeasurement | None:
-        found = load_measurement(ClassMeasurement, self.class_file(device_class))
+        file = self.class_file(device_class)
+        found = load_measurement(ClassMeasurement, file)
         if found is None or _can_find_more(found, self._budget_s):
+            return None
+        if found.device_class.overruns and time.time() - file.stat().st_mtime > DOUBTFUL_KEPT_S:
             return None
         return _renamed(found, device_class.name)
 

@@ -132,6 +132,7 @@ def _measured(
         choices=chosen.choices,
         clocks=clocks,
         peak=None if runtime.emulated else measure_peak(runtime, TORCH_DTYPE[dtype]),
+        overruns=sum(p.overruns for p in found.points),
     )
     kinds = {unit.name: unit.kind for unit in anatomy.units}
     del anatomy
@@ -144,7 +145,6 @@ def _measured(
         optimizer_state=optimizer.state_form,
         seconds_spent=time.perf_counter() - begun,
         ended_by_budget_s=subject.budget_s if found.cut_short else None,
-        overruns=sum(p.overruns for p in found.points),
     )
 
 

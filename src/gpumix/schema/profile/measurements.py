@@ -57,7 +57,6 @@ class ClassMeasurement(Document):
     ended_by_budget_s: float | None = Field(
         default=None, description="the budget that left larger micro-batches unmeasured, if it did"
     )
-    overruns: int = Field(default=0, ge=0, description="of an emulated device, in the times kept")
     teams: tuple[TensorParallelMeasurement, ...] = ()
 
 

@@ -358,10 +358,10 @@ class ClassProfile(Value):
         default=PLAIN_EFFICIENCY, description="that the times are of"
     )
     choices: tuple[SettingChoice, ...] = Field(default=(), description="why it computes as it does")
+    overruns: Count = Field(default=0, description="of an emulated device, in the times kept")
 
     def disturbed(self) -> str:
-        """Describe a time that drops sharply as the micro-batch grows; return "" if there is
-        none."""
+        """Describe a time that drops sharply as the micro-batch grows; "" if there is none."""
         for unit, times in self.units.items():
             for what, curve in times:
                 for (n, longer), (m, shorter) in combinations(_get_points(curve), 2):

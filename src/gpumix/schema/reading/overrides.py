@@ -6,6 +6,8 @@ reports the argument as the location. Used by `schema.reading.read`.
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpumix.schema.errors import InputError
@@ -19,6 +21,11 @@ from gpumix.schema.reading.yaml_places import (
     show_keys,
     show_value,
 )
+
+
+def name_job(path: Path, overrides: Sequence[str] = ()) -> str:
+    """Return a job and its replaced keys, quoted as arguments of another command."""
+    return shlex.join([str(path), *(word for one in overrides for word in ("--set", one))])
 
 
 def parse_key(argument: str) -> str:

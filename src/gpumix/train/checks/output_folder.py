@@ -66,15 +66,22 @@ def check_free(output: Path) -> None:
     Raises:
         InputError: a run has it.
     """
+    if is_locked(output):
+        raise _make_locked_error(output)
+
+
+def is_locked(output: Path) -> bool:
+    """Return whether a run has the lock of its folder."""
     try:
         lock = os.fdopen(open_lock_file(output / run_files.LOCK, make=False), "r+b")
     except OSError:  # no run yet, or not writable: reported when locking
-        return
+        return False
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _make_locked_error(output) from None
+            return True
+    return False
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import util
@@ -48,6 +48,7 @@ from gpumix.train.processes.stop_signals import (
     get_handled_signals,
     handle_signals,
 )
+from gpumix.train.run_log.terminal import show_waiting
 
 LOOPBACK = "127.0.0.1"
 # The first optimizer imports torch's compiler in every rank.
@@ -135,9 +136,12 @@ def launch(
     """
     warm_up()
     context = multiprocessing.get_context("forkserver")
-    with loopback_store() as (store, port), scratch_folder() as notes:
-        children: list[_RankProcess] = []
-        try:
+    children: list[_RankProcess] = []
+    with ExitStack() as held:
+        with show_waiting("starting ranks"):  # their server imports torch first
+            store, port = held.enter_context(loopback_store())
+            notes = held.enter_context(scratch_folder())
+            held.callback(_end_all, children)
             for rank, device in enumerate(devices):
                 asked_at = None if stop is None else stop.at
                 seat = RankAddress(rank, len(devices), device, port, stop_asked_at=asked_at)
@@ -150,13 +154,15 @@ def launch(
                 _start(process)
                 theirs.close()
                 children.append(_RankProcess(seat, process, mine, note))
-            with _forward_stops(children, stop):
-                return _watch(children, store, silence_s, spare)
-        finally:
-            for child in children:
-                child.kill()
-            for child in children:
-                child.join()
+        with _forward_stops(children, stop):
+            return _watch(children, store, silence_s, spare)
+
+
+def _end_all(children: Sequence[_RankProcess]) -> None:
+    for child in children:
+        child.kill()
+    for child in children:
+        child.join()
 
 
 def _start(process: Any) -> None:

@@ -27,6 +27,7 @@ from gpumix.train.run_log.text_page import (
     iterate_labelled,
     join_lines,
     place_at_ends,
+    round_duration,
     round_estimate,
     round_seconds,
     wrap_line,
@@ -46,6 +47,7 @@ def plan_page(
     begins: str = "Fits.",
     doubt: str = "",
     assumed: str = "",
+    steps: int | None = None,
     next_commands: Sequence[tuple[str, str]] = (),
 ) -> Text:
     """Return the page of a plan.
@@ -55,18 +57,31 @@ def plan_page(
         begins: first words of the page.
         doubt: why times are uncertain beyond the usual error.
         assumed: assumptions behind an estimate, in a sentence.
+        steps: of the job; None without a job.
         next_commands: pairs of a command and what it tells.
     """
-    return join_lines(_lines(plan, begins, doubt, assumed, next_commands))
+    return join_lines(_lines(plan, begins, doubt, assumed, steps, next_commands))
 
 
 def describe_doubt(profile: Profile | None) -> str:
     """Say that a profile was measured on a busy machine; "" if nothing shows that."""
-    if profile is None:
-        return ""
-    if any(c.disturbed() for c in profile.classes):
-        return f"measured on a busy machine, {UNKNOWN_ERROR}"
+    if profile is not None and any(c.overruns or c.disturbed() for c in profile.classes):
+        return "measured while the machine was busy: may be far off"
     return ""
+
+
+def advise_measuring(profile: Profile, job: str) -> str:
+    """Say how to replace a kept profile of a busy machine; "" for a sound one.
+
+    Args:
+        job: the arguments that name the job.
+    """
+    if not describe_doubt(profile):
+        return ""
+    return (
+        "these measurements were kept, and the machine was busy then; to measure again:\n"
+        f"  gpumix profile {job} --fresh"
+    )
 
 
 def describe_source(estimated: Sequence[str]) -> str:
@@ -86,12 +101,16 @@ def _lines(
     begins: str,
     doubt: str,
     assumed: str,
+    steps: int | None,
     next_commands: Sequence[tuple[str, str]],
 ) -> Iterator[Line]:
     expected, reasons = plan.prediction, plan.reasons
     if expected is not None:
         for text in _headline(plan, expected, begins, doubt):
             yield text, "bold green"
+        if steps is not None:
+            whole = round_duration(steps * expected.step_s)
+            yield f"{format_count(steps, 'step')}: about {whole}", ""
         if reasons is not None:
             yield from _gains(plan, expected, reasons)
         yield "", ""

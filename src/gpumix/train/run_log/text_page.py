@@ -43,6 +43,20 @@ def round_seconds(seconds: float) -> str:
     return f"{round_estimate(seconds * 1e3)} ms"
 
 
+def round_duration(seconds: float) -> str:
+    """Format the estimated time of a run: '45 s', '12 min', '1 h 50 min', '5 d 3 h'."""
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return round_seconds(seconds)
+    if minutes < 60:
+        return f"{minutes} min"
+    tens = round(minutes / 10)
+    if tens < 24 * 6:
+        return f"{tens // 6} h {tens % 6 * 10} min"
+    hours = round(minutes / 60)
+    return f"{hours // 24} d {hours % 24} h"
+
+
 def place_at_ends(left: str, right: str) -> list[str]:
     """Return a line with two texts, the second at the right margin; two lines if there is no
     room."""
@@ -79,7 +93,12 @@ def iterate_labelled(
 
 
 def iterate_commands(pairs: Sequence[tuple[str, str]]) -> Iterator[Line]:
-    """Yield commands, each with its purpose."""
+    """Yield commands, each with its purpose: in columns, or where they are long, above it.
+    Commands are not broken, to be copied."""
     width = max(len(command) for command, _ in pairs)
+    if width + max(len(told) for _, told in pairs) + 4 <= COLUMNS:
+        yield from ((f"  {command.ljust(width)}  {told}", "") for command, told in pairs)
+        return
     for command, told in pairs:
-        yield f"  {command.ljust(width)}  {told}", ""
+        yield f"  {told}:", ""
+        yield f"    {command}", ""
