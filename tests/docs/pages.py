@@ -90,9 +90,10 @@ def commands(block: Block) -> Iterator[list[str]]:
 def inline_commands(page: Path) -> Iterator[list[str]]:
     """The same in the running text: `gpumix plan job.yaml`, often without its arguments."""
     prose = re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8"))
-    for code in re.findall(rf"`((?:{'|'.join(PROGRAMS)}) [^`]+)`", " ".join(prose.split())):
+    for code in re.findall(r"`([^`]+)`", " ".join(prose.split())):
         for command in code.split("&&"):
-            yield shlex.split(command)
+            if command.strip().startswith(tuple(f"{program} " for program in PROGRAMS)):
+                yield shlex.split(command)
 
 
 def links(page: Path) -> list[str]:

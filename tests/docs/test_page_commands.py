@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import typer
 from pages import PAGES, ROOT, blocks, commands, inline_commands, marked
+from test_fixes import is_key
 from typer.testing import CliRunner
 
 from gpumix.cli import app
@@ -89,7 +90,8 @@ def check_torchrun(words):
 
 
 def check_pytest(words):
-    """Tests that exist; of those that need a GPU some."""
+    """Tests that exist; of those that need a GPU some, and each word of `-k` in one's name."""
+    chosen = words[words.index("-k") + 1].split() if "-k" in words else []
     for word in words:
         if word.startswith("tests/"):
             path = ROOT / word
@@ -100,6 +102,8 @@ def check_pytest(words):
             ]
             assert texts, f"there is no {word}"
             assert "gpu" not in words or any("mark.gpu" in text for text in texts)
+            for name in set(chosen) - {"and", "or", "not"}:
+                assert any(re.search(rf"def test_\w*{name}", text) for text in texts)
 
 
 def check_make(words):
@@ -130,6 +134,9 @@ def test_a_command_in_the_text_has_a_verb_and_options_that_exist(page, words):
     if words[0] != "gpumix":
         CHECKS[words[0]](words[1:])
         return
+    settings = [words[n + 1] for n, word in enumerate(words[:-1]) if word == "--set"]
+    for key in (setting.partition("=")[0] for setting in settings):
+        assert is_key(key), f"a job has no {key}"
     verbs = [word for word in words[1:2] if not word.startswith("-")]
     if verbs == ["launch"]:
         words = [*words[:2], *of_launch(words[2:])]
@@ -145,7 +152,9 @@ def test_what_is_run_by_other_programs_says_why_it_is_not_run(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_extras_that_are_to_be_installed_are_there(page):
-    named = re.findall(r"(?:gpumix|\.)\[([\w,]+)\]\"", page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    assert "gpumix[" not in text  # no index has it: extras are of a clone
+    named = re.findall(r"\.\[([\w,]+)\]\"", text)
     assert {extra for some in named for extra in some.split(",")} <= EXTRAS.keys()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pages import ROOT
 
-pytest.importorskip("material", reason='pip install "gpumix[site]"')
+pytest.importorskip("material", reason='pip install ".[site]"')
 
 LOADED = re.compile(r'<(?:script|img|source|iframe)[^>]*\bsrc(?:set)?="([^"]+)"|<link[^>]*>')
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,28 @@ def classes() -> dict[str, tuple[list[str], FieldSupport]]:
     )
     assert tuple(found) == KINDS
     return found
+
+
+def test_a_process_alone_is_not_told_to_be_launched_by_torch(tmp_path):
+    (told,) = run_ranks(warnings_of_arguments, 1, tmp_path)
+    assert told == ["another warning"]
+
+
+def warnings_of_arguments(folder: Path) -> list[str]:
+    """What transformers says of arguments where one process has a group, as of `gpumix launch`."""
+    import torch.distributed as dist
+
+    import gpumix.integrations.transformers  # noqa: F401
+
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("transformers").addHandler(handler)
+    store = dist.FileStore(str(folder / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    arguments(folder, 2)
+    logging.getLogger("transformers.training_args").warning("another warning")
+    return heard
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -432,7 +432,7 @@ def test_what_is_not_installed_is_named_with_the_line_that_installs_it(
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "gpumix.integrations." in told.stdout
     assert f" needs the package '{package}', which is not installed" in told.stdout
-    assert f'pip install "gpumix[{extra}]"' in told.stdout
+    assert f'pip install ".[{extra}]"' in told.stdout
 
 
 def test_another_version_of_a_library_is_told():

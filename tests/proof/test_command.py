@@ -143,6 +143,33 @@ def test_figures_are_flat():
     assert flat(lines) == {"speed_plain_loop_tokens_s": 5.0, "speed_ratio": 2}
 
 
+def test_a_figure_that_the_stage_tells_again_is_there_once():
+    lines = [
+        {"stage": "env", "what": "fork", "figures": {"fork_ok": True, "s": 1.0}},
+        {"stage": "env", "what": "stage", "figures": {"fork_ok": True, "s": 2.0}},
+    ]
+    assert flat(lines) == {"env_fork_ok": True, "env_fork_s": 1.0, "env_s": 2.0}
+
+
+@pytest.mark.parametrize(
+    "bars, said",
+    [
+        ((Bar("x", least=1.0), Bar("y", least=1.0)), "bars: 1 met, 1 not measured"),
+        ((Bar("x", least=1.0), Bar("y", judges="gpu")), "bars: 1 met, 1 not tested here"),
+        ((Bar("x", least=9, judges="gpu"), Bar("y", judges="gpu")), "not tested here"),
+        ((Bar("x", least=9),), "stage x >= 9: missed"),
+    ],
+)
+def test_what_a_device_cannot_test_is_no_bar_met(tmp_path, bars, said):
+    words = [f"Bar({b.figure!r}, {b.least}, None, {b.judges!r})" for b in bars]
+    script = f"""
+Lines(Path(results), stamp).write(stage, "stage", {{"x": 2.0}}, [{", ".join(words)}], s=0.1)
+"""
+    figures, _, _ = prove(tmp_path, {"one": script})
+    assert f" s, {said}\n" in (tmp_path / "log.txt").read_text()
+    assert figures["not_tested"] == sum(bar.judges == "gpu" for bar in bars)
+
+
 def test_each_stage_has_a_line_whatever_happens_to_it(tmp_path):
     scripts = {"well": WELL, "missed": MISSED, "raises": RAISES, "silent": SILENT, "half": HALF}
     figures, lines, began = prove(tmp_path, {**scripts, "last": WELL})

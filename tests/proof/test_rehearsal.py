@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Collection
@@ -88,6 +89,9 @@ def rehearsed(folder: Path, *words: str) -> tuple[list[str], int, int]:
     command = [sys.executable, str(SCRIPT), "--json", "--out", str(out), *words]
     env = environment(folder / "cache")
     done = run(command, folder=folder, env=env, timeout_s=380, fresh=True)
+    for stage in ("doctor_check", "leftover") if "--cpu" in words else ():
+        if stage in words:  # faults and tests that only a GPU shows
+            assert re.search(rf"(?m)\b{stage}: \S+ s, not tested here$", done.err)
     assert done.code == 0, _errors(out) or done.err[-3000:]
     told = json.loads(done.out.splitlines()[-1])
     ended = [one["stage"] for one in read(out / RESULTS) if one["what"] == STAGE]

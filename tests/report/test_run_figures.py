@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 from folders import event_line, planned, step_line
+from rich.console import Console
 
 from gpumix.schema.plan.plan import Plan
 from gpumix.train.run_figures import history as history_module
 from gpumix.train.run_figures.figures import RunFigures, select_counted_steps
 from gpumix.train.run_figures.history import FIGURE_STEPS, read_history
+from gpumix.train.run_figures.terminal_parts import render_summary
 from gpumix.train.run_figures.writer import RunLog
 from gpumix.train.run_log.metrics import ClassRecord, StepRecord
 from gpumix.train.run_log.time_breakdown import TimeShares
@@ -231,3 +234,26 @@ def test_the_plan_now_is_the_plan_with_the_last_split():
     found = figures_of([split])
     assert {w.device: w.samples for w in found.plan_now.workers} == now
     assert figures_of([split, event_line("plan", 5, live=False)]).plan_now == plan
+
+
+# -- the end of a run, in a terminal ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("width", "note"),
+    [
+        (200, "MFU: the part of the peak FLOP/s (fast measured); HFU also counts recomputing"),
+        (80, "MFU: the part of the peak FLOP/s (fast measured)"),
+        (40, ""),
+    ],
+)
+def test_notes_are_about_columns_that_are_shown(width, note):
+    told = window(40, mfu=0.4, hfu=0.5, peak_source="measured", busy_share=0.9)
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(render_summary(figures_of([*steps(40), told]), [], width))
+    text = console.export_text()
+    for column in ("MFU", "HFU"):
+        assert any(column in line.split() for line in text.splitlines()) == (column in note)
+    assert [line.strip() for line in text.splitlines() if "peak FLOP/s" in line] == [note] * bool(
+        note
+    )

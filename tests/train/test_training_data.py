@@ -355,5 +355,5 @@ def test_transformers_may_be_missing(tmp_path, monkeypatch):
     job = read_job(gpt_job(tmp_path, {"text": ["text"]}))
     with pytest.raises(MachineError, match="needs the package transformers") as caught:
         check_model_fits_data(job, tmp_path)
-    assert "pip install 'gpumix[transformers]'" in caught.value.fix
+    assert 'pip install ".[transformers]"' in caught.value.fix
     assert caught.value.exit_code == 3

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 import typer
 
 from gpumix.hardware.host.environment import ALLOW, world_size
-from gpumix.schema.errors import ENDED_AT_ONCE, GpumixError, InputError, Interrupted, MachineError
+from gpumix.schema.errors import (
+    ENDED_AT_ONCE,
+    GpumixError,
+    InputError,
+    Interrupted,
+    MachineError,
+    format_install_command,
+)
 from gpumix.schema.units import hide_exact_bytes
 from gpumix.train.processes.stop_signals import handle_signals
 
@@ -220,7 +227,8 @@ def _translate_error(error: BaseException) -> GpumixError:
         return MachineError(
             f"this command needs {error.name}, which is not installed",
             why="only estimates work without it: gpumix plan --cluster ... --model ...",
-            fix='pip install "gpumix[transformers]"; for GPUs, torch first, as pytorch.org says',
+            fix="for GPUs, torch first, as pytorch.org says; then "
+            + format_install_command("transformers"),
         )
     return translate_error(error, "")
 

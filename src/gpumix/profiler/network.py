@@ -87,7 +87,7 @@ def measure_links(
     contention = 0.0
     if synchronize is not None:
         contention = _contention(_with_forms(comm, best), sizes[-1], synchronize)
-        progress(f"a collective and computing at once lose {contention:.0%} of the shorter")
+        progress(f"communication and computing overlap by {1 - contention:.0%}")
     progress(f"all-gather by {best.gather}: {_rate(sizes[-1], gather_s[best.gather][-1])}")
     progress(f"reduction by {best.reduce}: {_rate(sizes[-1], reduce_s[best.reduce][-1])}")
     pairs = tuple(_pairs(comm, devices, largest_bytes)) if each_two else ()

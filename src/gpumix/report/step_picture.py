@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpumix.schema.errors import InputError, MachineError, get_first_line
+from gpumix.schema.errors import InputError, MachineError, format_install_command, get_first_line
 from gpumix.schema.files import replace_atomically
 from gpumix.schema.plan.step_trace import CompleteEvent, Trace
 
@@ -179,7 +179,7 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> None:
     except ImportError as error:
         raise MachineError(
             "pictures need matplotlib, which is not installed",
-            fix="pip install 'gpumix[pictures]'",
+            fix=format_install_command("pictures"),
         ) from error
 
     ending = path.suffix.removeprefix(".").lower()

@@ -211,6 +211,11 @@ class RankInterrupted(Interrupted):
     """A rank, but not the run, was asked to end; a checkpoint was saved."""
 
 
+def format_install_command(*extras: str) -> str:
+    """Return the command that installs extras of gpumix, which no package index has."""
+    return f'pip install ".[{",".join(extras)}]"  # in gpumix\'s folder'
+
+
 def make_missing_file_error(kind: str, path: str | Path) -> InputError:
     """Return the error for a user-named file of a `kind` that does not exist, with the most similar
     name in its folder."""

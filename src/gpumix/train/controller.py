@@ -468,7 +468,7 @@ class JobController:
         advice = advise(AdvisedRun(figures, state="finished", job=self._job_file))
         self.show(render_summary(figures, advice, self._console.width))
         if summary.overruns:
-            self.show(format_overrun_warning(summary.overruns))
+            self.show(format_overrun_warning("this run"))
         self.show(f"The whole report: gpumix report {_shortest(output)}")
 
     def _task(self) -> Any:
@@ -590,10 +590,9 @@ def _shortest(path: Path) -> str:
     return shlex.quote(min(os.path.relpath(path), str(path), key=len))
 
 
-def format_overrun_warning(overruns: int) -> str:
-    """Return the warning about overruns in a measurement on emulated devices."""
-    times = "once" if overruns == 1 else f"{overruns} times"
+def format_overrun_warning(measured: str) -> str:
+    """Return the warning about overruns of emulated devices in what was measured."""
     return (
-        f"emulated devices fell behind their speed {times}: this machine was busy, and may have "
-        "made times longer"
+        "this machine was too busy to emulate the devices at full speed: times of "
+        f"{measured} may be too long"
     )

@@ -231,5 +231,5 @@ def test_a_package_that_is_missing_is_told_with_the_line_that_installs_it(tmp_pa
     with pytest.raises(MachineError) as caught:
         train(job)
     assert "wandb, prometheus" in caught.value.what
-    assert caught.value.fix == 'pip install "gpumix[wandb,prometheus]"'
+    assert caught.value.fix == 'pip install ".[wandb,prometheus]"  # in gpumix\'s folder'
     assert not (tmp_path / "run").exists()

@@ -17,7 +17,7 @@ from gpumix.data.sources.open_data import open_data
 from gpumix.data.sources.saved_dataset import fingerprint_saved
 from gpumix.data.text.files import find_files
 from gpumix.hardware.host.environment import cache_folder, has_cpp_compiler
-from gpumix.schema.errors import GpumixError
+from gpumix.schema.errors import GpumixError, format_install_command
 from gpumix.schema.files import open_for_reading
 from gpumix.schema.job.job import Job, OptimizerSpec
 from gpumix.train.run_log import run_files
@@ -27,9 +27,9 @@ MASTER_BYTES = 4  # parameters are stored and saved in fp32
 MOST_FILES = 2000  # files of a text corpus opened at most
 # Packages required by keys of a job, and the commands installing them.
 _INSTALLS = {
-    "transformers": "pip install 'gpumix[transformers]'",
-    "tokenizers": "pip install 'gpumix[transformers]'",
-    "datasets": "pip install 'gpumix[datasets]'",
+    "transformers": format_install_command("transformers"),
+    "tokenizers": format_install_command("transformers"),
+    "datasets": format_install_command("datasets"),
     "flash_attn": "pip install flash-attn",
     "liger_kernel": "pip install liger-kernel",
     "triton": "pip install triton",

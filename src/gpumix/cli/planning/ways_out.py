@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gpumix.schema.profile.profile import Profile
 
 LORA_RANK = 16
+RAM = "--ram "
 SMALLEST_STEP = 0.05  # the largest model that fits is found within this fraction
 SMALLEST_MODEL = 5e6  # parameters
 GROWTH = 1.2  # of sizes that are tried with several stages
@@ -89,6 +90,11 @@ def shortfall_page(found: Shortfall, assumed: str) -> Text:
     )
     if found.state_bytes < total:
         what += f" What is short is room for activations: {found.short}."
+    elif ram := next((w.change for w in found.ways if w.fits and w.change.startswith(RAM)), ""):
+        what += (
+            " What is short is free system RAM: offloading the rest takes "
+            f"{ram.removeprefix(RAM).replace('GiB', ' GiB')} in a host."
+        )
     lines = [Text(line, style="bold red") for line in wrap_line(what)]
     lines += [Text(), Text("What would make it fit, cheapest first", style="bold")]
     width = max((len(way.change) for way in found.ways), default=0)
@@ -239,7 +245,7 @@ def _offload(estimate: Estimate, space: Space) -> WayOut | None:
         middle = (low + high) // 2
         way = _try("", replace(estimate, ram_bytes=middle), space)
         low, high = (low, middle) if way is not None and way.fits else (middle, high)
-    return _try(f"--ram {-(-high // GIB)}GiB", replace(estimate, ram_bytes=high), space)
+    return _try(f"{RAM}{-(-high // GIB)}GiB", replace(estimate, ram_bytes=high), space)
 
 
 def _fits_with_ram(estimate: Estimate, space: Space, ram_bytes: int) -> bool:

@@ -72,7 +72,7 @@ def demo(
     even = measure_best_even_plan(pipeline, pipeline.profile(), EVEN_STEPS)
     overruns = summary.overruns + even.overruns
     if even.overruns:
-        pipeline.show(format_overrun_warning(even.overruns))
+        pipeline.show(format_overrun_warning("the even split"))
     speedup = summary.tokens_per_s / even.trial.tokens_per_s
     append_event(pipeline.job.output_dir, summary.steps, _make_even_event(even))
     from rich.text import Text

@@ -20,7 +20,12 @@ def register(app: typer.Typer) -> None:
 
 @make_command
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run's folder, the output folder of a script, or a checkpoint."
+        ),
+    ],
     to: Annotated[Path, typer.Option("--to", help="The folder to write.")],
     dtype: Annotated[str, typer.Option("--dtype", help="fp32 or bf16.")] = "fp32",
     adapters: Annotated[

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpumix.cli.common import Json, make_command, print_result, refuse_names_of_cards
-from gpumix.schema.errors import InputError
+from gpumix.schema.errors import InputError, format_install_command
 
 if TYPE_CHECKING:
     from gpumix.hardware.estimates.decoder_shapes import Decoder
@@ -150,7 +150,7 @@ def init(
     write_text_atomically(path, written)
     there = "" if found.cluster == "auto" else f" --cluster {quote(found.cluster)}"
     then = f"gpumix launch{there} {path}" if found.lora else f"gpumix train {path}"
-    ask = ['pip install "gpumix[trl,peft]"'] if found.lora else [f"gpumix plan {path}"]
+    ask = [format_install_command("trl", "peft")] if found.lora else [f"gpumix plan {path}"]
     commands = [*ask, then, f"gpumix report {found.output}"]
     told = "\n".join([f"Wrote {path}. Next:", *(f"  {command}" for command in commands)])
     print_result(lambda: {"file": str(path), "next": commands}, lambda: told, as_json)

@@ -29,7 +29,11 @@ def register(app: typer.Typer) -> None:
 @make_command
 def inspect(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's folder.")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint, a run's folder, or the output folder of a script.",
+        ),
     ],
     as_json: Json = False,
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from gpumix.schema.errors import InputError, MachineError
+from gpumix.schema.errors import InputError, MachineError, format_install_command
 from gpumix.schema.files import read_bytes, read_text
 
 # Names of the token that ends a document in well-known vocabularies.
@@ -106,7 +106,7 @@ class FileTokenizer:
                 where=str(file),
                 fix="set `tokenizer:` to 'bytes', a tokenizer.json or a folder that holds one",
             ) from error
-        self._tokenizer = _parse(content, file)
+        self._tokenizer = parse_tokenizer(content, file)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise InputError(
@@ -138,15 +138,20 @@ def choose_token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
-def _parse(content: bytes, file: Path) -> Any:
-    """Return the `tokenizers.Tokenizer` in `content`, without truncation and padding."""
+def parse_tokenizer(content: bytes, file: Path) -> Any:
+    """Return the `tokenizers.Tokenizer` in `content`, without truncation and padding.
+
+    Raises:
+        InputError: it is no tokenizer.
+        MachineError: the package `tokenizers` is not installed.
+    """
     try:
         from tokenizers import Tokenizer as Parser
     except ImportError as error:
         raise MachineError(
             "a tokenizer file needs the package 'tokenizers', which is not installed",
             where=str(file),
-            fix="pip install 'gpumix[transformers]'",
+            fix=format_install_command("transformers"),
         ) from error
     try:
         parsed = Parser.from_str(content.decode())

@@ -35,7 +35,7 @@ from gpumix.data.workers.padding import (
     RaggedSource,
     declared_lengths,
 )
-from gpumix.schema.errors import InputError, MachineError
+from gpumix.schema.errors import InputError, MachineError, format_install_command
 from gpumix.schema.files import read_bytes
 
 _READ_ROWS = 2000
@@ -174,7 +174,7 @@ def _load(folder: Path) -> Any:
     except ImportError as error:
         raise MachineError(
             "data.dataset needs the package 'datasets', which is not installed",
-            fix="pip install 'gpumix[datasets]'",
+            fix=format_install_command("datasets"),
         ) from error
     try:
         loaded = datasets.load_from_disk(str(folder))

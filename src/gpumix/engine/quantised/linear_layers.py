@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from gpumix.hardware import runtime
-from gpumix.schema.errors import InputError, MachineError, get_first_line
+from gpumix.schema.errors import InputError, MachineError, format_install_command, get_first_line
 
 FOUR_BIT = {"nf4": False, "nf4-double": True}  # whether constants are quantised too
 INT8_THRESHOLD = 6.0  # activations beyond are computed in 16 bits; transformers' default
@@ -28,7 +28,7 @@ def check_library(base: str) -> None:
         raise MachineError(
             f"a base in {base} needs the package bitsandbytes",
             why=get_first_line(error),
-            fix="pip install 'gpumix[quantised]', or leave out `model.base`",
+            fix=f"leave out `model.base`, or {format_install_command('quantised')}",
         ) from error
     if not hasattr(bitsandbytes.functional, "int8_vectorwise_dequant"):
         raise MachineError(

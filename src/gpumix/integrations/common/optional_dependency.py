@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from gpumix.schema.errors import InputError, MachineError
+from gpumix.schema.errors import InputError, MachineError, format_install_command
 
 
 def require_packages(module: str, *packages: str, extra: str) -> None:
@@ -19,7 +19,7 @@ def require_packages(module: str, *packages: str, extra: str) -> None:
         if find_spec(package) is None:
             raise MachineError(
                 f"{module} needs the package '{package}', which is not installed",
-                fix=f'pip install "gpumix[{extra}]"',
+                fix=format_install_command(extra),
             )
 
 

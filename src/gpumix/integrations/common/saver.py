@@ -26,8 +26,9 @@ from gpumix.integrations.common.collective_guard import CollectiveGuard
 from gpumix.integrations.common.peft_adapters import load_adapters
 from gpumix.schema.errors import InputError
 from gpumix.train.checkpoint.checkpointer import Checkpointer
+from gpumix.train.run_log.run_files import SCRIPT_FOLDER
 
-STATE_FOLDER = "gpumix"  # the folder in a checkpoint
+STATE_FOLDER = SCRIPT_FOLDER  # the folder in a checkpoint
 FIX_CALL_ON_ALL_RANKS = (
     "call it on all ranks: trainer.save_model(), model.save_pretrained(folder, "
     "is_main_process=accelerator.is_main_process), accelerator.save_model(model, folder) or "

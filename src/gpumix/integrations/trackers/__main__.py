@@ -23,7 +23,13 @@ from gpumix.hardware.host.environment import lower_cpu_priority
 from gpumix.integrations.trackers.follower import Follower, TrackerPosition, lock_position
 from gpumix.integrations.trackers.metric_names import convert_line
 from gpumix.integrations.trackers.tracker import Numbers, TrackedRun, Tracker
-from gpumix.schema.errors import GpumixError, InputError, MachineError, format_in_one_line
+from gpumix.schema.errors import (
+    GpumixError,
+    InputError,
+    MachineError,
+    format_in_one_line,
+    format_install_command,
+)
 from gpumix.schema.job.job import Job
 from gpumix.schema.plan.plan import Plan
 from gpumix.train.run_log import run_files
@@ -144,7 +150,7 @@ def _describe_error(name: str, error: BaseException) -> dict[str, Any]:
         return MachineError(
             f"tracker '{name}' cannot be imported",
             why=format_in_one_line(error),
-            fix=f'pip install --upgrade "gpumix[{name}]"',
+            fix=format_install_command(name),
         ).as_dict()
     kind = InputError if isinstance(error, ValueError) else MachineError
     file = error.filename if isinstance(error, OSError) else None

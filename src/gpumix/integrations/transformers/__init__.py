@@ -8,6 +8,8 @@ are those of all devices together; a plan decides how many each device computes.
 
 from __future__ import annotations
 
+import logging
+
 from gpumix.integrations.common.optional_dependency import require_attributes, require_packages
 
 require_packages(__name__, "transformers", "accelerate", extra="trainer")
@@ -31,6 +33,15 @@ require_attributes(
 )
 
 announce_cpu_ranks()
+
+
+def _is_apt(record: logging.LogRecord) -> bool:
+    """Return False for the advice to launch by torch, of a group that gpumix has made for one
+    process."""
+    return "parallel_mode != ParallelMode.DISTRIBUTED" not in str(record.msg)
+
+
+logging.getLogger("transformers.training_args").addFilter(_is_apt)
 
 __all__ = ["Seq2SeqTrainer", "Trainer"]
 

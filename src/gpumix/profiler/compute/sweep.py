@@ -174,7 +174,7 @@ def sweep(
                 break
             continue
         found.points.append(point)
-        spoiled = f", after {point.overruns} overruns" if point.overruns else ""
+        spoiled = ", too long: this machine was busy" if point.overruns else ""
         taken = f"{point.seconds_per_sample() * 1e3:.2f} ms per sample of one block"
         progress(f"micro-batch {size}: {taken}{spoiled}")
         now = time.perf_counter()

@@ -10,6 +10,7 @@ when it is pruned only the link is removed.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -32,22 +33,26 @@ T = TypeVar("T")
 _PARTS = "step-*.part"
 _FORMER = ".former.part"
 _GONE = ".gone.part"
+_NUMBER = re.compile(r"\d+$")
 
 
 def list_checkpoints(path: Path) -> list[Path]:
     """Return the checkpoints named by `path`, newest first: `path` itself, or the checkpoints in it
-    or in its `checkpoints`.
+    or in its `checkpoints`; of a script with transformers, those in the folder of one of its
+    checkpoints or of its output.
 
     Raises:
         InputError: there is none.
     """
     if (path / MANIFEST).exists():
         return [path]
-    folders = (path, path / run_files.CHECKPOINTS)
+    folders = (path, path / run_files.CHECKPOINTS, path / run_files.SCRIPT_FOLDER)
     for folder in folders:
         saved = [one for _, one in reversed(_list_in_order(folder))]
         if saved:
             return saved
+    if saved := _list_of_scripts(path):
+        return saved
     parts = [part.name for folder in folders for part in folder.glob(_PARTS)]
     raise InputError(
         "there is no checkpoint here",
@@ -94,6 +99,25 @@ def _list_in_order(folder: Path) -> list[tuple[float, Path]]:
     paths = [p for p in folder.glob("step-*") if STEP.fullmatch(p.name)]
     paths += [former for former, _ in _find_replaced(folder)]
     return sorted((_sequence(p), p) for p in paths if (p / MANIFEST).exists())
+
+
+def _list_of_scripts(output: Path) -> list[Path]:
+    """Return the checkpoints in `checkpoint-N` of transformers' Trainer, or in
+    `checkpoints/checkpoint_N` of Accelerate, newest first."""
+    found = [
+        *output.glob(f"checkpoint-*/{run_files.SCRIPT_FOLDER}"),
+        *output.glob(f"{run_files.CHECKPOINTS}/checkpoint_*/{run_files.SCRIPT_FOLDER}"),
+    ]
+    numbered = [(_NUMBER.search(folder.parent.name), folder) for folder in found]
+    order = sorted((int(number[0]), folder) for number, folder in numbered if number)
+    return [one for _, folder in reversed(order) for _, one in reversed(_list_in_order(folder))]
+
+
+def find_script_files(path: Path) -> Path | None:
+    """Return the folder with the configuration and the tokenizer of a script's checkpoint at
+    `path`; None if it is not a script's."""
+    folder = path.parent.parent
+    return folder if path.parent.name == run_files.SCRIPT_FOLDER else None
 
 
 def _find_replaced(folder: Path) -> list[tuple[Path, Path]]:

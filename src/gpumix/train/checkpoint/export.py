@@ -24,11 +24,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import gpumix
-from gpumix.data.core.tokenizer import FileTokenizer, make_byte_tokenizer_files
+from gpumix.data.core.tokenizer import FileTokenizer, make_byte_tokenizer_files, parse_tokenizer
 from gpumix.engine.model.adapters import find_base_name
 from gpumix.schema import files
 from gpumix.schema.errors import GpumixError, InputError, MachineError, get_first_line
-from gpumix.train.checkpoint.checkpoint_folder import list_checkpoints, take_first_intact
+from gpumix.train.checkpoint.checkpoint_folder import (
+    find_script_files,
+    list_checkpoints,
+    take_first_intact,
+)
 from gpumix.train.checkpoint.checkpointer import open_checkpoint
 from gpumix.train.checkpoint.collective_errors import CollectiveActions
 from gpumix.train.checkpoint.content import MODEL
@@ -42,6 +46,8 @@ MOST_CONCURRENT_EXPORTS = 100  # exports into one folder
 # Marks a folder as an export, and lists its files.
 RECORD = "gpumix.json"
 
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 END_TOKEN_KEY = "eos_token_id"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -94,7 +100,10 @@ def export(
         tell(f"{error.where} is damaged: {error.why}")
     if passed:
         tell(f"the newest that is whole is written, {path}")
+    script_files = find_script_files(path)
     config = model_config if model_config is not None else _stored_config(path, manifest)
+    if config is None:
+        config = _read_configuration(script_files, CONFIG)
     part = to.with_name(secrets.token_hex(8).join((".gpumix-", ".part")))
     if adapters and manifest.base is None:
         raise InputError(
@@ -111,9 +120,9 @@ def export(
             _write_weights(part, tensors, file_bytes)
             if tensors.merged is not None:
                 tensors.merged.check_base(path)
-        _copy_tokenizer(part, manifest, tell)
+        _copy_tokenizer(part, manifest, script_files, tell)
         if not adapters:
-            _write_configurations(part, config, manifest, _DTYPES[dtype])
+            _write_configurations(part, config, manifest, _DTYPES[dtype], script_files)
         _write_json(part / RECORD, _record(part, path, manifest))
         _replace(to, part)
     except (OSError, SafetensorError) as error:
@@ -130,16 +139,30 @@ def export(
 
 
 def _write_configurations(
-    part: Path, config: Mapping[str, Any] | None, manifest: Manifest, dtype: torch.dtype
+    part: Path,
+    config: Mapping[str, Any] | None,
+    manifest: Manifest,
+    dtype: torch.dtype,
+    script_files: Path | None,
 ) -> None:
     """Write the configurations of the model and of its generation, as far as there are any."""
-    ends = _end_of_text(part)
+    ends = _end_of_text(part) if script_files is None else {}  # transformers has aligned a script's
     if config is not None:
         own = _configuration(config, dtype, merged=manifest.base is not None)
-        _write_json(part / "config.json", own | (ends if END_TOKEN_KEY in own else {}))
+        _write_json(part / CONFIG, own | (ends if END_TOKEN_KEY in own else {}))
     generation = manifest.extra.get("generation_config")
+    if generation is None:
+        generation = _read_configuration(script_files, GENERATION_CONFIG)
     if isinstance(generation, dict):
-        _write_json(part / "generation_config.json", generation | ends)
+        _write_json(part / GENERATION_CONFIG, generation | ends)
+
+
+def _read_configuration(folder: Path | None, name: str) -> dict[str, Any] | None:
+    """Return a configuration next to a script's checkpoint; None if there is none."""
+    if folder is None or not (folder / name).is_file():
+        return None
+    _check_side_file(folder / name)
+    return dict(json.loads(files.read_text(folder / name)))
 
 
 def _open_verified(path: Path) -> tuple[Path, Manifest, Index]:
@@ -155,12 +178,16 @@ def _stored_config(path: Path, manifest: Manifest) -> Mapping[str, Any] | None:
     raise make_damaged_error(path / MANIFEST, "its model_config is none")
 
 
-def _copy_tokenizer(part: Path, manifest: Manifest, tell: Callable[[str], None]) -> None:
+def _copy_tokenizer(
+    part: Path, manifest: Manifest, script_files: Path | None, tell: Callable[[str], None]
+) -> None:
     """Copy the tokenizer files named by a checkpoint's job, once verified to be a tokenizer: the
     checkpoint's author may have named any file of this machine. Write files for a tokenizer of
-    bytes."""
+    bytes. A script's tokenizer is next to its checkpoint."""
     job = manifest.extra.get("job")
     told, data = (job.get("tokenizer"), job.get("data")) if isinstance(job, dict) else (None, None)
+    if script_files is not None and (script_files / TOKENIZER).is_file():
+        told = str(script_files)
     if told == "bytes" and isinstance(data, dict):
         if data.get("text") or data.get("tokenize") == "on-the-fly":
             content, config = make_byte_tokenizer_files()
@@ -179,7 +206,10 @@ def _copy_tokenizer(part: Path, manifest: Manifest, tell: Callable[[str], None])
         tell(f"its tokenizer is not at {place} any more: copy it into the folder by hand")
         return
     try:
-        FileTokenizer(present[TOKENIZER])
+        if script_files is None:
+            FileTokenizer(present[TOKENIZER])
+        else:  # its text may have no end
+            parse_tokenizer(files.read_bytes(present[TOKENIZER]), present[TOKENIZER])
         for name in present.keys() & {*TOKENIZER_SIDE_FILES}:
             _check_side_file(present[name])
     except GpumixError as error:

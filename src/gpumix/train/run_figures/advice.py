@@ -248,10 +248,9 @@ RULES: Sequence[Callable[[AdvisedRun], Advice | None]] = (
 
 
 def _blame_machine(run: AdvisedRun) -> Advice | None:
-    late = int(sum(one.overruns for one in run.figures.classes))
-    if not late:
+    if not any(one.overruns for one in run.figures.classes):
         return None
-    why = f"this machine was too busy to emulate the GPUs ({format_count(late, 'late tick')})"
+    why = "this machine was too busy to emulate the GPUs at full speed"
     what = "Close other programs, then profile again"
     return Advice(what, why, run.command("profile", "--fresh"))
 

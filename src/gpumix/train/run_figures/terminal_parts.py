@@ -62,12 +62,7 @@ def render_advice(advice: Sequence[Advice], most: int = MOST_ADVICE) -> Table:
 def render_classes(figures: RunFigures, width: int) -> Table:
     """Return a table with a row for each GPU type, with the columns that fit."""
     rows = [dict(_cells(figures, name)) for name in _list_classes(figures.plan)]
-    columns = list(rows[0])
-    if all(row["allocator"] == words.UNKNOWN for row in rows):
-        columns.remove("allocator")  # no device reserves memory
-    for name in DISPENSABLE:
-        if name in columns and sum(_measure(name, rows) for name in columns) > width:
-            columns.remove(name)
+    columns = _choose_columns(rows, width)
     table = Table(box=None, padding=(0, GAP, 0, 0), header_style="dim")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
@@ -75,6 +70,17 @@ def render_classes(figures: RunFigures, width: int) -> Table:
     for row in rows:
         table.add_row(*(row[name] for name in columns))
     return table
+
+
+def _choose_columns(rows: Sequence[Mapping[str, str]], width: int) -> list[str]:
+    """Return the columns that are known and fit."""
+    columns = list(rows[0])
+    if all(row["allocator"] == words.UNKNOWN for row in rows):
+        columns.remove("allocator")  # no device reserves memory
+    for name in DISPENSABLE:
+        if name in columns and sum(_measure(name, rows) for name in columns) > width:
+            columns.remove(name)
+    return columns
 
 
 def _measure(name: str, rows: Sequence[Mapping[str, str]]) -> int:
@@ -132,17 +138,20 @@ def render_summary(figures: RunFigures, advice: Sequence[Advice], width: int) ->
     head, last = render_speed(figures), figures.history.steps[-1]
     head.append(f"{SEPARATOR}loss {last.loss:.4f} after {last.step:,} steps", "not bold")
     parts: list[RenderableType] = [head, render_advice(advice), Text()]
-    parts.append(render_classes(figures, width))
-    parts += [Text(line, style="dim") for line in _iterate_notes(figures.classes)]
+    table = render_classes(figures, width)
+    parts.append(table)
+    shown = [str(column.header) for column in table.columns]
+    parts += [Text(line, style="dim") for line in _iterate_notes(figures.classes, shown)]
     return Group(*parts)
 
 
-def _iterate_notes(classes: Sequence[ClassRecord]) -> Iterator[str]:
-    """Yield the sources of peak FLOP rates, and memory as far as its causes are measured."""
+def _iterate_notes(classes: Sequence[ClassRecord], columns: Sequence[str]) -> Iterator[str]:
+    """Yield what columns mean, and memory as far as its causes are measured."""
     known = [one for one in classes if one.mfu is not None]
-    if known:
+    if known and "MFU" in columns:
         sources = ", ".join(f"{one.device_class} {one.peak_source}" for one in known)
-        yield f"MFU and HFU are parts of each GPU type's peak FLOP/s ({sources})"
+        more = "; HFU also counts recomputing" if "HFU" in columns else ""
+        yield f"MFU: the part of the peak FLOP/s ({sources}){more}"
     for one in classes:
         planned = group_by_part(one.planned_memory) if one.planned_memory else {}
         parts = [

@@ -18,7 +18,8 @@ AGENTS = ".agents"  # of torchrun, which started it
 LESSONS = ".lessons"  # from failures
 TRACKERS = ".trackers"  # progress of reports to trackers, and the runs there
 
-SCRIPT_FOLDER = "gpumix"  # folder of these files in a script's output folder
+# Folder of these files in a script's output folder, and of the state in each of its checkpoints.
+SCRIPT_FOLDER = "gpumix"
 
 ALL = frozenset(
     {

@@ -28,8 +28,8 @@ EMULATED = "emulated devices: times are of the emulation, not of any real card"
 def profile_table(profile: Profile) -> RenderableType:
     """Return a table with a row per class: time of a sample through the model, and its scaling."""
     table = new_table(
-        "profile", "class", "units forward", "units backward", "root", "best micro-batch",
-        "samples/s",
+        "profile", "class", "blocks\nforward", "blocks\nbackward", "embedding\nand head",
+        "best micro-\nbatch", "samples/s",
     )  # fmt: skip
     for measured in profile.classes:
         units = [measured.units[kind] for kind in profile.model.kind_of_call]
@@ -51,8 +51,8 @@ def profile_table(profile: Profile) -> RenderableType:
             f"{per_s[best]:.2f}",
         )
     note = Text(
-        f"{profile.model.parameters / 1e6:.2f} M parameters in {len(profile.model.calls)} units; "
-        "first three times: one sample, backward with recompute, which a plan may spare; "
+        f"{profile.model.parameters / 1e6:.2f} M parameters in {len(profile.model.calls)} blocks; "
+        "times are of one sample; backward recomputes activations, which a plan may leave out; "
         f"measured in {show_seconds(profile.seconds_spent)} with "
         f"torch {profile.torch_version}",
         style="dim",

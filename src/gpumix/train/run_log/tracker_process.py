@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 
 from gpumix.hardware.host.environment import tracker_environment
-from gpumix.schema.errors import Interrupted, MachineError, rebuild_error
+from gpumix.schema.errors import Interrupted, MachineError, format_install_command, rebuild_error
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import Trackers
 from gpumix.train.run_log import run_files
@@ -41,7 +41,7 @@ def check_installed(trackers: Trackers) -> None:
         raise MachineError(
             f"the job names trackers that are not installed: {', '.join(missing)}",
             where="report_to",
-            fix=f'pip install "gpumix[{",".join(missing)}]"',
+            fix=format_install_command(*missing),
         )
 
 

@@ -20,6 +20,7 @@ from gpumix.schema.errors import (
     InputError,
     MachineError,
     NoFeasiblePlanError,
+    format_install_command,
     get_first_line,
 )
 from gpumix.schema.files import read_text
@@ -202,7 +203,7 @@ def _import_transformers() -> Any:
     except ImportError as error:
         raise MachineError(
             "`model.config` needs the package transformers",
-            fix="pip install 'gpumix[transformers]', or name a factory with `model.factory`",
+            fix="name a factory with `model.factory`, or " + format_install_command("transformers"),
         ) from error
     transformers.logging.set_verbosity_error()
     return transformers
