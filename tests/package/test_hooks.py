@@ -18,6 +18,6 @@ def test_hooks_run_what_make_lint_runs():
     wanted = [line.split("/", 1)[-1] for line in lint.split("\n\n")[0].splitlines()[1:]]
     tools = [" ".join(command.split()[:2]) for command in wanted]
     run = [hook["entry"].removeprefix(".venv/bin/") for hook in repository["hooks"]]
-    assert len(run) == len(tools) == 4
+    assert len(run) == len(tools) == 5
     for entry, tool in zip(run, tools):
         assert entry.startswith(tool.split(" src")[0])
