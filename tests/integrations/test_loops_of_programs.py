@@ -246,6 +246,10 @@ def _of_two(folder: Path) -> None:
     for method in (accelerator.save_state, accelerator.load_state):
         with pytest.raises(InputError, match="with 2 prepared optimizers"):
             method(str(folder / "state"))
+    unprepared = Accelerator()
+    for method in (unprepared.save_state, unprepared.load_state):
+        with pytest.raises(InputError, match="before the model is trained by a plan"):
+            method(str(folder / "state"))
 
 
 def adapted() -> Any:

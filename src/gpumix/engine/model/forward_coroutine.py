@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -132,9 +132,13 @@ class _Run(greenlet):
 
     Attributes:
         first_hook: number of the first hook that is set from its beginning on.
+        hooks: those met inside of units.
     """
 
-    first_hook = 0
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__(function)
+        self.first_hook = RemovableHandle.next_id
+        self.hooks: list[_HookOfCall] = []
 
 
 class Coroutine:
@@ -143,7 +147,6 @@ class Coroutine:
     def __init__(self, function: Callable[[], Any]) -> None:
         self._greenlet = _Run(lambda _: ForwardResult(function()))
         self._greenlet.gr_context = contextvars.copy_context()
-        self._greenlet.first_hook = RemovableHandle.next_id
 
     def resume(self, value: Any = None) -> UnitCall | ForwardResult:
         """Resume until the next unit call or the end, with `value` as result of the last unit call.
@@ -156,6 +159,7 @@ class Coroutine:
             raise
         if not isinstance(reached, UnitCall):
             outside.replace(ThreadState.capture())
+            _refuse_removed_hooks(self._greenlet.hooks)
             return reached
         outside.replace(reached.state)
         if reached.state.function_modes != outside.function_modes:
@@ -182,16 +186,18 @@ class UnitCallHandlers:
     def __init__(self) -> None:
         self._answer: Answer | None = None
         self._first_hook = 0  # of those set by the model's call
+        self._hooks: list[_HookOfCall] = []
         self.outside: Answer | None = None
 
     @contextlib.contextmanager
     def use_handler(self, answer: Answer) -> Iterator[None]:
         """Use `answer` in the body to compute results of unit calls from name and arguments."""
-        self._answer, self._first_hook = answer, RemovableHandle.next_id
+        self._answer, self._first_hook, self._hooks = answer, RemovableHandle.next_id, []
         try:
             yield
         finally:
             self._answer = None
+        _refuse_removed_hooks(self._hooks)
 
     def answer(
         self, name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -199,7 +205,7 @@ class UnitCallHandlers:
         """Return the result of a call of the unit `name`, made of `module`."""
         answer = self._answer or self.outside
         if self._answer is not None:
-            _refuse_hooks_of_call(name, module, self._first_hook)
+            self._hooks.extend(_list_hooks_of_call(name, module, self._first_hook))
         if answer is None:
             raise ModelError(
                 f"unit '{name}' was called outside of the engine",
@@ -223,7 +229,9 @@ class _Boundary:
         current = greenlet.getcurrent()
         if current.parent is None:
             return self._calls.answer(self._name, self._module(), args, kwargs)
-        _refuse_hooks_of_call(self._name, self._module(), getattr(current, "first_hook", 0))
+        if isinstance(current, _Run):
+            hooks = _list_hooks_of_call(self._name, self._module(), current.first_hook)
+            current.hooks.extend(hooks)
         inside = ThreadState.capture()
         call = UnitCall(self._name, args, kwargs, inside, contextvars.copy_context())
         outputs, outside = current.parent.switch(call)
@@ -247,16 +255,37 @@ def make_pickling_error(where: str) -> InputError:
     )
 
 
-def _refuse_hooks_of_call(unit: str, module: nn.Module | None, first_hook: int) -> None:
-    """Refuse forward hooks inside of a unit that the model's call has set, as PEFT does to hand
-    arguments to layers: the next micro-batch's replace them, and in a recompute they are gone."""
+class _HookOfCall(NamedTuple):
+    """A hook inside of a unit, set since the model's call began: the unit, the path of the module
+    in it, its hooks by number, and the number."""
+
+    unit: str
+    path: str
+    hooks: Mapping[int, Any]
+    number: int
+
+
+def _list_hooks_of_call(
+    unit: str, module: nn.Module | None, first_hook: int
+) -> Iterator[_HookOfCall]:
+    """Yield the forward hooks inside of a unit that were set from number `first_hook` on."""
     if first_hook == RemovableHandle.next_id or module is None:
         return
     for path, inner in module.named_modules():
-        hooks = (*inner._forward_pre_hooks, *inner._forward_hooks)
-        if path and hooks and max(hooks) >= first_hook:
+        for hooks in (inner._forward_pre_hooks, inner._forward_hooks):
+            if path and hooks and (number := max(hooks)) >= first_hook:
+                yield _HookOfCall(unit, path, hooks, number)
+
+
+def _refuse_removed_hooks(found: Iterable[_HookOfCall]) -> None:
+    """Refuse hooks that the call has set and removed again, as PEFT does to hand arguments to
+    layers: the next micro-batch's replace them, and in a recompute they are gone. Those that stay,
+    as transformers sets to record outputs, are the same for all."""
+    for hook in found:
+        if hook.number not in hook.hooks:
             raise ModelError(
-                f"the model's call sets a hook on '{path}' of unit '{unit}'",
+                f"the model's call sets a hook on '{hook.path}' of unit '{hook.unit}', and "
+                "removes it",
                 why="hooks of one call cannot follow one of several micro-batches that run in "
                 "turn, and are gone when a unit is recomputed; PEFT sets such hooks for "
                 "`adapter_names`, `task_ids`, activated LoRA and X-LoRA",

@@ -19,7 +19,7 @@ def replace_attributes(owner: Any, /, **values: Any) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            if value is _INHERITED:
-                delattr(owner, name)
-            else:
+            if value is not _INHERITED:
                 setattr(owner, name, value)
+            elif name in vars(owner):  # others may have removed it
+                delattr(owner, name)

@@ -552,6 +552,12 @@ class Accelerator(accelerate.Accelerator):
                 group["lr"] = rate
 
     def _only_optimizer(self, method: str) -> torch.optim.Optimizer:
+        if self._engine is None:
+            raise InputError(
+                f"{method} before the model is trained by a plan",
+                why="the plan is made when the model, its optimizer and a DataLoader are prepared",
+                fix="call accelerator.prepare with all of them first",
+            )
         found: list[Any] = self._optimizers
         if len(found) != 1:
             raise InputError(
