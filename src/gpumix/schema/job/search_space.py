@@ -87,7 +87,7 @@ class Space(Value):
     waves: bool = Field(
         default=True,
         description="whether a batch may go through the model in several parts, one after "
-        "another, if it does not fit otherwise",
+        "another, where it does not fit otherwise or is faster so",
     )
     leave_out: bool | None = Field(
         default=None,
