@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import quantised as q
-from programs import as_launched, make_accelerator, tokenizer
+from programs import as_launched, make_accelerator, tokenizer, train_in_loop
 from reference import Share
 
 STEPS, BATCH = 6, 8
@@ -134,13 +134,7 @@ def run_loop(folder: Path, world: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     loader = DataLoader(Tokens(), batch_size=BATCH // world)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    losses = []
-    for batch in loader:
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train_in_loop(accelerator, model, optimizer, loader)
     model.eval()
     with torch.no_grad():
         evaluated = model(**q.make_batch(7, BATCH)).loss.item() if world == 1 else None

@@ -8,10 +8,9 @@ from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.plan import (
     PASSING_STRATEGIES,
     STRATEGIES,
-    compare_step_times,
-    describe_passes,
     explain_step_time,
     find_in_passes,
+    weigh_passes,
 )
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan, TokenRate, ZeroStage
@@ -102,16 +101,14 @@ def _make_row(name: str, plan: Plan, best: Plan, *, won: bool) -> StrategyRow:
 
 
 def _make_row_in_passes(passes: int, part: Plan, best: Plan) -> StrategyRow:
-    of_pass = get_prediction(part)
-    step_s = passes * of_pass.step_s
-    compared = compare_step_times(step_s, get_prediction(best).step_s)
+    step_s, why = weigh_passes(passes, part, best)
     return StrategyRow(
         strategy=part.strategy,
         step_s=step_s,
-        tokens_per_s=of_pass.tokens_per_s,
+        tokens_per_s=get_prediction(part).tokens_per_s,
         zero_stage=part.zero_stage,
         head_room=_find_least_free_memory(part),
-        why=describe_passes(passes, part, compared),
+        why=why,
     )
 
 

@@ -190,17 +190,17 @@ class FastestPlans:
         """Return the finished optimal plan, or a plan on one class alone, faster than `below_s`."""
         few = len(self.profile.cluster.devices) <= FEW_DEVICES
         gained = MAX_REFINE_FACTOR if few else MAX_REFINE_FACTOR_MANY
-        if profile is self.profile and below_s == float("inf"):
-            paces, found = self.paces, self.alone
-        elif profile is self.profile:
+        limit_s = below_s * gained
+        if profile is self.profile:
             paces = self.paces
-            found = plan_one_stage_below(profile, request, paces, below_s * gained)
+            whole = below_s == float("inf")
+            found = self.alone if whole else plan_one_stage_below(profile, request, paces, limit_s)
         else:
             # Of teams, parameters are on devices.
             on_devices = request.space.model_copy(update={"parameters_on": ("device",)})
             request = request.model_copy(update={"space": on_devices})
             paces = TimeBounds(profile, request.global_batch)
-            found = plan_one_stage_below(profile, request, paces, below_s * gained)
+            found = plan_one_stage_below(profile, request, paces, limit_s)
             if found is None and 1 not in self.request.space.tensor_parallel_size:
                 devices, space = ranked_devices(profile, request), request.space
                 raise make_no_fit_error(profile, devices, space, request.global_batch)

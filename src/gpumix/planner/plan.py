@@ -239,10 +239,8 @@ def _explain_even_in_passes(
     found = find_in_passes("even", profile, request)
     if found is None:
         return None
-    passes, part = found
-    step_s = passes * get_prediction(part).step_s
-    compared = compare_step_times(step_s, get_prediction(chosen).step_s)
-    return RejectedPlan(strategy="even", step_s=step_s, why=describe_passes(passes, part, compared))
+    step_s, why = weigh_passes(*found, chosen)
+    return RejectedPlan(strategy="even", step_s=step_s, why=why)
 
 
 def _find_even_on_fewer(
@@ -286,9 +284,11 @@ def find_in_passes(name: str, profile: Profile, request: PlanRequest) -> tuple[i
     return None
 
 
-def describe_passes(passes: int, part: Plan, compared: str) -> str:
-    """Describe a batch in passes, and how its step compares."""
-    return f"in {passes} passes of {part.global_batch} samples: {compared}"
+def weigh_passes(passes: int, part: Plan, chosen: Plan) -> tuple[float, str]:
+    """Return the seconds of a step in passes, and a comparison with the chosen plan's."""
+    step_s = passes * get_prediction(part).step_s
+    compared = compare_step_times(step_s, get_prediction(chosen).step_s)
+    return step_s, f"in {passes} passes of {part.global_batch} samples: {compared}"
 
 
 def explain_step_time(other: Plan, chosen: Plan) -> str:

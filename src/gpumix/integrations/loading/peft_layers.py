@@ -15,6 +15,7 @@ import torch
 from gpumix.engine.quantised.weight_formats import find_format
 from gpumix.engine.weights.file_parameter import has_source
 from gpumix.engine.weights.whole_values import with_values
+from gpumix.hardware.host.replaced_attributes import replace_attributes
 
 CPU = torch.device("cpu")
 LOOK = "_get_base_layer_device_and_dtype"
@@ -79,11 +80,8 @@ def _inject_adapter(
         with with_values(base):
             create(config, adapter_name, target, *args, **given)
 
-    vars(tuner)["_create_and_replace"] = create_with_values
-    try:
+    with replace_attributes(tuner, _create_and_replace=create_with_values):
         return method(tuner, model, adapter_name, *args, **given)
-    finally:
-        del vars(tuner)["_create_and_replace"]
 
 
 def _begins_without_values(config: Any) -> bool:
