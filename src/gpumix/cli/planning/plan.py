@@ -127,7 +127,7 @@ def _next_for_job(
     others = [join(["--cluster", asked.cluster])] if asked.cluster is not None else []
     always = allowed_by_environment()
     others += [join(["--allow", name]) for name in asked.allowed if name not in always]
-    trained = [name_job(asked.job, asked.overrides), *others]
+    trained = [asked.job_arguments, *others]
     planned = [*trained]
     planned += [join(["--network", asked.network])] if asked.network is not None else []
     planned += [join(["--profile", str(asked.profile)])] if asked.profile is not None else []
