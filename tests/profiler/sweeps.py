@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import gpumix
 from gpumix.hardware.device import DeviceRuntime
-from gpumix.hardware.emulation import Pacer, device
+from gpumix.hardware.emulation import pacer
+from gpumix.hardware.emulation.pacer import Pacer
 from gpumix.profiler.class_settings import ClassSettings
 from gpumix.profiler.compute import sweep
 from gpumix.profiler.compute.class_measurement import measure_class
@@ -59,7 +60,7 @@ def virtual_time() -> Iterator[VirtualClock]:
     clock = VirtualClock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep, "time", SimpleNamespace(perf_counter=clock))
-        patch.setattr(device, "Pacer", partial(Pacer, clock=clock, sleep=clock.sleep))
+        patch.setattr(pacer, "Pacer", partial(Pacer, clock=clock, sleep=clock.sleep))
         yield clock
 
 
