@@ -20,8 +20,8 @@ from gpumix.train.elastic.plan_change import load_parts_in_force
 from gpumix.train.elastic.recovery import Restart
 from gpumix.train.run_log.loading import measure_loading
 from gpumix.train.run_log.terminal import get_stderr_console
-from gpumix.train.state_keeper import ResumedState, StateKeeper
-from gpumix.train.trainer import Trainer, TrainingParts, TrainingStart
+from gpumix.train.state_keeper import ResumedState, StateKeeper, TrainingParts
+from gpumix.train.trainer import Trainer, TrainingStart
 from gpumix.train.worker.context import RankContext
 from gpumix.train.worker.model import attention_cost, build_model
 from gpumix.train.worker.optimizer import build_optimizer
