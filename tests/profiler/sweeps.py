@@ -22,7 +22,7 @@ from gpumix.hardware.emulation.pacer import Pacer
 from gpumix.profiler.class_settings import ClassSettings
 from gpumix.profiler.compute import sweep
 from gpumix.profiler.compute.class_measurement import measure_class
-from gpumix.profiler.subject import Workload, WorkloadShape
+from gpumix.profiler.subject import Workload
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.profile.measurements import ClassMeasurement
 from gpumix.schema.profile.profile import ROOT
@@ -110,7 +110,8 @@ def subject(
         build=model,
         make_batch=make_batch,
         optimizer_of=partial(torch.optim.SGD, lr=0.1),
-        shape=WorkloadShape(sequence_length=ROWS, global_batch=largest),
+        sequence_length=ROWS,
+        global_batch=largest,
         budget_s=budget_s,
         settings=ClassSettings({"one": "fp32"}),
     )

@@ -7,7 +7,9 @@ Units are bytes and seconds; unknown values are None, never a guess.
 from __future__ import annotations
 
 import sys
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -57,6 +59,14 @@ class DeviceRuntime(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until the device has completed all its work."""
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Return the seconds of `work` on the device."""
+        self.synchronize()
+        begun = time.perf_counter()
+        work()
+        self.synchronize()
+        return time.perf_counter() - begun
 
     def idle(self) -> None:
         """Report a wait for anything except this device: data, a DDP step.
