@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 AT_THE_TOP = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
-PAGES = [*AT_THE_TOP, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*AT_THE_TOP, ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = re.compile(r"<!-- not run: (?P<why>[^>]{10,}) -->\n\n(?P<block>(?: {4}.*\n|\n)+)")
 PROGRAMS = ("gpumix", "make", "pytest", "python", "torchrun")
 
