@@ -39,8 +39,8 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.train.controller import JobController
 from gpumix.train.processes.local_launcher import RankAddress, launch
 from gpumix.train.processes.runner import LocalRunner
+from gpumix.train.rank_setup.context import Task, join_run
 from gpumix.train.trainer_builder import build_trainer
-from gpumix.train.worker.context import Task, join_run
 from helpers.processes.harness import run_ranks
 from helpers.training.checkpoints import (
     UNEVEN,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.cost.layout.curves import MicroBatches, interpolate_bytes, interpolate_seconds
+from gpumix.cost.memory_layout.curves import MicroBatches, interpolate_bytes, interpolate_seconds
 from gpumix.schema.plan.splitting import split_micro_batches
 from helpers.plans.brute import curves
 from helpers.plans.profiles import curve

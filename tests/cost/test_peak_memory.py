@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.cost.layout.activation_phases import list_peak_phases
-from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.memory_layout.activation_phases import list_peak_phases
+from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.cost.network.buckets import BucketGrouping, build_buckets
 from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes, usable_bytes
 from gpumix.planner.common.sharding_setting import make_setting

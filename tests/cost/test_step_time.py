@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.cost.network.buckets import ONE_UNIT_PER_BUCKET, build_buckets
 from gpumix.cost.network.collective_times import CollectiveSeconds
 from gpumix.cost.predict import predict

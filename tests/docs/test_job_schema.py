@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from gpumix.schema.reading.yaml_places import load_yaml
+from gpumix.schema.reading.yaml_locations import load_yaml
 from helpers.pages import PAGES, ROOT, blocks
 
 SCHEMA = json.loads((ROOT / "docs" / "job.schema.json").read_text(encoding="utf-8"))

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import gpumix
-from gpumix.cost.layout.curves import interpolate_bytes
+from gpumix.cost.memory_layout.curves import interpolate_bytes
+from gpumix.cost.pipeline_schedule import MicroBatchSchedule
 from gpumix.cost.predict import predict
-from gpumix.cost.schedule import MicroBatchSchedule
 from gpumix.hardware.device import open_device
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass

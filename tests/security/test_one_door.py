@@ -155,4 +155,4 @@ def test_one_module_makes_consoles_and_one_reads_orders_for_them():
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Call) and "Console" in ast.unparse(node.func).split(".")[-1]
     }
-    assert makes == {"train/run_log/terminal.py"}
+    assert makes == {"train/console/terminal.py"}

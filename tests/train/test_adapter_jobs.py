@@ -23,7 +23,7 @@ from gpumix.schema.errors import InputError, MachineError
 from gpumix.schema.reading.read import read_job
 from gpumix.train.checkpoint.export import export
 from gpumix.train.checkpoint.inspect import inspect
-from gpumix.train.worker.model import build_model
+from gpumix.train.rank_setup.model import build_model
 from helpers.runs.adapter_jobs import (
     SAMPLES,
     STEPS,

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from gpumix.cost.schedule import MicroBatchSchedule
+from gpumix.cost.pipeline_schedule import MicroBatchSchedule
 from gpumix.engine.batch import batch_split
 from gpumix.engine.batch.batch_split import Loss, MicroBatchTask
 from gpumix.engine.comm import collective_progress

@@ -18,7 +18,7 @@ from gpumix.hardware.discovery import discover
 from gpumix.hardware.estimates.cluster_shorthand import parse_cluster, split_count
 from gpumix.hardware.host.environment import ALLOW
 from gpumix.schema.plan.plan import Plan
-from gpumix.train.run_log.text_page import round_duration
+from gpumix.train.console.text_page import round_duration
 from helpers.runs.verbs import gpumix, measured, refused, write_job
 
 SMALL = ("--sequence-length", "256", "--global-batch-size", "16")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumix.doctor.function.patient import list_imports, open_function_patient
+from gpumix.doctor.function.function_patient import list_imports, open_function_patient
 from gpumix.schema.errors import InputError, TrainingError
 from helpers.extended import left_out
 from helpers.processes import commands
@@ -230,7 +230,7 @@ def test_what_a_script_imports():
 
 WORK = """
 import os, subprocess, sys
-from gpumix.doctor.function.patient import group_cpu_s
+from gpumix.doctor.function.function_patient import group_cpu_s
 loop = "for n in range(3_000_000): pass"
 seen = [group_cpu_s(os.getpgrp())]
 exec(loop)

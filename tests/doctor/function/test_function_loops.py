@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpumix.doctor.function.seen import OperationCounts
+from gpumix.doctor.function.observations import OperationCounts
 from gpumix.doctor.function.watching.loops import OperationCounter
 from gpumix.doctor.function.watching.operations import OperationInspector
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from gpumix.doctor.function.remarks import (
-    remark_on_host_gap,
-    remark_on_loops,
-    remark_on_remade_optimizers,
-)
-from gpumix.doctor.function.seen import (
+from gpumix.doctor.function.observations import (
     Observations,
     OperationCounts,
     OptimizerObservation,
     RepeatedLine,
     Site,
+)
+from gpumix.doctor.function.remarks import (
+    remark_on_host_gap,
+    remark_on_loops,
+    remark_on_remade_optimizers,
 )
 
 # Ten steps of a tenth of a second.

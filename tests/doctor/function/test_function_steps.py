@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gpumix.doctor.function.seen import WindowLength
+from gpumix.doctor.function.observations import WindowLength
 from gpumix.doctor.function.watching import steps as module
 from gpumix.doctor.function.watching.steps import StepCounter, WindowDone
 

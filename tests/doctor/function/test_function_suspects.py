@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpumix.doctor.function.seen import (
+from gpumix.doctor.function.observations import (
     LoaderObservation,
     ModelObservation,
     Observations,

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from gpumix.data.loader import Loader
 from gpumix.data.workers.autotune import MEASURED_STEPS, Limit
+from gpumix.doctor.function.observations import Observations, WindowLength
 from gpumix.doctor.function.patches import Patches
-from gpumix.doctor.function.seen import Observations, WindowLength
 from gpumix.doctor.function.watching.lines import WaitingLines
 from gpumix.doctor.function.watching.loaders import get_batch_size
 from gpumix.doctor.function.watching.roots import RootModules

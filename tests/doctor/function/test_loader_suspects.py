@@ -9,7 +9,7 @@ import pytest
 
 from gpumix.data.workers.autotune import Limit
 from gpumix.doctor.function.loader_suspects import suspect_loaders
-from gpumix.doctor.function.seen import LoaderObservation, Observations
+from gpumix.doctor.function.observations import LoaderObservation, Observations
 
 # Ten steps of a tenth of a second, of 16 samples each; of which it waits half, and computes.
 PLACE = "train.py:5"

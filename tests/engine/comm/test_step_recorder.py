@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpumix.cost.schedule import MicroBatchSchedule
+from gpumix.cost.pipeline_schedule import MicroBatchSchedule
 from gpumix.engine.comm.step_recorder import SILENT, Recorder
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpumix.cost.layout.chunk_rows import compute_chunk_bytes
+from gpumix.cost.memory_layout.chunk_rows import compute_chunk_bytes
 from gpumix.engine.cross_entropy import linear_cross_entropy
 from gpumix.engine.cross_entropy.linear_cross_entropy import GradientSum, LinearCrossEntropy
 from gpumix.engine.loss.chunked_head import ChunkedHead

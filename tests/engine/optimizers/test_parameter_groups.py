@@ -14,7 +14,7 @@ from gpumix.integrations.common.optimizer_adapter import take_over_optimizer
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import OptimizerSpec, ParameterGroup
 from gpumix.schema.plan.plan import Plan
-from gpumix.train.worker.optimizer import build_optimizer
+from gpumix.train.rank_setup.optimizer import build_optimizer
 from helpers.extended import left_out
 from helpers.processes.harness import run_ranks
 from helpers.training.models import ARCHITECTURES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpumix.cost.layout.curves import interpolate_seconds
+from gpumix.cost.memory_layout.curves import interpolate_seconds
 from gpumix.hardware.estimates.adapters import FineTuning, compute_packed_bytes, freeze_base
 from gpumix.hardware.estimates.decoder_shapes import decoder
 from gpumix.hardware.estimates.estimate import estimate_class

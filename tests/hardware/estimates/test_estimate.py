@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.cost.layout.curves import interpolate_one_seconds, interpolate_seconds
+from gpumix.cost.memory_layout.curves import interpolate_one_seconds, interpolate_seconds
 from gpumix.cost.network.link_times import PER_OWNER
-from gpumix.cost.teams import make_group_profile
+from gpumix.cost.tensor_parallel_groups import make_group_profile
 from gpumix.hardware.estimates.cluster_shorthand import explain_short_names, parse_cluster
 from gpumix.hardware.estimates.decoder_shapes import KIND, decoder, make_llama_like
 from gpumix.hardware.estimates.estimate import estimate_profile, scale_estimates

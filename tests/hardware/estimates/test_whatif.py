@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from gpumix.cost.layout.curves import interpolate_seconds
+from gpumix.cost.memory_layout.curves import interpolate_seconds
 from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
 from gpumix.hardware.estimates.decoder_shapes import KIND, make_llama_like
 from gpumix.hardware.estimates.estimate import estimate_class, estimate_profile, scale_estimates

@@ -27,7 +27,7 @@ from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.reading.read import read_job
-from gpumix.train.worker.model import build_model
+from gpumix.train.rank_setup.model import build_model
 
 CLUSTER = """\
 classes:

@@ -107,7 +107,7 @@ def _open(task: Any) -> None:
     from gpumix.hardware.host.environment import cache_folder
     from gpumix.train.checks.job_contents import build_checked_model
     from gpumix.train.processes.error_translation import translate_error
-    from gpumix.train.worker.model import check_model_fits_data, get_vocabulary_size
+    from gpumix.train.rank_setup.model import check_model_fits_data, get_vocabulary_size
 
     job = task.job
     try:

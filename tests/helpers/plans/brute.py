@@ -15,8 +15,8 @@ from math import inf
 
 from hypothesis import strategies as st
 
-from gpumix.cost.layout.curves import MicroBatches
 from gpumix.cost.loading_memory import find_room_on_host
+from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.cost.peak_memory import Activations, free_bytes
 from gpumix.cost.step_time import can_predict_mode, exposed_seconds, pass_seconds
 from gpumix.planner.common.device_pool import Fleet

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import ceil, log2
 
-from gpumix.cost.layout.buffer_slots import Buffer, share_slots
+from gpumix.cost.memory_layout.buffer_slots import Buffer, share_slots
 from gpumix.schema.cluster.network import Link
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.plan import Plan

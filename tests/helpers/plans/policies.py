@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gpumix.cost.layout.curves import MicroBatches
 from gpumix.cost.loading_memory import find_room_on_host
+from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.cost.network.collective_times import CollectiveSeconds, make_free_collectives
 from gpumix.cost.peak_memory import Activations, free_bytes
 from gpumix.cost.step_time import pass_seconds

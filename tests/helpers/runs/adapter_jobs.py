@@ -12,7 +12,7 @@ from gpumix.engine.sharding.initial_weights import make_source
 from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.schema.job.job import ModelSpec
 from gpumix.schema.reading.read import read_job
-from gpumix.train.worker.model import build_model
+from gpumix.train.rank_setup.model import build_model
 from helpers.runs.jobs import LENGTH, metrics, write_job
 from helpers.training import quantised as q
 

@@ -25,8 +25,8 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import PLAIN, Mode, Stage, Worker
 from gpumix.schema.reading.read import read_job
 from gpumix.train.controller import JobController
+from gpumix.train.rank_setup.model import build_model
 from gpumix.train.run_log.summary import Summary
-from gpumix.train.worker.model import build_model
 from helpers.paths import TESTS, USER_CODE
 from helpers.processes import commands
 from helpers.processes.commands import Done

@@ -14,10 +14,10 @@ from gpumix.engine.engine import Engine
 from gpumix.engine.update_guard import UpdateGuard
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.plan import Plan
-from gpumix.train import issued_steps, rank_tasks
-from gpumix.train.issued_steps import IssuedSteps
+from gpumix.train import async_steps, rank_tasks
+from gpumix.train.async_steps import IssuedSteps
 from gpumix.train.processes.local_launcher import RankAddress
-from gpumix.train.worker.context import Task
+from gpumix.train.rank_setup.context import Task
 
 
 def train(
@@ -61,7 +61,7 @@ def forked(seat: RankAddress) -> tuple[bool, bool, str]:
 def _late(late: bool) -> None:
     """A CPU's results are late too: its fused optimizers leave steps out as a GPU's do."""
     if late:
-        issued_steps._guard_of = lambda engine, optimizer: UpdateGuard(engine.device)
+        async_steps._guard_of = lambda engine, optimizer: UpdateGuard(engine.device)
 
 
 def _bad_in(bad_step: int | None) -> None:

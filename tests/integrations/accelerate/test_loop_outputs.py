@@ -18,7 +18,7 @@ from gpumix.integrations.accelerate.outputs import (
     join_outputs,
     take_zero_rows,
 )
-from gpumix.integrations.accelerate.unlike_rows import is_row_wise
+from gpumix.integrations.accelerate.row_independence import is_row_wise
 from gpumix.schema.errors import InputError
 from helpers.extended import left_out
 from helpers.processes.harness import run_ranks

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.cost.peak_memory import Activations
 from gpumix.planner.baselines.whale import plan_proportional
 from gpumix.planner.common.strategy import PlanRequest

@@ -16,7 +16,7 @@ from gpumix.schema.cluster.network import Link, Network
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import HostInput, Profile
-from gpumix.train.run_log.tables import explain_plan
+from gpumix.train.console.tables import explain_plan
 from helpers.extended import every_second, every_third
 from helpers.plans.profiles import GIB, Card, block, in_a_row, line, profile, steady
 

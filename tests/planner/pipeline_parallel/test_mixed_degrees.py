@@ -17,7 +17,7 @@ from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import ROOT, Profile
 from gpumix.simulate.events import simulate
-from gpumix.train.run_log.tables import plan_table
+from gpumix.train.console.tables import plan_table
 from helpers.plans.profiles import (
     GIB,
     MIB,

@@ -8,7 +8,7 @@ import pytest
 
 from gpumix.cost.pipeline.staged_step import StagedStep
 from gpumix.cost.predict import predict, predict_step_seconds
-from gpumix.cost.teams import list_group_collectives
+from gpumix.cost.tensor_parallel_groups import list_group_collectives
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.optimal import plan_fastest
 from gpumix.planner.pipeline_parallel.candidate import UncutCandidate, build_staged_plan
@@ -22,7 +22,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import CollectiveTimes, Profile
 from gpumix.simulate.events import simulate
-from gpumix.train.run_log.tables import explain_plan
+from gpumix.train.console.tables import explain_plan
 from helpers.plans.profiles import (
     GIB,
     MIB,

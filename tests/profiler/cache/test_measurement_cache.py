@@ -21,8 +21,8 @@ from gpumix.profiler.cache.measurement_files import DOUBTFUL_KEPT_S, MEASURED_CO
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.schema.profile.measurements import ClassMeasurement, InputMeasurement
 from gpumix.schema.profile.profile import HostInput, Profile
+from gpumix.train.console.plan_page import advise_measuring, describe_doubt
 from gpumix.train.controller import JobController
-from gpumix.train.run_log.plan_page import advise_measuring, describe_doubt
 from helpers.devices.sweeps import costly_model, subject, virtual_time
 from helpers.extended import every_second
 from helpers.runs.jobs import CLUSTER, write_job

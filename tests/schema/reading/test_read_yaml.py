@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpumix.schema.errors import InputError
-from gpumix.schema.reading.yaml_places import (
+from gpumix.schema.reading.yaml_locations import (
     MAX_DEPTH,
     YamlSource,
     load_yaml,

@@ -18,8 +18,8 @@ from gpumix.train import rank_tasks
 from gpumix.train.checkpoint.manifest import Damaged
 from gpumix.train.controller import JobController
 from gpumix.train.processes.local_launcher import launch
+from gpumix.train.rank_setup.context import Task
 from gpumix.train.run_manifest import RunRecord
-from gpumix.train.worker.context import Task
 from helpers.extended import every_second, every_third, left_out
 from helpers.runs.jobs import CLUSTER, OWN_PROFILES, gpumix, plan_for, toy, train, write_job
 

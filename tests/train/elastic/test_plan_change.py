@@ -22,12 +22,12 @@ from gpumix.train.elastic.plan_change import (
     make_start_event,
 )
 from gpumix.train.elastic.rebalance_memory import with_shares
+from gpumix.train.rank_setup.context import Task
 from gpumix.train.run_figures.writer import RunLog
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import StepRecord
 from gpumix.train.run_log.run_id import assign_run_id
 from gpumix.train.run_manifest import RunRecord
-from gpumix.train.worker.context import Task
 from helpers.runs.jobs import CLUSTER, plan_for, write_job
 
 STEP = StepRecord(1, 2.0, 1e-3, 0.7, 0.5, 100.0, 50)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpumix.cost.input_time import MIN_STARVED_SHARE
-from gpumix.cost.layout.causes import MEMORY_PARTS, group_by_part
+from gpumix.cost.memory_layout.memory_parts import MEMORY_PARTS, group_by_part
 from gpumix.data.workers.autotune import Limit
 from gpumix.hardware.timestamps import HostClock
 from gpumix.train.monitor.step_timer import WINDOW_STEPS, StarvationDetector, StepTimer

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpumix.cost.schedule import Action
+from gpumix.cost.pipeline_schedule import Action
 from gpumix.engine.batch.batch_split import Loss, MicroBatchTask
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.model.forward_coroutine import UnitCallHandlers

@@ -13,7 +13,7 @@ from torch import nn
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard import Piece
 from gpumix.schema.job.job import DataSpec, Job, LrSchedulerSpec, ModelSpec, OptimizerSpec
-from gpumix.train.worker.optimizer import build_optimizer, compute_learning_rate
+from gpumix.train.rank_setup.optimizer import build_optimizer, compute_learning_rate
 
 PEAK = 0.3
 

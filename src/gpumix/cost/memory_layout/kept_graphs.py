@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpumix.cost.layout.curves import IntArray, MicroBatches, interpolate_bytes
+from gpumix.cost.memory_layout.curves import IntArray, MicroBatches, interpolate_bytes
 from gpumix.schema.profile.profile import ModelProfile
 
 

@@ -26,7 +26,7 @@ from gpumix.schema.errors import (
 from gpumix.schema.files import read_text
 from gpumix.schema.job.job import MOST_LAYERS, Job, ModelSpec
 from gpumix.schema.reading.error_text import did_you_mean, find_nearest
-from gpumix.train.worker.adapters import add_adapters
+from gpumix.train.rank_setup.adapters import add_adapters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -47,7 +47,7 @@ class YamlSource:
 
 
 @dataclass(frozen=True)
-class YamlPlace:
+class YamlLocation:
     """The location of a value; `line` counts from 1 and is 0 in a `--set` argument."""
 
     source: YamlSource
@@ -63,15 +63,15 @@ class Tree:
     """Plain values, with the location of every key and list item; the keys of the top are ()."""
 
     value: object
-    places: dict[Keys, YamlPlace]
+    places: dict[Keys, YamlLocation]
 
-    def place(self, keys: Keys) -> YamlPlace:
+    def place(self, keys: Keys) -> YamlLocation:
         """Return the location of `keys`; for a missing value, of the nearest existing parent."""
         while keys not in self.places:
             keys = keys[:-1]
         return self.places[keys]
 
-    def overrides(self, keys: Keys) -> Iterator[YamlPlace]:
+    def overrides(self, keys: Keys) -> Iterator[YamlLocation]:
         """Yield the locations of `--set` values below `keys`."""
         for below, place in self.places.items():
             if not place.line and len(below) > len(keys) and below[: len(keys)] == keys:
@@ -191,14 +191,14 @@ class _NodeConverter:
     def __init__(self, source: YamlSource, lines: bool) -> None:
         self.source = source
         self.lines = lines
-        self.places: dict[Keys, YamlPlace] = {}
+        self.places: dict[Keys, YamlLocation] = {}
         self.scalars = yaml.constructor.SafeConstructor()
 
-    def place(self, mark: yaml.Mark) -> YamlPlace:
+    def place(self, mark: yaml.Mark) -> YamlLocation:
         return (
-            YamlPlace(self.source, mark.line + 1, mark.column)
+            YamlLocation(self.source, mark.line + 1, mark.column)
             if self.lines
-            else YamlPlace(self.source)
+            else YamlLocation(self.source)
         )
 
     def exact(self, mark: yaml.Mark | None) -> str:

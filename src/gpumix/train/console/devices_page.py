@@ -8,8 +8,8 @@ from rich.text import Text
 
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.units import format_count, show_bytes
-from gpumix.train.run_log.tables import EMULATED
-from gpumix.train.run_log.text_page import (
+from gpumix.train.console.tables import EMULATED
+from gpumix.train.console.text_page import (
     COLUMNS,
     Line,
     align_rows,

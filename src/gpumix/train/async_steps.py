@@ -30,10 +30,10 @@ from gpumix.schema.plan.stage import Worker
 from gpumix.schema.profile.profile import ROOT
 from gpumix.train.monitor.step_history import StepHistory
 from gpumix.train.monitor.step_timer import StepStamps, StepTimer
+from gpumix.train.rank_setup.context import RankContext
+from gpumix.train.rank_setup.optimizer import compute_learning_rate, set_learning_rates
 from gpumix.train.run_log.metrics import ComputedPart, StepRecord
 from gpumix.train.state_keeper import StateKeeper
-from gpumix.train.worker.context import RankContext
-from gpumix.train.worker.optimizer import compute_learning_rate, set_learning_rates
 
 REPORTED_SAMPLES = 8  # samples reported of a bad step
 

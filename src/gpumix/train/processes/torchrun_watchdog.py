@@ -38,7 +38,7 @@ ANSWER_S = 5.0
 MOST_CONCURRENT_PROBES = 64  # hosts at once
 
 
-class PeerWatchdog:
+class TorchrunWatchdog:
     """Monitor running during its `with` block.
 
     Args:
@@ -71,7 +71,7 @@ class PeerWatchdog:
         self._threads: list[threading.Thread] = []
         self._looks = 0
 
-    def __enter__(self) -> PeerWatchdog:
+    def __enter__(self) -> TorchrunWatchdog:
         for work in (self._run, self._watch_store) if self._seat.world > 1 else ():
             thread = threading.Thread(target=work, name="gpumix-lookout", daemon=True)
             thread.start()

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from gpumix.integrations.lightning.combining import (
+from gpumix.integrations.lightning.logged_value_rules import (
     MAX_COMPARISONS,
     CombiningRules,
     LoggedPart,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gpumix.data.workers.autotune import Limit
-from gpumix.doctor.function.patient import FunctionPatient
-from gpumix.doctor.function.seen import (
+from gpumix.doctor.function.function_patient import FunctionPatient
+from gpumix.doctor.function.observations import (
     LoaderObservation,
     Observations,
     OperationCounts,

@@ -12,9 +12,9 @@ from gpumix.engine.comm.heartbeat import STOPPED_TIMEOUT_S, SilenceDetector
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import GpumixError, RankLost
 from gpumix.train.processes.local_launcher import RankAddress
-from gpumix.train.processes.peer_watchdog import PeerWatchdog
 from gpumix.train.processes.tcp_liveness import Presence, WatchedConnection
 from gpumix.train.processes.torchrun_runner import Arrival
+from gpumix.train.processes.torchrun_watchdog import TorchrunWatchdog
 
 DEVICES = [Device(id=f"gpu-{host}", device_class="gpu", host=host) for host in "ab"]
 ARRIVALS = [
@@ -26,14 +26,14 @@ WHY = "it has not answered for 20 s"
 @pytest.fixture
 def said(monkeypatch) -> list[GpumixError]:
     found: list[GpumixError] = []
-    monkeypatch.setattr(PeerWatchdog, "_end", lambda _, error: found.append(error))
+    monkeypatch.setattr(TorchrunWatchdog, "_end", lambda _, error: found.append(error))
     return found
 
 
-def of_rank_1(monkeypatch, found: Presence) -> PeerWatchdog:
+def of_rank_1(monkeypatch, found: Presence) -> TorchrunWatchdog:
     """That of a rank that finds the other one's process so."""
     monkeypatch.setattr(WatchedConnection, "look", lambda self, *, within_s: found)
-    return PeerWatchdog(RankAddress(1, 2, DEVICES[1], 29500), ARRIVALS, DEVICES, print)
+    return TorchrunWatchdog(RankAddress(1, 2, DEVICES[1], 29500), ARRIVALS, DEVICES, print)
 
 
 def test_a_host_that_does_not_answer_either_is_named(monkeypatch, said):
@@ -103,9 +103,9 @@ def test_hosts_are_asked_at_once(monkeypatch, said):
         return "there" if line.address == ("10.0.0.1", 2) else "without answer"
 
     monkeypatch.setattr(WatchedConnection, "look", look)
-    PeerWatchdog(RankAddress(3, 4, devices[3], 29500), arrivals, devices, print)._end_without_store(
-        WHY
-    )
+    TorchrunWatchdog(
+        RankAddress(3, 4, devices[3], 29500), arrivals, devices, print
+    )._end_without_store(WHY)
     (error,) = said
     assert error.what == (
         "rank 0 (device 'gpu-0' on host-0) and rank 2 (device 'gpu-2' on host-2) stopped answering"

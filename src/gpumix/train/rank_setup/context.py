@@ -26,12 +26,12 @@ from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.errors import InputError, OutOfMemory, RankLost, get_first_line
 from gpumix.schema.job.job import Job
 from gpumix.schema.units import show_bytes
+from gpumix.train.console.terminal import get_stderr_console
 from gpumix.train.processes.error_translation import translate_error
 from gpumix.train.processes.local_launcher import RankAddress
 from gpumix.train.processes.store import connect_store
+from gpumix.train.rank_setup.model import check_model_fits_data, get_vocabulary_size
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.terminal import get_stderr_console
-from gpumix.train.worker.model import check_model_fits_data, get_vocabulary_size
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from typing import Any
 
 from gpumix.doctor.change import Changes
 from gpumix.doctor.examine import TimedWindow
-from gpumix.doctor.function.alike import describe_loss_difference
+from gpumix.doctor.function.loss_comparison import describe_loss_difference
+from gpumix.doctor.function.observations import Observations, WindowLength, WindowRequest
 from gpumix.doctor.function.remarks import (
     remark_on_host_gap,
     remark_on_loops,
     remark_on_remade_optimizers,
     remark_on_steering_reads,
 )
-from gpumix.doctor.function.seen import Observations, WindowLength, WindowRequest
 from gpumix.doctor.function.suspects import find_suspects
 from gpumix.doctor.machine import (
     MachineObservations,

@@ -16,7 +16,7 @@ from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import TrainingError
 from gpumix.schema.reading.read import read_job
 from gpumix.train.processes.local_launcher import launch
-from gpumix.train.worker.context import Task
+from gpumix.train.rank_setup.context import Task
 from helpers.extended import every_second, left_out
 from helpers.runs import late_runs
 from helpers.runs.jobs import PAIR, metrics, plan_for, write_job

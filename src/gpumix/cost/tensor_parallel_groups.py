@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from gpumix.cost.identity import ByIdentity
-from gpumix.cost.layout.curves import interpolate_bytes
+from gpumix.cost.memory_layout.curves import interpolate_bytes
 from gpumix.cost.mixed_degrees import MixedDegreeProfile, RankModelProfile, extract_undivided_model
 from gpumix.cost.network.link_times import compute_tensor_parallel_s
 from gpumix.cost.step_time import can_predict_mode

@@ -11,11 +11,11 @@ import textwrap
 
 import pytest
 
-from gpumix.train.run_log.terminal import wrap_error
+from gpumix.train.console.terminal import wrap_error
 
 PROGRAM = """
     import time
-    from gpumix.train.run_log.terminal import get_stderr_console, show_waiting
+    from gpumix.train.console.terminal import get_stderr_console, show_waiting
 
     console = get_stderr_console()
     with show_waiting("reading"):

@@ -13,7 +13,7 @@ from gpumix.schema.errors import InputError, MachineError, TrainingError
 from gpumix.schema.reading.read import read_job
 from gpumix.train.checkpoint.export import export
 from gpumix.train.controller import JobController
-from gpumix.train.worker.model import build_model, check_model_fits_data, make_config
+from gpumix.train.rank_setup.model import build_model, check_model_fits_data, make_config
 from helpers.extended import every_second
 from helpers.runs.jobs import OWN_PROFILES, gpumix, metrics, plan_for, train, write_job
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gpumix.doctor.function.alike import describe_loss_difference
+from gpumix.doctor.function.loss_comparison import describe_loss_difference
 
 LOSSES = [2.0, 1.9, 1.8, 1.75, 1.7, 1.6, 1.5, 1.4, 1.3]
 

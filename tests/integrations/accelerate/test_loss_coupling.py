@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpumix.integrations.accelerate import coupled_rows
-from gpumix.integrations.accelerate.coupled_rows import check_row_coupling
+from gpumix.integrations.accelerate import loss_coupling
+from gpumix.integrations.accelerate.loss_coupling import check_row_coupling
 from gpumix.schema.errors import InputError
 
 Y = torch.tensor([0, 2, 1, 2])
@@ -69,7 +69,7 @@ def test_of_several_outputs_those_with_rows_are_looked_at():
 def test_a_single_row_and_outputs_that_are_too_large_are_not_looked_at(monkeypatch):
     z = outputs()
     check_row_coupling((z[:1] @ z[:1].T).exp().sum(), [z[:1].detach().requires_grad_()])
-    monkeypatch.setattr(coupled_rows, "MAX_ELEMENTS", 11)
+    monkeypatch.setattr(loss_coupling, "MAX_ELEMENTS", 11)
     check_row_coupling(COUPLED["negatives in the batch"](z), [z])
 
 

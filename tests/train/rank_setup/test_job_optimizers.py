@@ -14,7 +14,11 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import OptimizerSpec, ParameterGroup
 from gpumix.schema.profile.profile import ModelProfile
 from gpumix.schema.reading.read import read_job
-from gpumix.train.worker.optimizer import build_optimizer, build_trial_optimizer, set_learning_rates
+from gpumix.train.rank_setup.optimizer import (
+    build_optimizer,
+    build_trial_optimizer,
+    set_learning_rates,
+)
 from helpers.extended import left_out
 from helpers.runs.jobs import plan_for, toy, train, write_job
 from helpers.training.reference import engine_alone

@@ -10,7 +10,7 @@ import pytest
 from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
 from gpumix.hardware.estimates.decoder_shapes import make_llama_like
 from gpumix.hardware.estimates.estimate import estimate_profile
-from gpumix.planner.narrow_state import match_profile, plan_with_allowed, quantise_state
+from gpumix.planner.eight_bit_state import match_profile, plan_with_allowed, quantise_state
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.optimizer_state import ADAMW_8BIT_BYTES, count_adamw_8bit_bytes

@@ -25,7 +25,7 @@ from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.units import format_count, show_seconds
-from gpumix.train.run_log.text_page import (
+from gpumix.train.console.text_page import (
     Line,
     align_rows,
     iterate_commands,
