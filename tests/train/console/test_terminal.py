@@ -53,6 +53,13 @@ def test_lines_are_printed_above_a_spinner():
     assert rows[-2:] == ["after", ""]
 
 
+def test_no_spinner_is_drawn_in_a_log_with_forced_colours():
+    env = os.environ | {"FORCE_COLOR": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    assert done.stderr.splitlines() == ["a line", "after"]
+
+
 ERROR = """\
 gpumix: job.yaml:3: 'model.factory' is code that would be run, 'toys:model'; nothing allows it
   why: it has NVIDIA's cards from Pascal on and the Tesla M40, AMD's Instinct from MI50 on

@@ -57,7 +57,7 @@ def top(
     console = get_stdout_console()
     if as_json:
         print_json(_read_facts(run).as_dict())
-    elif once or not console.is_terminal:
+    elif once or not console.is_interactive:
         if is_measuring(run):
             console.print(MEASURING)
             return

@@ -58,7 +58,7 @@ def show_waiting(what: str) -> Iterator[None]:
     `PATIENCE_S`; elsewhere show nothing. Lines printed meanwhile appear above it. Other processes
     must not print there. Inside another spinner there is no second one."""
     console = get_stderr_console()
-    if not console.is_terminal or _spinning.get() is not None:
+    if not console.is_interactive or _spinning.get() is not None:
         yield
         return
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -114,6 +114,8 @@ class _LiteralConsole(Console):
 
     def __init__(self, *, stderr: bool, width: int | None = None) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, width=width)
+        # Logs of CI force colours; lines that are drawn again and again would pile up there.
+        self.is_interactive = self.is_interactive and self.file.isatty()
 
     def print(self, *objects: Any, **how: Any) -> None:
         spinning = _spinning.get()

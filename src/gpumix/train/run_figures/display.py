@@ -48,7 +48,7 @@ class Display:
         self._live: Live | None = None
 
     def __enter__(self) -> Display:
-        if self._console.is_terminal:
+        if self._console.is_interactive:
             self._live = Live(
                 console=self._console, refresh_per_second=4, get_renderable=self._render
             )
