@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from gpumix.engine.model.backward_hooks import CheckpointedRun
 from gpumix.engine.model.forward_coroutine import ModelError
-from gpumix.engine.unit.activation_checkpoint import CheckpointedRun
 
 
 class Counted(nn.Linear):

@@ -47,7 +47,7 @@ from gpumix.engine.schedule.schedules import (
     SequentialSchedule,
     StepTasks,
 )
-from gpumix.engine.sharding.gradient_fingerprint import SampledGradientNorm
+from gpumix.engine.sharding.bucket import SampledGradientNorm
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.sharding.parameter_index import ParameterIndex
 from gpumix.engine.sharding.shard import Piece
@@ -444,8 +444,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self.outside.begin_step()
         try:
             for bucket in self._buckets:
-                for group in bucket.groups:
-                    group.begin_step()
+                bucket.begin_step()
             with self._switches, own_checkpointing.bypass_torch_checkpoint():
                 yield
         except BaseException as error:

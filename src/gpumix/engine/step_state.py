@@ -13,7 +13,7 @@ from gpumix.engine.comm.step_exchange import StepTable
 from gpumix.engine.loss.reduction import Objective
 from gpumix.engine.model.module_buffers import BufferCopies
 from gpumix.engine.rehearsal.loss_watch import LossWatch
-from gpumix.engine.sharding.gradient_fingerprint import SampledGradientNorm
+from gpumix.engine.sharding.bucket import SampledGradientNorm
 from gpumix.engine.sharding.mixed_precision import LossScaler
 from gpumix.engine.update_guard import UpdateGuard
 

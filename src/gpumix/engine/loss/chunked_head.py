@@ -23,7 +23,8 @@ from gpumix.engine.cross_entropy.linear_cross_entropy import (
     EarlyGradients,
     GradientSum,
 )
-from gpumix.engine.sharding.flat_group import FlatGroup, ParameterGradient
+from gpumix.engine.model.backward_hooks import ParameterGradient
+from gpumix.engine.sharding.flat_group import FlatGroup
 
 
 class ExpectedGradient:

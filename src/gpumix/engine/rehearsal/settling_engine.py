@@ -15,6 +15,7 @@ from gpumix.engine.batch.batch_split import copied, count_samples
 from gpumix.engine.batch.ragged_batch import select_samples
 from gpumix.engine.comm.step_exchange import LossComposition, StepTable
 from gpumix.engine.loss.reduction import ObjectiveWithRule
+from gpumix.engine.model.backward_hooks import compare_reruns
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.model.rng import OtherGenerators
 from gpumix.engine.rehearsal import additivity
@@ -28,7 +29,6 @@ from gpumix.engine.rehearsal.refusals import (
 from gpumix.engine.rehearsal.samples import all_gather_values, is_any
 from gpumix.engine.rehearsal.settled_losses import SettledLosses
 from gpumix.engine.traceless_steps import TrialSteps
-from gpumix.engine.unit.activation_checkpoint import compare_reruns
 from gpumix.hardware.runtime import is_gpu
 from gpumix.schema.job.couples import NO_RULE
 from gpumix.schema.plan.batch_shares import get_batch_share, get_micro_batch_rows

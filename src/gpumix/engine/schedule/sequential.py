@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from gpumix.engine.comm import collective_progress
 from gpumix.engine.comm.step_recorder import SILENT
 from gpumix.engine.loss.loss_graph import mark_block_output
+from gpumix.engine.model.backward_hooks import CheckpointedRun
 from gpumix.engine.model.forward_coroutine import ThreadState, UnitCallHandlers
 from gpumix.engine.model.module_buffers import BufferCopies
 from gpumix.engine.model.rng import Randomness
@@ -38,7 +39,6 @@ from gpumix.engine.schedule.micro_batch import (
     refuse_detached,
 )
 from gpumix.engine.sharding.bucket import Bucket, BucketReductions
-from gpumix.engine.unit.activation_checkpoint import CheckpointedRun
 from gpumix.engine.unit.sharded_units import ShardedUnit, ShardedUnits
 from gpumix.engine.unit.unit_call import (
     UnitInputs,

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
+from gpumix.engine.model.backward_hooks import CheckpointedRun, KeptRun
 from gpumix.engine.model.forward_coroutine import ModelError, ThreadState, UnitCall
 from gpumix.engine.model.module_buffers import BufferCopies
 from gpumix.engine.model.unit_values import (
@@ -31,8 +32,6 @@ from gpumix.engine.model.unit_values import (
 from gpumix.engine.offload.host_offload import OffloadedTensor, OffloadStore
 from gpumix.engine.sequence_parallel.collective_regions import own_part
 from gpumix.engine.sequence_parallel.positions import POSITION_DIM, is_divided
-from gpumix.engine.sharding.flat_group import storage_of
-from gpumix.engine.unit.activation_checkpoint import CheckpointedRun, KeptRun
 from gpumix.engine.unit.inter_unit_backward import (
     GradientTarget,
     attach_leaf,
@@ -368,7 +367,7 @@ def refuse_outputs(unit: ShardedUnit, outputs: Sequence[Any]) -> None:
             fix="return what it computes, or name other units: `model: {units: [MyBlock]}`",
         )
     full = unit.bucket.storages
-    if any(t.layout == torch.strided and storage_of(t) in full for t in tensors):
+    if any(t.layout == torch.strided and t.untyped_storage()._cdata in full for t in tensors):
         raise ModelError(
             f"unit '{unit.name}' returns one of its own parameters",
             why="its values are here while the unit is computed only",

@@ -29,7 +29,7 @@ from gpumix.engine.model.forward_coroutine import (
 from gpumix.engine.model.unit_values import ArgumentsStructure, Collected, OutputCapture
 from gpumix.engine.schedule.remote_stage_values import RemoteStages, Returned, run_without_gradients
 from gpumix.engine.sequence_parallel.positions import PositionSharding
-from gpumix.engine.sharding.flat_group import Dtypes, FlatGroup
+from gpumix.engine.sharding.flat_group import Dtypes
 from gpumix.engine.sharding.shard_layout import Division
 from gpumix.engine.sharding.unit_discovery import ModelUnits, Unit
 from gpumix.engine.unit import own_checkpointing
@@ -122,8 +122,10 @@ class UnitFixture:
             Division(zero_stage=3, shares=(1.0, 0.0), comm=_Bystander(self.device)),
             Storage(self.device, Dtypes(self.compute_dtype, self.compute_dtype), _no_values),
         )
+        alive.bucket.install()
         for group in alive.bucket.groups:
-            _fill(group)
+            group.fill(lambda values: values.normal_(0.0, WEIGHT_STD))
+        alive.bucket.begin_gradient()
         return alive
 
     def divide(self, kinds: Mapping[str, str]) -> None:
@@ -372,13 +374,6 @@ def _no_values(name: str, parameter: nn.Parameter, start: int, end: int) -> torc
 
 def _no_seed() -> None:
     return None
-
-
-def _fill(group: FlatGroup) -> None:
-    group.install()
-    group.fill(lambda values: values.normal_(0.0, WEIGHT_STD))
-    if group.trainable:
-        group.begin_gradient()
 
 
 def tensor_bytes(value: Any) -> int:

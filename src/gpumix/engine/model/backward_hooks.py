@@ -1,9 +1,12 @@
-"""Activation checkpointing: tensors saved by a unit's forward are recomputed for backward.
+"""Functions that autograd calls in a unit's backward: for each saved tensor, and for each gradient.
 
-The forward pass leaves the graph without saved tensors. The first tensor requested by backward runs
-the unit again, up to the last saved tensor; the code behind, usually the last linear layer, is not
-computed twice. The idea is that of `torch.utils.checkpoint` without reentry, which imports the
-compiler (a second in every process), and fails where a backward requests a tensor twice.
+Activation checkpointing recomputes tensors saved by a unit's forward. The forward pass leaves the
+graph without saved tensors. The first tensor requested by backward runs the unit again, up to the
+last saved tensor; the code behind, usually the last linear layer, is not computed twice. The idea
+is that of `torch.utils.checkpoint` without reentry, which imports the compiler (a second in every
+process), and fails where a backward requests a tensor twice.
+
+A parameter's first gradient in a step is copied to its place in the flat gradient buffer.
 """
 
 from __future__ import annotations
@@ -11,12 +14,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from gpumix.engine.comm import collective_progress
 from gpumix.engine.model.forward_coroutine import ModelError
@@ -242,3 +248,61 @@ class KeptRun(Generic[T]):
 
 class _StopRecomputation(BaseException):
     """All saved tensors are recomputed. Not an `Exception`: model code may catch those."""
+
+
+@dataclass
+class GradientAccumulation:
+    """Flag for gradients of a group's parameters being summed: from the begin of the group's
+    backward to the begin of its reduction. Gradients at another time come from another part of the
+    model, and would be lost."""
+
+    label: str
+    now: bool = False
+
+    def check_active(self) -> None:
+        """Refuse a gradient while gradients are not summed.
+
+        Raises:
+            ModelError: gradients are not summed now.
+        """
+        if not self.now:
+            raise ModelError(
+                f"a parameter of unit '{self.label}' gets a gradient from outside of the unit",
+                why="another part of the model, or a term of the loss, uses it too, when the "
+                "unit's gradient is not summed",
+                fix="use it inside of the unit alone, or move it out of the blocks; for decay use "
+                "weight_decay of the optimizer",
+            )
+
+
+@dataclass
+class ParameterGradient:
+    """Place where a parameter's gradient is summed, and the hook copying the first gradient there.
+
+    Until the first gradient, the parameter's `grad` is None, and the content of `place` is
+    meaningless.
+    """
+
+    name: str
+    view: nn.Parameter
+    place: torch.Tensor
+    put: RemovableHandle
+
+    @property
+    def has_other_hooks(self) -> bool:
+        """True if another hook observes the accumulation of the gradient."""
+        hooks = self.view._post_accumulate_grad_hooks or ()
+        return any(number != self.put.id for number in hooks)
+
+
+def copy_first_gradient(
+    place: torch.Tensor, receiving: GradientAccumulation, view: torch.Tensor
+) -> None:
+    """Copy the first gradient of `view` to the place where later gradients are added."""
+    if not receiving.now:
+        receiving.check_active()
+    gradient = view.grad
+    if gradient is not place:
+        assert gradient is not None, "it has just been accumulated"
+        place.copy_(gradient)
+        view.grad = place
