@@ -27,10 +27,15 @@ from gpumix.engine.comm.step_exchange import StepTable, compute_gradient_scale
 from gpumix.engine.comm.wait_clock import WaitClock
 from gpumix.engine.loss.reduction import ObjectiveWithRule
 from gpumix.engine.model import module_buffers
-from gpumix.engine.model.forward_coroutine import UnitCallHandlers
+from gpumix.engine.model.forward_coroutine import Randomness, UnitCallHandlers
 from gpumix.engine.model.kernel_selection import to_channels_last
 from gpumix.engine.model.model_settings import find_layer_drop_rates, find_unit_conflicts
-from gpumix.engine.model.rng import OtherGenerators, Randomness, preserve_torch_rng, use_eval_mode
+from gpumix.engine.model.rng import (
+    OtherGenerators,
+    get_generators,
+    preserve_torch_rng,
+    use_eval_mode,
+)
 from gpumix.engine.offload.host_offload import OffloadStore
 from gpumix.engine.optimizers import elementwise_check, overlapped_step
 from gpumix.engine.optimizers.layout import LayoutPart, OptimizerLayout, check_whole_matrices
@@ -39,14 +44,9 @@ from gpumix.engine.outside_steps import BlockwiseEngine, OutsideSteps
 from gpumix.engine.rehearsal.samples import is_any
 from gpumix.engine.rehearsal.settling_engine import RehearsingEngine
 from gpumix.engine.reshard import move_state, needs_state_move
-from gpumix.engine.schedule.pipeline_parallel import PipelineStage
-from gpumix.engine.schedule.schedules import (
-    LayeredSchedule,
-    PipelineSchedule,
-    Schedule,
-    SequentialSchedule,
-    StepTasks,
-)
+from gpumix.engine.schedule.layered import LayeredSchedule, Schedule, StepTasks
+from gpumix.engine.schedule.pipeline_parallel import PipelineSchedule, PipelineStage
+from gpumix.engine.schedule.sequential import SequentialSchedule
 from gpumix.engine.sharding.bucket import SampledGradientNorm
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.sharding.parameter_index import ParameterIndex
@@ -144,6 +144,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self.keepers = module_buffers.find_buffer_owners(model)
         self._switches = find_unit_conflicts(model)
         self._leaves_out = bool(find_layer_drop_rates(model).on)
+        self._generators = get_generators(self.device)
         self._others = OtherGenerators()
         self.changes = parts.changes
         self.outside = parts.calls.outside = OutsideSteps(self, parts.forwards)
@@ -484,7 +485,9 @@ class Engine(RehearsingEngine, BlockwiseEngine):
             MicroBatchTask.of(
                 part,
                 functools.partial(own, self.model, part),
-                Randomness(self._seed, self._state.steps, of_one.start, self.device, self._others),
+                Randomness(
+                    self._seed, self._state.steps, of_one.start, self._generators, self._others
+                ),
             )
             for of_one, part in zip(rows, batch_split.iterate_micro_batches(batch, rows, widths))
         ]

@@ -24,7 +24,7 @@ from gpumix.engine.batch.ragged_batch import (
     select_samples,
 )
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.model.rng import Randomness
+from gpumix.engine.model.forward_coroutine import Randomness
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
 

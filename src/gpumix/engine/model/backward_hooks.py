@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, _engine_run_backward, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -30,6 +30,25 @@ from gpumix.engine.model.forward_coroutine import ModelError
 T = TypeVar("T")
 SAMPLES_PER_DIM = 4  # values compared along each dimension
 RELATIVE_TOLERANCE = 2e-2  # relative: more is no rounding of the same computation, not even in bf16
+
+
+def run_backward(
+    edges: Sequence[GradientEdge],
+    gradients: Sequence[torch.Tensor | None],
+    *,
+    retain_graph: bool = False,
+) -> None:
+    """Run backward from edges of a graph like `torch.autograd.backward`, without its checks:
+    gradients made by autograd have the right shape and dtype."""
+    _engine_run_backward(
+        tuple(edges),
+        tuple(gradients),
+        retain_graph,
+        False,  # no graph of this backward
+        (),  # for all leaves
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 class RerunComparison:
@@ -142,12 +161,13 @@ class CheckpointedRun(Generic[T]):
         """Make saved tensors available to backward from here on."""
         self._phase = _Phase.BACKWARD
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Make saved tensors available to backward inside."""
+    def backward(
+        self, edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Run backward from edges of the unit's graph, with saved tensors available."""
         self._phase = _Phase.BACKWARD
         try:
-            yield
+            run_backward(edges, gradients)
         finally:
             self._phase = _Phase.BETWEEN
             self._found.clear()
@@ -241,9 +261,11 @@ class KeptRun(Generic[T]):
         with torch.enable_grad():
             return run()
 
-    def backward(self) -> AbstractContextManager[None]:
-        """Return an empty context: nothing is missing."""
-        return nullcontext()
+    def backward(
+        self, edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Run backward from edges of the unit's graph."""
+        run_backward(edges, gradients)
 
 
 class _StopRecomputation(BaseException):

@@ -14,6 +14,7 @@ from itertools import accumulate
 
 import torch
 
+from gpumix.engine.comm import collective_progress
 from gpumix.engine.comm.communicator import Pending
 from gpumix.engine.comm.step_recorder import SILENT
 from gpumix.engine.sharding.absent_parameter import get_own_gradient, refuse_frozen_or_thawed
@@ -21,6 +22,8 @@ from gpumix.engine.sharding.flat_group import FlatGroup
 from gpumix.engine.sharding.gradient_fingerprint import See
 from gpumix.engine.sharding.shard import Piece, Scale
 from gpumix.engine.sharding.shard_layout import Division
+from gpumix.schema.plan.step_trace import Work
+from gpumix.schema.profile.profile import ROOT
 
 # Sampled elements of each row of gradients.
 ROW_NUMEL, SAMPLED_NUMEL = 4096, 512
@@ -97,15 +100,24 @@ class Bucket:
         for shard in self._read_late:
             shard.round_ahead()
 
-    def take_turn(self, before: Bucket | None, ahead: Bucket | None) -> None:
-        """Gather the parameters and wait for arrival, after releasing those of the bucket `before`;
-        then start to gather those of the bucket `ahead`."""
-        if before is not None:
-            before.release()
+    def take_turn(
+        self, kind: Work, unit: str, left: Bucket | None = None, ahead: Bucket | None = None
+    ) -> None:
+        """Gather the parameters for a unit's work and wait for arrival, after releasing those of
+        the bucket `left`; then start to gather those of the bucket `ahead`."""
+        if left is not None:
+            left.release()
         self.start_gather()
         self.arrived()
+        self.note_work(kind, unit)
         if ahead is not None:
             ahead.start_gather()
+
+    def note_work(self, kind: Work, unit: str) -> None:
+        """Note work that begins, for reports of failures and for traces."""
+        collective_progress.compute_phase = kind, unit if unit != ROOT else ""
+        if (record := self._recorder.now) is not SILENT:
+            record.computes(kind, unit)
 
     def start_gather(self) -> None:
         """Start to gather the parameters, unless the gather is under way or done."""
@@ -250,6 +262,15 @@ class Bucket:
         for group in self.trainable:
             group.forget_sums()
         self.leave()
+
+
+def gather_together(buckets: Sequence[Bucket], ahead: Bucket) -> None:
+    """Gather all `buckets`, for the root's forward, and start to gather the bucket `ahead`."""
+    for bucket in (*buckets, ahead):
+        bucket.start_gather()
+    for bucket in buckets:
+        bucket.arrived()
+    ahead.note_work("forward", ROOT)
 
 
 class GatherBuffer:

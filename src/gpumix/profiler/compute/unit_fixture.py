@@ -33,10 +33,16 @@ from gpumix.engine.sharding.flat_group import Dtypes
 from gpumix.engine.sharding.shard_layout import Division
 from gpumix.engine.sharding.unit_discovery import ModelUnits, Unit
 from gpumix.engine.unit import own_checkpointing
-from gpumix.engine.unit.inter_unit_backward import GradientTarget, InterUnitGraph, attach_leaf
 from gpumix.engine.unit.regional_compile import compile_units, get_uncompiled_forward
 from gpumix.engine.unit.sharded_units import ShardedUnit, Storage, make_standalone_unit
-from gpumix.engine.unit.unit_call import UnitBoundary, cast_floating, divide_call_inputs
+from gpumix.engine.unit.unit_call import (
+    GradientTarget,
+    InterUnitGraph,
+    UnitBoundary,
+    attach_leaf,
+    cast_floating,
+    divide_call_inputs,
+)
 from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.profiler.compute.call_order import CallOrder
@@ -279,11 +285,11 @@ class ModelRun:
     def backward(self, number: int) -> None:
         """Run backward through the code before unit call `number`."""
         links = self._links[number]
-        self._glue.backward(number, links, _ones(links))
+        self._glue.pass_on(number, links, _ones(links))
 
     def root_backward(self, inputs: list[GradientTarget]) -> None:
         """Run backward through the code before the first call, which took `inputs`."""
-        self._glue.backward(0, inputs, _ones(inputs))
+        self._glue.pass_on(0, inputs, _ones(inputs))
 
 
 @dataclass(frozen=True)
