@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,13 +109,16 @@ class RankRandomness:
             self._other = now
 
 
-@contextlib.contextmanager
-def preserve_torch_rng(device: torch.device) -> Iterator[None]:
+def preserve_torch_rng(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Restore the caller's torch generators on exit, as if nothing inside had been drawn."""
+    return torch.random.fork_rng(**choose_forked_generators(device))
+
+
+def choose_forked_generators(device: torch.device) -> dict[str, Any]:
+    """Return the arguments of `torch.random.fork_rng` for programs on a device."""
     gpu = runtime.is_gpu(device)
-    kind = device.type if gpu else "cuda"  # without devices, any type will do
-    with torch.random.fork_rng(devices=[device] if gpu else [], device_type=kind):
-        yield
+    # Without devices, any type will do.
+    return {"devices": [device] if gpu else [], "device_type": device.type if gpu else "cuda"}
 
 
 @contextlib.contextmanager

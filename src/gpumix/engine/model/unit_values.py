@@ -319,7 +319,7 @@ def take_apart(
     kwargs: dict[str, Any],
     context: Context,
     *,
-    may_change: bool,
+    may_change: bool = True,
 ) -> tuple[list[Any], ArgumentsStructure, OutputCapture]:
     """Return the leaves of the arguments of a call of `unit`, with their structure, and the capture
     of the call.

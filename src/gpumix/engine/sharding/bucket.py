@@ -264,6 +264,18 @@ class Bucket:
         self.leave()
 
 
+def begin_step(buckets: Sequence[Bucket]) -> None:
+    """Begin a step of all buckets; see `Bucket.begin_step`."""
+    for bucket in buckets:
+        bucket.begin_step()
+
+
+def leave(buckets: Sequence[Bucket]) -> None:
+    """Release the parameters of all buckets after a step; the optimizer may change them."""
+    for bucket in buckets:
+        bucket.leave()
+
+
 def gather_together(buckets: Sequence[Bucket], ahead: Bucket) -> None:
     """Gather all `buckets`, for the root's forward, and start to gather the bucket `ahead`."""
     for bucket in (*buckets, ahead):

@@ -26,13 +26,13 @@ from gpumix.engine.model.forward_coroutine import (
     UnitCallHandlers,
     intercept,
 )
+from gpumix.engine.model.model_settings import bypass_torch_checkpoint
 from gpumix.engine.model.unit_values import ArgumentsStructure, Collected, OutputCapture
 from gpumix.engine.schedule.remote_stage_values import RemoteStages, Returned, run_without_gradients
 from gpumix.engine.sequence_parallel.positions import PositionSharding
 from gpumix.engine.sharding.flat_group import Dtypes
 from gpumix.engine.sharding.shard_layout import Division
 from gpumix.engine.sharding.unit_discovery import ModelUnits, Unit
-from gpumix.engine.unit import own_checkpointing
 from gpumix.engine.unit.regional_compile import compile_units, get_uncompiled_forward
 from gpumix.engine.unit.sharded_units import ShardedUnit, Storage, make_standalone_unit
 from gpumix.engine.unit.unit_call import (
@@ -213,7 +213,7 @@ class ModelRun:
         self._at: UnitCall | ForwardResult | None = None
 
     def __enter__(self) -> ModelRun:
-        self._inside.enter_context(own_checkpointing.bypass_torch_checkpoint())
+        self._inside.enter_context(bypass_torch_checkpoint())
         return self
 
     def __exit__(self, *_: object) -> None:
