@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
@@ -125,28 +125,31 @@ class _Phase(Enum):
     BACKWARD = auto()  # saved tensors are recomputed on request
 
 
+@dataclass
 class CheckpointedRun(Generic[T]):
     """Run of a unit whose saved tensors are dropped, and recomputed in backward.
 
-    Args:
+    Attributes:
         label: the unit's name, for messages.
         again: runs the unit again, any number of times, with the same result and no side effects.
     """
 
-    def __init__(self, label: str, again: Callable[[], T]) -> None:
-        self._label = label
-        self._again = again
-        self._phase = _Phase.FORWARD
-        self._saved: list[tuple[torch.Size, torch.dtype]] = []
-        self._found: dict[int, tuple[torch.Tensor, int]] = {}  # with its version when saved
-        self._comparison = _active_comparison
-        self._samples: list[torch.Tensor] = []  # of the output, for comparison
-        self._reruns = 0
-        self._lock = threading.Lock()  # a backward over CPU and GPU runs in two threads
+    label: str
+    again: Callable[[], T]
+    _phase: _Phase = field(default=_Phase.FORWARD, init=False)
+    _saved: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list, init=False)
+    # Saved tensors, each with its version when saved.
+    _found: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict, init=False)
+    _comparison: RerunComparison | None = field(default=None, init=False)
+    _samples: Sequence[torch.Tensor] = field(default=(), init=False)  # of outputs, to compare
+    _reruns: int = field(default=0, init=False)
+    # A backward over CPU and GPU runs in two threads.
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def forward(self, run: Callable[[], T]) -> T:
         """Run the unit by `run`, with gradients, and keep only the graph. `run` holds the unit's
         inputs, so it is not kept either."""
+        self._comparison = _active_comparison
         try:
             with torch.enable_grad(), saved_tensors_hooks(self._save, self._give):
                 returned = run()
@@ -181,7 +184,7 @@ class CheckpointedRun(Generic[T]):
     def _give(self, number: int) -> torch.Tensor:
         if self._phase is _Phase.BETWEEN:
             raise ModelError(
-                f"a tensor that unit '{self._label}' made is used outside of it, but not returned",
+                f"a tensor that unit '{self.label}' made is used outside of it, but not returned",
                 why="gradients cross a unit's boundary through its arguments and its result only",
                 fix="return it from the unit, or `.detach()` it",
             )
@@ -194,14 +197,14 @@ class CheckpointedRun(Generic[T]):
                 del self._found[number]
         if tensor._version != version:
             raise ModelError(
-                f"unit '{self._label}' writes into a tensor that its backward needs",
+                f"unit '{self.label}' writes into a tensor that its backward needs",
                 fix="make the operation out of place in the model's code",
             )
         return tensor
 
     def _rerun(self) -> None:
         if self._phase is _Phase.BACKWARD:
-            collective_progress.compute_phase = "backward", self._label
+            collective_progress.compute_phase = "backward", self.label
         self._reruns += 1
         count = 0
 
@@ -222,7 +225,7 @@ class CheckpointedRun(Generic[T]):
                 torch.enable_grad(),
                 saved_tensors_hooks(keep, lambda number: self._found[number][0]),
             ):
-                returned = self._again()
+                returned = self.again()
         except _StopRecomputation:
             return
         except Exception:
@@ -230,7 +233,7 @@ class CheckpointedRun(Generic[T]):
                 raise
             return  # TorchScript replaces exceptions passing through it by its own
         if self._comparison is not None:
-            self._comparison.compare(self._label, self._samples, samples(returned))
+            self._comparison.compare(self.label, self._samples, samples(returned))
         if count < len(self._saved):
             raise self._make_mismatch_error(count, None)
 
@@ -238,7 +241,7 @@ class CheckpointedRun(Generic[T]):
         shape, dtype = self._saved[number]
         now = "nothing" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
         return _make_rerun_error(
-            self._label, f"it saved {list(shape)} of {dtype} for its backward, and then {now}"
+            self.label, f"it saved {list(shape)} of {dtype} for its backward, and then {now}"
         )
 
 

@@ -399,9 +399,8 @@ def _iterate_backward(
     for number in reversed(range(parts.last_call + 1)):
         unit = parts.sequence[number]
         bucket = unit.bucket
-        bucket.take_turn("backward", unit.name, left, parts.behind[number])
-        if adds:
-            begun.begin(bucket)
+        behind = parts.behind[number]
+        bucket.take_turn("backward", unit.name, left, behind, begun if adds else None)
         yield number
         kept = number > 0 and parts.sequence[number - 1].bucket is bucket
         left = None if kept else bucket
@@ -424,12 +423,11 @@ def finish_reductions(
         shared: buckets shared with other stages. They come last, in an order equal on all ranks:
             ranks have different stages, and in the order of stages would wait for each other.
     """
+    buckets: list[Bucket] = []
     for parts in stages:
         after = parts.reduced_after
         units = [after[number] for number in sorted(after, reverse=True)]
-        begun.reduce_rest((parts.after, *units, parts.root, parts.before), reductions)
-    for bucket in shared:
-        begun.reduce(bucket, reductions)
-    reductions.finish()
+        buckets += (parts.after, *units, parts.root, parts.before)
+    begun.finish(buckets, shared, reductions)
     if (record := stages[0].recorder.now) is not SILENT:
         record.overhead()

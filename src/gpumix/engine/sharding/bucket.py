@@ -8,8 +8,8 @@ every rank and end in that order.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -101,10 +101,20 @@ class Bucket:
             shard.round_ahead()
 
     def take_turn(
-        self, kind: Work, unit: str, left: Bucket | None = None, ahead: Bucket | None = None
+        self,
+        kind: Work,
+        unit: str,
+        left: Bucket | None = None,
+        ahead: Bucket | None = None,
+        begun: GradientProgress | None = None,
     ) -> None:
-        """Gather the parameters for a unit's work and wait for arrival, after releasing those of
-        the bucket `left`; then start to gather those of the bucket `ahead`."""
+        """Gather the parameters for a unit's work and wait for arrival.
+
+        Args:
+            left: bucket whose parameters are released before.
+            ahead: bucket whose parameters are needed next; their gather starts.
+            begun: if given, the bucket's gradient begins.
+        """
         if left is not None:
             left.release()
         self.start_gather()
@@ -112,6 +122,8 @@ class Bucket:
         self.note_work(kind, unit)
         if ahead is not None:
             ahead.start_gather()
+        if begun is not None:
+            begun.begin(self)
 
     def note_work(self, kind: Work, unit: str) -> None:
         """Note work that begins, for reports of failures and for traces."""
@@ -316,31 +328,25 @@ class GatherBuffer:
         self._last = weakref.ref(bucket)
 
 
+@dataclass
 class BucketReductions:
     """The reductions of a step, in the order in which buckets are done.
 
-    Args:
+    Attributes:
         scale: factor of the sums; None: `settle` applies it later.
         at_once: whether reductions overlap, which requires separate buffers.
         done: called with each bucket whose gradient is in its pieces.
     """
 
-    def __init__(
-        self,
-        scale: Scale | None,
-        *,
-        at_once: bool,
-        done: Callable[[Bucket], None] | None = None,
-    ) -> None:
-        self._scale = scale
-        self._at_once = at_once
-        self._done = done
-        self._under_way: deque[Bucket] = deque()
+    scale: Scale | None
+    at_once: bool
+    done: Callable[[Bucket], None] | None = None
+    _under_way: list[Bucket] = field(default_factory=list, init=False)
 
     def start(self, bucket: Bucket) -> None:
-        if not self._at_once:
+        if not self.at_once:
             self._advance()
-        bucket.start_reduce(self._scale)
+        bucket.start_reduce(self.scale)
         self._under_way.append(bucket)
 
     def finish(self) -> None:
@@ -349,21 +355,21 @@ class BucketReductions:
             self._advance()
 
     def _advance(self) -> None:
-        left: deque[Bucket] = deque()
+        left = []
         for bucket in self._under_way:
             if not bucket.advance():
                 left.append(bucket)
-            elif self._done is not None:
-                self._done(bucket)
+            elif self.done is not None:
+                self.done(bucket)
         self._under_way = left
 
 
+@dataclass
 class GradientProgress:
     """Progress of the gradients of each bucket in a step."""
 
-    def __init__(self) -> None:
-        self._begun: set[int] = set()
-        self._reduced: set[int] = set()
+    _begun: set[int] = field(default_factory=set)
+    _reduced: set[int] = field(default_factory=set)
 
     def begin(self, *buckets: Bucket) -> None:
         """Prepare the buckets' gradients for accumulation."""
@@ -380,11 +386,17 @@ class GradientProgress:
         self._reduced.add(id(bucket))
         reductions.start(bucket)
 
-    def reduce_rest(self, buckets: Sequence[Bucket], reductions: BucketReductions) -> None:
-        """Start to reduce the gradients of all `buckets` that are not being reduced."""
+    def finish(
+        self, buckets: Sequence[Bucket], shared: Sequence[Bucket], reductions: BucketReductions
+    ) -> None:
+        """Start to reduce the gradients of all `buckets` that are not being reduced, then those of
+        `shared` ones; wait for all reductions."""
         for bucket in buckets:
             if not self.reduced(bucket):
                 self.reduce(bucket, reductions)
+        for bucket in shared:
+            self.reduce(bucket, reductions)
+        reductions.finish()
 
     def reduced(self, bucket: Bucket) -> bool:
         """Return whether all accumulated gradients of the bucket are being reduced."""

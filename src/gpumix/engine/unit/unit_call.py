@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -422,13 +422,13 @@ class _Root:
     gradient: torch.Tensor | None = None
 
 
+@dataclass
 class InterUnitGraph:
     """The roots of a micro-batch. Backward runs in the order: the end, last unit call, ..., first.
     The end is the loss, or the absence of further calls."""
 
-    def __init__(self) -> None:
-        self._roots: dict[tuple[int, int], _Root] = {}
-        self._kept: set[int] = set()
+    _roots: dict[tuple[int, int], _Root] = field(default_factory=dict)
+    _kept: set[int] = field(default_factory=set)
 
     @property
     def waiting(self) -> list[torch.Tensor]:
