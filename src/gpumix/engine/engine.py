@@ -406,7 +406,8 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
         """Exchange losses and counts. Returns the table and a function that waits for the table and
         returns the scale from gradients of losses * `scale` to the loss's gradient; 0 if no loss
         was counted."""
-        state, norm, composition = self._state, 0.0, LossComposition()
+        state, composition = self._state, LossComposition()
+        norm: torch.Tensor | float = 0.0
         if in_step:
             norm = state.own_norm.take() / state.scaler.scale
             composition = composition if state.watch is None else state.watch.take()

@@ -206,17 +206,18 @@ class CheckpointedRun(Generic[T]):
         if self._phase is _Phase.BACKWARD:
             collective_progress.compute_phase = "backward", self.label
         self._reruns += 1
-        count = 0
+        count, saved, found = 0, self._saved, self._found
+        total, stops = len(saved), self._comparison is None
 
         def keep(tensor: torch.Tensor) -> int:
             nonlocal count
-            if count < len(self._saved):
-                if self._saved[count] != (tensor.shape, tensor.dtype):
+            if count < total:
+                if saved[count] != (tensor.shape, tensor.dtype):
                     raise self._make_mismatch_error(count, tensor)
                 # Detached: a graph holding its own output would never be freed.
-                self._found[count] = (tensor.detach(), tensor._version)
+                found[count] = (tensor.detach(), tensor._version)
                 count += 1
-            if count == len(self._saved) and self._comparison is None:
+            if count == total and stops:
                 raise _StopRecomputation
             return count - 1
 

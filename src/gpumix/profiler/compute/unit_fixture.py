@@ -27,7 +27,12 @@ from gpumix.engine.model.forward_coroutine import (
     intercept,
 )
 from gpumix.engine.model.model_settings import bypass_torch_checkpoint
-from gpumix.engine.model.unit_values import ArgumentsStructure, Collected, OutputCapture
+from gpumix.engine.model.unit_values import (
+    ArgumentsStructure,
+    Collected,
+    Containers,
+    OutputCapture,
+)
 from gpumix.engine.schedule.remote_stage_values import RemoteStages, Returned, run_without_gradients
 from gpumix.engine.sequence_parallel.positions import PositionSharding
 from gpumix.engine.sharding.flat_group import Dtypes
@@ -307,7 +312,7 @@ class RecordedOutputs:
 
     def again(self, call: UnitCall) -> Any:
         """Return the outputs for `call`, after handing over the model's captures."""
-        captured = OutputCapture.of_unit(call.unit, call.args, call.kwargs, call.context)
+        captured = OutputCapture(call.context, Containers(call.unit, call.args, call.kwargs))
         captured.give_to_model(_alike(self.collected))
         return _alike(self.value)
 
