@@ -98,10 +98,15 @@ class MicroBatch:
             goes_on: continue to the next unit call or the end; else `resume` does.
         """
         if self._leaves_out(number):
-            self._is_left_out = not goes_on
+            self._is_left_out = True
             if keep:
                 self._cuts.append(None)
-            return
+        else:
+            self._run_unit(number, unit, keep=keep)
+        if goes_on:
+            self.resume(number)
+
+    def _run_unit(self, number: int, unit: ShardedUnit, *, keep: bool) -> None:
         call = self._require_call(len(self._earlier) + number, unit.name)
         if unit.positions is not None:
             call = divide_call_inputs(call, unit)
@@ -123,8 +128,6 @@ class MicroBatch:
         for place, value in zip(self._sends.get(number, ()), cut.sent):
             self.sent[number, place] = value
         cut.sent = []
-        if goes_on:
-            self.resume(number)
 
     @property
     def is_finished(self) -> bool:

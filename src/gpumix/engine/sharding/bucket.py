@@ -64,6 +64,8 @@ class Bucket:
         self._at_rest = [place for group in self.groups for place in group.at_rest]
         self._packed = [packed for group in self.groups for packed in group.packed]
         self._recast = [recast for group in self.groups for recast in group.recast]
+        # Between steps, modules have parameters with the masters' values, of some groups at least.
+        self._is_whole = any(group.is_whole for group in self.groups)
         self._remove()
         self._rest()
 
@@ -93,7 +95,8 @@ class Bucket:
                 for *_, away in () if group.is_whole else group.places:
                     if away.requires_grad is not trained:
                         refuse_frozen_or_thawed(away, trained=trained)
-        self._remove()
+        if self._is_whole:
+            self._remove()
 
     def round_ahead(self) -> None:
         """Round masters on the host ahead in a step: they stay unchanged until gathered."""
