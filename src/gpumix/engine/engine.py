@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gpumix.cost.schedule import MicroBatchSchedule
+from gpumix.cost.pipeline_schedule import MicroBatchSchedule
 from gpumix.engine.batch import batch_split
 from gpumix.engine.batch.batch_split import BatchCutter, Loss, MicroBatchTask
 from gpumix.engine.comm import collective_progress

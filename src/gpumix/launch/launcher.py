@@ -34,7 +34,7 @@ from gpumix.launch.ranks import host_launcher, several_hosts
 from gpumix.launch.ranks.host_ranks import HostAssignment
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError
-from gpumix.train.run_log.terminal import get_stderr_console
+from gpumix.train.console.terminal import get_stderr_console
 
 PORT = 29500  # where no host is asked for a free port
 

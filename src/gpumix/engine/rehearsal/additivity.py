@@ -63,7 +63,7 @@ from gpumix.engine.rehearsal.samples import (
 from gpumix.engine.traceless_steps import TrialSteps
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.schema.errors import GpumixError
-from gpumix.schema.job.couples import HOW_TO_COUPLE, NO_RULE
+from gpumix.schema.job.coupled_losses import HOW_TO_COUPLE, NO_RULE
 
 # An error up to `DOUBTFUL` is taken for rounding. A larger error is compared with the error of one
 # sample, alone and twice, and may be up to `ROUNDINGS` times as large.

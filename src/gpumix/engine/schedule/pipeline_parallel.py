@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gpumix.cost.schedule import Action
+from gpumix.cost.pipeline_schedule import Action
 from gpumix.engine.batch.batch_split import MicroBatchTask
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.model.forward_coroutine import ModelError, UnitCall

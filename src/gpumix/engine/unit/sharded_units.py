@@ -2,7 +2,7 @@
 
 The memory of each bucket is decided here, once. At ZeRO stage 3, buckets that are never gathered
 simultaneously share a slot in turn, and so do gradient buffers at stages 2 and 3
-(`cost.layout.buffer_slots`).
+(`cost.memory_layout.buffer_slots`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gpumix.cost.layout.buffer_slots import (
+from gpumix.cost.memory_layout.buffer_slots import (
     ALWAYS,
     BucketLifetimes,
     Buffer,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpumix.cost.layout.chunk_rows import compute_chunk_bytes
+from gpumix.cost.memory_layout.chunk_rows import compute_chunk_bytes
 from gpumix.hardware.estimates.adapters import BlockSizes, LinearSizes
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
@@ -29,7 +29,7 @@ from gpumix.schema.profile.profile import (
     TensorParallelTraffic,
     UnitKind,
 )
-from gpumix.schema.reading.yaml_places import show_value
+from gpumix.schema.reading.yaml_locations import show_value
 from gpumix.schema.units import LARGEST, LARGEST_FLOPS, show_bytes
 
 # Families of `model_type`: rotary, gated, without biases; exceptions are handled below.

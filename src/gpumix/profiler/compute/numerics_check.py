@@ -19,7 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gpumix.cost.layout.chunk_rows import GPU_MAX_CHUNK_ROWS, MIN_CHUNK_ROWS, compute_chunk_rows
+from gpumix.cost.memory_layout.chunk_rows import (
+    GPU_MAX_CHUNK_ROWS,
+    MIN_CHUNK_ROWS,
+    compute_chunk_rows,
+)
 from gpumix.engine.cross_entropy.linear_cross_entropy import Gradients, LinearCrossEntropy
 from gpumix.engine.loss.chunked_head import find_output_layer
 from gpumix.engine.loss.objective import make_objective

@@ -330,7 +330,7 @@ def _alike(values: Any) -> Any:
 
 class FakeTensorParallelGroup(Communicator):
     """Made-up tensor-parallel group: rank 0 of `degree` ranks with equal data. Collectives are
-    recorded; gloo's buffers for them are not counted here (`cost.teams`)."""
+    recorded; gloo's buffers for them are not counted here (`cost.tensor_parallel_groups`)."""
 
     def __init__(self, degree: int, device: torch.device) -> None:
         super().__init__(None, rank=0, world=1, device=device)
