@@ -30,7 +30,7 @@ OF_TRANSFORMERS: dict[str, set[str]] = {
 }
 # Experts are counted in backward too, by a kernel without a line of Python; so it has that which
 # began backward.
-IN_BACKWARD = {"mixtral": {"inter_unit_backward.py"}}
+IN_BACKWARD = {"mixtral": {"backward_hooks.py"}}
 
 
 def waits_in_steps(

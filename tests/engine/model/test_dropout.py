@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from gpumix.engine.engine import Engine
-from gpumix.engine.model.forward_coroutine import ModelError
-from gpumix.engine.model.rng import OtherGenerators, Randomness, preserve_all_rng
+from gpumix.engine.model.forward_coroutine import ModelError, Randomness
+from gpumix.engine.model.rng import OtherGenerators, get_generators, preserve_all_rng
 from helpers.training.models import WIDTH, Block, Regression, gpt2, packed_lm, vectors
 from helpers.training.reference import (
     Share,
@@ -60,7 +60,7 @@ def seed_as_the_engine(model, step, position):
     """Hooks that seed a plain model's generator where the engine does."""
     others = OtherGenerators()
     others.are_used = True
-    randomness = Randomness(SEED, step, position, torch.device("cpu"), others)
+    randomness = Randomness(SEED, step, position, get_generators(torch.device("cpu")), others)
     handles = []
     for number, block in enumerate(model.blocks):
         inside, after = 2 * number + 1, 2 * number + 2

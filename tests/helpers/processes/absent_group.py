@@ -84,8 +84,8 @@ def preparations(world: int, device: str = "cpu") -> dict[str, Callable[[], Pend
     equal, unequal = (shard_of(world, device, equal=equal) for equal in (True, False))
     return {
         "gather, equal shares": partial(equal.gather, full),
-        "reduction, equal shares": lambda: next(equal.reduce(full, None)),
-        "reduction, unequal shares": lambda: next(unequal.reduce(full, None)),
+        "reduction, equal shares": lambda: equal.reduce(full, None)[0],
+        "reduction, unequal shares": lambda: unequal.reduce(full, None)[0],
     }
 
 

@@ -115,7 +115,7 @@ def test_a_bad_step_leaves_the_state_before_it(tmp_path, late):
 # -- on a GPU, or the CUDA device for tests --------------------------------------------------------
 
 DEVICE_FOR_TESTS = pytest.mark.skipif(not is_here(), reason="waits are counted by the test device")
-COMPARED = {"activation_checkpoint.py"}
+COMPARED = {"backward_hooks.py"}
 COPIES = {"host_copy.py", "dcp_storage.py"}  # beside the loop, in threads of their own
 
 

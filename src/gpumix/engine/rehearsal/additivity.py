@@ -23,8 +23,8 @@ from gpumix.engine.batch.batch_split import (
     count_samples,
     fill_padding_with_tokens,
     find_padding_starts,
+    select_samples,
 )
-from gpumix.engine.batch.ragged_batch import select_samples
 from gpumix.engine.loss.reduction import GRAPH, ObjectiveWithRule, ReducedLoss, Rival, Rule
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.rehearsal.computations import TrialRunner

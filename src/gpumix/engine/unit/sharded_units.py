@@ -24,7 +24,7 @@ from gpumix.cost.memory_layout.buffer_slots import (
     compute_root_end_lifetimes,
     share_slots,
 )
-from gpumix.engine.comm.step_recorder import SilentRecorder
+from gpumix.engine.comm.step_recorder import CurrentRecorder
 from gpumix.engine.loss.chunked_head import ChunkedHead
 from gpumix.engine.sharding.bucket import Bucket, GatherBuffer
 from gpumix.engine.sharding.flat_group import (
@@ -92,10 +92,10 @@ class ShardedUnits:
         """All buckets: the root's, and the units'."""
         return (*self.always_used_buckets, self.before, self.after, *self.of_units)
 
-    @property
-    def record(self) -> SilentRecorder:
-        """Record of executed work."""
-        return self.division.comm.recorder.now
+    @cached_property
+    def recorder(self) -> CurrentRecorder:
+        """Recorder of executed work."""
+        return self.division.comm.recorder
 
     @cached_property
     def last_call(self) -> int:

@@ -293,7 +293,7 @@ class Decoder:
         """Return the collectives of a rank in its tensor-parallel group by unit kind: all-reduces
         of the outputs of attention and feed-forward, and of the gradients of their inputs (Shoeybi
         et al. 2019, Megatron-LM). Recompute skips a block's last all-reduce unless dropout follows
-        (`engine.unit.activation_checkpoint`)."""
+        (`engine.model.backward_hooks`)."""
         size = DTYPE_BYTES[dtype]
         stream = tokens * self.hidden * size
         logits = tokens * self.head_rows * size

@@ -16,8 +16,13 @@ from torchmetrics import Metric
 
 from gpumix.engine.batch.batch_split import count_samples
 from gpumix.engine.engine import Engine
-from gpumix.engine.loss.chunked_head import expect_gradient
-from gpumix.engine.loss.reduction import ObjectiveWithRule, ReducedLoss, SummedLoss, integer_labels
+from gpumix.engine.loss.reduction import (
+    ObjectiveWithRule,
+    ReducedLoss,
+    SummedLoss,
+    expect_gradient,
+    integer_labels,
+)
 from gpumix.engine.rehearsal.additivity import padding_counts
 from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.hardware.memory_limit import count_as_host_memory
