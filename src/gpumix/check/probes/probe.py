@@ -54,18 +54,9 @@ LOADED_S = 0.4  # duration of the load while the driver is queried
 REPEATS = 4
 NCCL_TIMEOUT_S = 600  # NCCL's watchdog would end the process; the asking side times out first
 JsonDict = dict[str, Any]
-TASKS = [
-    "facts",
-    "speed",
-    "host_copy",
-    "connect",
-    "transfer",
-    "part",
-    "job",
-    "model",
-    "leave",
-    "seen",
-]
+TASKS = (
+    "facts", "speed", "host_copy", "connect", "transfer", "part", "job", "model", "leave", "seen",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -268,15 +268,11 @@ class Tuner:
 
     def _pinned(self) -> PrefetchSettings:
         """Return the settings, with fixed values applied."""
-        pins = {
-            "kind": self.bounds.kind,
-            "workers": self.bounds.workers,
-            "ahead": self.bounds.ahead,
-        }
+        pins = {key: getattr(self.bounds, key) for key in ("kind", "workers", "ahead")}
         given = {key: pin for key, pin in pins.items() if pin is not None}
         if "workers" in given:
             given["workers"] = max(1, given["workers"])
-        setting = replace(self.setting, **given)  # type: ignore[arg-type]
+        setting = replace(self.setting, **given)
         if setting.kind == "threads" and not self.bounds.threads:
             return replace(setting, workers=1)
         return setting
