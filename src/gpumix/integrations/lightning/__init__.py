@@ -10,6 +10,7 @@ are those of all devices together; a plan decides how many each device computes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,7 @@ from gpumix.integrations.common.plan_and_shard import (  # noqa: E402
     refuse_gpu,
     shard_by_plan,
 )
+from gpumix.integrations.common.run_recorder import TrainingRecorder  # noqa: E402
 from gpumix.integrations.common.saver import Saver, get_parameter_dtypes  # noqa: E402
 from gpumix.integrations.dataloader.example_batch import find_example  # noqa: E402
 from gpumix.integrations.dataloader.inspect import Batching  # noqa: E402
@@ -61,7 +63,6 @@ from gpumix.integrations.lightning.cluster_environment import LaunchedEnvironmen
 from gpumix.integrations.lightning.collectives import StrategyCollectives  # noqa: E402
 from gpumix.integrations.lightning.dataloader import PlannedLoader, make_planned_loader  # noqa: E402
 from gpumix.integrations.lightning.precision import PlannedPrecision  # noqa: E402
-from gpumix.integrations.lightning.run_recorder import FitRecorder  # noqa: E402
 from gpumix.integrations.lightning.step_metrics import refuse_means  # noqa: E402
 from gpumix.integrations.lightning.training_step import EMPTY_ROW_SHAPE, ModuleSteps  # noqa: E402
 from gpumix.integrations.lightning.unsupported import check_trainer  # noqa: E402
@@ -119,7 +120,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         self._trains = False  # False: the engine was made to evaluate
         self._adds = self._overflowed = False  # accumulates gradients; any overflowed
         self._like: Batching | None = None  # the loader to be read, for the shapes of batches
-        self._recording = FitRecorder()
+        self._recording = TrainingRecorder()
 
     @property
     def engine(self) -> Engine:
@@ -298,7 +299,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         self._accumulate()
         self._steps.publish()
         self.precision_plugin.stash_gradients()
-        self._recording.computed(loss)
+        self._recording.loss = loss
         return loss.float()
 
     def _accumulate(self) -> None:
@@ -341,7 +342,15 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        self._recording.begin(trainer, self.engine, _folder(trainer))
+        steps, folder = trainer.estimated_stepping_batches, _folder(trainer)
+        if folder is not None and steps > 0:
+            self._recording.begin(
+                self.engine,
+                folder,
+                plans=type(self).__name__,
+                steps=None if math.isinf(steps) else int(steps),
+                done=trainer.global_step,
+            )
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None

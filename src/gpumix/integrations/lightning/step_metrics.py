@@ -20,7 +20,6 @@ from gpumix.engine.comm.communicator import Communicator
 from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.schema.errors import InputError
 
-CALLED = ("forward", "update")
 TOGETHER = (dim_zero_sum, dim_zero_max, dim_zero_min)  # reductions of states of fixed shape
 
 

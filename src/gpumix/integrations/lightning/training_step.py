@@ -22,7 +22,11 @@ from gpumix.engine.rehearsal.additivity import padding_counts
 from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.integrations.accelerate.unlike_rows import check_row_independence
-from gpumix.integrations.common.forward import clone_inference_tensor, compute_by_place
+from gpumix.integrations.common.forward import (
+    clone_inference_tensor,
+    compute_by_place,
+    copy_to_host,
+)
 from gpumix.integrations.lightning.batch_counts import UNLIKE_SAMPLES
 from gpumix.integrations.lightning.collectives import is_output_rank
 from gpumix.integrations.lightning.combining import LoggedPart
@@ -167,7 +171,7 @@ class ModuleSteps:
                 return torch.zeros(count_samples(batch), *EMPTY_ROW_SHAPE)
             _refuse_without_rows(told, count_samples(batch))
             with count_as_host_memory():
-                return tree_map(_copy_to_host, told)
+                return tree_map(copy_to_host, told)
 
         if hook == "predict_step":
             if self._is_first_prediction:
@@ -289,17 +293,9 @@ def _samples(batch: Any) -> Tensor:
 
 def _list_silent_attributes(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Return the objects that log, metrics and the module itself, each with silent attributes."""
-    silent = dict.fromkeys(METRIC_METHODS, _nothing)
+    silent = dict.fromkeys(METRIC_METHODS, lambda *args, **kwargs: torch.zeros(()))
     metrics = [one for one in module.modules() if isinstance(one, Metric)]
     return [*((metric, silent) for metric in metrics), (module, {"log": ignore_log})]
-
-
-def _nothing(*args: Any, **kwargs: Any) -> Tensor:
-    return torch.zeros(())
-
-
-def _copy_to_host(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _refuse_without_rows(told: Any, samples: int) -> None:

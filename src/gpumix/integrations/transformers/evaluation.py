@@ -27,7 +27,7 @@ from gpumix.engine.batch.ragged_batch import SampleEntries, to_model_inputs
 from gpumix.engine.engine import Engine
 from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.integrations.accelerate.unlike_rows import check_row_independence
-from gpumix.integrations.common.forward import compute_by_place
+from gpumix.integrations.common.forward import compute_by_place, copy_to_host
 from gpumix.integrations.common.gather import PADDING, gather_rows
 from gpumix.integrations.transformers.loss import LossAndOutputs, TrainerLoss
 from gpumix.schema.errors import InputError
@@ -201,7 +201,7 @@ def _compute_results(
     if INPUTS in trainer.args.include_for_metrics:
         told[INPUTS] = _inputs(trainer, batch)
     with count_as_host_memory():
-        return {name: tree_map(_copy_to_host, value) for name, value in told.items()}
+        return {name: tree_map(copy_to_host, value) for name, value in told.items()}
 
 
 def _is_labelled(trainer: Any, batch: Mapping[str, Any]) -> bool:
@@ -247,10 +247,6 @@ def _unwrap_single(values: tuple[Any, ...]) -> Any:
 def _spread(value: Tensor, rows: int) -> Tensor:
     """Spread a sum evenly over `rows` rows."""
     return (value.double() / rows).expand(rows).cpu()
-
-
-def _copy_to_host(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _repeat_loss(loss: Any, count: Any, samples: int) -> Tensor:

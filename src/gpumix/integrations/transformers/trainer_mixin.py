@@ -39,7 +39,7 @@ from gpumix.integrations.common.plan_and_shard import (
     refuse_gpu,
     shard_by_plan,
 )
-from gpumix.integrations.common.run_recorder import RunRecorder
+from gpumix.integrations.common.run_recorder import TrainingRecorder
 from gpumix.integrations.common.save_pretrained import patch_save_pretrained
 from gpumix.integrations.common.saver import Saver, get_parameter_dtypes
 from gpumix.integrations.common.skipped_steps import (
@@ -169,8 +169,7 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
         self._widths = PaddingScopes(self)
         self._goes_on: Path | None = None
         self._engine: Engine | None = None
-        self._recorded: RunRecorder | None = None
-        self._unrecorded_loss: Tensor | None = None  # the loss of a step not recorded yet
+        self._record = TrainingRecorder()
         self._filters_itself = False  # filters bad losses in the log itself
         check_overrides(self, PlannedTrainerMixin)
         super().__init__(*args, **kwargs)
@@ -389,8 +388,7 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
         """Return one batch: a full step, with labels counted by the engine."""
-        recorded = self._recorded
-        batch = next(epoch_iterator, None) if recorded is None else recorded.next_of(epoch_iterator)
+        batch = self._record.next_of(epoch_iterator)
         return ([] if batch is None else [batch]), None
 
     # -- training ----------------------------------------------------------------------------------
@@ -411,7 +409,7 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
         self.callback_handler.train_dataloader = train_dataloader
         assert self._engine is not None
         self.accelerator._optimizers.append(SkippedStepProxy(self._engine, self.optimizer))
-        self._recorded = RunRecorder(
+        self._record.begin(
             self._engine,
             self._folder,
             plans=type(self).__name__,
@@ -432,27 +430,23 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
         try:
             result = super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
-            if self._recorded is not None:
-                self._recorded.fail(error)
+            self._record.fail(error)
             raise
         else:
             self._end()
             return result
         finally:
             self._leave_filter()
-            self._recorded = None
+            self._record = TrainingRecorder()
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kw: Any) -> None:
         """Record the step, then log, save and evaluate. Called after each step and at an epoch's
         end."""
-        if self._recorded is not None and self._unrecorded_loss is not None:
-            loss, self._unrecorded_loss = self._unrecorded_loss, None
-            self._recorded.step(
-                self.state.global_step,
-                loss=loss,
-                learning_rate=self._get_learning_rate(),  # type: ignore[attr-defined]
-                norm=zero_if_not_finite(grad_norm),
-            )
+        self._record.step(
+            self.state.global_step,
+            learning_rate=self._get_learning_rate(),  # type: ignore[attr-defined]
+            norm=zero_if_not_finite(grad_norm),
+        )
         control = self.control
         self._agreed.agree(control)
         calls_back = control.should_log or control.should_evaluate or control.should_save
@@ -477,12 +471,11 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
         self.model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        if self._recorded is not None:
-            self._recorded.computes()
+        self._record.computes()
         self._settle(inputs, in_step=True)
         with self._loss.in_one_process(), self._log_step_means():
             loss = self._engine.step(dict(inputs), samples=inputs.samples)
-        self._unrecorded_loss = loss
+        self._record.loss = loss
         return loss.float()
 
     def _settle(self, inputs: Any, *, in_step: bool = False) -> None:
@@ -497,9 +490,9 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
 
     def _checked_step(self, step: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the program's own step, which must call ours."""
-        self._unrecorded_loss = None
+        self._record.loss = None
         loss: Tensor = step(*args, **kwargs)
-        if self._unrecorded_loss is None:
+        if self._record.loss is None:
             raise make_own_step_error(self)
         return loss
 
@@ -585,8 +578,8 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
             prepared = f"{metric_key_prefix}_model_preparation_time"
             metrics[prepared] = self.model_preparation_time
         loss = metrics.get(f"{metric_key_prefix}_loss")
-        if self._recorded is not None and self.is_in_train and loss is not None:
-            self._recorded.evaluation(self.state.global_step, loss)
+        if self.is_in_train and loss is not None:
+            self._record.evaluation(self.state.global_step, loss)
         return found
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
