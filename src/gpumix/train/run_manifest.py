@@ -60,7 +60,6 @@ class Script(Value):
 class RunRecord(Document):
     """File `run.json` of a run's folder, for a job or a script."""
 
-    KIND: ClassVar[str] = "run"
     MADE_BY: ClassVar[str] = "gpumix train JOB.yaml"
     kind: Literal["run"] = "run"
 
