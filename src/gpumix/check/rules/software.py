@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from gpumix.check.facts.cluster import HostFacts, RankFacts, Survey
+from gpumix.check.facts.cluster import HostFacts, Survey
 from gpumix.check.finding import Finding, Severity
 from gpumix.hardware.discovery.torch_build import INSTALL_PAGE as WHEELS
 from gpumix.hardware.discovery.torch_build import get_kernel_support, parse_version
@@ -164,9 +164,10 @@ def check_kernels(survey: Survey) -> Iterator[Finding]:
         if how == "own":
             continue
         fitting = f"install a wheel of torch that has kernels for it: {WHEELS}"
+        name = rank.product or rank.device_class
         yield Finding(
             severity=Severity.NOTE if how == "made" else Severity.ERROR,
-            what=f"{_name(rank)} has compute capability {rank.capability}, torch has "
+            what=f"{name} has compute capability {rank.capability}, torch has "
             f"{' '.join(facts.software.arches)}"
             + (": the driver makes the kernels at the first start" if how == "made" else ""),
             fix=fitting if how == "none" else f"nothing is wrong; to save that time, {fitting}",
@@ -187,7 +188,3 @@ def describe_kernels(survey: Survey) -> str:
 def _with_gpus(survey: Survey) -> Iterator[tuple[str, HostFacts]]:
     hosts = {rank.host for rank in survey.gpus}
     return ((host, facts) for host, facts in survey.hosts.items() if host in hosts)
-
-
-def _name(rank: RankFacts) -> str:
-    return rank.product or rank.device_class

@@ -199,11 +199,7 @@ class SampleStacker:
         return tensors_of(sample, f"sample {index}", self._name)
 
     def check_keys(self, index: int, sample: dict[str, Tensor]) -> None:
-        """Compare the keys of a sample with the first.
-
-        Raises:
-            InputError: the keys differ.
-        """
+        """Raise InputError if a sample has other keys than the first."""
         if sample.keys() != self.first.keys():
             raise InputError(
                 f"sample {index} holds {sort_keys(sample)}, sample {self._index} "

@@ -350,15 +350,12 @@ class Tuner:
         cores_s = found.cpu_s / max(self.bounds.cores, 1e-9)
         short = cores_s > TARGET_UTILIZATION * all_s / len(self._window)
         self.limit = Limit.CORES if short else Limit.UNKNOWN
-        if not self._can_correct():
+        if self._corrections >= 2 and self._steps - self._moved < PAUSE_STEPS:
             return
         if short:
             self._correct(choose(found, self.bounds, self.splits), "samples take another time")
         elif self._starved >= 2 or share > STARVED_FACTOR * MIN_STARVED_SHARE:
             self._correct(self._more(found), f"the device waited {share:.0%} of the time")
-
-    def _can_correct(self) -> bool:
-        return self._corrections < 2 or self._steps - self._moved >= PAUSE_STEPS
 
     def _more(self, found: BatchMeasurements) -> PrefetchSettings:
         """Return settings with more of the scarce resource: batches ahead if most arrive in time,

@@ -268,11 +268,8 @@ def catch_read_error(read: Callable[[np.ndarray], object], index: int) -> BaseEx
 
 
 def _problem(source: Source, index: int) -> BaseException | None:
-    """Return the exception of a replaceable sample, or None.
-
-    Raises:
-        TrainingError: the stream breaks there, so no sample can be a replacement.
-    """
+    """Return the exception of a replaceable sample, or None; raise TrainingError where the stream
+    breaks, since no sample can be a replacement."""
     found = catch_read_error(source.rows, index)
     if isinstance(found, BrokenStreamError):
         raise make_read_error(source.name, source.number(index), found)

@@ -471,7 +471,8 @@ class Prefetcher:
         done = heir = None
         try:
             if not (batch.error or batch.dropped or batch.successor):
-                done = self._assembled(batch)
+                with count_as_host_memory():
+                    done = pin_batch(batch.joined(), self._pin)
         except Exception as error:
             batch.error = error
         with self._changed:
@@ -483,10 +484,6 @@ class Prefetcher:
             self._changed.notify_all()
         if heir is not None:
             self._finish(heir)
-
-    def _assembled(self, batch: PrefetchedBatch) -> Batch:
-        with count_as_host_memory():
-            return pin_batch(batch.joined(), self._pin)
 
 
 def _add_handover(found: FetchResult) -> Cost:
