@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule
@@ -53,7 +52,6 @@ class ModuleSteps:
 
     def __init__(self, count: Callable[[Any], Tensor | int] | None) -> None:
         self._count = count
-        self._models: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
         self._others: tuple[Any, ...] = ()
         self._logs: dict[str, StepLogs] = {}
         self._now: tuple[StepLogs, int] | None = None  # of the last step, with its samples
@@ -73,7 +71,9 @@ class ModuleSteps:
 
     def told(self, optimizers: Sequence[str]) -> str:
         """Return text identifying this module's steps, for reuse of measurements."""
-        config = getattr(self._inner(self._module), "config", None)
+        # transformers' model inside the module; without any, the module.
+        inside = (one for one in self._module.modules() if hasattr(one, "loss_function"))
+        config = getattr(next(inside, self._module), "config", None)
         return f"Lightning {list(optimizers)} {config}"
 
     def serve(self, engine: Engine) -> None:
@@ -269,13 +269,6 @@ class ModuleSteps:
                 stack.enter_context(replace_attributes(owner, **silent))
             yield
 
-    def _inner(self, model: nn.Module) -> nn.Module:
-        """Return transformers' model inside the module; without any, the module."""
-        if model not in self._models:
-            inside = (one for one in model.modules() if hasattr(one, "loss_function"))
-            self._models[model] = next(inside, model)
-        return self._models[model]
-
     def _attach(self, model: Any) -> None:
         """Attach the trainer to a measured copy, and silence the copy."""
         if model._trainer is not None:
@@ -299,11 +292,7 @@ def _list_silent_attributes(module: nn.Module) -> list[tuple[nn.Module, dict[str
 
 
 def _refuse_without_rows(told: Any, samples: int) -> None:
-    """Check the shape of a prediction.
-
-    Raises:
-        InputError: a prediction of `samples` has not a row per sample.
-    """
+    """Raise InputError if a prediction of `samples` has not a row per sample."""
     for leaf in tree_leaves(told):
         returned = f"an object of class {type(leaf).__name__}"
         if isinstance(leaf, Tensor):

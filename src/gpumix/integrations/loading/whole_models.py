@@ -19,7 +19,11 @@ def teach_transformers() -> None:
     from transformers import PreTrainedModel
 
     wrap_method(PreTrainedModel, "resize_token_embeddings", partial(_call, _read_embeddings))
-    wrap_method(PreTrainedModel, "save_pretrained", partial(_call, _copy_with_values))
+    wrap_method(
+        PreTrainedModel,
+        "save_pretrained",
+        partial(_call, lambda model: read_all_values(copy.deepcopy(model))),
+    )
     wrap_method(PreTrainedModel, "load_state_dict", partial(_call, read_all_values))
 
 
@@ -35,7 +39,3 @@ def _read_embeddings(model: Any) -> Any:
     tables = (model.get_input_embeddings(), model.get_output_embeddings())
     chosen = {p for table in tables if table is not None for p in table.parameters()}
     return read_all_values(model, chosen)
-
-
-def _copy_with_values(model: Any) -> Any:
-    return read_all_values(copy.deepcopy(model))

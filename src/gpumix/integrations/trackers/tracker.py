@@ -114,8 +114,8 @@ class Tracker(Protocol):
     def event(self, event: TrackedEvent) -> None: ...
 
     def flush(self) -> None:
-        """Flush the values reported so far."""
-        ...
+        """Flush the values reported so far; by default the library has them already."""
+        return
 
     def end(self, state: str) -> None:
         """End the run: it has "finished", "failed", or was "interrupted"."""

@@ -29,7 +29,7 @@ from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.integrations.accelerate.unlike_rows import check_row_independence
 from gpumix.integrations.common.forward import compute_by_place, copy_to_host
 from gpumix.integrations.common.gather import PADDING, gather_rows
-from gpumix.integrations.transformers.loss import LossAndOutputs, TrainerLoss
+from gpumix.integrations.transformers.loss import TrainerLoss
 from gpumix.schema.errors import InputError
 
 SUM, COUNT, LOGITS, INPUTS, LOSSES = "sum", "count", "logits", "inputs", "losses"
@@ -177,13 +177,11 @@ def _compute_results(
     told: dict[str, Any] = {}
     if has_loss(trainer, batch):
         loss: TrainerLoss = trainer._loss
-        if loss_only:
-            found = LossAndOutputs(*loss.evaluate(model, batch), outputs=None)
-        else:
-            found = loss.with_outputs(model, batch)
-        outputs = found.outputs
-        told[SUM] = _spread(found.loss.detach().mean(), rows)
-        told[COUNT] = _spread(found.count, rows)
+        kept: list[Any] = []
+        total, count = loss.evaluate(model, batch, None if loss_only else kept)
+        outputs = kept[0] if kept else None
+        told[SUM] = _spread(total.detach().mean(), rows)
+        told[COUNT] = _spread(count, rows)
     else:
         outputs = model(**to_model_inputs(batch))
     if loss_only:

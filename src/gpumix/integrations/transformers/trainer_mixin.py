@@ -16,10 +16,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 from gpumix.engine.engine import Engine
+from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.outside_steps import unshard
 from gpumix.engine.rehearsal.additivity import padding_counts
 from gpumix.engine.sharding.unit_discovery import check_trainable
@@ -28,7 +29,6 @@ from gpumix.hardware.runtime import is_available, is_gpu
 from gpumix.integrations.common.batch_rows import PlannedRows, get_evaluation_rows
 from gpumix.integrations.common.earlier_plan import find_resumed_run, load_earlier_plan
 from gpumix.integrations.common.optimizer_adapter import (
-    ShardedParameters,
     make_factory_from_trainer,
     take_over_optimizer,
 )
@@ -67,7 +67,6 @@ from gpumix.integrations.transformers.checkpoints import CheckpointMixin
 from gpumix.integrations.transformers.control import ControlSynchronizer
 from gpumix.integrations.transformers.evaluation import evaluate
 from gpumix.integrations.transformers.loss import TrainerLoss
-from gpumix.integrations.transformers.optimizer_choice import OptimizerChoice
 from gpumix.integrations.transformers.overrides import (
     LOADER_METHODS,
     check_overrides,
@@ -103,6 +102,8 @@ REPLACED_PRIVATE_METHODS = (
     "_load_optimizer_and_scheduler",
     "_load_best_model",
 )
+# Stock trainers take bitsandbytes' optimizer for them; `paged` is the plan's choice here.
+ADAMW_8BIT_NAMES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 ARGUMENTS = ("dataloader_multiprocessing_context", "train_sampling_strategy")  # the newest
 
 
@@ -134,7 +135,7 @@ class ModelProxy:
         return iter(self._looks)
 
 
-class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, OptimizerChoice):
+class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
     """Mixin for `transformers.Trainer` or a derived class.
 
     Args:
@@ -190,16 +191,12 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, before anything else, after a check of the arguments."""
-        self._check_arguments()
+        check_arguments(self.args, *self._arguments)
         self._space = space_of(self.args)
         with self._folded():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
         # A program's own loader is not split evenly: `_loaded` takes it apart.
         self.accelerator.prepare_data_loader = lambda loader, *args, **kwargs: loader
-
-    def _check_arguments(self) -> None:
-        """Raise InputError if an argument has no meaning here."""
-        check_arguments(self.args, *self._arguments)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: the engine moves shards."""
@@ -460,7 +457,15 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
             return super().create_optimizer(model)  # type: ignore[misc,no-any-return]
         if self.optimizer is not None:
             self.optimizer = take_over_optimizer(self.optimizer, self._engine, self._names)
-        return super().create_optimizer(ShardedParameters(self._engine))  # type: ignore[misc,no-any-return]
+        return super().create_optimizer(self._engine)  # type: ignore[misc,no-any-return]
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """Return class and settings; of AdamW in 8 bits one that fits any plan."""
+        if args.optim not in ADAMW_8BIT_NAMES:
+            return Trainer.get_optimizer_cls_and_kwargs(args, model)
+        betas = (args.adam_beta1, args.adam_beta2)
+        return AdamW8bit, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         return super().get_decay_parameter_names(self.model)  # type: ignore[misc,no-any-return]
