@@ -123,10 +123,11 @@ def test_numbers_of_a_step():
 
 def test_a_job_rank_runs_gpumix_and_reads_what_it_printed(tmp_path, own_environment):
     rank, found = JobRank(), []
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    line = '{"event": "step", "time": 1.0, "step": '
+    (tmp_path / "metrics.jsonl").write_text(line + "1}\n")
     place, arguments = RankPlace(0, 1, 0, 1, "127.0.0.1", 1), ["train", "no.yaml", "--json"]
     rank.begin(place, arguments, str(tmp_path), "metrics.jsonl")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    (tmp_path / "metrics.jsonl").write_text(line + "1}\n" + line + '2}\n{"st')
     while (look := rank.look()).code is None:
         time.sleep(0.05)
         found += look.metrics

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import pytest
 
@@ -20,7 +20,6 @@ from gpumix.schema.value import Document
 
 
 class Note(Document):
-    KIND: ClassVar[str] = "note"
     kind: Literal["note"] = "note"
     text: str
 

@@ -174,13 +174,9 @@ class StepLogs:
         """Return whether the value of the batch differs by the rules that fitted so far."""
         if self._known[name][METRIC_KEY]:
             return False
-        if self._is_unread(name):
-            return True
+        if not self._has_graphs and self._ways.of(name, MEAN) == [DIVIDED]:
+            return True  # graphs alone tell, and were not read
         return not is_alike(one.values) if self._ways.is_compared(name) else one.number > 1
-
-    def _is_unread(self, name: str) -> bool:
-        """Return whether only graphs tell what a value is a mean over, and were not read."""
-        return not self._has_graphs and self._ways.of(name, MEAN) == [DIVIDED]
 
     @contextmanager
     def listening(self, *, compares: bool = False) -> Iterator[None]:
@@ -411,11 +407,7 @@ class StepLogs:
                 self._tell(name, settings, value, size if settings[EXPLICIT] else samples)
 
     def _value(self, name: str, one: CombinedValue) -> float | None:
-        """Return the value by the likeliest rule; None if there was nothing to count.
-
-        Raises:
-            InputError: the rule needs the graph's denominator, and the graph has none.
-        """
+        """Return the value by the likeliest rule; None if there was nothing to count."""
         known = [pair for pair in one.by_way.values() if not math.isnan(pair[1])]
         if not known:
             raise InputError(

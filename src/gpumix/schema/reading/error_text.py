@@ -85,7 +85,10 @@ def validate_strictly(
 
 def combine_problems(problems: Iterable[Problem], tree: Tree) -> InputError:
     """Combine all `problems` into one error, in file order, followed by `--set` arguments."""
-    told = sorted((_locate_problem(p, tree) for p in problems), key=lambda t: _order(t[0]))
+    told = sorted(
+        (_locate_problem(p, tree) for p in problems),
+        key=lambda t: (t[0].line == 0, t[0].line, t[0].column),
+    )
     place, what, fix = told[0]
     rest = [f"  also {p}: {w}" + (f" ({f})" if f else "") for p, w, f in told[1:]]
     return InputError("\n".join([what, *rest]), where=str(place), fix=fix or f"correct {place}")
@@ -108,10 +111,6 @@ def find_nearest(word: str, choices: Collection[str]) -> str | None:
         return initials
     near = get_close_matches(word, choices, n=1)
     return near[0] if near else None
-
-
-def _order(place: YamlLocation) -> tuple[bool, int, int]:
-    return (place.line == 0, place.line, place.column)
 
 
 def _locate_problem(problem: Problem, tree: Tree) -> tuple[YamlLocation, str, str]:

@@ -173,13 +173,10 @@ def _check_model_config(config: Path | dict[str, Any], place: YamlLocation) -> N
 
 def _choose_tokenizer(job: Job, tree: Tree) -> Path | Literal["bytes"]:
     """Return the job's tokenizer; by default that of the initial weights, and bytes without any.
-
-    Raises:
-        InputError: bytes would train a model that was made for the tokens of another tokenizer.
-    """
+    Raise InputError if bytes would train a model made for the tokens of another tokenizer."""
     written = isinstance(tree.value, dict) and "tokenizer" in tree.value
     own = _tokenizer_of_weights(job.model.weights)
-    if isinstance(job.tokenizer, Path) or not _reads_text(job):
+    if isinstance(job.tokenizer, Path) or not (job.data.text or job.data.tokenize == "on-the-fly"):
         return job.tokenizer
     place = str(tree.place(("tokenizer",) if written else ("model",)))
     if own is not None:
@@ -201,10 +198,6 @@ def _choose_tokenizer(job: Job, tree: Tree) -> Path | Literal["bytes"]:
             "meant, with `vocab_size: 264` in model.config",
         )
     return job.tokenizer
-
-
-def _reads_text(job: Job) -> bool:
-    return bool(job.data.text) or job.data.tokenize == "on-the-fly"
 
 
 def _tokenizer_of_weights(weights: Path | None) -> Path | None:
