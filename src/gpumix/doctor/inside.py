@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from gpumix.doctor.function.seen import OperationCounts, Site
+from gpumix.doctor.function.observations import OperationCounts, Site
 from gpumix.schema.files import open_log
 
 CODE_CHANGES = ("late_values", "quiet", "expandable_segments")

@@ -16,7 +16,7 @@ def compare(asked: PlanOptions, as_json: Json = False) -> None:
     """
     from gpumix.cli.planning.tables import comparison_page
     from gpumix.planner.compare import compare as compared
-    from gpumix.train.run_log.terminal import show_waiting
+    from gpumix.train.console.terminal import show_waiting
 
     source = asked.source()
     with locate_errors(source.place), show_waiting("comparing strategies"):
