@@ -6,13 +6,13 @@ import pickle
 
 import pytest
 import torch
-from hardware_helpers import emulated_class
 
 from gpumix.hardware.device import open_device
 from gpumix.hardware.emulation import EmulatedDevice
 from gpumix.hardware.memory_limit import limit_memory
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.errors import InputError, MachineError
+from helpers.devices.fake_devices import emulated_class
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 

@@ -46,7 +46,7 @@ from gpumix.train.processes.torchrun_runner import (
     make_rank_address,
     own_device,
 )
-from gpumix.train.worker.context import mask_paths
+from gpumix.train.rank_setup.context import mask_paths
 
 LIMIT_S = 50.0  # for a complete check, plus a few seconds for processes to end
 MEET_S = 20.0  # limit for reaching the store

@@ -89,7 +89,7 @@ def _told_as_errors(given: list[str]) -> Iterator[None]:
     except (typer.Exit, typer.Abort):
         raise
     except Exception as wrong:
-        from gpumix.train.run_log.terminal import print_error
+        from gpumix.train.console.terminal import print_error
 
         # Verbs raise only errors of wrong calls, which have this method.
         said = getattr(wrong, "format_message", None)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpumix.doctor.function.seen import OperationCounts, RepeatedLine, Site
+from gpumix.doctor.function.observations import OperationCounts, RepeatedLine, Site
 from gpumix.schema.files import open_log
 
 CODE_CHANGES = ("late_values", "quiet", "expandable_segments")

@@ -1,7 +1,7 @@
 """Python API for a custom training loop: `gpumix.profile`, `gpumix.open_device`.
 
 Here the caller has made the process group, or the one of torchrun's processes is made; `gpumix
-train` uses `train.worker.context` instead, which makes both group and device itself.
+train` uses `train.rank_setup.context` instead, which makes both group and device itself.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from gpumix.cost.pipeline.staged_step import StagedStep
+from gpumix.cost.pipeline_schedule import Action
 from gpumix.cost.predict import check_plan_matches_profile
-from gpumix.cost.schedule import Action
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.step_trace import Cause, stage_name
 from gpumix.schema.profile.profile import Profile

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.cost.network.buckets import BucketRun
 from gpumix.cost.network.collective_times import CollectiveSeconds
 from gpumix.cost.predict import (

@@ -18,7 +18,7 @@ from gpumix.hardware.discovery.discover import describe_cpu_run
 from gpumix.hardware.discovery.foreign_memory import find_occupied_gpus, reserve_foreign_memory
 from gpumix.hardware.host.environment import shared_memory_folder
 from gpumix.planner.common.stage_preconditions import check_wanted_stages, needs_several_stages
-from gpumix.planner.narrow_state import match_profile, plan_with_allowed
+from gpumix.planner.eight_bit_state import match_profile, plan_with_allowed
 from gpumix.profiler.cache.measurement_cache import MeasurementCache, set_readers
 from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.errors import (
@@ -60,18 +60,18 @@ from gpumix.train.checks.user_plan import (
     limit_profile_memory,
     predict_again,
 )
+from gpumix.train.console.devices_page import devices_page
+from gpumix.train.console.plan_page import advise_measuring, describe_doubt, plan_page
+from gpumix.train.console.tables import efficiency_table, profile_table
+from gpumix.train.console.terminal import get_stderr_console, show_waiting
 from gpumix.train.elastic.plan_change import load_plan_in_force
 from gpumix.train.elastic.recovery import Lessons, Recovery, Restart, RestartTerms, complete_restart
 from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder, find_newest_state
 from gpumix.train.processes.runner import Runner, make_runner
 from gpumix.train.rank_task_names import load_rank_task
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.devices_page import devices_page
-from gpumix.train.run_log.plan_page import advise_measuring, describe_doubt, plan_page
 from gpumix.train.run_log.progress import mark_failed, mark_restarting, mark_stopped
 from gpumix.train.run_log.run_id import read_run_id
-from gpumix.train.run_log.tables import efficiency_table, profile_table
-from gpumix.train.run_log.terminal import get_stderr_console, show_waiting
 from gpumix.train.run_log.tracker_process import check_installed, run_trackers
 
 if TYPE_CHECKING:
@@ -472,7 +472,7 @@ class JobController:
         self.show(f"The whole report: gpumix report {_shortest(output)}")
 
     def _task(self) -> Any:
-        from gpumix.train.worker.context import Task
+        from gpumix.train.rank_setup.context import Task
 
         return Task(self.job, self.cluster, self.folder, self._debug)
 
@@ -561,7 +561,7 @@ class JobController:
             attention_heads.check_job_heads(self.job, self.cluster)
         if needs_several_stages(strategy, space) and spec.config is not None:
             from gpumix.train.checks.stage_count import check_job_stage_count
-            from gpumix.train.worker.model import build_model
+            from gpumix.train.rank_setup.model import build_model
 
             model = build_model(spec, folder=self.folder, seed=self.job.seed)
             check_job_stage_count(model, self.job, self.cluster)

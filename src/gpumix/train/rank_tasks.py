@@ -17,16 +17,16 @@ from gpumix.schema.profile.profile import Profile
 from gpumix.train.checks.job_contents import build_checked_model
 from gpumix.train.checks.job_warnings import warn_of_data, warn_of_schedule
 from gpumix.train.checks.resume_check import check_resume
+from gpumix.train.console.terminal import get_stderr_console
 from gpumix.train.elastic.recovery import Restart
 from gpumix.train.monitor.trial_hook import TrialObserver
 from gpumix.train.processes.local_launcher import RankAddress
+from gpumix.train.rank_setup.context import RankContext, Task, join_run
+from gpumix.train.rank_setup.optimizer import build_trial_optimizer
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.summary import Summary, TrialResult
-from gpumix.train.run_log.terminal import get_stderr_console
 from gpumix.train.run_manifest import RunRecord
 from gpumix.train.trainer_builder import build_trainer
-from gpumix.train.worker.context import RankContext, Task, join_run
-from gpumix.train.worker.optimizer import build_trial_optimizer
 
 
 def profile(

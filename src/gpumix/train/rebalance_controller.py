@@ -31,8 +31,8 @@ from gpumix.train.elastic.rebalancer import (
     SplitLimits,
 )
 from gpumix.train.elastic.replan_stages import MicroBatchExchange, StageReplanner
+from gpumix.train.rank_setup.context import RankContext
 from gpumix.train.run_log.metrics import RunEvent
-from gpumix.train.worker.context import RankContext
 
 # Observation starts at this step: the first steps take longer.
 FIRST_STEPS = 3

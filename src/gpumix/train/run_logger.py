@@ -24,6 +24,7 @@ from gpumix.train.memory_checkpoint.memory_folder import WITHOUT_COPIES
 from gpumix.train.monitor.step_history import StepHistory
 from gpumix.train.monitor.step_timer import StepTimer
 from gpumix.train.monitor.step_trace import build_trace
+from gpumix.train.rank_setup.context import RankContext
 from gpumix.train.run_figures.display import (
     Display,
     describe_first_reason,
@@ -45,7 +46,6 @@ from gpumix.train.run_log.metrics import (
     fullest_by_class,
 )
 from gpumix.train.state_keeper import StateKeeper
-from gpumix.train.worker.context import RankContext
 
 LATE_CHECKPOINT = (
     "a checkpoint is due before the last one is written, and put off until then: the disk is "

@@ -25,7 +25,7 @@ from gpumix.schema.reading.cluster_file import format_cluster
 from gpumix.schema.value import Document, Value
 
 if TYPE_CHECKING:
-    from gpumix.train.worker.context import Task
+    from gpumix.train.rank_setup.context import Task
 
 PACKAGES = (
     "torch", "transformers", "tokenizers", "datasets", "numpy", "accelerate", "trl", "peft",

@@ -23,6 +23,7 @@ from gpumix.engine.reshard import can_move_state
 from gpumix.schema.errors import Interrupted
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
+from gpumix.train.async_steps import BadStep, IssuedSteps, ReadStep
 from gpumix.train.checkpoint.checkpointer import Saved
 from gpumix.train.checks.non_finite import (
     make_corrupt_weights_error,
@@ -31,20 +32,19 @@ from gpumix.train.checks.non_finite import (
 )
 from gpumix.train.elastic.plan_change import PlanParts
 from gpumix.train.elastic.recovery import Restart
-from gpumix.train.issued_steps import BadStep, IssuedSteps, ReadStep
 from gpumix.train.monitor.clock_warnings import ClockMonitor
 from gpumix.train.monitor.corruption_monitor import CorruptionMonitor
 from gpumix.train.monitor.host_syncs import record_syncs
 from gpumix.train.monitor.trial_hook import TrialObserver
 from gpumix.train.preemption_save import PreemptionSaver
 from gpumix.train.processes.stop_signals import StopRequest
+from gpumix.train.rank_setup.context import RankContext
 from gpumix.train.rebalance_controller import RebalanceController
 from gpumix.train.run_log.interruption_cost import InterruptionCost, measure_s
 from gpumix.train.run_log.metrics import WARM_UP_STEPS, RunEvent, StepRecord, compute_median_s
 from gpumix.train.run_log.summary import Summary, TrialResult
 from gpumix.train.run_logger import RunLogger
 from gpumix.train.state_keeper import MEASURED_STEPS, ResumedState, StateKeeper
-from gpumix.train.worker.context import RankContext
 
 # Notices sent through the engine; the largest counts.
 WRITING = 0.5  # a checkpoint is being written

@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 def compare(asked: PlanOptions, as_json: Json = False) -> None:
     from gpumix.cli.planning.tables import comparison_page
     from gpumix.planner.compare import compare as compared
-    from gpumix.train.run_log.terminal import show_waiting
+    from gpumix.train.console.terminal import show_waiting
 
     source = asked.source()
     with locate_errors(source.place), show_waiting("comparing strategies"):

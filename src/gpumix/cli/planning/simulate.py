@@ -213,7 +213,7 @@ def _format_use(use: LaneUtilization, workers: Sequence[Worker]) -> dict[str, An
 def _render_replay(replay: Replay, plan: Plan, times: Profile) -> Iterable[RenderableType]:
     from gpumix.schema.units import show_seconds
     from gpumix.simulate.timeline import compute_utilization
-    from gpumix.train.run_log.tables import add_notes
+    from gpumix.train.console.tables import add_notes
 
     off = replay.step_s / replay.predicted_s - 1 if replay.predicted_s else 0.0
     off = round(off, 3) + 0.0  # no -0.0
@@ -232,7 +232,7 @@ def _make_critical_path_table(replay: Replay) -> RenderableType:
     """Return the critical path as a table; of many stretches the longest."""
     from gpumix.schema.units import show_seconds
     from gpumix.simulate.timeline import list_critical_segments
-    from gpumix.train.run_log.tables import new_table
+    from gpumix.train.console.tables import new_table
 
     table = new_table("critical path", "what", "of", "on", "times", "takes", "of the step")
     found = list_critical_segments(replay)
@@ -254,7 +254,7 @@ def _make_traffic_table(plan: Plan, times: Profile) -> RenderableType:
     """Return a table of the collectives of a step; of unequal ranks, the largest amounts."""
     from gpumix.cost.traffic import count_traffic
     from gpumix.schema.units import show_bytes
-    from gpumix.train.run_log.tables import new_table
+    from gpumix.train.console.tables import new_table
 
     of_ranks = count_traffic(times, plan)
     table = new_table("collectives of a step", "operation", "times", "buffers in all")
@@ -272,7 +272,7 @@ def _format_lane(lane: EqualRanks) -> str:
 def _idle_table(uses: Sequence[LaneUtilization], step_s: float) -> Table:
     """Return a table with a row per class: the mean over devices, as parts of the step."""
     from gpumix.schema.plan.step_trace import CAUSES
-    from gpumix.train.run_log.tables import new_table
+    from gpumix.train.console.tables import new_table
 
     of_class: dict[str, list[LaneUtilization]] = {}
     for use in uses:

@@ -56,7 +56,7 @@ def check(
 ) -> None:
     from gpumix.check.run import check as outcome_of
     from gpumix.schema.errors import MachineError
-    from gpumix.train.run_log.terminal import get_stderr_console
+    from gpumix.train.console.terminal import get_stderr_console
 
     refuse_set_without_job(job, overrides, fix="gpumix check JOB.yaml --set ...")
     leaving = context.with_resource(ExitStack())

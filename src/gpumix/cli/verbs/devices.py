@@ -42,7 +42,7 @@ def devices(
     from gpumix.hardware.discovery.discover import discover_cluster
     from gpumix.schema.errors import InputError
     from gpumix.schema.reading.read import read_job
-    from gpumix.train.run_log.devices_page import devices_page
+    from gpumix.train.console.devices_page import devices_page
 
     if job is not None and cluster is not None:
         raise InputError(

@@ -81,7 +81,7 @@ def doctor(
         _require_module(target.partition(":")[0])
     from gpumix.doctor.change import merge_overrides, write_tuned
     from gpumix.doctor.examine import examine
-    from gpumix.train.run_log.terminal import (
+    from gpumix.train.console.terminal import (
         get_result_console,
         get_stderr_console,
         show_waiting,
@@ -188,7 +188,7 @@ def _open_patient(
     *,
     steps: int,
 ) -> Iterator[Patient]:
-    from gpumix.doctor.function.patient import open_function_patient
+    from gpumix.doctor.function.function_patient import open_function_patient
     from gpumix.doctor.job import open_job_patient
 
     if is_function:
@@ -209,7 +209,7 @@ def _open_patient(
 
 def _render_findings(report: Report) -> Text:
     """Return what helps, in all and each, with the reason and the change."""
-    from gpumix.train.run_log.text_page import iterate_labelled, join_lines, wrap_line
+    from gpumix.train.console.text_page import iterate_labelled, join_lines, wrap_line
 
     waited = f"{report.input_share:.0%} of a step was spent waiting for data"
     lines = [(f"{report.gain:.2f}x as fast with all of this; {waited}", "bold green")]

@@ -37,7 +37,7 @@ def export(
 ) -> None:
     require_checkpoint(run)
     from gpumix.train.checkpoint.export import export as write
-    from gpumix.train.run_log.terminal import get_stderr_console
+    from gpumix.train.console.terminal import get_stderr_console
 
     replaces = to.is_dir() and any(to.iterdir())
     write(run, to, dtype=dtype, tell=get_stderr_console().print, allowed=allowed, adapters=adapters)

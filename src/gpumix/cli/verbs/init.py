@@ -174,7 +174,7 @@ def _answer(
         answer = default if given is None else given
         check(answer)
         return answer
-    from gpumix.train.run_log.terminal import print_error
+    from gpumix.train.console.terminal import print_error
 
     while True:
         answer = str(typer.prompt(question, default=default or None, err=True))

@@ -59,7 +59,7 @@ def _render_contents(found: Sequence[CheckpointContents]) -> Iterable[Renderable
     from rich.text import Text
 
     from gpumix.schema.units import show_bytes
-    from gpumix.train.run_log.tables import new_table
+    from gpumix.train.console.tables import new_table
 
     table = new_table("checkpoints", "checkpoint", "step", "size", "ranks", "gpumix", "whole")
     for one in found:

@@ -388,7 +388,7 @@ def _render_launch(
     from rich.console import Group
 
     from gpumix.cli.planning.dry_run import render_start
-    from gpumix.train.run_log.text_page import iterate_labelled, join_lines
+    from gpumix.train.console.text_page import iterate_labelled, join_lines
 
     lines = [("Ready.", "bold")]
     words = shlex.join([asked.around.python, *asked.program.words])

@@ -42,11 +42,11 @@ def profile(
     allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    from gpumix.train.run_log.terminal import show_waiting
+    from gpumix.train.console.terminal import show_waiting
 
     with show_waiting("starting"):
+        from gpumix.train.console.tables import efficiency_table, profile_table
         from gpumix.train.controller import JobController
-        from gpumix.train.run_log.tables import efficiency_table, profile_table
 
     with locate_errors(job):
         with show_waiting("reading the job"):

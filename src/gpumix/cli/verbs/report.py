@@ -46,7 +46,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     from gpumix.report.run import read_run
-    from gpumix.train.run_log.terminal import get_stderr_console
+    from gpumix.train.console.terminal import get_stderr_console
 
     found = read_run(run)
     if other is None:
@@ -70,7 +70,7 @@ def _print_summary(run: Run) -> None:
     """Print a run as `gpumix top --once` does."""
     from gpumix.report.facts import RunFacts
     from gpumix.report.live import render_frame
-    from gpumix.train.run_log.terminal import get_stdout_console
+    from gpumix.train.console.terminal import get_stdout_console
 
     console = get_stdout_console()
     console.print(render_frame(RunFacts(run), width=console.width))
@@ -95,8 +95,8 @@ def _write_both(
     from gpumix.report.comparison import compare_runs
     from gpumix.report.comparison_page import render_comparison
     from gpumix.report.page import write_document
+    from gpumix.train.console.terminal import get_result_console
     from gpumix.train.run_log import run_files
-    from gpumix.train.run_log.terminal import get_result_console
 
     path = output or first.folder / run_files.COMPARISON
     found = compare_runs(first, second)
@@ -110,7 +110,7 @@ def _write_both(
 
 
 def _warn_of_unread_lines(run: Run) -> None:
-    from gpumix.train.run_log.terminal import get_stderr_console
+    from gpumix.train.console.terminal import get_stderr_console
 
     if unread := run.history.unread_note:
         get_stderr_console().print(f"{unread}: the page does without them", style="yellow")

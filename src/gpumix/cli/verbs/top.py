@@ -52,12 +52,12 @@ def top(
 ) -> None:
     from gpumix.report.live import render_frame
     from gpumix.report.run import is_measuring
-    from gpumix.train.run_log.terminal import get_stdout_console
+    from gpumix.train.console.terminal import get_stdout_console
 
     console = get_stdout_console()
     if as_json:
         print_json(_read_facts(run).as_dict())
-    elif once or not console.is_terminal:
+    elif once or not console.is_interactive:
         if is_measuring(run):
             console.print(MEASURING)
             return
@@ -77,7 +77,7 @@ def _read_facts(folder: Path) -> RunFacts:
 def _wait_for_plan(folder: Path, every_s: float) -> None:
     """Wait while a run measures devices, until it has a plan or has ended."""
     from gpumix.report.run import is_measuring
-    from gpumix.train.run_log.terminal import show_waiting
+    from gpumix.train.console.terminal import show_waiting
 
     with show_waiting(MEASURING):
         while is_measuring(folder):

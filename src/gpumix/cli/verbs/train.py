@@ -73,7 +73,7 @@ def train(
         start = check_job(job, overrides, allowed, given, resume=resume)
         print_result(start.as_dict, lambda: render_start(start), as_json)
         return
-    from gpumix.train.run_log.terminal import show_waiting
+    from gpumix.train.console.terminal import show_waiting
 
     with show_waiting("starting"):
         from gpumix.train.controller import JobController

@@ -25,9 +25,9 @@ from gpumix.engine.rehearsal.loss_watch import REHEARSAL_STEPS
 from gpumix.engine.rehearsal.refusals import NOT_OF_PARTS
 from gpumix.engine.rehearsal.samples import is_any
 from gpumix.integrations.accelerate.call_signature import ARGS, KWARGS
-from gpumix.integrations.accelerate.coupled_rows import check_row_coupling
 from gpumix.integrations.accelerate.loader import get_current_part
 from gpumix.integrations.accelerate.loop_recorder import LoopRecorder
+from gpumix.integrations.accelerate.loss_coupling import check_row_coupling
 from gpumix.integrations.accelerate.loss_weights import LossFactors, LossWeigher, LossWeight
 from gpumix.integrations.accelerate.outputs import (
     LoopOutputs,
@@ -42,7 +42,7 @@ from gpumix.integrations.accelerate.outputs import (
     take_zero_rows,
     with_loss,
 )
-from gpumix.integrations.accelerate.unlike_rows import check_row_independence
+from gpumix.integrations.accelerate.row_independence import check_row_independence
 from gpumix.integrations.common.forward import clone_inference_tensor, detach_leaf
 from gpumix.integrations.dataloader.sharded_loader import RankPart
 from gpumix.schema.errors import InputError

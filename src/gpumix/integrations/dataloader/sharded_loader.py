@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
 
-from gpumix.engine.batch.ragged_batch import RaggedRows, SampleEntries, has_rows, select_samples
+from gpumix.engine.batch.batch_split import has_rows, select_samples
+from gpumix.engine.batch.ragged_batch import RaggedRows, SampleEntries
 from gpumix.engine.model.rng import preserve_all_rng
 from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.integrations.common.batch_rows import RowAssignment

@@ -1,7 +1,7 @@
 """Values logged for micro-batches, combined to one value per batch, equal on all ranks.
 
 Ranks have different numbers of micro-batches, possibly none, so a rank's value means nothing alone.
-Values combine by a rule found by comparison (`combining`). Means run over the items of the
+Values combine by a rule found by comparison (`logged_value_rules`). Means run over the items of the
 loss's mean on all ranks, over `batch_size=` if given, over what the value's graph is divided by, or
 over a count of something in the batch (`batch_counts`). Values of the rules that fitted so far are
 exchanged; where they differ, the batch is compared again. Lightning receives values once, after the
@@ -30,7 +30,7 @@ from gpumix.engine.loss.loss_graph import find_denominators
 from gpumix.integrations.common.forward import detach_leaf
 from gpumix.integrations.common.gather import gather_texts
 from gpumix.integrations.lightning.batch_counts import Everything, count_in_batch
-from gpumix.integrations.lightning.combining import (
+from gpumix.integrations.lightning.logged_value_rules import (
     DIVIDED,
     LOSS,
     MAX,

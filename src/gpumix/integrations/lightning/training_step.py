@@ -15,12 +15,17 @@ from torchmetrics import Metric
 
 from gpumix.engine.batch.batch_split import count_samples
 from gpumix.engine.engine import Engine
-from gpumix.engine.loss.chunked_head import expect_gradient
-from gpumix.engine.loss.reduction import ObjectiveWithRule, ReducedLoss, SummedLoss, integer_labels
+from gpumix.engine.loss.reduction import (
+    ObjectiveWithRule,
+    ReducedLoss,
+    SummedLoss,
+    expect_gradient,
+    integer_labels,
+)
 from gpumix.engine.rehearsal.additivity import padding_counts
 from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.hardware.memory_limit import count_as_host_memory
-from gpumix.integrations.accelerate.unlike_rows import check_row_independence
+from gpumix.integrations.accelerate.row_independence import check_row_independence
 from gpumix.integrations.common.forward import (
     clone_inference_tensor,
     compute_by_place,
@@ -28,7 +33,7 @@ from gpumix.integrations.common.forward import (
 )
 from gpumix.integrations.lightning.batch_counts import UNLIKE_SAMPLES
 from gpumix.integrations.lightning.collectives import is_output_rank
-from gpumix.integrations.lightning.combining import LoggedPart
+from gpumix.integrations.lightning.logged_value_rules import LoggedPart
 from gpumix.integrations.lightning.logging import MicroBatchLog, StepLogs, ignore_log
 from gpumix.schema.errors import InputError
 

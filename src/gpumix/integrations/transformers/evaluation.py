@@ -26,7 +26,7 @@ from gpumix.engine.batch.batch_split import LABELS, count_samples
 from gpumix.engine.batch.ragged_batch import SampleEntries, to_model_inputs
 from gpumix.engine.engine import Engine
 from gpumix.hardware.memory_limit import count_as_host_memory
-from gpumix.integrations.accelerate.unlike_rows import check_row_independence
+from gpumix.integrations.accelerate.row_independence import check_row_independence
 from gpumix.integrations.common.forward import compute_by_place, copy_to_host
 from gpumix.integrations.common.gather import PADDING, gather_rows
 from gpumix.integrations.transformers.loss import TrainerLoss

@@ -72,10 +72,10 @@ from gpumix.integrations.transformers.overrides import (
     is_overridden,
     make_own_step_error,
 )
+from gpumix.integrations.transformers.padding_widths import PaddingScopes
 from gpumix.integrations.transformers.step_logs import StepLogsMixin
 from gpumix.integrations.transformers.stock_evaluation import StockEvaluation
 from gpumix.integrations.transformers.token_counts import TokenCounts, flops_per_token
-from gpumix.integrations.transformers.widths import PaddingScopes
 from gpumix.profiler.api import join_ranks
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.batch_shares import get_micro_batch_rows

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from gpumix.cost.layout.curves import remove_timing_noise
+from gpumix.cost.memory_layout.curves import remove_timing_noise
 from gpumix.engine.loss.objective import make_objective
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.model.kernel_selection import apply_efficiency

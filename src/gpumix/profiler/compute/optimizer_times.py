@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gpumix.cost.layout.curves import remove_timing_noise
+from gpumix.cost.memory_layout.curves import remove_timing_noise
 from gpumix.engine.offload.copy_lanes import CopyLane
 from gpumix.engine.offload.host_offload import allocate_on_host
 from gpumix.engine.offload.state_transfers import StateTransfers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gpumix.cost.layout.causes import MEMORY_PARTS, group_by_part
+from gpumix.cost.memory_layout.memory_parts import MEMORY_PARTS, group_by_part
 from gpumix.report.draw import (
     TONES,
     Entry,

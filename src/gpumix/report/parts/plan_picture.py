@@ -10,8 +10,8 @@ from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import render_remark, render_section
 from gpumix.schema.plan.stage import Stage
 from gpumix.schema.units import format_count
+from gpumix.train.console.tables import explain_plan
 from gpumix.train.run_figures import words
-from gpumix.train.run_log.tables import explain_plan
 
 MOST_SQUARES = 64  # squares drawn for devices; more are a number
 SQUARE, GAP, GROUP_GAP, LINE = 9, 3, 6, 190  # pixels

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.job.advanced import AdvancedSpec
-from gpumix.schema.job.couples import WHOLE_BATCH
+from gpumix.schema.job.coupled_losses import WHOLE_BATCH
 from gpumix.schema.job.search_space import EVERYTHING, Space, wrap_single_value
 from gpumix.schema.job.trackers import NO_TRACKERS, Trackers
 from gpumix.schema.plan.dtypes import Precision

@@ -34,8 +34,8 @@ from gpumix.schema.value import Document, Value, refuse_duplicates
 
 ROOT = "(root)"
 
-# Noise can make less work take longer than more work; `cost.layout.curves` lowers such times. A
-# drop by more than this factor is not noise; below a millisecond anything is possible.
+# Noise can make less work take longer than more; `cost.memory_layout.curves` lowers such times.
+# A drop by more than this factor is not noise; below a millisecond anything is possible.
 FALL, LEAST_FALL_S = 2.0, 1e-3
 
 

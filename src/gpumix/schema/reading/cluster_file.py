@@ -24,7 +24,7 @@ from gpumix.schema.cluster.cluster import (
 )
 from gpumix.schema.cluster.network import Network
 from gpumix.schema.reading.error_text import Problem, find_nearest, suggest, validate_strictly
-from gpumix.schema.reading.yaml_places import Keys, show_value
+from gpumix.schema.reading.yaml_locations import Keys, show_value
 from gpumix.schema.units import Bytes, FlopRate, LinkRate, show_bytes, show_flops
 from gpumix.schema.value import Value
 

@@ -22,7 +22,7 @@ from gpumix.schema.cluster.cluster import CLASS_NAME
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import FACTORY
 from gpumix.schema.reading.known_names import KEY_BY_NAME
-from gpumix.schema.reading.yaml_places import Keys, Tree, YamlPlace, show_keys, show_value
+from gpumix.schema.reading.yaml_locations import Keys, Tree, YamlLocation, show_keys, show_value
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -113,7 +113,7 @@ def find_nearest(word: str, choices: Collection[str]) -> str | None:
     return near[0] if near else None
 
 
-def _locate_problem(problem: Problem, tree: Tree) -> tuple[YamlPlace, str, str]:
+def _locate_problem(problem: Problem, tree: Tree) -> tuple[YamlLocation, str, str]:
     first = "" if problem.first is None else f" (first at {tree.place(problem.first)})"
     place, what = tree.place(problem.keys), problem.what
     if problem.between:

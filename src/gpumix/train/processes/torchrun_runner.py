@@ -230,7 +230,7 @@ class TorchrunRunner:
     def run(
         self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
     ) -> Any:
-        from gpumix.train.processes.peer_watchdog import PeerWatchdog
+        from gpumix.train.processes.torchrun_watchdog import TorchrunWatchdog
 
         self._runs += 1
         word, arrivals = self._arrive()
@@ -246,7 +246,7 @@ class TorchrunRunner:
         )
         there = [arrivals[rank] for rank in self._taking]
         try:
-            with PeerWatchdog(seat, there, devices, self._record_failure):
+            with TorchrunWatchdog(seat, there, devices, self._record_failure):
                 return work(seat, *args)
         except StoreGone as error:
             raise self._blame_store_owner(error) from error
