@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
-from gpumix.data.loader import Loader
 from gpumix.engine.comm.async_read import AsyncRead
 from gpumix.engine.comm.step_exchange import StepTable
 from gpumix.engine.comm.step_recorder import SILENT
@@ -33,7 +32,7 @@ from gpumix.train.monitor.step_timer import StepStamps, StepTimer
 from gpumix.train.rank_setup.context import RankContext
 from gpumix.train.rank_setup.optimizer import compute_learning_rate, set_learning_rates
 from gpumix.train.run_log.metrics import ComputedPart, StepRecord
-from gpumix.train.state_keeper import StateKeeper
+from gpumix.train.state_keeper import TrainingParts
 
 REPORTED_SAMPLES = 8  # samples reported of a bad step
 
@@ -124,7 +123,7 @@ class IssuedSteps:
             step is read before the next.
 
     Args:
-        keeping: settled before each change of the state.
+        parts: `keeping` is settled before each change of the state.
         done: number of steps completed before.
         not_finite: called with a bad step; raises.
 
@@ -134,17 +133,15 @@ class IssuedSteps:
     def __init__(
         self,
         context: RankContext,
-        engine: Engine,
-        optimizer: Optimizer,
-        loader: Loader,
-        keeping: StateKeeper,
+        parts: TrainingParts,
         *,
         done: int,
         not_finite: Callable[[BadStep], NoReturn],
     ) -> None:
         self._context, self._job, self._rank = context, context.job, context.ranks.rank
+        engine, optimizer, loader = parts.engine, parts.optimizer, parts.loader
         self._engine, self._optimizer, self._loader = engine, optimizer, loader
-        self._keeping, self._not_finite = keeping, not_finite
+        self._keeping, self._not_finite = parts.keeping, not_finite
         self.plan = engine.plan
         self.taken = StepHistory(context.runtime)
         self.watch = StepTimer(make_device_clock(engine.device), engine.comm.clock, engine.copies)

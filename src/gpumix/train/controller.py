@@ -67,7 +67,8 @@ from gpumix.train.console.terminal import get_stderr_console, show_waiting
 from gpumix.train.elastic.plan_change import load_plan_in_force
 from gpumix.train.elastic.recovery import Lessons, Recovery, Restart, RestartTerms, complete_restart
 from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder, find_newest_state
-from gpumix.train.processes.runner import Runner, make_runner
+from gpumix.train.processes.runner import Runner
+from gpumix.train.processes.torchrun_runner import make_runner
 from gpumix.train.rank_task_names import load_rank_task
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.progress import mark_failed, mark_restarting, mark_stopped
@@ -179,21 +180,8 @@ class JobController:
     def plan(self, profile: Profile, strategy: str | None = None) -> Plan:
         return plan_job(self.job, profile, strategy, leaving_out=self._runs.decides_alone)
 
-    def train(
-        self,
-        plan: Plan | None,
-        *,
-        resume: bool,
-        made_from: Profile | None = None,
-        plan_file: str = "",
-        made_from_file: str = "",
-    ) -> Summary:
-        """Train by `plan`, or by a plan made first.
-
-        Args:
-            made_from: the profile behind the plan, if known.
-            plan_file, made_from_file: the files of plan and profile.
-        """
+    def train(self, given: GivenPlan, *, resume: bool) -> Summary:
+        """Train by the given plan, or by a plan made first."""
         if self.speaks:
             check_installed(self.job.report_to)
         lessons = self._runs.started_again(self.job.output_dir, self._newest)
@@ -204,13 +192,12 @@ class JobController:
             return summary
         if lessons is None:
             self._check_output(resume)
-        elif plan is not None and not self._has_all(plan):
+        elif given.plan is not None and not self._has_all(given.plan):
             self.show("other devices are here than those of the plan: planning again")
-            plan = None
+            given = GivenPlan()
         elif lessons.memory or lessons.slower:
-            plan = None
-        given = GivenPlan(plan, made_from, plan_file, made_from_file)
-        if plan is None and resume and lessons is None:
+            given = GivenPlan()
+        if given.plan is None and resume and lessons is None:
             given = self._find_own_plan()
         with show_waiting("checking the job"):
             plan, profile = self._check_plan_or_job(given)

@@ -9,7 +9,7 @@ from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.profiler.cache.measurement_cache import MeasurementCache, set_readers
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.input_pipeline import measure_input
-from gpumix.profiler.subject import Workload, WorkloadShape
+from gpumix.profiler.subject import Workload
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.measurements import InputMeasurement
@@ -45,7 +45,8 @@ def profile(
             build=partial(build_checked_model, job, task.cluster, task.folder),
             make_batch=context.batch,
             optimizer_of=partial(build_trial_optimizer, job.optimizer, fused=own.fused_optimizer),
-            shape=WorkloadShape(job.sequence_length, job.global_batch_size),
+            sequence_length=job.sequence_length,
+            global_batch=job.global_batch_size,
             budget_s=job.advanced.profile_budget,
             settings=cache.settings,
             units=job.model.units,

@@ -392,6 +392,16 @@ class StateKeeper:
         return ResumedState(manifest.step, dict(manifest.extra))
 
 
+@dataclass(frozen=True)
+class TrainingParts:
+    """Parts of a rank's training whose state `keeping` saves."""
+
+    engine: Engine
+    optimizer: Optimizer
+    loader: Loader
+    keeping: StateKeeper
+
+
 def _size_of(engine: Engine) -> int:
     """Return the approximate bytes of a checkpoint, all ranks' parts together."""
     return BYTES_A_PARAMETER * sum(p.numel() for p in engine.model.parameters())

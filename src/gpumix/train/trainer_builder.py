@@ -23,8 +23,8 @@ from gpumix.train.rank_setup.context import RankContext
 from gpumix.train.rank_setup.model import attention_cost, build_model
 from gpumix.train.rank_setup.optimizer import build_optimizer
 from gpumix.train.run_log.loading import measure_loading
-from gpumix.train.state_keeper import ResumedState, StateKeeper
-from gpumix.train.trainer import Trainer, TrainingParts, TrainingStart
+from gpumix.train.state_keeper import ResumedState, StateKeeper, TrainingParts
+from gpumix.train.trainer import Trainer, TrainingStart
 
 
 def build_trainer(

@@ -176,8 +176,8 @@ def test_a_gpu_is_checked_against_its_class(machine, monkeypatch):
     from gpumix.hardware.device import open_device
 
     machine("ROCm", [amd(1)])
-    monkeypatch.setattr(runtime, "device_name", lambda device: "AMD Instinct MI250X")
     (kind,) = discover_cluster().classes
+    monkeypatch.setattr(runtime, "device_name", lambda device: "AMD Instinct MI250X")
     with pytest.raises(MachineError, match=r"GPU 0 is a AMD Instinct MI250X \(gfx942\)"):
         open_device(kind, 0)
 

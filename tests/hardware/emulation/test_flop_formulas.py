@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from gpumix.hardware.emulation import Pacer
+from gpumix.hardware.emulation.pacer import Pacer
 
 BATCH, LENGTH, WIDTH, HEADS, INNER = 2, 16, 32, 4, 64
 TOKENS = BATCH * LENGTH

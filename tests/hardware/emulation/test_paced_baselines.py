@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from gpumix.hardware.emulation import Pacer
+from gpumix.hardware.emulation.pacer import Pacer
 from helpers.virtual_clock import VirtualClock
 
 RANKS, ROWS, WIDTH, STEPS = 2, 4, 8, 3

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 
-from gpumix.hardware.emulation import Pacer
+from gpumix.hardware.emulation.pacer import Pacer
 from gpumix.hardware.emulation.timeline import CREDIT_S
 from helpers.virtual_clock import VirtualClock
 
@@ -204,7 +204,7 @@ def test_a_forked_loader_worker_is_not_paced(clock):
 def test_torchs_compiler_is_not_imported(run_python):
     code = """
         import sys, torch
-        from gpumix.hardware.emulation import Pacer
+        from gpumix.hardware.emulation.pacer import Pacer
         with Pacer(1e18):
             torch.ones(2, 2) @ torch.ones(2, 2)
         print("torch._dynamo" in sys.modules)

@@ -22,7 +22,7 @@ from gpumix.hardware.estimates.decoder_shapes import (
 from gpumix.profiler.class_settings import ClassSettings
 from gpumix.profiler.compute.class_measurement import measure_class
 from gpumix.profiler.compute.unit_fixture import FakeTensorParallelGroup
-from gpumix.profiler.subject import Workload, WorkloadShape
+from gpumix.profiler.subject import Workload
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.errors import InputError
 from gpumix.schema.profile.profile import ROOT
@@ -100,7 +100,8 @@ def measured(config: dict, batch: int = BATCH, length: int = LENGTH, degrees: tu
         build=lambda: gpumix.build(lambda: AutoModelForCausalLM.from_config(made), seed=0),
         make_batch=lambda n: {"input_ids": ids[:n], "labels": ids[:n]},
         optimizer_of=torch.optim.AdamW,
-        shape=WorkloadShape(sequence_length=length, global_batch=batch),
+        sequence_length=length,
+        global_batch=batch,
         budget_s=20,
         settings=ClassSettings({"cpu": "fp32"}),
         degrees={"cpu": degrees},

@@ -6,7 +6,8 @@ import pytest
 
 from gpumix.hardware.host.environment import torchrun_place
 from gpumix.schema.errors import InputError
-from gpumix.train.processes.runner import LocalRunner, make_runner
+from gpumix.train.processes.runner import LocalRunner
+from gpumix.train.processes.torchrun_runner import make_runner
 
 PLACE = {
     "RANK": "1",

@@ -17,11 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import gpumix
 from gpumix.hardware.device import DeviceRuntime
-from gpumix.hardware.emulation import Pacer, device
+from gpumix.hardware.emulation import pacer
+from gpumix.hardware.emulation.pacer import Pacer
 from gpumix.profiler.class_settings import ClassSettings
 from gpumix.profiler.compute import sweep
 from gpumix.profiler.compute.class_measurement import measure_class
-from gpumix.profiler.subject import Workload, WorkloadShape
+from gpumix.profiler.subject import Workload
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.profile.measurements import ClassMeasurement
 from gpumix.schema.profile.profile import ROOT
@@ -59,7 +60,7 @@ def virtual_time() -> Iterator[VirtualClock]:
     clock = VirtualClock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep, "time", SimpleNamespace(perf_counter=clock))
-        patch.setattr(device, "Pacer", partial(Pacer, clock=clock, sleep=clock.sleep))
+        patch.setattr(pacer, "Pacer", partial(Pacer, clock=clock, sleep=clock.sleep))
         yield clock
 
 
@@ -109,7 +110,8 @@ def subject(
         build=model,
         make_batch=make_batch,
         optimizer_of=partial(torch.optim.SGD, lr=0.1),
-        shape=WorkloadShape(sequence_length=ROWS, global_batch=largest),
+        sequence_length=ROWS,
+        global_batch=largest,
         budget_s=budget_s,
         settings=ClassSettings({"one": "fp32"}),
     )

@@ -24,7 +24,7 @@ from gpumix.schema.job.advanced import AdvancedSpec
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import PLAIN, Mode, Stage, Worker
 from gpumix.schema.reading.read import read_job
-from gpumix.train.controller import JobController
+from gpumix.train.controller import GivenPlan, JobController
 from gpumix.train.rank_setup.model import build_model
 from gpumix.train.run_log.summary import Summary
 from helpers.paths import TESTS, USER_CODE
@@ -205,7 +205,9 @@ def train(
     job_file: Path, *overrides: str, plan: Plan | None = None, resume: bool = False
 ) -> Summary:
     """`gpumix train` by `plan`, or by one that is made."""
-    return JobController.of_file(job_file, overrides, debug=False).train(plan, resume=resume)
+    return JobController.of_file(job_file, overrides, debug=False).train(
+        GivenPlan(plan), resume=resume
+    )
 
 
 # -- as a user -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from gpumix.profiler.class_settings import ClassSettings
 from gpumix.profiler.compute import class_measurement
 from gpumix.profiler.compute.class_measurement import measure_class
 from gpumix.profiler.compute.sweep import Sweep
-from gpumix.profiler.subject import Workload, WorkloadShape
+from gpumix.profiler.subject import Workload
 from gpumix.schema.cluster.cluster import DeviceClass
 from helpers.extended import every_third
 from helpers.training.models import ARCHITECTURES, LENGTH
@@ -39,7 +39,8 @@ def test_a_time_above_that_of_more_work_is_lowered_to_it(monkeypatch, part):
         build=lambda: gpumix.build(architecture.factory, seed=0),
         make_batch=lambda n: architecture.batch(n, generator),
         optimizer_of=torch.optim.AdamW,
-        shape=WorkloadShape(sequence_length=LENGTH, global_batch=BATCH),
+        sequence_length=LENGTH,
+        global_batch=BATCH,
         budget_s=20,
         settings=ClassSettings({"cpu": "fp32"}),
     )

@@ -17,10 +17,10 @@ from gpumix.train.elastic.rebalance_memory import with_shares
 from gpumix.train.elastic.rebalancer import (
     FAILED_STEPS,
     WINDOW_STEPS,
-    FixedSplitLimits,
     MovedShares,
     Rebalancer,
     SplitChange,
+    SplitLimits,
 )
 from helpers.runs.jobs import metrics, plan_for, toy, train, write_job
 
@@ -282,7 +282,7 @@ def test_an_idle_device_is_taken_to_be_off_as_the_others_are():
 
 
 def test_steps_that_do_not_count_are_no_evidence():
-    rebalancer = Rebalancer(plan(4, 4), FixedSplitLimits([PLENTY] * 2), steps=100)
+    rebalancer = Rebalancer(plan(4, 4), SplitLimits([PLENTY] * 2), steps=100)
     for _ in range(20):
         assert rebalancer.observe([12.0, 4.0]) is None
         assert rebalancer.observe([12.0, 4.0]) is None
@@ -290,7 +290,7 @@ def test_steps_that_do_not_count_are_no_evidence():
 
 
 def test_of_a_team_the_slowest_counts():
-    rebalancer = Rebalancer(plan(8, 8, tensor=2), FixedSplitLimits([PLENTY] * 2), steps=100)
+    rebalancer = Rebalancer(plan(8, 8, tensor=2), SplitLimits([PLENTY] * 2), steps=100)
     changes = [rebalancer.observe([8.0, 24.0, 8.0, 8.0]) for _ in range(WINDOW_STEPS)]
     assert changes[:-1] == [None] * (WINDOW_STEPS - 1)
     assert changes[-1] is not None
@@ -300,7 +300,7 @@ def test_of_a_team_the_slowest_counts():
 def test_ranks_need_not_have_the_order_of_teams():
     made = plan(8, 8, tensor=2)
     apart = Plan.model_validate(made.model_dump() | {"ranks": ("d0", "d2", "d1", "d3")})
-    rebalancer = Rebalancer(apart, FixedSplitLimits([PLENTY] * 2), steps=100)
+    rebalancer = Rebalancer(apart, SplitLimits([PLENTY] * 2), steps=100)
     changes = [rebalancer.observe([8.0, 8.0, 24.0, 8.0]) for _ in range(WINDOW_STEPS)]
     assert changes[-1] is not None
     assert changes[-1].samples == (4, 12)
@@ -345,7 +345,7 @@ def test_a_move_that_did_not_bring_what_it_should_makes_the_next_change_ask_for_
     ((_, change),) = changes
     assert change.shares is not None and change.samples[3] == 1
     run.rebalancer.go_on(
-        with_shares(plan(*change.samples), change.shares), FixedSplitLimits([PLENTY] * 4)
+        with_shares(plan(*change.samples), change.shares), SplitLimits([PLENTY] * 4)
     )
     if not brought:
         run.sample_s[3] = change.before_s
@@ -383,7 +383,7 @@ def test_what_has_moved_is_gone_on_from():
     run.room.moving_s = 0.0
     ((_, change),) = run.steps(20)
     run.rebalancer.go_on(
-        with_shares(plan(*change.samples), change.shares), FixedSplitLimits([PLENTY] * 4)
+        with_shares(plan(*change.samples), change.shares), SplitLimits([PLENTY] * 4)
     )
     assert run.steps(50) == []
     run.sample_s[3] = 1.0

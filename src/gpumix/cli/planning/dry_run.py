@@ -174,11 +174,7 @@ def _load_profile(job: Job, path: Path, cluster: Cluster) -> Profile | None:
 
 
 def _plan_for(job: Job, path: Path, cluster: Cluster, profile: Profile | None) -> ForeseenPlan:
-    """Return the plan by a profile; without one by an estimate, if there can be one.
-
-    Raises:
-        NoFeasiblePlanError: no plan fits.
-    """
+    """Return the plan by a profile; without one by an estimate, if there can be one."""
     from gpumix.hardware.host.environment import available_host_bytes
     from gpumix.train.console.plan_page import describe_doubt
     from gpumix.train.controller import plan_job

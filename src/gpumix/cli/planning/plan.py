@@ -12,7 +12,6 @@ from gpumix.cli.common import (
     Json,
     Strategy,
     is_cluster_file,
-    make_command,
     print_json,
     print_result,
 )
@@ -31,16 +30,6 @@ if TYPE_CHECKING:
     from gpumix.schema.plan.plan import Plan
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Tell whether a model fits, its speed, and the work and memory of each GPU.\n\n"
-        "With a job, its model is measured first, unless the cache has it.\n\n"
-        'Example: gpumix plan --cluster "2x rtx4090, 4x rtx3090" --model 7B\n\n'
-        "Example: gpumix plan job.yaml --strategy even --output plan.json"
-    )(plan)
-
-
-@make_command
 @add_planning_options
 def plan(
     asked: PlanOptions,
@@ -54,6 +43,13 @@ def plan(
     ] = False,
     as_json: Json = False,
 ) -> None:
+    """Tell whether a model fits, its speed, and the work and memory of each GPU.
+
+    With a job, its model is measured first, unless the cache has it.
+
+    Example: gpumix plan --cluster "2x rtx4090, 4x rtx3090" --model 7B
+    Example: gpumix plan job.yaml --strategy even --output plan.json
+    """
     from gpumix.planner.eight_bit_state import match_profile, plan_with_allowed
     from gpumix.planner.plan import check_strategy
     from gpumix.train.console.terminal import show_waiting

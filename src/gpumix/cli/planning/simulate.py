@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumix.cli.common import Json, Overrides, make_command, print_result
+from gpumix.cli.common import Json, Overrides, print_result
 from gpumix.cli.planning.profile_source import (
     ClusterText,
     ModelText,
@@ -34,18 +34,6 @@ if TYPE_CHECKING:
 MOST_LINES = 12  # of the critical path
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Replay one step of a plan: what binds it, who waits for what, and a trace.\n\n"
-        "Times come from the profile next to the plan, if none "
-        "is given. Open the trace in ui.perfetto.dev.\n\n"
-        "Example: gpumix simulate runs/first/plan.json --trace simulated.json\n\n"
-        "Example: gpumix simulate runs/first/plan.json --picture step.png\n\n"
-        'Example: gpumix simulate plan.json --cluster "4x rtx3090, 2x p40" --model 3B'
-    )(simulate)
-
-
-@make_command
 def simulate(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, a JSON file.")],
     profile: Annotated[
@@ -67,6 +55,15 @@ def simulate(
     overrides: Overrides = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
+    """Replay one step of a plan: what binds it, who waits for what, and a trace.
+
+    Times come from the profile next to the plan, if none is given. Open the trace in
+    ui.perfetto.dev.
+
+    Example: gpumix simulate runs/first/plan.json --trace simulated.json
+    Example: gpumix simulate runs/first/plan.json --picture step.png
+    Example: gpumix simulate plan.json --cluster "4x rtx3090, 2x p40" --model 3B
+    """
     from rich.console import Group
 
     from gpumix.schema.plan.plan import Plan
@@ -126,11 +123,7 @@ def _refuse_other_cards(plan: Plan, cluster: str, network: str | None) -> None:
 
 
 def _get_profile(profile: Path | None, asked: PlanOptions) -> tuple[Profile, str]:
-    """Return the profile given or asked for, and a note on it.
-
-    Raises:
-        InputError: no source of times is given, or several.
-    """
+    """Return the profile given or asked for, and a note on it."""
     from gpumix.schema.profile.profile import Profile
 
     if profile is None:

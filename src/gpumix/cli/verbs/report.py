@@ -7,21 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumix.cli.common import Json, make_command, print_json
+from gpumix.cli.common import Json, print_json
 
 if TYPE_CHECKING:
     from gpumix.report.run import Run
-
-
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Write a run as one page that opens offline: what to do next, how fast, who does "
-        "what, and why. With a second run, write a page that compares both, and print the "
-        "differences.\n\n"
-        "The run may be running, ended, failed, or only planned; its files are not changed.\n\n"
-        "Example: gpumix report runs/first --open\n\n"
-        "Example: gpumix report runs/first runs/second"
-    )(report)
 
 
 RunFolder = Annotated[
@@ -30,7 +19,6 @@ RunFolder = Annotated[
 ]
 
 
-@make_command
 def report(
     run: RunFolder,
     other: Annotated[
@@ -45,6 +33,14 @@ def report(
     ] = False,
     as_json: Json = False,
 ) -> None:
+    """Write a run as one page that opens offline: what to do next, how fast, who does what, and
+    why. With a second run, write a page that compares both, and print the differences.
+
+    The run may be running, ended, failed, or only planned; its files are not changed.
+
+    Example: gpumix report runs/first --open
+    Example: gpumix report runs/first runs/second
+    """
     from gpumix.report.run import read_run
     from gpumix.train.console.terminal import get_stderr_console
 

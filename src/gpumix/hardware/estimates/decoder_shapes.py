@@ -534,11 +534,7 @@ def _check_heads(heads: int, kv_heads: int) -> None:
 
 
 def _points(found: Iterable[tuple[float, float]]) -> Curve:
-    """Build a curve of bytes by samples, without points beyond the memory of any device.
-
-    Raises:
-        InputError: a single sample exceeds the limit.
-    """
+    """Build a curve of bytes by samples, without points beyond the memory of any device."""
     points = list(found)
     kept = [(size, value) for size, value in points if value <= LARGEST]
     if not kept:
@@ -548,11 +544,7 @@ def _points(found: Iterable[tuple[float, float]]) -> Curve:
 
 
 def _line(per_sample: float, start: float = 0.0) -> Curve:
-    """Build a line of bytes by samples: `start` plus `per_sample` each.
-
-    Raises:
-        InputError: a single sample exceeds the memory of any device.
-    """
+    """Build a line of bytes by samples: `start` plus `per_sample` each."""
     most = (LARGEST - start) / per_sample if per_sample > 0 else MOST_SAMPLES
     if most < 1:
         raise _too_large(start + per_sample)
