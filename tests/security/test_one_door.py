@@ -147,7 +147,7 @@ def test_what_has_another_meaning_is_none():
 
 
 def test_one_module_makes_consoles_and_one_reads_orders_for_them():
-    """Whoever prints uses `train.run_log.terminal`: it lets printable text through."""
+    """Whoever prints uses `train.console.terminal`: it lets printable text through."""
     makes = {
         str(file.relative_to(PACKAGE))
         for file in PACKAGE.rglob("*.py")

@@ -102,7 +102,7 @@ def _without_ranks(launched: list[str]) -> Iterator[None]:
 
 
 def _open(task: Any) -> None:
-    """Data and model of a job, with errors told as `train.worker.context.join_run` does."""
+    """Data and model of a job, with errors told as `train.rank_setup.context.join_run` does."""
     from gpumix.data.sources.open_data import open_data
     from gpumix.hardware.host.environment import cache_folder
     from gpumix.train.checks.job_contents import build_checked_model
