@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpumix.engine.rehearsal.samples import all_gather_values
-from gpumix.engine.traceless_steps import TrialSteps
+from gpumix.engine.trial_steps import TrialSteps
 
 PARTS, COLUMNS = 16, 61  # number of sums compared of a gradient
 MIN_PART_ELEMENTS = 4096  # least number of elements in a part
