@@ -101,7 +101,7 @@ class FastestPlans:
         if space.min_pipeline_stages == 1:
             _ = self.alone  # an invalid request raises here already
             best.try_search(self._search_one_stage)
-            if not self._lacks_room and len(self.profile.cluster.devices) <= FEW_DEVICES:
+            if best.plan is not None and len(self.profile.cluster.devices) <= FEW_DEVICES:
                 best.try_search(partial(self._search_more_waves, best.step_s))
         if space.max_pipeline_stages != 1:
             best.try_search(self._search_staged)
