@@ -80,10 +80,10 @@ def plan_faster_in_waves(
     profile: Profile,
     request: PlanRequest,
     search_wave: Callable[[Profile, PlanRequest, float], Searched],
-    below_s: float,
+    than: Plan,
 ) -> Searched:
-    """Return the fastest plan in several waves, None if none takes less than `below_s`; and a lower
-    bound of those tried.
+    """Return the fastest plan in several waves, None if none is faster than the plan `than`; and a
+    lower bound of those tried.
 
     Args:
         search_wave: searches a plan of one wave, as of a smaller batch, below a number of seconds.
@@ -91,12 +91,13 @@ def plan_faster_in_waves(
     space = request.space.of_one_wave()
     if space is None:
         return None, float("inf")
+    below_s = get_prediction(than).step_s
     waves = _FasterWaves(profile, request.model_copy(update={"space": space}), below_s)
     for number in FASTER_NUMBERS:
         waves.try_number(number, space.zero_stages, search_wave)
-    if waves.best is not None:
-        for number in _list_numbers_about(waves.number):
-            waves.try_number(number, (waves.best.zero_stage,), search_wave)
+    best = waves.best or than
+    for number in _list_numbers_about(waves.number or than.waves) if best.waves > 1 else ():
+        waves.try_number(number, (best.zero_stage,), search_wave)
     return waves.best, waves.bound_s
 
 
