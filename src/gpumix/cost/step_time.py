@@ -130,17 +130,6 @@ def exposed_wave_seconds(links: CollectiveSeconds) -> float:
     return links.gather_s[BEFORE] + ends
 
 
-def compute_idle_pass_seconds(links: CollectiveSeconds) -> tuple[float, float]:
-    """Return the seconds of both passes of a rank without samples: it waits for collectives."""
-    forward = links.gather_s[links.buckets.kind(0)]
-    for overlap, count in links.buckets.forward_counts:
-        forward += count * links.gather_s.get(overlap.gathered, 0.0)
-    backward = 0.0
-    for overlap, count in links.buckets.backward_counts:
-        backward += count * _sum_backward_collectives(links, overlap)
-    return forward, backward
-
-
 def _sum_backward_collectives(links: CollectiveSeconds, overlap: OverlappedRun) -> float:
     return links.backward_s(overlap.gathered, overlap.reduced)
 

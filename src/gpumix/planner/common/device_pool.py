@@ -80,8 +80,12 @@ class Fleet:
     def only(self, on_host: OnHosts) -> Fleet:
         """Keep as many devices of each class on each host as `on_host` says, the first by id."""
         kept: dict[str, tuple[Device, ...]] = {}
+        of_class: dict[str, dict[str, int]] = {name: {} for name in self.classes}
+        for host, counts in on_host.items():
+            for name, count in counts.items():
+                of_class[name][host] = count
         for name, devices in self.classes.items():
-            left = {host: counts[name] for host, counts in on_host.items() if counts.get(name)}
+            left = of_class[name]
             if sum(left.values()) == len(devices):
                 kept[name] = devices
             elif left:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 
 import numpy as np
 
+from gpumix.cost.identity import ByIdentity
 from gpumix.cost.layout.curves import FloatArray
 from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.cost.network.buckets import BucketGrouping
@@ -25,7 +26,6 @@ from gpumix.cost.network.link_times import Operation, select_collective_forms
 from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes
 from gpumix.cost.step_time import (
     can_keep_state_on_host,
-    compute_idle_pass_seconds,
     optimizer_seconds,
 )
 from gpumix.planner.common.device_pool import Fleet, Pool
@@ -79,11 +79,6 @@ class ShardingSetting:
     def pools(self) -> tuple[Pool, ...]:
         """The pools of each kind."""
         return self.fleet.by_host if self.sharding == "host" else self.fleet.whole
-
-    @cached_property
-    def idle_pass_s(self) -> tuple[float, float]:
-        """Seconds of both passes of a device without samples; no device takes less."""
-        return compute_idle_pass_seconds(self.links)
 
     @property
     def equal_shares(self) -> bool:
@@ -227,7 +222,15 @@ def make_setting(
 def relax_collectives(settings: Sequence[ShardingSetting]) -> ShardingSetting:
     """Return a setting in which no plan takes longer, or more memory, than in any of `settings`,
     which differ in their collectives only: with the fastest of all, and the widest cut."""
-    one, every = settings[0], [setting.links for setting in settings]
+    memory = _relax_memory(tuple(ByIdentity(setting.memory) for setting in settings))
+    cap = max(setting.cap for setting in settings)
+    return replace(settings[0], cap=cap, links=memory.links, memory=memory)
+
+
+@lru_cache(maxsize=64)  # settings with state on the hosts of other classes have the same
+def _relax_memory(settings: tuple[ByIdentity[MemoryModel], ...]) -> MemoryModel:
+    """Return the memory, and the links, of `relax_collectives`."""
+    one, every = settings[0].value, [of.value.links for of in settings]
 
     def fastest(of: Callable[[CollectiveSeconds], Mapping[str, float]]) -> dict[str, float]:
         return {name: min(of(links)[name] for links in every) for name in of(every[0])}
@@ -241,8 +244,7 @@ def relax_collectives(settings: Sequence[ShardingSetting]) -> ShardingSetting:
         padding_bytes=0,
         copied_rows=min(links.copied_rows for links in every),
     )
-    memory = replace(one.memory, links=links)
-    return replace(one, cap=max(s.cap for s in settings), links=links, memory=memory)
+    return replace(one, links=links)
 
 
 def _setting(

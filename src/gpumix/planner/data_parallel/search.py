@@ -202,31 +202,35 @@ class _FleetSearch:
         searches = self._make_searches(fleet, space)
         first, self._places = self._places, self._places + len(searches)
         least = [search.least_s for search in searches]
-        alike = _group_alike(searches)
         for number in sorted(range(len(searches)), key=lambda n: (least[n], n)):
             place, below_s = first + number, self._step_s * (1.0 + TOLERANCE)
             if least[number] == float("inf") or least[number] > below_s:
                 break
-            if alike[number].is_slower(below_s):
+            search = searches[number]
+            if search.alike.is_slower(below_s):
                 continue
             # Of equally fast settings the earliest is kept, whichever rounding puts first.
-            found = searches[number].solve(below_s if place < self._place else self._step_s)
+            found = search.solve(below_s if place < self._place else self._step_s)
             if found is not None:
                 self.bound_s = min(self.bound_s, found.bound_s)
                 self._take(found, place)
 
     def _make_searches(self, fleet: Fleet, space: Space) -> list[_Search]:
         """Return the searches of a fleet's settings, and remember the speeds of its classes."""
-        searches = [
-            _Search(setting, self._paces, self._feasibility)
-            for setting in iterate_settings(fleet, space)
-        ]
+        alike: dict[object, _AlikeSearches] = {}
+        searches = []
+        for one in iterate_settings(fleet, space):
+            key = one.zero_stage, one.sharding, one.on_host, one.parameters_on
+            if key not in alike:
+                alike[key] = _AlikeSearches(one, self._paces, self._feasibility)
+            searches.append(alike[key].add(one))
         if not self._speeds.keys() >= fleet.classes.keys():
-            self._speeds |= _speeds(searches)
-            for one in searches:
-                for name in filter(one.setting.modes.get, one.setting.classes):
-                    key = one.setting.zero_stage, one.setting.state_on(name)
-                    self._kinds.setdefault(name, {}).setdefault(key, one.setting)
+            settings = [of_kind.first for of_kind in alike.values()]
+            self._speeds |= _speeds(settings, self._paces)
+            for one in settings:
+                for name in filter(one.modes.get, one.classes):
+                    kind = one.zero_stage, one.state_on(name)
+                    self._kinds.setdefault(name, {}).setdefault(kind, one)
         return searches
 
     @property
@@ -255,23 +259,20 @@ def _narrow(space: Space, solution: Solution | None) -> Space:
 class _Search:
     """The search for the fastest choice in a setting."""
 
-    def __init__(
-        self, setting: ShardingSetting, paces: TimeBounds, feasibility: FeasibilityTest
-    ) -> None:
+    def __init__(self, setting: ShardingSetting, alike: _AlikeSearches) -> None:
         self.setting = setting
-        self.batch = paces.batch
-        self.paces = paces
-        self.feasibility = feasibility
+        self.alike = alike
+        self.paces, self.feasibility = alike.paces, alike.feasibility
+        self.batch = self.paces.batch
         self._most_s = float("inf")  # of a worthwhile choice
         self.gap = EXACT_GAP if setting.fleet.size <= FEW_DEVICES else LARGE_GAP
 
     @cached_property
     def least_s(self) -> float:
         """A lower bound of the step in this setting; infinite if a class can do nothing."""
-        setting = self.setting
-        if any(not setting.modes[name] for name in setting.classes):
+        if self.alike.lacks_modes:
             return float("inf")
-        return self._fixed_s + self.paces.least_seconds(setting) + self._least_update_s()
+        return self._fixed_s + self._least_passes_s + self.alike.least_update_s
 
     def solve(self, below_s: float) -> Solution | None:
         """Return the fastest choice; None if none fits, or all take longer than `below_s`."""
@@ -285,27 +286,12 @@ class _Search:
     @cached_property
     def _fixed_s(self) -> float:
         setting = self.setting
-        return exposed_seconds(setting.profile, setting.links) + self._fixed_update_s()
+        return exposed_seconds(setting.profile, setting.links) + self.alike.fixed_update_s
 
-    def _fixed_update_s(self) -> float:
-        """Return the seconds of the update without sharding: every device updates everything."""
-        if self.setting.zero_stage > 0:
-            return 0.0
-        return max(self.paces.update_s(self.setting, name) for name in self.setting.classes)
-
-    def _least_update_s(self) -> float:
-        """Return the least update: a pool's devices update at once, and the slowest pool counts."""
-        setting = self.setting
-        if setting.zero_stage == 0:
-            return 0.0
-        longest = 0.0
-        for pool in setting.pools:
-            needed = [
-                (len(there[0]), self.paces.update_s(setting, name)) for name, there in pool.classes
-            ]
-            if all(update_s > 0 for _, update_s in needed):
-                longest = max(longest, 1.0 / sum(n / update_s for n, update_s in needed))
-        return longest
+    @property
+    def _least_passes_s(self) -> float:
+        """A lower bound of the passes: all devices at their best, or collectives alone."""
+        return max(sum(self.setting.links.idle_pass_s), self.batch / self.alike.samples_per_s)
 
     def _search_by_limits(self, within_s: float) -> PoolChoice | None:
         """Return the fastest choice with passes of at most `within_s`.
@@ -319,7 +305,7 @@ class _Search:
         every, self._most_s = self._every(largest), within_s
         if within_s < float("inf") and self._cells(within_s) <= FEW_CELLS:
             return self._among(every, within_s)
-        least = self.paces.least_seconds(self.setting)
+        least = self._least_passes_s
         limits = [least * factor for factor in TIME_LIMIT_FACTORS if 0 < least * factor < within_s]
         limits.append(within_s)
         for limit in limits:
@@ -412,40 +398,65 @@ PoolChoice = tuple[tuple[PoolOptions, ...], SampleLimits]
 
 
 class _AlikeSearches:
-    """Searches of settings that differ in the form of their collectives only, and a bound of all:
-    the search of a setting with the fastest collectives and the widest cut of any."""
+    """Searches of settings that differ in the form of their collectives only, with what these
+    share, and a bound of all: the search of a setting with the fastest collectives and the widest
+    cut of any."""
 
-    def __init__(self, searches: Sequence[_Search]) -> None:
-        self._searches = searches
+    def __init__(
+        self, setting: ShardingSetting, paces: TimeBounds, feasibility: FeasibilityTest
+    ) -> None:
+        self.first = setting
+        self.paces = paces
+        self.feasibility = feasibility
+        self._searches: list[_Search] = []
         self._bound_s = 0.0
+
+    def add(self, setting: ShardingSetting) -> _Search:
+        """Return the search of a further setting."""
+        self._searches.append(_Search(setting, self))
+        return self._searches[-1]
 
     def is_slower(self, than_s: float) -> bool:
         """Return True if all settings are proven to take longer."""
         if len(self._searches) == 1 or than_s == float("inf"):
             return False
         if not self._bound_s:
-            found = self._relaxed.solve(than_s)
+            relaxed = relax_collectives([search.setting for search in self._searches])
+            found = _Search(relaxed, self).solve(than_s)
             self._bound_s = float("inf") if found is None else found.bound_s
         return self._bound_s > than_s
 
-    @property
-    def _relaxed(self) -> _Search:
-        one = self._searches[0]
-        setting = relax_collectives([search.setting for search in self._searches])
-        return _Search(setting, one.paces, one.feasibility)
+    @cached_property
+    def lacks_modes(self) -> bool:
+        """True if a class can do nothing."""
+        return not all(self.first.modes[name] for name in self.first.classes)
 
+    @cached_property
+    def samples_per_s(self) -> float:
+        """The most samples a second of all devices."""
+        return self.paces.samples_per_s(self.first)
 
-def _group_alike(searches: Sequence[_Search]) -> list[_AlikeSearches]:
-    """Return the group of each search."""
-    groups: dict[object, list[_Search]] = {}
-    keys = [
-        (s.setting.zero_stage, s.setting.sharding, s.setting.on_host, s.setting.parameters_on)
-        for s in searches
-    ]
-    for key, search in zip(keys, searches):
-        groups.setdefault(key, []).append(search)
-    made = {key: _AlikeSearches(some) for key, some in groups.items()}
-    return [made[key] for key in keys]
+    @cached_property
+    def fixed_update_s(self) -> float:
+        """Seconds of the update without sharding: every device updates everything."""
+        if self.first.zero_stage > 0:
+            return 0.0
+        return max(self.paces.update_s(self.first, name) for name in self.first.classes)
+
+    @cached_property
+    def least_update_s(self) -> float:
+        """The least update: a pool's devices update at once, and the slowest pool counts."""
+        if self.first.zero_stage == 0:
+            return 0.0
+        longest = 0.0
+        for pool in self.first.pools:
+            needed = [
+                (len(there[0]), self.paces.update_s(self.first, name))
+                for name, there in pool.classes
+            ]
+            if all(update_s > 0 for _, update_s in needed):
+                longest = max(longest, 1.0 / sum(n / update_s for n, update_s in needed))
+        return longest
 
 
 def _list_few_sizes(largest: int) -> IntArray:
@@ -453,17 +464,13 @@ def _list_few_sizes(largest: int) -> IntArray:
     return np.unique(np.geomspace(1, largest, FEW_SIZES).astype(np.int64))
 
 
-def _speeds(searches: Sequence[_Search]) -> dict[str, float]:
+def _speeds(settings: Sequence[ShardingSetting], paces: TimeBounds) -> dict[str, float]:
     """Return the most samples a second of a device of each class, in any of the settings."""
     speeds: dict[str, float] = {}
-    for search in searches:
-        for name in search.setting.classes:
-            if search.setting.modes[name]:
-                per_sample = search.paces.seconds_per_sample(search.setting, name)
-                speed = 1.0 / per_sample if per_sample > 0 else float("inf")
-                speeds[name] = max(speeds.get(name, 0.0), speed)
-            else:
-                speeds.setdefault(name, 0.0)
+    for setting in settings:
+        for name in setting.classes:
+            speed = paces.speed(setting, name) if setting.modes[name] else 0.0
+            speeds[name] = max(speeds.get(name, 0.0), speed)
     return speeds
 
 
