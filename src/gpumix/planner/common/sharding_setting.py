@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import numpy as np
 
@@ -48,7 +48,8 @@ class ShardingSetting:
 
     `cap` is the largest share of a device, times the devices of its pool: 1 for equal shares with
     native collectives, infinite if each owner sends its own. `modes` has the measured modes of each
-    class. Classes in `on_host` keep their state on the host.
+    class. Classes in `on_host` keep their state on the host; in a relaxation, classes in
+    `on_either` have the room of both places, and the update time of the faster.
     """
 
     fleet: Fleet
@@ -61,6 +62,7 @@ class ShardingSetting:
     memory: MemoryModel
     modes: Mapping[str, tuple[Mode, ...]]
     on_host: frozenset[str] = frozenset()
+    on_either: frozenset[str] = frozenset()
 
     @property
     def profile(self) -> Profile:
@@ -92,9 +94,10 @@ class ShardingSetting:
     def room(self, name: str, held: Activations) -> FloatArray:
         """Return the largest share with room on a device of class `name` next to each choice; -1 if
         the device or its host has no room at all."""
-        demands = self.memory.demands(held, state_on=self.state_on(name))
         host_bytes = find_room_on_host(self.profile, name)
-        capacity = demands.capacity(free_bytes(self.profile, name), host_bytes)
+        every = (self.memory.demands(held, state_on=place) for place in self.places(name))
+        rooms = (one.capacity(free_bytes(self.profile, name), host_bytes) for one in every)
+        capacity = reduce(np.maximum, rooms)
         if self.zero_stage == 0:  # the state is undivided: any room is for all of it
             capacity = np.where(capacity >= 0, 1.0, -1.0)
         return capacity
@@ -106,18 +109,28 @@ class ShardingSetting:
 
     def state_on(self, name: str) -> Place:
         """Return the place where devices of class `name` keep state."""
-        return "host" if name in self.on_host else "device"
+        (place,) = self.places(name)
+        return place
+
+    def places(self, name: str) -> tuple[Place, ...]:
+        """Return the places where devices of class `name` may keep state."""
+        if name in self.on_either:
+            return ("device", "host")
+        return ("host",) if name in self.on_host else ("device",)
 
     def update_s(self, name: str) -> float:
         """Return seconds for a device of class `name` to update the whole model."""
         gathered = self.links.communication_dtype or self.profile.model_of(name).compute_dtype
-        return optimizer_seconds(
-            self.profile,
-            name,
-            self.zero_stage,
-            self.state_on(name),
-            gathered=gathered,
-            parameters_on=self.parameters_on,
+        return min(
+            optimizer_seconds(
+                self.profile,
+                name,
+                self.zero_stage,
+                place,
+                gathered=gathered,
+                parameters_on=self.parameters_on,
+            )
+            for place in self.places(name)
         )
 
 
@@ -219,17 +232,25 @@ def make_setting(
     return _setting(fleet, layout, cap, fleet.measured(modes))
 
 
-def relax_collectives(settings: Sequence[ShardingSetting]) -> ShardingSetting:
+def relax_settings(settings: Sequence[ShardingSetting]) -> ShardingSetting:
     """Return a setting in which no plan takes longer, or more memory, than in any of `settings`,
-    which differ in their collectives only: with the fastest of all, and the widest cut."""
-    memory = _relax_memory(tuple(ByIdentity(setting.memory) for setting in settings))
-    cap = max(setting.cap for setting in settings)
-    return replace(settings[0], cap=cap, links=memory.links, memory=memory)
+    which differ in their collectives and in the places of state only: with the fastest of all, the
+    widest cut, and any of the places."""
+    memory = _relax_memory(tuple({ByIdentity(setting.memory): None for setting in settings}))
+    always = frozenset.intersection(*(setting.on_host for setting in settings))
+    return replace(
+        settings[0],
+        cap=max(setting.cap for setting in settings),
+        links=memory.links,
+        memory=memory,
+        on_host=always,
+        on_either=frozenset.union(*(setting.on_host for setting in settings)) - always,
+    )
 
 
 @lru_cache(maxsize=64)  # settings with state on the hosts of other classes have the same
 def _relax_memory(settings: tuple[ByIdentity[MemoryModel], ...]) -> MemoryModel:
-    """Return the memory, and the links, of `relax_collectives`."""
+    """Return the memory, and the links, of `relax_settings`."""
     one, every = settings[0].value, [of.value.links for of in settings]
 
     def fastest(of: Callable[[CollectiveSeconds], Mapping[str, float]]) -> dict[str, float]:

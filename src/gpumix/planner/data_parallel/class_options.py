@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from math import ceil, floor
 
 import numpy as np
@@ -378,8 +378,8 @@ class TimeBounds:
         self._free = make_free_collectives(build_buckets(profile.model, ONE_UNIT_PER_BUCKET))
         self._stateless: dict[ZeroStage, MemoryModel] = {}
         self._alone: dict[tuple[int, int, Mode], tuple[IntArray, Activations]] = {}
-        self._paces: dict[tuple[str, ZeroStage, Place], _ClassTimeBound] = {}
-        self._least: dict[tuple[str, ZeroStage, Place], _LeastPassSeconds] = {}
+        self._paces: dict[tuple[str, ZeroStage, tuple[Place, ...]], _ClassTimeBound] = {}
+        self._least: dict[tuple[str, ZeroStage, tuple[Place, ...]], _LeastPassSeconds] = {}
         # By class, mode and largest micro-batch.
         self._rates: dict[tuple[str, Mode, int], float] = {}
         self._passes: dict[tuple[str, Mode, int], FloatArray] = {}
@@ -406,7 +406,7 @@ class TimeBounds:
         key = (
             name,
             setting.zero_stage,
-            setting.state_on(name),
+            setting.places(name),
             setting.parameters_on,
             setting.links.communication_dtype,
         )
@@ -465,7 +465,7 @@ class TimeBounds:
         return 1.0 / per_sample_s if per_sample_s > 0 else float("inf")
 
     def _pace(self, setting: ShardingSetting, name: str) -> _ClassTimeBound:
-        key = (name, setting.zero_stage, setting.state_on(name))
+        key = (name, setting.zero_stage, setting.places(name))
         if key not in self._paces:
             limits = {mode: self._largest(setting, name, mode) for mode in setting.modes[name]}
             per_sample = (self._per_sample_s(setting, name, m, n) for m, n in limits.items())
@@ -482,7 +482,7 @@ class TimeBounds:
         return self._rates[key]
 
     def _least_of(self, setting: ShardingSetting, name: str) -> _LeastPassSeconds:
-        key = (name, setting.zero_stage, setting.state_on(name))
+        key = (name, setting.zero_stage, setting.places(name))
         if key not in self._least:
             self._least[key] = self._measure(setting, name)
         return self._least[key]
@@ -525,8 +525,10 @@ class TimeBounds:
         zero_stage = setting.zero_stage
         if zero_stage not in self._stateless:
             self._stateless[zero_stage] = MemoryModel(setting.profile, self._free, 1, zero_stage)
-        demands = self._stateless[zero_stage].demands(held, state_on=setting.state_on(name))
-        return np.asarray(demands.fixed_bytes <= free_bytes(setting.profile, name))
+        stateless, free = self._stateless[zero_stage], free_bytes(setting.profile, name)
+        places = setting.places(name)
+        least = (stateless.demands(held, state_on=place).fixed_bytes for place in places)
+        return np.asarray(reduce(np.minimum, least) <= free)
 
 
 def _remove_offload(mode: Mode) -> Mode:

@@ -27,7 +27,7 @@ from gpumix.planner.common.device_pool import (
 from gpumix.planner.common.sharding_setting import (
     ShardingSetting,
     iterate_settings,
-    relax_collectives,
+    relax_settings,
 )
 from gpumix.planner.common.strategy import PlanRequest, build_plan, get_prediction, ranked_devices
 from gpumix.planner.data_parallel.balance import assign_parts
@@ -202,30 +202,30 @@ class _FleetSearch:
         searches = self._make_searches(fleet, space)
         first, self._places = self._places, self._places + len(searches)
         least = [search.least_s for search in searches]
+        relaxations = _relax(searches)
         for number in sorted(range(len(searches)), key=lambda n: (least[n], n)):
             place, below_s = first + number, self._step_s * (1.0 + TOLERANCE)
             if least[number] == float("inf") or least[number] > below_s:
                 break
-            search = searches[number]
-            if search.alike.is_slower(below_s):
+            if any(one.is_slower(below_s) for one in relaxations[number]):
                 continue
             # Of equally fast settings the earliest is kept, whichever rounding puts first.
-            found = search.solve(below_s if place < self._place else self._step_s)
+            found = searches[number].solve(below_s if place < self._place else self._step_s)
             if found is not None:
                 self.bound_s = min(self.bound_s, found.bound_s)
                 self._take(found, place)
 
     def _make_searches(self, fleet: Fleet, space: Space) -> list[_Search]:
         """Return the searches of a fleet's settings, and remember the speeds of its classes."""
-        alike: dict[object, _AlikeSearches] = {}
+        shared: dict[object, _SharedBounds] = {}
         searches = []
         for one in iterate_settings(fleet, space):
             key = one.zero_stage, one.sharding, one.on_host, one.parameters_on
-            if key not in alike:
-                alike[key] = _AlikeSearches(one, self._paces, self._feasibility)
-            searches.append(alike[key].add(one))
+            if key not in shared:
+                shared[key] = _SharedBounds(one, self._paces)
+            searches.append(_Search(one, shared[key], self._feasibility))
         if not self._speeds.keys() >= fleet.classes.keys():
-            settings = [of_kind.first for of_kind in alike.values()]
+            settings = [bounds.setting for bounds in shared.values()]
             self._speeds |= _speeds(settings, self._paces)
             for one in settings:
                 for name in filter(one.modes.get, one.classes):
@@ -259,20 +259,23 @@ def _narrow(space: Space, solution: Solution | None) -> Space:
 class _Search:
     """The search for the fastest choice in a setting."""
 
-    def __init__(self, setting: ShardingSetting, alike: _AlikeSearches) -> None:
+    def __init__(
+        self, setting: ShardingSetting, shared: _SharedBounds, feasibility: FeasibilityTest
+    ) -> None:
         self.setting = setting
-        self.alike = alike
-        self.paces, self.feasibility = alike.paces, alike.feasibility
+        self.shared = shared
+        self.paces = shared.paces
         self.batch = self.paces.batch
+        self.feasibility = feasibility
         self._most_s = float("inf")  # of a worthwhile choice
         self.gap = EXACT_GAP if setting.fleet.size <= FEW_DEVICES else LARGE_GAP
 
     @cached_property
     def least_s(self) -> float:
         """A lower bound of the step in this setting; infinite if a class can do nothing."""
-        if self.alike.lacks_modes:
+        if self.shared.lacks_modes:
             return float("inf")
-        return self._fixed_s + self._least_passes_s + self.alike.least_update_s
+        return self._fixed_s + self._least_passes_s + self.shared.least_update_s
 
     def solve(self, below_s: float) -> Solution | None:
         """Return the fastest choice; None if none fits, or all take longer than `below_s`."""
@@ -286,12 +289,12 @@ class _Search:
     @cached_property
     def _fixed_s(self) -> float:
         setting = self.setting
-        return exposed_seconds(setting.profile, setting.links) + self.alike.fixed_update_s
+        return exposed_seconds(setting.profile, setting.links) + self.shared.fixed_update_s
 
     @property
     def _least_passes_s(self) -> float:
         """A lower bound of the passes: all devices at their best, or collectives alone."""
-        return max(sum(self.setting.links.idle_pass_s), self.batch / self.alike.samples_per_s)
+        return max(sum(self.setting.links.idle_pass_s), self.batch / self.shared.samples_per_s)
 
     def _search_by_limits(self, within_s: float) -> PoolChoice | None:
         """Return the fastest choice with passes of at most `within_s`.
@@ -397,66 +400,88 @@ class _Search:
 PoolChoice = tuple[tuple[PoolOptions, ...], SampleLimits]
 
 
-class _AlikeSearches:
-    """Searches of settings that differ in the form of their collectives only, with what these
-    share, and a bound of all: the search of a setting with the fastest collectives and the widest
-    cut of any."""
+class _SharedBounds:
+    """Bounds that settings share which differ in the form of their collectives only."""
 
-    def __init__(
-        self, setting: ShardingSetting, paces: TimeBounds, feasibility: FeasibilityTest
-    ) -> None:
-        self.first = setting
+    def __init__(self, setting: ShardingSetting, paces: TimeBounds) -> None:
+        self.setting = setting
         self.paces = paces
-        self.feasibility = feasibility
-        self._searches: list[_Search] = []
-        self._bound_s = 0.0
-
-    def add(self, setting: ShardingSetting) -> _Search:
-        """Return the search of a further setting."""
-        self._searches.append(_Search(setting, self))
-        return self._searches[-1]
-
-    def is_slower(self, than_s: float) -> bool:
-        """Return True if all settings are proven to take longer."""
-        if len(self._searches) == 1 or than_s == float("inf"):
-            return False
-        if not self._bound_s:
-            relaxed = relax_collectives([search.setting for search in self._searches])
-            found = _Search(relaxed, self).solve(than_s)
-            self._bound_s = float("inf") if found is None else found.bound_s
-        return self._bound_s > than_s
 
     @cached_property
     def lacks_modes(self) -> bool:
         """True if a class can do nothing."""
-        return not all(self.first.modes[name] for name in self.first.classes)
+        return not all(self.setting.modes[name] for name in self.setting.classes)
 
     @cached_property
     def samples_per_s(self) -> float:
         """The most samples a second of all devices."""
-        return self.paces.samples_per_s(self.first)
+        return self.paces.samples_per_s(self.setting)
 
     @cached_property
     def fixed_update_s(self) -> float:
         """Seconds of the update without sharding: every device updates everything."""
-        if self.first.zero_stage > 0:
+        if self.setting.zero_stage > 0:
             return 0.0
-        return max(self.paces.update_s(self.first, name) for name in self.first.classes)
+        return max(self.paces.update_s(self.setting, name) for name in self.setting.classes)
 
     @cached_property
     def least_update_s(self) -> float:
         """The least update: a pool's devices update at once, and the slowest pool counts."""
-        if self.first.zero_stage == 0:
+        if self.setting.zero_stage == 0:
             return 0.0
         longest = 0.0
-        for pool in self.first.pools:
+        for pool in self.setting.pools:
             needed = [
-                (len(there[0]), self.paces.update_s(self.first, name))
+                (len(there[0]), self.paces.update_s(self.setting, name))
                 for name, there in pool.classes
             ]
             if all(update_s > 0 for _, update_s in needed):
                 longest = max(longest, 1.0 / sum(n / update_s for n, update_s in needed))
         return longest
+
+
+class _Relaxation:
+    """A bound of several searches: the search of a setting in which no plan takes longer."""
+
+    def __init__(self, searches: Sequence[_Search]) -> None:
+        self._searches = searches
+        self._bound_s = 0.0
+
+    def is_slower(self, than_s: float) -> bool:
+        """Return True if all settings are proven to take longer."""
+        if than_s == float("inf"):
+            return False
+        if not self._bound_s:
+            one = self._searches[0]
+            relaxed = relax_settings([search.setting for search in self._searches])
+            bounds = _SharedBounds(relaxed, one.paces)
+            found = _Search(relaxed, bounds, one.feasibility).solve(than_s)
+            self._bound_s = float("inf") if found is None else found.bound_s
+        return self._bound_s > than_s
+
+
+def _relax(searches: Sequence[_Search]) -> list[list[_Relaxation]]:
+    """Return the relaxations of each search: of all with its ZeRO stage and sharding; then of those
+    with the same places of state, or with the same collectives, whichever are fewer."""
+    kinds: dict[object, list[int]] = {}
+    for number, search in enumerate(searches):
+        one = search.setting
+        key = one.zero_stage, one.sharding, one.parameters_on
+        kinds.setdefault(key, []).append(number)
+    found: list[list[_Relaxation]] = [[] for _ in searches]
+    for alike in kinds.values():
+        by_place: dict[object, list[int]] = {}
+        by_form: dict[object, list[int]] = {}
+        for number in alike:
+            one = searches[number].setting
+            by_place.setdefault(one.on_host, []).append(number)
+            by_form.setdefault((one.cap, one.collectives), []).append(number)
+        for group in (alike, *min(by_place, by_form, key=len).values()):
+            if len(group) > 1 and (group is alike or len(group) < len(alike)):
+                relaxation = _Relaxation([searches[number] for number in group])
+                for number in group:
+                    found[number].append(relaxation)
+    return found
 
 
 def _list_few_sizes(largest: int) -> IntArray:
