@@ -134,13 +134,23 @@ class ShardingSetting:
         )
 
 
-def iterate_settings(fleet: Fleet, space: Space) -> Iterator[ShardingSetting]:
+def iterate_settings(
+    fleet: Fleet, space: Space, is_worthwhile: Callable[[ShardingSetting], bool] | None = None
+) -> Iterator[ShardingSetting]:
     """Yield all settings of a space, first by least state on hosts, then by least memory; at last
-    those with all parameters on hosts."""
+    those with all parameters on hosts.
+
+    Args:
+        is_worthwhile: asked of each setting with state in any of the places, before the settings
+            of each place are made.
+    """
     places = space.parameters_on or ("device",)
     if "device" in places:
         on_devices = list(_iterate_device_settings(fleet, space))
-        for on_host in iterate_offloaded_classes(fleet, space):
+        every = list(iterate_offloaded_classes(fleet, space))
+        if is_worthwhile and every:
+            on_devices = [one for one in on_devices if is_worthwhile(_relax_places(one, every))]
+        for on_host in every:
             yield from (replace(setting, on_host=on_host) for setting in on_devices)
     if "host" in places and can_keep_parameters_on_hosts(fleet, space):
         yield make_setting_on_hosts(fleet, space)
@@ -237,15 +247,15 @@ def relax_settings(settings: Sequence[ShardingSetting]) -> ShardingSetting:
     which differ in their collectives and in the places of state only: with the fastest of all, the
     widest cut, and any of the places."""
     memory = _relax_memory(tuple({ByIdentity(setting.memory): None for setting in settings}))
-    always = frozenset.intersection(*(setting.on_host for setting in settings))
-    return replace(
-        settings[0],
-        cap=max(setting.cap for setting in settings),
-        links=memory.links,
-        memory=memory,
-        on_host=always,
-        on_either=frozenset.union(*(setting.on_host for setting in settings)) - always,
-    )
+    cap = max(setting.cap for setting in settings)
+    relaxed = replace(settings[0], cap=cap, links=memory.links, memory=memory)
+    return _relax_places(relaxed, [setting.on_host for setting in settings])
+
+
+def _relax_places(setting: ShardingSetting, every: Sequence[frozenset[str]]) -> ShardingSetting:
+    """Return a setting in which no plan takes longer than with any set of classes on hosts."""
+    always = frozenset.intersection(*every)
+    return replace(setting, on_host=always, on_either=frozenset.union(*every) - always)
 
 
 @lru_cache(maxsize=64)  # settings with state on the hosts of other classes have the same

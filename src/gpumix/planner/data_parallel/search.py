@@ -49,7 +49,6 @@ from gpumix.planner.data_parallel.feasibility import FeasibilityTest, may_select
 from gpumix.planner.data_parallel.why_nothing_fits import make_no_fit_error
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan, ZeroStage
-from gpumix.schema.plan.stage import Place
 from gpumix.schema.profile.profile import Profile
 
 FEW_CELLS = 96 * 96  # samples x micro-batches of a class, up to which all are tabulated at once
@@ -139,9 +138,9 @@ class _FleetSearch:
         self.bound_s = float("inf")
         self._place = 0  # of the solution among all settings
         self._places = 0  # settings so far
-        self._speeds: dict[str, float] = {}  # samples a second of a device, over any links
-        # By class, settings in which a device differs.
-        self._kinds: dict[str, dict[tuple[ZeroStage, Place], ShardingSetting]] = {}
+        self._speeds: dict[str, float] = {}
+        # Settings of all devices in which a device differs, with state in any place.
+        self._kinds: dict[ZeroStage, ShardingSetting] = {}
         self._paces = paces
         self._feasibility = FeasibilityTest(paces.batch)
         self._below_s = below_s  # slower choices do not count
@@ -171,7 +170,7 @@ class _FleetSearch:
         """Try the fastest class, the two fastest, and so on, up to all; return the fastest fleet.
         Slow classes come late: by then most fleets with them are known to be too slow."""
         self._make_searches(everything, space)
-        names = sorted(everything.classes, key=lambda name: (self._speeds[name], name))
+        names = sorted(everything.classes, key=lambda name: (self._speed(name), name))
         for count in reversed(range(len(names))):
             fleet = everything.only(select_classes(everything.on_host, frozenset(names[count:])))
             if not self._too_slow(fleet):
@@ -180,22 +179,27 @@ class _FleetSearch:
 
     def _too_slow(self, fleet: Fleet) -> bool:
         """Return True if the devices cannot compute the batch in time."""
-        unknown = float("inf")  # a class of unknown speed is never too slow
-        speed = sum(len(ds) * self._speeds.get(n, unknown) for n, ds in fleet.classes.items())
+        speed = sum(len(devices) * self._speed(name) for name, devices in fleet.classes.items())
         if speed > 0 and self._paces.batch / speed > self._step_s:
             return True
         most = (len(devices) * self._most_samples(name) for name, devices in fleet.classes.items())
         return sum(most) < self._paces.batch
 
+    def _speed(self, name: str) -> float:
+        """Return the most samples a second of a device, over any links; infinite if unknown."""
+        if name not in self._speeds:
+            every = (self._paces.speed(one, name) for one in self._kinds_of(name))
+            self._speeds[name] = max(every, default=0.0 if self._kinds else float("inf"))
+        return self._speeds[name]
+
     def _most_samples(self, name: str) -> int:
         """Return an upper bound of a device's samples in a step that is fast enough."""
-        if name not in self._kinds:
-            return self._paces.batch
-        every = (
-            self._paces.most_samples_alone(one, name, self._step_s)
-            for one in self._kinds[name].values()
-        )
-        return max(every, default=0)
+        paces, step_s = self._paces, self._step_s
+        every = (paces.most_samples_alone(one, name, step_s) for one in self._kinds_of(name))
+        return max(every, default=paces.batch)
+
+    def _kinds_of(self, name: str) -> list[ShardingSetting]:
+        return [setting for setting in self._kinds.values() if setting.modes[name]]
 
     def _try(self, fleet: Fleet, space: Space) -> None:
         """Try the settings of a fleet, the most promising first, until none can be faster."""
@@ -216,22 +220,21 @@ class _FleetSearch:
                 self._take(found, place)
 
     def _make_searches(self, fleet: Fleet, space: Space) -> list[_Search]:
-        """Return the searches of a fleet's settings, and remember the speeds of its classes."""
+        """Return the searches of a fleet's settings that may be fast enough."""
         shared: dict[object, _SharedBounds] = {}
-        searches = []
-        for one in iterate_settings(fleet, space):
-            key = one.zero_stage, one.sharding, one.on_host, one.parameters_on
+
+        def search(setting: ShardingSetting) -> _Search:
+            places = setting.on_host, setting.on_either, setting.parameters_on
+            key = setting.zero_stage, setting.sharding, *places
             if key not in shared:
-                shared[key] = _SharedBounds(one, self._paces)
-            searches.append(_Search(one, shared[key], self._feasibility))
-        if not self._speeds.keys() >= fleet.classes.keys():
-            settings = [bounds.setting for bounds in shared.values()]
-            self._speeds |= _speeds(settings, self._paces)
-            for one in settings:
-                for name in filter(one.modes.get, one.classes):
-                    kind = one.zero_stage, one.state_on(name)
-                    self._kinds.setdefault(name, {}).setdefault(kind, one)
-        return searches
+                shared[key] = _SharedBounds(setting, self._paces)
+            return _Search(setting, shared[key], self._feasibility)
+
+        def is_worthwhile(setting: ShardingSetting) -> bool:
+            self._kinds.setdefault(setting.zero_stage, setting)
+            return search(setting).least_s <= self._step_s * (1.0 + TOLERANCE)
+
+        return [search(setting) for setting in iterate_settings(fleet, space, is_worthwhile)]
 
     @property
     def _step_s(self) -> float:
@@ -487,16 +490,6 @@ def _relax(searches: Sequence[_Search]) -> list[list[_Relaxation]]:
 def _list_few_sizes(largest: int) -> IntArray:
     """Return micro-batch sizes up to `largest`, evenly spaced in the logarithm."""
     return np.unique(np.geomspace(1, largest, FEW_SIZES).astype(np.int64))
-
-
-def _speeds(settings: Sequence[ShardingSetting], paces: TimeBounds) -> dict[str, float]:
-    """Return the most samples a second of a device of each class, in any of the settings."""
-    speeds: dict[str, float] = {}
-    for setting in settings:
-        for name in setting.classes:
-            speed = paces.speed(setting, name) if setting.modes[name] else 0.0
-            speeds[name] = max(speeds.get(name, 0.0), speed)
-    return speeds
 
 
 def _plan(solution: Solution, batch: int, bound_s: float) -> Plan:
