@@ -394,8 +394,8 @@ class TimeBounds:
     def of_teams(self, profile: Profile) -> TimeBounds:
         """Return the bounds of the leaders of teams, shared between batches."""
         key = tuple(
-            (one.device_class, ByIdentity(one.units), free_bytes(profile, one.device_class))
-            for one in profile.classes
+            (one.name, ByIdentity(profile.of_class(one.name).units), free_bytes(profile, one.name))
+            for one in profile.cluster.classes
         )
         if key not in self._teams:
             self._teams[key] = TimeBounds(profile, self._most)
