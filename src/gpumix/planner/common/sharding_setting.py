@@ -20,7 +20,6 @@ from gpumix.cost.network.collective_times import (
     BufferCuts,
     CollectiveSeconds,
     ShardedLayout,
-    compute_collective_seconds,
 )
 from gpumix.cost.network.link_times import Operation, select_collective_forms
 from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes
@@ -281,7 +280,9 @@ def _relax_memory(settings: tuple[ByIdentity[MemoryModel], ...]) -> MemoryModel:
 def _setting(
     fleet: Fleet, layout: ShardedLayout, cap: float, modes: Mapping[str, tuple[Mode, ...]]
 ) -> ShardingSetting:
-    links = compute_collective_seconds(fleet.profile, fleet.link_model, layout)
+    # Stages 1 and 2 differ in memory only.
+    alike = replace(layout, zero_stage=2) if layout.zero_stage == 1 else layout
+    links = fleet.compute_seconds(alike)
     return ShardingSetting(
         fleet=fleet,
         zero_stage=layout.zero_stage,
