@@ -56,7 +56,6 @@ from gpumix.cost.layout.curves import (
     FloatArray,
     IntArray,
     MicroBatches,
-    interpolate_bytes,
     interpolate_seconds,
 )
 from gpumix.cost.network.buckets import AFTER, BEFORE, Names, OverlappedRun
@@ -196,10 +195,7 @@ class ComputeSeconds:
         if self.mode.boundary == "device":
             return np.zeros(self.micro.size.shape)
         assert self.device.host_copy is not None, "the mode copies, which was not measured"
-        kept, copy = self.model.kind(kind).kept, self.device.host_copy
-        return self.micro.over_all(
-            lambda sizes: interpolate_seconds(copy, interpolate_bytes(kept, sizes))
-        )
+        return self.micro.copied_seconds(self.model.kind(kind).kept, self.device.host_copy)
 
     def backward_with_graphs(self, kind: str, kept: IntArray, call: int) -> FloatArray:
         """Return the backward seconds of call number `call`, if the last `kept` pairs of call and
