@@ -14,7 +14,7 @@ from functools import cached_property
 from math import ceil
 from typing import Self
 
-from gpumix.cost.layout.curves import interpolate_one_seconds
+from gpumix.cost.memory_layout.curves import interpolate_one_seconds
 from gpumix.cost.network.buckets import (
     BEFORE,
     GRADIENT_BYTES,

@@ -28,9 +28,11 @@ from gpumix.data.core.read_policy import (
     NOTHING_READ,
     BadSamples,
     StuckError,
-    get_thread_note,
     read_shared_note,
     share_note_in,
+)
+from gpumix.data.core.read_policy import (
+    notes as thread_notes,
 )
 from gpumix.data.core.source import Source
 from gpumix.data.workers.batch_layout import Batch, BatchLayout
@@ -73,8 +75,6 @@ class ChunkTarget:
 class WorkerPool(ABC):
     """A pool of workers that fetches several chunks at once. Calls must not overlap."""
 
-    kind: Kind
-
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self.lost = 0
@@ -110,8 +110,6 @@ class ThreadWorkerPool(WorkerPool):
         timeout_s: seconds over one chunk after which a thread counts as stuck.
         draws: whether samples are known to draw from generators of this process; see `Bounds`.
     """
-
-    kind: Kind = "threads"
 
     def __init__(
         self,
@@ -206,7 +204,7 @@ class ThreadWorkerPool(WorkerPool):
         while (given := self._given.get()) is not None and not self._closed:
             chunk, place = given
             with self._lock:
-                self._at[own] = chunk, time.monotonic(), get_thread_note()
+                self._at[own] = chunk, time.monotonic(), thread_notes.at
             found = self._fetched(chunk, place)
             with self._lock:
                 if self._at.pop(own, None) is None:
@@ -267,8 +265,6 @@ class ProcessWorkerPool(WorkerPool):
     Raises:
         MachineError: the system refuses even a single process.
     """
-
-    kind: Kind = "processes"
 
     def __init__(
         self,
@@ -544,6 +540,3 @@ def _copy_to_target(values: Batch, target: Batch | None) -> bool:
     for key, value in values.items():
         target[key].copy_(value)
     return True
-
-
-__all__ = ["ChunkTarget", "Done", "Kind", "ProcessWorkerPool", "ThreadWorkerPool", "WorkerPool"]

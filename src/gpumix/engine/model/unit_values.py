@@ -87,9 +87,15 @@ def unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
     if structure is None:
         return next(leaves)
     if isinstance(structure, tuple):
-        return tuple([unflatten(item, leaves) for item in structure])
+        # Most items are leaves, which take no call.
+        return tuple(
+            [next(leaves) if item is None else unflatten(item, leaves) for item in structure]
+        )
     if isinstance(structure, dict):
-        return {key: unflatten(item, leaves) for key, item in structure.items()}
+        return {
+            key: next(leaves) if item is None else unflatten(item, leaves)
+            for key, item in structure.items()
+        }
     if isinstance(structure, list):
         return [unflatten(item, leaves) for item in structure]
     if isinstance(structure, ObjectStructure):
@@ -199,10 +205,12 @@ def copy_changes(own: Containers | None, copies: Containers) -> None:
 
 def _are_plain(values: Iterable[Any]) -> bool:
     """Return True if the values are tensors, numbers and the like, or tuples of these."""
-    return all(
-        type(value) in PLAIN_TYPES or (type(value) is tuple and _are_plain(value))
-        for value in values
-    )
+    for value in values:
+        if type(value) in PLAIN_TYPES:
+            continue
+        if type(value) is not tuple or not _are_plain(value):
+            return False
+    return True
 
 
 def _containers(value: Any) -> Iterator[Any]:
@@ -245,24 +253,6 @@ class OutputCapture:
         context: context of the model's own code around the call.
         given: the model's own containers; None: there are none, or none may be changed.
     """
-
-    @classmethod
-    def of_unit(
-        cls,
-        unit: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        context: Context,
-        *,
-        may_change: bool = True,
-    ) -> OutputCapture:
-        """Make the capture of a call of `unit`.
-
-        Args:
-            may_change: False for a unit with a part of the positions, which would put in only a
-                part.
-        """
-        return cls(context, Containers(unit, args, kwargs) if may_change else None)
 
     def __init__(self, context: Context, given: Containers | None = None) -> None:
         module = sys.modules.get("transformers.utils.output_capturing")
@@ -329,6 +319,27 @@ class OutputCapture:
             self._collector[key].extend(values)
         if self._given is not None:
             self._given.fill(self._put)
+
+
+def take_apart(
+    unit: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: Context,
+    *,
+    may_change: bool = True,
+) -> tuple[list[Any], ArgumentsStructure, OutputCapture]:
+    """Return the leaves of the arguments of a call of `unit`, with their structure, and the capture
+    of the call.
+
+    Args:
+        context: of the model's own code around the call.
+        may_change: False for a unit with a part of the positions, which would put only a part into
+            containers.
+    """
+    leaves, structure = ArgumentsStructure.of(args, kwargs)
+    own = Containers(unit, args, kwargs) if may_change else None
+    return leaves, structure, OutputCapture(context, own)
 
 
 def _select_lists(collector: dict[str, Any]) -> dict[str, list[Any]]:

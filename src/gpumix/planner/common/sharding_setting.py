@@ -13,8 +13,8 @@ from functools import lru_cache, reduce
 import numpy as np
 
 from gpumix.cost.identity import ByIdentity
-from gpumix.cost.layout.curves import FloatArray
 from gpumix.cost.loading_memory import find_room_on_host
+from gpumix.cost.memory_layout.curves import FloatArray
 from gpumix.cost.network.buckets import BucketGrouping
 from gpumix.cost.network.collective_times import (
     BufferCuts,
