@@ -7,7 +7,7 @@ every choice of a device class at once, with the code that also predicts one pla
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
@@ -85,7 +85,7 @@ class MicroBatches:
     size: IntArray
     full: IntArray
     rest: IntArray
-    _known: dict[tuple[str | int, ...], tuple[tuple[Curve, ...], FloatArray]] = field(
+    _known: dict[Hashable, tuple[tuple[Curve, ...], FloatArray]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
