@@ -57,9 +57,11 @@ def check_room_for_loading(profile: Profile, plan: Plan) -> None:
     Raises:
         LoadingMemoryError: a host has less.
     """
-    parts = {d.id: profile.of_class(d.device_class).host_bytes for d in profile.cluster.devices}
+    parts: dict[str, list[int | None]] = {}
+    for device in profile.cluster.devices:
+        parts.setdefault(device.host, []).append(profile.of_class(device.device_class).host_bytes)
     for host, needed in predict_host_bytes(plan).items():
-        known = [parts[d.id] for d in profile.cluster.devices if d.host == host]
+        known = parts.get(host, [])
         room = sum(part for part in known if part is not None)
         if None in known or not room or needed <= room:
             continue

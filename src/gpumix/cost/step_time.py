@@ -56,7 +56,6 @@ from gpumix.cost.memory_layout.curves import (
     FloatArray,
     IntArray,
     MicroBatches,
-    interpolate_bytes,
     interpolate_seconds,
 )
 from gpumix.cost.network.buckets import AFTER, BEFORE, Names, OverlappedRun
@@ -130,17 +129,6 @@ def exposed_wave_seconds(links: CollectiveSeconds) -> float:
     return links.gather_s[BEFORE] + ends
 
 
-def compute_idle_pass_seconds(links: CollectiveSeconds) -> tuple[float, float]:
-    """Return the seconds of both passes of a rank without samples: it waits for collectives."""
-    forward = links.gather_s[links.buckets.kind(0)]
-    for overlap, count in links.buckets.forward_counts:
-        forward += count * links.gather_s.get(overlap.gathered, 0.0)
-    backward = 0.0
-    for overlap, count in links.buckets.backward_counts:
-        backward += count * _sum_backward_collectives(links, overlap)
-    return forward, backward
-
-
 def _sum_backward_collectives(links: CollectiveSeconds, overlap: OverlappedRun) -> float:
     return links.backward_s(overlap.gathered, overlap.reduced)
 
@@ -207,10 +195,7 @@ class ComputeSeconds:
         if self.mode.boundary == "device":
             return np.zeros(self.micro.size.shape)
         assert self.device.host_copy is not None, "the mode copies, which was not measured"
-        kept, copy = self.model.kind(kind).kept, self.device.host_copy
-        return self.micro.over_all(
-            lambda sizes: interpolate_seconds(copy, interpolate_bytes(kept, sizes))
-        )
+        return self.micro.copied_seconds(self.model.kind(kind).kept, self.device.host_copy)
 
     def backward_with_graphs(self, kind: str, kept: IntArray, call: int) -> FloatArray:
         """Return the backward seconds of call number `call`, if the last `kept` pairs of call and

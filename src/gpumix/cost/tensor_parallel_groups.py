@@ -369,7 +369,30 @@ def _team_of(profile: Profile, stage: Stage, worker: Worker) -> TeamProfile:
 def _add_group_collectives(
     profile: Profile, team: TeamProfile, device: ClassProfile, *, ends: bool
 ) -> ClassProfile:
-    name, nothing = device.device_class, TensorParallelTraffic()
+    units = _lengthen_units(_ByLinks(profile), ByIdentity(team), device.device_class, ends=ends)
+    return device.model_copy(update={"units": units})
+
+
+class _ByLinks(ByIdentity[Profile]):
+    """A profile equal to those with the same links."""
+
+    def __hash__(self) -> int:
+        return id(self.value.cluster)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _ByLinks)
+            and other.value.cluster is self.value.cluster
+            and other.value.network is self.value.network
+        )
+
+
+@lru_cache(maxsize=1024)  # profiles of waves differ in updates only
+def _lengthen_units(
+    of: _ByLinks, of_team: ByIdentity[TeamProfile], name: str, *, ends: bool
+) -> dict[str, UnitTimes]:
+    profile, team, nothing = of.value, of_team.value, TensorParallelTraffic()
+    device = next(one for one in team.classes if one.device_class == name)
 
     def told_of(unit: str) -> TensorParallelTraffic:
         told = team.told[name].get(unit, nothing)
@@ -402,8 +425,7 @@ def _add_group_collectives(
             update["inputs"] = by(times.inputs, told.gradient)
         return times.model_copy(update=update)
 
-    units = {name: lengthened(name, times) for name, times in device.units.items()}
-    return device.model_copy(update={"units": units})
+    return {name: lengthened(name, times) for name, times in device.units.items()}
 
 
 def _seconds(

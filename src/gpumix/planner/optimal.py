@@ -153,7 +153,8 @@ class FastestPlans:
 
     def _search_more_waves(self, than: Plan, _: float) -> Searched:
         def search_wave(profile: Profile, part: PlanRequest, limit_s: float) -> Searched:
-            return FastestPlans(profile, part, explains="nothing")._search_one_wave(limit_s)
+            paces = self.paces.of_part(profile, part.global_batch)
+            return FastestPlans(profile, part, paces)._search_one_wave(limit_s)
 
         return plan_faster_in_waves(self.profile, self.request, search_wave, than)
 
@@ -199,7 +200,7 @@ class FastestPlans:
             # Of teams, parameters are on devices.
             on_devices = request.space.model_copy(update={"parameters_on": ("device",)})
             request = request.model_copy(update={"space": on_devices})
-            paces = TimeBounds(profile, request.global_batch)
+            paces = self.paces.of_teams(profile)
             found = plan_one_stage_below(profile, request, paces, limit_s)
             if found is None and 1 not in self.request.space.tensor_parallel_size:
                 devices, space = ranked_devices(profile, request), request.space

@@ -11,7 +11,7 @@ from gpumix.planner.common.device_pool import Fleet
 from gpumix.planner.common.sharding_setting import (
     ShardingSetting,
     make_setting,
-    relax_collectives,
+    relax_settings,
 )
 from gpumix.planner.common.sharding_setting import iterate_settings as settings_of
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
@@ -61,7 +61,7 @@ def test_no_form_of_collectives_is_faster_than_the_fastest_of_all(profile, batch
             key = setting.zero_stage, setting.sharding, setting.on_host
             groups.setdefault(key, []).append(setting)
     for alike in groups.values():
-        relaxed = relax_collectives(alike)
+        relaxed = relax_settings(alike)
         least_s = exposed_seconds(profile, relaxed.links) + best_of(relaxed, batch, cut)
         for one in alike:
             step_s = exposed_seconds(profile, one.links) + best_of(one, batch, cut)

@@ -7,7 +7,7 @@ every choice of a device class at once, with the code that also predicts one pla
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
@@ -85,7 +85,7 @@ class MicroBatches:
     size: IntArray
     full: IntArray
     rest: IntArray
-    _known: dict[tuple[str, int], tuple[Curve, FloatArray]] = field(
+    _known: dict[Hashable, tuple[tuple[Curve, ...], FloatArray]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -114,26 +114,34 @@ class MicroBatches:
 
     def seconds(self, curve: Curve) -> FloatArray:
         """Return the seconds of all micro-batches together."""
-        return self._once("all", curve, lambda: self.over_all(partial(interpolate_seconds, curve)))
+        return self._once("all", lambda: self.over_all(partial(interpolate_seconds, curve)), curve)
 
     def smallest_seconds(self, curve: Curve) -> FloatArray:
         """Return the seconds of the smallest micro-batch."""
         at = partial(interpolate_seconds, curve)
-        return self._once("smallest", curve, lambda: self._looked_up(at)(self.smallest))
+        return self._once("smallest", lambda: self._looked_up(at)(self.smallest), curve)
 
     def largest_seconds(self, curve: Curve) -> FloatArray:
         """Return the seconds of the largest micro-batch."""
         at = partial(interpolate_seconds, curve)
-        return self._once("longest", curve, lambda: self._looked_up(at)(self.size))
+        return self._once("longest", lambda: self._looked_up(at)(self.size), curve)
 
     def bytes(self, curve: Curve) -> FloatArray:
         """Return the bytes of all micro-batches together."""
-        return self._once("bytes", curve, lambda: self.over_all(partial(interpolate_bytes, curve)))
+        return self._once("bytes", lambda: self.over_all(partial(interpolate_bytes, curve)), curve)
 
     def largest_bytes(self, curve: Curve) -> FloatArray:
         """Return the bytes of the largest micro-batch: micro-batches run one after another."""
         at = partial(interpolate_bytes, curve)
-        return self._once("largest", curve, lambda: self._looked_up(at)(self.size))
+        return self._once("largest", lambda: self._looked_up(at)(self.size), curve)
+
+    def copied_seconds(self, kept: Curve, copy: Curve) -> FloatArray:
+        """Return the seconds to copy the `kept` bytes of all micro-batches."""
+
+        def copied(sizes: IntArray) -> FloatArray:
+            return interpolate_seconds(copy, interpolate_bytes(kept, sizes))
+
+        return self._once("copied", lambda: self.over_all(copied), kept, copy)
 
     def over_all(self, value_at: ValuesAt) -> FloatArray:
         """Sum the value at each size over micro-batches."""
@@ -152,8 +160,9 @@ class MicroBatches:
         """Size of the largest micro-batch over all entries."""
         return int(self.size.max(initial=0))
 
-    def _once(self, what: str, curve: Curve, make: Callable[[], FloatArray]) -> FloatArray:
-        key = (what, id(curve))  # hashing a curve reads all points; the cache keeps the id alive
+    def _once(self, what: str, make: Callable[[], FloatArray], *curves: Curve) -> FloatArray:
+        # Hashing a curve reads all points; the cache keeps the ids alive.
+        key = (what, *map(id, curves))
         if key not in self._known:
-            self._known[key] = curve, make()
+            self._known[key] = curves, make()
         return self._known[key][1]

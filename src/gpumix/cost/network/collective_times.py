@@ -8,8 +8,9 @@ available; all others use the form named by the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import ceil
 from typing import Self
 
@@ -131,6 +132,23 @@ class CollectiveSeconds:
         if self.parameters_on == "device":
             return gather + reduce
         return max(gather, reduce, self.update_s.get(reduced, 0.0))
+
+    @cached_property
+    def times(self) -> Hashable:
+        """All seconds of these collectives; equal for equally fast links."""
+        every = (self.gather_s, self.regather_s, self.reduce_s, self.update_s)
+        seconds = tuple(tuple(of_kind.items()) for of_kind in every)
+        return self.parameters_on, self.contention, seconds
+
+    @cached_property
+    def idle_pass_s(self) -> tuple[float, float]:
+        """Seconds of both passes of a rank without samples: it waits for collectives."""
+        forward, backward = self.gather_s[self.buckets.kind(0)], 0.0
+        for overlap, count in self.buckets.forward_counts:
+            forward += count * self.gather_s.get(overlap.gathered, 0.0)
+        for overlap, count in self.buckets.backward_counts:
+            backward += count * self.backward_s(overlap.gathered, overlap.reduced)
+        return forward, backward
 
     @property
     def is_free(self) -> bool:

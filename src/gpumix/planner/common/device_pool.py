@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import combinations, combinations_with_replacement, product
 from math import comb, prod
 
+from gpumix.cost.network.collective_times import (
+    CollectiveSeconds,
+    ShardedLayout,
+    compute_collective_seconds,
+)
 from gpumix.cost.network.link_times import (
     CachedLinkModel,
     LinkModel,
@@ -80,8 +85,12 @@ class Fleet:
     def only(self, on_host: OnHosts) -> Fleet:
         """Keep as many devices of each class on each host as `on_host` says, the first by id."""
         kept: dict[str, tuple[Device, ...]] = {}
+        of_class: dict[str, dict[str, int]] = {name: {} for name in self.classes}
+        for host, counts in on_host.items():
+            for name, count in counts.items():
+                of_class[name][host] = count
         for name, devices in self.classes.items():
-            left = {host: counts[name] for host, counts in on_host.items() if counts.get(name)}
+            left = of_class[name]
             if sum(left.values()) == len(devices):
                 kept[name] = devices
             elif left:
@@ -132,6 +141,11 @@ class Fleet:
     @cached_property
     def link_model(self) -> LinkModel:
         return CachedLinkModel(build_link_model(self.profile, self.on_host))
+
+    @cached_property
+    def compute_seconds(self) -> Callable[[ShardedLayout], CollectiveSeconds]:
+        """Seconds of a layout's collectives, computed once."""
+        return cache(partial(compute_collective_seconds, self.profile, self.link_model))
 
     @property
     def has_stated_links(self) -> bool:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache, reduce
 
 import numpy as np
 
+from gpumix.cost.identity import ByIdentity
 from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.cost.memory_layout.curves import FloatArray
 from gpumix.cost.network.buckets import BucketGrouping
@@ -19,13 +20,11 @@ from gpumix.cost.network.collective_times import (
     BufferCuts,
     CollectiveSeconds,
     ShardedLayout,
-    compute_collective_seconds,
 )
 from gpumix.cost.network.link_times import Operation, select_collective_forms
 from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes
 from gpumix.cost.step_time import (
     can_keep_state_on_host,
-    compute_idle_pass_seconds,
     optimizer_seconds,
 )
 from gpumix.planner.common.device_pool import Fleet, Pool
@@ -48,7 +47,8 @@ class ShardingSetting:
 
     `cap` is the largest share of a device, times the devices of its pool: 1 for equal shares with
     native collectives, infinite if each owner sends its own. `modes` has the measured modes of each
-    class. Classes in `on_host` keep their state on the host.
+    class. Classes in `on_host` keep their state on the host; in a relaxation, classes in
+    `on_either` have the room of both places, and the update time of the faster.
     """
 
     fleet: Fleet
@@ -61,6 +61,7 @@ class ShardingSetting:
     memory: MemoryModel
     modes: Mapping[str, tuple[Mode, ...]]
     on_host: frozenset[str] = frozenset()
+    on_either: frozenset[str] = frozenset()
 
     @property
     def profile(self) -> Profile:
@@ -80,11 +81,6 @@ class ShardingSetting:
         """The pools of each kind."""
         return self.fleet.by_host if self.sharding == "host" else self.fleet.whole
 
-    @cached_property
-    def idle_pass_s(self) -> tuple[float, float]:
-        """Seconds of both passes of a device without samples; no device takes less."""
-        return compute_idle_pass_seconds(self.links)
-
     @property
     def equal_shares(self) -> bool:
         return self.cap == 1.0
@@ -97,9 +93,10 @@ class ShardingSetting:
     def room(self, name: str, held: Activations) -> FloatArray:
         """Return the largest share with room on a device of class `name` next to each choice; -1 if
         the device or its host has no room at all."""
-        demands = self.memory.demands(held, state_on=self.state_on(name))
         host_bytes = find_room_on_host(self.profile, name)
-        capacity = demands.capacity(free_bytes(self.profile, name), host_bytes)
+        every = (self.memory.demands(held, state_on=place) for place in self.places(name))
+        rooms = (one.capacity(free_bytes(self.profile, name), host_bytes) for one in every)
+        capacity = reduce(np.maximum, rooms)
         if self.zero_stage == 0:  # the state is undivided: any room is for all of it
             capacity = np.where(capacity >= 0, 1.0, -1.0)
         return capacity
@@ -111,28 +108,48 @@ class ShardingSetting:
 
     def state_on(self, name: str) -> Place:
         """Return the place where devices of class `name` keep state."""
-        return "host" if name in self.on_host else "device"
+        (place,) = self.places(name)
+        return place
+
+    def places(self, name: str) -> tuple[Place, ...]:
+        """Return the places where devices of class `name` may keep state."""
+        if name in self.on_either:
+            return ("device", "host")
+        return ("host",) if name in self.on_host else ("device",)
 
     def update_s(self, name: str) -> float:
         """Return seconds for a device of class `name` to update the whole model."""
         gathered = self.links.communication_dtype or self.profile.model_of(name).compute_dtype
-        return optimizer_seconds(
-            self.profile,
-            name,
-            self.zero_stage,
-            self.state_on(name),
-            gathered=gathered,
-            parameters_on=self.parameters_on,
+        return min(
+            optimizer_seconds(
+                self.profile,
+                name,
+                self.zero_stage,
+                place,
+                gathered=gathered,
+                parameters_on=self.parameters_on,
+            )
+            for place in self.places(name)
         )
 
 
-def iterate_settings(fleet: Fleet, space: Space) -> Iterator[ShardingSetting]:
+def iterate_settings(
+    fleet: Fleet, space: Space, is_worthwhile: Callable[[ShardingSetting], bool] | None = None
+) -> Iterator[ShardingSetting]:
     """Yield all settings of a space, first by least state on hosts, then by least memory; at last
-    those with all parameters on hosts."""
+    those with all parameters on hosts.
+
+    Args:
+        is_worthwhile: asked of each setting with state in any of the places, before the settings
+            of each place are made.
+    """
     places = space.parameters_on or ("device",)
     if "device" in places:
         on_devices = list(_iterate_device_settings(fleet, space))
-        for on_host in iterate_offloaded_classes(fleet, space):
+        every = list(iterate_offloaded_classes(fleet, space))
+        if is_worthwhile and every:
+            on_devices = [one for one in on_devices if is_worthwhile(_relax_places(one, every))]
+        for on_host in every:
             yield from (replace(setting, on_host=on_host) for setting in on_devices)
     if "host" in places and can_keep_parameters_on_hosts(fleet, space):
         yield make_setting_on_hosts(fleet, space)
@@ -224,10 +241,26 @@ def make_setting(
     return _setting(fleet, layout, cap, fleet.measured(modes))
 
 
-def relax_collectives(settings: Sequence[ShardingSetting]) -> ShardingSetting:
+def relax_settings(settings: Sequence[ShardingSetting]) -> ShardingSetting:
     """Return a setting in which no plan takes longer, or more memory, than in any of `settings`,
-    which differ in their collectives only: with the fastest of all, and the widest cut."""
-    one, every = settings[0], [setting.links for setting in settings]
+    which differ in their collectives and in the places of state only: with the fastest of all, the
+    widest cut, and any of the places."""
+    memory = _relax_memory(tuple({ByIdentity(setting.memory): None for setting in settings}))
+    cap = max(setting.cap for setting in settings)
+    relaxed = replace(settings[0], cap=cap, links=memory.links, memory=memory)
+    return _relax_places(relaxed, [setting.on_host for setting in settings])
+
+
+def _relax_places(setting: ShardingSetting, every: Sequence[frozenset[str]]) -> ShardingSetting:
+    """Return a setting in which no plan takes longer than with any set of classes on hosts."""
+    always = frozenset.intersection(*every)
+    return replace(setting, on_host=always, on_either=frozenset.union(*every) - always)
+
+
+@lru_cache(maxsize=64)  # settings with state on the hosts of other classes have the same
+def _relax_memory(settings: tuple[ByIdentity[MemoryModel], ...]) -> MemoryModel:
+    """Return the memory, and the links, of `relax_settings`."""
+    one, every = settings[0].value, [of.value.links for of in settings]
 
     def fastest(of: Callable[[CollectiveSeconds], Mapping[str, float]]) -> dict[str, float]:
         return {name: min(of(links)[name] for links in every) for name in of(every[0])}
@@ -241,14 +274,15 @@ def relax_collectives(settings: Sequence[ShardingSetting]) -> ShardingSetting:
         padding_bytes=0,
         copied_rows=min(links.copied_rows for links in every),
     )
-    memory = replace(one.memory, links=links)
-    return replace(one, cap=max(s.cap for s in settings), links=links, memory=memory)
+    return replace(one, links=links)
 
 
 def _setting(
     fleet: Fleet, layout: ShardedLayout, cap: float, modes: Mapping[str, tuple[Mode, ...]]
 ) -> ShardingSetting:
-    links = compute_collective_seconds(fleet.profile, fleet.link_model, layout)
+    # Stages 1 and 2 differ in memory only.
+    alike = replace(layout, zero_stage=2) if layout.zero_stage == 1 else layout
+    links = fleet.compute_seconds(alike)
     return ShardingSetting(
         fleet=fleet,
         zero_stage=layout.zero_stage,

@@ -8,16 +8,18 @@ of these are dropped.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from math import ceil, floor
 
 import numpy as np
 import numpy.typing as npt
 
+from gpumix.cost.identity import ByIdentity
 from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.network.buckets import ONE_UNIT_PER_BUCKET, build_buckets
-from gpumix.cost.network.collective_times import make_free_collectives
+from gpumix.cost.network.collective_times import CollectiveSeconds, make_free_collectives
 from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes
 from gpumix.cost.step_time import needs_sync_between_passes, pass_seconds, work_seconds
 from gpumix.planner.common.sharding_setting import ShardingSetting
@@ -187,6 +189,7 @@ class Grid:
         self._profile = profile
         self._held: dict[tuple[int, Mode], Activations] = {}
         self._work: dict[tuple[str, Mode], FloatArray] = {}
+        self._passes: dict[Hashable, tuple[FloatArray, FloatArray]] = {}
 
     def held(self, name: str, mode: Mode) -> Activations:
         """Return the activations on a device of class `name`, shared by classes of equal models."""
@@ -201,6 +204,16 @@ class Grid:
         if (name, mode) not in self._work:
             self._work[name, mode] = work_seconds(self._profile, name, self.micro, mode)
         return self._work[name, mode]
+
+    def pass_s(
+        self, links: CollectiveSeconds, name: str, mode: Mode
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return `pass_seconds`, computed once for equally fast links: most settings of a search
+        differ in memory only."""
+        key = (name, mode, links.of_class(name).times)
+        if key not in self._passes:
+            self._passes[key] = pass_seconds(self._profile, name, links, self.micro, mode)
+        return self._passes[key]
 
 
 class GridCache:
@@ -313,8 +326,8 @@ def tabulate(setting: ShardingSetting, name: str, grid: Grid, within_s: float) -
 
 
 def _table(setting: ShardingSetting, name: str, grid: Grid, mode: Mode) -> _Table:
-    profile, held = setting.profile, grid.held(name, mode)
-    forward, backward = pass_seconds(profile, name, setting.links, grid.micro, mode)
+    held = grid.held(name, mode)
+    forward, backward = grid.pass_s(setting.links, name, mode)
     if not needs_sync_between_passes(setting.zero_stage):
         forward, backward = forward + backward, np.zeros_like(backward)
     return _Table(forward, backward, grid.work_s(name, mode), setting.room(name, held))
@@ -357,24 +370,43 @@ class TimeBounds:
     and for searches of the same classes, batch and space."""
 
     def __init__(self, profile: Profile, batch: int) -> None:
-        self.batch = batch
+        self.batch = self._most = batch
         self.grids = GridCache(profile, batch)
+        self._updates: dict[Hashable, float] = {}
+        # All that follows is shared with smaller batches: the bounds of large ones hold for them.
+        self._few = self.grids
         self._free = make_free_collectives(build_buckets(profile.model, ONE_UNIT_PER_BUCKET))
         self._stateless: dict[ZeroStage, MemoryModel] = {}
         self._alone: dict[tuple[int, int, Mode], tuple[IntArray, Activations]] = {}
-        self._paces: dict[tuple[str, ZeroStage, Place], _ClassTimeBound] = {}
-        self._least: dict[tuple[str, ZeroStage, Place], _LeastPassSeconds] = {}
+        self._paces: dict[tuple[str, ZeroStage, tuple[Place, ...]], _ClassTimeBound] = {}
+        self._least: dict[tuple[str, ZeroStage, tuple[Place, ...]], _LeastPassSeconds] = {}
         # By class, mode and largest micro-batch.
         self._rates: dict[tuple[str, Mode, int], float] = {}
         self._passes: dict[tuple[str, Mode, int], FloatArray] = {}
-        self._updates: dict[Hashable, float] = {}
+        self._teams: dict[Hashable, TimeBounds] = {}
+
+    def of_part(self, profile: Profile, batch: int) -> TimeBounds:
+        """Return the bounds of a smaller batch, on a profile that differs in updates at most."""
+        part = copy(self)
+        part.batch, part.grids, part._updates = batch, GridCache(profile, batch), {}
+        return part
+
+    def of_teams(self, profile: Profile) -> TimeBounds:
+        """Return the bounds of the leaders of teams, shared between batches."""
+        key = tuple(
+            (one.name, ByIdentity(profile.of_class(one.name).units), free_bytes(profile, one.name))
+            for one in profile.cluster.classes
+        )
+        if key not in self._teams:
+            self._teams[key] = TimeBounds(profile, self._most)
+        return self._teams[key].of_part(profile, self.batch)
 
     def update_s(self, setting: ShardingSetting, name: str) -> float:
         """Return `ShardingSetting.update_s`, computed once for settings in which it is the same."""
         key = (
             name,
             setting.zero_stage,
-            setting.state_on(name),
+            setting.places(name),
             setting.parameters_on,
             setting.links.communication_dtype,
         )
@@ -395,7 +427,7 @@ class TimeBounds:
         """Return an upper bound of samples in `within_s` on class `name`; -1 if collectives alone
         take longer."""
         per_sample_s = self.seconds_per_sample(setting, name)
-        if sum(setting.idle_pass_s) > within_s * (1.0 + TOLERANCE):
+        if sum(setting.links.idle_pass_s) > within_s * (1.0 + TOLERANCE):
             return -1
         if per_sample_s * self.batch <= within_s:
             return self.batch
@@ -415,23 +447,25 @@ class TimeBounds:
         if reached < self.batch or within_s == float("inf"):
             return reached >= self.batch
         for name, devices in setting.classes.items():
-            fewer = self._least_of(setting, name).most_samples(within_s, setting.idle_pass_s)
+            fewer = self._least_of(setting, name).most_samples(within_s, setting.links.idle_pass_s)
             if fewer is not None:
-                reached -= len(devices) * (most[name] - fewer)
+                reached -= len(devices) * max(0, most[name] - fewer)
             if reached < self.batch or fewer == -1:
                 return False
         return True
 
-    def least_seconds(self, setting: ShardingSetting) -> float:
-        """Return a lower bound of the passes: all devices at their best, or collectives alone."""
-        speed = 0.0
-        for name, devices in setting.classes.items():
-            per_sample = self.seconds_per_sample(setting, name)
-            speed += len(devices) / per_sample if per_sample > 0 else float("inf")
-        return max(sum(setting.idle_pass_s), self.batch / speed)
+    def samples_per_s(self, setting: ShardingSetting) -> float:
+        """Return the most samples a second of all devices."""
+        of_class = setting.classes.items()
+        return sum(len(devices) * self.speed(setting, name) for name, devices in of_class)
+
+    def speed(self, setting: ShardingSetting, name: str) -> float:
+        """Return the most samples a second of a device of class `name`, in any micro-batch."""
+        per_sample_s = self.seconds_per_sample(setting, name)
+        return 1.0 / per_sample_s if per_sample_s > 0 else float("inf")
 
     def _pace(self, setting: ShardingSetting, name: str) -> _ClassTimeBound:
-        key = (name, setting.zero_stage, setting.state_on(name))
+        key = (name, setting.zero_stage, setting.places(name))
         if key not in self._paces:
             limits = {mode: self._largest(setting, name, mode) for mode in setting.modes[name]}
             per_sample = (self._per_sample_s(setting, name, m, n) for m, n in limits.items())
@@ -448,14 +482,14 @@ class TimeBounds:
         return self._rates[key]
 
     def _least_of(self, setting: ShardingSetting, name: str) -> _LeastPassSeconds:
-        key = (name, setting.zero_stage, setting.state_on(name))
+        key = (name, setting.zero_stage, setting.places(name))
         if key not in self._least:
             self._least[key] = self._measure(setting, name)
         return self._least[key]
 
     def _measure(self, setting: ShardingSetting, name: str) -> _LeastPassSeconds:
-        rows, largest = min(self.batch, FEW_ROWS), self.largest_micro_batch(setting, name)
-        grid = self.grids.of(0, rows, np.arange(1, min(rows, largest) + 1))
+        rows, largest = min(self._most, FEW_ROWS), self.largest_micro_batch(setting, name)
+        grid = self._few.of(0, rows, np.arange(1, min(rows, largest) + 1))
         least = []
         for mode in setting.modes[name]:
             key = (name, _remove_offload(mode), largest)
@@ -470,7 +504,7 @@ class TimeBounds:
         """Return an upper bound of the micro-batch by room in a mode, however the rest is run: a
         micro-batch run alone takes the least memory, and more with more samples. If sizes are few,
         return the limit."""
-        limit = setting.largest_micro_batch(name, self.batch)
+        limit = setting.largest_micro_batch(name, self._most)
         if limit <= FEW_SIZES:
             return limit
         model = setting.profile.model_of(name)
@@ -491,8 +525,10 @@ class TimeBounds:
         zero_stage = setting.zero_stage
         if zero_stage not in self._stateless:
             self._stateless[zero_stage] = MemoryModel(setting.profile, self._free, 1, zero_stage)
-        demands = self._stateless[zero_stage].demands(held, state_on=setting.state_on(name))
-        return np.asarray(demands.fixed_bytes <= free_bytes(setting.profile, name))
+        stateless, free = self._stateless[zero_stage], free_bytes(setting.profile, name)
+        places = setting.places(name)
+        least = (stateless.demands(held, state_on=place).fixed_bytes for place in places)
+        return np.asarray(reduce(np.minimum, least) <= free)
 
 
 def _remove_offload(mode: Mode) -> Mode:

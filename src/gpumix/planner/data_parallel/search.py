@@ -27,7 +27,7 @@ from gpumix.planner.common.device_pool import (
 from gpumix.planner.common.sharding_setting import (
     ShardingSetting,
     iterate_settings,
-    relax_collectives,
+    relax_settings,
 )
 from gpumix.planner.common.strategy import PlanRequest, build_plan, get_prediction, ranked_devices
 from gpumix.planner.data_parallel.balance import assign_parts
@@ -49,7 +49,6 @@ from gpumix.planner.data_parallel.feasibility import FeasibilityTest, may_select
 from gpumix.planner.data_parallel.why_nothing_fits import make_no_fit_error
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan, ZeroStage
-from gpumix.schema.plan.stage import Place
 from gpumix.schema.profile.profile import Profile
 
 FEW_CELLS = 96 * 96  # samples x micro-batches of a class, up to which all are tabulated at once
@@ -139,9 +138,9 @@ class _FleetSearch:
         self.bound_s = float("inf")
         self._place = 0  # of the solution among all settings
         self._places = 0  # settings so far
-        self._speeds: dict[str, float] = {}  # samples a second of a device, over any links
-        # By class, settings in which a device differs.
-        self._kinds: dict[str, dict[tuple[ZeroStage, Place], ShardingSetting]] = {}
+        self._speeds: dict[str, float] = {}
+        # Settings of all devices in which a device differs, with state in any place.
+        self._kinds: dict[ZeroStage, ShardingSetting] = {}
         self._paces = paces
         self._feasibility = FeasibilityTest(paces.batch)
         self._below_s = below_s  # slower choices do not count
@@ -171,7 +170,7 @@ class _FleetSearch:
         """Try the fastest class, the two fastest, and so on, up to all; return the fastest fleet.
         Slow classes come late: by then most fleets with them are known to be too slow."""
         self._make_searches(everything, space)
-        names = sorted(everything.classes, key=lambda name: (self._speeds[name], name))
+        names = sorted(everything.classes, key=lambda name: (self._speed(name), name))
         for count in reversed(range(len(names))):
             fleet = everything.only(select_classes(everything.on_host, frozenset(names[count:])))
             if not self._too_slow(fleet):
@@ -180,34 +179,39 @@ class _FleetSearch:
 
     def _too_slow(self, fleet: Fleet) -> bool:
         """Return True if the devices cannot compute the batch in time."""
-        unknown = float("inf")  # a class of unknown speed is never too slow
-        speed = sum(len(ds) * self._speeds.get(n, unknown) for n, ds in fleet.classes.items())
+        speed = sum(len(devices) * self._speed(name) for name, devices in fleet.classes.items())
         if speed > 0 and self._paces.batch / speed > self._step_s:
             return True
         most = (len(devices) * self._most_samples(name) for name, devices in fleet.classes.items())
         return sum(most) < self._paces.batch
 
+    def _speed(self, name: str) -> float:
+        """Return the most samples a second of a device, over any links; infinite if unknown."""
+        if name not in self._speeds:
+            every = (self._paces.speed(one, name) for one in self._kinds_of(name))
+            self._speeds[name] = max(every, default=0.0 if self._kinds else float("inf"))
+        return self._speeds[name]
+
     def _most_samples(self, name: str) -> int:
         """Return an upper bound of a device's samples in a step that is fast enough."""
-        if name not in self._kinds:
-            return self._paces.batch
-        every = (
-            self._paces.most_samples_alone(one, name, self._step_s)
-            for one in self._kinds[name].values()
-        )
-        return max(every, default=0)
+        paces, step_s = self._paces, self._step_s
+        every = (paces.most_samples_alone(one, name, step_s) for one in self._kinds_of(name))
+        return max(every, default=paces.batch)
+
+    def _kinds_of(self, name: str) -> list[ShardingSetting]:
+        return [setting for setting in self._kinds.values() if setting.modes[name]]
 
     def _try(self, fleet: Fleet, space: Space) -> None:
         """Try the settings of a fleet, the most promising first, until none can be faster."""
         searches = self._make_searches(fleet, space)
         first, self._places = self._places, self._places + len(searches)
         least = [search.least_s for search in searches]
-        alike = _group_alike(searches)
+        relaxations = _relax(searches)
         for number in sorted(range(len(searches)), key=lambda n: (least[n], n)):
             place, below_s = first + number, self._step_s * (1.0 + TOLERANCE)
             if least[number] == float("inf") or least[number] > below_s:
                 break
-            if alike[number].is_slower(below_s):
+            if any(one.is_slower(below_s) for one in relaxations[number]):
                 continue
             # Of equally fast settings the earliest is kept, whichever rounding puts first.
             found = searches[number].solve(below_s if place < self._place else self._step_s)
@@ -216,18 +220,21 @@ class _FleetSearch:
                 self._take(found, place)
 
     def _make_searches(self, fleet: Fleet, space: Space) -> list[_Search]:
-        """Return the searches of a fleet's settings, and remember the speeds of its classes."""
-        searches = [
-            _Search(setting, self._paces, self._feasibility)
-            for setting in iterate_settings(fleet, space)
-        ]
-        if not self._speeds.keys() >= fleet.classes.keys():
-            self._speeds |= _speeds(searches)
-            for one in searches:
-                for name in filter(one.setting.modes.get, one.setting.classes):
-                    key = one.setting.zero_stage, one.setting.state_on(name)
-                    self._kinds.setdefault(name, {}).setdefault(key, one.setting)
-        return searches
+        """Return the searches of a fleet's settings that may be fast enough."""
+        shared: dict[object, _SharedBounds] = {}
+
+        def search(setting: ShardingSetting) -> _Search:
+            places = setting.on_host, setting.on_either, setting.parameters_on
+            key = setting.zero_stage, setting.sharding, *places
+            if key not in shared:
+                shared[key] = _SharedBounds(setting, self._paces)
+            return _Search(setting, shared[key], self._feasibility)
+
+        def is_worthwhile(setting: ShardingSetting) -> bool:
+            self._kinds.setdefault(setting.zero_stage, setting)
+            return search(setting).least_s <= self._step_s * (1.0 + TOLERANCE)
+
+        return [search(setting) for setting in iterate_settings(fleet, space, is_worthwhile)]
 
     @property
     def _step_s(self) -> float:
@@ -256,11 +263,12 @@ class _Search:
     """The search for the fastest choice in a setting."""
 
     def __init__(
-        self, setting: ShardingSetting, paces: TimeBounds, feasibility: FeasibilityTest
+        self, setting: ShardingSetting, shared: _SharedBounds, feasibility: FeasibilityTest
     ) -> None:
         self.setting = setting
-        self.batch = paces.batch
-        self.paces = paces
+        self.shared = shared
+        self.paces = shared.paces
+        self.batch = self.paces.batch
         self.feasibility = feasibility
         self._most_s = float("inf")  # of a worthwhile choice
         self.gap = EXACT_GAP if setting.fleet.size <= FEW_DEVICES else LARGE_GAP
@@ -268,10 +276,9 @@ class _Search:
     @cached_property
     def least_s(self) -> float:
         """A lower bound of the step in this setting; infinite if a class can do nothing."""
-        setting = self.setting
-        if any(not setting.modes[name] for name in setting.classes):
+        if self.shared.lacks_modes:
             return float("inf")
-        return self._fixed_s + self.paces.least_seconds(setting) + self._least_update_s()
+        return self._fixed_s + self._least_passes_s + self.shared.least_update_s
 
     def solve(self, below_s: float) -> Solution | None:
         """Return the fastest choice; None if none fits, or all take longer than `below_s`."""
@@ -285,27 +292,12 @@ class _Search:
     @cached_property
     def _fixed_s(self) -> float:
         setting = self.setting
-        return exposed_seconds(setting.profile, setting.links) + self._fixed_update_s()
+        return exposed_seconds(setting.profile, setting.links) + self.shared.fixed_update_s
 
-    def _fixed_update_s(self) -> float:
-        """Return the seconds of the update without sharding: every device updates everything."""
-        if self.setting.zero_stage > 0:
-            return 0.0
-        return max(self.paces.update_s(self.setting, name) for name in self.setting.classes)
-
-    def _least_update_s(self) -> float:
-        """Return the least update: a pool's devices update at once, and the slowest pool counts."""
-        setting = self.setting
-        if setting.zero_stage == 0:
-            return 0.0
-        longest = 0.0
-        for pool in setting.pools:
-            needed = [
-                (len(there[0]), self.paces.update_s(setting, name)) for name, there in pool.classes
-            ]
-            if all(update_s > 0 for _, update_s in needed):
-                longest = max(longest, 1.0 / sum(n / update_s for n, update_s in needed))
-        return longest
+    @property
+    def _least_passes_s(self) -> float:
+        """A lower bound of the passes: all devices at their best, or collectives alone."""
+        return max(sum(self.setting.links.idle_pass_s), self.batch / self.shared.samples_per_s)
 
     def _search_by_limits(self, within_s: float) -> PoolChoice | None:
         """Return the fastest choice with passes of at most `within_s`.
@@ -319,7 +311,7 @@ class _Search:
         every, self._most_s = self._every(largest), within_s
         if within_s < float("inf") and self._cells(within_s) <= FEW_CELLS:
             return self._among(every, within_s)
-        least = self.paces.least_seconds(self.setting)
+        least = self._least_passes_s
         limits = [least * factor for factor in TIME_LIMIT_FACTORS if 0 < least * factor < within_s]
         limits.append(within_s)
         for limit in limits:
@@ -411,9 +403,48 @@ class _Search:
 PoolChoice = tuple[tuple[PoolOptions, ...], SampleLimits]
 
 
-class _AlikeSearches:
-    """Searches of settings that differ in the form of their collectives only, and a bound of all:
-    the search of a setting with the fastest collectives and the widest cut of any."""
+class _SharedBounds:
+    """Bounds that settings share which differ in the form of their collectives only."""
+
+    def __init__(self, setting: ShardingSetting, paces: TimeBounds) -> None:
+        self.setting = setting
+        self.paces = paces
+
+    @cached_property
+    def lacks_modes(self) -> bool:
+        """True if a class can do nothing."""
+        return not all(self.setting.modes[name] for name in self.setting.classes)
+
+    @cached_property
+    def samples_per_s(self) -> float:
+        """The most samples a second of all devices."""
+        return self.paces.samples_per_s(self.setting)
+
+    @cached_property
+    def fixed_update_s(self) -> float:
+        """Seconds of the update without sharding: every device updates everything."""
+        if self.setting.zero_stage > 0:
+            return 0.0
+        return max(self.paces.update_s(self.setting, name) for name in self.setting.classes)
+
+    @cached_property
+    def least_update_s(self) -> float:
+        """The least update: a pool's devices update at once, and the slowest pool counts."""
+        if self.setting.zero_stage == 0:
+            return 0.0
+        longest = 0.0
+        for pool in self.setting.pools:
+            needed = [
+                (len(there[0]), self.paces.update_s(self.setting, name))
+                for name, there in pool.classes
+            ]
+            if all(update_s > 0 for _, update_s in needed):
+                longest = max(longest, 1.0 / sum(n / update_s for n, update_s in needed))
+        return longest
+
+
+class _Relaxation:
+    """A bound of several searches: the search of a setting in which no plan takes longer."""
 
     def __init__(self, searches: Sequence[_Search]) -> None:
         self._searches = searches
@@ -421,50 +452,44 @@ class _AlikeSearches:
 
     def is_slower(self, than_s: float) -> bool:
         """Return True if all settings are proven to take longer."""
-        if len(self._searches) == 1 or than_s == float("inf"):
+        if than_s == float("inf"):
             return False
         if not self._bound_s:
-            found = self._relaxed.solve(than_s)
+            one = self._searches[0]
+            relaxed = relax_settings([search.setting for search in self._searches])
+            bounds = _SharedBounds(relaxed, one.paces)
+            found = _Search(relaxed, bounds, one.feasibility).solve(than_s)
             self._bound_s = float("inf") if found is None else found.bound_s
         return self._bound_s > than_s
 
-    @property
-    def _relaxed(self) -> _Search:
-        one = self._searches[0]
-        setting = relax_collectives([search.setting for search in self._searches])
-        return _Search(setting, one.paces, one.feasibility)
 
-
-def _group_alike(searches: Sequence[_Search]) -> list[_AlikeSearches]:
-    """Return the group of each search."""
-    groups: dict[object, list[_Search]] = {}
-    keys = [
-        (s.setting.zero_stage, s.setting.sharding, s.setting.on_host, s.setting.parameters_on)
-        for s in searches
-    ]
-    for key, search in zip(keys, searches):
-        groups.setdefault(key, []).append(search)
-    made = {key: _AlikeSearches(some) for key, some in groups.items()}
-    return [made[key] for key in keys]
+def _relax(searches: Sequence[_Search]) -> list[list[_Relaxation]]:
+    """Return the relaxations of each search: of all with its ZeRO stage and sharding; then of those
+    with the same places of state, or with the same collectives, whichever are fewer."""
+    kinds: dict[object, list[int]] = {}
+    for number, search in enumerate(searches):
+        one = search.setting
+        key = one.zero_stage, one.sharding, one.parameters_on
+        kinds.setdefault(key, []).append(number)
+    found: list[list[_Relaxation]] = [[] for _ in searches]
+    for alike in kinds.values():
+        by_place: dict[object, list[int]] = {}
+        by_form: dict[object, list[int]] = {}
+        for number in alike:
+            one = searches[number].setting
+            by_place.setdefault(one.on_host, []).append(number)
+            by_form.setdefault((one.cap, one.collectives), []).append(number)
+        for group in (alike, *min(by_place, by_form, key=len).values()):
+            if len(group) > 1 and (group is alike or len(group) < len(alike)):
+                relaxation = _Relaxation([searches[number] for number in group])
+                for number in group:
+                    found[number].append(relaxation)
+    return found
 
 
 def _list_few_sizes(largest: int) -> IntArray:
     """Return micro-batch sizes up to `largest`, evenly spaced in the logarithm."""
     return np.unique(np.geomspace(1, largest, FEW_SIZES).astype(np.int64))
-
-
-def _speeds(searches: Sequence[_Search]) -> dict[str, float]:
-    """Return the most samples a second of a device of each class, in any of the settings."""
-    speeds: dict[str, float] = {}
-    for search in searches:
-        for name in search.setting.classes:
-            if search.setting.modes[name]:
-                per_sample = search.paces.seconds_per_sample(search.setting, name)
-                speed = 1.0 / per_sample if per_sample > 0 else float("inf")
-                speeds[name] = max(speeds.get(name, 0.0), speed)
-            else:
-                speeds.setdefault(name, 0.0)
-    return speeds
 
 
 def _plan(solution: Solution, batch: int, bound_s: float) -> Plan:

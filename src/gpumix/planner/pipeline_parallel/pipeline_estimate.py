@@ -94,6 +94,22 @@ class _StageEstimate:
 
 
 @dataclass(frozen=True)
+class _FirstStages:
+    """The best division of the calls before each edge among the first stages of a row.
+
+    Attributes:
+        busy_s: of the busiest stage, as [sizes, edge where the stages end]; infinite without room.
+        others_s: a micro-batch through all these stages, likewise.
+        begins: by stage, the edge where the stage begins, likewise.
+    """
+
+    busy_s: Values
+    others_s: Values
+    stages: tuple[_StageEstimate, ...]
+    begins: tuple[npt.NDArray[np.int8], ...]
+
+
+@dataclass(frozen=True)
 class StageDivision:
     """The best division of a model among the stages of a row.
 
@@ -141,6 +157,7 @@ class PipelineEstimates:
         self.edges = edges[np.round(chosen).astype(np.int64)]
         self._begin, self._end, self.range_of = self._ranges()
         self.stage = lru_cache(maxsize=None)(self._stage)
+        self.divide = lru_cache(maxsize=None)(self._divide)
         self._computing = lru_cache(maxsize=None)(self._computing_of)
         self._taken_s = lru_cache(maxsize=None)(self._compute_micro_batch_s)
         self._held_bytes = lru_cache(maxsize=None)(self._held_bytes_of)
@@ -193,6 +210,34 @@ class PipelineEstimates:
             )
             for size in self.sizes
         ]
+
+    # -- the first stages of a row -------------------------------------------------------------
+
+    def _divide(self, places: tuple[EstimatedStage, ...], zero_stage: ZeroStage) -> _FirstStages:
+        """Divide the calls before every edge among stages; rows that begin alike share these. The
+        first stage begins at the first edge, the last stage ends at the last."""
+        if not places:
+            begin_s = np.zeros((len(self.sizes), 1), np.float32)
+            return _FirstStages(begin_s, begin_s, (), ())
+        before = self.divide(places[:-1], zero_stage)
+        if not np.isfinite(before.busy_s).any():
+            return before
+        stage, last = self.stage(places[-1], zero_stage), places[-1].last
+        edges = before.busy_s.shape[1]
+        ranges = self.range_of[-1 if last else 0 :, :edges]
+        most = np.take(stage.busy_s, ranges, axis=1)
+        np.maximum(before.busy_s[:, None, :], most, out=most)
+        total = np.take(stage.one_s, ranges, axis=1)
+        total += before.others_s[:, None, :]
+        begin = (most + total).argmin(axis=-1)
+        each_size, each_end = np.ogrid[: len(self.sizes), : len(ranges)]
+        chosen = each_size, each_end, begin
+        return _FirstStages(
+            most[chosen],
+            total[chosen],
+            (*before.stages, stage),
+            (*before.begins, begin.astype(np.int8)),
+        )
 
     # -- one stage -----------------------------------------------------------------------------
 
@@ -356,29 +401,21 @@ class RowEstimates:
     def _divided(self, zero_stage: ZeroStage, schedule: Schedule, waves: int) -> StageDivision:
         """Divide the model among the row's stages; see `PipelineEstimates.stage`."""
         estimates, rounds = self._estimates, get_stages_per_group(schedule)
-        sizes, edges = len(estimates.sizes), len(estimates.edges)
-        busy = np.full((sizes, edges), np.inf, np.float32)
-        busy[:, 0] = 0.0
-        others = np.zeros_like(busy)
-        each_size, each_end = np.ogrid[:sizes, :edges]
-        stages, begins = [], []
-        for number, kind in enumerate(self._kinds * rounds):
-            last = number == len(self._kinds) * rounds - 1
-            waiting = self._waiting(number % len(self._kinds), schedule, waves)
-            stage = estimates.stage(
-                EstimatedStage(kind, schedule, last, waiting, waves), zero_stage
+        places = tuple(
+            EstimatedStage(
+                kind,
+                schedule,
+                number == len(self._kinds) * rounds - 1,
+                self._waiting(number % len(self._kinds), schedule, waves),
+                waves,
             )
-            most = np.take(stage.busy_s, estimates.range_of, axis=1)
-            np.maximum(busy[:, None, :], most, out=most)
-            total = np.take(stage.one_s, estimates.range_of, axis=1)
-            total += others[:, None, :]
-            begin = (most + total).argmin(axis=-1)
-            busy, others = most[each_size, each_end, begin], total[each_size, each_end, begin]
-            stages.append(stage)
-            begins.append(begin.astype(np.int8))
-            if not np.isfinite(busy).any():
-                nothing = np.full(sizes, np.inf)
-                return StageDivision(nothing, nothing, False, (), ())
+            for number, kind in enumerate(self._kinds * rounds)
+        )
+        divided = estimates.divide(places, zero_stage)
+        busy, others, stages = divided.busy_s, divided.others_s, divided.stages
+        if not np.isfinite(busy).any():
+            nothing = np.full(len(estimates.sizes), np.inf)
+            return StageDivision(nothing, nothing, False, (), ())
         through = np.where(np.isfinite(busy[:, -1]), others[:, -1], 0.0)
         sent_s, linked_s, queued_s = self._sent_s
         counts, first = estimates.counts, 1 if waves else len(self.row[0])
@@ -395,9 +432,7 @@ class RowEstimates:
         seconds = np.maximum(busiest, returned_s) + fixed_s
         seconds += least if schedule == "zero-bubble" else through
         waits = bool((returned_s > busiest).any())
-        return StageDivision(
-            seconds, busiest + fixed_s + least, waits, tuple(stages), tuple(begins)
-        )
+        return StageDivision(seconds, busiest + fixed_s + least, waits, stages, divided.begins)
 
     def candidate(
         self, zero_stage: ZeroStage, schedule: Schedule, waves: int, number: int
@@ -406,7 +441,7 @@ class RowEstimates:
         estimates, found = self._estimates, self.divided(zero_stage, schedule, waves)
         if not np.isfinite(found.seconds[number]):
             return None
-        ends, manners, at = [], [], len(estimates.edges) - 1
+        ends, manners, at = [], [], -1
         for place in reversed(range(len(found.stages))):
             begin = int(found.begins[place][number, at])
             kind, last = self._kinds[place % len(self._kinds)], place == len(found.stages) - 1
