@@ -22,6 +22,7 @@ from gpumix.engine.sharding.unit_discovery import frozen_bytes, split_into_units
 from gpumix.integrations.common.plan_and_shard import without_weights
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
+from gpumix.testing.plans import Share
 from harness import run_ranks
 from reference import worst_error
 
@@ -51,6 +52,24 @@ def test_unlike_ranks_train_as_stock(folder, base, settings):
     plan = q.plan_of(q.load_adapted(folder, base), q.SHARES[3], **settings)
     found = q.merged(run_ranks(q.train_rank, 3, folder, base, plan))
     assert worst_error(found, q.train_stock(folder, base)) < TOLERANCE
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_shares_that_cut_blocks_of_quantisation_train_as_stock(folder, base):
+    """As a plan written by hand may: bytes are divided, and whole weights computed with."""
+    model = q.load_adapted(folder, base)
+    plan = q.plan_of(model, [Share(3, 3, 0.31), Share(3, 1, 0.69)], zero_stage=3)
+    _, cuts = run_ranks(_cut, 2, folder, base, plan)
+    assert any(begin % 32 for begin in cuts), "of the bytes of 64 weights"
+    found = q.merged(run_ranks(q.train_rank, 2, folder, base, plan))
+    assert worst_error(found, q.train_stock(folder, base)) < TOLERANCE
+
+
+def _cut(folder: Path, base: str, plan: str) -> list[int]:
+    """Where this rank's parts of packed weights begin."""
+    engine, _ = q.engine_for(folder, base, Plan.model_validate_json(plan))
+    packed = [group for group in engine.groups() if group.full.dtype == torch.uint8]
+    return [piece.start for group in packed for piece in group.pieces if piece.start]
 
 
 @pytest.mark.parametrize("base", BASES)
