@@ -58,7 +58,7 @@ def test_unlike_ranks_train_as_stock(folder, base, settings):
 def test_shares_that_cut_blocks_of_quantisation_train_as_stock(folder, base):
     """As a plan written by hand may: bytes are divided, and whole weights computed with."""
     model = q.load_adapted(folder, base)
-    plan = q.plan_of(model, [Share(3, 3, 0.31), Share(3, 1, 0.69)], zero_stage=3)
+    plan = q.plan_of(model, [Share(3, 3, 31), Share(3, 1, 69)], zero_stage=3)
     _, cuts = run_ranks(_cut, 2, folder, base, plan)
     assert any(begin % 32 for begin in cuts), "of the bytes of 64 weights"
     found = q.merged(run_ranks(q.train_rank, 2, folder, base, plan))

@@ -312,7 +312,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         """
         self.look_back()
         self.settle(batch, samples)
-        with use_eval_mode(self.model), self._in_step():
+        with use_eval_mode(self.model), self._in_step(trains=False):
             rows = self._rows_given(batch, samples)
             results = self._forward_only(self._state.objective, batch, rows, is_trial=False)
             table, gradient_scale = self._exchange_losses(results, torch.ones(()), in_step=False)
@@ -349,7 +349,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
             made[of] = compute()
             return torch.zeros(()), torch.zeros(())
 
-        with contextlib.ExitStack() as stack, self._in_step():
+        with contextlib.ExitStack() as stack, self._in_step(trains=as_trained):
             if not as_trained:
                 stack.enter_context(use_eval_mode(self.model))
             for head in self._heads:
@@ -428,7 +428,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
     # -- inside ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _in_step(self) -> Iterator[None]:
+    def _in_step(self, *, trains: bool = True) -> Iterator[None]:
         """Discard a step whose body fails. With several ranks the engine cannot continue: the ranks
         are at different points of the step, and collectives would not match."""
         if self.ended:
@@ -442,10 +442,11 @@ class Engine(RehearsingEngine, BlockwiseEngine):
                 fix="start all ranks again, from a checkpoint",
             )
         self.outside.begin_step()
+        self._calls.begin_step()
         try:
             for bucket in self._buckets:
                 for group in bucket.groups:
-                    group.begin_step()
+                    group.begin_step(trains=trains)
             with self._switches, own_checkpointing.bypass_torch_checkpoint():
                 yield
         except BaseException as error:

@@ -131,15 +131,18 @@ class MasterParameter(nn.Parameter):
 
 
 def check_parameters(
-    parameters: Iterable[AbsentParameter | MasterParameter], *, trained: bool
+    parameters: Iterable[AbsentParameter | MasterParameter], *, trained: bool | None
 ) -> None:
     """Refuse parameters changed by the user since the model was sharded.
+
+    Args:
+        trained: the flag that they must have; None for any.
 
     Raises:
         InputError: `requires_grad` is not `trained`; or see `MasterParameter.refuse_changes`.
     """
     for parameter in parameters:
-        if parameter.requires_grad is not trained:
+        if trained is not None and parameter.requires_grad is not trained:
             done = "frozen" if trained else "thawed"
             raise InputError(
                 f"parameter '{parameter.parameter_name}' was {done} after the model was sharded",

@@ -408,20 +408,25 @@ class FlatGroup:
         for packed in self._packed:
             packed.rest()
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, trains: bool) -> None:
         """Begin a step: no parameter has a gradient yet, or may be used before being gathered.
+
+        Args:
+            trains: False for an evaluation, in which parameters may be frozen, as those of adapters
+                that are switched off are.
 
         Raises:
             InputError: parameters were frozen or thawed since the model was sharded, or have
                 gradients of a foreign backward pass.
         """
         self.unused = self._trained
-        check_parameters([rest for _, _, rest in self._at_rest], trained=self.trainable)
+        trained = self.trainable if trains else None
+        check_parameters([rest for _, _, rest in self._at_rest], trained=trained)
         if self.is_whole:
             self.remove()
             return
         with torch._C.DisableTorchFunctionSubclass():  # which takes most of the time of the checks
-            check_parameters([away for *_, away in self._places], trained=self.trainable)
+            check_parameters([away for *_, away in self._places], trained=trained)
 
     def gather_masters(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Yield every full parameter, as a view of temporary memory. Collective."""
