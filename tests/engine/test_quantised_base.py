@@ -219,6 +219,34 @@ def test_storage_in_sixteen_bits_is_not_rounded(folder):
     assert losses == pytest.approx(q.train_stock(folder, "nf4", steps=1).losses, rel=1e-5)
 
 
+# Layers with arithmetic of their own in a plan of fp32: it is rounding, and no coupling of samples.
+COARSE = {
+    "bf16": ("nf4", {"bnb_4bit_compute_dtype": torch.bfloat16}),
+    "fp16": ("nf4", {"bnb_4bit_compute_dtype": torch.float16}),
+    "outliers": ("int8", {"llm_int8_threshold": 2.5}),
+}
+
+
+@pytest.mark.parametrize("case", COARSE)
+def test_layers_that_compute_coarsely_train_and_evaluate_as_stock(folder, case):
+    base, settings = COARSE[case]
+    model, alone = (q.load_adapted(folder, base, **settings) for _ in range(2))
+    engine = prepare(model, Plan.model_validate_json(q.plan_of(model, q.SHARES[1])))
+    optimizer = q.optimizer_for(engine.parameters())
+    found = [q.step(engine, optimizer, number) for number in range(2)]
+    found.append(engine.evaluate(q.make_batch(9)).item())
+    q.lay_out_nothing(alone)
+    stock = q.optimizer_for(p for p in alone.parameters() if p.requires_grad)
+    for number, loss in enumerate(found):
+        stock.zero_grad()
+        alone.train(number < 2)
+        expected = alone(**q.make_batch(number if number < 2 else 9)).loss
+        assert loss == pytest.approx(expected.item(), rel=2e-3)
+        if number < 2:
+            expected.backward()
+            stock.step()
+
+
 def test_weights_that_are_trained_in_eight_bits_are_refused():
     from bitsandbytes.nn import Linear8bitLt
 
