@@ -305,11 +305,7 @@ def copy_bytes(stream: BufferedReader, into: BinaryIO, count: int) -> None:
 
 @contextmanager
 def _folder(path: Path) -> Iterator[int]:
-    """Open a folder to write into. A link to the folder must belong to this user or root.
-
-    Raises:
-        OSError: the folder does not exist, or is a link of another user.
-    """
+    """Open a folder to write into. A link to the folder must belong to this user or root."""
     descriptor, owners = _resolved(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if owners - {0, os.geteuid()}:
@@ -365,7 +361,7 @@ def write_text_atomically(
 
 def write_in_place(path: Path, text: str) -> None:
     """Write into an existing file, used when there is no room for a second file."""
-    with _opened_to_write(path, os.O_WRONLY) as stream:
+    with os.fdopen(_regular(path, os.O_WRONLY), "wb") as stream:
         stream.write(text.encode("utf-8"))
         stream.truncate()
 
@@ -387,12 +383,6 @@ def replace_text(path: Path, text: str, *, cannot: str, fix: str = "") -> None:
         why = error.strerror or str(error)
         fix = fix or f"{how_to_write(error)}, or write elsewhere"
         raise MachineError(cannot, where=str(path), why=why, fix=fix) from error
-
-
-@contextmanager
-def _opened_to_write(path: Path, flags: int) -> Iterator[BufferedWriter]:
-    with os.fdopen(_regular(path, flags), "wb") as stream:
-        yield stream
 
 
 def _regular(path: Path, flags: int) -> int:

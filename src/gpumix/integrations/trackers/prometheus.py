@@ -15,11 +15,11 @@ from gpumix.integrations.trackers.tracker import (
     Series,
     TrackedEvent,
     TrackedRun,
-    get_versions,
 )
 from gpumix.schema.errors import MachineError
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import PrometheusSpec
+from gpumix.train.run_manifest import get_versions
 
 PREFIX = "gpumix"
 SHARE = "share/"
@@ -103,7 +103,7 @@ class Prometheus:
 
     def begin(self, run: TrackedRun) -> str:
         board = self._board
-        plan, version = run.plan, get_versions()["gpumix"]
+        plan, version = run.plan, get_versions(["gpumix"])["gpumix"]
         emulated = str(plan.emulated).lower()
         board.put("run_info", 1, strategy=plan.strategy, emulated=emulated, version=version)
         board.put("steps", run.job.max_steps)

@@ -20,8 +20,8 @@ from gpumix.hardware.host.environment import tracker_environment
 from gpumix.schema.errors import Interrupted, MachineError, format_install_command, rebuild_error
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import Trackers
+from gpumix.train.console.terminal import get_stderr_console
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.terminal import get_stderr_console
 
 MODULE = "gpumix.integrations.trackers"
 PACKAGES = {"prometheus": "prometheus_client"}  # where unlike the tracker's name
