@@ -115,7 +115,7 @@ def test_a_loss_that_switches_them_is_refused(folder, order):
     engine = prepare(model, Plan.model_validate_json(plan), loss=SummedLoss(of_both, SUM_AND_COUNT))
     with pytest.raises(ModelError, match="switches its adapters off, or to others") as caught:
         engine.step(q.make_batch(0))
-    assert "precompute_ref_log_probs" in caught.value.fix
+    assert "with model.disable_adapter()" in caught.value.fix
 
 
 def test_other_adapters_for_a_call_are_refused(folder):

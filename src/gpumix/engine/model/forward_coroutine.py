@@ -266,9 +266,8 @@ class UnitCallHandlers:
                 where=f"unit '{unit}'",
                 why="micro-batches run in turn, and units are run again in backward, when the call "
                 "has switched them back",
-                fix="compute what needs other adapters before training, by an evaluation inside "
-                "`with model.disable_adapter():`, and keep it in the data, as TRL does with "
-                "precompute_ref_log_probs=True",
+                fix="compute what needs other adapters in a program of its own before (an "
+                "evaluation inside `with model.disable_adapter():`), and keep it in the data set",
             )
 
     @contextlib.contextmanager

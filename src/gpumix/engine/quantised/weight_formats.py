@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpumix.engine.quantised.packed_weight import PackedWeight, WeightFormat
-from gpumix.schema.plan.dtypes import ComputeDtype
+from gpumix.schema.plan.stage import ComputeDtype
 
 BASES = ("nf4", "nf4-double", "int8")  # of jobs
 # Names beside a quantised weight in files, and the library that wrote them.

@@ -14,7 +14,7 @@ from gpumix.engine.weights.safetensors_files import FileTensor
 
 
 @dataclass(frozen=True)
-class PackedSource(ABC):
+class PackedWeightSource(ABC):
     """A quantised weight, read from files as the vector of bytes that ranks divide."""
 
     format: WeightFormat
@@ -44,7 +44,7 @@ class PackedSource(ABC):
 
 
 @dataclass(frozen=True)
-class QuantisedSource(PackedSource):
+class QuantisedSource(PackedWeightSource):
     """A weight that files have quantised.
 
     Attributes:
@@ -63,7 +63,7 @@ class QuantisedSource(PackedSource):
 
 
 @dataclass(frozen=True)
-class UnquantisedSource(PackedSource):
+class UnquantisedSource(PackedWeightSource):
     """A weight that is quantised when it is read, in full and on the host: all ranks get equal
     bytes.
 
@@ -87,7 +87,7 @@ class UnquantisedSource(PackedSource):
 class PartSource:
     """A tensor of a quantised weight."""
 
-    weight: PackedSource
+    weight: PackedWeightSource
     part: Part
 
     @property

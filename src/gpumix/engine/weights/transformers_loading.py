@@ -24,7 +24,11 @@ from gpumix.engine.quantised.linear_layers import is_transposed
 from gpumix.engine.quantised.weight_formats import find_format
 from gpumix.engine.weights.file_parameter import FileParameter, ValueSource
 from gpumix.engine.weights.quantised_parameter import make_quantised_parameter
-from gpumix.engine.weights.quantised_source import PackedSource, QuantisedSource, UnquantisedSource
+from gpumix.engine.weights.quantised_source import (
+    PackedWeightSource,
+    QuantisedSource,
+    UnquantisedSource,
+)
 from gpumix.engine.weights.safetensors_files import FileTensor, SafetensorsFiles
 from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.schema.errors import InputError
@@ -279,7 +283,8 @@ class LoadingRecorder:
                 f"{tuple(held.shape)} in the model",
                 fix="take the configuration from beside the weights (config.json)",
             )
-        form = find_format(held.requires_grad_(False))
+        held.requires_grad_(False)
+        form = find_format(held)
         if form is None:
             raise _make_unknown_quantisation_error(name, quantises)
         owner._is_hf_initialized = True
@@ -298,7 +303,7 @@ def _make_unknown_quantisation_error(name: str, quantises: Any) -> InputError:
     )
 
 
-def _install_quantised(owner: Any, source: PackedSource) -> nn.Parameter:
+def _install_quantised(owner: Any, source: PackedWeightSource) -> nn.Parameter:
     """Return the parameter of a quantised weight, after its module got what belongs to it."""
     made: Any = make_quantised_parameter(source)
     if "quant_state" in vars(owner):

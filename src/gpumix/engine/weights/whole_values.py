@@ -10,7 +10,7 @@ from torch import nn
 
 from gpumix.engine.quantised.packed_weight import Installed
 from gpumix.engine.weights.file_parameter import get_source, has_source, read_values
-from gpumix.engine.weights.quantised_source import PackedSource
+from gpumix.engine.weights.quantised_source import PackedWeightSource
 from gpumix.schema.errors import InputError
 
 
@@ -58,7 +58,7 @@ def with_values(layer: nn.Module) -> Iterator[None]:
     there stay, with their values."""
     held = {key: p for key, p in layer._parameters.items() if p is not None and has_source(p)}
     # Nobody changes quantised ones.
-    packed = [key for key, p in held.items() if isinstance(get_source(p), PackedSource)]
+    packed = [key for key, p in held.items() if isinstance(get_source(p), PackedWeightSource)]
     made = {key: _make_parameter(key, parameter, layer) for key, parameter in held.items()}
     attributes = [one for installed in made.values() for one in installed.attributes]
     before = [(one.holder, one.key, one.holder.get(one.key)) for one in attributes]
@@ -88,7 +88,7 @@ def _is_read_from(parameter: nn.Parameter, now: nn.Parameter) -> bool:
 def _make_parameter(name: str, parameter: nn.Parameter, owner: nn.Module) -> Installed:
     """Return a parameter with values, quantised if it is to be."""
     source = get_source(parameter)
-    if isinstance(source, PackedSource):
+    if isinstance(source, PackedWeightSource):
         made = source.format.restore(source.read_tensors())
         return Installed(made, source.format.attributes(made, owner))
     values = read_values(name, parameter, 0, parameter.numel()).view(parameter.shape)
