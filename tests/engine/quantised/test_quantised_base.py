@@ -16,7 +16,7 @@ from gpumix.engine.prepare import prepare
 from gpumix.engine.quantised.linear_layers import make_quantised_linear
 from gpumix.engine.quantised.packed_weight import PackedWeight
 from gpumix.engine.quantised.weight_formats import iterate_packed, pack
-from gpumix.engine.rehearsal.observations import TOLERANCE, tolerance_of
+from gpumix.engine.rehearsal import observations
 from gpumix.engine.sharding.absent_parameter import AbsentParameter
 from gpumix.engine.sharding.unit_discovery import frozen_bytes, split_into_units
 from gpumix.integrations.common.plan_and_shard import without_weights
@@ -234,7 +234,8 @@ def test_layers_that_compute_coarsely_train_and_evaluate_as_stock(folder, case):
     model, alone = (q.load_adapted(folder, base, **settings) for _ in range(2))
     engine = prepare(model, Plan.model_validate_json(q.plan_of(model, q.SHARES[1])))
     # What rehearsals take for rounding, and would else refuse as a loss that couples samples.
-    assert tolerance_of(engine) == TOLERANCE["fp16" if case == "fp16" else "bf16"]
+    known = observations.TOLERANCE["fp16" if case == "fp16" else "bf16"]
+    assert observations.tolerance_of(engine) == known
     optimizer = q.optimizer_for(engine.parameters())
     found = [q.step(engine, optimizer, number) for number in range(2)]
     found.append(engine.evaluate(q.make_batch(9)).item())
