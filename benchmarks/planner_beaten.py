@@ -1,19 +1,21 @@
 """Whether anything finds a faster plan than the default search.
 
-On clusters with stragglers, slow links, little memory and batches below their devices, the default
-plan is held against every strategy, against the default plans of the clusters that it contains (a
-class less), and against searches that know nothing of the planner's. One climbs from random plans
-of several stages, and from those of the default search and of `staged`, by devices, cuts, teams,
-modes, schedules, ZeRO stages, micro-batch sizes, waves and deals
-(`tests/helpers/plans/climb.py`); the other from the best plan of one stage, by samples,
-micro-batches, modes, kept graphs, state and
-buckets (`tests/helpers/plans/climb_one_stage.py`). All are judged by the cost model.
+On clusters with stragglers, slow links, little memory, batches below their devices and batches for
+many passes, with and without the memory of hosts, the default plan is held against every strategy,
+against the default plans of the clusters that it contains (a class less), and against searches that
+know nothing of the planner's. One climbs from random plans of several stages, and from those of the
+default search and of `staged`, by devices, cuts, teams, modes, schedules, ZeRO stages, micro-batch
+sizes, waves and deals (`tests/helpers/plans/climb.py`); the other from the best plans of one stage
+and of one wave, and from random ones in several waves, by samples, micro-batches, waves, modes,
+kept graphs, state and buckets (`tests/helpers/plans/climb_one_stage.py`). All are judged by the
+cost model.
 
     python benchmarks/planner_beaten.py [--json] [--clusters 40] [--budget 2000]
 
 Figures: `clusters`, `beaten` (of how many clusters a plan was more than 0.1 % faster),
 `worst_beaten_by` (the part by which the step of the fastest of these is shorter; 0 where none is),
-`cpu_s` (of the default search, in the mean), and `staged`, of how many the default plan has stages.
+`cpu_s` (of the default search, in the mean), `staged` and `in_waves`, of how many the default plan
+has several stages, or one stage in several waves.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.optimal import plan_fastest
 from gpumix.planner.plan import STRATEGIES
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from helpers.plans.climb import Climb
@@ -53,16 +56,19 @@ HOSTS = (
 )
 LINKS = ("10GbE", "ib-hdr")
 MODELS = (1e9, 3e9, 7e9)
-BATCHES = (3, 16, 64)
+BATCHES = (3, 16, 64, 128, 250)
+# Techniques, without and with those that keep something on hosts.
+ON_DEVICES = Space(state_on="device", checkpoints_on="device", parameters_on="device")
+SPACES = {"without hosts' memory": ON_DEVICES, "with": Space()}
 
 
 def main() -> None:
     arguments = _arguments()
-    worst, beaten, count, with_stages, seconds = 0.0, 0, 0, 0, []
-    for described, profile, batch in _cases(arguments.first):
+    worst, beaten, count, seconds = 0.0, 0, 0, []
+    with_stages = in_waves = 0
+    for described, profile, request in _cases(arguments.first):
         if count == arguments.clusters:
             break
-        request = PlanRequest(global_batch=batch)
         begun = time.process_time()
         try:
             plan = plan_fastest(profile, request)
@@ -70,6 +76,7 @@ def main() -> None:
             continue
         seconds.append(time.process_time() - begun)
         count, with_stages = count + 1, with_stages + (len(plan.stages) > 1)
+        in_waves += len(plan.stages) == 1 and plan.waves > 1
         ours = get_prediction(plan).step_s
         name, other_s = min(
             _others(profile, request, plan, arguments.budget), key=lambda one: one[1]
@@ -84,16 +91,17 @@ def main() -> None:
         "worst_beaten_by": worst,
         "cpu_s": round(fmean(seconds), 3),
         "staged": with_stages,
+        "in_waves": in_waves,
     }
     print_figures(figures, as_json=arguments.json)
 
 
-def _cases(first: int) -> Iterator[tuple[str, Profile, int]]:
+def _cases(first: int) -> Iterator[tuple[str, Profile, PlanRequest]]:
     """Clusters, in an order in which the first ones differ in all."""
-    every = list(product(HOSTS, LINKS, MODELS, BATCHES))
+    every = list(product(HOSTS, LINKS, MODELS, BATCHES, SPACES))
     step = 41  # coprime to their number
     for number in range(first, len(every)):
-        hosts, link, size, batch = every[number * step % len(every)]
+        hosts, link, size, batch, techniques = every[number * step % len(every)]
         shape = make_llama_like(size)
         profile = estimate_profile(
             lambda dtype, shape=shape: shape.model(SEQUENCE_LENGTH, dtype, "llama"),
@@ -101,7 +109,8 @@ def _cases(first: int) -> Iterator[tuple[str, Profile, int]]:
             sequence_length=SEQUENCE_LENGTH,
             parts_in=lambda dtype, shape=shape: shape.parts(SEQUENCE_LENGTH, dtype, "llama"),
         )
-        yield f"{hosts} by {link}, {size / 1e9:.0f}B, batch {batch}", profile, batch
+        described = f"{hosts} by {link}, {size / 1e9:.0f}B, batch {batch}, {techniques}"
+        yield described, profile, PlanRequest(global_batch=batch, space=SPACES[techniques])
 
 
 def _others(
@@ -126,8 +135,12 @@ def _others(
         yield "climb", Climb(profile, request, budget=budget, seed=0, starts=starts).run()
     with suppress(InputError, NoFeasiblePlanError):
         space = request.space.in_one_stage()
-        first = plan_fastest(profile, request.model_copy(update={"space": space}))
-        climb = OneStageClimb(profile, request, first, budget=budget, seed=0)
+        first = [plan_fastest(profile, request.model_copy(update={"space": space}))]
+        if first[0].waves > 1:
+            in_one = space.model_copy(update={"waves": False})
+            with suppress(NoFeasiblePlanError):
+                first.append(plan_fastest(profile, request.model_copy(update={"space": in_one})))
+        climb = OneStageClimb(profile, request, *first, budget=budget, seed=0)
         yield "climb in one stage", climb.run()
 
 

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from gpumix.data.order.sampler import ByLength
     from gpumix.data.sources.pretokenized import OwnSamples
     from gpumix.data.text.document_packing import PackedDocuments
+    from gpumix.engine.access_between_steps import unshard, whole
     from gpumix.engine.engine import Engine
     from gpumix.engine.model.deferred_init import build
     from gpumix.engine.optimizers.adafactor import Adafactor
     from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
     from gpumix.engine.optimizers.muon import Muon
     from gpumix.engine.optimizers.parameter_groups import parameter_groups
-    from gpumix.engine.outside_steps import unshard, whole
     from gpumix.engine.prepare import prepare
     from gpumix.integrations.accelerate import Accelerator
     from gpumix.integrations.loading.lazy_weights import from_pretrained, lazy_weights
@@ -57,8 +57,8 @@ _HOME = {
     "Muon": "gpumix.engine.optimizers.muon",
     "parameter_groups": "gpumix.engine.optimizers.parameter_groups",
     "prepare": "gpumix.engine.prepare",
-    "unshard": "gpumix.engine.outside_steps",
-    "whole": "gpumix.engine.outside_steps",
+    "unshard": "gpumix.engine.access_between_steps",
+    "whole": "gpumix.engine.access_between_steps",
     "Accelerator": "gpumix.integrations.accelerate",
     "from_pretrained": "gpumix.integrations.loading.lazy_weights",
     "lazy_weights": "gpumix.integrations.loading.lazy_weights",

@@ -13,6 +13,7 @@ from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.profile.profile import Profile
 from helpers.draws import examples
+from helpers.extended import every_second
 from helpers.plans.profiles import GIB, MIB
 
 Cards = list[tuple[float, int]]
@@ -72,6 +73,58 @@ def test_a_device_more_never_makes_the_step_longer(cards, link, memory, batch):
 def test_a_slow_device_more_may_be_left_out_of_stages():
     """With it in a stage the step took 3 % longer."""
     assert_a_device_more_is_no_slower([(5e-3, 2), (1.3e-3, 3)], 3e8, 96 * MIB, 16)
+
+
+# -- clusters whose plans are in waves -------------------------------------------------------------
+
+# Cards, link, memory and batch: what calls keep for the backward has no room for all samples.
+IN_WAVES = [
+    ([(1e-3, 2)], 3e9, 72 * MIB, 24),
+    ([(1e-3, 2)], 1e10, 72 * MIB, 64),
+    ([(1e-3, 2), (2.6e-3, 2)], 3e9, 56 * MIB, 24),
+    ([(1e-3, 1), (1.3e-3, 2)], 1e10, 56 * MIB, 24),
+]
+KEPT = 5e5
+
+
+def better(cards: Cards, link: float, memory: int) -> dict[str, Profile]:
+    (seconds, count), *others = cards
+    return {
+        "a faster link": cluster(cards, link=4 * link, memory=memory, kept=KEPT),
+        "a little more memory": cluster(cards, link=link, memory=memory + 4 * MIB, kept=KEPT),
+        "more memory": cluster(cards, link=link, memory=memory * 3 // 2, kept=KEPT),
+        "a faster device": cluster(
+            [(0.7 * seconds, count), *others], link=link, memory=memory, kept=KEPT
+        ),
+        "a device more": cluster(
+            [(seconds, count + 1), *others], link=link, memory=memory, kept=KEPT
+        ),
+    }
+
+
+@pytest.mark.parametrize(("cards", "link", "memory", "batch"), every_second(IN_WAVES))
+def test_a_better_cluster_is_never_slower_than_a_plan_in_waves(cards, link, memory, batch):
+    now = cluster(cards, link=link, memory=memory, kept=KEPT)
+    request = PlanRequest(global_batch=batch, space=EVERYTHING.leaving_out())
+    plan = plan_fastest(now, request)
+    assert plan.waves > 1 and len(plan.stages) == 1
+    for what, found in better(cards, link, memory).items():
+        assert step_s(found, batch) <= BEATEN * get_prediction(plan).step_s, what
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+@examples(3)
+@given(
+    cards=CARDS,
+    link=st.sampled_from([3e8, 3e9, 1e10]),
+    memory=st.integers(50, 100),
+    batch=st.integers(8, 64),
+)
+def test_no_better_cluster_is_slower_where_calls_keep_much(cards, link, memory, batch):
+    before = step_s(cluster(cards, link=link, memory=memory * MIB, kept=KEPT), batch)
+    for what, found in better(cards, link, memory * MIB).items():
+        assert step_s(found, batch) <= BEATEN * before, what
 
 
 def assert_a_device_more_is_no_slower(cards: Cards, link: float, memory: int, batch: int) -> None:

@@ -25,16 +25,22 @@ BEATEN = 1.001  # times as long as another plan
 
 
 def cluster(
-    cards: list[tuple[float, int]], *, link: float, memory: int = GIB, calls: int = 6
+    cards: list[tuple[float, int]],
+    *,
+    link: float,
+    memory: int = GIB,
+    calls: int = 6,
+    kept: float = 1e5,
 ) -> Profile:
-    """Cards by seconds of a sample and their number, two on a host."""
+    """Cards by seconds of a sample and their number, two on a host; a call keeps so many bytes of a
+    sample for the backward."""
     found = profile(
         [Card(f"c{n}", count, memory, steady(s), per_host=2) for n, (s, count) in enumerate(cards)],
         calls=("block",) * calls,
         kinds=[
             block(
                 trainable=1_000_000,
-                kept=line(1e5),
+                kept=line(kept),
                 gradient=line(1e5),
                 forward=line(1e5),
                 backward=line(1e6),

@@ -34,7 +34,9 @@ def test_more_waves_only_where_they_are_faster(profile, batch):
     single = planned(profile, batch, waves=False)
     found = planned(profile, batch)
     if single is not None and found.waves == 1:
-        assert found == single
+        assert found.stages == single.stages
+        assert found.prediction.step_s == single.prediction.step_s
+        assert found.prediction.bound_s <= single.prediction.bound_s
     elif single is not None:
         assert found.prediction.step_s < single.prediction.step_s
         assert found.prediction.bound_s <= found.prediction.step_s

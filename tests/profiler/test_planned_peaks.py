@@ -278,13 +278,16 @@ WAYS = [
     (Mode(), 0),
     (Mode(), 16),
     (Mode(), 10),
+    (Mode(boundary="host"), 0),
+    (Mode(boundary="host"), 10),
+    (Mode(boundary="host"), 16),
 ]
 
 
 @pytest.mark.parametrize(
     ("mode", "kept_graphs"),
-    left_out(WAYS, WAYS[1:4]),
-    ids=["all graphs", "all of one micro-batch", "none", "16 of 16 graphs", "10 of 16 graphs"],
+    left_out(WAYS, [*WAYS[1:4], *WAYS[5:]]),
+    ids=lambda way: way.describe() if isinstance(way, Mode) else f"{way} of 16 graphs",
 )
 def test_the_planned_peak_is_the_measured_one(profiled, mode, kept_graphs):
     planned, measured = _peaks(*profiled, mode=mode, kept_graphs=kept_graphs)

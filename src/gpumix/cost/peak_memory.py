@@ -489,7 +489,7 @@ class Activations:
             self._working[name, "backward"] = np.ceil(micro.largest_bytes(backward))
         self._graphs: KeptGraphs | None = None
         if kept_graphs is not None and kept_graphs.any():
-            self._graphs = KeptGraphs(model, micro, kept_graphs, in_layers=self._layered)
+            self._graphs = KeptGraphs(model, micro, kept_graphs, mode)
 
     @property
     def phases(self) -> tuple[Phase, ...]:

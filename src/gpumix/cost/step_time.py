@@ -325,7 +325,8 @@ class _Work:
                 curves = [computing.backward_curve(kind) for kind in overlap.kinds]
                 hiding = np.minimum(sum(map(self._last, curves), np.zeros(1)), computed)
             moved = _sum_backward_collectives(self.links, overlap)
-            total = total + computed + self._overlap_seconds(hiding, moved) - hiding
+            taken = computed + self._overlap_seconds(hiding, moved) - hiding
+            total = total + self._no_less_than_copies(taken, overlap.kinds)
         return total
 
     def _no_less_than_copies(self, taken: FloatArray, kinds: Names) -> FloatArray:

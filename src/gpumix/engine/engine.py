@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpumix.cost.pipeline_schedule import MicroBatchSchedule
+from gpumix.engine.access_between_steps import AccessBetweenSteps, BlockwiseEngine
 from gpumix.engine.batch import batch_split
 from gpumix.engine.batch.batch_split import BatchCutter, Loss, MicroBatchTask
 from gpumix.engine.comm import collective_progress
@@ -35,12 +36,11 @@ from gpumix.engine.offload.host_offload import OffloadStore
 from gpumix.engine.optimizers import elementwise_check, overlapped_step
 from gpumix.engine.optimizers.layout import LayoutPart, OptimizerLayout, check_whole_matrices
 from gpumix.engine.optimizers.overlapped_step import HostStepHooks, OverlappedUpdates
-from gpumix.engine.outside_steps import BlockwiseEngine, OutsideSteps
-from gpumix.engine.rehearsal.settling_engine import COMPARED_STEPS
+from gpumix.engine.rehearsal.rehearsing_engine import COMPARED_STEPS
 from gpumix.engine.reshard import move_state, needs_state_move
-from gpumix.engine.schedule.layered import LayeredSchedule, Schedule, StepTasks
+from gpumix.engine.schedule.layered_schedule import LayeredSchedule, Schedule, StepTasks
 from gpumix.engine.schedule.pipeline_parallel import PipelineSchedule, PipelineStage
-from gpumix.engine.schedule.sequential import SequentialSchedule
+from gpumix.engine.schedule.sequential_schedule import SequentialSchedule
 from gpumix.engine.sharding.bucket import SampledGradientNorm, begin_step, leave
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.sharding.parameter_index import ParameterIndex
@@ -138,7 +138,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
         self._forked = choose_forked_generators(self.device)
         self._others = OtherGenerators()
         self.changes = parts.changes
-        self.outside = parts.calls.outside = OutsideSteps(self, parts.forwards)
+        self.outside = parts.calls.outside = AccessBetweenSteps(self, parts.forwards)
         self.reduction = objective.rule.name if objective.rule is not None else ""
         self._failed, self.ended = "", False
         self._updates: OverlappedUpdates | None = None

@@ -15,9 +15,9 @@ from torch import nn
 from gpumix.engine.batch.batch_split import Loss, MicroBatchTask
 from gpumix.engine.loss.chunked_head import ChunkedHead
 from gpumix.engine.model.rng import preserve_torch_rng, use_eval_mode
+from gpumix.engine.rehearsal.rehearsing_engine import RehearsingEngine
 from gpumix.engine.rehearsal.samples import is_any
-from gpumix.engine.rehearsal.settling_engine import RehearsingEngine
-from gpumix.engine.schedule.layered import Schedule
+from gpumix.engine.schedule.layered_schedule import Schedule
 from gpumix.engine.sharding.bucket import leave
 
 Function = Callable[[nn.Module, Any], Any]

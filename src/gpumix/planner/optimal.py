@@ -101,8 +101,8 @@ class FastestPlans:
         if space.min_pipeline_stages == 1:
             _ = self.alone  # an invalid request raises here already
             best.try_search(self._search_one_stage)
-            if not self._lacks_room and len(self.profile.cluster.devices) <= FEW_DEVICES:
-                best.try_search(partial(self._search_more_waves, best.step_s))
+            if best.plan is not None and len(self.profile.cluster.devices) <= FEW_DEVICES:
+                best.try_search(partial(self._search_more_waves, best.plan))
         if space.max_pipeline_stages != 1:
             best.try_search(self._search_staged)
             if space.leave_out:
@@ -151,11 +151,11 @@ class FastestPlans:
         request = self.request.model_copy(update={"space": space})
         return search_all_degrees(self.profile, request, self._search_degree, below_s)
 
-    def _search_more_waves(self, below_s: float, _: float) -> Searched:
+    def _search_more_waves(self, than: Plan, _: float) -> Searched:
         def search_wave(profile: Profile, part: PlanRequest, limit_s: float) -> Searched:
             return FastestPlans(profile, part, explains="nothing")._search_one_wave(limit_s)
 
-        return plan_faster_in_waves(self.profile, self.request, search_wave, below_s)
+        return plan_faster_in_waves(self.profile, self.request, search_wave, than)
 
     @property
     def _may_use_hosts(self) -> bool:
@@ -219,11 +219,6 @@ class _BestPlan:
         self.plan: Plan | None = None
         self.bound_s = float("inf")
         self.failures: list[InputError | NoFeasiblePlanError] = []
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of the fastest plan's step."""
-        return float("inf") if self.plan is None else get_prediction(self.plan).step_s
 
     @property
     def below_s(self) -> float:

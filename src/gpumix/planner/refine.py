@@ -11,6 +11,7 @@ The cost model judges each touch, and only a touch that fits and does not length
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 
 import numpy as np
@@ -154,19 +155,25 @@ def _keep_graphs(profile: Profile, plan: Plan, below_s: float) -> Plan:
 
 
 def _move_samples(profile: Profile, plan: Plan) -> Plan:
-    """Move one sample at a time from the busiest worker while that makes the step shorter. Workers
-    with activations on the host take none: room there is not looked at."""
+    """Move one sample at a time from each of the busiest workers that are alike, while that makes
+    the step shorter. Workers with activations on the host take none: room there is not looked
+    at."""
     for _ in range(MOST_MOVES if len(plan.workers) <= FEW_WORKERS else 0):
         busy_s = [one.forward_s + one.backward_s for one in get_prediction(plan).workers]
         giver = busy_s.index(max(busy_s))
         if plan.workers[giver].samples < 2:
             break
-        takers: dict[tuple[object, ...], int] = {}
+        alike: dict[tuple[str, int, int, Mode, int], list[int]] = {}
         for rank, w in enumerate(plan.workers):
-            if busy_s[rank] < busy_s[giver] and w.samples and w.mode.boundary == "device":
-                key = (w.device_class, w.samples, w.micro_batch, w.mode, w.kept_graphs)
-                takers.setdefault(key, rank)
-        moved = [_move_sample(profile, plan, giver, taker) for taker in takers.values()]
+            key = (w.device_class, w.samples, w.micro_batch, w.mode, w.kept_graphs)
+            alike.setdefault(key, []).append(rank)
+        givers = next(ranks for ranks in alike.values() if giver in ranks)
+        takers = [
+            ranks
+            for (_, samples, _, mode, _), ranks in alike.items()
+            if busy_s[ranks[0]] < busy_s[giver] and samples and mode.boundary == "device"
+        ]
+        moved = [_move_samples_between(profile, plan, givers, ranks) for ranks in takers]
         fitting = [one for one in moved if is_within_memory(get_prediction(one).workers)]
         fastest = min(fitting, key=lambda one: get_prediction(one).step_s, default=plan)
         if not _is_faster(fastest, plan):
@@ -175,9 +182,14 @@ def _move_samples(profile: Profile, plan: Plan) -> Plan:
     return plan
 
 
-def _move_sample(profile: Profile, plan: Plan, giver: int, taker: int) -> Plan:
+def _move_samples_between(
+    profile: Profile, plan: Plan, givers: Sequence[int], takers: Sequence[int]
+) -> Plan:
+    """Move a sample from each giver, spread over the takers."""
     workers = list(plan.workers)
-    for rank, more in ((giver, -1), (taker, 1)):
+    each, rest = divmod(len(givers), len(takers))
+    taken = [(rank, each + (place < rest)) for place, rank in enumerate(takers)]
+    for rank, more in (*((rank, -1) for rank in givers), *taken):
         of = workers[rank]
         largest = profile.of_class(of.device_class).largest_micro_batch or of.samples + more
         whole = of.micro_batch == of.samples
@@ -194,9 +206,9 @@ def _move_sample(profile: Profile, plan: Plan, giver: int, taker: int) -> Plan:
 
 
 def _may_keep(profile: Profile, device_class: str, mode: Mode) -> bool:
-    if mode != Mode(head=mode.head):  # one micro-batch at a time has a mode keeping all graphs
+    if mode.order == "sequential" or not mode.recompute:  # these have a mode keeping all graphs
         return False
-    return can_predict_mode(profile, device_class, mode.model_copy(update={"recompute": False}))
+    return can_predict_mode(profile, device_class, Mode(recompute=False, head=mode.head))
 
 
 def _most_graphs(profile: Profile, plan: Plan, worker: Worker, room: int) -> int:

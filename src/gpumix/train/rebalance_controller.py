@@ -14,12 +14,11 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.units import show_seconds
 from gpumix.train.controller import plan_job
-from gpumix.train.elastic.device_pace import with_samples
 from gpumix.train.elastic.plan_change import make_rebalance_event
 from gpumix.train.elastic.rebalance_memory import (
     MovableSplitLimits,
+    PredictedSplitLimits,
     idle_paces,
-    limit_samples_by_memory,
     with_shares,
 )
 from gpumix.train.elastic.rebalancer import (
@@ -29,6 +28,7 @@ from gpumix.train.elastic.rebalancer import (
     SplitLimits,
 )
 from gpumix.train.elastic.replan_stages import MicroBatchExchange, StageReplanner
+from gpumix.train.elastic.sample_dealer import with_samples
 from gpumix.train.rank_setup.context import RankContext
 from gpumix.train.run_log.metrics import RunEvent
 
@@ -98,8 +98,7 @@ class RebalanceController:
             compute_s: computing time of each rank in the step before the last.
         """
         self._steps += 1
-        in_waves = self.plan.waves > 1 and len(self.plan.stages) == 1
-        if self._alone or in_waves or self._steps < FIRST_STEPS:
+        if self._alone or self._steps < FIRST_STEPS:
             return []
         if len(self.plan.stages) > 1:
             return self._after_stages(times, compute_s)
@@ -175,7 +174,7 @@ class RebalanceController:
             return SplitLimits(self._limit_samples_by_peak())
         if self._state_moves:
             return MovableSplitLimits(self._profile, self._planned)
-        return SplitLimits(limit_samples_by_memory(self._profile, self._planned))
+        return PredictedSplitLimits(self._profile, self._planned)
 
     def _limit_samples_by_peak(self) -> Sequence[int]:
         """Return the most samples for which each team has memory, by peak memory so far.

@@ -15,7 +15,7 @@ from torch import nn
 
 import gpumix
 from gpumix.engine.optimizers import adamw_8bit
-from gpumix.engine.optimizers.dynamic_map import get_map, make_values
+from gpumix.engine.optimizers.eight_bit_map import get_map, make_values
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.optimizer_state import count_adamw_8bit_bytes

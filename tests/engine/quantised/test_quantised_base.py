@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpumix.engine.outside_steps import unshard, whole
+from gpumix.engine.access_between_steps import unshard, whole
 from gpumix.engine.prepare import prepare
 from gpumix.engine.quantised.linear_layers import make_quantised_linear
 from gpumix.engine.quantised.packed_weight import PackedWeight

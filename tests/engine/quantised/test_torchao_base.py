@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.engine.outside_steps import unshard
+from gpumix.engine.access_between_steps import unshard
 from gpumix.engine.prepare import prepare
 from gpumix.engine.quantised.weight_formats import iterate_packed
 from gpumix.schema.errors import InputError

@@ -180,22 +180,30 @@ def frozen_block():
 
 
 @pytest.mark.extended
-def test_samples_and_state_change_together():
+@pytest.mark.parametrize(("zero_stage", "waves"), [(3, 1), (3, 2), (2, 3)])
+def test_samples_and_state_change_together(zero_stage, waves):
+    """In waves, of which a rank may have no sample in some."""
     expected = train_alone(GPT2, 6, STEPS)
-    results = run_ranks(_train_with_other_samples, 3)
+    settings = {"zero_stage": zero_stage, "waves": waves}
+    results = run_ranks(_train_with_other_samples, 3, settings)
     found = Trained(results[0][0], joined([pieces for _, pieces in results]))
     assert worst_error(found, expected) < 1e-5
 
 
-def _train_with_other_samples() -> tuple[list[float], Any]:
-    samples = [SAMPLES, [(0, 0), (4, 2), (2, 2)], [(1, 1), (1, 1), (4, 3)], SAMPLES, SAMPLES]
+def _train_with_other_samples(settings: dict[str, Any]) -> tuple[list[float], Any]:
+    in_waves = [(3, 1), (2, 1), (1, 1)]
+    samples = {
+        1: [SAMPLES, [(0, 0), (4, 2), (2, 2)], [(1, 1), (1, 1), (4, 3)], SAMPLES, SAMPLES],
+        2: [SAMPLES, [(0, 0), (4, 2), (2, 2)], [(1, 1), (1, 1), (4, 3)], SAMPLES, in_waves],
+        3: [in_waves, [(0, 0), (5, 2), (1, 1)], [(1, 1), (1, 1), (4, 1)], in_waves, in_waves],
+    }[settings["waves"]]
     first = shares_of(STATES[0], samples[0])
-    engine = engine_for(GPT2.factory, first, zero_stage=3)
+    engine = engine_for(GPT2.factory, first, **settings)
     optimizer = optimizer_for(engine.parameters())
     losses = []
     for number, batch in enumerate(batches(GPT2, 6, STEPS)):
         shares = shares_of(STATES[number], samples[number])
-        engine.replan(plan_for(build(GPT2.factory, SEED), shares, zero_stage=3), optimizer)
+        engine.replan(plan_for(build(GPT2.factory, SEED), shares, **settings), optimizer)
         losses.append(engine.step(own_rows(batch, shares, engine.comm.rank)).item())
         optimizer.step()
         optimizer.zero_grad()

@@ -519,8 +519,9 @@ def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int
             of = _kind(model, kinds[call])
             keeping = [n for p, n in enumerate(micro_batches) if _keeps(profile, worker, call, p)]
             if in_layers:
-                more = (ceil(held(of.saved, n)) - ceil(held(of.kept, n)) for n in keeping)
-                total += max(0, sum(more))
+                there = mode.boundary == "device"  # what is not kept on the host
+                inputs = sum(ceil(held(of.kept, n)) for n in keeping) if there else 0
+                total += max(0, sum(ceil(held(of.saved, n)) for n in keeping) - inputs)
             elif keeping:
                 kept = ceil(held(of.kept, micro_batches[0]))
                 total += max(0, ceil(held(of.saved, max(keeping))) - kept)

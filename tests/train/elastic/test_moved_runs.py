@@ -30,12 +30,12 @@ USUAL = {
 }
 
 
-def prepared(folder) -> tuple[Profile, Plan, float]:
+def prepared(folder, waves: int) -> tuple[Profile, Plan, float]:
     """Of sound devices; and the part of their memory that the plan leaves just room in."""
     job = write_job(folder, model=model(), cluster=ALIKE, **USUAL)
     profile = JobController.of_file(job, (), debug=False).profile()
     wires = Collectives(gather="broadcast", reduce="all_to_all")
-    changes = {"zero_stage": 3, "sharding": "all", "collectives": wires}
+    changes = {"zero_stage": 3, "sharding": "all", "collectives": wires, "waves": waves}
     plan = plan_for(job, SAMPLES, SHARES).model_copy(update=changes)
     (stage,) = plan.stages
     smaller = [w.model_copy(update={"micro_batch": MICRO_BATCH}) for w in stage.workers]
@@ -68,8 +68,9 @@ def on_one_device(folder) -> list[float]:
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_state_moves_while_the_run_trains_and_losses_stay(tmp_path):
-    profile, plan, part = prepared(tmp_path / "sound")
+@pytest.mark.parametrize("waves", [1, 2])
+def test_state_moves_while_the_run_trains_and_losses_stay(tmp_path, waves):
+    profile, plan, part = prepared(tmp_path / "sound", waves)
     slow = model(rank=1, at=8, sample_s=0.02)
     trained(tmp_path / "moved", profile, plan, part, model=slow, rebalance=True)
     expected = on_one_device(tmp_path / "alone")

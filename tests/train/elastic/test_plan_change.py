@@ -11,7 +11,6 @@ import pytest
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.reading.read import read_job
-from gpumix.train.elastic.device_pace import with_samples
 from gpumix.train.elastic.plan_change import (
     PlanParts,
     apply_split,
@@ -22,6 +21,7 @@ from gpumix.train.elastic.plan_change import (
     make_start_event,
 )
 from gpumix.train.elastic.rebalance_memory import with_shares
+from gpumix.train.elastic.sample_dealer import with_samples
 from gpumix.train.rank_setup.context import Task
 from gpumix.train.run_figures.writer import RunLog
 from gpumix.train.run_log import run_files

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
-from gpumix.train.elastic.device_pace import DevicePace, split_samples, with_samples
+from gpumix.train.elastic.device_pace import DevicePace, split_samples
 from gpumix.train.elastic.rebalance_memory import with_shares
 from gpumix.train.elastic.rebalancer import (
     FAILED_STEPS,
@@ -22,6 +22,7 @@ from gpumix.train.elastic.rebalancer import (
     SplitChange,
     SplitLimits,
 )
+from gpumix.train.elastic.sample_dealer import with_samples
 from helpers.runs.jobs import metrics, plan_for, toy, train, write_job
 
 PLENTY = 10**6
@@ -58,6 +59,9 @@ class Roomy:
         self.most = most
         self.moving_s: float | None = None
         self.asked = 0
+
+    def fits(self, samples: Sequence[int]) -> bool:
+        return True
 
     def moved(self, paces: Sequence[DevicePace]) -> MovedShares | None:
         self.asked += 1
@@ -394,12 +398,24 @@ def test_what_has_moved_is_gone_on_from():
 # -- in a run --------------------------------------------------------------------------------------
 
 
-def test_a_run_splits_its_samples_anew_and_has_the_same_losses(tmp_path):
+def in_waves(one: Plan, waves: int) -> Plan:
+    """The plan with a micro-batch of each worker in each wave."""
+    (stage,) = one.stages
+    workers = [
+        worker.model_copy(update={"micro_batch": worker.samples // waves})
+        for worker in stage.workers
+    ]
+    stages = (stage.model_copy(update={"workers": tuple(workers)}),)
+    return Plan.model_validate(one.model_dump() | {"stages": stages, "waves": waves})
+
+
+@pytest.mark.parametrize("waves", [1, 2])
+def test_a_run_splits_its_samples_anew_and_has_the_same_losses(tmp_path, waves):
     """Rank 1 sleeps over each of its samples, which the plan does not know."""
     usual = {"max_steps": 20, "global_batch_size": 16, "rebalance": True}
     job = write_job(tmp_path, model=toy(rank=1, sample_s=0.05), **usual)
-    samples = (6, 6, 4)
-    train(job, plan=plan_for(job, samples))
+    planned = in_waves(plan_for(job, (6, 6, 4)), waves)
+    train(job, plan=planned)
     changes = metrics(tmp_path / "run", "plan")  # a busy machine may bring others, also before
     assert changes[0]["samples_before"] == {"big-0": 6, "small-0": 6, "small-1": 4}
     change = min(changes, key=lambda one: one["samples"]["small-0"])
@@ -410,7 +426,7 @@ def test_a_run_splits_its_samples_anew_and_has_the_same_losses(tmp_path):
     assert effect["steps"] > 0
 
     still = write_job(tmp_path / "still", **usual | {"rebalance": False})
-    train(still, plan=plan_for(still, samples))
+    train(still, plan=planned)
     assert metrics(tmp_path / "still" / "run", "plan") == []
     mine, others = (metrics(f / "run") for f in (tmp_path, tmp_path / "still"))
     assert [one["loss"] for one in mine] == pytest.approx([one["loss"] for one in others], rel=1e-6)

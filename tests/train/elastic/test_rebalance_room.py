@@ -15,13 +15,14 @@ from gpumix.cost.predict import predict
 from gpumix.schema.plan.plan import Collectives, Plan
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.elastic.device_pace import DevicePace, split_samples, with_samples
+from gpumix.train.elastic.device_pace import DevicePace, split_samples
 from gpumix.train.elastic.rebalance_memory import (
     MovableSplitLimits,
     limit_samples_by_memory,
     predict_rebalanced_plan,
     with_shares,
 )
+from gpumix.train.elastic.sample_dealer import with_samples
 from helpers.plans.profiles import Card, Network, block, line, profile, steady, with_teams
 
 BATCH = 12

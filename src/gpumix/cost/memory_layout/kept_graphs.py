@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gpumix.cost.memory_layout.curves import IntArray, MicroBatches, interpolate_bytes
+from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import ModelProfile
 
 
@@ -16,16 +17,19 @@ class KeptGraphs:
     """
 
     def __init__(
-        self, model: ModelProfile, micro: MicroBatches, kept: IntArray, *, in_layers: bool
+        self, model: ModelProfile, micro: MicroBatches, kept: IntArray, mode: Mode
     ) -> None:
         self._micro, self._kept, self._calls = micro, kept, len(model.calls)
+        # Inputs on the host are not on the device, where a kept graph has them too.
+        inputs_counted, in_layers = mode.boundary == "device", mode.order == "layered"
         rows = [np.zeros(micro.size.shape)]
         for call, name in enumerate(model.kind_of_call):
             kind = model.kind(name)
             assert kind.saved is not None, "graphs are kept, which were not measured"
             full, rest = micro.count_last_by_size(self.of_call(call))
             more = [
-                np.ceil(interpolate_bytes(kind.saved, n)) - np.ceil(interpolate_bytes(kind.kept, n))
+                np.ceil(interpolate_bytes(kind.saved, n))
+                - (np.ceil(interpolate_bytes(kind.kept, n)) if inputs_counted else 0.0)
                 for n in (micro.size, micro.rest)
             ]
             if in_layers:

@@ -28,7 +28,7 @@ from gpumix.engine.optimizers.base import (
     flatten_gradient,
     flatten_piece,
 )
-from gpumix.engine.optimizers.dynamic_map import QuantisedMoment
+from gpumix.engine.optimizers.eight_bit_map import QuantisedMoment
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.optimizer_state import LEAST_QUANTISED, QUANTISED_BLOCK
 

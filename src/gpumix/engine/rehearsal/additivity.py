@@ -60,7 +60,7 @@ from gpumix.engine.rehearsal.samples import (
     is_any,
     select_own_samples,
 )
-from gpumix.engine.traceless_steps import TrialSteps
+from gpumix.engine.trial_steps import TrialSteps
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.schema.errors import GpumixError
 from gpumix.schema.job.coupled_losses import HOW_TO_COUPLE, NO_RULE

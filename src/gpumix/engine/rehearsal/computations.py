@@ -31,7 +31,7 @@ from gpumix.engine.rehearsal.samples import (
     RehearsalMicroBatch,
     all_gather_values,
 )
-from gpumix.engine.traceless_steps import TrialSteps
+from gpumix.engine.trial_steps import TrialSteps
 from gpumix.hardware.memory_limit import is_out_of_memory
 
 MOST_RULES = 12

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpumix.engine.quantised.weight_formats import find_layer_dtypes
 from gpumix.engine.rehearsal.samples import all_gather_values
-from gpumix.engine.traceless_steps import TrialSteps
+from gpumix.engine.trial_steps import TrialSteps
 
 PARTS, COLUMNS = 16, 61  # number of sums compared of a gradient
 MIN_PART_ELEMENTS = 4096  # least number of elements in a part

@@ -10,7 +10,7 @@ from torch import nn
 from gpumix.engine.loss.reduction import ObjectiveWithRule
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.rehearsal.samples import all_gather_values
-from gpumix.engine.traceless_steps import TrialSteps
+from gpumix.engine.trial_steps import TrialSteps
 from gpumix.schema.errors import get_first_line
 from gpumix.schema.job.coupled_losses import HOW_TO_COUPLE, NO_RULE
 

@@ -19,7 +19,7 @@ from gpumix.engine.batch.batch_split import (
     select_samples,
 )
 from gpumix.engine.loss.reduction import ObjectiveWithRule
-from gpumix.engine.traceless_steps import TrialSteps
+from gpumix.engine.trial_steps import TrialSteps
 from gpumix.schema.plan.plan import Plan
 
 SAMPLES = 3  # computed at once, if a micro-batch has as many

@@ -20,8 +20,8 @@ from gpumix.cost.pipeline_schedule import Action
 from gpumix.engine.batch.batch_split import MicroBatchTask
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.model.forward_coroutine import ModelError, UnitCall
-from gpumix.engine.schedule import layered
-from gpumix.engine.schedule.layered import MicroBatchOrder, Schedule, StepTasks
+from gpumix.engine.schedule import layered_schedule
+from gpumix.engine.schedule.layered_schedule import MicroBatchOrder, Schedule, StepTasks
 from gpumix.engine.schedule.micro_batch import Loss, MicroBatch
 from gpumix.engine.schedule.point_to_point import Message, PointToPointChannels
 from gpumix.engine.schedule.remote_stage_values import RemoteStages, Returned, TensorMeta, hand_over
@@ -271,7 +271,7 @@ class PipelineStep:
                 for bucket in parts.buckets if kept else parts.always_used_buckets:
                     bucket.start_gather()
             for place in self._idle:
-                layered.forward(place.parts, MicroBatchOrder([]), keep=False)
+                layered_schedule.forward(place.parts, MicroBatchOrder([]), keep=False)
             for number, action in enumerate(self._actions):
                 # Messages arrive in order: none can be expected behind an unknown look.
                 all(self._expect(coming) for coming in self._actions[number : number + 2])
@@ -279,9 +279,11 @@ class PipelineStep:
             if self._scale is not None:
                 for place in self._idle:
                     reductions = self._reductions if self._beside else None
-                    layered.backward(place.parts, MicroBatchOrder([]), reductions, self._begun)
+                    layered_schedule.backward(
+                        place.parts, MicroBatchOrder([]), reductions, self._begun
+                    )
                 stages = [place.parts for place in reversed(self._places.values())]
-                layered.finish_reductions(
+                layered_schedule.finish_reductions(
                     stages, self._reductions, self._begun, shared=self._shared
                 )
             wires.finish()
@@ -341,7 +343,7 @@ class PipelineStep:
         running = self._begin_micro_batches(place, action)
         for bucket in self._shared:  # the model uses shared parameters in every stage
             bucket.arrived()
-        layered.forward(place.parts, self._turns(running), keep=self._scale is not None)
+        layered_schedule.forward(place.parts, self._turns(running), keep=self._scale is not None)
         for one in running:
             for to, taken in place.outgoing_outputs:
                 value = one.batch.sent[taken.call - place.first_call, taken.output]
@@ -350,7 +352,7 @@ class PipelineStep:
             one.batch.sent.clear()
         if self._scale is None:
             if place.last:
-                self._results += layered.run_head(
+                self._results += layered_schedule.run_head(
                     place.parts, self._turns(running), None, self._begun
                 )
             self._close(place, running)
@@ -359,7 +361,7 @@ class PipelineStep:
         running = self._begin_micro_batches(place, action)
         if place.last:
             turns = self._turns(running)
-            self._results += layered.run_head(place.parts, turns, self._scale, self._begun)
+            self._results += layered_schedule.run_head(place.parts, turns, self._scale, self._begun)
         else:
             for one in running:
                 one.batch.expect_gradients()
@@ -368,7 +370,9 @@ class PipelineStep:
                     call = message.taken.call - place.first_call
                     one.batch.add_gradient(call, message.taken.output, gradient)
         splits, reductions = place.puts_off, self._reduced_in(last)
-        layered.backward(place.parts, self._turns(running), reductions, self._begun, splits=splits)
+        layered_schedule.backward(
+            place.parts, self._turns(running), reductions, self._begun, splits=splits
+        )
         for one in running:
             one.entrance.send_gradients()
         if not splits:
@@ -378,7 +382,7 @@ class PipelineStep:
 
     def _weights(self, place: PipelineStage, action: Action, *, last: bool) -> None:
         running = self._begin_micro_batches(place, action)
-        layered.run_weight_backward(
+        layered_schedule.run_weight_backward(
             place.parts, self._turns(running), self._reduced_in(last), self._begun
         )
         self._close(place, running)

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
+from gpumix.engine.access_between_steps import unshard
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.comm.process_groups import get_group_device, make_communicator
 from gpumix.engine.engine import Engine
-from gpumix.engine.outside_steps import unshard
 from gpumix.engine.rehearsal.additivity import padding_counts
 from gpumix.engine.sharding.unit_discovery import has_trainable_parameters
 from gpumix.engine.weights.whole_values import check_has_been_read, read_all_values

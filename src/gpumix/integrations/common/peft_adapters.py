@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpumix.engine.outside_steps import get_outside_steps
+from gpumix.engine.access_between_steps import get_access_between_steps
 from gpumix.engine.sharding.state_dict import persistent_buffers
 from gpumix.schema.errors import InputError
 
@@ -51,7 +51,7 @@ def patch_state_dict_names(model: nn.Module, *, everywhere: bool) -> None:
     for module in _iterate_modules_to_save(model):
         names = _list_state_names(module) if everywhere or first else ()
         module.state_dict = partial(_make_name_dict, names)  # type: ignore[method-assign, assignment]
-    outside = get_outside_steps(model)
+    outside = get_access_between_steps(model)
     if outside is not None:
         of_model = weakref.ref(model)  # weak: the model refers to the callback
         outside.call_on_unshard(lambda: _unpatch_state_dict(of_model()))

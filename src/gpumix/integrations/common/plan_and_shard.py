@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gpumix.engine.access_between_steps import unshard
 from gpumix.engine.comm.init_distributed import register_leave_at_exit
 from gpumix.engine.comm.process_groups import get_group_device, make_communicator
 from gpumix.engine.engine import Engine
@@ -28,7 +29,6 @@ from gpumix.engine.model.equal_weights import check_equal_models
 from gpumix.engine.model.rng import preserve_all_rng
 from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.optimizers.base import FullParameterOptimizer
-from gpumix.engine.outside_steps import unshard
 from gpumix.engine.prepare import prepare
 from gpumix.engine.quantised.weight_formats import iterate_packed
 from gpumix.engine.sharding.initial_weights import check_has_values

@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gpumix.engine.access_between_steps import get_access_between_steps
 from gpumix.engine.comm.process_groups import group_timeout
 from gpumix.engine.engine import Engine
-from gpumix.engine.outside_steps import get_outside_steps
 from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.integrations.common.collective_guard import CollectiveGuard
 from gpumix.integrations.common.peft_adapters import load_adapters, use_prompt_weights
@@ -211,6 +211,6 @@ def patch_save_pretrained(model: nn.Module, saver: Saver) -> None:
             return save(**given)
 
     model.save_pretrained = save_pretrained  # type: ignore[assignment]
-    outside = get_outside_steps(model)
+    outside = get_access_between_steps(model)
     assert outside is not None, "it is sharded"
     outside.call_on_unshard(lambda: vars(of_model()).pop("save_pretrained", None))

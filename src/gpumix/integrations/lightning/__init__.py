@@ -35,8 +35,8 @@ from torch import Tensor  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torchmetrics import Metric  # noqa: E402
 
+from gpumix.engine.access_between_steps import unshard  # noqa: E402
 from gpumix.engine.engine import Engine  # noqa: E402
-from gpumix.engine.outside_steps import unshard  # noqa: E402
 from gpumix.hardware.host.environment import get_local_world_size  # noqa: E402
 from gpumix.hardware.memory_limit import count_as_host_memory  # noqa: E402
 from gpumix.integrations.common.batch_rows import PlannedRows, get_evaluation_rows  # noqa: E402

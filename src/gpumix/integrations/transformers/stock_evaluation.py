@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from gpumix.engine.outside_steps import get_outside_steps
-from gpumix.engine.outside_steps import whole as whole_model
+from gpumix.engine.access_between_steps import get_access_between_steps
+from gpumix.engine.access_between_steps import whole as whole_model
 from gpumix.engine.sharding.unit_discovery import has_trainable_parameters
 from gpumix.engine.weights.whole_values import read_all_values
 from gpumix.integrations.common.plan_and_shard import get_world_size
@@ -103,7 +103,7 @@ class StockEvaluation:
                 accelerator._models.clear()
             return
         with ExitStack() as stack:
-            outside = get_outside_steps(trainer.model)
+            outside = get_access_between_steps(trainer.model)
             if outside is not None and not outside.can_be_called:
                 stack.enter_context(whole_model(trainer.model))
             # The model stays in place, and computes in its own dtype.

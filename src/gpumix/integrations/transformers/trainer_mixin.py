@@ -19,9 +19,9 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
+from gpumix.engine.access_between_steps import unshard
 from gpumix.engine.engine import Engine
 from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
-from gpumix.engine.outside_steps import unshard
 from gpumix.engine.rehearsal.additivity import padding_counts
 from gpumix.engine.sharding.unit_discovery import check_trainable
 from gpumix.hardware.host.environment import get_local_world_size

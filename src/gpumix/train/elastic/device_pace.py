@@ -94,11 +94,6 @@ def split_samples(
     return tuple(samples)
 
 
-def with_samples(plan: Plan, samples: Sequence[int]) -> Plan:
-    """Return a plan of one stage with new samples per group; see `with_samples_in`."""
-    return with_samples_in(plan, [samples])
-
-
 def with_samples_in(plan: Plan, samples: Sequence[Sequence[int]]) -> Plan:
     """Return the plan with new samples per stage and group, without a prediction. Micro-batches
     keep their size, up to the samples; workers without samples before get the stage's largest size.

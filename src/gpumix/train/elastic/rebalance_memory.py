@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from gpumix.cost.input_time import compute_host_read_rates
 from gpumix.cost.network.link_times import build_link_model, count_devices_by_host
 from gpumix.cost.predict import predict
+from gpumix.planner.common.strategy import is_within_memory
 from gpumix.schema.plan.plan import Plan, Prediction
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.elastic.device_pace import DevicePace, predict_pace, split_samples, with_samples
+from gpumix.train.elastic.device_pace import DevicePace, predict_pace
 from gpumix.train.elastic.rebalancer import WINDOW_STEPS, MovedShares, Rebalancer, SplitLimits
+from gpumix.train.elastic.sample_dealer import SampleDealer, with_samples
 
 # Part used of the predicted room for state: cuts are rounded.
 USED_ROOM_SHARE = 0.98
@@ -63,16 +65,31 @@ def idle_paces(profile: Profile, plan: Plan) -> dict[int, DevicePace]:
     return {n: predict_pace(busy, leaders[n]) for n, count in enumerate(counts) if not count}
 
 
-class MovableSplitLimits(SplitLimits):
-    """Room of the devices of a one-stage plan without tensor parallelism, with movable state."""
+class PredictedSplitLimits(SplitLimits):
+    """Room of the devices of a one-stage plan by the cost model, without moves of state."""
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile = profile
         self._plan = plan
+        super().__init__(limit_samples_by_memory(profile, plan))
+
+    def fits(self, samples: Sequence[int]) -> bool:
+        """Return whether there is memory for a split within `most`. In several waves smaller
+        micro-batches may make room for more samples: what fits is no range."""
+        if self._plan.waves == 1:
+            return True
+        return is_within_memory(predict(self._profile, with_samples(self._plan, samples)).workers)
+
+
+class MovableSplitLimits(PredictedSplitLimits):
+    """Room of the devices of a one-stage plan without tensor parallelism, with movable state."""
+
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        super().__init__(profile, plan)
+        self._dealer = SampleDealer.of(plan)
         self._shares = plan.stages[0].shares
         self._least = [int(worker.samples > 0) for worker in plan.workers]
         self._slopes = self._bytes_per_share()
-        super().__init__(limit_samples_by_memory(profile, plan))
         self._most_without = _bisect_limits(
             self.most,
             plan.global_batch,
@@ -83,10 +100,11 @@ class MovableSplitLimits(SplitLimits):
         for part in TRIED_MOVE_SHARES:
             every = zip(self.most, self._most_without)
             most = [here + int(part * (without - here)) for here, without in every]
-            samples = split_samples(self._plan.global_batch, paces, most, self._least)
-            shares = None if samples is None else self._fit_state_shares(samples)
-            if samples is not None and shares is not None:
-                return MovedShares(samples, shares, self._seconds(shares))
+            batch = self._plan.global_batch
+            for samples in self._dealer.find_splits(batch, paces, most, self._least):
+                shares = self._fit_state_shares(samples)
+                if shares is not None:
+                    return MovedShares(samples, shares, self._seconds(shares))
         return None
 
     def _fit_state_shares(self, samples: Sequence[int]) -> tuple[float, ...] | None:
@@ -98,9 +116,7 @@ class MovableSplitLimits(SplitLimits):
         free = [limit - share for limit, share in zip(most, kept)]
         left = 1.0 - sum(kept)
         shares = tuple(k + left * f / sum(free) if left > 0 else k for k, f in zip(kept, free))
-        expected = self._expected(samples, shares)
-        fits = all(w.peak_bytes <= w.memory_limit_bytes for w in expected.workers)
-        return shares if fits else None
+        return shares if is_within_memory(self._expected(samples, shares).workers) else None
 
     @property
     def _largest(self) -> float:
@@ -149,12 +165,11 @@ class MovableSplitLimits(SplitLimits):
 
 def predict_rebalanced_plan(profile: Profile, plan: Plan) -> Plan:
     """Return the plan after a run's first steps, if devices are as fast as profiled."""
-    in_parts = len(plan.stages) > 1 or plan.waves > 1
-    if in_parts or len(plan.workers) == 1 or plan.prediction is None:
+    if len(plan.stages) > 1 or len(plan.workers) == 1 or plan.prediction is None:
         return plan
     rebalancer = Rebalancer(
         plan,
-        SplitLimits(limit_samples_by_memory(profile, plan)),
+        PredictedSplitLimits(profile, plan),
         steps=WINDOW_STEPS,
         read_per_s=compute_host_read_rates(profile),
         idle=idle_paces(profile, plan),

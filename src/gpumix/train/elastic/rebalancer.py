@@ -6,9 +6,9 @@ equal times and reach the same split in the same step.
 
 A device taking f times the planned time is assumed to do so for samples and optimizer alike. The
 split minimizes the time of the slowest device: sample after sample goes where it ends first, the
-optimum if more samples never take less time. Devices of a host that reads samples more slowly than
-they compute are as fast as the host reads. Where memory rules a split out, state moves to devices
-with room, if the move pays for itself.
+optimum if more samples never take less time; in several waves that of each wave (`sample_dealer`).
+Devices of a host that reads samples more slowly than they compute are as fast as the host reads.
+Where memory rules a split out, state moves to devices with room, if the move pays for itself.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from gpumix.train.elastic.device_pace import (
     compute_lower_bound_s,
     limit_by_reading,
     predict_pace,
-    slowest_s,
-    split_samples,
 )
+from gpumix.train.elastic.sample_dealer import SampleDealer
 
 # Least gain, by the shortest times of WINDOW_STEPS steps in a row, that changes a split: a single
 # event is no reason.
@@ -77,6 +76,10 @@ class SplitLimits:
 
     def __init__(self, most: Sequence[int]) -> None:
         self.most = most
+
+    def fits(self, samples: Sequence[int]) -> bool:
+        """Return whether there is memory for a split within `most`."""
+        return True
 
     def moved(self, paces: Sequence[DevicePace]) -> MovedShares | None:
         """Return the best split with state moved to where there is room, for groups of these paces;
@@ -130,7 +133,7 @@ class Rebalancer:
         idle: Mapping[int, DevicePace] = {},
     ) -> None:
         (stage,) = plan.stages
-        leaders = [team[0] for team in stage.teams]
+        leaders = stage.leaders
         self.samples = tuple(worker.samples for worker in leaders)
         """Samples of each group, now."""
         self._devices = [worker.device for worker in leaders]
@@ -150,8 +153,9 @@ class Rebalancer:
 
     def go_on(self, plan: Plan, room: SplitLimits) -> None:
         """Take paces and memory limits of the devices from `plan`, after state moved."""
-        leaders = [team[0] for team in plan.stages[0].teams]
+        leaders = plan.stages[0].leaders
         self._room = room
+        self._dealer = SampleDealer.of(plan)
         self._most = [
             limit if least or team in self._idle else 0
             for team, (least, limit) in enumerate(zip(self._least, room.most))
@@ -249,15 +253,16 @@ class Rebalancer:
 
     def _find_better_split(self, seconds: list[float]) -> SplitChange | None:
         now, paces = self.samples, self._paces(seconds)
-        before_s = slowest_s(paces, now)
+        before_s = self._dealer.step_s(paces, now)
         may = [pace for pace, limit in zip(paces, self._most) if limit]
         if before_s * (1.0 - LEAST_GAIN) <= compute_lower_bound_s(may, sum(now)):
             return None
-        samples = split_samples(sum(now), paces, self._most, self._least)
-        after_s = before_s if samples is None else slowest_s(paces, samples)
+        every = self._dealer.find_splits(sum(now), paces, self._most, self._least)
+        samples = next(filter(self._room.fits, every), None)
+        after_s = before_s if samples is None else self._dealer.step_s(paces, samples)
         moved = self._moved(paces, min(before_s, after_s))
         if moved is not None:
-            after_s = slowest_s(paces, moved.samples)
+            after_s = self._dealer.step_s(paces, moved.samples)
             why = self._why(seconds)
             return SplitChange(moved.samples, before_s, after_s, why, moved.shares, moved.seconds)
         if samples is None or after_s > before_s * (1.0 - LEAST_GAIN):
@@ -268,14 +273,14 @@ class Rebalancer:
         """Return a split with moved state, if clearly faster than `still_s` without moves, and if
         the remaining steps make up for the move."""
         limits = [sum(self.samples) if most else 0 for most in self._most]
-        best = split_samples(sum(self.samples), paces, limits, self._least)
-        if best is None or slowest_s(paces, best) > still_s * (1.0 - LEAST_GAIN):
+        best = self._dealer.find_splits(sum(self.samples), paces, limits, self._least)
+        if not best or self._dealer.step_s(paces, best[0]) > still_s * (1.0 - LEAST_GAIN):
             return None
         if self._refused and all(map(_alike, paces, self._refused)):
             return None
         moved = self._room.moved(paces)
         if moved is not None:
-            after_s = slowest_s(paces, moved.samples)
+            after_s = self._dealer.step_s(paces, moved.samples)
             gained_s = (still_s - after_s) * (self._steps - self._step)
             if after_s <= still_s * (1.0 - LEAST_GAIN) and gained_s >= WORTH * moved.seconds:
                 return moved
@@ -304,7 +309,7 @@ class Rebalancer:
     def _take_s(self, seconds: Sequence[float], *splits: Sequence[int]) -> list[float]:
         """Return the step time of each split, if devices take `seconds` now."""
         paces = self._paces(seconds)
-        return [slowest_s(paces, samples) for samples in splits]
+        return [self._dealer.step_s(paces, samples) for samples in splits]
 
     def _why(self, seconds: list[float]) -> str:
         """Describe the device deviating most from the rest, against the plan."""

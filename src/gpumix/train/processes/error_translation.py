@@ -31,7 +31,7 @@ WRAPPERS = (
 JOB_CALLERS = (
     "engine/loss/objective.py",
     "engine/model/unit_values.py",
-    "engine/schedule/sequential.py",
+    "engine/schedule/sequential_schedule.py",
     "data/core/factory.py",
     "data/sources/map_style.py",
 )

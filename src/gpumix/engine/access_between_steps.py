@@ -32,7 +32,7 @@ from gpumix.schema.plan.plan import Plan
 Forward = Callable[..., Any]
 SYNCED_GPUS = "synced_gpus"  # of transformers
 UNSHARDING = ("merge_and_unload", "unload")  # of PEFT: they take the model's layers apart
-_outside_steps_by_model: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OutsideSteps]] = (
+_access_by_model: weakref.WeakKeyDictionary[nn.Module, weakref.ref[AccessBetweenSteps]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -106,7 +106,7 @@ class BlockwiseEngine(ShardedModel):
             )
 
 
-class OutsideSteps:
+class AccessBetweenSteps:
     """Behavior of a sharded model while no step is under way.
 
     The model references this object, and so does the engine. It references both weakly, so that
@@ -137,9 +137,9 @@ class OutsideSteps:
             self._watch_calls(engine.model)
         for name in UNSHARDING:
             self._unshard_before(engine.model, name)
-        _outside_steps_by_model[engine.model] = weakref.ref(self)
+        _access_by_model[engine.model] = weakref.ref(self)
 
-    def __deepcopy__(self, _: object) -> OutsideSteps:
+    def __deepcopy__(self, _: object) -> AccessBetweenSteps:
         """Return itself: a copied model has no engine of its own."""
         return self
 
@@ -325,7 +325,7 @@ class OutsideSteps:
         self._install_whole(parameters)
         self._keep_buffers_beside(parameters)
         self._undo.close()
-        del _outside_steps_by_model[model]
+        del _access_by_model[model]
         if engine is not None:
             engine.end("its model is an ordinary one again")
 
@@ -395,9 +395,9 @@ def _registered(module: nn.Module) -> dict[str, Any]:
     return module._parameters
 
 
-def get_outside_steps(model: nn.Module) -> OutsideSteps | None:
-    """Return the `OutsideSteps` of a sharded model; None for an ordinary model."""
-    found = _outside_steps_by_model.get(model)
+def get_access_between_steps(model: nn.Module) -> AccessBetweenSteps | None:
+    """Return the `AccessBetweenSteps` of a sharded model; None for an ordinary model."""
+    found = _access_by_model.get(model)
     return None if found is None else found()
 
 
@@ -412,7 +412,7 @@ def whole(model: nn.Module) -> Iterator[nn.Module]:
     Raises:
         InputError: a step is under way.
     """
-    outside = get_outside_steps(model)
+    outside = get_access_between_steps(model)
     if outside is None:
         yield model
         return
@@ -434,6 +434,6 @@ def unshard(model: nn.Module, *, everywhere: bool = True) -> None:
     Args:
         everywhere: if False, only the first rank gets values; elsewhere parameters are on `meta`.
     """
-    outside = get_outside_steps(model)
+    outside = get_access_between_steps(model)
     if outside is not None:
         outside.unshard_model(everywhere=everywhere)

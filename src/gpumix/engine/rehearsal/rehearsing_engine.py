@@ -26,7 +26,7 @@ from gpumix.engine.rehearsal.refusals import (
 )
 from gpumix.engine.rehearsal.samples import all_gather_values, is_any
 from gpumix.engine.rehearsal.settled_losses import SettledLosses
-from gpumix.engine.traceless_steps import TrialSteps
+from gpumix.engine.trial_steps import TrialSteps
 from gpumix.hardware.runtime import is_gpu
 from gpumix.schema.job.coupled_losses import NO_RULE
 from gpumix.schema.plan.batch_shares import get_batch_share, get_micro_batch_rows

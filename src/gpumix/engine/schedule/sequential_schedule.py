@@ -31,7 +31,7 @@ from gpumix.engine.model.unit_values import (
     copy_changes,
     take_apart,
 )
-from gpumix.engine.schedule.layered import (
+from gpumix.engine.schedule.layered_schedule import (
     LayeredSchedule,
     StepTasks,
     find_first_kept_call,
