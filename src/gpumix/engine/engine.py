@@ -328,7 +328,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
     # -- inside ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _in_step(self) -> Iterator[None]:
+    def _in_step(self, *, trains: bool = True) -> Iterator[None]:
         """Discard a step whose body fails. With several ranks the engine cannot continue: the ranks
         are at different points of the step, and collectives would not match."""
         if self.ended:
@@ -344,8 +344,9 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
         if self.outside.is_whole:
             self.outside.refuse_step()
         self.outside.in_step = True
+        self._calls.begin_step()
         try:
-            begin_step(self._buckets)
+            begin_step(self._buckets, trains=trains)
             with self._switches:
                 yield
         except BaseException as error:

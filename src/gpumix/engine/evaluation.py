@@ -52,7 +52,7 @@ class EvaluatingEngine(RehearsingEngine):
         """
         self.look_back()
         self.settle(batch, samples)
-        with use_eval_mode(self.model), self._in_step():
+        with use_eval_mode(self.model), self._in_step(trains=False):
             rows = self._rows_given(batch, samples)
             results = self._forward_only(self._state.objective, batch, rows, is_trial=False)
             table, gradient_scale = self._exchange_losses(results, torch.ones(()), in_step=False)
@@ -89,7 +89,7 @@ class EvaluatingEngine(RehearsingEngine):
             made[of] = compute()
             return torch.zeros(()), torch.zeros(())
 
-        with ExitStack() as stack, self._in_step():
+        with ExitStack() as stack, self._in_step(trains=as_trained):
             if not as_trained:
                 stack.enter_context(use_eval_mode(self.model))
             for head in self._heads:

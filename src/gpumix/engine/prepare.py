@@ -140,7 +140,7 @@ def prepare(
     if weights is not None:
         load_buffers(model, weights)
     _move_buffers(model, comm.device)
-    calls = UnitCallHandlers()
+    calls = UnitCallHandlers(model)
     if worker.compile:
         own_units = [unit for one in parts for unit in one.units.values()]
         compile_units(own_units, sizes=worker.micro_batches, device=comm.device)

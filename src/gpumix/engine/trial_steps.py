@@ -90,7 +90,7 @@ class TrialSteps(ShardedModel):
     def _forward_only(self, objective: Any, batch: Any, rows: Sequence[range]) -> list[Loss]: ...
 
     @abstractmethod
-    def _in_step(self) -> contextlib.AbstractContextManager[None]: ...
+    def _in_step(self, *, trains: bool = True) -> contextlib.AbstractContextManager[None]: ...
 
     def take_back_step(self) -> None:
         """Undo the last step, except for gradients: restore the buffers and the count of steps. For
@@ -157,7 +157,7 @@ class TrialSteps(ShardedModel):
                     state.steps = steps
                     self._step(batch)
             else:
-                with self._in_step():
+                with self._in_step(trains=False):
                     self._forward_only(objective, batch, rows)
             return seen(piece.local for piece in self._trained_pieces())
 

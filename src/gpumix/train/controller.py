@@ -547,11 +547,13 @@ class JobController:
 
             attention_heads.check_job_heads(self.job, self.cluster)
         if needs_several_stages(strategy, space) and spec.config is not None:
+            from gpumix.engine.sharding.unit_discovery import split_into_units
             from gpumix.train.checks.stage_count import check_job_stage_count
             from gpumix.train.rank_setup.model import build_model
 
             model = build_model(spec, folder=self.folder, seed=self.job.seed)
-            check_job_stage_count(model, self.job, self.cluster)
+            anatomy = split_into_units(model, spec.units)
+            check_job_stage_count(anatomy, self.job, self.cluster)
 
 
 def plan_job(job: Job, profile: Profile, strategy: str | None = None, *, leaving_out: bool) -> Plan:

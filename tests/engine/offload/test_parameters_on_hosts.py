@@ -21,7 +21,7 @@ from gpumix.engine.comm.process_groups import make_communicator
 from gpumix.engine.model.deferred_init import build
 from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.prepare import prepare
-from gpumix.hardware.host import shared_segment
+from gpumix.hardware.host import cgroups, shared_segment
 from gpumix.schema.errors import MachineError
 from gpumix.schema.plan.plan import Collectives, Plan, Prediction, WorkerPrediction
 from gpumix.schema.plan.stage import Mode
@@ -282,7 +282,7 @@ def _prepare_by(plan_json):
     return None
 
 
-def test_a_plan_that_keeps_more_than_is_free_is_refused_on_every_rank():
+def _plan_that_keeps(host_bytes):
     plan = plan_for(build(GPT2.factory, SEED), TWO, **POOL)
     kept = [
         WorkerPrediction(
@@ -293,14 +293,33 @@ def test_a_plan_that_keeps_more_than_is_free_is_refused_on_every_rank():
             busy_s=3.0,
             memory_bytes={},
             memory_limit_bytes=1,
-            host_bytes=2**50,
+            host_bytes=host_bytes,
         )
         for worker in plan.workers
     ]
     told = Prediction(step_s=3.0, tokens_per_s=1.0, exposed_communication_s=0.0, workers=kept)
-    plan = plan.model_copy(update={"prediction": told})
-    for error in run_ranks(_prepare_by, 2, plan.model_dump_json()):
+    return plan.model_copy(update={"prediction": told}).model_dump_json()
+
+
+def test_a_plan_that_keeps_more_than_is_free_is_refused_on_every_rank():
+    for error in run_ranks(_prepare_by, 2, _plan_that_keeps(2**50)):
         assert "the plan takes 2048.0 TiB of the memory of host 'localhost'" in error
+
+
+def _prepare_in_group(plan_json, root):
+    """In a control group whose limit leaves 1 MiB."""
+    cgroups._ROOT = root
+    return _prepare_by(plan_json)
+
+
+def test_the_limit_of_a_container_counts_as_what_is_free(tmp_path):
+    (tmp_path / "memory.max").write_text(f"{2**24}\n")
+    (tmp_path / "memory.current").write_text(f"{2**24 - 2**20}\n")
+    plan = _plan_that_keeps(2**23)
+    assert run_ranks(_prepare_by, 2, plan) == [None, None]
+    for error in run_ranks(_prepare_in_group, 2, plan, tmp_path):
+        assert "the plan takes 16.0 MiB of the memory of host 'localhost'" in error
+        assert "1.0 MiB are free" in error and "raise the limit of the container or job" in error
 
 
 def _step_without(dead):

@@ -16,11 +16,13 @@ from gpumix.engine.prepare import prepare
 from gpumix.engine.quantised.linear_layers import make_quantised_linear
 from gpumix.engine.quantised.packed_weight import PackedWeight
 from gpumix.engine.quantised.weight_formats import iterate_packed, pack
+from gpumix.engine.rehearsal import observations
 from gpumix.engine.sharding.absent_parameter import AbsentParameter
 from gpumix.engine.sharding.unit_discovery import frozen_bytes, split_into_units
 from gpumix.integrations.common.plan_and_shard import without_weights
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
+from gpumix.testing.plans import Share
 from helpers.processes.harness import run_ranks
 from helpers.training import quantised as q
 from helpers.training.reference import worst_error
@@ -51,6 +53,24 @@ def test_unlike_ranks_train_as_stock(folder, base, settings):
     plan = q.plan_of(q.load_adapted(folder, base), q.SHARES[3], **settings)
     found = q.merged(run_ranks(q.train_rank, 3, folder, base, plan))
     assert worst_error(found, q.train_stock(folder, base)) < TOLERANCE
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_shares_that_cut_blocks_of_quantisation_train_as_stock(folder, base):
+    """As a plan written by hand may: bytes are divided, and whole weights computed with."""
+    model = q.load_adapted(folder, base)
+    plan = q.plan_of(model, [Share(3, 3, 31), Share(3, 1, 69)], zero_stage=3)
+    _, cuts = run_ranks(_cut, 2, folder, base, plan)
+    assert any(begin % 32 for begin in cuts), "of the bytes of 64 weights"
+    found = q.merged(run_ranks(q.train_rank, 2, folder, base, plan))
+    assert worst_error(found, q.train_stock(folder, base)) < TOLERANCE
+
+
+def _cut(folder: Path, base: str, plan: str) -> list[int]:
+    """Where this rank's parts of packed weights begin."""
+    engine, _ = q.engine_for(folder, base, Plan.model_validate_json(plan))
+    packed = [group for group in engine.groups() if group.full.dtype == torch.uint8]
+    return [piece.start for group in packed for piece in group.pieces if piece.start]
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -198,6 +218,37 @@ def test_storage_in_sixteen_bits_is_not_rounded(folder):
     engine = prepare(model, Plan.model_validate_json(plan))
     losses = [q.step(engine, q.optimizer_for(engine.parameters()), 0)]
     assert losses == pytest.approx(q.train_stock(folder, "nf4", steps=1).losses, rel=1e-5)
+
+
+# Layers with arithmetic of their own in a plan of fp32: it is rounding, and no coupling of samples.
+COARSE = {
+    "bf16": ("nf4", {"bnb_4bit_compute_dtype": torch.bfloat16}),
+    "fp16": ("nf4", {"bnb_4bit_compute_dtype": torch.float16}),
+    "outliers": ("int8", {"llm_int8_threshold": 2.5}),
+}
+
+
+@pytest.mark.parametrize("case", COARSE)
+def test_layers_that_compute_coarsely_train_and_evaluate_as_stock(folder, case):
+    base, settings = COARSE[case]
+    model, alone = (q.load_adapted(folder, base, **settings) for _ in range(2))
+    engine = prepare(model, Plan.model_validate_json(q.plan_of(model, q.SHARES[1])))
+    # What rehearsals take for rounding, and would else refuse as a loss that couples samples.
+    known = observations.TOLERANCE["fp16" if case == "fp16" else "bf16"]
+    assert observations.tolerance_of(engine) == known
+    optimizer = q.optimizer_for(engine.parameters())
+    found = [q.step(engine, optimizer, number) for number in range(2)]
+    found.append(engine.evaluate(q.make_batch(9)).item())
+    q.lay_out_nothing(alone)
+    stock = q.optimizer_for(p for p in alone.parameters() if p.requires_grad)
+    for number, loss in enumerate(found):
+        stock.zero_grad()
+        alone.train(number < 2)
+        expected = alone(**q.make_batch(number if number < 2 else 9)).loss
+        assert loss == pytest.approx(expected.item(), rel=2e-3)
+        if number < 2:
+            expected.backward()
+            stock.step()
 
 
 def test_weights_that_are_trained_in_eight_bits_are_refused():

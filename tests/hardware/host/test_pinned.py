@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from gpumix.engine.offload.host_offload import allocate_on_host
 from gpumix.hardware import runtime
 from gpumix.hardware.host import pinned
 from gpumix.hardware.host.pinned import allocate_pinned
+from gpumix.hardware.host.shared_segment import create_segment, map_segment
+from gpumix.schema.errors import MachineError
 
 SIZE = 3 * mmap.PAGESIZE + 5
 
@@ -106,3 +111,40 @@ def test_memory_for_a_gpus_copies_is_pinned_and_for_a_cpus_it_is_not(driver):
     assert list(driver.registered.values()) == [20]
     allocate_on_host(10, torch.bfloat16, torch.device("cpu"))
     assert len(driver.registered) == 1
+
+
+def test_shared_parameters_are_not_left_to_ordinary_memory(driver):
+    """As on a kernel that lets a process lock no memory: copies would hold up each block."""
+    driver.refuses = True
+    with create_segment(SIZE) as place:
+        with pytest.raises(MachineError, match="the driver does not register") as caught:
+            map_segment(place, SIZE, pinned=True)
+        assert map_segment(place, SIZE, pinned=False).nbytes == SIZE
+    assert "ulimit -l unlimited" in caught.value.fix and "locked memory" in caught.value.why
+
+
+SMALL_SHM = """
+from gpumix.hardware.host.shared_segment import create_segment
+from gpumix.schema.errors import MachineError
+with create_segment(2**20, named=True):
+    pass
+try:
+    create_segment(2**23, named=True).__enter__()
+except MachineError as error:
+    print(error)
+"""
+
+
+def test_a_dev_shm_that_is_too_small_is_told_with_the_command_that_mends_it():
+    script = 'mount -t tmpfs -o size=4M tmpfs /dev/shm && df /dev/shm >&2 && exec "$0" -c "$1"'
+    own_mounts = ["unshare", "--user", "--map-root-user", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*own_mounts, "true"]).returncode:
+        pytest.skip("this machine gives no mounts of its own")
+    told = subprocess.run(
+        [*own_mounts, "sh", "-c", script, sys.executable, SMALL_SHM],
+        capture_output=True,
+        text=True,
+    )
+    assert "8.0 MiB of memory cannot be shared between the devices" in told.stdout, told
+    assert "No space left on device" in told.stdout
+    assert "docker run --shm-size" in told.stdout

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 _WRAPPED = re.compile(r"(?<=\.)(base_layer|original_module|modules_to_save\.[^.]+)\.")
 _PREFIX = "base_model.model."  # of a `PeftModel`
+# Of layers with adapters, which PEFT switches all at once, and of the model around them.
+_SWITCHES = ("_disable_adapters", "_active_adapter", "_adapters_disabled")
 
 
 class RowLengths(nn.Parameter):
@@ -54,3 +57,23 @@ def list_adapter_parameters(model: nn.Module) -> set[str]:
 def find_base_name(name: str) -> str:
     """Return the name that a parameter had before adapters were added."""
     return _WRAPPED.sub("", name.removeprefix(_PREFIX))
+
+
+class AdapterSwitches:
+    """The switches of a model's adapters: which are active, and whether they are off.
+
+    A call of the model that changes them means its own micro-batch alone. Micro-batches run in
+    turn, and units are run again in backward, after the call has changed them back.
+
+    Attributes:
+        holders: attributes of the first layer with adapters, and of PEFT's models.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        every = [vars(module) for module in model.modules()]
+        layers = [own for own in every if _SWITCHES[0] in own]
+        self.holders = [*layers[:1], *(own for own in every if _SWITCHES[2] in own)]
+
+    def read(self) -> list[Any]:
+        """Return what the switches are."""
+        return [own.get(name) for own in self.holders for name in _SWITCHES]

@@ -21,6 +21,7 @@ from greenlet import greenlet
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from gpumix.engine.model.adapters import AdapterSwitches
 from gpumix.engine.model.rng import OtherGenerators
 from gpumix.hardware import runtime
 from gpumix.schema.errors import GpumixError, InputError
@@ -235,13 +236,39 @@ Answer = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class UnitCallHandlers:
-    """Handlers of unit calls outside of a coroutine: `use_handler` while active, or `outside`."""
+    """Handlers of unit calls outside of a coroutine: `use_handler` while active, or `outside`.
 
-    def __init__(self) -> None:
+    Args:
+        model: the model of the units.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._switches = AdapterSwitches(model)
+        self._switched = self._switches.read()  # when the step began
         self._answer: Answer | None = None
         self._first_hook = 0  # of those set by the model's call
         self._hooks: list[_HookOfCall] = []
         self.outside: Answer | None = None
+
+    def begin_step(self) -> None:
+        """Note which adapters are active: the model's calls may not change them until the end."""
+        self._switched = self._switches.read()
+
+    def refuse_switched_adapters(self, unit: str) -> None:
+        """Refuse a call of a unit with other adapters than those of the step.
+
+        Raises:
+            ModelError: the model, or its loss, has switched them.
+        """
+        if self._switches.holders and self._switches.read() != self._switched:
+            raise ModelError(
+                "the model's call switches its adapters off, or to others",
+                where=f"unit '{unit}'",
+                why="micro-batches run in turn, and units are run again in backward, when the call "
+                "has switched them back",
+                fix="compute what needs other adapters in a program of its own before (an "
+                "evaluation inside `with model.disable_adapter():`), and keep it in the data set",
+            )
 
     @contextlib.contextmanager
     def use_handler(self, answer: Answer) -> Iterator[None]:
@@ -259,6 +286,7 @@ class UnitCallHandlers:
         """Return the result of a call of the unit `name`, made of `module`."""
         answer = self._answer or self.outside
         if self._answer is not None:
+            self.refuse_switched_adapters(name)
             self._hooks.extend(_list_hooks_of_call(name, module, self._first_hook))
         if answer is None:
             raise ModelError(
@@ -283,6 +311,7 @@ class _Boundary:
         current = greenlet.getcurrent()
         if current.parent is None:
             return self._calls.answer(self._name, self._module(), args, kwargs)
+        self._calls.refuse_switched_adapters(self._name)
         if isinstance(current, _Run):
             hooks = _list_hooks_of_call(self._name, self._module(), current.first_hook)
             current.hooks.extend(hooks)

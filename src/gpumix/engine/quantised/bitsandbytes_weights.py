@@ -152,6 +152,11 @@ class FourBitFormat(WeightFormat):
             bnb_quantized=True,
         )
 
+    def restore_without_values(self, tensors: Tensors) -> nn.Parameter:
+        made: Any = self.restore(tensors)
+        made.quant_state.__class__ = _state_without_values()
+        return made  # type: ignore[no-any-return]
+
     def _state(self, tensors: Tensors) -> Any:
         from bitsandbytes.functional import QuantState
 
@@ -167,7 +172,8 @@ class FourBitFormat(WeightFormat):
         return QuantState(
             absmax=tensors["absmax"],
             shape=self.shape,
-            code=_table(self.quant_type, device),
+            # A copy: files would not take tensors with shared memory.
+            code=_table(self.quant_type, device).clone(),
             blocksize=self.block,
             quant_type=self.quant_type,
             dtype=self.dtype,
@@ -218,6 +224,25 @@ class FourBitFormat(WeightFormat):
         if "support_avx512bf16_for_cpu" in held:
             found.append(Attribute(held, "support_avx512bf16_for_cpu", 0, False))
         return found
+
+
+@cache
+def _state_without_values() -> type:
+    """Return the class of a `QuantState` with tensors that refuse to be read."""
+    from bitsandbytes.functional import QuantState
+
+    class StateWithoutValues(QuantState):
+        """A state whose dictionary has the names of the stock one."""
+
+        def as_dict(self, packed: bool = False) -> dict[str, Any]:
+            found = {"absmax": self.absmax, "quant_map": self.code}
+            if self.nested:
+                found["nested_absmax"] = self.state2.absmax
+                found["nested_quant_map"] = self.state2.code
+            # In its place stock has the values that are no tensors, the nested offset among them.
+            return {**found, f"quant_state.bitsandbytes__{self.quant_type}": self.absmax.detach()}
+
+    return StateWithoutValues
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,10 @@ class WeightFormat(ABC):
     def restore(self, tensors: Tensors) -> nn.Parameter:
         """Return the library's parameter with these tensors."""
 
+    def restore_without_values(self, tensors: Tensors) -> nn.Parameter:
+        """Return the library's parameter with tensors that refuse to be read."""
+        return self.restore(tensors)
+
     @abstractmethod
     def dequantise(self, tensors: Tensors) -> torch.Tensor:
         """Return a weight's values in `dtype`."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from gpumix.engine.quantised.packed_weight import PackedWeight, WeightFormat
+from gpumix.schema.plan.stage import ComputeDtype
 
 BASES = ("nf4", "nf4-double", "int8")  # of jobs
 # Names beside a quantised weight in files, and the library that wrote them.
@@ -57,6 +59,26 @@ def iterate_packed(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
 def casts_its_bias(module: nn.Module) -> bool:
     """Return True for a module that gives its bias other memory where dtypes differ."""
     return type(module).__module__.startswith("bitsandbytes.")
+
+
+def find_layer_dtypes(model: nn.Module) -> set[ComputeDtype]:
+    """Return the dtypes in which layers of bitsandbytes compute by their own settings, whatever the
+    plan's dtype. Activations in 8 bits are as coarse as bf16; and which of their columns are
+    outliers, and so in 16 bits, depends on all samples of a product."""
+    found: set[ComputeDtype] = set()
+    for module in model.modules():
+        if type(module).__module__.startswith("bitsandbytes."):
+            if type(module).__name__ == "Linear8bitLt":
+                found.add("bf16")
+            else:
+                found |= _OWN_DTYPES.get(getattr(module, "compute_dtype", None), set())
+    return found
+
+
+_OWN_DTYPES: Mapping[object, set[ComputeDtype]] = {
+    torch.bfloat16: {"bf16"},
+    torch.float16: {"fp16"},
+}
 
 
 def describe_quantisation(name: str, names: Collection[str]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from gpumix.engine.quantised.weight_formats import find_layer_dtypes
 from gpumix.engine.rehearsal.samples import all_gather_values
 from gpumix.engine.trial_steps import TrialSteps
 
@@ -44,9 +45,10 @@ class TrialLoss:
 
 
 def tolerance_of(engine: TrialSteps) -> tuple[float, float]:
-    """Return the tolerances of losses and gradients, for the coarsest arithmetic in the plan."""
+    """Return the tolerances of losses and gradients, for the coarsest arithmetic of the plan and of
+    the model's quantised layers."""
     workers, kind = engine.plan.workers, engine.device.type
-    dtypes = {worker.compute_dtype for worker in workers}
+    dtypes = {worker.compute_dtype for worker in workers} | find_layer_dtypes(engine.model)
     if any(worker.efficiency.tf32 for worker in workers):
         dtypes.add("fp16")
     if torch.is_autocast_enabled(kind):

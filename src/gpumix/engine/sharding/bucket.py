@@ -75,8 +75,12 @@ class Bucket:
 
     # -- parameters ---------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, trains: bool) -> None:
         """Begin a step: no parameter has a gradient yet, or may be used before being gathered.
+
+        Args:
+            trains: False for an evaluation, in which parameters may be frozen, as those of adapters
+                that are switched off are.
 
         Raises:
             InputError: parameters were frozen or thawed since the model was sharded, or have
@@ -87,12 +91,12 @@ class Bucket:
                 group.unused, trained = group.trained, group.trainable
                 for *_, rest in group.at_rest:
                     if (
-                        rest.requires_grad is not trained
+                        (trains and rest.requires_grad is not trained)
                         or rest.data_ptr() != rest.place
                         or get_own_gradient(rest) is not None
                     ):
-                        rest.refuse_changes(trained=trained)
-                for *_, away in () if group.is_whole else group.places:
+                        rest.refuse_changes(trained=trained if trains else rest.requires_grad)
+                for *_, away in group.places if trains and not group.is_whole else ():
                     if away.requires_grad is not trained:
                         refuse_frozen_or_thawed(away, trained=trained)
         if self._is_whole:
@@ -279,10 +283,10 @@ class Bucket:
         self.leave()
 
 
-def begin_step(buckets: Sequence[Bucket]) -> None:
+def begin_step(buckets: Sequence[Bucket], *, trains: bool = True) -> None:
     """Begin a step of all buckets; see `Bucket.begin_step`."""
     for bucket in buckets:
-        bucket.begin_step()
+        bucket.begin_step(trains=trains)
 
 
 def leave(buckets: Sequence[Bucket]) -> None:

@@ -30,7 +30,7 @@ from gpumix.engine.weights.file_parameter import (
     has_source,
     read_values,
 )
-from gpumix.engine.weights.quantised_source import QuantisedSource
+from gpumix.engine.weights.quantised_source import PackedWeightSource
 from gpumix.engine.weights.safetensors_files import SafetensorsFiles
 from gpumix.engine.weights.transformers_loading import find_conversions
 from gpumix.schema.errors import InputError
@@ -59,7 +59,7 @@ def make_source(model: nn.Module, weights: Path | None = None) -> Source:
             return flat[start:end]
         if has_source(parameter.original):
             source = get_source(parameter.original)
-            if isinstance(source, QuantisedSource):
+            if isinstance(source, PackedWeightSource):
                 return source.read(start, end)
         return parameter.format.read(_quantise(floats, name, parameter), start, end)
 

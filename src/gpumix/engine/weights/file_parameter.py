@@ -84,10 +84,10 @@ class FileParameter(nn.Parameter):
                 found = function(*args, **(kwargs or {}))
         except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
             if any(one.is_meta for one in given):
-                raise _make_valueless_error(name, given) from error
+                raise make_valueless_error(name, given) from error
             raise
         if versions != [one._get_version() for one in given]:
-            raise _make_valueless_error(name, given)
+            raise make_valueless_error(name, given)
         if function is _GET_GRADIENT or name in _BY_SHAPE:
             return found
         computed = [one for one in tree_leaves(found) if isinstance(one, torch.Tensor)]
@@ -95,10 +95,10 @@ class FileParameter(nn.Parameter):
             return found
         if name in _SAME_VALUES and found.is_meta and found.shape == args[0].shape:
             return args[0]._with_own_values(found)
-        raise _make_valueless_error(name, given)
+        raise make_valueless_error(name, given)
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        raise _make_valueless_error("pickle", [self])
+        raise make_valueless_error("pickle", [self])
 
     def _get_version(self) -> int:
         with torch._C.DisableTorchFunctionSubclass():
@@ -120,7 +120,7 @@ class FileParameter(nn.Parameter):
     @data.setter
     def data(self, given: torch.Tensor) -> None:
         if not isinstance(given, FileParameter):
-            raise _make_valueless_error("data", [self])
+            raise make_valueless_error("data", [self])
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.data.__set__(self, given)  # type: ignore[attr-defined]
         self._take_values_of(given)
@@ -152,7 +152,7 @@ _SOURCE = "gpumix_source"
 _GET_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
-def _make_valueless_error(operation: str, parameters: list[FileParameter]) -> InputError:
+def make_valueless_error(operation: str, parameters: list[FileParameter]) -> InputError:
     """Return the error for an operation on the values of parameters in files."""
     operation = operation.strip("_")
     now = "leave it out" if operation in _MOVES else "do this after training began"

@@ -21,10 +21,14 @@ import torch
 from torch import nn
 
 from gpumix.engine.quantised.linear_layers import is_transposed
-from gpumix.engine.quantised.packed_weight import PackedWeight
 from gpumix.engine.quantised.weight_formats import find_format
-from gpumix.engine.weights.file_parameter import FileParameter, ValueSource, set_source
-from gpumix.engine.weights.quantised_source import QuantisedSource
+from gpumix.engine.weights.file_parameter import FileParameter, ValueSource
+from gpumix.engine.weights.quantised_parameter import make_quantised_parameter
+from gpumix.engine.weights.quantised_source import (
+    PackedWeightSource,
+    QuantisedSource,
+    UnquantisedSource,
+)
 from gpumix.engine.weights.safetensors_files import FileTensor, SafetensorsFiles
 from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.schema.errors import InputError
@@ -257,11 +261,7 @@ class LoadingRecorder:
             owner = self._model.get_submodule(path)
             suffixes = {s: s[1:] if s.startswith("/") else attribute + s for s in form.suffixes}
             entries = {s: collected[k][0].stored for s, k in suffixes.items() if k in collected}
-            made: Any = PackedWeight.of(value, owner, form).without_values()
-            set_source(made, QuantisedSource(form, entries))
-            if "quant_state" in vars(owner):
-                owner.quant_state = made.quant_state
-            found[name] = made
+            found[name] = _install_quantised(owner, QuantisedSource(form, entries))
         return found
 
     def _place(self, name: str, source: ValueSource, quantises: object) -> torch.Tensor:
@@ -272,7 +272,6 @@ class LoadingRecorder:
         if quantises is None:
             grows = source.dtype.is_floating_point
             return FileParameter.of(source, requires_grad=grows)
-        # The library's parameter stays, without values; it is quantised when it is read.
         path, _, attribute = name.rpartition(".")
         owner = self._model.get_submodule(path)
         held: nn.Parameter = owner._parameters[attribute]
@@ -285,9 +284,31 @@ class LoadingRecorder:
                 fix="take the configuration from beside the weights (config.json)",
             )
         held.requires_grad_(False)
+        form = find_format(held)
+        if form is None:
+            raise _make_unknown_quantisation_error(name, quantises)
         owner._is_hf_initialized = True
-        set_source(held, source)
-        return held
+        return _install_quantised(owner, UnquantisedSource(form, source, held.dtype))
+
+
+def _make_unknown_quantisation_error(name: str, quantises: Any) -> InputError:
+    config = getattr(getattr(quantises, "hf_quantizer", None), "quantization_config", None)
+    method = getattr(config, "quant_method", type(quantises).__name__)
+    return InputError(
+        f"'{name}' is to be quantised by {getattr(method, 'value', method)}, while its values stay "
+        "in files",
+        why="each rank quantises what it reads, which is known of bitsandbytes alone",
+        fix="load the model with `from_pretrained` of transformers, without gpumix.lazy_weights; "
+        "or with BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4')",
+    )
+
+
+def _install_quantised(owner: Any, source: PackedWeightSource) -> nn.Parameter:
+    """Return the parameter of a quantised weight, after its module got what belongs to it."""
+    made: Any = make_quantised_parameter(source)
+    if "quant_state" in vars(owner):
+        owner.quant_state = made.quant_state
+    return made  # type: ignore[no-any-return]
 
 
 def _find_source(conversion: _Conversion, name: str, value: torch.Tensor) -> ValueSource:

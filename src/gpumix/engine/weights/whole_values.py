@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from gpumix.engine.quantised.packed_weight import Installed
-from gpumix.engine.quantised.weight_formats import pack
 from gpumix.engine.weights.file_parameter import get_source, has_source, read_values
-from gpumix.engine.weights.quantised_source import QuantisedSource
+from gpumix.engine.weights.quantised_source import PackedWeightSource
 from gpumix.schema.errors import InputError
 
 
@@ -58,7 +57,8 @@ def with_values(layer: nn.Module) -> Iterator[None]:
     """Give a layer the values of its own parameters inside the context. Parameters that are changed
     there stay, with their values."""
     held = {key: p for key, p in layer._parameters.items() if p is not None and has_source(p)}
-    packed = [key for key, p in held.items() if pack(p, layer) is not None]  # nobody changes those
+    # Nobody changes quantised ones.
+    packed = [key for key, p in held.items() if isinstance(get_source(p), PackedWeightSource)]
     made = {key: _make_parameter(key, parameter, layer) for key, parameter in held.items()}
     attributes = [one for installed in made.values() for one in installed.attributes]
     before = [(one.holder, one.key, one.holder.get(one.key)) for one in attributes]
@@ -87,13 +87,10 @@ def _is_read_from(parameter: nn.Parameter, now: nn.Parameter) -> bool:
 @torch.no_grad()
 def _make_parameter(name: str, parameter: nn.Parameter, owner: nn.Module) -> Installed:
     """Return a parameter with values, quantised if it is to be."""
-    packed, source = pack(parameter, owner), get_source(parameter)
-    if packed is not None and isinstance(source, QuantisedSource):
-        tensors = source.read_tensors()
-    else:
-        values = read_values(name, parameter, 0, parameter.numel()).view(parameter.shape)
-        if packed is None:  # a copy: files must not stay mapped
-            return Installed(nn.Parameter(values.clone(), requires_grad=parameter.requires_grad))
-        tensors = packed.format.quantise(values)
-    made = packed.format.restore(tensors)
-    return Installed(made, packed.format.attributes(made, owner))
+    source = get_source(parameter)
+    if isinstance(source, PackedWeightSource):
+        made = source.format.restore(source.read_tensors())
+        return Installed(made, source.format.attributes(made, owner))
+    values = read_values(name, parameter, 0, parameter.numel()).view(parameter.shape)
+    # a copy: files must not stay mapped
+    return Installed(nn.Parameter(values.clone(), requires_grad=parameter.requires_grad))

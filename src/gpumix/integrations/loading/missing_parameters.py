@@ -79,7 +79,7 @@ def on_host(model: nn.Module) -> Iterator[None]:
         (module, key, parameter)
         for module in model.modules()
         for key, parameter in module._parameters.items()
-        if isinstance(parameter, FileParameter) and has_source(parameter)
+        if type(parameter) is FileParameter and has_source(parameter)
     ]
     shown = {parameter: _HostParameter.of(parameter) for *_, parameter in places}
     for module, key, parameter in places:

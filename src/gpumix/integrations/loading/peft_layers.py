@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from gpumix.engine.quantised.weight_formats import find_format
 from gpumix.engine.weights.file_parameter import has_source
 from gpumix.engine.weights.whole_values import with_values
 from gpumix.hardware.host.replaced_attributes import replace_attributes
@@ -59,8 +58,7 @@ def _get_device_and_dtype(method: Callable[..., Any], layer: Any, base_layer: An
     weight: Any = getattr(base_layer, "weight", None)
     if not has_source(weight):
         return device, dtype
-    quantised = find_format(weight) is not None and not hasattr(base_layer, "compute_dtype")
-    return CPU, torch.uint8 if quantised else dtype
+    return CPU, dtype
 
 
 def _inject_adapter(

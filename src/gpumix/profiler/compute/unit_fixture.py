@@ -116,7 +116,7 @@ class UnitFixture:
         self._units = anatomy.units
         self._forwards = {unit.name: unit.module.forward for unit in anatomy.units}
         self.divide({unit.name: unit.kind for unit in anatomy.units})
-        calls = UnitCallHandlers()
+        calls = UnitCallHandlers(model)
         for unit in anatomy.units:
             intercept(unit.name, unit.module, calls)
         self.shared_by = {unit.name: unit.uses(self.root_slots) for unit in anatomy.units}

@@ -16,6 +16,7 @@ from gpumix.data.sources.saved_dataset import count_saved_rows
 from gpumix.data.text.files import probe_text
 from gpumix.engine.optimizers.parameter_groups import match_names
 from gpumix.engine.sharding.initial_weights import make_source
+from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.engine.tensor_parallel.plans import resolve_tensor_plan
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.files import scratch_folder
@@ -44,8 +45,9 @@ def build_checked_model(job: Job, cluster: Cluster, folder: Path) -> nn.Module:
         resolve_tensor_plan(model, spec.tensor_plan)
     if must_divide:
         check_config_heads(getattr(model, "config", None), cluster, job.space)
-    check_job_stage_count(model, job, cluster)
-    check_loading_memory(model, job, cluster)
+    anatomy = split_into_units(model, spec.units)
+    check_job_stage_count(anatomy, job, cluster)
+    check_loading_memory(anatomy, cluster)
     return model
 
 

@@ -6,30 +6,27 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from gpumix.cost.loading_memory import count_fp32_bytes
 from gpumix.engine.sharding.unit_discovery import (
+    ModelUnits,
     ParameterSlot,
     frozen_bytes,
     packed_bytes,
-    split_into_units,
 )
 from gpumix.hardware.host.environment import available_host_bytes
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import MachineError
-from gpumix.schema.job.job import Job
 from gpumix.schema.units import show_bytes
 
 
-def check_loading_memory(model: nn.Module, job: Job, cluster: Cluster) -> None:
+def check_loading_memory(anatomy: ModelUnits, cluster: Cluster) -> None:
     """Refuse a model whose blocks this host has no memory to read, in as many processes as the host
     with the fewest devices has; plans check what they need in full.
 
     Raises:
         MachineError: less is free.
     """
-    anatomy = split_into_units(model, job.model.units)
     parts = [unit.slots for unit in anatomy.units] + [[slot] for slot in anatomy.root.slots]
     loading = max(map(_count_loading_bytes, parts), default=0)
     processes = min(Counter(device.host for device in cluster.devices).values())

@@ -6,9 +6,7 @@ ranks only, and checked there before measuring.
 
 from __future__ import annotations
 
-from torch import nn
-
-from gpumix.engine.sharding.unit_discovery import split_into_units
+from gpumix.engine.sharding.unit_discovery import ModelUnits
 from gpumix.planner.common.stage_preconditions import (
     check_stage_count,
     needs_several_stages,
@@ -19,7 +17,7 @@ from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.job.job import Job
 
 
-def check_job_stage_count(model: nn.Module, job: Job, cluster: Cluster) -> None:
+def check_job_stage_count(anatomy: ModelUnits, job: Job, cluster: Cluster) -> None:
     """Refuse a job wanting more stages than the model's units or the devices allow.
 
     Measuring may leave fewer, if calls of units cannot be separated.
@@ -30,7 +28,7 @@ def check_job_stage_count(model: nn.Module, job: Job, cluster: Cluster) -> None:
     space = job.space
     if not needs_several_stages(job.strategy, space):
         return
-    units = len(split_into_units(model, job.model.units).units)
+    units = len(anatomy.units)
     refuse_one_unit(units)
     if job.strategy == "model":
         return
