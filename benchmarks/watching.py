@@ -32,7 +32,7 @@ import torch
 from common import make_parser, print_figures
 from gpumix.engine.comm.step_exchange import COLUMNS, StepTable
 from gpumix.engine.comm.wait_clock import WaitClock
-from gpumix.engine.sharding.gradient_fingerprint import SampledGradientNorm
+from gpumix.engine.sharding.bucket import SampledGradientNorm
 from gpumix.hardware.timestamps import make_device_clock
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker

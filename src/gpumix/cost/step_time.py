@@ -1,6 +1,7 @@
 """Step time of a plan: one formula, for the planner's search and for the report.
 
-The following happens in a step of layered accumulation at ZeRO stage 3 (`engine.schedule.layered`).
+The following happens in a step of layered accumulation at ZeRO stage 3
+(`engine.schedule.layered_schedule`).
 A *run* is a row of calls that compute with one bucket (`cost.network.buckets`).
 
 * The root is gathered first, parameters used only at its beginning before the rest; nothing hides

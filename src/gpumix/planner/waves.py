@@ -16,11 +16,7 @@ from math import ceil
 
 from gpumix.cost.device_alone import compute_ideal_samples_per_s
 from gpumix.cost.predict import compute_plan_collectives, predict, predict_step_seconds
-from gpumix.cost.step_time import (
-    can_keep_state_on_host,
-    compute_idle_pass_seconds,
-    optimizer_seconds,
-)
+from gpumix.cost.step_time import can_keep_state_on_host, optimizer_seconds
 from gpumix.cost.tensor_parallel_groups import reduce_to_leaders
 from gpumix.planner.common.strategy import (
     PlanRequest,
@@ -205,7 +201,7 @@ def _choose_size(speeds: Sequence[tuple[float, int]], batch: int, number: int) -
 def _sum_gathers_s(profile: Profile, plan: Plan) -> float:
     """Return the seconds of all gathers before and in a forward pass."""
     links = compute_plan_collectives(*reduce_to_leaders(profile, plan))
-    return links.gather_s[ROOT] + compute_idle_pass_seconds(links)[0]
+    return links.gather_s[ROOT] + links.idle_pass_s[0]
 
 
 def _list_numbers_about(number: int) -> list[int]:

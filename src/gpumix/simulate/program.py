@@ -1,9 +1,9 @@
 """The work of every rank in one step of a plan, in order, before start times are known.
 
-A rank's script follows `engine.schedule.layered`: it issues collectives, waits for them, and
-computes. Durations come from `cost`. Identical ranks share one script. A worker that runs its
-micro-batches one after another goes through all calls for each (`engine.schedule.sequential`);
-gathers go with the first forward, reductions with the last backward. At ZeRO stage 0 all reductions
+A rank's script follows `engine.schedule.layered_schedule`: it issues collectives, waits for them,
+and computes. Durations come from `cost`. Identical ranks share one script. A worker that runs its
+micro-batches one after another (`engine.schedule.sequential_schedule`) goes through all calls for
+each; gathers go with the first forward, reductions with the last backward. At ZeRO stage 0 all reductions
 may be in flight at once; otherwise one ends before the next begins.
 
 A collective is named by a call: the first of the run of calls it is for.

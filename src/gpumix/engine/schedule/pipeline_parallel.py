@@ -1,8 +1,8 @@
 """Pipeline-parallel step of a rank: forward and backward passes of micro-batches through the rank's
 stages, in the order of the plan's schedule.
 
-A pass runs layer by layer (`engine.schedule.layered`) for one micro-batch, or for a wave of
-micro-batches where a stage's workers gather and reduce for each other. Before a pass, outputs
+A pass runs layer by layer (`engine.schedule.layered_schedule`) for one micro-batch, or for a wave
+of micro-batches where a stage's workers gather and reduce for each other. Before a pass, outputs
 arrive from earlier stages, or gradients from later stages. Receives of the next pass are posted
 early, to overlap with computing.
 """
