@@ -71,6 +71,11 @@ class Tree:
             keys = keys[:-1]
         return self.places[keys]
 
+    def locate(self, key: str) -> str:
+        """Return a dotted key after its location; anything else unchanged."""
+        keys: Keys = tuple(key.split("."))
+        return f"{self.place(keys)}: {key}" if keys[:1] in self.places else key
+
     def overrides(self, keys: Keys) -> Iterator[YamlPlace]:
         """Yield the locations of `--set` values below `keys`."""
         for below, place in self.places.items():
