@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -147,6 +148,9 @@ def test_harm_is_seen(place, act, told):
 def test_who_hangs_and_who_calls_a_bug_is_seen(place):
     hanging = attempt(Attack("controls", "hangs", lambda _: str(list(turns(60)))), place, 1.0)
     assert hanging.hung
+    shutil.rmtree(place)
+    dying = attempt(Attack("controls", "dies", lambda _: os._exit(3)), place)
+    assert "died" in dying.bug
     shutil.rmtree(place)
     calling = attempt(Attack("controls", "raises", lambda _: str(1 / 0)), place)
     assert "ZeroDivisionError" in calling.bug

@@ -14,6 +14,7 @@ from strangers import as_root, give_away, linked
 
 from gpumix.hardware.host.environment import keep_compiled_code
 from gpumix.schema import files
+from gpumix.schema.file_errors import how_to_write
 
 
 @pytest.fixture
@@ -123,6 +124,28 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(tmp_path, secret, open
     for name in ("link", "device", "pipe"):
         with pytest.raises(files.NotAFileError):
             os.close(taken) if isinstance(taken := open_it(tmp_path / name), int) else None
+    assert secret.read_text() == "mine"
+
+
+@as_root
+@pytest.mark.parametrize("open_it", [files.open_log, files.open_lock_file])
+def test_nothing_is_written_through_a_folder_that_another_user_linked(tmp_path, open_it):
+    (tmp_path / "home").mkdir()
+    folder = linked(tmp_path / ".trackers", tmp_path / "home")
+    with pytest.raises(files.NotAFileError, match="link of another user"):
+        open_it(folder / "wandb.lock")
+    assert not list((tmp_path / "home").iterdir())
+
+
+@as_root
+def test_a_second_name_of_a_file_is_not_written_in_a_folder_of_another_user(tmp_path, secret):
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "metrics.jsonl").hardlink_to(secret)
+    files.open_log(folder / "metrics.jsonl").close()  # of a user's own backup, say
+    give_away(folder)
+    with pytest.raises(files.NotAFileError, match="another name"):
+        files.open_log(folder / "metrics.jsonl")
     assert secret.read_text() == "mine"
 
 
@@ -267,13 +290,32 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_is_being_made_is_not_taken_for_one_of_an_ended_process(
+    tmp_path, monkeypatch
+):
+    """Others look at it while its lock is there and not yet held."""
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
+    lock, seen = files.fcntl.flock, []
+
+    def late(descriptor, how):
+        seen.extend(files._is_left(folder) for folder in tmp_path.iterdir())
+        lock(descriptor, how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files.fcntl, "flock", late)
+        with files.scratch_folder() as folder:
+            patched.undo()
+            assert not files._is_left(folder)
+    assert seen == [False]
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [(errno.EMFILE, "ulimit -n"), (errno.ENFILE, "fs.file-max"), (errno.ENOSPC, "make room"),
      (errno.EROFS, "read-only"), (errno.ENOENT, "by this name"), (errno.EIO, "dmesg")],
 )  # fmt: skip
 def test_each_cause_has_its_own_advice(code, said):
-    assert said in files.how_to_write(OSError(code, os.strerror(code)))
+    assert said in how_to_write(OSError(code, os.strerror(code)))
 
 
 @as_root

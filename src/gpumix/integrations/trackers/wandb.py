@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, TrackedRun
+from gpumix.schema.files import folder_for_library
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import WandbSpec
 
@@ -31,7 +32,9 @@ class Wandb:
     def prepare(self) -> None:
         import wandb  # noqa: F401
 
-        self._folder.mkdir(parents=True, exist_ok=True)
+        folder_for_library(self._folder, "wandb")
+        if (self._folder / "wandb").is_dir():
+            folder_for_library(self._folder / "wandb")
 
     def begin(self, run: TrackedRun) -> str:
         import wandb

@@ -18,7 +18,8 @@ from typing import Any
 import yaml
 
 from gpumix.schema.errors import InputError, make_missing_file_error
-from gpumix.schema.files import open_for_reading, why_unreadable
+from gpumix.schema.file_errors import why_unreadable
+from gpumix.schema.files import open_for_reading
 
 Keys = tuple[str | int, ...]
 """Path from the top of a file to a value: mapping keys and list indices."""
