@@ -1,4 +1,4 @@
-"""Attacks by what a job names: weights, configurations, tokenizers, texts, saved datasets, folders."""
+"""Attacks by what a job names: weights, configurations, tokenizers, texts, datasets, folders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from attacked import PWNED, SECRET, Attack, Place, gpumix
+from attacked import PWNED, Attack, Place, gpumix
 from state_attacks import _Harm
 from strangers import give_away
 
@@ -179,10 +179,11 @@ def configured(change: dict[str, Any], place: Place) -> str:
 
 
 def words(**changes: Any) -> dict[str, Any]:
-    found = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
-             "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None,
-             "decoder": None,
-             "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "one": 1, "</s>": 2}, "unk_token": "[UNK]"}}  # fmt: skip
+    vocabulary = {"[UNK]": 0, "one": 1, "</s>": 2}
+    nothing = ("truncation", "padding", "normalizer", "post_processor", "decoder")
+    found: dict[str, Any] = dict.fromkeys(nothing)
+    found |= {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}}
+    found["model"] = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
     return found | changes
 
 
@@ -204,9 +205,6 @@ TOKENIZERS: dict[str, bytes] = {
         "a pattern that is none": words(
             pre_tokenizer={"type": "Split", "pattern": {"Regex": "((("}, "behavior": "Isolated",
                            "invert": False}
-        ),
-        "texts that grow": words(
-            normalizer={"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 10**6}
         ),
         "an order": words(added_tokens=[{"id": 2, "content": "\x1b]0;t\x07", "single_word": False,
                                          "lstrip": False, "rstrip": False, "normalized": False,
@@ -252,7 +250,7 @@ def texts(how: str, place: Place) -> str:
         (folder / "b").symlink_to(folder)
         (folder / "b.txt").symlink_to("b.txt")
     elif how == "secret":
-        give_away(folder / "b.txt") if (folder / "b.txt").symlink_to(place.secret) else None
+        (folder / "b.txt").symlink_to(place.secret)
         give_away(folder / "b.txt")
     elif how == "name that is no UTF-8":
         Path(os.fsdecode(os.fsencode(folder) + b"/\xff.txt")).write_text("one\n" * 50)
@@ -268,7 +266,7 @@ def texts(how: str, place: Place) -> str:
         for number in range(20_000):
             (folder / f"{number}.txt").touch()
     elif how == "surrogates":
-        place.leave("texts/b.txt", "\\ud800".encode() + b"\xed\xa0\x80" * 100)
+        place.leave("texts/b.txt", b"\\ud800" + b"\xed\xa0\x80" * 100)
     return tried(place, data={"text": [str(folder)], "num_workers": 0})
 
 
@@ -367,7 +365,7 @@ def put_out(name: str, place: Place) -> str:
     os.mkfifo(place.root / "pipe")
     (place.root / "circle").symlink_to("circle")
     (place.root / "dangling").symlink_to("nowhere/there")
-    give_away(place.root / "link") if (place.root / "link").symlink_to(place.home) else None
+    (place.root / "link").symlink_to(place.home)
     give_away(place.root / "link")
     (place.root / "theirs").symlink_to(place.run)
     return tried(place, output_dir=name)
@@ -397,6 +395,3 @@ def every() -> Iterator[Attack]:
         yield Attack("saved datasets", name, partial(saved, file, to))
     for name in OUTPUTS:
         yield Attack("outputs", f"{name[:24]!r}", partial(put_out, name))
-
-
-assert SECRET  # what a harm is told by

@@ -20,7 +20,6 @@ _WRITABLE = {
 }
 
 
-
 def how_to_write(error: OSError) -> str:
     """Return the fix for an error raised while writing into a folder."""
     return _WRITABLE.get(error.errno or 0, "look at that disk and at `dmesg | tail`")

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from gpumix.schema.errors import InputError, MachineError
 from gpumix.schema.file_errors import why_unreadable
-from gpumix.schema.files import name_of, open_for_reading, read_text
+from gpumix.schema.files import MARK_BYTES, name_of, open_for_reading, read_text
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -154,9 +154,10 @@ def find_snapshot(folder: Path) -> Path:
         return folder
     reference = folder / "refs" / "main"
     if reference.is_file():
-        named = snapshots / read_text(reference).strip()
-        if named.is_dir():
-            return named
+        with contextlib.suppress(OSError, ValueError):  # else the newest
+            name = read_text(reference, MARK_BYTES).strip()
+            if Path(name).name == name and (snapshots / name).is_dir():
+                return snapshots / name
     found = sorted((one for one in snapshots.iterdir() if one.is_dir()), key=_modified)
     if not found:
         raise InputError(

@@ -18,6 +18,7 @@ from typing import IO, Any
 from gpumix.integrations.trackers.metric_names import NUMERIC_KINDS
 from gpumix.schema.files import (
     LINE_BYTES,
+    MARK_BYTES,
     folder_for_library,
     open_for_reading,
     open_lock_file,
@@ -69,8 +70,13 @@ class TrackerPosition:
     @classmethod
     def load(cls, path: Path) -> TrackerPosition | None:
         """Return the saved marks, or None if missing or unreadable."""
-        with suppress(OSError, ValueError, TypeError):
-            return cls(**json.loads(read_text(path)))
+        with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+            found = cls(**json.loads(read_text(path, MARK_BYTES)))
+            numbers = [found.since, found.time_s, *found.steps.values()]
+            if isinstance(found.run, str | None) and all(
+                isinstance(n, int | float) for n in numbers
+            ):
+                return found
         return None
 
 

@@ -39,12 +39,12 @@ class Mlflow:
     def prepare(self) -> None:
         import logging
 
+        if self._settings.uri is None:
+            folder_for_library(self._folder, "mlflow*")
         import mlflow
 
         logging.getLogger("alembic").setLevel(logging.WARNING)  # its creation of tables
         self._client = mlflow.MlflowClient(tracking_uri=self._uri)
-        if self._settings.uri is None:
-            folder_for_library(self._folder, "mlflow*")
 
     def begin(self, run: TrackedRun) -> str:
         if run.id is not None:

@@ -30,11 +30,10 @@ class Wandb:
         self._step = 0
 
     def prepare(self) -> None:
-        import wandb  # noqa: F401
-
         folder_for_library(self._folder, "wandb")
         if (self._folder / "wandb").is_dir():
             folder_for_library(self._folder / "wandb")
+        import wandb  # noqa: F401
 
     def begin(self, run: TrackedRun) -> str:
         import wandb
