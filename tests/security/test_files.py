@@ -333,3 +333,19 @@ def test_compiled_code_lies_where_nobody_else_can_write_it(tmp_path, monkeypatch
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
     keep_compiled_code()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"
+
+
+@as_root
+def test_a_cache_of_another_user_is_replaced_by_a_folder_that_does_not_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "cache").mkdir()
+    child = os.fork()
+    if not child:
+        give_away(tmp_path / "cache")
+        made = files.private_folder(tmp_path / "cache")
+        os._exit(0 if files.is_private(made) else 1)  # as one that is killed
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list((tmp_path / "tmp").iterdir())) == 1
+    with files.scratch_folder() as folder:
+        assert list((tmp_path / "tmp").iterdir()) == [folder]

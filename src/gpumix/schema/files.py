@@ -22,7 +22,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -488,7 +488,7 @@ def folder_for_library(path: Path, names: str = "*") -> Path:
 
 def private_folder(path: Path) -> Path:
     """Create or reuse a folder accessible only to this user. If another user can enter the folder,
-    return a temporary folder instead, removed when this process exits.
+    return a scratch folder instead, until this process exits.
 
     Raises:
         OSError: neither folder can be created.
@@ -497,8 +497,9 @@ def private_folder(path: Path) -> Path:
     try:
         make_private(path)
     except NotAFileError:
-        path = Path(tempfile.mkdtemp(prefix="gpumix-"))
-        atexit.register(remove_quietly, path)
+        for_this_process = ExitStack()
+        path = for_this_process.enter_context(scratch_folder())
+        atexit.register(for_this_process.close)
     return path
 
 
