@@ -66,13 +66,13 @@ extras: | $(BIN)/pip
 	$(PIP) --target $(BESIDE) --no-deps $(QUANTISED)
 
 test-extras: extras $(STAMP)
-	PYTHONPATH=$(BESIDE) $(BIN)/pytest tests/integrations/test_ray.py \
-		tests/integrations/test_ray_places.py \
-		tests/docs/test_ray_page.py tests/examples/test_ray_example.py \
+	PYTHONPATH=$(BESIDE) $(BIN)/pytest tests/integrations/ray/test_ray.py \
+		tests/integrations/ray/test_ray_places.py \
+		tests/integrations/ray/test_ray_page.py tests/examples/test_ray_example.py \
 		tests/integrations/trackers/test_larger_trackers.py
-	PYTHONPATH=$(BESIDE) $(BIN)/pytest tests/engine/test_quantised_base.py \
-		tests/engine/test_torchao_base.py tests/integrations/test_quantised_programs.py \
-		tests/train/test_adapter_jobs.py tests/hardware/test_adapters.py \
+	PYTHONPATH=$(BESIDE) $(BIN)/pytest tests/engine/quantised/test_quantised_base.py \
+		tests/engine/quantised/test_torchao_base.py tests/integrations/transformers/test_quantised_programs.py \
+		tests/train/test_adapter_jobs.py tests/hardware/estimates/test_adapters.py \
 		tests/examples/test_qlora_example.py
 	PYTHONPATH=$(BESIDE) $(BIN)/pytest tests/docs/test_page_snippets.py -k ray.md
 

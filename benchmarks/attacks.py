@@ -18,16 +18,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import TESTS, make_parser, print_figures
-
-sys.path[:0] = [str(TESTS / name) for name in ("security", "cli", "train", "planner")]
-
-import attacked  # noqa: E402
-import command_attacks  # noqa: E402
-import file_attacks  # noqa: E402
-import job_attacks  # noqa: E402
-import state_attacks  # noqa: E402
-import word_attacks  # noqa: E402
+from common import make_parser, print_figures
+from helpers.attacks import (
+    attacked,
+    command_attacks,
+    file_attacks,
+    job_attacks,
+    state_attacks,
+    word_attacks,
+)
 
 WITHOUT_A_SECOND_USER = ("orders to terminals", "odd numbers", "hosts in templates",
                          "hosts to ssh", "values in templates", "ports", "configurations",

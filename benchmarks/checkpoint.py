@@ -31,7 +31,6 @@ from statistics import median
 from typing import Any
 
 import common  # finds the tests' modules
-from checkpoints import UNEVEN, assert_same, blank, checkpointer, model_values, trained
 from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import DataSpec, Job, ModelSpec
@@ -40,10 +39,18 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.train.controller import JobController
 from gpumix.train.processes.local_launcher import RankAddress, launch
 from gpumix.train.processes.runner import LocalRunner
+from gpumix.train.rank_setup.context import Task, join_run
 from gpumix.train.trainer_builder import build_trainer
-from gpumix.train.worker.context import Task, join_run
-from harness import run_ranks
-from reference import Share
+from helpers.processes.harness import run_ranks
+from helpers.training.checkpoints import (
+    UNEVEN,
+    assert_same,
+    blank,
+    checkpointer,
+    model_values,
+    trained,
+)
+from helpers.training.reference import Share
 
 EVERY = 4  # steps
 MEMORY_BYTES = 2**30  # of each device

@@ -20,8 +20,10 @@ from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 
 BENCHMARKS = Path(__file__).resolve().parent
 TESTS = BENCHMARKS.parent / "tests"
-if str(TESTS) not in sys.path:
-    sys.path.insert(0, str(TESTS))
+USER_CODE = TESTS / "helpers" / "user_code"
+for folder in (TESTS, USER_CODE):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
 TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # real text that every Python has
 TRAIN = (sys.executable, "-m", "gpumix", "train", "job.yaml")

@@ -46,7 +46,7 @@ import common
 from doctored import patients
 from gpumix.doctor.verdict import PAIRS
 from gpumix.hardware.host.cpu import has_bf16
-from gpumix.train.controller import JobController
+from gpumix.train.controller import GivenPlan, JobController
 
 FOLDER = Path(patients.__file__).parent
 LONGEST_S = 900
@@ -302,7 +302,9 @@ def _timed(name: str, arguments: dict[str, Any], pipe: Any) -> None:
 def _job_s(path: Path) -> float:
     """Of a step of a whole run, with all that comes between steps."""
     output = path.with_suffix(f".{time.monotonic_ns()}")
-    JobController.of_file(path, [f"output_dir={output}"], debug=False).train(None, resume=False)
+    JobController.of_file(path, [f"output_dir={output}"], debug=False).train(
+        GivenPlan(), resume=False
+    )
     lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     times = [one["time"] for one in records if one["event"] == "step"][WARM_UP_STEPS:]

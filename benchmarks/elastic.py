@@ -35,7 +35,7 @@ from gpumix.hardware.host.environment import shared_memory_folder
 from gpumix.schema.plan.plan import Plan
 from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder
 from gpumix.train.run_log.run_id import read_run_id
-from ports import free_port
+from helpers.processes.ports import free_port
 
 NAMES = ("host-0", "host-1", "host-2", "host-3")
 STEPS = 600

@@ -30,19 +30,24 @@ from statistics import fmean
 
 import numpy as np
 
-from common import BENCHMARKS, TESTS, Figures, environment, make_parser, print_figures, records
-
-sys.path[:0] = [str(TESTS / name) for name in ("security", "cli", "train", "planner")]
-
-import file_attacks  # noqa: E402
-import jobs  # noqa: E402
-
-from endured.long_log import page_costs, resume_costs, write_log  # noqa: E402
+from common import (
+    BENCHMARKS,
+    TESTS,
+    USER_CODE,
+    Figures,
+    environment,
+    make_parser,
+    print_figures,
+    records,
+)
+from endured.long_log import page_costs, resume_costs, write_log
+from helpers.attacks import file_attacks
+from helpers.runs import jobs
 
 PARTS, WARM = 20, 0.6
 LIMITS = {"report_s": 10.0, "report_mb": 300.0, "memory_slope_bytes_per_step": 0.0}
 LOOK_S = 1.0
-FOLDERS = (TESTS / "train", BENCHMARKS / "endured")
+FOLDERS = (TESTS, USER_CODE, BENCHMARKS / "endured")
 
 
 def main() -> None:

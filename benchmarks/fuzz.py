@@ -34,9 +34,9 @@ from queue import SimpleQueue
 import yaml
 
 from common import make_parser, print_figures
-from mutant_files import Good, write_all
-from mutant_runs import LIMIT_S, PATIENCE, Ended, Worker, clean, environment, faults
-from mutants import Mutant, mutants
+from helpers.attacks.mutant_files import Good, write_all
+from helpers.attacks.mutant_runs import LIMIT_S, PATIENCE, Ended, Worker, clean, environment, faults
+from helpers.attacks.mutants import Mutant, mutants
 
 SLOW_S = 10.0  # is told
 WORKERS = 2

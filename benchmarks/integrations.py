@@ -41,7 +41,7 @@ BATCH, STEPS = 8, 12  # of each rank; of a round
 
 
 def losses(folder: Path) -> Figures:
-    from changed_imports import SCRIPTS, launched, losses_before
+    from helpers.scripts.changed_imports import SCRIPTS, launched, losses_before
 
     worst = 0.0
     for name in SCRIPTS:
@@ -54,7 +54,7 @@ def losses(folder: Path) -> Figures:
 
 
 def overhead(folder: Path, rounds: int, wanted: Sequence[str]) -> Figures:
-    from harness import run_ranks
+    from helpers.processes.harness import run_ranks
 
     figures: Figures = {}
     for name in wanted:
@@ -92,7 +92,7 @@ def adapted() -> nn.Module:
 
 
 def plan(network: nn.Module | None = None) -> Any:
-    from reference import Share, plan_for
+    from helpers.training.reference import Share, plan_for
 
     shares = [Share(BATCH, 4, 1)] * 2
     return plan_for(network or model(), shares, sequence_length=LENGTH, zero_stage=3)
@@ -136,7 +136,7 @@ def through_trainer(folder: Path, rounds: int, of: Callable[[], nn.Module] = mod
     from transformers import TrainerCallback, TrainingArguments
 
     from gpumix.integrations.transformers import Trainer
-    from programs import as_launched
+    from helpers.scripts.programs import as_launched
 
     as_launched(folder)
     made: list[Callable[[], None]] = []
@@ -174,7 +174,7 @@ def adapters_through_trainer(folder: Path, rounds: int) -> list[float]:
 
 def through_accelerator(folder: Path, rounds: int) -> list[float]:
     from gpumix import Accelerator
-    from programs import as_launched
+    from helpers.scripts.programs import as_launched
 
     as_launched(folder)
     accelerator = Accelerator(plan=plan())
@@ -202,7 +202,7 @@ def through_lightning(folder: Path, rounds: int) -> list[float]:
     from lightning.pytorch import Callback, LightningModule, Trainer
 
     from gpumix.integrations.lightning import GpumixStrategy
-    from programs import as_launched
+    from helpers.scripts.programs import as_launched
 
     as_launched(folder)
 

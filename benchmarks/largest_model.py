@@ -145,7 +145,7 @@ def _profile_full(seat: RankAddress) -> Profile:
 
 
 def _profile_adapted(seat: RankAddress, folder: Path) -> Profile:
-    import quantised as q
+    from helpers.training import quantised as q
 
     q.SIZES.update(
         hidden_size=WIDTH, intermediate_size=WIDTH * 11 // 4, num_hidden_layers=PROFILED_LAYERS

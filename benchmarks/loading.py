@@ -139,7 +139,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _measure(name: str, case: Case, ranks: int) -> Figures:
-    from harness import run_ranks
+    from helpers.processes.harness import run_ranks
 
     told = run_ranks(_load, ranks, case, timeout_s=1800, group_timeout_s=900)
     grown, kept, seconds = (list(column) for column in zip(*told))

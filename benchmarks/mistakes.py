@@ -31,7 +31,7 @@ from gpumix.cli import main as gpumix
 from gpumix.hardware.estimates import estimate, known_models, what_if
 from gpumix.planner import plan
 from gpumix.schema.reading import read
-from gpumix.train.run_log import plan_page
+from gpumix.train.console import plan_page
 
 # What most commands import, so that each process need not.
 SHARED = (estimate, known_models, what_if, plan, read, plan_page)

@@ -221,8 +221,8 @@ def _staged(model: nn.Module, stages: Sequence[Sequence[tuple[int, int]]], **set
 
 
 def _execute(run: Run, steps: int) -> Ended:
-    from harness import run_ranks
-    from reference import joined
+    from helpers.processes.harness import run_ranks
+    from helpers.training.reference import joined
 
     cut = steps // 2 if run.then is not None else steps
     with tempfile.TemporaryDirectory() as folder:
@@ -240,8 +240,8 @@ def _execute(run: Run, steps: int) -> Ended:
 
 
 def _train(run: Run, folder: Path, steps: tuple[int, int, int]) -> tuple[list[float], Any]:
-    from checkpoints import checkpointer
-    from reference import pieces_of
+    from helpers.training.checkpoints import checkpointer
+    from helpers.training.reference import pieces_of
 
     begin, cut, end = steps
     engine = _engine(run.plan)
@@ -256,8 +256,8 @@ def _train(run: Run, folder: Path, steps: tuple[int, int, int]) -> tuple[list[fl
 
 
 def _go_on(run: Run, folder: Path, steps: tuple[int, int]) -> tuple[list[float], Any]:
-    from checkpoints import checkpointer
-    from reference import pieces_of
+    from helpers.training.checkpoints import checkpointer
+    from helpers.training.reference import pieces_of
 
     assert run.then is not None
     engine = _engine(run.then)
@@ -267,7 +267,7 @@ def _go_on(run: Run, folder: Path, steps: tuple[int, int]) -> tuple[list[float],
 
 
 def _engine(plan: Plan) -> Engine:
-    from known_losses import known_loss
+    from helpers.training.known_losses import known_loss
 
     model = MODEL.build()
     return gpumix.prepare(model, plan, loss=known_loss(model))

@@ -33,7 +33,7 @@ from gpumix.data.sources.pretokenized import OwnSamples
 from gpumix.data.workers.worker_pool import Kind, ProcessWorkerPool
 from gpumix.schema.plan.batch_shares import Shares
 from gpumix.schema.plan.plan import Plan
-from staging import rows, staged_plan
+from helpers.training.staging import rows, staged_plan
 
 SAMPLES, BATCH, STEPS, SEED = 997, 24, 60, 3  # more than an epoch
 SHARES = ((24,), (12, 12), (17, 7), (8, 8, 8), (20, 0, 4), (6, 6, 6, 6), (15, 5, 3, 1))

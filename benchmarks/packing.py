@@ -29,7 +29,6 @@ import numpy as np
 
 from common import Figures, make_parser, print_figures
 from compared.curves import worst_difference
-from documents import STEPS, documents, one_by_one, packs, trained
 from gpumix.data.core.tokenizer import ByteTokenizer
 from gpumix.data.order.balance_by_length import compute_costs
 from gpumix.data.order.global_order import Cursor, GlobalOrder
@@ -40,8 +39,9 @@ from gpumix.data.text.first_fit import pack_first_fit
 from gpumix.engine.model.deferred_init import build
 from gpumix.hardware.host.environment import cache_folder
 from gpumix.schema.job.job import DataSpec
-from models import ARCHITECTURES
-from reference import SEED, Share, plan_for
+from helpers.training.documents import STEPS, documents, one_by_one, packs, trained
+from helpers.training.models import ARCHITECTURES
+from helpers.training.reference import SEED, Share, plan_for
 
 SPEEDS = (4, 2, 1, 1)
 BATCH, MICRO_BATCH = 256, 8

@@ -10,7 +10,8 @@ the model's own initialiser. Samples differ in length, so that means do not simp
 Figures: `worst_relative_error` of a step's loss or of a parameter tensor, ||w - w'|| / ||w'||, over
 all `plans`; `wrong_collectives` are steps of a rank that took other collectives than the closed
 form says (2 gathers and 1 reduction per unit, 1 and 1 for the root, whatever the micro-batches).
-The optimizer, and why it is SGD with momentum, is `optimizer_for` in tests/reference.py.
+The optimizer, and why it is SGD with momentum, is `optimizer_for` in
+tests/helpers/training/reference.py.
 """
 
 from __future__ import annotations
@@ -24,8 +25,15 @@ from dataclasses import dataclass
 import torch
 
 from common import make_parser, print_figures
-from models import ARCHITECTURES
-from reference import Share, Trained, random_shares, train_alone, train_by_plan, worst_error
+from helpers.training.models import ARCHITECTURES
+from helpers.training.reference import (
+    Share,
+    Trained,
+    random_shares,
+    train_alone,
+    train_by_plan,
+    worst_error,
+)
 
 WORLDS = (1, 2, 3, 4, 2, 3, 4)
 LIMIT = 1e-4

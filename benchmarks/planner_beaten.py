@@ -4,9 +4,10 @@ On clusters with stragglers, slow links, little memory and batches below their d
 plan is held against every strategy, against the default plans of the clusters that it contains (a
 class less), and against searches that know nothing of the planner's. One climbs from random plans
 of several stages, and from those of the default search and of `staged`, by devices, cuts, teams,
-modes, schedules, ZeRO stages, micro-batch sizes, waves and deals (`tests/planner/climb.py`); the
-other from the best plan of one stage, by samples, micro-batches, modes, kept graphs, state and
-buckets (`tests/planner/climb_one_stage.py`). All are judged by the cost model.
+modes, schedules, ZeRO stages, micro-batch sizes, waves and deals
+(`tests/helpers/plans/climb.py`); the other from the best plan of one stage, by samples,
+micro-batches, modes, kept graphs, state and
+buckets (`tests/helpers/plans/climb_one_stage.py`). All are judged by the cost model.
 
     python benchmarks/planner_beaten.py [--json] [--clusters 40] [--budget 2000]
 
@@ -18,14 +19,13 @@ Figures: `clusters`, `beaten` (of how many clusters a plan was more than 0.1 % f
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
 from statistics import fmean
 
-from common import TESTS, Figures, make_parser, print_figures
+from common import Figures, make_parser, print_figures
 from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
 from gpumix.hardware.estimates.decoder_shapes import make_llama_like
 from gpumix.hardware.estimates.estimate import estimate_profile
@@ -36,11 +36,8 @@ from gpumix.planner.plan import STRATEGIES
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
-
-sys.path.insert(0, str(TESTS / "planner"))
-
-from climb import Climb
-from climb_one_stage import OneStageClimb
+from helpers.plans.climb import Climb
+from helpers.plans.climb_one_stage import OneStageClimb
 
 BEATEN = 1e-3
 SEQUENCE_LENGTH = 1024

@@ -40,7 +40,7 @@ from statistics import fmean, geometric_mean
 import numpy as np
 
 from common import Figures, make_parser, print_figures
-from gpumix.cost.layout.curves import interpolate_seconds
+from gpumix.cost.memory_layout.curves import interpolate_seconds
 from gpumix.hardware.estimates import gpu_catalogue
 from gpumix.hardware.estimates.roofline import SAVED_MOVES, forward_curve, gradient_curve
 from gpumix.schema.curve import Curve

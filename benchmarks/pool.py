@@ -35,7 +35,7 @@ from emulated.contestants import ByPlan
 from emulated.results import aligned
 from emulated.rounds import Outcome, Study, joined, profiled, work
 from emulated.setting import Setting
-from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.cost.predict import predict
 from gpumix.cost.step_time import work_seconds
 from gpumix.cost.traffic import count_traffic

@@ -28,15 +28,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from common import TESTS, make_parser, print_figures
-
-sys.path.append(str(TESTS / "train"))
-
-import quantised as q
+from common import make_parser, print_figures
 from gpumix.profiler.api import profile
 from gpumix.schema.plan.plan import Plan
-from harness import run_ranks
-from reference import Trained, worst_error
+from helpers.processes.harness import run_ranks
+from helpers.training import quantised as q
+from helpers.training.reference import Trained, worst_error
 
 LIMIT, MOST_BYTES = 1e-4, 0.57
 
@@ -109,7 +106,7 @@ def _of_resumed(folder: Path, base: Path) -> Iterator[tuple[str, float]]:
 
 
 def _begin(base: Path, kind: str, plan: str, saved: Path) -> list[float]:
-    from checkpoints import checkpointer
+    from helpers.training.checkpoints import checkpointer
 
     engine, optimizer = q.engine_for(base, kind, Plan.model_validate_json(plan))
     losses = [q.step(engine, optimizer, number) for number in range(2)]
@@ -118,7 +115,7 @@ def _begin(base: Path, kind: str, plan: str, saved: Path) -> list[float]:
 
 
 def _go_on(base: Path, kind: str, plan: str, saved: Path) -> Any:
-    from checkpoints import checkpointer
+    from helpers.training.checkpoints import checkpointer
 
     engine, optimizer = q.engine_for(base, kind, Plan.model_validate_json(plan))
     checkpointer(saved).load(engine, optimizer)
@@ -127,7 +124,7 @@ def _go_on(base: Path, kind: str, plan: str, saved: Path) -> Any:
 
 
 def _of_programs(folder: Path) -> Iterator[tuple[str, float]]:
-    from quantised_programs import RUN, run_each
+    from helpers.scripts.quantised_programs import RUN, run_each
 
     names = {"trainer": "Trainer", "sft": "SFTTrainer", "loop": "Accelerator"}
     (stock,) = run_ranks(run_each, 1, folder, 1, timeout_s=600)
@@ -140,8 +137,8 @@ def _of_programs(folder: Path) -> Iterator[tuple[str, float]]:
 
 
 def _of_jobs(folder: Path, base: Path) -> Iterator[tuple[str, float]]:
-    from adapter_jobs import adapter_job, losses, stock_losses
-    from jobs import plan_for, train
+    from helpers.runs.adapter_jobs import adapter_job, losses, stock_losses
+    from helpers.runs.jobs import plan_for, train
 
     for kind in q.CONFIGS:
         job = adapter_job(folder / f"job-{kind}", base, kind)

@@ -26,8 +26,8 @@ from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.train.controller import JobController
 from gpumix.train.processes.local_launcher import RankAddress, launch
 from gpumix.train.processes.runner import LocalRunner
+from gpumix.train.rank_setup.context import Task, join_run
 from gpumix.train.trainer_builder import build_trainer
-from gpumix.train.worker.context import Task, join_run
 
 STEPS = 20
 HALF = 10

@@ -30,9 +30,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from common import make_parser, print_figures
 from gpumix.schema.plan.plan import Plan, Schedule
-from models import ARCHITECTURES, DEEP
-from reference import Trained, train_alone, worst_error
-from staging import (
+from helpers.training.models import ARCHITECTURES, DEEP
+from helpers.training.reference import Trained, train_alone, worst_error
+from helpers.training.staging import (
     EVERY,
     Row,
     calls_of,

@@ -33,8 +33,8 @@ from gpumix.schema.profile.profile import Profile
 from gpumix.train.controller import JobController
 from gpumix.train.processes.local_launcher import RankAddress, launch
 from gpumix.train.processes.runner import LocalRunner
+from gpumix.train.rank_setup.context import Task, join_run
 from gpumix.train.trainer_builder import build_trainer
-from gpumix.train.worker.context import Task, join_run
 
 RATE = 4e9  # FLOP/s
 DEVICES = 4

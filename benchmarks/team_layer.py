@@ -27,7 +27,7 @@ from common import Figures, make_parser, print_figures
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.engine.tensor_parallel.parallelize import parallelize_model, select_whole_model
-from harness import run_ranks
+from helpers.processes.harness import run_ranks
 
 HIDDEN = (128, 512)
 SAMPLES, LENGTH = 2, 128

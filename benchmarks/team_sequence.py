@@ -29,9 +29,9 @@ from gpumix.hardware.device import DeviceRuntime, open_device
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode, Stage, Worker
-from harness import run_ranks
-from models import causal_model
-from reference import SEED
+from helpers.processes.harness import run_ranks
+from helpers.training.models import causal_model
+from helpers.training.reference import SEED
 
 CLASS = DeviceClass(name="cpu", accelerator="cpu", memory_bytes=2**32)
 LAYERS, WIDTH, LENGTH, SAMPLES, VOCABULARY = 4, 256, 512, 2, 512

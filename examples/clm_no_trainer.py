@@ -1,10 +1,9 @@
-"""A training loop as one has it with Accelerate, and one line changed: the import of `Accelerator`.
+"""Train in a loop with `Accelerator`: an Accelerate script with one line changed, an import.
 
     gpumix launch examples/clm_no_trainer.py    # one process per GPU
     python examples/clm_no_trainer.py           # one device
 
-It trains a small Llama on the bytes of a text file. With `from accelerate import Accelerator` it is
-an ordinary script again.
+A small Llama learns from the bytes of a text file.
 """
 
 from __future__ import annotations

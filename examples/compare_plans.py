@@ -1,4 +1,4 @@
-"""Profile once, then weigh plans against each other; nothing is trained.
+"""Profile once, then compare plans; nothing is trained.
 
     python examples/compare_plans.py
 

@@ -1,12 +1,12 @@
-"""Draw a step as a picture: what each device computes, sends and waits for, and when.
+"""Draw a training step as a picture: when each device computes, sends and waits.
 
     python examples/draw_step.py runs/first/trace.json --out step.png
     python examples/draw_step.py runs/first/trace.json simulated.json --out both.png
 
-Traces come from `gpumix train --trace-step STEP` (what was measured) and `gpumix simulate --trace
-FILE` (what was planned); several are drawn below each other on one scale of time. Numbers inside of
-bars are those of micro-batches, where a plan has several stages; passes through a device's second
-stage are paler. Needs matplotlib: pip install ".[pictures]"
+Traces come from `gpumix train --trace-step STEP` (measured) and `gpumix simulate --trace FILE`
+(planned); several traces are drawn below each other on one time axis. With pipeline stages, the
+numbers in bars are micro-batches, and passes through a device's second stage are paler. Needs
+matplotlib: pip install ".[pictures]"
 """
 
 from __future__ import annotations

@@ -1,21 +1,20 @@
-"""One model, the four classic ways to train it on several devices, and two mixtures of them.
+"""Train one model by the four classic kinds of parallelism, and by two mixtures of them.
 
     python examples/four_strategies.py --out runs/strategies
 
 Four emulated devices, two fast and two slow, train a small Llama on the same data by six plans:
 
-    data       every device has the whole model and a part of each batch
-    model      every device has some layers; the whole batch goes through one after the other
-    pipeline   the same, in micro-batches: while one device computes the first, another the second
-    tensor     every device has a part of every layer; all compute all samples together
-    pipeline x data, pipeline x tensor: two stages, of two devices each or so
+    data       each device has the whole model and computes a part of each batch
+    model      each device has some layers; the whole batch goes through one device after another
+    pipeline   the same, in micro-batches, so that several devices compute at the same time
+    tensor     each device has a part of every layer; all devices compute every sample together
+    pipeline x data, pipeline x tensor: two stages of about two devices each
 
-All of them are the same kind of value, a plan, which says who computes and who stores what; so all
-come to the same losses. What differs, the table at the end tells: *idle* is the part of a step in
-which devices compute nothing, whatever they wait for; peaks are those of the devices in the order
-in which the stages name them. In `--out` is a folder for each run with its plan, metrics and the
-trace of one step, for ui.perfetto.dev; beside them a picture of each step, as it was measured and
-as it was planned, and all of them in `strategies.png`. Takes some two minutes.
+Each strategy is a plan that assigns work and storage to devices, so all of them give the same
+losses. The table at the end shows the differences: *idle* is the share of a step in which a device
+computes nothing; peaks of memory are in the order of the devices in the stages. `--out` gets a
+folder for each run (plan, metrics, the trace of one step for ui.perfetto.dev), a picture of each
+step as measured and as planned, and all pictures in `strategies.png`. Takes about two minutes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A script as one has it with Lightning, and two lines of it changed: the strategy, and its import.
+"""Train with Lightning: an ordinary script with two lines changed, the strategy and its import.
 
     gpumix launch examples/lightning_clm.py     # one process per GPU
     python examples/lightning_clm.py            # one device
 
-It trains a small GPT, written here, on the bytes of a text file.
+A small GPT, written here, learns from the bytes of a text file.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""gpumix in a training loop of one's own: profile, plan, shard, train, evaluate, save.
+"""Use gpumix in your own training loop: profile, plan, shard, train, evaluate, save.
 
     torchrun --nproc-per-node 3 examples/own_loop.py     # three devices of two classes
     python examples/own_loop.py                          # a single process is a run of one rank
 
-Both print the same losses: the result does not depend on who computes what. The devices are
-emulated, so that it runs anywhere: `CLASSES` says how fast they are and what memory they have, and
-`gpumix.open_device` holds a process to that. On GPUs of your own leave out `cluster`, call
-`torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` first, and take "nccl" for "gloo".
+Both print the same losses: the plan does not change the result. The devices are emulated, so the
+script runs anywhere: `CLASSES` states their speed and memory, and `gpumix.open_device` limits a
+process to them. On your own GPUs leave out `cluster`, call
+`torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` first, and use "nccl" instead of "gloo".
 """
 
 from __future__ import annotations

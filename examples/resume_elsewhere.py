@@ -1,9 +1,9 @@
-"""Train on three devices, go on with two: other hardware, another plan, the same run.
+"""Train on three devices, then resume on two: other hardware, another plan, the same run.
 
     python examples/resume_elsewhere.py
 
 A checkpoint holds whole tensors by name, and the place in the data is one number, so neither
-depends on the plan. What changes is only what `--set cluster=...` says, here on the command line.
+depends on the plan. Only the cluster changes, by `--set cluster=...` on the command line.
 """
 
 from __future__ import annotations

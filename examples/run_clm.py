@@ -1,10 +1,10 @@
-"""A script as one has it with transformers, and one line of it changed: the import of `Trainer`.
+"""Train a language model with `Trainer`: a transformers script with one line changed, an import.
 
     gpumix launch examples/run_clm.py --output_dir runs/clm    # one process per GPU
     python examples/run_clm.py --output_dir runs/clm           # one device
 
-It trains a small GPT-2 on text files, with a tokenizer that it trains on them too: nothing is
-downloaded. With `from transformers import Trainer` it is an ordinary script again.
+A small GPT-2 learns from text files, with a tokenizer trained on the same files: nothing is
+downloaded.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Adapters (LoRA) by TRL's `SFTTrainer`, and one line changed: its import.
+"""Train LoRA adapters with TRL's `SFTTrainer`: one line is changed, its import.
 
     gpumix launch examples/sft_lora.py --output_dir runs/lora    # one process per GPU
     python examples/sft_lora.py --output_dir runs/lora           # one device
 
-The weights that are not trained are divided between the devices as the others are. Nothing is
-downloaded: the model has random weights, the tokenizer knows a few words.
+Frozen weights are sharded over the devices like trained ones. Nothing is downloaded: the model
+has random weights, and the tokenizer knows a few words.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ import pytest
 import tqdm
 from hypothesis import HealthCheck, settings
 
-import rank_server
 from cuda_device.environ import is_here
-from draws import USUAL
+from helpers.draws import USUAL
+from helpers.paths import USER_CODE
+from helpers.processes import rank_server
 
-# The code of tests' own jobs.
+# The code of tests' own jobs, found as a user's own is.
+sys.path.append(str(USER_CODE))
 os.environ.setdefault("GPUMIX_ALLOW", "toys mine")
 
 # The lock of progress bars is one with that of forked processes, and tests kill some of those: with

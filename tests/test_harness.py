@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import rank_server
 from gpumix.schema.errors import InputError
-from harness import RankDied, RankTraceback, run_ranks
+from helpers.processes import rank_server
+from helpers.processes.harness import RankDied, RankTraceback, run_ranks
 
 
 def _sum_of_ranks(factor):

@@ -246,6 +246,18 @@ def test_the_engine_leaves_slow_imports_to_those_who_need_them():
     assert done.returncode == 0, done.stderr
 
 
+def test_the_rooms_of_tests_are_those_of_the_package():
+    """The tests of a module are in the folder of its name, or in one above."""
+    tests = Path(__file__).parent
+    rooms = [
+        file.parent.relative_to(tests)
+        for part in PACKAGE.iterdir()
+        for file in (tests / part.name).rglob("test_*.py")
+    ]
+    assert len(set(rooms)) > 60
+    assert sorted({str(room) for room in rooms if not (PACKAGE / room).is_dir()}) == []
+
+
 def test_modules_of_tests_have_names_of_their_own():
     """pytest knows them by these, whatever folder they are in."""
     names = [file.name for file in Path(__file__).parent.rglob("test_*.py")]

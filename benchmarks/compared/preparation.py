@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 
-from absent_group import LOOK_UPS, backend_absent, plan_of, preparations
 from common import Figures
 from gpumix.engine.comm.communicator import Pending
+from helpers.processes.absent_group import LOOK_UPS, backend_absent, plan_of, preparations
 
 FEW, MANY = 64, 10_240
 TURNS = 100

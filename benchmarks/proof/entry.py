@@ -54,7 +54,7 @@ def run_forked(task: Task) -> None:
     os.dup2(opened, 2)
     os.close(opened)
     if task.warm:
-        from warm_commands import fork_what_is_started, python_paths
+        from helpers.processes.warm_commands import fork_what_is_started, python_paths
 
         fork_what_is_started(python_paths())
     run(task)

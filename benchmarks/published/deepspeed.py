@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Literal
 
 from gpumix.cost.pipeline.staged_step import StagedStep, StageReductions
-from gpumix.cost.schedule import Action, ActionTimes, Transfer, replay
+from gpumix.cost.pipeline_schedule import Action, ActionTimes, Transfer, replay
 
 
 class Message(Action):

@@ -10,7 +10,7 @@ import numpy as np
 
 from gpumix.engine.comm.communicator import CommunicationError
 from gpumix.schema.errors import GpumixError
-from reference import joined, tensor_errors
+from helpers.training.reference import joined, tensor_errors
 from zoo_of.training import EPSILON, RATE, NoPlan, Trained
 
 LIMIT = 1e-4

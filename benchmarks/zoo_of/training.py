@@ -25,7 +25,7 @@ from gpumix.schema.errors import GpumixError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.testing import Share, plan_for
-from reference import Pieces, pieces_of
+from helpers.training.reference import Pieces, pieces_of
 from zoo_of.classes import Entry, Found
 
 STEPS, BATCH, RATE = 3, 6, 1e-3

@@ -22,6 +22,7 @@ GO_ALONG = (
     "benchmarks/README.md",
     "benchmarks/results/*.md",
     "benchmarks/*.py",
+    "examples/README.md",
     "examples/*.py",
     "examples/*.yaml",
     "examples/*.ipynb",

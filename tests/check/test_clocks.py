@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from healthy import rank_of
 
 import gpumix
 from gpumix.check.probes import worker
 from gpumix.check.probes.probe import RankProbe
 from gpumix.check.probes.requests import RankClients
 from gpumix.check.survey import Surveyor
+from helpers.devices.healthy import rank_of
 
 LIMIT_S = 20.0
 

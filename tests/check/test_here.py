@@ -7,7 +7,6 @@ import shutil
 import socket
 
 import torch
-from jobs import write_job
 from torch import nn
 
 from gpumix.check.facts.host import check_folder, find_existing_parent, gather_host_facts
@@ -19,6 +18,7 @@ from gpumix.check.facts.job import (
 )
 from gpumix.schema.job.job import OptimizerSpec
 from gpumix.schema.reading.read import read_job
+from helpers.runs.jobs import write_job
 
 LINES = "one\ntwo\n" * 40
 

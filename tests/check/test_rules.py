@@ -7,7 +7,14 @@ import sys
 from itertools import combinations
 
 import pytest
-from healthy import (
+
+from gpumix.check.facts.cluster import ClockOffset, FolderFacts, PairFacts, ProcessLimits, RankFacts
+from gpumix.check.finding import Finding, Severity
+from gpumix.check.judge import CHECKS, evaluate_survey
+from gpumix.check.rules.links import check_links
+from gpumix.check.rules.software import get_kernel_support
+from gpumix.schema.cluster.network import Network, parse_link
+from helpers.devices.healthy import (
     GIB,
     HEALTHY,
     HOST,
@@ -25,13 +32,6 @@ from healthy import (
     with_speed,
     wrong,
 )
-
-from gpumix.check.facts.cluster import ClockOffset, FolderFacts, PairFacts, ProcessLimits, RankFacts
-from gpumix.check.finding import Finding, Severity
-from gpumix.check.judge import CHECKS, evaluate_survey
-from gpumix.check.rules.links import check_links
-from gpumix.check.rules.software import get_kernel_support
-from gpumix.schema.cluster.network import Network, parse_link
 
 ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
 LOW = FolderFacts(role="output", path="/shared/run", free_bytes=30 * GIB)

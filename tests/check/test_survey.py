@@ -5,9 +5,6 @@ from __future__ import annotations
 import time
 
 import pytest
-from healthy import only, rank_of, wrong
-from jobs import EMULATED, write_job
-from probes import Apart, Dying, NotShared, Sleepy, Stuck
 
 import gpumix
 from gpumix.check import run, survey
@@ -16,6 +13,9 @@ from gpumix.check.finding import Severity
 from gpumix.check.judge import evaluate_survey
 from gpumix.check.probes.probe import RankProbe
 from gpumix.schema.reading.read import read_job
+from helpers.devices.healthy import only, rank_of, wrong
+from helpers.devices.probes import Apart, Dying, NotShared, Sleepy, Stuck
+from helpers.runs.jobs import EMULATED, write_job
 
 ON_TWO_HOSTS = [{**EMULATED[0], "host": "a"}, {**EMULATED[1], "host": "b"}]
 

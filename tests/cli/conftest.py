@@ -1,12 +1,9 @@
-"""`jobs.py`, which runs the command line, lies with the tests of `train`; profiles that are made up
-lie with those of the planner."""
+"""The folder of a run that was planned and trained for a few steps."""
 
 from __future__ import annotations
 
 import json
-import sys
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,16 +11,12 @@ import pytest
 if TYPE_CHECKING:
     from gpumix.schema.plan.plan import Plan
 
-for folder in ("train", "planner"):
-    sys.path.append(str(Path(__file__).parents[1] / folder))
-
 
 @cache
 def planned() -> Plan:
     """Of what `verbs.measured` has."""
-    from verbs import measured
-
     from gpumix.planner.plan import plan as make_plan
+    from helpers.runs.verbs import measured
 
     return make_plan(measured(), 8)
 
@@ -31,7 +24,7 @@ def planned() -> Plan:
 @pytest.fixture
 def run(tmp_path):
     """A folder with a plan, and a few steps of a run."""
-    from verbs import measured
+    from helpers.runs.verbs import measured
 
     folder = tmp_path / "first"
     planned().save(folder / "plan.json")

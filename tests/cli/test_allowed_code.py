@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jobs import gpumix, write_job
-from verbs import here
 
-from commands import Done
-from extended import every_second, left_out
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.allowed_code import check_allowed
 from gpumix.schema.reading.read import read_job
+from helpers.extended import every_second, left_out
+from helpers.processes.commands import Done
+from helpers.runs.jobs import gpumix, write_job
+from helpers.runs.verbs import here
 
 MODULE = "import pathlib\npathlib.Path('it-ran').touch()\ndef model(**a):\n    return None\n"
 FORBIDDEN = {"GPUMIX_ALLOW": ""}

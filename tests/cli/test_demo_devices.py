@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from gpumix.cli.demo_devices import EMULATED_CLUSTER, choose_demo_devices
-
-sys.path.append(str(Path(__file__).parents[1] / "hardware"))
-from hardware_helpers import FakeCard, FakeNvml, built_for
+from helpers.devices.fake_devices import FakeCard, FakeNvml, built_for
 
 A100 = FakeCard("GPU-2", "NVIDIA A100-SXM4-40GB", 40 * 2**30, (8, 0))
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from jobs import EMULATED, FEW_PLANS, gpumix, metrics, write_job
 
-from commands import Done
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
+from helpers.processes.commands import Done
+from helpers.runs.jobs import EMULATED, FEW_PLANS, gpumix, metrics, write_job
 
 
 @pytest.fixture(scope="module")

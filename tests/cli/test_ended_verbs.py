@@ -7,10 +7,10 @@ import os
 import signal
 
 import pytest
-from jobs import write_job
-from verbs import here, measured
 
 from gpumix.train.controller import JobController
+from helpers.runs.jobs import write_job
+from helpers.runs.verbs import here, measured
 
 
 @pytest.fixture(autouse=True)

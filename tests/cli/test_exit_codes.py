@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-from jobs import CLUSTER, FEW_PLANS, gpumix, plan_for, toy, train, write_job
-from verbs import here
 
-from commands import Done
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
+from helpers.processes.commands import Done
+from helpers.runs.jobs import CLUSTER, FEW_PLANS, gpumix, plan_for, toy, train, write_job
+from helpers.runs.verbs import here
 
 # A process without torch is quick to end; with it, it takes seconds.
 QUICK_S = 30

@@ -15,9 +15,9 @@ from pydantic import BaseModel
 
 from gpumix.schema.job.job import Job
 from gpumix.schema.profile.profile import Profile
-from mutant_files import JOB, OWN, SMALL, Good, write_all
-from mutant_runs import Ended, clean, faults, is_placed, run
-from mutants import Mutant, mutants, of_text, with_value, without, written
+from helpers.attacks.mutant_files import JOB, OWN, SMALL, Good, write_all
+from helpers.attacks.mutant_runs import Ended, clean, faults, is_placed, run
+from helpers.attacks.mutants import Mutant, mutants, of_text, with_value, without, written
 
 EACH = 4  # of a kind of file
 

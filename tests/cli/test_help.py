@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from jobs import EMULATED, PAIR, write_job
 from typer.testing import CliRunner
-from verbs import heavy_imports
-from verbs import write_job as write_small_job
 
 import gpumix
 from gpumix.cli import app
 from gpumix.train.controller import JobController
+from helpers.runs.jobs import EMULATED, PAIR, write_job
+from helpers.runs.verbs import heavy_imports
+from helpers.runs.verbs import write_job as write_small_job
 
 VERBS = sorted(command.callback.__name__ for command in app.registered_commands)
 

@@ -8,11 +8,11 @@ from contextlib import chdir
 
 import pytest
 import yaml
-from jobs import CLUSTER, EMULATED
 from typer.testing import CliRunner
-from verbs import measured
 
 from gpumix.cli import app
+from helpers.runs.jobs import CLUSTER, EMULATED
+from helpers.runs.verbs import measured
 
 STYLES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 BOXES = re.compile(r"[─-╿]")

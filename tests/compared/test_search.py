@@ -16,8 +16,8 @@ from emulated.contest import Contest, refuse_impossible
 from emulated.contestants import ByPlan
 from emulated.setting import Setting
 from emulated.ways import Way, thriftiest, ways_of
-from extended import every_second
-from harness import run_ranks
+from helpers.extended import every_second
+from helpers.processes.harness import run_ranks
 
 STEPS = 2
 UNEQUAL = (4, 2)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from profiles import GIB, Card, block, curve, line, profile, root, steady
 
 from gpumix.cost.device_alone import compute_ideal_samples_per_s, compute_ideal_tokens_per_s
 from gpumix.planner.plan import plan
 from gpumix.schema.profile.profile import ROOT, Profile, UnitTimes
+from helpers.plans.profiles import GIB, Card, block, curve, line, profile, root, steady
 
 SIZES = (1, 2, 4)
 

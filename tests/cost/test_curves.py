@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from brute import curves
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import curve
 
-from gpumix.cost.layout.curves import MicroBatches, interpolate_bytes, interpolate_seconds
+from gpumix.cost.memory_layout.curves import MicroBatches, interpolate_bytes, interpolate_seconds
 from gpumix.schema.plan.splitting import split_micro_batches
+from helpers.plans.brute import curves
+from helpers.plans.profiles import curve
 
 
 def test_measured_points_are_exact_and_joined_by_lines():

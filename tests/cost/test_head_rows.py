@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.cost.layout.chunk_rows import (
+from gpumix.cost.memory_layout.chunk_rows import (
     GPU_CHUNK_BYTES,
     bytes_per_logit,
     compute_chunk_bytes,

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from naive import peak_bytes, step_seconds, update_seconds, worker_seconds
-from plans import plans_of_all_kinds, profiles_of_all_kinds
 
-from draws import examples
 from gpumix.cost.predict import predict
+from helpers.draws import examples
+from helpers.plans.naive import peak_bytes, step_seconds, update_seconds, worker_seconds
+from helpers.plans.random_plans import plans_of_all_kinds, profiles_of_all_kinds
 
 about = partial(pytest.approx, rel=1e-9, abs=1e-15)
 LAST_DIGITS = 8  # bytes: each of several amounts is rounded up, some from just above a whole one

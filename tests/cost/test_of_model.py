@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from profiles import FREE, GIB, Card, block, in_a_row, profile, root, steady
 
 from gpumix.cost.model_match import check_settings_have_effect
 from gpumix.cost.predict import predict
@@ -13,6 +12,7 @@ from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
+from helpers.plans.profiles import FREE, GIB, Card, block, in_a_row, profile, root, steady
 
 # Four calls on two cards; the first call and the loss compute with a parameter of the root.
 PROFILE = in_a_row(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpumix.cost.layout.causes import group_by_part
+from gpumix.cost.memory_layout.memory_parts import group_by_part
 
 
 def test_each_cause_is_in_one_part():

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from brute import small_profiles
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import links_of, plans_of
-from profiles import GIB, Card, block, line, profile, root, steady
 
-from draws import examples
-from gpumix.cost.layout.activation_phases import list_peak_phases
-from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.memory_layout.activation_phases import list_peak_phases
+from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.cost.network.buckets import BucketGrouping, build_buckets
 from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes, usable_bytes
 from gpumix.planner.common.sharding_setting import make_setting
@@ -19,6 +15,10 @@ from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, 
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.plan.stage import PLAIN
+from helpers.draws import examples
+from helpers.plans.brute import small_profiles
+from helpers.plans.profiles import GIB, Card, block, line, profile, root, steady
+from helpers.plans.random_plans import links_of, plans_of
 
 MANY = examples(10)
 

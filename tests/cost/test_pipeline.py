@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumix.cost.schedule import NO_TRANSFER, Action, MicroBatchSchedule, StageAssignment, replay
+from gpumix.cost.pipeline_schedule import (
+    NO_TRANSFER,
+    Action,
+    MicroBatchSchedule,
+    StageAssignment,
+    replay,
+)
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, StageInput, Worker
 

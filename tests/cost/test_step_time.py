@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from plans import links_of
-from profiles import Card, Network, block, curve, line, profile, root
 
-from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.cost.network.buckets import ONE_UNIT_PER_BUCKET, build_buckets
 from gpumix.cost.network.collective_times import CollectiveSeconds
 from gpumix.cost.predict import predict
@@ -18,6 +16,8 @@ from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import ROOT, UnitTimes
+from helpers.plans.profiles import Card, Network, block, curve, line, profile, root
+from helpers.plans.random_plans import links_of
 
 STAGE_3 = Space(zero_stages=(3,))
 

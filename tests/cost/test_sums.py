@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from profiles import FREE, GIB, Card, block, line, profile, steady
-from profiles import Network as Timed
 
 from gpumix.cost.predict import predict_step_seconds
 from gpumix.planner.baselines.even import plan_even
 from gpumix.planner.common.strategy import PlanRequest
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.profile.profile import CollectiveTimes, Profile
+from helpers.plans.profiles import FREE, GIB, Card, block, line, profile, steady
+from helpers.plans.profiles import Network as Timed
 
 TRAINABLE, CALLS = 1000, 4
 REDUCE, GATHER, SUM = 1e-6, 3e-6, 2e-6  # seconds of a byte

@@ -2,7 +2,7 @@
 
     python tests/cuda_device -- pytest -m gpu tests/engine       # two devices of 80 GB
     python tests/cuda_device --devices h100:2,t4:0.5 -- gpumix train job.yaml    # 2 and 0.5 GiB
-    python tests/cuda_device --lag side-late -- pytest tests/data/test_copies.py
+    python tests/cuda_device --lag side-late -- pytest tests/data/workers/test_device_copies.py
 
 The command, and every process that it starts, has the devices: the environment says so
 (`environment`, for tests that start commands), and `path/sitecustomize.py`, on `PYTHONPATH`, loads

@@ -6,9 +6,9 @@ import sys
 import time
 
 import pytest
-from squares import Squares, expected
 
 from gpumix.data.loader import Loader
+from helpers.samples.squares import Squares, expected
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
 

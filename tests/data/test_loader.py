@@ -9,15 +9,15 @@ import threading
 
 import pytest
 import torch
-from data_helpers import Numbers
 
-import commands
-from extended import every_second
 from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.data.order.global_order import GlobalOrder
 from gpumix.data.workers.autotune import Limit
 from gpumix.schema.errors import InputError, TrainingError
-from waiting import wait_until
+from helpers.extended import every_second
+from helpers.processes import commands
+from helpers.processes.waiting import wait_until
+from helpers.samples.sources import Numbers
 
 
 def take(loader: Loader, steps: int) -> list[int]:

@@ -18,11 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_helpers import Numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extended import left_out
 from gpumix.data.loader import Loader
 from gpumix.data.order.global_order import GlobalOrder
 from gpumix.data.workers import prefetcher
@@ -30,7 +28,9 @@ from gpumix.data.workers.autotune import MEASURED_STEPS
 from gpumix.data.workers.shared_memory import Arena
 from gpumix.data.workers.worker_pool import ProcessWorkerPool
 from gpumix.schema.errors import TrainingError
-from waiting import wait_until
+from helpers.extended import left_out
+from helpers.processes.waiting import wait_until
+from helpers.samples.sources import Numbers
 
 
 @st.composite

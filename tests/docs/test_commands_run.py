@@ -19,13 +19,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pages import PAGES, ROOT, Block, blocks, commands, marked
-from verbs import gpumix
 
-from commands import environment, run
-from extended import left_out
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.reading.read import read_cluster
+from helpers.extended import left_out
+from helpers.pages import PAGES, ROOT, Block, blocks, commands, marked
+from helpers.processes.commands import environment, run
+from helpers.runs.verbs import gpumix
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -78,13 +78,14 @@ if __name__ == "__main__":
 SCRIPTS = "tests/examples/test_changed_imports.py"
 # What takes long is run elsewhere, on something smaller.
 ELSEWHERE = {
-    "gpumix demo --max-steps 10": "tests/cli/test_demo.py",
+    "gpumix demo --max-steps 10": "tests/cli/verbs/test_demo.py",
     "gpumix launch examples/run_clm.py --output_dir runs/clm": SCRIPTS,
     "gpumix launch examples/clm_no_trainer.py": SCRIPTS,
     "gpumix launch examples/sft_lora.py --output_dir runs/lora": SCRIPTS,
-    "gpumix plan --model llama-3-8b --lora 16": "tests/cli/test_plan_page.py",  # needs GPUs
-    "gpumix init --data my-texts/": "tests/cli/test_init_verb.py",
-    "gpumix init --model my-llama/ --data my-texts/ --lora": "tests/cli/test_init_verb.py",
+    # needs GPUs
+    "gpumix plan --model llama-3-8b --lora 16": "tests/cli/planning/test_plan_page.py",
+    "gpumix init --data my-texts/": "tests/cli/verbs/test_init_verb.py",
+    "gpumix init --model my-llama/ --data my-texts/ --lora": "tests/cli/verbs/test_init_verb.py",
 }
 # What makes the folder, before any other command.
 FIRST = (

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from pages import PAGES, ROOT, blocks
 
-from gpumix.schema.reading.yaml_places import load_yaml
+from gpumix.schema.reading.yaml_locations import load_yaml
+from helpers.pages import PAGES, ROOT, blocks
 
 SCHEMA = json.loads((ROOT / "docs" / "job.schema.json").read_text(encoding="utf-8"))
 VALIDATOR = Draft202012Validator(SCHEMA)

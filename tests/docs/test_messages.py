@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from pages import ROOT
 
 from gpumix.schema import errors
+from helpers.pages import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 PACKAGE = ROOT / "src" / "gpumix"

@@ -15,13 +15,13 @@ from unittest import mock
 
 import pytest
 import typer
-from pages import PAGES, ROOT, blocks, commands, inline_commands, marked
 from test_fixes import is_key
 from typer.testing import CliRunner
 
 from gpumix.cli import app
 from gpumix.schema.errors import MachineError
-from harness import run_ranks
+from helpers.pages import PAGES, ROOT, blocks, commands, inline_commands, marked
+from helpers.processes.harness import run_ranks
 
 GROUP = typer.main.get_command(app)
 SHOWN = [(block, words) for page in PAGES for block in blocks(page) for words in commands(block)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from pages import PAGES, ROOT, anchors, links
+
+from helpers.pages import PAGES, ROOT, anchors, links
 
 LINKS = [
     (page, target)

@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import replaced, shown, with_change, without_change
 from torch.utils.data import DataLoader
 
 from gpumix.schema.plan.plan import Plan
-from harness import run_ranks
-from programs import GLOBAL_BATCH, Texts, arguments, as_launched, log_of, model, other_ranks
+from helpers.pages import replaced, shown, with_change, without_change
+from helpers.processes.harness import run_ranks
+from helpers.scripts.programs import (
+    GLOBAL_BATCH,
+    Texts,
+    arguments,
+    as_launched,
+    log_of,
+    model,
+    other_ranks,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +68,7 @@ def fitted(lines: str, world: int, folder: Path) -> dict[str, float]:
     """The losses of the last step and evaluation of lines with a trainer, of what they do not say
     themselves."""
     as_launched(folder)
-    from test_lightning import module, other_ranks
+    from helpers.scripts.lightning_module import module, other_ranks
 
     names: dict[str, Any] = {
         "module": module(),

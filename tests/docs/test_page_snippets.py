@@ -13,17 +13,17 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 import yaml
-from pages import PAGES, ROOT, blocks, with_change
 from torch.utils.data import DataLoader
 
 import gpumix
-from changed_imports import EXAMPLES, OURS, SCRIPTS, stock
-from extended import left_out
 from gpumix.schema.errors import MachineError
 from gpumix.schema.reading.read import read_cluster, read_job
-from harness import run_ranks
-from models import WIDTH, Block, Regression
-from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks
+from helpers.extended import left_out
+from helpers.pages import PAGES, ROOT, blocks, with_change
+from helpers.processes.harness import run_ranks
+from helpers.scripts.changed_imports import EXAMPLES, OURS, SCRIPTS, stock
+from helpers.scripts.programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks
+from helpers.training.models import WIDTH, Block, Regression
 
 ALL = [block for page in PAGES for block in blocks(page)]
 JOBS = [block for block in ALL if block.text.startswith("model:")]

@@ -6,7 +6,6 @@ import re
 from typing import get_args
 
 import pytest
-from pages import ROOT
 
 from gpumix.doctor.function.suspects import NAMES as OF_FUNCTIONS
 from gpumix.doctor.report import RemarkName
@@ -23,6 +22,7 @@ from gpumix.schema.job.search_space import Space
 from gpumix.schema.job.trackers import Trackers
 from gpumix.schema.plan.plan import Collectives, Plan
 from gpumix.schema.plan.stage import Mode, Stage, StageInput, Worker
+from helpers.pages import ROOT
 
 COMMANDS = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 TRACKERS = (ROOT / "docs" / "trackers.md").read_text(encoding="utf-8")

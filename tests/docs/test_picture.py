@@ -8,7 +8,8 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
-from pages import ROOT
+
+from helpers.pages import ROOT
 
 sys.path.append(str(ROOT / "docs"))
 

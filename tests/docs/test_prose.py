@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-from pages import ROOT
+
+from helpers.pages import ROOT
 
 sys.path.append(str(ROOT / "docs"))
 

@@ -6,10 +6,10 @@ import os
 import sys
 
 import pytest
-from pages import ROOT
 
-from commands import run
-from harness import run_ranks
+from helpers.pages import ROOT
+from helpers.processes.commands import run
+from helpers.processes.harness import run_ranks
 
 DOCS = ROOT / "docs"
 

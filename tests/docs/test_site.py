@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import ROOT
+
+from helpers.pages import ROOT
 
 pytest.importorskip("material", reason='pip install ".[site]"')
 

@@ -10,19 +10,19 @@ import shlex
 from pathlib import Path
 
 import pytest
-from pages import PAGES, ROOT, blocks, commands, marked
 
-from changed_imports import BY_TORCHRUN
+from helpers.pages import PAGES, ROOT, blocks, commands, marked
+from helpers.scripts.changed_imports import BY_TORCHRUN
 
 RENDEZVOUS = "--rdzv-backend gpumix --rdzv-endpoint host-a:29500"
 HOSTS = f"torchrun --nnodes 2 --nproc-per-node 4 {RENDEZVOUS} -m gpumix"
 SCRIPTS = "tests/examples/test_changed_imports.py"
 # The file of its test.
 TESTS = {
-    f"{HOSTS} train job.yaml": "tests/train/test_torchrun.py",
-    f"{HOSTS} check job.yaml": "tests/cli/test_check_verb.py",
+    f"{HOSTS} train job.yaml": "tests/train/processes/test_torchrun.py",
+    f"{HOSTS} check job.yaml": "tests/cli/verbs/test_check_verb.py",
     f"torchrun --nnodes 1:4 --max-restarts 100 --nproc-per-node 4 {RENDEZVOUS} -m gpumix train "
-    "job.yaml": "tests/train/test_elastic_hosts.py",
+    "job.yaml": "tests/train/elastic/test_elastic_hosts.py",
     "torchrun --nproc-per-node 2 examples/run_clm.py --output_dir runs/clm": SCRIPTS,
     "torchrun --nproc-per-node 3 train.py": "tests/launch/test_on_this_host.py",
 }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from pages import ROOT, Block, blocks, commands
-from verbs import gpumix
+
+from helpers.pages import ROOT, Block, blocks, commands
+from helpers.runs.verbs import gpumix
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 SECTION = "## A job of your own"

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import typer
-from jobs import gpumix, write_job
 
 from gpumix.cli.verbs.doctor import doctor
 from gpumix.doctor.examine import Patient
 from gpumix.doctor.report import Report, Slowdown, Suspect
 from gpumix.doctor.verdict import Gain
 from gpumix.schema.reading.read import read_job
+from helpers.runs.jobs import gpumix, write_job
 
 
 @pytest.mark.slow

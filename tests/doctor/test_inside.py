@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import torch
-from jobs import gpumix, write_job
 
 from gpumix.doctor.inside import RankObservations, RankWatch
+from helpers.runs.jobs import gpumix, write_job
 
 OWN = """
 import time

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpumix.doctor.function.seen import Site
+from gpumix.doctor.function.observations import Site
 from gpumix.doctor.inside import RankObservations
 from gpumix.doctor.suspects import NAMES, Evidence, find_suspects
 from gpumix.schema.job.job import Job

@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from extended import left_out
 from gpumix.engine.prepare import prepare
 from gpumix.schema.errors import GpumixError
 from gpumix.schema.plan.plan import Plan
-from harness import run_ranks
-from models import WIDTH, Block, Regression, causal_lm, causal_model, vectors
-from reference import (
+from helpers.extended import left_out
+from helpers.processes.harness import run_ranks
+from helpers.training.models import WIDTH, Block, Regression, causal_lm, causal_model, vectors
+from helpers.training.reference import (
     Share,
     assert_ranks_step_plainly,
     engine_for,
     own_rows,
 )
-from staging import LooksBack, own_samples, rows, staged_plan
+from helpers.training.staging import LooksBack, own_samples, rows, staged_plan
 
 SHARES = [Share(3, 2, 1), Share(2, 1, 2)]
 GROUP_TIMEOUT_S = 300.0  # far longer than the tests may take

@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness import run_ranks
-from models import ARCHITECTURES, bert, gpt2, mean_loss, packed_lm, t5
-from reference import Share, batches, engine_alone, engine_for, initialised, own_rows, pieces_of
+from helpers.processes.harness import run_ranks
+from helpers.training.models import ARCHITECTURES, bert, gpt2, mean_loss, packed_lm, t5
+from helpers.training.reference import (
+    Share,
+    batches,
+    engine_alone,
+    engine_for,
+    initialised,
+    own_rows,
+    pieces_of,
+)
 
 GPT2 = ARCHITECTURES["gpt2"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from extended import left_out
-from reference import Share, train_by_plan
+from helpers.extended import left_out
+from helpers.training.reference import Share, train_by_plan
 
 SHARES = [Share(3, 2, 1), Share(1, 1, 2), Share(0, 0, 1)]
 STEPS = 5

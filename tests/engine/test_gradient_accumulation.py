@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models import ARCHITECTURES
-from reference import batches, engine_alone, initialised, mean_loss
+from helpers.training.models import ARCHITECTURES
+from helpers.training.reference import batches, engine_alone, initialised, mean_loss
 
 GPT2 = ARCHITECTURES["gpt2"]
 

@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 import torch
 
-from extended import left_out
-from harness import run_ranks
-from models import ARCHITECTURES
-from reference import (
+from helpers.extended import left_out
+from helpers.processes.harness import run_ranks
+from helpers.training.models import ARCHITECTURES
+from helpers.training.reference import (
     Share,
     assert_gradients_equal,
     batches,

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import cuda_device
-from extended import left_out
 from gpumix.engine.comm.parameter_pool import PooledVector
 from gpumix.engine.comm.process_groups import make_communicator
 from gpumix.engine.cross_entropy.fused_cross_entropy import compute_fused_losses
@@ -19,9 +18,10 @@ from gpumix.engine.model.equal_weights import broadcast_weights
 from gpumix.engine.model.rng import preserve_all_rng
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.plan.stage import Mode
-from harness import run_ranks
-from models import ARCHITECTURES
-from reference import (
+from helpers.extended import left_out
+from helpers.processes.harness import run_ranks
+from helpers.training.models import ARCHITECTURES
+from helpers.training.reference import (
     Share,
     batches,
     engine_for,
@@ -31,8 +31,8 @@ from reference import (
     train_by_plan,
     worst_error,
 )
-from staging import rows, staged_plan, train_in_stages
-from whole_optimizers import assert_close, expected_after, train_rank
+from helpers.training.staging import rows, staged_plan, train_in_stages
+from helpers.training.whole_optimizers import assert_close, expected_after, train_rank
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from extended import left_out
 from gpumix.schema.plan.batch_shares import get_batch_share
 from gpumix.schema.plan.plan import Plan
-from harness import run_ranks
-from models import ARCHITECTURES, gpt2
-from reference import batches, engine_alone, initialised
-from staging import rows, staged_engine, staged_plan
+from helpers.extended import left_out
+from helpers.processes.harness import run_ranks
+from helpers.training.models import ARCHITECTURES, gpt2
+from helpers.training.reference import batches, engine_alone, initialised
+from helpers.training.staging import rows, staged_engine, staged_plan
 
 GPT2 = ARCHITECTURES["gpt2"]
 LAYOUTS = {

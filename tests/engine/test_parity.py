@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from commands import run
-from extended import left_out
 from gpumix.schema.plan.plan import Collectives
-from models import ARCHITECTURES
-from reference import (
+from helpers.extended import left_out
+from helpers.plans.drawn_values import share_lists
+from helpers.processes.commands import run
+from helpers.training.models import ARCHITECTURES
+from helpers.training.reference import (
     Share,
     Trained,
     random_shares,
@@ -25,7 +26,6 @@ from reference import (
     train_by_plans,
     worst_error,
 )
-from strategies import share_lists
 
 STEPS = 2
 TOLERANCE = 2e-5

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from extended import left_out
 from gpumix.schema.errors import GpumixError
-from harness import run_ranks
-from reference import Share, batches, engine_for, initialised, own_rows
-from staging import EVERY, LLAMAS_ENDS
+from helpers.extended import left_out
+from helpers.processes.harness import run_ranks
+from helpers.training.reference import Share, batches, engine_for, initialised, own_rows
+from helpers.training.staging import EVERY, LLAMAS_ENDS
 
 # The third rank has no samples, and the second one several micro-batches.
 SHARES = [Share(2, 2, 2), Share(3, 1, 1), Share(0, 0, 1)]

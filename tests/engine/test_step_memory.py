@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from extended import left_out
 from gpumix.engine.engine import Engine
 from gpumix.engine.sharding.absent_parameter import AbsentParameter, MasterParameter
 from gpumix.schema.plan.stage import Mode
-from memory import assert_no_tensor_waits_for_the_collector, count_tensors
-from models import ARCHITECTURES
-from reference import batches, engine_alone
+from helpers.extended import left_out
+from helpers.training.memory import assert_no_tensor_waits_for_the_collector, count_tensors
+from helpers.training.models import ARCHITECTURES
+from helpers.training.reference import batches, engine_alone
 
 GPT2 = ARCHITECTURES["gpt2"]
 

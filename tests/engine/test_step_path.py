@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from models import ARCHITECTURES, llama
-from reference import batches, engine_alone
-from step_path import StepPath, follow
+from helpers.training.models import ARCHITECTURES, llama
+from helpers.training.reference import batches, engine_alone
+from helpers.training.step_path import StepPath, follow
 
 # Upper bounds of a step of two blocks, on one rank with one micro-batch.
-MOST_FILES, MOST_CHANGES = 36, 600
+MOST_FILES, MOST_CHANGES = 14, 192
 
 
 def path_of_step() -> StepPath:

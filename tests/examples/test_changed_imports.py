@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from changed_imports import (
+from gpumix.report.page import render_page
+from gpumix.report.run import read_run
+from gpumix.schema.plan.plan import Plan
+from helpers.scripts.changed_imports import (
     BATCH,
     BY_TORCHRUN,
     EXAMPLES,
@@ -22,9 +25,6 @@ from changed_imports import (
     losses_before,
     trained,
 )
-from gpumix.report.page import render_page
-from gpumix.report.run import read_run
-from gpumix.schema.plan.plan import Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -9,13 +9,13 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from example_runs import EXAMPLES, TORCHRUN, python
 
 from gpumix.report.step_picture import ActivityBar, Panel
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.step_trace import Trace
 from gpumix.schema.reading.read import read_job
-from staging import rows, staged_plan
+from helpers.scripts.example_runs import EXAMPLES, TORCHRUN, python
+from helpers.training.staging import rows, staged_plan
 
 sys.path.insert(0, str(EXAMPLES))
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import changed_imports
-from changed_imports import BATCH, STEPS, launched, losses_before
+from helpers.scripts import changed_imports
+from helpers.scripts.changed_imports import BATCH, STEPS, launched, losses_before
 
 pytest.importorskip("lightning")
 # As `integrations/test_lightning`, of a whole program.

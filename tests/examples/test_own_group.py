@@ -12,8 +12,8 @@ import gpumix
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.profiler import api
 from gpumix.schema.errors import InputError
-from harness import run_ranks
-from models import WIDTH, Block, Regression
+from helpers.processes.harness import run_ranks
+from helpers.training.models import WIDTH, Block, Regression
 
 CLASSES = (
     gpumix.DeviceClass(name="big", accelerator="cpu", memory_bytes=96 * 2**20),

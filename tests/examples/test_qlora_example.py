@@ -6,7 +6,8 @@ import json
 import re
 
 import pytest
-from example_runs import python
+
+from helpers.scripts.example_runs import python
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from example_runs import python
+
+from helpers.scripts.example_runs import python
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

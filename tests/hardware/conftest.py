@@ -1,5 +1,4 @@
-"""A fresh Python, for what can be done only once in a process; and a process at rest. Profiles that
-are made up lie with the tests of the planner."""
+"""A fresh Python, for what can be done only once in a process; and a process at rest."""
 
 from __future__ import annotations
 
@@ -8,13 +7,11 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
-sys.path.append(str(Path(__file__).parents[1] / "planner"))
 
 
 @pytest.fixture

@@ -35,9 +35,8 @@ class FakeCuda:
             "is_available": lambda: True,
             "device_count": lambda: 2,
             "get_device_properties": lambda ordinal: SimpleNamespace(
-                uuid=f"uuid-{ordinal}", total_memory=TOTAL
+                name=PRODUCTS[ordinal], uuid=f"uuid-{ordinal}", total_memory=TOTAL
             ),
-            "get_device_name": lambda ordinal: PRODUCTS[ordinal],
             "get_device_capability": lambda ordinal: [(9, 0), (8, 6)][ordinal],
             "set_per_process_memory_fraction": self.set_fraction,
         }

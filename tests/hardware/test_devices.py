@@ -6,13 +6,12 @@ import pickle
 
 import pytest
 import torch
-from hardware_helpers import emulated_class
 
 from gpumix.hardware.device import open_device
-from gpumix.hardware.emulation import EmulatedDevice
 from gpumix.hardware.memory_limit import limit_memory
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.errors import InputError, MachineError
+from helpers.devices.fake_devices import emulated_class
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 
@@ -30,7 +29,7 @@ def in_use() -> int:
 
 def test_an_emulated_device_has_one_thread_and_gives_the_others_back():
     threads = torch.get_num_threads()
-    with EmulatedDevice(emulated_class(), memory=False, pace=False):
+    with open_device(emulated_class(memory_bytes=in_use() + 2**20), 0):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == threads
 
@@ -38,27 +37,11 @@ def test_an_emulated_device_has_one_thread_and_gives_the_others_back():
 def test_an_emulated_device_limits_memory_in_its_own_name():
     small = emulated_class(memory_bytes=in_use() + 1000)
     with (
-        EmulatedDevice(small, pace=False),
+        open_device(small, 0),
         pytest.raises(torch.OutOfMemoryError, match="emulated device 'small' is out of memory"),
     ):
         torch.empty(1001, dtype=torch.uint8)
     torch.empty(1001, dtype=torch.uint8)
-
-
-def test_speed_and_memory_can_be_emulated_apart():
-    with EmulatedDevice(emulated_class(), memory=False) as device:
-        torch.ones(4, 4) @ torch.ones(4, 4)
-        torch.empty(2**21)
-        assert device.memory is None
-        assert device.pacer.timeline.flops == 2 * 4**3
-    with EmulatedDevice(emulated_class(memory_bytes=in_use() + 2**20), pace=False) as device:
-        assert device.pacer is None
-        assert device.memory.exact
-
-
-def test_only_an_emulated_class_can_be_emulated():
-    with pytest.raises(InputError, match="device class 'cpu' is not an emulated one"):
-        EmulatedDevice(CPU)
 
 
 @pytest.mark.parametrize("device_class", [CPU, emulated_class()], ids=lambda c: c.name)

@@ -1,17 +1,13 @@
-"""`jobs.py` and what its jobs train lie with the tests of `train`; hosts that ssh reaches."""
+"""Hosts that ssh reaches."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "train"))
-
-from sshd import Hosts, NotHere, hosts, hosts_apart
-from two_hosts import NotAllowed, Wire, wire
+from helpers.processes.sshd import Hosts, NotHere, hosts, hosts_apart
+from helpers.processes.two_hosts import NotAllowed, Wire, wire
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import yaml
-from jobs import CLUSTER, EMULATED, gpumix, metrics, plan_for, run, train, write_job
-from running import running
 
-from extended import left_out
+from helpers.extended import left_out
+from helpers.processes.running import running
+from helpers.runs.jobs import CLUSTER, EMULATED, gpumix, metrics, plan_for, run, train, write_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

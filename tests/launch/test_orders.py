@@ -12,7 +12,7 @@ import pytest
 
 from gpumix.launch import orders
 from gpumix.launch.orders import Order, Orders
-from waiting import wait_until
+from helpers.processes.waiting import wait_until
 
 
 class Launcher:

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from jobs import CLUSTER, checkpoints, metrics, plan_for, run, toy, train, write_job
-from running import MARK, Running, running
-from sshd import Hosts
 
-from commands import Done
+from helpers.processes.commands import Done
+from helpers.processes.running import MARK, Running, running
+from helpers.processes.sshd import Hosts
+from helpers.runs.jobs import CLUSTER, checkpoints, metrics, plan_for, run, toy, train, write_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
-from jobs import gpumix
-from sshd import CLOSED, LOCKED, SILENT, STRANGE
 
-from extended import left_out
 from gpumix.launch.probes import probe, survey
 from gpumix.launch.probes.readiness import ProbeFacts, check_rendezvous, refuse_unready
 from gpumix.schema.errors import InputError, MachineError
+from helpers.extended import left_out
+from helpers.processes.sshd import CLOSED, LOCKED, SILENT, STRANGE
+from helpers.runs.jobs import gpumix
 
 HERE = ProbeFacts(
     host="here",

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from jobs import gpumix, write_job
-from kubeflow_rules import broken
-from slurmd import Cluster, NotHere, cluster
 
-from extended import every_second
+from helpers.extended import every_second
+from helpers.kubeflow_rules import broken
+from helpers.processes.slurmd import Cluster, NotHere, cluster
+from helpers.runs.jobs import gpumix, write_job
 
 TWO_CLASSES = """
 classes:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import run_ranks
+from helpers.processes.harness import run_ranks
 
 pytestmark = pytest.mark.gpu
 

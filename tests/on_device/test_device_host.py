@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import cuda_device
-from commands import environment, run
-from harness import run_ranks
+from helpers.processes.commands import environment, run
+from helpers.processes.harness import run_ranks
 
 pytestmark = pytest.mark.gpu
 HERE = Path(__file__).name

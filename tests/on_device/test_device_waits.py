@@ -11,11 +11,11 @@ import pytest
 
 import cuda_device
 import gpumix
-from extended import left_out
 from gpumix.schema.plan.stage import Mode
-from harness import run_ranks
-from models import ARCHITECTURES
-from reference import Share, batches, engine_for, optimizer_for, own_rows
+from helpers.extended import left_out
+from helpers.processes.harness import run_ranks
+from helpers.training.models import ARCHITECTURES
+from helpers.training.reference import Share, batches, engine_for, optimizer_for, own_rows
 
 pytestmark = pytest.mark.gpu
 OURS = str(Path(gpumix.__file__).parent)
@@ -30,7 +30,7 @@ OF_TRANSFORMERS: dict[str, set[str]] = {
 }
 # Experts are counted in backward too, by a kernel without a line of Python; so it has that which
 # began backward.
-IN_BACKWARD = {"mixtral": {"inter_unit_backward.py"}}
+IN_BACKWARD = {"mixtral": {"backward_hooks.py"}}
 
 
 def waits_in_steps(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from extended import every_second
+from helpers.extended import every_second
 
 INSTALL = "gpumix --install-completion >/dev/null; source ~/.bashrc; complete -p gpumix >&2"
 TAB = """

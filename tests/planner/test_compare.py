@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from brute import small_profiles
 from hypothesis import given
 from hypothesis import strategies as st
-from policies import peaked
-from profiles import GIB, Card, fleet, profile, steady
 
-from draws import examples
 from gpumix.planner.common.strategy import PlanRequest
 from gpumix.planner.compare import Comparison, compare
 from gpumix.planner.plan import STRATEGIES
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.profile.profile import Profile
+from helpers.draws import examples
+from helpers.plans.brute import small_profiles
+from helpers.plans.policies import peaked
+from helpers.plans.profiles import GIB, Card, fleet, profile, steady
 
 EASY = examples(4)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import GIB, MIB
 from test_never_beaten import BEATEN, cluster
 
-from draws import examples
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.optimal import plan_fastest
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.profile.profile import Profile
+from helpers.draws import examples
+from helpers.plans.profiles import GIB, MIB
 
 Cards = list[tuple[float, int]]
 

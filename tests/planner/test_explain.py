@@ -8,7 +8,6 @@ import re
 from functools import cache
 
 import pytest
-from profiles import GIB, Card, Network, block, curve, fleet, line, profile, steady
 from rich.console import Console, RenderableType
 
 from gpumix.planner.plan import compare_step_times, plan
@@ -18,7 +17,8 @@ from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
-from gpumix.train.run_log.tables import describe_mixing, efficiency_table, explain_plan, plan_table
+from gpumix.train.console.tables import describe_mixing, efficiency_table, explain_plan, plan_table
+from helpers.plans.profiles import GIB, Card, Network, block, curve, fleet, line, profile, steady
 
 
 def two_classes(slow=3.0, **changes):

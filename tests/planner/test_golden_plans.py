@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from profiles import GIB, MIB, Card, Network, block, curve, fleet, line, profile, root, steady
 
 from gpumix.planner.plan import plan
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.profile.profile import Profile
+from helpers.plans.profiles import (
+    GIB,
+    MIB,
+    Card,
+    Network,
+    block,
+    curve,
+    fleet,
+    line,
+    profile,
+    root,
+    steady,
+)
 
 
 def two_cards() -> Profile:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from profiles import Card, block, profile, steady
 
 from gpumix.cost.loading_memory import compute_loading_bytes, find_room_on_host
 from gpumix.planner.cluster_change import forecast_clusters
@@ -13,6 +12,7 @@ from gpumix.planner.common.strategy import PlanRequest
 from gpumix.planner.compare import compare
 from gpumix.planner.plan import plan
 from gpumix.schema.errors import LoadingMemoryError
+from helpers.plans.profiles import Card, block, profile, steady
 
 CARDS = Card("card", 2, 10**9, steady(1.0))
 LOADING = 4 * 5000  # fp32 values of a block

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from climb import Climb
-from climb_one_stage import OneStageClimb
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import GIB, MIB, Card, block, in_a_row, line, profile, steady
 
-from draws import examples
 from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
 from gpumix.hardware.estimates.decoder_shapes import make_llama_like
 from gpumix.hardware.estimates.estimate import estimate_profile
@@ -20,6 +16,10 @@ from gpumix.planner.plan import STRATEGIES
 from gpumix.schema.cluster.network import Link, Network
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.profile.profile import Profile
+from helpers.draws import examples
+from helpers.plans.climb import Climb
+from helpers.plans.climb_one_stage import OneStageClimb
+from helpers.plans.profiles import GIB, MIB, Card, block, in_a_row, line, profile, steady
 
 BEATEN = 1.001  # times as long as another plan
 

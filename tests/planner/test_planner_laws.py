@@ -8,12 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from brute import linked, linked_profiles, plan_of, small_profiles, step_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from profiles import fleet, shuffled
 
-from draws import examples
 from gpumix.planner.common.strategy import PlanRequest
 from gpumix.planner.plan import STRATEGIES, plan
 from gpumix.schema.cluster.cluster import Device
@@ -22,6 +19,10 @@ from gpumix.schema.curve import Curve
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.profile.profile import ROOT, Profile
 from gpumix.schema.value import Value
+from helpers.draws import examples
+from helpers.paths import TESTS
+from helpers.plans.brute import linked, linked_profiles, plan_of, small_profiles, step_of
+from helpers.plans.profiles import fleet, shuffled
 
 EASY = examples(5)
 FEW = examples(3)
@@ -218,8 +219,9 @@ def slowed(profile: Profile, factor: float) -> Profile:
 
 def test_the_same_plan_under_any_hash_seed():
     code = "from test_planner_laws import plans_of_a_fleet; print(plans_of_a_fleet())"
-    folder = Path(__file__).parent
-    path = os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(Path(__file__).parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    )
     other = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": path},

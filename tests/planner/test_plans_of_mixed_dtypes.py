@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from naive import peak_bytes, step_seconds
 
 from gpumix.cost.predict import predict
 from gpumix.cost.traffic import count_traffic
@@ -18,7 +17,8 @@ from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import DTYPE_BYTES
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.run_log.tables import explain_plan
+from gpumix.train.console.tables import explain_plan
+from helpers.plans.naive import peak_bytes, step_seconds
 
 V100, A100 = "v100-16gb-sxm", "a100-40gb-pcie"
 MODEL = make_llama_like(3e8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from profiles import Card, Network, block, curve, in_a_row, line, profile, steady, with_teams
 
 from gpumix.cost.predict import predict
 from gpumix.planner.common.strategy import PlanRequest
@@ -13,6 +12,17 @@ from gpumix.planner.optimal import plan_fastest
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Collectives, Plan
+from helpers.plans.profiles import (
+    Card,
+    Network,
+    block,
+    curve,
+    in_a_row,
+    line,
+    profile,
+    steady,
+    with_teams,
+)
 
 HOST = Space(parameters_on=("host",))
 EITHER = Space(parameters_on=("device", "host"), zero_stages=(3,))

@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from brute import plan_of, small_profiles
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from policies import peaked, plan_by
-from profiles import fleet, shuffled
 
-from draws import examples
-from extended import left_out
 from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.planner.common.strategy import PlanRequest
 from gpumix.planner.plan import STRATEGIES
 from gpumix.schema.job.search_space import EVERYTHING, Space
+from helpers.draws import examples
+from helpers.extended import left_out
+from helpers.paths import TESTS
+from helpers.plans.brute import plan_of, small_profiles
+from helpers.plans.policies import peaked, plan_by
+from helpers.plans.profiles import fleet, shuffled
 
 LAYERS = Space(zero_stages=3, gradient_checkpointing=True, state_on="device")
 
@@ -83,7 +83,8 @@ def test_the_order_of_devices_and_classes_does_not_matter(name, space, profile, 
 @pytest.mark.extended
 def test_the_same_plans_under_any_hash_seed():
     code = (
-        "from profiles import fleet; from policies import peaked, plan_by\n"
+        "from helpers.plans.profiles import fleet\n"
+        "from helpers.plans.policies import peaked, plan_by\n"
         "from gpumix.planner.plan import STRATEGIES\n"
         "from gpumix.schema.job.search_space import EVERYTHING\n"
         "profile = peaked(fleet(8, memory_factor=0.7), [4e12, 2e12, 1e12, 3e12])\n"
@@ -107,7 +108,7 @@ IN_STAGES = ("staged", "model")  # which need to know what units need of each ot
 
 
 def search_path() -> str:
-    return os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in IN_STAGES])

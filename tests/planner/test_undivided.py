@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from brute import small_profiles
 from hypothesis import given
 from hypothesis import strategies as st
-from naive import peak_bytes, step_seconds
-from policies import plan_by, ways
-from profiles import fleet
 
-from draws import examples
-from extended import left_out
 from gpumix.cost.peak_memory import usable_bytes
 from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan
 from gpumix.planner.data_parallel.branch_and_bound import find_fill_level as fill
@@ -20,6 +14,12 @@ from gpumix.planner.optimal import plan_fastest
 from gpumix.planner.undivided import plan_undivided, select_strategy
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
+from helpers.draws import examples
+from helpers.extended import left_out
+from helpers.plans.brute import small_profiles
+from helpers.plans.naive import peak_bytes, step_seconds
+from helpers.plans.policies import plan_by, ways
+from helpers.plans.profiles import fleet
 
 MANY = examples(6)
 ONE = EVERYTHING.in_one_stage()

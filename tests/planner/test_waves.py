@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from brute import small_profiles
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import fleet
 
-from draws import examples
 from gpumix.cost.predict import predict
 from gpumix.planner.common.strategy import PlanRequest, is_within_memory
 from gpumix.planner.optimal import plan_fastest
@@ -16,6 +13,9 @@ from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
+from helpers.draws import examples
+from helpers.plans.brute import small_profiles
+from helpers.plans.profiles import fleet
 
 ON_DEVICES = {"checkpoints_on": "device", "state_on": "device", "max_pipeline_stages": 1}
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from extended import left_out
-from models import ARCHITECTURES, Architecture, Block, Regression, vectors
-from staging import EVERY, flows_of
+from helpers.extended import left_out
+from helpers.training.models import ARCHITECTURES, Architecture, Block, Regression, vectors
+from helpers.training.staging import EVERY, flows_of
 
 EXPECTED = {
     # The token embedding is the head too.

@@ -9,7 +9,6 @@ from itertools import product
 import pytest
 import torch
 
-from extended import left_out
 from gpumix.data.core.read_policy import Reading
 from gpumix.data.sources.map_style import SampleSource
 from gpumix.data.workers.fetch import Cost
@@ -22,6 +21,7 @@ from gpumix.profiler.input_pipeline import (
     read_at_once,
 )
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from helpers.extended import left_out
 
 ANSWER_S = 0.004
 READERS, SIZE = 4, 2

@@ -9,11 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from sweeps import ROWS, some_batch
 from torch import nn
 
 import gpumix
-from extended import every_second
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.profiler import network
 from gpumix.profiler.network import (
@@ -26,9 +24,11 @@ from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.cluster.link_islands import add_found_islands
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.profile.profile import Profile
-from harness import run_ranks
-from models import WIDTH, Regression
-from virtual_clock import VirtualClock
+from helpers.devices.sweeps import ROWS, some_batch
+from helpers.extended import every_second
+from helpers.processes.harness import run_ranks
+from helpers.training.models import WIDTH, Regression
+from helpers.virtual_clock import VirtualClock
 
 KIB = 1024
 # gloo has one form of each that takes unequal shares.

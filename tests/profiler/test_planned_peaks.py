@@ -9,14 +9,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sweeps import profile_json
 from torch import Tensor, nn
 
 import gpumix
-from extended import every_second, left_out
-from gpumix.cost.layout.curves import interpolate_bytes
+from gpumix.cost.memory_layout.curves import interpolate_bytes
+from gpumix.cost.pipeline_schedule import MicroBatchSchedule
 from gpumix.cost.predict import predict
-from gpumix.cost.schedule import MicroBatchSchedule
 from gpumix.hardware.device import open_device
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
@@ -24,8 +22,10 @@ from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import Profile
-from harness import run_ranks
-from models import VOCABULARY, causal_model, gpt2
+from helpers.devices.sweeps import profile_json
+from helpers.extended import every_second, left_out
+from helpers.processes.harness import run_ranks
+from helpers.training.models import VOCABULARY, causal_model, gpt2
 
 LENGTH, BATCH, MICRO_BATCH = 64, 8, 2
 SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "max_position_embeddings": LENGTH}

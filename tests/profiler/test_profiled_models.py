@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sweeps import profile_json
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpumix
-from extended import left_out
 from gpumix.engine.loss.objective import make_objective
 from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.hardware.device import open_device
@@ -17,10 +15,12 @@ from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import ROOT, Profile
-from harness import run_ranks
-from models import ARCHITECTURES, LENGTH, WIDTH, mean_loss
-from reference import initialised
-from staging import own_samples
+from helpers.devices.sweeps import profile_json
+from helpers.extended import left_out
+from helpers.processes.harness import run_ranks
+from helpers.training.models import ARCHITECTURES, LENGTH, WIDTH, mean_loss
+from helpers.training.reference import initialised
+from helpers.training.staging import own_samples
 
 BATCH = 4
 MIB = 2**20

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from helpers.processes.waiting import wait_until
 from proof.command import Proof, Wanted
 from proof.entry import Task
 from proof.lines import RESULTS, Bar, Lines, Stamp, append, ended_stages, flat, is_true, read
 from proof.stages import STAGES, Stage
 from proof.starter import Starter, members
-from waiting import wait_until
 
 STAMP = Stamp("cpu", "2.11.0", "abc")
 WELL = """

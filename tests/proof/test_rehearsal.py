@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from commands import environment, run
 from cuda_device.build import BuildError, library
-from harness import run_ranks
+from helpers.processes.commands import environment, run
+from helpers.processes.harness import run_ranks
 from proof.lines import RESULTS, STAGE, Lines, Stamp, read
 from proof.stages import STAGES
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.cost.layout.curves import interpolate_bytes, interpolate_seconds
+from gpumix.cost.memory_layout.curves import interpolate_bytes, interpolate_seconds
 from gpumix.cost.peak_memory import usable_bytes
 from gpumix.schema.profile.profile import ROOT
 from published import GIB, cephalo

@@ -6,8 +6,8 @@ from itertools import accumulate
 
 import pytest
 
-from gpumix.cost.layout.curves import interpolate_seconds
-from gpumix.cost.schedule import Action
+from gpumix.cost.memory_layout.curves import interpolate_seconds
+from gpumix.cost.pipeline_schedule import Action
 from gpumix.schema.profile.profile import ROOT
 from published import GIB
 from published.deepspeed import Receive, Send, instructions

@@ -6,9 +6,6 @@ from collections.abc import Callable
 from itertools import combinations
 
 import pytest
-from folders import planned, read, write_run
-from profiles import fleet
-from verbs import measured
 
 from gpumix.planner.plan import plan as make_plan
 from gpumix.report.cluster import Box, build_cluster_box
@@ -20,6 +17,9 @@ from gpumix.schema.curve import Curve
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import CollectiveTimes, Profile
+from helpers.plans.profiles import fleet
+from helpers.runs.folders import planned, read, write_run
+from helpers.runs.verbs import measured
 
 Named = Callable[[Device], str]
 FEW = Space(

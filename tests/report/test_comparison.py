@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from folders import BATCH, STEP_S, check_alone, event_line, planned, read, run_of, step_line
 
 from gpumix.report.comparison import RunComparison, compare_runs
 from gpumix.report.comparison_page import render_comparison
 from gpumix.report.run import Run
+from helpers.runs.folders import (
+    BATCH,
+    STEP_S,
+    check_alone,
+    event_line,
+    planned,
+    read,
+    run_of,
+    step_line,
+)
 
 
 def peaks(step: int, peak_bytes: int) -> str:
@@ -76,7 +85,7 @@ def test_lines_are_what_differs(found):
 
 
 def read_of(found: RunComparison):
-    from folders import Read
+    from helpers.runs.folders import Read
 
     page = Read()
     page.feed(render_comparison(found))

@@ -8,12 +8,21 @@ import json
 import re
 
 import pytest
-from folders import PARTS, check_alone, event_line, planned, read, run_of, step_line, write_run
 
 from gpumix.report.page import render_page, write_page
 from gpumix.report.run import read_run
 from gpumix.schema.errors import InputError, MachineError
 from gpumix.schema.plan.plan import Plan
+from helpers.runs.folders import (
+    PARTS,
+    check_alone,
+    event_line,
+    planned,
+    read,
+    run_of,
+    step_line,
+    write_run,
+)
 
 HOSTILE = [
     "</script><script>alert(1)</script>",

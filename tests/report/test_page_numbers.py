@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 
 import pytest
-from folders import event_line, planned, read, run_of, step_line
 from rich.console import Console
 
 from gpumix.report.facts import RunFacts
 from gpumix.report.live import render_frame
+from helpers.runs.folders import event_line, planned, read, run_of, step_line
 
 
 def shown(facts: RunFacts) -> str:

@@ -6,11 +6,11 @@ import json
 import os
 
 import pytest
-from folders import planned, run_of, step_line, write_run
 
 from gpumix.report.run import read_run
 from gpumix.schema.errors import InputError
 from gpumix.train.run_figures.history import FIGURE_STEPS
+from helpers.runs.folders import planned, run_of, step_line, write_run
 
 
 def refused(folder) -> InputError:

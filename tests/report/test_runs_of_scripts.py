@@ -5,12 +5,11 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from folders import planned, read, run_of
-
 from gpumix.report.facts import RunFacts
 from gpumix.report.parts.reproduce import _make_launcher_command
 from gpumix.report.run import read_run
 from gpumix.train.run_manifest import RunRecord, Script
+from helpers.runs.folders import planned, read, run_of
 
 
 def script(*words: str, **fields: object) -> Script:

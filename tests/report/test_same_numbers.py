@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from folders import read
-from jobs import EMULATED, FEW_PLANS, gpumix, write_job
 from rich.console import Console
 
 from gpumix.integrations.trackers.metric_names import convert_line
@@ -25,6 +23,8 @@ from gpumix.train.run_figures.display import Display
 from gpumix.train.run_figures.figures import RunFigures
 from gpumix.train.run_figures.writer import RunLog
 from gpumix.train.run_log.metrics import RunEvent
+from helpers.runs.folders import read
+from helpers.runs.jobs import EMULATED, FEW_PLANS, gpumix, write_job
 
 STEPS, WIDTH = 9, 200
 SPACE = re.compile(r"\s+")

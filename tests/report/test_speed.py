@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from folders import BATCH, STEP_S, event_line, planned, run_of, step_line
 
 from gpumix.report.run import read_run
 from gpumix.report.speed import compute_run_speeds
+from helpers.runs.folders import BATCH, STEP_S, event_line, planned, run_of, step_line
 
 LINES = [step_line(n) for n in range(1, 6)]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from folders import planned, run_of
 
 from gpumix.report.step_rows import MOST_BARS, WAITING, Bar, _thin_bars, simulate_rows
 from gpumix.simulate.events import simulate
 from gpumix.simulate.timeline import compute_utilization
+from helpers.runs.folders import planned, run_of
 
 
 def test_the_simulated_step_is_the_simulators(tmp_path):

@@ -7,8 +7,6 @@ import re
 from statistics import mean
 
 import pytest
-from folders import PARTS, check_alone, read
-from jobs import EMULATED, FEW_PLANS, train, write_job
 
 from gpumix.report.facts import RunFacts
 from gpumix.report.page import render_page
@@ -20,6 +18,8 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.reading.read import read_job
 from gpumix.schema.units import show_bytes, show_seconds
 from gpumix.train.run_figures import words
+from helpers.runs.folders import PARTS, check_alone, read
+from helpers.runs.jobs import EMULATED, FEW_PLANS, train, write_job
 
 
 @pytest.fixture(scope="module")

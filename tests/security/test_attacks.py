@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attacked import Attack, Place, Swapping, attempt, turns
-from command_attacks import every as command_attacks
-from file_attacks import every as file_attacks
-from job_attacks import every as job_attacks
-from state_attacks import every as state_attacks
-from strangers import as_root
-from word_attacks import every as word_attacks
 
-from extended import every_second, left_out
+from helpers.attacks.attacked import Attack, Place, Swapping, attempt, turns
+from helpers.attacks.command_attacks import every as command_attacks
+from helpers.attacks.file_attacks import every as file_attacks
+from helpers.attacks.job_attacks import every as job_attacks
+from helpers.attacks.state_attacks import every as state_attacks
+from helpers.attacks.strangers import as_root
+from helpers.attacks.word_attacks import every as word_attacks
+from helpers.extended import every_second, left_out
 
 CHOSEN = (
     "squatting: memory, link", "squatting: memory, link inside", "squatting: memory, pipe",

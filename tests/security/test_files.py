@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from strangers import as_root, give_away, linked
 
 from gpumix.hardware.host.environment import keep_compiled_code
 from gpumix.schema import files
 from gpumix.schema.file_errors import how_to_write
+from helpers.attacks.strangers import as_root, give_away, linked
 
 
 @pytest.fixture

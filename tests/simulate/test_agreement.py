@@ -15,17 +15,17 @@ import random
 import statistics
 
 import pytest
-from brute import plan_of, small_profiles
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from profiles import Network, fleet, line
-from replays import any_plans, cards, head_s, lockstep_s, plan_by_hand, wire
 
-from draws import examples
 from gpumix.cost.predict import predict
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.stage import Mode
 from gpumix.simulate.events import simulate
+from helpers.draws import examples
+from helpers.plans.brute import plan_of, small_profiles
+from helpers.plans.profiles import Network, fleet, line
+from helpers.plans.replays import any_plans, cards, head_s, lockstep_s, plan_by_hand, wire
 
 EASY = examples(6)
 MODES = [Mode(recompute=r, boundary=b) for r, b in ((1, "device"), (1, "host"), (0, "device"))]
@@ -113,7 +113,7 @@ def test_a_unit_called_in_succession_is_gathered_and_reduced_once():
 
 
 def test_of_frozen_units_only_parameters_move():
-    from profiles import block
+    from helpers.plans.profiles import block
 
     network = Network({"broadcast": line(1e-3)}, {"all_to_all": line(1e-3)})
     measured = cards((1.0, 1.0), calls=2, network=network)

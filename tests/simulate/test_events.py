@@ -6,20 +6,20 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from brute import small_profiles
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import fleet
-from replays import any_plans, cards, on_stream, plan_by_hand, wire
 
-from draws import examples
 from gpumix.schema.plan.stage import Mode
 from gpumix.simulate.events import simulate
 from gpumix.simulate.program import build_program
 from gpumix.simulate.timeline import compute_utilization
+from helpers.draws import examples
+from helpers.paths import TESTS
+from helpers.plans.brute import small_profiles
+from helpers.plans.profiles import fleet
+from helpers.plans.replays import any_plans, cards, on_stream, plan_by_hand, wire
 
 EASY = examples(6)
 
@@ -134,7 +134,7 @@ def test_copies_run_beside_the_computing_of_their_call():
         update={"classes": (measured.classes[0].model_copy(
             update={"host_copy": measured.classes[0].units["block"].forward}),)}
     )  # fmt: skip
-    from profiles import block, line
+    from helpers.plans.profiles import block, line
 
     kinds = (block(kept=line(1.0)),)
     slow = slow.model_copy(update={"model": slow.model.model_copy(update={"kinds": kinds})})
@@ -171,20 +171,17 @@ def test_what_all_devices_do_together_is_one_event():
 @pytest.mark.extended
 def test_the_same_input_gives_the_same_events():
     code = (
-        "import sys; sys.path[:0] = sys.argv[1:]\n"
-        "from profiles import fleet\n"
-        "from replays import plan_by_hand\n"
+        "from helpers.plans.profiles import fleet\n"
+        "from helpers.plans.replays import plan_by_hand\n"
         "from gpumix.simulate.events import simulate\n"
         "profile = fleet(8, layers=3)\n"
         "replay = simulate(profile, plan_by_hand(profile, range(8), micro_batch=2))\n"
         "print(replay.events, replay.moved)"
     )
-    here = Path(__file__).parent
-    folders = [str(here), *(str(here.parent / name) for name in ("planner", "cost"))]
     outputs = {
         subprocess.run(
-            [sys.executable, "-c", code, *folders],
-            env=os.environ | {"PYTHONHASHSEED": seed},
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(TESTS)},
             capture_output=True,
             text=True,
             check=True,

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from profiles import Card, block, in_a_row, line, profile, steady, with_teams
 
-from extended import every_second
 from gpumix.cost.predict import predict
 from gpumix.planner.pipeline_parallel.candidate import (
     UncutCandidate,
@@ -30,6 +28,8 @@ from gpumix.simulate.events import simulate
 from gpumix.simulate.replay import Replay
 from gpumix.simulate.timeline import compute_utilization, find_critical_path, list_critical_segments
 from gpumix.simulate.trace import build_trace
+from helpers.extended import every_second
+from helpers.plans.profiles import Card, block, in_a_row, line, profile, steady, with_teams
 
 GIB = 2**30
 S = 1e-3  # seconds of a sample and call

@@ -5,16 +5,16 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from brute import small_profiles
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import block, line
-from replays import any_plans, cards, plan_by_hand, wire
 
-from draws import examples
 from gpumix.schema.plan.stage import Mode
 from gpumix.simulate.events import simulate
 from gpumix.simulate.timeline import compute_utilization, find_critical_path, list_critical_segments
+from helpers.draws import examples
+from helpers.plans.brute import small_profiles
+from helpers.plans.profiles import block, line
+from helpers.plans.replays import any_plans, cards, plan_by_hand, wire
 
 EASY = examples(8)
 

@@ -6,17 +6,17 @@ import json
 from itertools import pairwise
 
 import pytest
-from brute import small_profiles
 from hypothesis import given
 from hypothesis import strategies as st
-from replays import any_plans, cards, plan_by_hand, wire
 
-from draws import examples
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.step_trace import STREAMS, Trace, make_wait_span, make_work_span
 from gpumix.simulate import trace as simulated
 from gpumix.simulate.events import simulate
 from gpumix.simulate.trace import build_trace
+from helpers.draws import examples
+from helpers.plans.brute import small_profiles
+from helpers.plans.replays import any_plans, cards, plan_by_hand, wire
 
 COMMUNICATION = STREAMS.index("communication")
 EASY = examples(6)

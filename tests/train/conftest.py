@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from jobs import SHARED_PROFILES
 
 from gpumix.train.processes import local_launcher
-
-sys.path.append(str(Path(__file__).parents[1] / "planner"))  # profiles that are made up
+from helpers.runs.jobs import SHARED_PROFILES
 
 torch.set_num_threads(1)
 

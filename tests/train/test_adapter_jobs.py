@@ -13,12 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapter_jobs import SAMPLES, STEPS, adapter_job, load_adapted, losses, stock_losses
-from jobs import LENGTH, checkpoints, metrics, plan_for, staged_plan_for, toy, train, write_job
 from safetensors.torch import load_file, save_file
 from toys import tokens
 
-import quantised as q
 from gpumix.engine.model.deferred_init import log_of
 from gpumix.engine.sharding.initial_weights import make_source
 from gpumix.hardware import runtime
@@ -26,7 +23,26 @@ from gpumix.schema.errors import InputError, MachineError
 from gpumix.schema.reading.read import read_job
 from gpumix.train.checkpoint.export import export
 from gpumix.train.checkpoint.inspect import inspect
-from gpumix.train.worker.model import build_model
+from gpumix.train.rank_setup.model import build_model
+from helpers.runs.adapter_jobs import (
+    SAMPLES,
+    STEPS,
+    adapter_job,
+    load_adapted,
+    losses,
+    stock_losses,
+)
+from helpers.runs.jobs import (
+    LENGTH,
+    checkpoints,
+    metrics,
+    plan_for,
+    staged_plan_for,
+    toy,
+    train,
+    write_job,
+)
+from helpers.training import quantised as q
 
 pytest.importorskip("peft")
 

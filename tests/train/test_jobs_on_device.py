@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import BATCH, checkpoints, gpumix, metrics, plan_for, toy, train, write_job
 
 import cuda_device
+from helpers.runs.jobs import BATCH, checkpoints, gpumix, metrics, plan_for, toy, train, write_job
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from jobs import metrics, plan_for, toy, train, write_job
 
 from gpumix.engine.comm.wait_clock import WaitClock
 from gpumix.hardware.timestamps import make_device_clock
 from gpumix.schema.plan.step_trace import Trace
 from gpumix.train.monitor.step_timer import StepTimer
+from helpers.runs.jobs import metrics, plan_for, toy, train, write_job
 
 pytestmark = [
     pytest.mark.gpu,

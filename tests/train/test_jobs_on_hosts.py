@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from jobs import metrics, plan_for, progress, toy, train, write_job
 
 from gpumix.schema.plan.plan import Plan
 from gpumix.train.controller import JobController
+from helpers.runs.jobs import metrics, plan_for, progress, toy, train, write_job
 
 KILLED_IN = 3
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from itertools import groupby, pairwise
 
 import pytest
-from jobs import (
+
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.step_trace import Trace
+from gpumix.simulate.events import simulate
+from gpumix.simulate.trace import build_trace
+from gpumix.train.controller import JobController
+from helpers.extended import every_second, every_third
+from helpers.runs.jobs import (
     BATCH,
     CLUSTER,
     OWN_PROFILES,
@@ -19,15 +27,7 @@ from jobs import (
     train,
     write_job,
 )
-from traces import slices, told
-
-from extended import every_second, every_third
-from gpumix.schema.errors import InputError
-from gpumix.schema.plan.plan import Plan
-from gpumix.schema.plan.step_trace import Trace
-from gpumix.simulate.events import simulate
-from gpumix.simulate.trace import build_trace
-from gpumix.train.controller import JobController
+from helpers.runs.traces import slices, told
 
 
 @pytest.fixture(scope="module")

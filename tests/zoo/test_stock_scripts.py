@@ -11,7 +11,7 @@ import pytest
 
 from gpumix.engine.comm.communicator import CommunicationError
 from gpumix.schema.errors import InputError
-from harness import run_ranks
+from helpers.processes.harness import run_ranks
 from scripts_of.comparing import LIMIT, worst_of
 from scripts_of.running import Script, judged, scripts, shares_of
 

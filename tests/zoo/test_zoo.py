@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from extended import left_out
-from harness import run_ranks
+from helpers.extended import left_out
+from helpers.processes.harness import run_ranks
 from zoo_of.judging import LIMIT, distance, excuse, of_errors, refusal, status
 from zoo_of.training import Trained
 

@@ -26,12 +26,13 @@ class Finding(Value):
     """A finding of a check.
 
     Attributes:
+        check: name of the check, filled in by `evaluate_survey`.
         host, device: place; empty for findings about all hosts or a host in general.
         fix: a command or an edit; empty without a problem.
         measured: numbers behind the finding.
     """
 
-    check: str
+    check: str = ""
     severity: Severity
     what: str
     fix: str = ""

@@ -51,7 +51,7 @@ def evaluate_survey(survey: Survey) -> list[Finding]:
     """Return findings of all checks, worst first; passed checks report as OK."""
     found: list[Finding] = []
     for check in CHECKS:
-        wrong = list(check.find(survey))
+        wrong = [one.model_copy(update={"check": check.name}) for one in check.find(survey)]
         fine = "" if wrong else check.describe_success(survey)
         found += wrong
         if fine:

@@ -46,7 +46,7 @@ from gpumix.train.processes.torchrun_runner import (
     make_rank_address,
     own_device,
 )
-from gpumix.train.worker.context import mask_paths
+from gpumix.train.rank_setup.context import mask_paths
 
 LIMIT_S = 50.0  # for a complete check, plus a few seconds for processes to end
 MEET_S = 20.0  # limit for reaching the store
@@ -197,12 +197,9 @@ def _run_other_rank(place: TorchrunPlace, read: Callable[[], _CheckInputs], unti
 
 
 def _make_failed_facts(rank: int, error: GpumixError) -> RankFacts:
-    why = f": {error.why}" if error.why else ""
-    host = socket.gethostname()
-    version = gpumix.__version__
-    return RankFacts(
-        rank=rank, host=host, gpumix=version, trouble=f"{error.what}{why}", fix=error.fix
-    )
+    trouble = f"{error.what}: {error.why}" if error.why else error.what
+    host, version = socket.gethostname(), gpumix.__version__
+    return RankFacts(rank=rank, host=host, gpumix=version, trouble=trouble, fix=error.fix)
 
 
 def _start(stack: ExitStack, attendant: TaskServer, deadline: float) -> None:

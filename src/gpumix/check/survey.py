@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from pydantic import ValidationError
@@ -36,6 +36,7 @@ EARLIER_S = 1.0  # margin by which forming a group times out before its processe
 JOB_S = 16.0
 DATA_S, MODEL_S = 10.0, 10.0  # limit of each
 CLOCK_LOOKS = 5
+NO_ANSWER = TaskAnswer(error="no answer", silent=True)
 Say = Callable[[str], None]
 
 
@@ -143,7 +144,7 @@ class Surveyor:
 
     def _speeds(self) -> None:
         gpus = [rank.rank for rank in self._get_healthy_ranks() if rank.has_gpu]
-        for rank, answer in self._crew.ask("speed", _make_empty_arguments(gpus), SPEED_S).items():
+        for rank, answer in self._crew.ask("speed", gpus, SPEED_S).items():
             if answer.error:
                 self._trouble(rank, answer)
             else:
@@ -153,9 +154,7 @@ class Surveyor:
             now = {rank.host: rank for rank in reversed(waiting)}
             waiting = [rank for rank in waiting if rank not in now.values()]
             asked = [rank.rank for rank in now.values()]
-            for number, answer in self._crew.ask(
-                "host_copy", _make_empty_arguments(asked), COPY_S
-            ).items():
+            for number, answer in self._crew.ask("host_copy", asked, COPY_S).items():
                 speed = self._ranks[number].speed
                 if speed is not None and not answer.error:
                     told = {"host_bytes_per_s": answer.value["bytes_per_s"]}
@@ -196,11 +195,11 @@ class Surveyor:
         host_of = {rank: self._ranks[rank].host for pair in pairs for rank in pair}
         for turn in split_into_turns([p for p in pairs if not found[p].trouble], host_of):
             both = [rank for pair in turn for rank in pair]
-            moved = self._crew.ask("transfer", _make_empty_arguments(both), TRANSFER_S)
+            moved = self._crew.ask("transfer", both, TRANSFER_S)
             for pair in turn:
                 found[pair] = _add_transfer(found[pair], moved)
         joined = [r for r in asked if r in answers and not answers[r].error]
-        self._crew.ask("part", _make_empty_arguments(joined), PART_S)
+        self._crew.ask("part", joined, PART_S)
         return list(found.values())
 
     # -- the job -----------------------------------------------------------------------------------
@@ -208,7 +207,7 @@ class Surveyor:
     def _job_facts(self, job: Job) -> JobFacts:
         self._say("looking at the job's model and data")
         speakers = self._get_host_speakers()
-        answers = self._crew.ask("job", _make_empty_arguments(speakers.values()), DATA_S)
+        answers = self._crew.ask("job", speakers.values(), DATA_S)
         on_hosts = {h: _on_host(answers[r]) for h, r in speakers.items() if r in answers}
         for host, shared in self._shared(speakers).items():
             if host in on_hosts:
@@ -229,9 +228,7 @@ class Surveyor:
         if not able or "model" in on_hosts[able[0]].trouble:
             return {}
         host, rank = able[0], speakers[able[0]]
-        answer = self._crew.ask("model", _make_empty_arguments([rank]), MODEL_S).get(
-            rank, TaskAnswer()
-        )
+        answer = self._crew.ask("model", [rank], MODEL_S).get(rank, TaskAnswer())
         if answer.silent:
             on_hosts[host] = on_hosts[host].model_copy(update={"slow": answer.error})
         elif answer.error:
@@ -271,15 +268,9 @@ def _parse_hello(rank: int, told: JsonDict) -> RankFacts:
     )
 
 
-def _make_empty_arguments(ranks: Iterable[int]) -> dict[int, JsonDict]:
-    """Return empty arguments for each rank."""
-    return {rank: {} for rank in ranks}
-
-
 def _make_pair_facts(pair: Pair, answers: dict[int, TaskAnswer]) -> PairFacts:
     """Return the result of forming a group. A hang takes precedence over the peer's timeout."""
-    silent = TaskAnswer(error="no answer", silent=True)
-    both = {rank: answers.get(rank, silent) for rank in pair}
+    both = {rank: answers.get(rank, NO_ANSWER) for rank in pair}
     failed = [answer for answer in both.values() if answer.error]
     if not failed:
         latency_s = max(answer.value["latency_s"] for answer in both.values())
@@ -293,7 +284,7 @@ def _make_pair_facts(pair: Pair, answers: dict[int, TaskAnswer]) -> PairFacts:
 
 
 def _add_transfer(found: PairFacts, answers: dict[int, TaskAnswer]) -> PairFacts:
-    both = [answers.get(rank, TaskAnswer(error="no answer", silent=True)) for rank in found.ranks]
+    both = [answers.get(rank, NO_ANSWER) for rank in found.ranks]
     failed = [answer for answer in both if answer.error]
     if failed:
         silent = tuple(r for r, answer in zip(found.ranks, both) if answer.silent)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import cleandoc
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from gpumix import __version__
-from gpumix.cli.common import print_json
+from gpumix.cli.common import make_command, print_json
 from gpumix.cli.planning import compare, plan, simulate, whatif
 from gpumix.cli.verbs import (
     check,
@@ -89,7 +90,7 @@ def _told_as_errors(given: list[str]) -> Iterator[None]:
     except (typer.Exit, typer.Abort):
         raise
     except Exception as wrong:
-        from gpumix.train.run_log.terminal import print_error
+        from gpumix.train.console.terminal import print_error
 
         # Verbs raise only errors of wrong calls, which have this method.
         said = getattr(wrong, "format_message", None)
@@ -146,8 +147,13 @@ def _main(
 
 
 for verb, summary in _SUMMARIES.items():
-    verb.register(app)
-    app.registered_commands[-1].short_help = summary
+    command = getattr(verb, verb.__name__.rpartition(".")[2])
+    text = re.sub(r"\n+(?=Example: )", "\n\n", cleandoc(command.__doc__ or ""))
+    app.command(
+        help=re.sub(r"(?<!\n)\n(?!\n)", " ", text),  # wrapped by the library
+        short_help=summary,
+        context_settings=getattr(verb, "CONTEXT_SETTINGS", None),
+    )(make_command(command))
 
 
 def main() -> None:

@@ -101,7 +101,7 @@ def make_command(command: Callable[P, None]) -> Callable[P, None]:
         except (typer.Exit, typer.Abort):
             raise
         except (Exception, KeyboardInterrupt) as caught:
-            from gpumix.train.run_log.terminal import print_error
+            from gpumix.train.console.terminal import print_error
 
             error = _translate_error(caught)
             if debug:
@@ -254,7 +254,7 @@ def print_result(
     value: Callable[[], Any], shown: Callable[[], RenderableType], as_json: bool, note: str = ""
 ) -> None:
     """Print a result on stdout: the value as JSON, or the view for people, after the note."""
-    from gpumix.train.run_log.terminal import get_result_console
+    from gpumix.train.console.terminal import get_result_console
 
     if as_json:
         print_json(value())

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.cost.step_time import can_predict_mode, work_seconds
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import ROOT, Profile

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from gpumix.cost.teams import get_group_measurements
+from gpumix.cost.tensor_parallel_groups import get_group_measurements
 from gpumix.schema.plan.plan import Plan, Prediction
 from gpumix.schema.plan.splitting import split_micro_batches
 from gpumix.schema.profile.profile import ModelProfile, Profile, UnitKind

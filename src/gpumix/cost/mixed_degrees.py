@@ -1,8 +1,9 @@
 """Cost model of one stage with workers of different tensor-parallel degrees.
 
 The leader of each tensor-parallel group counts as a device of a class computing a smaller model, as
-in `cost.teams`; here the smaller models differ in size. All leaders together gather and reduce the
-largest of these models: between them, a group's ranks do as much, at the same time.
+in `cost.tensor_parallel_groups`; here the smaller models differ in size. All leaders together
+gather and reduce the largest of these models: between them, a group's ranks do as much, at the same
+time.
 
 Undivided parameters are sharded over all ranks of all groups and reduced separately
 (`engine.sharding.shard_layout`).

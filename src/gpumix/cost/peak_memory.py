@@ -1,8 +1,8 @@
 """Peak memory of a worker, by cause. All amounts are bytes.
 
 Parameters, gradients and collective buffers are laid out by the engine before the first step.
-Memory of samples peaks at one of the phases in `cost.layout.activation_phases`. The layout is
-linear in the worker's share of the state (its state, and the buffer that receives gradients), so a
+Memory of samples peaks at a phase of `cost.memory_layout.activation_phases`. The layout is linear
+in the worker's share of the state (its state, and the buffer that receives gradients), so a
 choice of samples and micro-batch leaves room for a largest share: `MemoryModel.capacity`, used by
 the planner's search. `cost.predict` counts a finished plan exactly, from the intervals of
 `schema.plan.splitting.compute_shard_sizes`.
@@ -19,10 +19,10 @@ from operator import attrgetter
 
 import numpy as np
 
-from gpumix.cost.layout.activation_phases import Pass, Phase, list_peak_phases
-from gpumix.cost.layout.buffer_slots import ALIGNMENT, GRADIENT_ROOMS
-from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches, interpolate_bytes
-from gpumix.cost.layout.kept_graphs import KeptGraphs
+from gpumix.cost.memory_layout.activation_phases import Pass, Phase, list_peak_phases
+from gpumix.cost.memory_layout.buffer_slots import ALIGNMENT, GRADIENT_ROOMS
+from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches, interpolate_bytes
+from gpumix.cost.memory_layout.kept_graphs import KeptGraphs
 from gpumix.cost.mixed_degrees import MixedDegreeProfile, RankModelProfile
 from gpumix.cost.network.buckets import GRADIENT_BYTES, Buckets, UnitSize
 from gpumix.cost.network.collective_times import CollectiveSeconds

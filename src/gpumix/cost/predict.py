@@ -1,7 +1,7 @@
 """Prediction of a plan's step time and memory: the cost model applied to a whole plan.
 
 The planner, the simulator, the memory check and the report all use this module. Time follows the
-formula in `cost.step_time`, memory the phases in `cost.layout.activation_phases`.
+formula in `cost.step_time`, memory the phases in `cost.memory_layout.activation_phases`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 from gpumix.cost.flops import add_flops
 from gpumix.cost.input_time import compute_input_seconds, limit_to_input_rate
-from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.loading_memory import compute_loading_bytes
+from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.model_match import check_units
 from gpumix.cost.network.buckets import BucketGrouping
 from gpumix.cost.network.collective_times import (
@@ -44,7 +44,7 @@ from gpumix.cost.step_time import (
     optimizer_seconds,
     pass_seconds,
 )
-from gpumix.cost.teams import (
+from gpumix.cost.tensor_parallel_groups import (
     TensorParallelGroup,
     expand_to_members,
     reduce_to_leaders,
@@ -400,7 +400,7 @@ def _check_classes(profile: Profile, plan: Plan) -> None:
 
 def _check_teams(profile: Profile, plan: Plan) -> None:
     """Refuse unmeasured tensor-parallel groups. A group counts as its first worker, over links
-    inside one host: see `cost.teams`."""
+    inside one host: see `cost.tensor_parallel_groups`."""
     for team in (team for stage in plan.stages if stage.tensor > 1 for team in stage.teams):
         if len({(worker.host, worker.device_class) for worker in team}) > 1:
             raise InputError(

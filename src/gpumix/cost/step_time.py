@@ -52,7 +52,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpumix.cost.layout.curves import (
+from gpumix.cost.memory_layout.curves import (
     FloatArray,
     IntArray,
     MicroBatches,

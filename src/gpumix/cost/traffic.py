@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from gpumix.cost.layout.curves import interpolate_bytes
+from gpumix.cost.memory_layout.curves import interpolate_bytes
 from gpumix.cost.mixed_degrees import RankModelProfile, Sized
 from gpumix.cost.network.buckets import AFTER, BEFORE, GRADIENT_BYTES, Buckets
 from gpumix.cost.peak_memory import compute_owned_state
 from gpumix.cost.pipeline.staged_step import StagedStep
+from gpumix.cost.pipeline_schedule import Action
 from gpumix.cost.predict import (
     check_plan_matches_profile,
     compute_plan_collectives,
     group_ranks_by_host,
 )
-from gpumix.cost.schedule import Action
-from gpumix.cost.teams import list_group_collectives, reduce_to_leaders
+from gpumix.cost.tensor_parallel_groups import list_group_collectives, reduce_to_leaders
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import DTYPE_BYTES, Worker, pair_replicas
 from gpumix.schema.profile.profile import ROOT, Profile

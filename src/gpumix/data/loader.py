@@ -36,13 +36,17 @@ from gpumix.data.sources.iterable import StreamProcessing, StreamSource, is_stre
 from gpumix.data.sources.map_style import as_source
 from gpumix.data.workers.autotune import Bounds, Limit, Tuner
 from gpumix.data.workers.batch_layout import Batch
-from gpumix.data.workers.device_copy import CopyStream, InFlightBatches
+from gpumix.data.workers.device_copy import (
+    CopyStream,
+    InFlightBatches,
+    find_pin_memory_device,
+    pin_batch,
+)
 from gpumix.data.workers.fetch import Cost, fetch_with_timeout
 from gpumix.data.workers.fork_server import can_fork
 from gpumix.data.workers.prefetcher import Prefetcher, PrefetchSettings
 from gpumix.data.workers.step_timing import make_step_clock
 from gpumix.data.workers.worker_pool import Kind
-from gpumix.hardware import runtime
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import MOST_WORKERS
 from gpumix.schema.plan.batch_shares import Shares, get_batch_share
@@ -502,23 +506,7 @@ def evaluation_batches(
         batch, found = fetch_with_timeout(source, first + indices, reading)
         known = set(record)
         _record([one for one in found if one not in known], record, source.name)
-        return _pinned(batch, pin)
+        return pin_batch(batch, pin)
 
     firsts = range(0, min(batches, len(source) // total) * total, total)
     return ((batch_at(first), total) for first in firsts)
-
-
-def find_pin_memory_device(device: torch.device | str) -> torch.device | None:
-    """Return the GPU whose copies need pinned memory, or None for any device but a GPU."""
-    if not runtime.is_gpu(device) or not runtime.is_available():
-        return None
-    return runtime.add_device_index(
-        device
-    )  # resolved now: the pinning thread has another current device
-
-
-def _pinned(batch: Batch, pin: torch.device | None) -> Batch:
-    if pin is None:
-        return batch
-    with runtime.on_device(pin):
-        return {key: value.pin_memory() for key, value in batch.items()}

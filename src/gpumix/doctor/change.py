@@ -14,7 +14,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.files import read_bytes, replace_text
 from gpumix.schema.job.job import Job
 from gpumix.schema.reading.overrides import parse_key
-from gpumix.schema.reading.yaml_places import YamlSource, parse_yaml
+from gpumix.schema.reading.yaml_locations import YamlSource, parse_yaml
 from gpumix.schema.value import Value
 
 Changes = Mapping[str, Any]

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpumix.doctor.function.seen import OperationCounts, RepeatedLine, Site
+from pydantic import TypeAdapter
+
+from gpumix.doctor.function.observations import OperationCounts, Site
 from gpumix.schema.files import open_log
 
 CODE_CHANGES = ("late_values", "quiet", "expandable_segments")
@@ -36,17 +38,7 @@ class RankObservations:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> RankObservations:
-        sites = {name: tuple(Site(**one) for one in told[name]) for name in ("syncs", "writes")}
-        counted = told["operations"]
-        if counted is not None:
-            lines = tuple(RepeatedLine(**one) for one in counted["lines"])
-            counted = OperationCounts(**{**counted, "lines": lines})
-        return cls(
-            **sites,
-            attention=tuple(told["attention"]),
-            operations=counted,
-            kernels_s=told["kernels_s"],
-        )
+        return TypeAdapter(cls).validate_python(told)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 
 from gpumix.doctor.change import Changes, format_overrides
 from gpumix.doctor.examine import TimedWindow
-from gpumix.doctor.function.alike import describe_loss_difference
+from gpumix.doctor.function.loss_comparison import describe_loss_difference
 from gpumix.doctor.function.remarks import remark_on_loops, remark_on_steering_reads
 from gpumix.doctor.inside import CODE_CHANGES, RankObservations, RankWatch
 from gpumix.doctor.machine import (

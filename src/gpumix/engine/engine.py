@@ -16,52 +16,43 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
-from gpumix.cost.schedule import MicroBatchSchedule
+from gpumix.cost.pipeline_schedule import MicroBatchSchedule
 from gpumix.engine.batch import batch_split
-from gpumix.engine.batch.batch_split import Loss, MicroBatchTask
+from gpumix.engine.batch.batch_split import BatchCutter, Loss, MicroBatchTask
 from gpumix.engine.comm import collective_progress
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.comm.step_exchange import StepTable, compute_gradient_scale
+from gpumix.engine.comm.step_exchange import LossComposition, StepTable
 from gpumix.engine.comm.wait_clock import WaitClock
+from gpumix.engine.evaluation import EvaluatingEngine, Function
 from gpumix.engine.loss.reduction import ObjectiveWithRule
 from gpumix.engine.model import module_buffers
 from gpumix.engine.model.forward_coroutine import UnitCallHandlers
-from gpumix.engine.model.kernel_selection import to_channels_last
 from gpumix.engine.model.model_settings import find_layer_drop_rates, find_unit_conflicts
-from gpumix.engine.model.rng import OtherGenerators, Randomness, preserve_torch_rng, use_eval_mode
+from gpumix.engine.model.module_buffers import BufferCopies
+from gpumix.engine.model.rng import OtherGenerators, choose_forked_generators, get_generators
 from gpumix.engine.offload.host_offload import OffloadStore
 from gpumix.engine.optimizers import elementwise_check, overlapped_step
 from gpumix.engine.optimizers.layout import LayoutPart, OptimizerLayout, check_whole_matrices
 from gpumix.engine.optimizers.overlapped_step import HostStepHooks, OverlappedUpdates
 from gpumix.engine.outside_steps import BlockwiseEngine, OutsideSteps
-from gpumix.engine.rehearsal.samples import is_any
-from gpumix.engine.rehearsal.settling_engine import RehearsingEngine
+from gpumix.engine.rehearsal.settling_engine import COMPARED_STEPS
 from gpumix.engine.reshard import move_state, needs_state_move
-from gpumix.engine.schedule.pipeline_parallel import PipelineStage
-from gpumix.engine.schedule.schedules import (
-    LayeredSchedule,
-    PipelineSchedule,
-    Schedule,
-    SequentialSchedule,
-    StepTasks,
-)
-from gpumix.engine.sharding.gradient_fingerprint import SampledGradientNorm
+from gpumix.engine.schedule.layered import LayeredSchedule, Schedule, StepTasks
+from gpumix.engine.schedule.pipeline_parallel import PipelineSchedule, PipelineStage
+from gpumix.engine.schedule.sequential import SequentialSchedule
+from gpumix.engine.sharding.bucket import SampledGradientNorm, begin_step, leave
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.sharding.parameter_index import ParameterIndex
 from gpumix.engine.sharding.shard import Piece
 from gpumix.engine.sharding.shard_layout import Division
 from gpumix.engine.sharding.unit_discovery import make_untrainable_error
 from gpumix.engine.sharding.unused_parameters import UnusedParameters
-from gpumix.engine.step_state import StepState, StepUndo
+from gpumix.engine.step_state import MAX_UNDONE_STEPS, StepState, StepUndo
 from gpumix.engine.tensor_parallel.parallelize import ModuleChanges
-from gpumix.engine.unit import own_checkpointing
 from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.schema.errors import GpumixError, InputError, TrainingError, format_in_one_line
 from gpumix.schema.plan.plan import Plan
-
-Function = Callable[[nn.Module, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -84,7 +75,7 @@ class ShardedParts:
     forwards: Mapping[str, Callable[..., Any]]
 
 
-class Engine(RehearsingEngine, BlockwiseEngine):
+class Engine(EvaluatingEngine, BlockwiseEngine):
     """A model sharded over ranks by a plan, made by `prepare`.
 
     `ended`: the model is ordinary again. `notice` and `report` go to all ranks in the next step, at
@@ -144,16 +135,16 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self.keepers = module_buffers.find_buffer_owners(model)
         self._switches = find_unit_conflicts(model)
         self._leaves_out = bool(find_layer_drop_rates(model).on)
+        self._forked = choose_forked_generators(self.device)
         self._others = OtherGenerators()
         self.changes = parts.changes
         self.outside = parts.calls.outside = OutsideSteps(self, parts.forwards)
         self.reduction = objective.rule.name if objective.rule is not None else ""
         self._failed, self.ended = "", False
-        self._evaluation_repeats: bool | None = None  # units, as far as known
         self._updates: OverlappedUpdates | None = None
         self.copies = WaitClock(self.device)
         self._host = OffloadStore(self.device, self.copies)
-        self._schedule = self._make_schedule()
+        self._schedule, self._cutter = self._make_schedule(), self._make_cutter()
         elementwise_check.UpdateChecks(self)
         if self.state_on_host:
             HostStepHooks(self, self.parameters())
@@ -186,7 +177,8 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         """
         if not self.trains:
             raise make_untrainable_error()
-        self.settle(batch, samples, in_step=True)
+        if self._state.watch is not None or not self._state.settled:
+            self.settle(batch, samples, in_step=True)
         return self._step(batch, optimizer, samples)
 
     def _step(
@@ -200,15 +192,16 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         updates = self._get_updates(optimizer)
         self._reduces.whole = samples or self.plan.global_batch
         with self._in_step():
-            rows = self._rows_of_step(samples)
+            rows = state.rows if samples is None else self._rows_of_step(samples)
             cut = self._cut(batch, rows)
             state.computed = [(len(of_one), one.width) for of_one, one in zip(rows, cut)]
             if state.compares_samples:  # first: wrong samples may have lengths that no rank expects
                 batch_split.compare_samples(self.comm, self.plan, batch, rows)
                 state.compares_samples = False
-            undo = StepUndo.before(self.keepers, state.losses_counted)
-            self.round_ahead()
-            done = None if updates is None else updates.update
+            buffers = BufferCopies(self.keepers) if self.keepers else None
+            undo = StepUndo(buffers, state.losses_counted)
+            if self._buckets_on_host:
+                self.round_ahead()
             tables: list[torch.Tensor] = []
 
             def exchange(results: list[Loss]) -> Callable[[], torch.Tensor]:
@@ -216,20 +209,26 @@ class Engine(RehearsingEngine, BlockwiseEngine):
                 tables.append(table)
                 return gradient_scale
 
-            with preserve_torch_rng(self.device), torch.enable_grad(), self._compared():
+            done = None if updates is None else updates.update
+            with self._computing():
                 self._schedule.run_step(StepTasks(cut, rows, scale, exchange, done))
             [table] = tables
-            self._unused.drop()
+            if self.comm.world > 1 or any(group.unused for group in self._unused.groups):
+                self._unused.drop()
             if updates is not None:
                 updates.finish()
-            self._unused.finish()
+            if self._unused.told is not None:
+                self._unused.finish()
             if self.state_on_host:
                 self.comm.transfers.arrived()  # complete before gradients are read
-            self._leave()
-            state.undos = undo.after(state.undos)
+            leave(self._buckets)
+            if buffers is not None:
+                buffers.keep_changed()
+            state.undos = (*state.undos, undo)[-MAX_UNDONE_STEPS:]
             state.steps += 1
             state.exchanged = StepTable(table)
-            self._note(table)
+            if state.watch is not None:
+                state.watch.note(state.steps, table)
             counted = table[:, 1].sum()
             state.losses_counted = torch.where(counted > 0, counted, state.losses_counted)
             if state.scaler.active:
@@ -254,7 +253,7 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         self.plan = plan
         self._worker = plan.workers[self.comm.rank]
         self._state.rows = plan.rows_of(self.comm.rank)
-        self._schedule = self._make_schedule()
+        self._schedule, self._cutter = self._make_schedule(), self._make_cutter()
 
     def __deepcopy__(self, _: object) -> Engine:
         """Return itself: processes and their shards have no second engine. Programs copy callbacks
@@ -294,105 +293,6 @@ class Engine(RehearsingEngine, BlockwiseEngine):
         if self._worker.mode.order == "sequential":
             return SequentialSchedule(*in_one_stage, self._calls)
         return LayeredSchedule(*in_one_stage)
-
-    def _leave(self) -> None:
-        """Release the parameters after a step; the optimizer may change them."""
-        for bucket in self._buckets:
-            bucket.leave()
-
-    def evaluate(self, batch: Any, samples: int | None = None) -> torch.Tensor:
-        """Compute the loss of a global batch without gradients and dropout; see `step`.
-
-        All ranks use the buffers of `state_dict`.
-
-        Args:
-            batch: this rank's samples, any number; with several stages its share of a batch of
-                `samples`, as returned by `gpumix.evaluation_batches`.
-            samples: of the global batch; default: the plan's.
-        """
-        self.look_back()
-        self.settle(batch, samples)
-        with use_eval_mode(self.model), self._in_step():
-            rows = self._rows_given(batch, samples)
-            results = self._forward_only(self._state.objective, batch, rows, is_trial=False)
-            table, gradient_scale = self._exchange_losses(results, torch.ones(()), in_step=False)
-            gradient_scale()
-        self._check_evaluated()
-        return table[:, 0].sum() / table[:, 1].sum()
-
-    def outputs(
-        self,
-        function: Function,
-        batch: Any,
-        samples: int | None = None,
-        *,
-        as_trained: bool = False,
-    ) -> dict[range, Any]:
-        """Run `function` on this rank's samples by micro-batch, without gradients and dropout.
-        Collective.
-
-        Args:
-            function: called with the model and a micro-batch.
-            batch, samples: as in `evaluate`.
-            as_trained: use the dropout of the next step, whose batch this is, as in `step`; on a
-                rank without samples, `batch` may have others as a stand-in.
-
-        Returns:
-            The results by the places of each micro-batch's samples: in `batch`, or with several
-                stages and with `as_trained` in the global batch. With several stages, ranks of the
-                last stage have results, and each rank of a team has the same.
-        """
-        rows = (as_trained and self._rows_of_step(samples)) or self._rows_given(batch, samples)
-        made: dict[range, Any] = {}
-
-        def keep(of: range, compute: Callable[[], Any]) -> Loss:
-            made[of] = compute()
-            return torch.zeros(()), torch.zeros(())
-
-        with contextlib.ExitStack() as stack, self._in_step():
-            if not as_trained:
-                stack.enter_context(use_eval_mode(self.model))
-            for head in self._heads:
-                stack.enter_context(head.whole())
-            self._forward_only(function, batch, rows, keep, as_trained=as_trained, is_trial=False)
-        if not as_trained:
-            self._check_evaluated()
-        return {of: made[of] for of in sorted(made, key=lambda of: of.start)}
-
-    def _forward_only(
-        self,
-        objective: Function,
-        batch: Any,
-        rows: Sequence[range],
-        keep: Callable[[range, Callable[[], Any]], Loss] | None = None,
-        *,
-        as_trained: bool = False,
-        is_trial: bool = True,
-    ) -> list[Loss]:
-        """Run forward by micro-batch; return results of `objective`, or of `keep` around it.
-
-        The first evaluation may call units again, after the calls of a training step; later ones
-        may if the first did, which no trial shows.
-        """
-        cut = self._cut(batch, rows, objective)
-        if keep is not None:
-            cut = [
-                replace(one, compute_loss=functools.partial(keep, of, one.compute_loss))
-                for of, one in zip(rows, cut)
-            ]
-        self.agree_on_buffers()
-        self.round_ahead()
-        with preserve_torch_rng(self.device), self._allow_random_draws(), torch.no_grad():
-            if as_trained or self._evaluation_repeats is False:
-                results = self._schedule.run_forward(cut, rows)
-            else:
-                results, repeats = self._schedule.run_repeatedly(
-                    cut, rows, functools.partial(is_any, self)
-                )
-                if not is_trial and self._evaluation_repeats is None:
-                    self._evaluation_repeats = repeats
-        self._leave()
-        return results
 
     def layout(self) -> OptimizerLayout:
         """Return the ranks storing each part of every parameter, for `gpumix.Adafactor` and
@@ -441,12 +341,12 @@ class Engine(RehearsingEngine, BlockwiseEngine):
                 why=self._failed,
                 fix="start all ranks again, from a checkpoint",
             )
-        self.outside.begin_step()
+        if self.outside.is_whole:
+            self.outside.refuse_step()
+        self.outside.in_step = True
         try:
-            for bucket in self._buckets:
-                for group in bucket.groups:
-                    group.begin_step()
-            with self._switches, own_checkpointing.bypass_torch_checkpoint():
+            begin_step(self._buckets)
+            with self._switches:
                 yield
         except BaseException as error:
             if self.comm.world > 1:
@@ -464,45 +364,54 @@ class Engine(RehearsingEngine, BlockwiseEngine):
             self.outside.in_step = False
             collective_progress.compute_phase = "", ""
 
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Run forward and backward of a step inside: nothing is drawn from the caller's generators,
+        and some steps are compared and observed."""
+        observed = self._state.steps in COMPARED_STEPS or self._others.are_used
+        with (
+            torch.random.fork_rng(**self._forked),
+            torch.enable_grad(),
+            self._compared() if observed else contextlib.nullcontext(),
+        ):
+            yield
+
     def _cut(
         self, batch: Any, rows: Sequence[range], objective: Function | None = None
     ) -> list[MicroBatchTask]:
         """Cut a batch into micro-batches, whose samples are `rows` of the global batch."""
-        own = self._seen if objective is None else objective
-        if (given := batch_split.count_samples(batch)) != (wanted := sum(map(len, rows))):
-            raise InputError(
-                f"rank {self.comm.rank} was given {given} samples, the plan gives it {wanted}",
-                fix="feed it with gpumix.Loader(dataset, plan, rank), or cut batches as "
-                "plan.rows_of(rank) says",
-            )
-        widths: list[int | None] = [None] * len(rows)
-        if self._state.trims and objective in (None, self._state.objective):
-            # Asks the host, before any copy to the device.
-            widths = batch_split.find_padding_starts(batch, rows)
-        with self.copies:
-            batch = tree_map(self._to_device, batch)
-        return [
-            MicroBatchTask.of(
-                part,
-                functools.partial(own, self.model, part),
-                Randomness(self._seed, self._state.steps, of_one.start, self.device, self._others),
-            )
-            for of_one, part in zip(rows, batch_split.iterate_micro_batches(batch, rows, widths))
-        ]
+        state = self._state
+        trims = state.trims and objective in (None, state.objective)
+        if objective is None:
+            is_watched = state.watch is not None and self._reduces.is_watched
+            objective = self._seen if is_watched else state.objective
+        return self._cutter.cut(batch, rows, objective, state.steps, trims=trims)
 
-    def _to_device(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        dtype = self._dtype if value.is_floating_point() else value.dtype
-        moved = value.to(self.device, dtype, non_blocking=True)
-        return to_channels_last(moved) if self._worker.efficiency.channels_last else moved
+    def _make_cutter(self) -> BatchCutter:
+        return BatchCutter(
+            self.model,
+            self.comm.rank,
+            self.device,
+            self._dtype,
+            channels_last=self._worker.efficiency.channels_last,
+            seed=self._seed,
+            generators=get_generators(self.device),
+            others=self._others,
+            copies=self.copies,
+        )
 
     def _exchange_losses(
         self, results: list[Loss], scale: torch.Tensor, *, in_step: bool = True
     ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
         """Exchange losses and counts. Returns the table and a function that waits for the table and
-        returns the scale from gradients of losses * `scale` to the loss's gradient."""
-        row = self._report(in_step=in_step)
+        returns the scale from gradients of losses * `scale` to the loss's gradient; 0 if no loss
+        was counted."""
+        state, composition = self._state, LossComposition()
+        norm: torch.Tensor | float = 0.0
+        if in_step:
+            norm = state.own_norm.take() / state.scaler.scale
+            composition = composition if state.watch is None else state.watch.take()
+        row = StepTable.row(self.device, self.notice, self.report, norm, composition)
         for loss, count in results if self.tells_losses else ():
             row[0] += loss
             row[1] += count
@@ -510,10 +419,12 @@ class Engine(RehearsingEngine, BlockwiseEngine):
 
         @functools.cache
         def gradient_scale() -> torch.Tensor:
-            made = compute_gradient_scale(table, exchanged, scale)
-            guard = self._state.guard
-            if in_step and guard is not None:
-                guard.see(table[:, 0].sum() / table[:, 1].sum())
+            if not exchanged.is_over:
+                exchanged.wait()
+            counted = table[:, 1].sum() * scale
+            made = torch.where(counted > 0, 1.0 / counted, 0.0).float()
+            if in_step and state.guard is not None:
+                state.guard.see(table[:, 0].sum() / table[:, 1].sum())
             return made
 
         return table, gradient_scale

@@ -115,6 +115,7 @@ class OutsideSteps:
 
     Attributes:
         in_step: whether the engine runs the model.
+        is_whole: whether the model is unsharded by `whole`.
 
     Args:
         forwards: units' original forwards, where these are not their classes'.
@@ -129,7 +130,7 @@ class OutsideSteps:
         self._stored = dict(engine.stored_parameters)
         self._units = list(engine.unit_names)
         self._always_whole = engine.is_whole
-        self._is_whole = False
+        self.is_whole = False
         self._root_is_here = 0
         self._undo = ExitStack()
         if not self._always_whole:
@@ -174,7 +175,7 @@ class OutsideSteps:
             ModelError: the plan has stages or teams.
         """
         forward = self._forward_of(unit)
-        if self._is_whole or self._always_whole:
+        if self.is_whole or self._always_whole:
             return forward(*args, **kwargs)
         with torch.no_grad(), self._engine.gathered_unit(unit):
             return forward(*args, **kwargs)
@@ -242,29 +243,27 @@ class OutsideSteps:
         vars(model)["generate"] = generate_together
         self._undo.callback(lambda: vars(self._model).pop("generate", None))
 
-    def begin_step(self) -> None:
-        """Begin a step.
+    def refuse_step(self) -> None:
+        """Refuse a step while the model is unsharded by `whole`.
 
         Raises:
-            InputError: the model is unsharded by `whole`.
+            InputError: always.
         """
-        if self._is_whole:
-            raise InputError(
-                "a step is made inside of gpumix.whole(model)",
-                why="inside of it the model is an ordinary module, which the engine does not run",
-                fix="leave the with statement before",
-            )
-        self.in_step = True
+        raise InputError(
+            "a step is made inside of gpumix.whole(model)",
+            why="inside of it the model is an ordinary module, which the engine does not run",
+            fix="leave the with statement before",
+        )
 
     def _come(self, *_: Any) -> None:
-        if self.in_step or self._is_whole:
+        if self.in_step or self.is_whole:
             return
         if not self._root_is_here:
             self._engine.gather_root()
         self._root_is_here += 1
 
     def _leave(self, *_: Any) -> None:
-        if self.in_step or self._is_whole or not self._root_is_here:
+        if self.in_step or self.is_whole or not self._root_is_here:
             return
         self._root_is_here -= 1
         if not self._root_is_here:
@@ -280,18 +279,18 @@ class OutsideSteps:
     def whole(self) -> Iterator[nn.Module]:
         """Make the model an ordinary one with all weights in the body. Changes of weights, equal on
         all ranks, are written to the sharded model afterwards. Collective."""
-        if self._is_whole or (self._of_engine() is None and self._always_whole):
+        if self.is_whole or (self._of_engine() is None and self._always_whole):
             yield self._model
             return
         parameters = self._whole_parameters()
         versions = {name: p._version for name, p in parameters.items()}
         before = self._install_whole(parameters)
-        self._is_whole = True
+        self.is_whole = True
         try:
             with self._engine.changes.undo_temporarily(), self._restore_forwards():
                 yield self._model
         finally:
-            self._is_whole = False
+            self.is_whole = False
             for one in before:
                 one.holder[one.key] = one.value
         changed = {n: p.detach() for n, p in parameters.items() if p._version != versions[n]}

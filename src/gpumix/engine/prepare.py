@@ -66,7 +66,7 @@ from gpumix.engine.unit.sharded_units import ShardedUnits, Storage, make_shared_
 from gpumix.hardware import runtime
 from gpumix.hardware.host.environment import available_host_bytes
 from gpumix.schema.errors import InputError, MachineError
-from gpumix.schema.job.couples import HOW_TO_COUPLE, NO_RULE, WHOLE_BATCH
+from gpumix.schema.job.coupled_losses import HOW_TO_COUPLE, NO_RULE, WHOLE_BATCH
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.dtypes import get_nvidia_dtype_support
 from gpumix.schema.plan.plan import Plan

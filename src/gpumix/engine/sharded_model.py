@@ -22,7 +22,11 @@ from gpumix.engine.sharding.state_dict import OptimizerState
 
 
 class ShardedModel:
-    """One rank's part of a model, with state and gradients."""
+    """One rank's part of a model, with state and gradients.
+
+    Attributes:
+        trains: True if any parameter of the model is trained, on any rank.
+    """
 
     def __init__(
         self,
@@ -41,6 +45,7 @@ class ShardedModel:
             bucket for bucket in buckets if any(group.on_host for group in bucket.groups)
         ]
         self._inventory = inventory
+        self.trains = inventory.trains
         self._nothing = nn.Parameter(torch.empty(0, device=comm.device))
         is_whole = comm.world == 1 or self._is_replicated()
         for piece in self.pieces():
@@ -184,11 +189,6 @@ class ShardedModel:
         """True if `state_dict` needs no other rank: each rank has the full state, without
         statistics to agree on."""
         return self._is_replicated() and not module_buffers.find_buffer_owners(self.model)
-
-    @property
-    def trains(self) -> bool:
-        """True if any parameter of the model is trained, on any rank."""
-        return self._inventory.trains
 
     def agree_on_buffers(self) -> None:
         """Make running statistics and modules' extra states equal on all ranks: all get the values

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
 
 from gpumix.engine.comm.step_exchange import StepTable
 from gpumix.engine.loss.reduction import Objective
 from gpumix.engine.model.module_buffers import BufferCopies
 from gpumix.engine.rehearsal.loss_watch import LossWatch
-from gpumix.engine.sharding.gradient_fingerprint import SampledGradientNorm
+from gpumix.engine.sharding.bucket import SampledGradientNorm
 from gpumix.engine.sharding.mixed_precision import LossScaler
 from gpumix.engine.update_guard import UpdateGuard
 
@@ -23,20 +21,11 @@ MAX_UNDONE_STEPS = 2
 
 @dataclass(frozen=True)
 class StepUndo:
-    """Copies of the buffers, and of `Engine.losses_counted`, from before a step."""
+    """Copies of the buffers, if the model has any, and of `Engine.losses_counted`, from before a
+    step."""
 
-    buffers: BufferCopies
+    buffers: BufferCopies | None
     losses_counted: torch.Tensor
-
-    @classmethod
-    def before(cls, keepers: Iterable[nn.Module], losses_counted: torch.Tensor) -> StepUndo:
-        """Make the copies before a step; `keepers` are the modules with buffers."""
-        return cls(BufferCopies(keepers), losses_counted)
-
-    def after(self, earlier: tuple[StepUndo, ...]) -> tuple[StepUndo, ...]:
-        """Return all undoable steps: the latest of `earlier` steps, and this step last."""
-        self.buffers.keep_changed()
-        return (*earlier, self)[-MAX_UNDONE_STEPS:]
 
 
 @dataclass

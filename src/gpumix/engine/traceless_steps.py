@@ -100,7 +100,8 @@ class TrialSteps(ShardedModel):
         undo, state.undos = state.undos[-1], state.undos[:-1]
         state.steps -= 1
         state.losses_counted = undo.losses_counted
-        undo.buffers.restore()
+        if undo.buffers is not None:
+            undo.buffers.restore()
 
     def replay(self, batch: Any, see: See) -> int:
         """Run forward and backward of a batch as in a step, but without dropout, and restore all

@@ -7,7 +7,10 @@ Units are bytes and seconds; unknown values are None, never a guess.
 from __future__ import annotations
 
 import sys
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,6 +59,14 @@ class DeviceRuntime(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until the device has completed all its work."""
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Return the seconds of `work` on the device."""
+        self.synchronize()
+        begun = time.perf_counter()
+        work()
+        self.synchronize()
+        return time.perf_counter() - begun
 
     def idle(self) -> None:
         """Report a wait for anything except this device: data, a DDP step.
@@ -209,9 +220,8 @@ class _CpuRuntime(DeviceRuntime):
 
     def __init__(self, device_class: DeviceClass) -> None:
         self.memory_limit_bytes = device_class.memory_bytes
-        self._memory = limit_memory(
-            device_class.memory_bytes, owner=f"device '{device_class.name}'"
-        )
+        owner = f"{'emulated ' * self.emulated}device '{device_class.name}'"
+        self._memory = limit_memory(device_class.memory_bytes, owner=owner)
         self.uncounted = self._memory.why_inexact
 
     def synchronize(self) -> None:
@@ -231,20 +241,27 @@ class _CpuRuntime(DeviceRuntime):
 
 
 class _EmulatedRuntime(_CpuRuntime):
-    """A CPU process limited to the speed and the memory of its class."""
+    """A CPU process limited to the speed and the memory of its class. Torch uses one thread: an
+    emulated device is one thread."""
 
     emulated = True
 
     def __init__(self, device_class: DeviceClass) -> None:
-        from gpumix.hardware.emulation import EmulatedDevice  # imports torch's FLOP tables
+        from gpumix.hardware.emulation.link import EmulatedLink
+        from gpumix.hardware.emulation.pacer import Pacer  # imports torch's FLOP tables
 
-        self._device = EmulatedDevice(device_class).__enter__()
-        assert self._device.memory is not None and self._device.pacer is not None
-        self.memory_limit_bytes = device_class.memory_bytes
-        self._memory = self._device.memory
-        self.uncounted = self._memory.why_inexact
-        self._pacer = self._device.pacer
-        self.host_link = self._device.host_link
+        assert device_class.emulate_flops_per_s is not None
+        self._pacer = Pacer(device_class.emulate_flops_per_s)
+        rate = device_class.emulate_link_bytes_per_s
+        if rate is not None:
+            self.host_link = EmulatedLink(rate, self._pacer.timeline)
+        with ExitStack() as stack:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
+            super().__init__(device_class)
+            stack.callback(super()._close)
+            stack.enter_context(self._pacer)
+            self._stack = stack.pop_all()
 
     def synchronize(self) -> None:
         self._pacer.timeline.drain()
@@ -261,7 +278,7 @@ class _EmulatedRuntime(_CpuRuntime):
         return self._pacer.timeline.overrun_s
 
     def _close(self) -> None:
-        self._device.__exit__(None, None, None)
+        self._stack.close()
 
 
 class _GpuRuntime(DeviceRuntime):

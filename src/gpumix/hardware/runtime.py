@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -105,42 +104,10 @@ def is_nvidia() -> bool:
     return get_gpu_type() == "cuda" and torch.version.hip is None
 
 
-@dataclass(frozen=True)
-class Properties:
-    """Properties of a GPU from torch.
-
-    Attributes:
-        kind: 'cuda' (NVIDIA's and AMD's) or 'xpu' (Intel's).
-        uuid: in hexadecimal; empty if the driver reports none.
-        driver: driver version as known to torch; empty for NVIDIA.
-        compute_capability: NVIDIA only, such as "9.0".
-        gfx_target: AMD only, such as "gfx942".
-        xe_target: Intel only, such as "bmg"; empty if unknown.
-    """
-
-    kind: str
-    product: str
-    memory_bytes: int
-    uuid: str
-    driver: str
-    compute_capability: str
-    gfx_target: str
-    xe_target: str
-
-
-def get_gpu_properties(ordinal: int) -> Properties:
-    """Return the properties of GPU `ordinal`."""
+def driver_version(ordinal: int) -> str:
+    """Return the driver version as known to torch; empty for NVIDIA."""
     found = _module(ordinal).get_device_properties(ordinal)
-    return Properties(
-        kind=get_gpu_type(),
-        product=str(found.name),
-        memory_bytes=int(found.total_memory),
-        uuid=str(getattr(found, "uuid", "")),
-        driver=str(getattr(found, "driver_version", "") or torch.version.hip or ""),
-        compute_capability="{}.{}".format(*capability(ordinal)) if is_nvidia() else "",
-        gfx_target=gfx_target(ordinal),
-        xe_target=xe_target(ordinal),
-    )
+    return str(getattr(found, "driver_version", "") or torch.version.hip or "")
 
 
 def explain_no_gpu() -> str:
@@ -156,12 +123,12 @@ def explain_no_gpu() -> str:
 
 def device_name(device: torch.device | int) -> str:
     """Return the product, such as 'NVIDIA H100 PCIe'."""
-    return str(_module(device).get_device_name(device))
+    return str(_module(device).get_device_properties(device).name)
 
 
 def device_uuid(device: torch.device | int) -> str:
-    """Return the UUID in hexadecimal, without a prefix."""
-    return str(_module(device).get_device_properties(device).uuid)
+    """Return the UUID in hexadecimal, without a prefix; empty if the driver reports none."""
+    return str(getattr(_module(device).get_device_properties(device), "uuid", ""))
 
 
 def capability(device: torch.device | int | None = None) -> tuple[int, int]:

@@ -180,11 +180,7 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
 
 
 def _check_packing(engine: Engine, strategy: str) -> str:
-    """Check packed documents; return a message.
-
-    Raises:
-        InputError: packed documents attend to each other.
-    """
+    """Return a message on packed documents; raise InputError if they attend to each other."""
     try:
         warning = check_documents(engine)
     except InputError as error:

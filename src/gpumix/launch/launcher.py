@@ -34,7 +34,7 @@ from gpumix.launch.ranks import host_launcher, several_hosts
 from gpumix.launch.ranks.host_ranks import HostAssignment
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError
-from gpumix.train.run_log.terminal import get_stderr_console
+from gpumix.train.console.terminal import get_stderr_console
 
 PORT = 29500  # where no host is asked for a free port
 
@@ -100,7 +100,7 @@ def launch_locally(asked: LaunchRequest) -> LaunchResult:
     """Run a program on all devices of this host."""
     use_settings(asked.around.settings)
     processes = count_local_processes(asked)
-    if get_stderr_console().is_terminal:  # a script is silent while it imports
+    if get_stderr_console().is_interactive:  # a script is silent while it imports
         count = f"{processes} process{'es' if processes > 1 else ''}"
         host_launcher.print_line(2, f"gpumix: starting {count} on this host")
     share = HostAssignment(0, processes, processes, host_launcher.LOOPBACK, asked.port or 0)

@@ -15,7 +15,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from gpumix.cost.layout.curves import IntArray, MicroBatches
+from gpumix.cost.memory_layout.curves import IntArray, MicroBatches
 from gpumix.cost.peak_memory import Activations
 from gpumix.cost.predict import (
     compute_plan_collectives,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.planner.common.class_split import ClassSplit
 from gpumix.planner.common.device_pool import Fleet
 from gpumix.planner.common.score import DeviceLoad, compute_share_capacities
@@ -19,7 +19,7 @@ from gpumix.planner.common.sharding_setting import ShardingSetting, iterate_sett
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
 from gpumix.planner.data_parallel.branch_and_bound import find_fill_level
 from gpumix.schema.errors import NoFeasiblePlanError
-from gpumix.schema.job.couples import WHOLE_BATCH
+from gpumix.schema.job.coupled_losses import WHOLE_BATCH
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import Profile

@@ -1,7 +1,7 @@
 """Python API for a custom training loop: `gpumix.profile`, `gpumix.open_device`.
 
 Here the caller has made the process group, or the one of torchrun's processes is made; `gpumix
-train` uses `train.worker.context` instead, which makes both group and device itself.
+train` uses `train.rank_setup.context` instead, which makes both group and device itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from gpumix.profiler.cache.program_cache import open_program_cache
 from gpumix.profiler.class_settings import ClassSettings
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.input_pipeline import measure_input
-from gpumix.profiler.subject import OptimizerOf, Workload, WorkloadShape
+from gpumix.profiler.subject import OptimizerOf, Workload
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.cluster.kernels import EfficiencySpec
 from gpumix.schema.errors import InputError
@@ -120,7 +120,8 @@ def profile(
             build=partial(deferred, build, 0),
             make_batch=make_batch,
             optimizer_of=optimizer or partial(torch.optim.AdamW, fused=True),
-            shape=WorkloadShape(sequence_length, global_batch_size),
+            sequence_length=sequence_length,
+            global_batch=global_batch_size,
             budget_s=budget_s,
             settings=ClassSettings.choose(
                 found, precision, torch_compile, efficiency or EfficiencySpec()

@@ -65,8 +65,7 @@ class ClusterProfiler:
         links = self._links(classes, progress)
         if self._ranks.rank == 0 and self._cache is not None:
             self._cache.save(measured, links)
-        shape = self._subject.shape
-        return assemble(shape.sequence_length, self._cluster, classes, links)
+        return assemble(self._subject.sequence_length, self._cluster, classes, links)
 
     def _share_known_classes(self) -> dict[str, ClassMeasurement]:
         """Return the classes in rank 0's cache; caches of hosts may differ."""
@@ -87,15 +86,14 @@ class ClusterProfiler:
         text, failure = "", None
         if name not in known and first == self._ranks.rank:
             try:
-                text = self._measure(name, progress).model_dump_json()
+                text = measure_class(
+                    self._subject, self._runtime, device_class=name, progress=progress
+                ).model_dump_json()
             except GpumixError as error:
                 failure = error
         self._ranks.agree("profile", failure, patience_s=10 * self._subject.budget_s)
         told = self._ranks.gather("class measurements", text)
         return [ClassMeasurement.model_validate_json(line) for line in told if line]
-
-    def _measure(self, name: str, progress: Progress) -> ClassMeasurement:
-        return measure_class(self._subject, self._runtime, device_class=name, progress=progress)
 
     def _links(
         self, classes: Mapping[str, ClassMeasurement], progress: Progress

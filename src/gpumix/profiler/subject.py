@@ -18,15 +18,6 @@ OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class WorkloadShape:
-    """Size of the measured work: samples of `sequence_length` tokens, at most `global_batch` at
-    once."""
-
-    sequence_length: int
-    global_batch: int
-
-
-@dataclass(frozen=True)
 class Workload:
     """Subject of a measurement: a model and a shape of work.
 
@@ -34,6 +25,8 @@ class Workload:
         build: makes the model, optionally without its weights.
         make_batch: makes a batch of a number of samples, on the host.
         optimizer_of: makes the optimizer for given parameters.
+        sequence_length: tokens of a sample.
+        global_batch: the most samples measured at once.
         budget_s: the time limit for measuring one device.
         loss, units, tensor: as for `engine.prepare`.
         settings: compute settings of each class.
@@ -45,7 +38,8 @@ class Workload:
     build: Callable[[], nn.Module]
     make_batch: MakeBatch
     optimizer_of: OptimizerOf
-    shape: WorkloadShape
+    sequence_length: int
+    global_batch: int
     budget_s: float
     settings: ClassSettings
     loss: Objective | None = None

@@ -14,6 +14,7 @@ from gpumix.report.parts.section import (
     render_gap,
     render_labels,
     render_remark,
+    render_row,
     render_section,
     render_table,
 )
@@ -80,18 +81,8 @@ def _render_speeds(found: RunComparison) -> Markup:
         about: list[Child] = [told, " ", best.source]
         if gap := render_gap(facts.figures):
             about += [", ", gap]
-        rows.append(_bar_row(name, draw_picture(f"{name}: {told}", 16, drawn), about))
+        rows.append(render_row(name, draw_picture(f"{name}: {told}", 16, drawn), about))
     return render_section("answer", "How fast", rows)
-
-
-def _bar_row(name: str, picture: Markup, value: Child) -> Markup:
-    return el(
-        "div",
-        el("span", name, class_="name"),
-        picture,
-        el("span", value, class_="value"),
-        class_="row wide",
-    )
 
 
 def _render_curves(found: RunComparison) -> Markup:
@@ -128,7 +119,7 @@ def _render_memory(found: RunComparison) -> Markup:
         return render_section("memory", "Memory", render_remark("No peak is measured yet."))
     most = max(peak for _, peak, _ in peaks)
     rows = [
-        _bar_row(
+        render_row(
             name,
             draw_picture(name, 16, draw_bar(0, MOST * peak / most, y=0, height=16, class_=class_)),
             words.format_bytes(peak),

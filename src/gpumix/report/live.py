@@ -12,6 +12,7 @@ from rich.text import Text
 from gpumix.report.events import ShownEvent
 from gpumix.report.facts import RunFacts
 from gpumix.report.page import SILENT_S, describe_state
+from gpumix.train.console.tables import EMULATED, describe_estimates
 from gpumix.train.run_figures import words
 from gpumix.train.run_figures.advice import is_nothing
 from gpumix.train.run_figures.terminal_parts import (
@@ -20,7 +21,6 @@ from gpumix.train.run_figures.terminal_parts import (
     render_classes,
     render_speed,
 )
-from gpumix.train.run_log.tables import EMULATED, describe_estimates
 
 EVENTS = 5
 DEVICES, LEAST_DEVICES = 16, 2  # listed individually

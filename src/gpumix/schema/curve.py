@@ -1,4 +1,4 @@
-"""Values measured at growing sizes. `cost.layout.curves` interpolates between the points."""
+"""Values measured at growing sizes. `cost.memory_layout.curves` interpolates between the points."""
 
 from __future__ import annotations
 

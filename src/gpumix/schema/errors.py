@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from gpumix.schema.untrusted_text import escape_invisible
 
@@ -30,6 +31,7 @@ class GpumixError(Exception):
     """
 
     exit_code = EXIT_BUG
+    _more: ClassVar[tuple[str, ...]] = ()  # further arguments of a subclass
 
     def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
         super().__init__(what)
@@ -48,8 +50,7 @@ class GpumixError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Support pickling: errors cross process boundaries on the way to the launcher."""
-        told = {"where": self.where, "why": self.why, "fix": self.fix, **self._more()}
-        return (_unpickle_error, (type(self), self.what, told))
+        return (partial(type(self), self.what, **self._details()), ())
 
     def as_dict(self) -> dict[str, object]:
         """Return the error as printed by `--json`."""
@@ -57,15 +58,12 @@ class GpumixError(Exception):
             "error": type(self).__name__,
             "exit_code": self.exit_code,
             "what": self.what,
-            "where": self.where,
-            "why": self.why,
-            "fix": self.fix,
-            **self._more(),
+            **self._details(),
         }
 
-    def _more(self) -> dict[str, Any]:
-        """Return additional constructor arguments of a subclass, by name."""
-        return {}
+    def _details(self) -> dict[str, Any]:
+        """Return the further constructor arguments, by name."""
+        return {name: getattr(self, name) for name in ("where", "why", "fix", *self._more)}
 
 
 def rebuild_error(told: Mapping[str, Any]) -> GpumixError:
@@ -79,10 +77,6 @@ def rebuild_error(told: Mapping[str, Any]) -> GpumixError:
         names = ["where", "why", "fix"]
     cls = of_name.get(told["error"], GpumixError)
     return cls(told["what"], **{name: told[name] for name in names})
-
-
-def _unpickle_error(cls: type[GpumixError], what: str, told: dict[str, Any]) -> GpumixError:
-    return cls(what, **told)
 
 
 class InputError(GpumixError):
@@ -104,12 +98,11 @@ class DeviceMissing(MachineError):
         device: id of the GPU.
     """
 
+    _more = ("device",)
+
     def __init__(self, what: str, *, device: str = "", **others: str) -> None:
         super().__init__(what, **others)
         self.device = device
-
-    def _more(self) -> dict[str, Any]:
-        return {"device": self.device}
 
 
 class NoFeasiblePlanError(GpumixError):
@@ -136,22 +129,14 @@ class DeviceFailure(TrainingError):
         device_class: class of the device.
     """
 
+    _more: ClassVar[tuple[str, ...]] = ("device", "device_class")
+
     def __init__(
-        self,
-        what: str,
-        *,
-        where: str = "",
-        why: str = "",
-        fix: str = "",
-        device: str = "",
-        device_class: str = "",
+        self, what: str, *, device: str = "", device_class: str = "", **others: str
     ) -> None:
-        super().__init__(what, where=where, why=why, fix=fix)
+        super().__init__(what, **others)
         self.device = device
         self.device_class = device_class
-
-    def _more(self) -> dict[str, Any]:
-        return {"device": self.device, "device_class": self.device_class}
 
 
 class RankLost(DeviceFailure):
@@ -167,15 +152,14 @@ class OutOfMemory(DeviceFailure):
             another process may occupy the rest.
     """
 
+    _more = (*DeviceFailure._more, "fragmented", "obtainable")
+
     def __init__(
         self, what: str, *, fragmented: bool = False, obtainable: float = 1.0, **others: str
     ) -> None:
         super().__init__(what, **others)
         self.fragmented = fragmented
         self.obtainable = obtainable
-
-    def _more(self) -> dict[str, Any]:
-        return super()._more() | {"fragmented": self.fragmented, "obtainable": self.obtainable}
 
 
 class StoreGone(TrainingError):
@@ -190,15 +174,14 @@ class PlanOutdated(TrainingError):
         step_s: duration of a step at the end.
     """
 
+    _more = ("slower", "step_s")
+
     def __init__(
         self, what: str, *, slower: Mapping[str, float], step_s: float = 0.0, **others: str
     ) -> None:
         super().__init__(what, **others)
         self.slower = dict(slower)
         self.step_s = step_s
-
-    def _more(self) -> dict[str, Any]:
-        return {"slower": self.slower, "step_s": self.step_s}
 
 
 class Interrupted(GpumixError):

@@ -291,11 +291,7 @@ def copy_bytes(stream: BufferedReader, into: BinaryIO, count: int) -> None:
 
 @contextmanager
 def _folder(path: Path) -> Iterator[int]:
-    """Open a folder to write into. A link to the folder must belong to this user or root.
-
-    Raises:
-        OSError: the folder does not exist, or is a link of another user.
-    """
+    """Open a folder to write into. A link to the folder must belong to this user or root."""
     descriptor, owners = _resolved(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if owners - {0, os.geteuid()}:

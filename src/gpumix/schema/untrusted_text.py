@@ -31,11 +31,7 @@ def escape_invisible(text: str, *, lines: bool = True) -> str:
 
 
 def check_displayed_name(text: str) -> str:
-    """Check a displayed name.
-
-    Raises:
-        ValueError: the name contains invisible characters, or is too long.
-    """
+    """Return a displayed name; raise ValueError if it has invisible characters, or is too long."""
     if not text.isprintable():
         raise ValueError(
             f"'{escape_invisible(text, lines=False)}' holds what cannot be seen: leave it out"
@@ -46,11 +42,7 @@ def check_displayed_name(text: str) -> str:
 
 
 def check_host_name(name: str) -> str:
-    """Check a host name for ssh and schedulers.
-
-    Raises:
-        ValueError: the name is not a valid host name.
-    """
+    """Return a host name for ssh and schedulers; raise ValueError if it is none."""
     if not _HOST.fullmatch(name):
         raise ValueError(
             f"'{escape_invisible(name, lines=False)}' names no host: letters, digits, '.', '_' and "

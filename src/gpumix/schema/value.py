@@ -63,12 +63,16 @@ class Value(BaseModel):
 class Document(Value):
     """A value stored in a JSON file."""
 
-    KIND: ClassVar[str]
+    KIND: ClassVar[str]  # the default of `kind`
     SCHEMA: ClassVar[int] = 1
     MADE_BY: ClassVar[str] = ""  # the command, if not a verb named like the kind
 
     kind: str
     schema_version: int = 1
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.KIND = cls.model_fields["kind"].default
 
     @classmethod
     def load(cls, path: Path, *, fix: str = "") -> Self:

@@ -17,7 +17,7 @@ import heapq
 from dataclasses import dataclass, field, replace
 
 from gpumix.cost.predict import predict
-from gpumix.cost.teams import reduce_to_leaders
+from gpumix.cost.tensor_parallel_groups import reduce_to_leaders
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.simulate.in_stages import simulate_stages

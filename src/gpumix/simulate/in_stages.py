@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from gpumix.cost.pipeline.staged_step import StagedStep
+from gpumix.cost.pipeline_schedule import Action
 from gpumix.cost.predict import check_plan_matches_profile
-from gpumix.cost.schedule import Action
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.step_trace import Cause, stage_name
 from gpumix.schema.profile.profile import Profile
@@ -102,7 +102,7 @@ class _Events:
         before: Hashable = OVERHEAD
         for action in self._step.order(rank):
             yield from self._messages(action)
-            begin, end = self._span(action)
+            begin, end = self._step.times.begin_s[action], self._step.times.end_s[action]
             name = (rank, action)
             sent = tuple(("send", one, action) for one in self._senders(action))
             batches = (action.batch,)
@@ -111,10 +111,6 @@ class _Events:
             )
             before = name
         yield from self._end(rank)
-
-    def _span(self, action: Action) -> tuple[float, float]:
-        times = self._step.times
-        return times.begin_s[action], times.end_s[action]
 
     def _senders(self, action: Action) -> Iterator[Action]:
         for one in self._step.pipeline.needs(action):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.cost.network.buckets import BucketRun
 from gpumix.cost.network.collective_times import CollectiveSeconds
 from gpumix.cost.predict import (
@@ -164,10 +164,8 @@ class _StepCollectives:
             return self.zero_stage > 0 and gathered
         if kind == "regather":
             return self.zero_stage == 3 and anything
-        return size.trainable > 0 and self._reduces(call)
-
-    def _reduces(self, call: int) -> bool:
-        return call < 0 or self.run_of[call] in self._links.buckets.reduced_after
+        reduces = call < 0 or self.run_of[call] in self._links.buckets.reduced_after
+        return size.trainable > 0 and reduces
 
     def collective(self, kind: Move, call: int) -> Collective:
         links = self._links

@@ -18,7 +18,7 @@ from gpumix.hardware.discovery.discover import describe_cpu_run
 from gpumix.hardware.discovery.foreign_memory import find_occupied_gpus, reserve_foreign_memory
 from gpumix.hardware.host.environment import shared_memory_folder
 from gpumix.planner.common.stage_preconditions import check_wanted_stages, needs_several_stages
-from gpumix.planner.narrow_state import match_profile, plan_with_allowed
+from gpumix.planner.eight_bit_state import match_profile, plan_with_allowed
 from gpumix.profiler.cache.measurement_cache import MeasurementCache, set_readers
 from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.errors import (
@@ -60,22 +60,23 @@ from gpumix.train.checks.user_plan import (
     limit_profile_memory,
     predict_again,
 )
+from gpumix.train.console.devices_page import devices_page
+from gpumix.train.console.plan_page import advise_measuring, describe_doubt, plan_page
+from gpumix.train.console.tables import efficiency_table, profile_table
+from gpumix.train.console.terminal import get_stderr_console, show_waiting
 from gpumix.train.elastic.plan_change import load_plan_in_force
 from gpumix.train.elastic.recovery import Lessons, Recovery, Restart, RestartTerms, complete_restart
 from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder, find_newest_state
-from gpumix.train.processes.runner import Runner, make_runner
+from gpumix.train.processes.runner import Runner
+from gpumix.train.processes.torchrun_runner import make_runner
 from gpumix.train.rank_task_names import load_rank_task
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.devices_page import devices_page
-from gpumix.train.run_log.plan_page import advise_measuring, describe_doubt, plan_page
 from gpumix.train.run_log.progress import mark_failed, mark_restarting, mark_stopped
 from gpumix.train.run_log.run_id import read_run_id
-from gpumix.train.run_log.tables import efficiency_table, profile_table
-from gpumix.train.run_log.terminal import get_stderr_console, show_waiting
 from gpumix.train.run_log.tracker_process import check_installed, run_trackers
 
 if TYPE_CHECKING:
-    from gpumix.schema.reading.yaml_places import Tree
+    from gpumix.schema.reading.yaml_locations import Tree
     from gpumix.train.monitor.trial_hook import TrialObserver
     from gpumix.train.run_log.summary import Summary, TrialResult
 
@@ -181,21 +182,8 @@ class JobController:
     def plan(self, profile: Profile, strategy: str | None = None) -> Plan:
         return plan_job(self.job, profile, strategy, leaving_out=self._runs.decides_alone)
 
-    def train(
-        self,
-        plan: Plan | None,
-        *,
-        resume: bool,
-        made_from: Profile | None = None,
-        plan_file: str = "",
-        made_from_file: str = "",
-    ) -> Summary:
-        """Train by `plan`, or by a plan made first.
-
-        Args:
-            made_from: the profile behind the plan, if known.
-            plan_file, made_from_file: the files of plan and profile.
-        """
+    def train(self, given: GivenPlan, *, resume: bool) -> Summary:
+        """Train by the given plan, or by a plan made first."""
         if self.speaks:
             check_installed(self.job.report_to, self._places)
         lessons = self._runs.started_again(self.job.output_dir, self._newest)
@@ -206,13 +194,12 @@ class JobController:
             return summary
         if lessons is None:
             self._check_output(resume)
-        elif plan is not None and not self._has_all(plan):
+        elif given.plan is not None and not self._has_all(given.plan):
             self.show("other devices are here than those of the plan: planning again")
-            plan = None
+            given = GivenPlan()
         elif lessons.memory or lessons.slower:
-            plan = None
-        given = GivenPlan(plan, made_from, plan_file, made_from_file)
-        if plan is None and resume and lessons is None:
+            given = GivenPlan()
+        if given.plan is None and resume and lessons is None:
             given = self._find_own_plan()
         with show_waiting("checking the job"):
             plan, profile = self._check_plan_or_job(given)
@@ -474,7 +461,7 @@ class JobController:
         self.show(f"The whole report: gpumix report {_shortest(output)}")
 
     def _task(self) -> Any:
-        from gpumix.train.worker.context import Task
+        from gpumix.train.rank_setup.context import Task
 
         return Task(self.job, self.cluster, self.folder, self._debug)
 
@@ -563,7 +550,7 @@ class JobController:
             attention_heads.check_job_heads(self.job, self.cluster)
         if needs_several_stages(strategy, space) and spec.config is not None:
             from gpumix.train.checks.stage_count import check_job_stage_count
-            from gpumix.train.worker.model import build_model
+            from gpumix.train.rank_setup.model import build_model
 
             model = build_model(spec, folder=self.folder, seed=self.job.seed)
             check_job_stage_count(model, self.job, self.cluster)

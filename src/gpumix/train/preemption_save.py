@@ -26,10 +26,10 @@ from gpumix.train.checkpoint.background import BackgroundTimeout
 from gpumix.train.checkpoint.collective_errors import make_timeout_error
 from gpumix.train.checkpoint.manifest import get_folder_name
 from gpumix.train.processes.stop_signals import StopRequest
+from gpumix.train.rank_setup.context import RankContext
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import compute_median_s
 from gpumix.train.state_keeper import StateKeeper
-from gpumix.train.worker.context import RankContext
 
 # Time after SIGTERM before torchrun and most schedulers kill processes.
 GRACE_S = 30.0

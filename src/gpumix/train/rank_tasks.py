@@ -9,7 +9,7 @@ from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.profiler.cache.measurement_cache import MeasurementCache, set_readers
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.input_pipeline import measure_input
-from gpumix.profiler.subject import Workload, WorkloadShape
+from gpumix.profiler.subject import Workload
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.measurements import InputMeasurement
@@ -17,16 +17,16 @@ from gpumix.schema.profile.profile import Profile
 from gpumix.train.checks.job_contents import build_checked_model
 from gpumix.train.checks.job_warnings import warn_of_data, warn_of_schedule
 from gpumix.train.checks.resume_check import check_resume
+from gpumix.train.console.terminal import get_stderr_console
 from gpumix.train.elastic.recovery import Restart
 from gpumix.train.monitor.trial_hook import TrialObserver
 from gpumix.train.processes.local_launcher import RankAddress
+from gpumix.train.rank_setup.context import RankContext, Task, join_run
+from gpumix.train.rank_setup.optimizer import build_trial_optimizer
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.summary import Summary, TrialResult
-from gpumix.train.run_log.terminal import get_stderr_console
 from gpumix.train.run_manifest import RunRecord
 from gpumix.train.trainer_builder import build_trainer
-from gpumix.train.worker.context import RankContext, Task, join_run
-from gpumix.train.worker.optimizer import build_trial_optimizer
 
 
 def profile(
@@ -45,7 +45,8 @@ def profile(
             build=partial(build_checked_model, job, task.cluster, task.folder),
             make_batch=context.batch,
             optimizer_of=partial(build_trial_optimizer, job.optimizer, fused=own.fused_optimizer),
-            shape=WorkloadShape(job.sequence_length, job.global_batch_size),
+            sequence_length=job.sequence_length,
+            global_batch=job.global_batch_size,
             budget_s=job.advanced.profile_budget,
             settings=cache.settings,
             units=job.model.units,

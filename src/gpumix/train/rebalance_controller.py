@@ -25,14 +25,13 @@ from gpumix.train.elastic.rebalance_memory import (
 )
 from gpumix.train.elastic.rebalancer import (
     WINDOW_STEPS,
-    FixedSplitLimits,
     Rebalancer,
     SplitChange,
     SplitLimits,
 )
 from gpumix.train.elastic.replan_stages import MicroBatchExchange, StageReplanner
+from gpumix.train.rank_setup.context import RankContext
 from gpumix.train.run_log.metrics import RunEvent
-from gpumix.train.worker.context import RankContext
 
 # Observation starts at this step: the first steps take longer.
 FIRST_STEPS = 3
@@ -172,10 +171,10 @@ class RebalanceController:
     def _room(self) -> SplitLimits:
         """Return the room for samples. Collective without a profile."""
         if self._profile is None:
-            return FixedSplitLimits(self._limit_samples_by_peak())
+            return SplitLimits(self._limit_samples_by_peak())
         if self._state_moves:
             return MovableSplitLimits(self._profile, self._planned)
-        return FixedSplitLimits(limit_samples_by_memory(self._profile, self._planned))
+        return SplitLimits(limit_samples_by_memory(self._profile, self._planned))
 
     def _limit_samples_by_peak(self) -> Sequence[int]:
         """Return the most samples for which each team has memory, by peak memory so far.

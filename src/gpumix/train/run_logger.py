@@ -13,9 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gpumix.data.core.read_policy import Skipped
-from gpumix.data.loader import Loader
 from gpumix.engine.comm.step_recorder import RecordedStep
-from gpumix.engine.engine import Engine
 from gpumix.schema.units import show_seconds
 from gpumix.train.checkpoint.checkpointer import Saved
 from gpumix.train.elastic.plan_change import PlanParts, make_start_event
@@ -24,6 +22,7 @@ from gpumix.train.memory_checkpoint.memory_folder import WITHOUT_COPIES
 from gpumix.train.monitor.step_history import StepHistory
 from gpumix.train.monitor.step_timer import StepTimer
 from gpumix.train.monitor.step_trace import build_trace
+from gpumix.train.rank_setup.context import RankContext
 from gpumix.train.run_figures.display import (
     Display,
     describe_first_reason,
@@ -44,8 +43,7 @@ from gpumix.train.run_log.metrics import (
     by_class,
     fullest_by_class,
 )
-from gpumix.train.state_keeper import StateKeeper
-from gpumix.train.worker.context import RankContext
+from gpumix.train.state_keeper import TrainingParts
 
 LATE_CHECKPOINT = (
     "a checkpoint is due before the last one is written, and put off until then: the disk is "
@@ -67,16 +65,15 @@ class RunLogger:
     def __init__(
         self,
         context: RankContext,
-        engine: Engine,
-        loader: Loader,
-        keeping: StateKeeper,
+        parts: TrainingParts,
         watch: StepTimer,
         taken: StepHistory,
         *,
         begun_at: int,
     ) -> None:
-        self._context, self._engine, self._loader = context, engine, loader
-        self._keeping, self._watch, self._taken = keeping, watch, taken
+        engine = parts.engine
+        self._context, self._engine, self._loader = context, engine, parts.loader
+        self._keeping, self._watch, self._taken = parts.keeping, watch, taken
         self.records: list[RankRecord] = []
         self.classes: list[ClassRecord] = []
         self.held_out_skipped: list[Skipped] = []

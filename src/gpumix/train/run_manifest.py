@@ -25,7 +25,7 @@ from gpumix.schema.reading.cluster_file import format_cluster
 from gpumix.schema.value import Document, Value
 
 if TYPE_CHECKING:
-    from gpumix.train.worker.context import Task
+    from gpumix.train.rank_setup.context import Task
 
 PACKAGES = (
     "torch", "transformers", "tokenizers", "datasets", "numpy", "accelerate", "trl", "peft",
@@ -60,7 +60,6 @@ class Script(Value):
 class RunRecord(Document):
     """File `run.json` of a run's folder, for a job or a script."""
 
-    KIND: ClassVar[str] = "run"
     MADE_BY: ClassVar[str] = "gpumix train JOB.yaml"
     kind: Literal["run"] = "run"
 
@@ -100,7 +99,7 @@ class RunRecord(Document):
             gpumix=gpumix.__version__,
             python=platform.python_version(),
             platform=platform.platform(),
-            packages=_versions(),
+            packages=get_versions(),
             folder=str(folder),
             **what,
         )
@@ -138,9 +137,10 @@ def _hide_secrets(words: Sequence[str]) -> Iterator[str]:
         hidden = secret and not given and word.startswith("-")
 
 
-def _versions() -> dict[str, str]:
+def get_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Return the versions of those packages that are installed, without importing any."""
     found = {}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

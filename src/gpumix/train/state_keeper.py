@@ -28,10 +28,10 @@ from gpumix.train.memory_checkpoint.checkpointer import MemoryCheckpointer
 from gpumix.train.memory_checkpoint.memory_folder import MemoryFolder, NewestState, StateCopy
 from gpumix.train.memory_checkpoint.rank_on_host import RankOnHost
 from gpumix.train.memory_checkpoint.replication import BuddyReplicator
+from gpumix.train.rank_setup.context import RankContext
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import RunEvent
 from gpumix.train.run_log.run_id import read_run_id
-from gpumix.train.worker.context import RankContext
 
 # Share of step time that copies in memory may cost if their interval is chosen; more for steps
 # longer than `LONG_STEP_S`, each as costly to repeat.
@@ -390,6 +390,16 @@ class StateKeeper:
         self._loader.load_state_dict(dict(manifest.cursor))
         self._safe_step = -1
         return ResumedState(manifest.step, dict(manifest.extra))
+
+
+@dataclass(frozen=True)
+class TrainingParts:
+    """Parts of a rank's training whose state `keeping` saves."""
+
+    engine: Engine
+    optimizer: Optimizer
+    loader: Loader
+    keeping: StateKeeper
 
 
 def _size_of(engine: Engine) -> int:

@@ -12,17 +12,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NoReturn
 
-from torch.optim import Optimizer
-
-from gpumix.data.loader import Loader, evaluation_batches
+from gpumix.data.loader import evaluation_batches
 from gpumix.engine.comm.step_exchange import StepTable
 from gpumix.engine.comm.step_recorder import SILENT, Recorder
-from gpumix.engine.engine import Engine
 from gpumix.engine.optimizers.overlapped_step import is_elementwise
 from gpumix.engine.reshard import can_move_state
 from gpumix.schema.errors import Interrupted
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
+from gpumix.train.async_steps import BadStep, IssuedSteps, ReadStep
 from gpumix.train.checkpoint.checkpointer import Saved
 from gpumix.train.checks.non_finite import (
     make_corrupt_weights_error,
@@ -31,20 +29,19 @@ from gpumix.train.checks.non_finite import (
 )
 from gpumix.train.elastic.plan_change import PlanParts
 from gpumix.train.elastic.recovery import Restart
-from gpumix.train.issued_steps import BadStep, IssuedSteps, ReadStep
 from gpumix.train.monitor.clock_warnings import ClockMonitor
 from gpumix.train.monitor.corruption_monitor import CorruptionMonitor
 from gpumix.train.monitor.host_syncs import record_syncs
 from gpumix.train.monitor.trial_hook import TrialObserver
 from gpumix.train.preemption_save import PreemptionSaver
 from gpumix.train.processes.stop_signals import StopRequest
+from gpumix.train.rank_setup.context import RankContext
 from gpumix.train.rebalance_controller import RebalanceController
 from gpumix.train.run_log.interruption_cost import InterruptionCost, measure_s
 from gpumix.train.run_log.metrics import WARM_UP_STEPS, RunEvent, StepRecord, compute_median_s
 from gpumix.train.run_log.summary import Summary, TrialResult
 from gpumix.train.run_logger import RunLogger
-from gpumix.train.state_keeper import MEASURED_STEPS, ResumedState, StateKeeper
-from gpumix.train.worker.context import RankContext
+from gpumix.train.state_keeper import MEASURED_STEPS, ResumedState, TrainingParts
 
 # Notices sent through the engine; the largest counts.
 WRITING = 0.5  # a checkpoint is being written
@@ -68,16 +65,6 @@ class TrainingStart:
     state: ResumedState | None = None
     plan_before: PlanParts | None = None
     restart: Restart | None = None
-
-
-@dataclass(frozen=True)
-class TrainingParts:
-    """Parts of a rank's training whose state `keeping` saves."""
-
-    engine: Engine
-    optimizer: Optimizer
-    loader: Loader
-    keeping: StateKeeper
 
 
 class Trainer:
@@ -108,25 +95,9 @@ class Trainer:
         self._found: list[RunEvent] = []  # on a coming change of the plan
         self._put_off = False  # a checkpoint is due and was put off
         self._restart = start.restart  # until told
-        self.steps = IssuedSteps(
-            context,
-            self.engine,
-            self.optimizer,
-            self.loader,
-            self.keeping,
-            done=self.step,
-            not_finite=self._not_finite,
-        )
+        self.steps = IssuedSteps(context, parts, done=self.step, not_finite=self._not_finite)
         self.taken, self.watch = self.steps.taken, self.steps.watch
-        self._telling = RunLogger(
-            context,
-            self.engine,
-            self.loader,
-            self.keeping,
-            self.watch,
-            self.taken,
-            begun_at=self.step,
-        )
+        self._telling = RunLogger(context, parts, self.watch, self.taken, begun_at=self.step)
         self._balancing = self._make_controller(profile) if self.job.advanced.rebalance else None
         self._clocks = ClockMonitor(profile)
         self._soundness = CorruptionMonitor(context, plan, self.engine)
@@ -242,35 +213,36 @@ class Trainer:
                 with watcher.looking():
                     self.train_step(stop)
         times = [r.step_s for r in records]
-        gather, step_s = self.context.ranks.gather, compute_median_s(times)
-        busy = gather("busy", str(1.0 - waited_s / sum(times)))
-        starved = gather("starved", str(shares.input))
-        peaks = gather("peaks", json.dumps(self.context.runtime.peak_bytes()))
-        overruns, retries = (
-            gather(name, str(n)) for name, n in zip(("overruns", "retries"), counted)
-        )
-        limits = gather("limits", self.loader.limit.value)
+        step_s = compute_median_s(times)
+        own = {
+            "peak_bytes": self.context.runtime.peak_bytes(),
+            "busy_shares": 1.0 - waited_s / sum(times),
+            "input_shares": shares.input,
+            "overruns": counted[0],
+            "limits": self.loader.limit.value,
+            "retries": counted[1],
+            "tokens": tokens,
+            "padded": padded,
+            "syncs": syncs(),
+            "told": watcher.told() if watcher is not None else None,
+        }
+        told = [json.loads(text) for text in self.context.ranks.gather("trial", json.dumps(own))]
+        every = {name: [one[name] for one in told] for name in own}
+        all_tokens, all_padded = sum(every.pop("tokens")), sum(every.pop("padded"))
         # All ranks return the first rank's findings.
-        seen = json.loads(gather("syncs", json.dumps(syncs()))[0])
-        told = gather("told", json.dumps(watcher.told() if watcher is not None else None))[0]
-        of_ranks = [json.loads(text) for text in gather("tokens", json.dumps([tokens, padded]))]
-        all_tokens, all_padded = map(sum, zip(*of_ranks))
+        syncs_of_first, told_by_first = every.pop("syncs")[0], every.pop("told")[0]
         return TrialResult(
             step_s=step_s,
             mean_s=sum(times) / len(times),
             tokens_per_s=tokens_a_step / step_s,
             losses=self.taken.losses[:],
-            peak_bytes=[json.loads(text) for text in peaks],
-            busy_shares=[float(text) for text in busy],
-            input_shares=[float(text) for text in starved],
             padding_share=1.0 - all_tokens / all_padded if all_padded else None,
             save=save,
             evaluation=evaluation,
-            overruns=sum(map(int, overruns)),
-            limits=limits,
-            retries=[int(text) for text in retries],
-            syncs=[(place, times) for place, times in seen],
-            told=json.loads(told),
+            overruns=sum(every.pop("overruns")),
+            syncs=[(place, times) for place, times in syncs_of_first],
+            told=told_by_first,
+            **every,
         )
 
     def _counters(self) -> tuple[int, int]:

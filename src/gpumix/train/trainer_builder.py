@@ -16,15 +16,15 @@ from gpumix.schema.profile.profile import Profile
 from gpumix.train.checkpoint.manifest import get_job_number
 from gpumix.train.checks.packed_documents import check_documents
 from gpumix.train.checks.resume_check import check_resume
+from gpumix.train.console.terminal import get_stderr_console
 from gpumix.train.elastic.plan_change import load_parts_in_force
 from gpumix.train.elastic.recovery import Restart
+from gpumix.train.rank_setup.context import RankContext
+from gpumix.train.rank_setup.model import attention_cost, build_model
+from gpumix.train.rank_setup.optimizer import build_optimizer
 from gpumix.train.run_log.loading import measure_loading
-from gpumix.train.run_log.terminal import get_stderr_console
-from gpumix.train.state_keeper import ResumedState, StateKeeper
-from gpumix.train.trainer import Trainer, TrainingParts, TrainingStart
-from gpumix.train.worker.context import RankContext
-from gpumix.train.worker.model import attention_cost, build_model
-from gpumix.train.worker.optimizer import build_optimizer
+from gpumix.train.state_keeper import ResumedState, StateKeeper, TrainingParts
+from gpumix.train.trainer import Trainer, TrainingStart
 
 
 def build_trainer(

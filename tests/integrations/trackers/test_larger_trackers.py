@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from told import LOSSES, WHY, job_for, tell_all
+
+from helpers.runs.reported_runs import LOSSES, WHY, job_for, tell_all
 
 STEPS = [(step, pytest.approx(LOSSES[step])) for step in range(1, 7)]
 

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from jobs import plan_for
-from told import job_for, trains
 
 from gpumix.hardware.host.environment import TELEMETRY_OPT_OUTS, tracker_environment
 from gpumix.schema.job.job import Job
 from gpumix.train.run_figures.writer import RunLog
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.tracker_process import MODULE
-from waiting import wait_until
+from helpers.processes.waiting import wait_until
+from helpers.runs.jobs import plan_for
+from helpers.runs.reported_runs import job_for, trains
 
 
 def test_it_does_not_import_torch():

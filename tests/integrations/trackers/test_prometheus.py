@@ -7,11 +7,11 @@ import urllib.request
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from told import LOSSES, address_in, job_for, telling, trains
 
 from gpumix.schema.errors import MachineError
 from gpumix.train.run_log.tracker_process import run_trackers
-from waiting import wait_until
+from helpers.processes.waiting import wait_until
+from helpers.runs.reported_runs import LOSSES, address_in, job_for, telling, trains
 
 
 def scraped(address: str) -> dict[tuple[str, ...], float]:

@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from jobs import metrics, plan_for, toy, train, write_job
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from extended import left_out
 from gpumix.hardware.host.environment import shared_memory_folder
 from gpumix.schema.errors import MachineError
 from gpumix.train.run_log import tracker_process
+from helpers.extended import left_out
+from helpers.runs.jobs import metrics, plan_for, toy, train, write_job
 
 STEPS, MORE = 8, 10
 

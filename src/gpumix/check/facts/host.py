@@ -9,7 +9,6 @@ import socket
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -26,6 +25,7 @@ from gpumix.hardware.host.environment import (
     has_cpp_compiler,
     host_memory_bytes,
 )
+from gpumix.train.run_manifest import get_versions
 
 _SHM = Path("/dev/shm")
 _RDMA = Path("/sys/class/infiniband")
@@ -64,7 +64,7 @@ def get_software() -> Software:
         rocm=torch.version.hip or "",
         xpu=getattr(torch.version, "xpu", None) or "",
         nccl=nccl,
-        transformers=_get_package_version("transformers"),
+        transformers=get_versions(["transformers"]).get("transformers", ""),
         driver=driver,
         driver_cuda=driver_cuda,
         arches=runtime.built_architectures(),
@@ -114,11 +114,4 @@ def _resolve_own_address() -> str:
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
-        return ""
-
-
-def _get_package_version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
         return ""

@@ -20,8 +20,8 @@ from gpumix.hardware.host.environment import cache_folder, has_cpp_compiler
 from gpumix.schema.errors import GpumixError, format_install_command
 from gpumix.schema.files import open_for_reading
 from gpumix.schema.job.job import Job, OptimizerSpec
+from gpumix.train.rank_setup.model import build_model, check_model_fits_data, get_vocabulary_size
 from gpumix.train.run_log import run_files
-from gpumix.train.worker.model import build_model, check_model_fits_data, get_vocabulary_size
 
 MASTER_BYTES = 4  # parameters are stored and saved in fp32
 MOST_FILES = 2000  # files of a text corpus opened at most

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -55,6 +54,9 @@ LOADED_S = 0.4  # duration of the load while the driver is queried
 REPEATS = 4
 NCCL_TIMEOUT_S = 600  # NCCL's watchdog would end the process; the asking side times out first
 JsonDict = dict[str, Any]
+TASKS = (
+    "facts", "speed", "host_copy", "connect", "transfer", "part", "job", "model", "leave", "seen",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,19 +87,10 @@ class RankProbe:
 
     def answer(self, task: str, given: JsonDict) -> JsonDict:
         """Run a task and return its result, in JSON types."""
-        tasks: dict[str, Callable[..., JsonDict]] = {
-            "facts": self.facts,
-            "speed": self.speed,
-            "host_copy": self.host_copy,
-            "connect": self.connect,
-            "transfer": self.transfer,
-            "part": self.part,
-            "job": self.job,
-            "model": self.model,
-            "leave": self.leave,
-            "seen": self.seen,
-        }
-        return tasks[task](**given)
+        if task not in TASKS:
+            raise KeyError(task)
+        found: JsonDict = getattr(self, task)(**given)
+        return found
 
     # -- this host and device ----------------------------------------------------------------------
 
@@ -234,10 +227,10 @@ class RankProbe:
             raise MachineError(get_first_line(error)) from error
 
     def _form_group(self, key: str, place: int, timeout_s: float) -> JsonDict:
-        backend = choose_backend(self._device)
+        guest = replace(self.seat, holds_store=False)
         dist.init_process_group(
-            backend,
-            store=dist.PrefixStore(key, connect_store(self._as_guest(), timeout_s)),
+            choose_backend(self._device),
+            store=dist.PrefixStore(key, connect_store(guest, timeout_s)),
             rank=place,
             world_size=2,
             timeout=timedelta(seconds=NCCL_TIMEOUT_S if self._on_gpu else timeout_s),
@@ -265,10 +258,6 @@ class RankProbe:
                 why=get_first_line(error),
             ) from error
 
-    def _as_guest(self) -> RankAddress:
-        """Return the seat without ownership of the store."""
-        return replace(self.seat, holds_store=False)
-
     def transfer(self) -> JsonDict:
         """Time a large message in both directions, sized to take `MESSAGE_S` on the link."""
         comm = make_communicator(self._device)
@@ -284,17 +273,18 @@ class RankProbe:
 
     # -- the job -----------------------------------------------------------------------------------
 
+    @property
+    def _job(self) -> Job:
+        assert self.setting.job is not None, "asked with a job only"
+        return self.setting.job
+
     def job(self) -> JsonDict:
-        job = self.setting.job
-        assert job is not None, "asked with a job only"
-        return check_job_on_host(job, self.setting.folder).model_dump()
+        return check_job_on_host(self._job, self.setting.folder).model_dump()
 
     def model(self) -> JsonDict:
         """Return the bytes of a checkpoint and of saved checkpoints."""
-        job = self.setting.job
-        assert job is not None, "asked with a job only"
-        size = estimate_checkpoint_bytes(job, self.setting.folder)
-        return {"checkpoint_bytes": size, "saved_bytes": saved_bytes(job.output_dir)}
+        size = estimate_checkpoint_bytes(self._job, self.setting.folder)
+        return {"checkpoint_bytes": size, "saved_bytes": saved_bytes(self._job.output_dir)}
 
     def leave(self, *, name: str, there: bool) -> JsonDict:
         """Create or remove a marker file next to the output."""
@@ -309,9 +299,7 @@ class RankProbe:
         return {"seen": self._beside_output(name).exists()}
 
     def _beside_output(self, name: str) -> Path:
-        job = self.setting.job
-        assert job is not None, "asked with a job only"
-        return find_existing_parent(job.output_dir) / name
+        return find_existing_parent(self._job.output_dir) / name
 
 
 def _fastest_s(runtime: DeviceRuntime, source: torch.Tensor, into: torch.Tensor) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -66,9 +66,11 @@ class RankClients:
         return found
 
     def ask(
-        self, task: str, given: Mapping[int, JsonDict], limit_s: float
+        self, task: str, given: Mapping[int, JsonDict] | Collection[int], limit_s: float
     ) -> dict[int, TaskAnswer]:
-        """Run a task on several ranks at once; return the answers of all ranks not lost before."""
+        """Run a task on several ranks at once, with arguments by rank; return the answers of all
+        ranks not lost before."""
+        given = given if isinstance(given, Mapping) else {rank: {} for rank in given}
         limit_s = min(limit_s, self.left_s)
         asked: dict[int, int] = {}
         for rank, arguments in given.items():

@@ -23,13 +23,12 @@ def check_health(survey: Survey) -> Iterator[Finding]:
     for rank in survey.gpus:
         if rank.health is not None:
             for severity, what, fix in _find_health_problems(rank.health):
-                yield _of(rank, "gpus", severity, f"GPU {rank.health.index}: {what}", fix)
+                yield _of(rank, severity, f"GPU {rank.health.index}: {what}", fix)
     unloading = (
         r.host for r in survey.gpus if r.health is not None and r.health.persistent is False
     )
     for host in dict.fromkeys(unloading):
         yield Finding(
-            check="gpus",
             severity=Severity.NOTE,
             what="the driver unloads between runs, each start takes seconds longer",
             fix="sudo nvidia-smi -pm 1",
@@ -102,7 +101,6 @@ def check_speed(survey: Survey) -> Iterator[Finding]:
             because = f"; {', '.join(held)}" if held else ""
             yield _of(
                 rank,
-                "speed",
                 Severity.WARNING,
                 f"{_title(rank)}: {name} {what}{because}",
                 _suggest_fix(rank, held),
@@ -110,7 +108,7 @@ def check_speed(survey: Survey) -> Iterator[Finding]:
             )
         if not slow and any(rank.speed.reasons & bit for bit in (0x08, 0x40, 0x80)):
             said = f"{_title(rank)} is throttled: {', '.join(held)}"
-            yield _of(rank, "speed", Severity.WARNING, said, _suggest_fix(rank, held))
+            yield _of(rank, Severity.WARNING, said, _suggest_fix(rank, held))
         yield from _narrow(rank, rank.speed)
 
 
@@ -174,14 +172,14 @@ def _narrow(rank: RankFacts, own: GpuSpeed) -> Iterator[Finding]:
     if width < lanes:
         severity = Severity.NOTE if 2 * width >= lanes else Severity.WARNING
         what = f"{_title(rank)}: its PCIe link has {width} lanes, the card {lanes}"
-        yield _of(rank, "speed", severity, what, fix, {"lanes": width})
+        yield _of(rank, severity, what, fix, {"lanes": width})
     elif most is not None and generation < most[0]:
         what = (
             f"{_title(rank)}: its PCIe link runs at generation {generation}, card and slot could "
             f"have {most[0]}"
         )
         fix = "set the slot's generation in the BIOS; a riser may not bear more"
-        yield _of(rank, "speed", Severity.WARNING, what, fix, {"generation": generation})
+        yield _of(rank, Severity.WARNING, what, fix, {"generation": generation})
 
 
 def describe_speed(survey: Survey) -> str:
@@ -220,14 +218,12 @@ def _title(rank: RankFacts) -> str:
 
 def _of(
     rank: RankFacts,
-    check: str,
     severity: Severity,
     what: str,
     fix: str,
     measured: dict[str, float] | None = None,
 ) -> Finding:
     return Finding(
-        check=check,
         severity=severity,
         what=what,
         fix=fix,

@@ -30,7 +30,6 @@ def check_disk(survey: Survey) -> Iterator[Finding]:
             )
             if folder.refusal:
                 yield Finding(
-                    check="disk",
                     severity=Severity.ERROR,
                     what=f"nothing can be written into {folder.path}: {folder.refusal}",
                     fix=f"let this user write there, or write elsewhere: {key}",
@@ -41,7 +40,6 @@ def check_disk(survey: Survey) -> Iterator[Finding]:
         job = _job_on(survey, host)
         if job is not None and job.shared is False:
             yield Finding(
-                check="disk",
                 severity=Severity.ERROR,
                 what="it does not see what the first host writes where the output goes",
                 fix="choose an `output_dir` in the job on a file system that all hosts share",
@@ -53,7 +51,6 @@ def _room(survey: Survey, host: str, folder: FolderFacts, key: str) -> Iterator[
     needed, what, severity = _needed(survey, host, folder)
     if folder.free_bytes < needed:
         yield Finding(
-            check="disk",
             severity=severity,
             what=f"{show_bytes(folder.free_bytes)} are free for {folder.path}, {what}",
             fix=f"make room there, or write elsewhere: {key}",
@@ -73,7 +70,7 @@ def _needed(survey: Survey, host: str, folder: FolderFacts) -> tuple[float, str,
     if job is None or job.checkpoint_bytes is None:
         return 0, "", Severity.OK
     needed = job.checkpoints * job.checkpoint_bytes - job.saved_bytes
-    return needed, f"{describe_checkpoints(survey)}", Severity.ERROR
+    return needed, describe_checkpoints(survey), Severity.ERROR
 
 
 def describe_checkpoints(survey: Survey) -> str:
@@ -124,7 +121,6 @@ def check_shared_memory(survey: Survey) -> Iterator[Finding]:
 def _shm(host: str, free: int, needed: int, why: str, severity: Severity) -> Finding:
     gib = -(-2 * needed // 2**30)
     return Finding(
-        check="shared memory",
         severity=severity,
         what=f"{show_bytes(free)} are free in /dev/shm, {why}",
         fix=f"docker run --shm-size={gib}g, or sudo mount -o remount,size={gib}G /dev/shm",
@@ -170,7 +166,6 @@ def check_memory(survey: Survey) -> Iterator[Finding]:
             told = f"copies of the state take {show_bytes(copies)}: without them {WITHOUT_COPIES}"
         if told:
             yield Finding(
-                check="memory",
                 severity=severity,
                 what=f"{show_bytes(free)} of its memory are free, {told}",
                 fix=fix,
@@ -187,7 +182,6 @@ def _emulated(survey: Survey) -> Iterator[Finding]:
     free = min(facts.available_bytes for facts in survey.hosts.values())
     if taken > free:
         yield Finding(
-            check="memory",
             severity=Severity.WARNING,
             what=f"emulated devices may take {show_bytes(taken)} together, {show_bytes(free)} of "
             "this machine's memory are free: one that fills up is ended by the system",
@@ -212,7 +206,6 @@ def check_cores(survey: Survey) -> Iterator[Finding]:
         ranks = len(survey.on(host))
         if facts.cores < ranks and not any(rank.emulated for rank in survey.on(host)):
             yield Finding(
-                check="cores",
                 severity=Severity.WARNING,
                 what=f"{facts.cores:g} cores for {ranks} processes, and for what reads their data",
                 fix="give the container more: docker run --cpus; or more cores of the job's host",
@@ -231,7 +224,7 @@ def check_limits(survey: Survey) -> Iterator[Finding]:
     """Check limits on open files, processes, and memory locked for network cards."""
     for host, facts in survey.hosts.items():
         for what, fix, severity in _too_low(facts):
-            yield Finding(check="limits", severity=severity, what=what, fix=fix, host=host)
+            yield Finding(severity=severity, what=what, fix=fix, host=host)
 
 
 def _too_low(facts: HostFacts) -> Iterator[tuple[str, str, Severity]]:
@@ -277,7 +270,6 @@ def check_settings(survey: Survey) -> Iterator[Finding]:
             used = name.startswith("GLOO") or _has_gpus(survey, host)
             if value and used and not _names_one(value, facts.interfaces):
                 yield Finding(
-                    check="settings",
                     severity=Severity.ERROR,
                     what=f"{name}={value} names no interface of this host",
                     fix=f"name one of {', '.join(facts.interfaces)}, or unset {name}",
@@ -289,11 +281,11 @@ def check_settings(survey: Survey) -> Iterator[Finding]:
 Hinders = Callable[[Survey, str, HostFacts], bool]
 
 
-def _has_gpus(survey: Survey, host: str) -> bool:
+def _has_gpus(survey: Survey, host: str, _: HostFacts | None = None) -> bool:
     return any(rank.has_gpu for rank in survey.on(host))
 
 
-def _several_gpus(survey: Survey, host: str, facts: HostFacts) -> bool:
+def _several_gpus(survey: Survey, host: str, _: HostFacts) -> bool:
     return _has_gpus(survey, host) and len(survey.on(host)) > 1
 
 
@@ -301,28 +293,20 @@ def _fast_network(survey: Survey, host: str, facts: HostFacts) -> bool:
     return _has_gpus(survey, host) and len(survey.hosts) > 1 and bool(facts.rdma)
 
 
-def _any_gpu(survey: Survey, host: str, facts: HostFacts) -> bool:
-    return _has_gpus(survey, host)
-
-
-def _any_host(survey: Survey, host: str, facts: HostFacts) -> bool:
-    return True
-
-
 _HINDERING: dict[str, tuple[Hinders, str]] = {
     "NCCL_P2P_DISABLE": (_several_gpus, "keeps cards from copying to each other directly"),
     "NCCL_SHM_DISABLE": (_several_gpus, "sends what cards of one host say through the network"),
     "NCCL_IB_DISABLE": (_fast_network, "leaves the InfiniBand of this host unused"),
-    "CUDA_LAUNCH_BLOCKING": (_any_gpu, "lets the host wait for each kernel"),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": (_any_gpu, "asks the driver for each tensor's memory"),
-    "TORCH_DISTRIBUTED_DEBUG": (_any_host, "checks every collective, which is slow"),
+    "CUDA_LAUNCH_BLOCKING": (_has_gpus, "lets the host wait for each kernel"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (_has_gpus, "asks the driver for each tensor's memory"),
+    "TORCH_DISTRIBUTED_DEBUG": (lambda *_: True, "checks every collective, which is slow"),
 }
 # Suffixes of variables allowed to differ between hosts.
 _OWN = ("_IFNAME", "_HCA", "_DEBUG", "_FILE", "_RANK", "_HOSTID", "_COMM_ID")
 
 
 def _setting(host: str, what: str, fix: str) -> Finding:
-    return Finding(check="settings", severity=Severity.WARNING, what=what, fix=fix, host=host)
+    return Finding(severity=Severity.WARNING, what=what, fix=fix, host=host)
 
 
 def _names_one(value: str, interfaces: tuple[str, ...]) -> bool:

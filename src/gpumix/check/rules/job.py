@@ -13,7 +13,6 @@ def check_packages(survey: Survey) -> Iterator[Finding]:
     for host, job in _list_host_jobs(survey):
         for name, fix in job.missing.items():
             yield Finding(
-                check="packages",
                 severity=Severity.ERROR,
                 what=f"the job needs {name}, which is not here",
                 fix=fix,
@@ -44,7 +43,6 @@ def check_data(survey: Survey) -> Iterator[Finding]:
     for host, mark in told[1:]:
         if mark != told[0][1]:
             yield Finding(
-                check="data",
                 severity=Severity.ERROR,
                 what=f"its data are {mark}, those of {told[0][0]} {told[0][1]}",
                 fix="give every host the same data files",
@@ -53,7 +51,6 @@ def check_data(survey: Survey) -> Iterator[Finding]:
     for host, job in _list_host_jobs(survey):
         if job.slow:
             yield Finding(
-                check="data",
                 severity=Severity.NOTE,
                 what=f"the job's model and data were not looked at to their end: {job.slow}",
                 fix="a run waits for them too: look at the disk, and at the job's own factories",
@@ -70,7 +67,7 @@ def _report_troubles(survey: Survey, check: str) -> Iterator[Finding]:
     for host, job in _list_host_jobs(survey):
         if check in job.trouble:
             what, fix = job.trouble[check]
-            yield Finding(check=check, severity=Severity.ERROR, what=what, fix=fix, host=host)
+            yield Finding(severity=Severity.ERROR, what=what, fix=fix, host=host)
 
 
 def _list_host_jobs(survey: Survey) -> list[tuple[str, JobHostFacts]]:

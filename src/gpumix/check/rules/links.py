@@ -38,7 +38,6 @@ def check_links(survey: Survey) -> Iterator[Finding]:
     if survey.untried:
         tried = len(survey.pairs)
         yield Finding(
-            check="links",
             severity=Severity.NOTE,
             what=f"{survey.untried} of {survey.untried + tried} pairs were not tried: no time left",
             fix="mend what else is told, and run it again; or test some of the hosts at a time",
@@ -59,7 +58,6 @@ def _rank_fails(rank: RankFacts, pairs: list[PairFacts]) -> Finding:
     silent = any(rank.rank in pair.silent for pair in pairs)
     what = "its process does not answer once it talks to" if silent else "it does not reach"
     return Finding(
-        check="links",
         severity=Severity.ERROR,
         what=f"rank {rank.rank}: {what} any other ({pairs[0].trouble})",
         fix=f"{rank.look}; and look at its network",
@@ -81,7 +79,6 @@ def _pair_fails(one: RankFacts, other: RankFacts, pair: PairFacts) -> Finding:
     inside = "NCCL_P2P_DISABLE=1 tells whether it is the link between the cards: export it, and "
     inside = f"{inside}run the check again" if gpus else "see what ended or stopped their processes"
     return Finding(
-        check="links",
         severity=Severity.ERROR,
         what=f"{_named(one)} and {_named(other)}: {said}",
         fix=f"open all ports between the two hosts, and name the interface that both have: "
@@ -113,7 +110,6 @@ def _slow(survey: Survey, pair: PairFacts, ranks: dict[int, RankFacts]) -> Itera
     if found:
         apart = one.host != other.host
         yield Finding(
-            check="links",
             severity=Severity.WARNING,
             what=f"{_named(one)} and {_named(other)} move {format_rate(rate)}, {found}",
             fix="ethtool and ibstat show what the card agreed on with the switch; name the fast "
@@ -164,7 +160,6 @@ def _check_host_names(survey: Survey) -> Iterator[Finding]:
         if loops and "GLOO_SOCKET_IFNAME" not in facts.settings:
             stands = f"stands for {facts.address}" if facts.address else "stands for no address"
             yield Finding(
-                check="links",
                 severity=Severity.WARNING,
                 what=f"its own name {stands}, which other hosts do not reach",
                 fix="mend its line in /etc/hosts, or export GLOO_SOCKET_IFNAME=eth0",
@@ -207,7 +202,6 @@ def check_clocks(survey: Survey) -> Iterator[Finding]:
             way = "ahead of" if clock.ahead_s > 0 else "behind"
             first = next(iter(survey.hosts), "the first host")
             yield Finding(
-                check="clocks",
                 severity=Severity.WARNING,
                 what=f"its clock is {abs(clock.ahead_s):.1f} s {way} that of {first}, give or take "
                 f"{show_seconds(clock.give_or_take_s)}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from gpumix.check.facts.cluster import HostFacts, RankFacts, Survey
+from gpumix.check.facts.cluster import HostFacts, Survey
 from gpumix.check.finding import Finding, Severity
 from gpumix.hardware.discovery.torch_build import INSTALL_PAGE as WHEELS
 from gpumix.hardware.discovery.torch_build import get_kernel_support, parse_version
@@ -17,7 +17,6 @@ def check_ranks(survey: Survey) -> Iterator[Finding]:
     for rank in survey.ranks:
         if rank.trouble:
             yield Finding(
-                check="ranks",
                 severity=Severity.ERROR,
                 what=rank.trouble if rank.device else f"rank {rank.rank}: {rank.trouble}",
                 fix=rank.fix or f"{rank.look}; with --debug it says more",
@@ -30,7 +29,6 @@ def check_ranks(survey: Survey) -> Iterator[Finding]:
         twin = next((o for o in came if o.device == rank.device and o.rank < rank.rank), None)
         if twin is not None:
             yield Finding(
-                check="ranks",
                 severity=Severity.ERROR,
                 what=f"rank {rank.rank} has the device of rank {twin.rank}",
                 fix="start one process per device; several on one CPU need a `cluster` in the job "
@@ -41,7 +39,6 @@ def check_ranks(survey: Survey) -> Iterator[Finding]:
     for rank in came[1:]:
         if rank.job != came[0].job:
             yield Finding(
-                check="ranks",
                 severity=Severity.ERROR,
                 what=f"its job is not that of {came[0].host}",
                 fix="start every host with the same job file and the same --set",
@@ -70,7 +67,6 @@ def check_versions(survey: Survey) -> Iterator[Finding]:
             one, other = getattr(first, name), getattr(there, name)
             if _comparable(name, one) != _comparable(name, other):
                 yield Finding(
-                    check="versions",
                     severity=severity,
                     what=f"{name} is {other or 'not there'}, on {hosts[0][0]} {one or 'not there'}",
                     fix=_install(name, one),
@@ -112,7 +108,6 @@ def _drivers(survey: Survey) -> Iterator[Finding]:
             first, known = by_product.setdefault(product, (host, driver))
             if driver != known:
                 yield Finding(
-                    check="versions",
                     severity=Severity.NOTE if named else Severity.ERROR,
                     what=f"{product} has driver {driver}, on {first} {known}",
                     fix=f"install driver {known} there, or name the devices as two classes under "
@@ -137,7 +132,6 @@ def check_driver(survey: Survey) -> Iterator[Finding]:
             continue
         if not wheel:
             yield Finding(
-                check="driver",
                 severity=Severity.ERROR,
                 what=f"torch {facts.software.torch} has no CUDA built in",
                 fix=f"install a wheel with CUDA: {WHEELS}",
@@ -145,7 +139,6 @@ def check_driver(survey: Survey) -> Iterator[Finding]:
             )
         elif known and parse_version(known)[0] < parse_version(wheel)[0]:
             yield Finding(
-                check="driver",
                 severity=Severity.ERROR,
                 what=f"driver {facts.software.driver} is for CUDA {known} and older, torch was "
                 f"built for {wheel}",
@@ -171,10 +164,10 @@ def check_kernels(survey: Survey) -> Iterator[Finding]:
         if how == "own":
             continue
         fitting = f"install a wheel of torch that has kernels for it: {WHEELS}"
+        name = rank.product or rank.device_class
         yield Finding(
-            check="kernels",
             severity=Severity.NOTE if how == "made" else Severity.ERROR,
-            what=f"{_name(rank)} has compute capability {rank.capability}, torch has "
+            what=f"{name} has compute capability {rank.capability}, torch has "
             f"{' '.join(facts.software.arches)}"
             + (": the driver makes the kernels at the first start" if how == "made" else ""),
             fix=fitting if how == "none" else f"nothing is wrong; to save that time, {fitting}",
@@ -195,7 +188,3 @@ def describe_kernels(survey: Survey) -> str:
 def _with_gpus(survey: Survey) -> Iterator[tuple[str, HostFacts]]:
     hosts = {rank.host for rank in survey.gpus}
     return ((host, facts) for host, facts in survey.hosts.items() if host in hosts)
-
-
-def _name(rank: RankFacts) -> str:
-    return rank.product or rank.device_class

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import typer
-
-from gpumix.cli.common import Json, make_command, print_result
+from gpumix.cli.common import Json, print_result
 from gpumix.cli.planning.profile_source import PlanOptions, add_planning_options
 from gpumix.schema.reading.error_location import locate_errors
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Plan with every strategy, and say why the slower ones lost.\n\n"
-        "Example: gpumix compare job.yaml\n\n"
-        'Example: gpumix compare --cluster "4x rtx3090, 2x p40" --model 1B'
-    )(compare)
-
-
-@make_command
 @add_planning_options
 def compare(asked: PlanOptions, as_json: Json = False) -> None:
+    """Plan with every strategy, and say why the slower ones lost.
+
+    Example: gpumix compare job.yaml
+    Example: gpumix compare --cluster "4x rtx3090, 2x p40" --model 1B
+    """
     from gpumix.cli.planning.tables import comparison_page
     from gpumix.planner.compare import compare as compared
-    from gpumix.train.run_log.terminal import show_waiting
+    from gpumix.train.console.terminal import show_waiting
 
     source = asked.source()
     with locate_errors(source.place), show_waiting("comparing strategies"):

@@ -99,8 +99,8 @@ def check_job(
         GpumixError: the start would be refused.
     """
     from gpumix.hardware.host.environment import world_size
+    from gpumix.train.console.terminal import show_waiting
     from gpumix.train.controller import JobController
-    from gpumix.train.run_log.terminal import show_waiting
 
     if world_size() > 1:
         raise InputError(
@@ -174,14 +174,10 @@ def _load_profile(job: Job, path: Path, cluster: Cluster) -> Profile | None:
 
 
 def _plan_for(job: Job, path: Path, cluster: Cluster, profile: Profile | None) -> ForeseenPlan:
-    """Return the plan by a profile; without one by an estimate, if there can be one.
-
-    Raises:
-        NoFeasiblePlanError: no plan fits.
-    """
+    """Return the plan by a profile; without one by an estimate, if there can be one."""
     from gpumix.hardware.host.environment import available_host_bytes
+    from gpumix.train.console.plan_page import describe_doubt
     from gpumix.train.controller import plan_job
-    from gpumix.train.run_log.plan_page import describe_doubt
 
     if profile is not None:
         plan = plan_job(job, profile, leaving_out=True)
@@ -215,7 +211,7 @@ def render_start(start: ForeseenStart) -> RenderableType:
     """Return the page: the plan, and below it what would run where."""
     from rich.text import Text
 
-    from gpumix.train.run_log.plan_page import plan_page
+    from gpumix.train.console.plan_page import plan_page
 
     foreseen = start.foreseen
     page = Text()
@@ -234,7 +230,7 @@ def render_start(start: ForeseenStart) -> RenderableType:
 
 
 def _iterate_lines(start: ForeseenStart) -> Iterator[tuple[str, str]]:
-    from gpumix.train.run_log.text_page import iterate_labelled
+    from gpumix.train.console.text_page import iterate_labelled
 
     job, ranks = start.job, list(_group_ranks(start.devices))
     yield "", ""

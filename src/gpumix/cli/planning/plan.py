@@ -12,7 +12,6 @@ from gpumix.cli.common import (
     Json,
     Strategy,
     is_cluster_file,
-    make_command,
     print_json,
     print_result,
 )
@@ -31,16 +30,6 @@ if TYPE_CHECKING:
     from gpumix.schema.plan.plan import Plan
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Tell whether a model fits, its speed, and the work and memory of each GPU.\n\n"
-        "With a job, its model is measured first, unless the cache has it.\n\n"
-        'Example: gpumix plan --cluster "2x rtx4090, 4x rtx3090" --model 7B\n\n'
-        "Example: gpumix plan job.yaml --strategy even --output plan.json"
-    )(plan)
-
-
-@make_command
 @add_planning_options
 def plan(
     asked: PlanOptions,
@@ -54,9 +43,16 @@ def plan(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    from gpumix.planner.narrow_state import match_profile, plan_with_allowed
+    """Tell whether a model fits, its speed, and the work and memory of each GPU.
+
+    With a job, its model is measured first, unless the cache has it.
+
+    Example: gpumix plan --cluster "2x rtx4090, 4x rtx3090" --model 7B
+    Example: gpumix plan job.yaml --strategy even --output plan.json
+    """
+    from gpumix.planner.eight_bit_state import match_profile, plan_with_allowed
     from gpumix.planner.plan import check_strategy
-    from gpumix.train.run_log.terminal import show_waiting
+    from gpumix.train.console.terminal import show_waiting
 
     if strategy is not None:
         check_strategy(strategy)
@@ -99,8 +95,8 @@ def _render(
 ) -> RenderableType:
     from rich.console import Group
 
-    from gpumix.train.run_log.plan_page import describe_doubt, plan_page
-    from gpumix.train.run_log.tables import efficiency_table, plan_table
+    from gpumix.train.console.plan_page import describe_doubt, plan_page
+    from gpumix.train.console.tables import efficiency_table, plan_table
 
     page = plan_page(
         made,
@@ -171,7 +167,7 @@ def _next_commands(source: PlanSource) -> list[tuple[str, str]]:
 def _print_shortfall(source: PlanSource, error: NoFeasiblePlanError, as_json: bool) -> None:
     """Print what is short, and the ways out, on stdout."""
     from gpumix.cli.planning.ways_out import find_ways_out, shortfall_page
-    from gpumix.train.run_log.terminal import get_result_console, show_waiting
+    from gpumix.train.console.terminal import get_result_console, show_waiting
 
     assert source.estimate is not None
     with show_waiting("looking for ways out"):

@@ -176,7 +176,7 @@ class PlanOptions(PlanArguments):
         if self._named_cluster.is_file:
             named = [*self.overrides, f"cluster={self.cluster}"]
             return replace(self, cluster=None, overrides=named).source(strategy)
-        from gpumix.train.run_log.terminal import show_waiting
+        from gpumix.train.console.terminal import show_waiting
 
         with show_waiting("reading the job"):
             from gpumix.schema.reading.named_files import check_named_files
@@ -195,8 +195,8 @@ class PlanOptions(PlanArguments):
     def _of_job(self, job: Job, path: Path) -> Profile:
         from gpumix.profiler.cache.measurement_cache import set_readers
         from gpumix.schema.profile.profile import Profile
-        from gpumix.train.run_log.plan_page import advise_measuring
-        from gpumix.train.run_log.terminal import get_stderr_console, show_waiting
+        from gpumix.train.console.plan_page import advise_measuring
+        from gpumix.train.console.terminal import get_stderr_console, show_waiting
 
         if self.cluster is not None:
             with locate_errors(path):

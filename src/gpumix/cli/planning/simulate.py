@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumix.cli.common import Json, Overrides, make_command, print_result
+from gpumix.cli.common import Json, Overrides, print_result
 from gpumix.cli.planning.profile_source import (
     ClusterText,
     ModelText,
@@ -34,18 +34,6 @@ if TYPE_CHECKING:
 MOST_LINES = 12  # of the critical path
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Replay one step of a plan: what binds it, who waits for what, and a trace.\n\n"
-        "Times come from the profile next to the plan, if none "
-        "is given. Open the trace in ui.perfetto.dev.\n\n"
-        "Example: gpumix simulate runs/first/plan.json --trace simulated.json\n\n"
-        "Example: gpumix simulate runs/first/plan.json --picture step.png\n\n"
-        'Example: gpumix simulate plan.json --cluster "4x rtx3090, 2x p40" --model 3B'
-    )(simulate)
-
-
-@make_command
 def simulate(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan, a JSON file.")],
     profile: Annotated[
@@ -67,6 +55,15 @@ def simulate(
     overrides: Overrides = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
+    """Replay one step of a plan: what binds it, who waits for what, and a trace.
+
+    Times come from the profile next to the plan, if none is given. Open the trace in
+    ui.perfetto.dev.
+
+    Example: gpumix simulate runs/first/plan.json --trace simulated.json
+    Example: gpumix simulate runs/first/plan.json --picture step.png
+    Example: gpumix simulate plan.json --cluster "4x rtx3090, 2x p40" --model 3B
+    """
     from rich.console import Group
 
     from gpumix.schema.plan.plan import Plan
@@ -126,11 +123,7 @@ def _refuse_other_cards(plan: Plan, cluster: str, network: str | None) -> None:
 
 
 def _get_profile(profile: Path | None, asked: PlanOptions) -> tuple[Profile, str]:
-    """Return the profile given or asked for, and a note on it.
-
-    Raises:
-        InputError: no source of times is given, or several.
-    """
+    """Return the profile given or asked for, and a note on it."""
     from gpumix.schema.profile.profile import Profile
 
     if profile is None:
@@ -213,7 +206,7 @@ def _format_use(use: LaneUtilization, workers: Sequence[Worker]) -> dict[str, An
 def _render_replay(replay: Replay, plan: Plan, times: Profile) -> Iterable[RenderableType]:
     from gpumix.schema.units import show_seconds
     from gpumix.simulate.timeline import compute_utilization
-    from gpumix.train.run_log.tables import add_notes
+    from gpumix.train.console.tables import add_notes
 
     off = replay.step_s / replay.predicted_s - 1 if replay.predicted_s else 0.0
     off = round(off, 3) + 0.0  # no -0.0
@@ -232,7 +225,7 @@ def _make_critical_path_table(replay: Replay) -> RenderableType:
     """Return the critical path as a table; of many stretches the longest."""
     from gpumix.schema.units import show_seconds
     from gpumix.simulate.timeline import list_critical_segments
-    from gpumix.train.run_log.tables import new_table
+    from gpumix.train.console.tables import new_table
 
     table = new_table("critical path", "what", "of", "on", "times", "takes", "of the step")
     found = list_critical_segments(replay)
@@ -254,7 +247,7 @@ def _make_traffic_table(plan: Plan, times: Profile) -> RenderableType:
     """Return a table of the collectives of a step; of unequal ranks, the largest amounts."""
     from gpumix.cost.traffic import count_traffic
     from gpumix.schema.units import show_bytes
-    from gpumix.train.run_log.tables import new_table
+    from gpumix.train.console.tables import new_table
 
     of_ranks = count_traffic(times, plan)
     table = new_table("collectives of a step", "operation", "times", "buffers in all")
@@ -272,7 +265,7 @@ def _format_lane(lane: EqualRanks) -> str:
 def _idle_table(uses: Sequence[LaneUtilization], step_s: float) -> Table:
     """Return a table with a row per class: the mean over devices, as parts of the step."""
     from gpumix.schema.plan.step_trace import CAUSES
-    from gpumix.train.run_log.tables import new_table
+    from gpumix.train.console.tables import new_table
 
     of_class: dict[str, list[LaneUtilization]] = {}
     for use in uses:

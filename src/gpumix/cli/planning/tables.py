@@ -9,9 +9,9 @@ from rich.text import Text
 
 from gpumix.hardware.estimates.gpu_catalogue import shorten_product
 from gpumix.schema.units import hide_exact_bytes
-from gpumix.train.run_log.plan_page import describe_source
-from gpumix.train.run_log.tables import EMULATED, describe_estimates
-from gpumix.train.run_log.text_page import (
+from gpumix.train.console.plan_page import describe_source
+from gpumix.train.console.tables import EMULATED, describe_estimates
+from gpumix.train.console.text_page import (
     COLUMNS,
     Line,
     align_rows,

@@ -76,7 +76,7 @@ def shortfall_page(found: Shortfall, assumed: str) -> Text:
     from rich.text import Text
 
     from gpumix.hardware.estimates.gpu_catalogue import shorten_product
-    from gpumix.train.run_log.text_page import wrap_line
+    from gpumix.train.console.text_page import wrap_line
 
     total = sum(found.usable_bytes[name] * count for name, count in found.counts.items())
     cards = " and ".join(

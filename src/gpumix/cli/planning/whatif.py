@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Json, make_command, print_result
+from gpumix.cli.common import Json, print_result
 from gpumix.cli.planning.profile_source import PlanOptions, add_planning_options
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.error_location import locate_errors
@@ -17,14 +17,6 @@ if TYPE_CHECKING:
     from gpumix.schema.profile.profile import Profile
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Show the gain of each change to the cluster, and of all together.\n\n"
-        "Example: gpumix whatif job.yaml --add 2xa6000 --remove p40 --inside pcie5"
-    )(whatif)
-
-
-@make_command
 @add_planning_options
 def whatif(
     asked: PlanOptions,
@@ -47,6 +39,10 @@ def whatif(
     ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
+    """Show the gain of each change to the cluster, and of all together.
+
+    Example: gpumix whatif job.yaml --add 2xa6000 --remove p40 --inside pcie5
+    """
     from gpumix.cli.planning.tables import outlook_page
     from gpumix.planner.cluster_change import forecast_clusters
 

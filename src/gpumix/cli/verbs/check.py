@@ -14,7 +14,6 @@ from gpumix.cli.common import (
     Allowed,
     Json,
     Overrides,
-    make_command,
     print_result,
     refuse_set_without_job,
     shows_tracebacks,
@@ -29,21 +28,6 @@ if TYPE_CHECKING:
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Test a cluster before a run, in less than a minute: one line per problem, with "
-        "the fix.\n\n"
-        "Versions, drivers, kernels, GPUs, pairs of devices and hosts, clocks, disks, memory, "
-        "limits; with a job also its packages, model and data. Without a job, the devices of this "
-        "host. Nothing is left behind.\n\n"
-        "Several hosts: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend gpumix "
-        "--rdzv-endpoint host-a:29500 -m gpumix check job.yaml\n\n"
-        "Exits with 3 if there is an error, with 0 if there are only warnings and notes.\n\n"
-        "Example: gpumix check job.yaml"
-    )(check)
-
-
-@make_command
 @take_shorthands(OF_CLUSTER)
 def check(
     context: typer.Context,
@@ -54,9 +38,22 @@ def check(
     allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
+    """Test a cluster before a run, in less than a minute: one line per problem, with the fix.
+
+    Versions, drivers, kernels, GPUs, pairs of devices and hosts, clocks, disks, memory, limits;
+    with a job also its packages, model and data. Without a job, the devices of this host. Nothing
+    is left behind.
+
+    Several hosts: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend gpumix --rdzv-endpoint
+    host-a:29500 -m gpumix check job.yaml
+
+    Exits with 3 if there is an error, with 0 if there are only warnings and notes.
+
+    Example: gpumix check job.yaml
+    """
     from gpumix.check.run import check as outcome_of
     from gpumix.schema.errors import MachineError
-    from gpumix.train.run_log.terminal import get_stderr_console
+    from gpumix.train.console.terminal import get_stderr_console
 
     refuse_set_without_job(job, overrides, fix="gpumix check JOB.yaml --set ...")
     leaving = context.with_resource(ExitStack())

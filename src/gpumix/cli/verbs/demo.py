@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Json, make_command, print_json, shows_tracebacks
+from gpumix.cli.common import Json, print_json, shows_tracebacks
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import remove, write_text_atomically
 from gpumix.train.run_log import run_files
@@ -34,15 +34,6 @@ GPT = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Train a small GPT on the unequal GPUs of this host, or on an emulated mixture; takes "
-        "a few minutes.\n\n"
-        "Example: gpumix demo --max-steps 10"
-    )(demo)
-
-
-@make_command
 def demo(
     steps: Annotated[int, typer.Option("--max-steps", min=3, help="Training steps.")] = 24,
     output: Annotated[
@@ -54,8 +45,13 @@ def demo(
     ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
+    """Train a small GPT on the unequal GPUs of this host, or on an emulated mixture; takes a few
+    minutes.
+
+    Example: gpumix demo --max-steps 10
+    """
     from gpumix.cli.demo_devices import choose_demo_devices
-    from gpumix.train.controller import JobController, format_overrun_warning
+    from gpumix.train.controller import GivenPlan, JobController, format_overrun_warning
     from gpumix.train.run_figures.words import format_token_rate
     from gpumix.train.run_figures.writer import append_event
     from gpumix.train.run_log.even_baseline import measure_best_even_plan
@@ -67,7 +63,7 @@ def demo(
     )
     pipeline.show(devices.said)
     _remove_former_run(output)
-    summary = pipeline.train(None, resume=False)
+    summary = pipeline.train(GivenPlan(), resume=False)
     pipeline.show(f"now an even split on the same devices, {EVEN_STEPS} steps in each setting")
     even = measure_best_even_plan(pipeline, pipeline.profile(), EVEN_STEPS)
     overruns = summary.overruns + even.overruns

@@ -10,20 +10,11 @@ import typer
 from gpumix.cli.common import (
     Json,
     Overrides,
-    make_command,
     print_result,
     refuse_set_without_job,
 )
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Show the devices of this host, or of a job or cluster file.\n\n"
-        "Example: gpumix devices --json"
-    )(devices)
-
-
-@make_command
 def devices(
     job: Annotated[
         Path | None, typer.Argument(metavar="JOB", help="Take the cluster of this job.")
@@ -38,11 +29,15 @@ def devices(
     overrides: Overrides = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
+    """Show the devices of this host, or of a job or cluster file.
+
+    Example: gpumix devices --json
+    """
     from gpumix.cli.planning.estimate_source import NamedCluster
     from gpumix.hardware.discovery.discover import discover_cluster
     from gpumix.schema.errors import InputError
     from gpumix.schema.reading.read import read_job
-    from gpumix.train.run_log.devices_page import devices_page
+    from gpumix.train.console.devices_page import devices_page
 
     if job is not None and cluster is not None:
         raise InputError(

@@ -19,7 +19,6 @@ from gpumix.cli.common import (
     Allowed,
     Json,
     Overrides,
-    make_command,
     print_json,
     shows_tracebacks,
     take_shorthands,
@@ -33,22 +32,6 @@ if TYPE_CHECKING:
     from gpumix.doctor.report import Report
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Find what slows down a job, or a training function of yours: run a few steps, test "
-        "each change, and report its gain.\n\n"
-        "This takes minutes: the job runs several times, a few steps each. "
-        "Each change is measured in pairs of short runs, with and without it; problems that no "
-        "change fixes are reported without a gain. "
-        "A function is from your own script, in plain PyTorch, whose module is in this folder. It "
-        "really runs, without arguments and several times, and is stopped after some steps each "
-        "time: it writes its files and logs.\n\n"
-        "Example: gpumix doctor job.yaml --apply\n\n"
-        "Example: gpumix doctor train:main"
-    )(doctor)
-
-
-@make_command
 @take_shorthands(OF_CLUSTER)
 def doctor(
     target: Annotated[
@@ -73,6 +56,18 @@ def doctor(
     allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
+    """Find what slows down a job, or a training function of yours: run a few steps, test each
+    change, and report its gain.
+
+    This takes minutes: the job runs several times, a few steps each. Each change is measured in
+    pairs of short runs, with and without it; problems that no change fixes are reported without a
+    gain. A function is from your own script, in plain PyTorch, whose module is in this folder. It
+    really runs, without arguments and several times, and is stopped after some steps each time: it
+    writes its files and logs.
+
+    Example: gpumix doctor job.yaml --apply
+    Example: gpumix doctor train:main
+    """
     begun_s = time.perf_counter()
     _refuse_a_script(target)
     is_function = _is_function(target)
@@ -81,7 +76,7 @@ def doctor(
         _require_module(target.partition(":")[0])
     from gpumix.doctor.change import merge_overrides, write_tuned
     from gpumix.doctor.examine import examine
-    from gpumix.train.run_log.terminal import (
+    from gpumix.train.console.terminal import (
         get_result_console,
         get_stderr_console,
         show_waiting,
@@ -188,7 +183,7 @@ def _open_patient(
     *,
     steps: int,
 ) -> Iterator[Patient]:
-    from gpumix.doctor.function.patient import open_function_patient
+    from gpumix.doctor.function.function_patient import open_function_patient
     from gpumix.doctor.job import open_job_patient
 
     if is_function:
@@ -209,7 +204,7 @@ def _open_patient(
 
 def _render_findings(report: Report) -> Text:
     """Return what helps, in all and each, with the reason and the change."""
-    from gpumix.train.run_log.text_page import iterate_labelled, join_lines, wrap_line
+    from gpumix.train.console.text_page import iterate_labelled, join_lines, wrap_line
 
     waited = f"{report.input_share:.0%} of a step was spent waiting for data"
     lines = [(f"{report.gain:.2f}x as fast with all of this; {waited}", "bold green")]

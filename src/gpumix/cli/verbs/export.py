@@ -7,18 +7,9 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Allowed, Json, make_command, print_json, require_checkpoint
+from gpumix.cli.common import Allowed, Json, print_json, require_checkpoint
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Write the weights of a run's newest checkpoint as safetensors, with configuration "
-        "and tokenizer: a folder that transformers loads. Adapters are merged into their base.\n\n"
-        "Example: gpumix export runs/latest --to my-model"
-    )(export)
-
-
-@make_command
 def export(
     run: Annotated[
         Path,
@@ -35,9 +26,14 @@ def export(
     allowed: Allowed = [],  # noqa: B006 - typer copies it
     as_json: Json = False,
 ) -> None:
+    """Write the weights of a run's newest checkpoint as safetensors, with configuration and
+    tokenizer: a folder that transformers loads. Adapters are merged into their base.
+
+    Example: gpumix export runs/latest --to my-model
+    """
     require_checkpoint(run)
     from gpumix.train.checkpoint.export import export as write
-    from gpumix.train.run_log.terminal import get_stderr_console
+    from gpumix.train.console.terminal import get_stderr_console
 
     replaces = to.is_dir() and any(to.iterdir())
     write(run, to, dtype=dtype, tell=get_stderr_console().print, allowed=allowed, adapters=adapters)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumix.cli.common import Json, make_command, print_result, refuse_names_of_cards
+from gpumix.cli.common import Json, print_result, refuse_names_of_cards
 from gpumix.schema.errors import InputError, format_install_command
 
 if TYPE_CHECKING:
@@ -90,15 +90,6 @@ class Answers:
         return _find_weights(self.model)
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Write a first job that runs: five questions, or their options.\n\n"
-        "Example: gpumix init --data my-texts/\n\n"
-        "Example: gpumix init --model my-llama/ --data my-texts/ --lora"
-    )(init)
-
-
-@make_command
 def init(
     file: Annotated[
         Path | None,
@@ -126,6 +117,11 @@ def init(
     ] = None,
     as_json: Json = False,
 ) -> None:
+    """Write a first job that runs: five questions, or their options.
+
+    Example: gpumix init --data my-texts/
+    Example: gpumix init --model my-llama/ --data my-texts/ --lora
+    """
     asks = sys.stdin.isatty() and sys.stderr.isatty() and not as_json
     asked = "Model (folder of weights, or a size)"
     named = _answer(model, asked, SCRATCH_MODEL, asks=asks, check=_check_model)
@@ -166,16 +162,12 @@ def _answer(
     check: Callable[[str], None] = lambda text: None,
 ) -> str:
     """Return what is given, or the default where nobody can be asked, or an answer; a wrong answer
-    is asked for again.
-
-    Raises:
-        InputError: what is given, or the default, is wrong.
-    """
+    is asked for again."""
     if given is not None or not asks:
         answer = default if given is None else given
         check(answer)
         return answer
-    from gpumix.train.run_log.terminal import print_error
+    from gpumix.train.console.terminal import print_error
 
     while True:
         answer = str(typer.prompt(question, default=default or None, err=True))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumix.cli.common import Json, make_command, print_result, require_checkpoint
+from gpumix.cli.common import Json, print_result, require_checkpoint
 from gpumix.schema.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,16 +17,6 @@ if TYPE_CHECKING:
     from gpumix.train.checkpoint.inspect import CheckpointContents
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Show a checkpoint's content and origin, and verify it.\n\n"
-        "Reads every byte and runs nothing. Lists all checkpoints of a run, the newest first; "
-        "--resume takes the first intact one. Ends with code 2 if one is damaged.\n\n"
-        "Example: gpumix inspect runs/first"
-    )(inspect)
-
-
-@make_command
 def inspect(
     checkpoint: Annotated[
         Path,
@@ -37,6 +27,13 @@ def inspect(
     ],
     as_json: Json = False,
 ) -> None:
+    """Show a checkpoint's content and origin, and verify it.
+
+    Reads every byte and runs nothing. Lists all checkpoints of a run, the newest first; --resume
+    takes the first intact one. Ends with code 2 if one is damaged.
+
+    Example: gpumix inspect runs/first
+    """
     require_checkpoint(checkpoint)
     from rich.console import Group
 
@@ -59,7 +56,7 @@ def _render_contents(found: Sequence[CheckpointContents]) -> Iterable[Renderable
     from rich.text import Text
 
     from gpumix.schema.units import show_bytes
-    from gpumix.train.run_log.tables import new_table
+    from gpumix.train.console.tables import new_table
 
     table = new_table("checkpoints", "checkpoint", "step", "size", "ranks", "gpumix", "whole")
     for one in found:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumix.cli.common import DryRun, Json, make_command, print_json, print_result
+from gpumix.cli.common import DryRun, Json, print_json, print_result
 from gpumix.schema.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,22 +35,7 @@ class Template(StrEnum):
     k8s = "k8s"
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Run a job or a program on all devices of this host, or of several hosts over ssh.\n\n"
-        "A script or module gets one process per device, like torchrun's; its own arguments follow "
-        "its name. A job is trained; arguments of gpumix train follow it. Hosts are probed first; "
-        "one Ctrl-C stops all, so that runs save.\n\n"
-        "With --dry-run, hosts are probed and a job is checked; then the processes of each host "
-        "are printed, and none is started.\n\n"
-        "Example: gpumix launch train.py\n\n"
-        "Example: gpumix launch --cluster cluster.yaml train.py\n\n"
-        "Example: gpumix launch --hosts a:4,b:8 job.yaml\n\n"
-        "Example: gpumix launch --dry-run train.py\n\n"
-        "Example: gpumix launch --template slurm --cluster cluster.yaml job.yaml",
-        context_settings={"allow_interspersed_args": False},
-    )(launch)
-
+CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 ProgramWords = Annotated[
     list[str], typer.Argument(metavar="PROGRAM", help="JOB.yaml, SCRIPT.py or, with -m, MODULE.")
@@ -135,7 +120,6 @@ PrintedTemplate = Annotated[
 
 
 # One parameter per option, as typer requires.
-@make_command
 def launch(
     called: typer.Context,
     program: ProgramWords,
@@ -157,6 +141,21 @@ def launch(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
+    """Run a job or a program on all devices of this host, or of several hosts over ssh.
+
+    A script or module gets one process per device, like torchrun's; its own arguments follow its
+    name. A job is trained; arguments of gpumix train follow it. Hosts are probed first; one Ctrl-C
+    stops all, so that runs save.
+
+    With --dry-run, hosts are probed and a job is checked; then the processes of each host are
+    printed, and none is started.
+
+    Example: gpumix launch train.py
+    Example: gpumix launch --cluster cluster.yaml train.py
+    Example: gpumix launch --hosts a:4,b:8 job.yaml
+    Example: gpumix launch --dry-run train.py
+    Example: gpumix launch --template slurm --cluster cluster.yaml job.yaml
+    """
     from gpumix.launch.commands import LaunchEnvironment, Ssh
     from gpumix.launch.launcher import LaunchRequest, pass_cluster
     from gpumix.launch.options import parse_pythons, parse_variables
@@ -388,7 +387,7 @@ def _render_launch(
     from rich.console import Group
 
     from gpumix.cli.planning.dry_run import render_start
-    from gpumix.train.run_log.text_page import iterate_labelled, join_lines
+    from gpumix.train.console.text_page import iterate_labelled, join_lines
 
     lines = [("Ready.", "bold")]
     words = shlex.join([asked.around.python, *asked.program.words])

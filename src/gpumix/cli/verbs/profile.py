@@ -13,7 +13,6 @@ from gpumix.cli.common import (
     JobFile,
     Json,
     Overrides,
-    make_command,
     print_json,
     shows_tracebacks,
     take_shorthands,
@@ -23,14 +22,6 @@ from gpumix.schema.reading.error_location import locate_errors
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again, also what is in the cache.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Measure compute, memory and network for a job's model; results are cached.\n\n"
-        "Example: gpumix profile job.yaml --output profile.json"
-    )(profile)
-
-
-@make_command
 @take_shorthands(OF_CLUSTER)
 def profile(
     job: JobFile,
@@ -42,11 +33,15 @@ def profile(
     allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    from gpumix.train.run_log.terminal import show_waiting
+    """Measure compute, memory and network for a job's model; results are cached.
+
+    Example: gpumix profile job.yaml --output profile.json
+    """
+    from gpumix.train.console.terminal import show_waiting
 
     with show_waiting("starting"):
+        from gpumix.train.console.tables import efficiency_table, profile_table
         from gpumix.train.controller import JobController
-        from gpumix.train.run_log.tables import efficiency_table, profile_table
 
     with locate_errors(job):
         with show_waiting("reading the job"):

@@ -7,21 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumix.cli.common import Json, make_command, print_json
+from gpumix.cli.common import Json, print_json
 
 if TYPE_CHECKING:
     from gpumix.report.run import Run
-
-
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Write a run as one page that opens offline: what to do next, how fast, who does "
-        "what, and why. With a second run, write a page that compares both, and print the "
-        "differences.\n\n"
-        "The run may be running, ended, failed, or only planned; its files are not changed.\n\n"
-        "Example: gpumix report runs/first --open\n\n"
-        "Example: gpumix report runs/first runs/second"
-    )(report)
 
 
 RunFolder = Annotated[
@@ -30,7 +19,6 @@ RunFolder = Annotated[
 ]
 
 
-@make_command
 def report(
     run: RunFolder,
     other: Annotated[
@@ -45,8 +33,16 @@ def report(
     ] = False,
     as_json: Json = False,
 ) -> None:
+    """Write a run as one page that opens offline: what to do next, how fast, who does what, and
+    why. With a second run, write a page that compares both, and print the differences.
+
+    The run may be running, ended, failed, or only planned; its files are not changed.
+
+    Example: gpumix report runs/first --open
+    Example: gpumix report runs/first runs/second
+    """
     from gpumix.report.run import read_run
-    from gpumix.train.run_log.terminal import get_stderr_console
+    from gpumix.train.console.terminal import get_stderr_console
 
     found = read_run(run)
     if other is None:
@@ -70,7 +66,7 @@ def _print_summary(run: Run) -> None:
     """Print a run as `gpumix top --once` does."""
     from gpumix.report.facts import RunFacts
     from gpumix.report.live import render_frame
-    from gpumix.train.run_log.terminal import get_stdout_console
+    from gpumix.train.console.terminal import get_stdout_console
 
     console = get_stdout_console()
     console.print(render_frame(RunFacts(run), width=console.width))
@@ -95,8 +91,8 @@ def _write_both(
     from gpumix.report.comparison import compare_runs
     from gpumix.report.comparison_page import render_comparison
     from gpumix.report.page import write_document
+    from gpumix.train.console.terminal import get_result_console
     from gpumix.train.run_log import run_files
-    from gpumix.train.run_log.terminal import get_result_console
 
     path = output or first.folder / run_files.COMPARISON
     found = compare_runs(first, second)
@@ -110,7 +106,7 @@ def _write_both(
 
 
 def _warn_of_unread_lines(run: Run) -> None:
-    from gpumix.train.run_log.terminal import get_stderr_console
+    from gpumix.train.console.terminal import get_stderr_console
 
     if unread := run.history.unread_note:
         get_stderr_console().print(f"{unread}: the page does without them", style="yellow")

@@ -7,22 +7,18 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import make_command, print_json
+from gpumix.cli.common import print_json
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Print the JSON schema of a job, for editors that check YAML.\n\n"
-        "Example: gpumix schema --output job.schema.json"
-    )(schema)
-
-
-@make_command
 def schema(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write it here instead of stdout.")
     ] = None,
 ) -> None:
+    """Print the JSON schema of a job, for editors that check YAML.
+
+    Example: gpumix schema --output job.schema.json
+    """
     import json
 
     from gpumix.schema.files import write_text_atomically

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Json, make_command, print_json
+from gpumix.cli.common import Json, print_json
 from gpumix.cli.verbs.report import RunFolder
 
 if TYPE_CHECKING:
@@ -27,18 +27,6 @@ NEWEST_BYTES = 4 * 2**20
 MEASURING = "the run has started: devices are being measured"
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Watch a run live: progress, speed, what to do next, each GPU, last events.\n\n"
-        "Only reads the run's files, so it may be called from anywhere, and several times. Ends "
-        "with the run, with code 0 however that ended (see --json); Ctrl-C ends it, not the run. "
-        "If stdout is not a terminal it prints one frame. Its numbers are those of gpumix "
-        "report.\n\n"
-        "Example: gpumix top runs/first"
-    )(top)
-
-
-@make_command
 def top(
     run: RunFolder,
     once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,
@@ -50,14 +38,22 @@ def top(
     ] = 1.0,
     as_json: Json = False,
 ) -> None:
+    """Watch a run live: progress, speed, what to do next, each GPU, last events.
+
+    Only reads the run's files, so it may be called from anywhere, and several times. Ends with the
+    run, with code 0 however that ended (see --json); Ctrl-C ends it, not the run. If stdout is not
+    a terminal it prints one frame. Its numbers are those of gpumix report.
+
+    Example: gpumix top runs/first
+    """
     from gpumix.report.live import render_frame
     from gpumix.report.run import is_measuring
-    from gpumix.train.run_log.terminal import get_stdout_console
+    from gpumix.train.console.terminal import get_stdout_console
 
     console = get_stdout_console()
     if as_json:
         print_json(_read_facts(run).as_dict())
-    elif once or not console.is_terminal:
+    elif once or not console.is_interactive:
         if is_measuring(run):
             console.print(MEASURING)
             return
@@ -77,7 +73,7 @@ def _read_facts(folder: Path) -> RunFacts:
 def _wait_for_plan(folder: Path, every_s: float) -> None:
     """Wait while a run measures devices, until it has a plan or has ended."""
     from gpumix.report.run import is_measuring
-    from gpumix.train.run_log.terminal import show_waiting
+    from gpumix.train.console.terminal import show_waiting
 
     with show_waiting(MEASURING):
         while is_measuring(folder):

@@ -18,7 +18,6 @@ from gpumix.cli.common import (
     JobFile,
     Json,
     Overrides,
-    make_command,
     print_json,
     print_result,
     shows_tracebacks,
@@ -31,22 +30,6 @@ if TYPE_CHECKING:
     from gpumix.train.controller import GivenPlan
 
 
-def register(app: typer.Typer) -> None:
-    app.command(
-        help="Train a job: detect the devices, profile, plan, show, train.\n\n"
-        "Starts one process per device on this host; for several hosts see gpumix launch, or start "
-        "it with torchrun.\n\n"
-        "With --dry-run, the job, its files, model, data, devices and plan are checked as for a "
-        "start. Nothing is measured: without a profile in the cache, the plan is an estimate from "
-        "datasheets, if they know the GPUs. Factories of the job are called.\n\n"
-        "Several hosts: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend gpumix "
-        "--rdzv-endpoint host-a:29500 -m gpumix train job.yaml\n\n"
-        "Example: gpumix train job.yaml --set max_steps=1000 --resume\n\n"
-        "Example: gpumix train job.yaml --dry-run"
-    )(train)
-
-
-@make_command
 @take_shorthands(OF_CLUSTER, OF_STRATEGY, OF_TRACE_STEP)
 def train(
     job: JobFile,
@@ -66,6 +49,21 @@ def train(
     allowed: Allowed = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
+    """Train a job: detect the devices, profile, plan, show, train.
+
+    Starts one process per device on this host; for several hosts see gpumix launch, or start it
+    with torchrun.
+
+    With --dry-run, the job, its files, model, data, devices and plan are checked as for a start.
+    Nothing is measured: without a profile in the cache, the plan is an estimate from datasheets, if
+    they know the GPUs. Factories of the job are called.
+
+    Several hosts: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend gpumix --rdzv-endpoint
+    host-a:29500 -m gpumix train job.yaml
+
+    Example: gpumix train job.yaml --set max_steps=1000 --resume
+    Example: gpumix train job.yaml --dry-run
+    """
     given = _load_given_plan(plan, overrides)
     if dry_run:
         from gpumix.cli.planning.dry_run import check_job, render_start
@@ -73,7 +71,7 @@ def train(
         start = check_job(job, overrides, allowed, given, resume=resume)
         print_result(start.as_dict, lambda: render_start(start), as_json)
         return
-    from gpumix.train.run_log.terminal import show_waiting
+    from gpumix.train.console.terminal import show_waiting
 
     with show_waiting("starting"):
         from gpumix.train.controller import JobController
@@ -83,13 +81,7 @@ def train(
             pipeline = JobController.of_file(
                 job, overrides, allowed=allowed, debug=shows_tracebacks()
             )
-        summary = pipeline.train(
-            given.plan,
-            resume=resume,
-            made_from=given.made_from,
-            plan_file=given.file,
-            made_from_file=given.made_from_file,
-        )
+        summary = pipeline.train(given, resume=resume)
     if not pipeline.speaks:
         return
     pipeline.show_summary(summary)
@@ -98,11 +90,7 @@ def train(
 
 
 def _load_given_plan(path: Path | None, overrides: Sequence[str]) -> GivenPlan:
-    """Load the plan to train by and the profile next to it.
-
-    Raises:
-        InputError: it is no plan, or a strategy to make one by is given too.
-    """
+    """Load the plan to train by and the profile next to it."""
     from gpumix.cli.planning.profile_source import load_profile_beside
     from gpumix.schema.plan.plan import Plan
     from gpumix.train.controller import GivenPlan

@@ -1,4 +1,4 @@
 """Time of collectives and messages, from measured or stated links. Pure.
 
-May use `schema` and `cost.layout`.
+May use `schema` and `cost.memory_layout`.
 """

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 
-from gpumix.cost.layout.buffer_slots import (
+from gpumix.cost.memory_layout.buffer_slots import (
     ALWAYS,
     BucketLifetimes,
     Buffer,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Self
 
-from gpumix.cost.layout.curves import interpolate_one_seconds
+from gpumix.cost.memory_layout.curves import interpolate_one_seconds
 from gpumix.cost.network.buckets import (
     BEFORE,
     GRADIENT_BYTES,

@@ -18,8 +18,8 @@ from itertools import combinations
 from typing import Literal, Protocol
 
 from gpumix.cost.identity import ByIdentity
-from gpumix.cost.layout.curves import interpolate_one_seconds
-from gpumix.cost.schedule import NO_TRANSFER, Transfer
+from gpumix.cost.memory_layout.curves import interpolate_one_seconds
+from gpumix.cost.pipeline_schedule import NO_TRANSFER, Transfer
 from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.cluster.link_islands import (
     Near,

@@ -12,8 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from gpumix.cost.layout.activation_phases import Pass
-from gpumix.cost.layout.curves import FloatArray, MicroBatches
+from gpumix.cost.memory_layout.activation_phases import Pass
+from gpumix.cost.memory_layout.curves import FloatArray, MicroBatches
 from gpumix.cost.network.buckets import BEFORE, BucketGrouping
 from gpumix.cost.network.collective_times import (
     BufferCuts,
@@ -31,7 +31,7 @@ from gpumix.cost.peak_memory import (
 )
 from gpumix.cost.pipeline.stage_model import StagedModel
 from gpumix.cost.step_time import compute_split_backward, optimizer_seconds, pass_seconds
-from gpumix.cost.teams import StageLeaders
+from gpumix.cost.tensor_parallel_groups import StageLeaders
 from gpumix.schema.cluster.link_islands import Near
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.plan import Plan

@@ -2,8 +2,8 @@
 
 Each stage is a model of its own (`cost.pipeline.stage_model`). The rest of the cost model gives the
 time of one pass of one micro-batch on each of its workers, and the memory left behind.
-`cost.schedule` gives the order; a replay of the order, with the messages between stages, is the
-step:
+`cost.pipeline_schedule` gives the order; a replay of the order, with the messages between stages,
+is the step:
 
 * Below ZeRO stage 2 the first forward of a stage waits for its parameters, and its gradients are
   reduced after its last backward; at stage 0, if a rank has one stage, concurrently with it.
@@ -26,14 +26,14 @@ from operator import itemgetter
 
 import numpy as np
 
-from gpumix.cost.layout.buffer_slots import align_size
-from gpumix.cost.layout.curves import interpolate_bytes
+from gpumix.cost.memory_layout.buffer_slots import align_size
+from gpumix.cost.memory_layout.curves import interpolate_bytes
 from gpumix.cost.network.buckets import GRADIENT_BYTES
 from gpumix.cost.network.link_times import Messages, build_subset_link_model
 from gpumix.cost.peak_memory import MASTER_BYTES, StateModel, usable_bytes
 from gpumix.cost.pipeline.stage_cost import StageCost, select_larger
 from gpumix.cost.pipeline.stage_model import SharedParameters, cut_into_stages
-from gpumix.cost.schedule import (
+from gpumix.cost.pipeline_schedule import (
     NO_TRANSFER,
     Action,
     ActionTimes,
@@ -42,7 +42,7 @@ from gpumix.cost.schedule import (
     Transfer,
     replay,
 )
-from gpumix.cost.teams import end_seconds, make_stage_leaders
+from gpumix.cost.tensor_parallel_groups import end_seconds, make_stage_leaders
 from gpumix.schema.cluster.link_islands import find_smallest_place
 from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
 from gpumix.schema.plan.splitting import compute_shard_sizes

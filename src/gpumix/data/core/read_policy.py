@@ -104,13 +104,8 @@ def note_sample_end() -> None:
 
 
 def note_failed_sample(index: int) -> None:
-    """Note a sample as unreadable for this thread, or `SEVERAL`."""
+    """Note a sample as unreadable for this thread, or `SEVERAL`; `NO_SAMPLE` clears the note."""
     _notes.failed = index
-
-
-def clear_failed_sample() -> None:
-    """Clear the note of a failed sample."""
-    _notes.failed = NO_SAMPLE
 
 
 def failed_at() -> int:

@@ -72,13 +72,13 @@ class _Turns:
     def __init__(self) -> None:
         self._free = threading.Lock()
         self._change = threading.Lock()
-        self._now: _Turn | None = None
+        self.now: _Turn | None = None
 
     def begin(self) -> _Turn:
         got = self._free.acquire(timeout=_PATIENCE_S)
         turn = _Turn()
         if got:
-            self._now = turn
+            self.now = turn
         return turn
 
     def end(self, turn: _Turn) -> None:
@@ -87,14 +87,9 @@ class _Turns:
                 return
             turn.over = True
             turn.put_back()
-            if self._now is turn:
-                self._now = None
+            if self.now is turn:
+                self.now = None
                 self._free.release()
-
-    def end_of(self, thread: threading.Thread) -> None:
-        turn = self._now
-        if turn is not None and turn.thread is thread:
-            self.end(turn)
 
 
 _own = _ThreadState()
@@ -195,7 +190,9 @@ def preserve_rng_state() -> Iterator[None]:
 
 def end_turn_of_thread(thread: threading.Thread) -> None:
     """End a stuck thread's turn with the generators of the process, and restore them."""
-    _turns.end_of(thread)
+    turn = _turns.now
+    if turn is not None and turn.thread is thread:
+        _turns.end(turn)
 
 
 @contextmanager
@@ -214,13 +211,6 @@ def clear_cached_draws() -> None:
     if none had been drawn."""
     with use_row_seeds([0], everywhere=True):
         seed_row(0)
-
-
-@contextmanager
-def use_single_row(row: int) -> Iterator[None]:
-    """Read one row of the rows by itself, within the block."""
-    with use_part_seeds([row]):
-        yield
 
 
 @contextmanager

@@ -256,26 +256,17 @@ def _build(
         documents=sum(map(len, writer.ends)),
         sha256=sha,
     )
-    try:
-        _write_sidecar(cache / f"{recipe.key}.json", card)
-    except MachineError:
-        remove_quietly(cache / name)
-        remove_quietly(cache / _name_ends_file(name))
-        raise
-    for old in [*cache.glob(f"{recipe.key}-*.tokens"), *cache.glob(f"{recipe.key}-*.ends")]:
-        if old.name not in (
-            name,
-            _name_ends_file(name),
-        ):  # processes that have it mapped keep it until they unmap it
-            remove_quietly(old)
-    _LOG.info("packed %d tokens from %d files into %s", card.tokens, card.sources, cache / name)
-
-
-def _write_sidecar(path: Path, card: _Sidecar) -> None:
+    path, files = cache / f"{recipe.key}.json", (name, _name_ends_file(name))
     try:
         write_text_atomically(path, json.dumps(asdict(card), indent=1) + "\n")
     except OSError as error:
+        for file in files:
+            remove_quietly(cache / file)
         raise _make_write_error(path, error) from error
+    for old in [*cache.glob(f"{recipe.key}-*.tokens"), *cache.glob(f"{recipe.key}-*.ends")]:
+        if old.name not in files:  # processes that have it mapped keep it until they unmap it
+            remove_quietly(old)
+    _LOG.info("packed %d tokens from %d files into %s", card.tokens, card.sources, cache / name)
 
 
 def _make_write_error(path: Path, error: OSError) -> MachineError:

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,32 +21,14 @@ from gpumix.schema.files import read_bytes, read_text
 _END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
 
 
-class Tokenizer(Protocol):
-    """Interface of tokenizers for packing. `fingerprint` changes when the ids of any text may."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The largest id plus one, end-of-text included."""
-
-    @property
-    def end_of_text(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def reads_bytes(self) -> bool:
-        """True if files are passed as raw bytes; otherwise decoded as UTF-8."""
-
-    def encode(self, text: bytes | str) -> np.ndarray:
-        """Return the ids of a text without special tokens: unsigned integers, one dimension."""
-
-    def encode_batch(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
-        """Return the ids of each text, as `encode` does, on all cores if possible."""
-
-
 class ByteTokenizer:
-    """A tokenizer with a token per byte, and 256 for the end of a text."""
+    """A tokenizer with a token per byte, and 256 for the end of a text.
+
+    Attributes:
+        vocab_size: the largest id plus one, end-of-text included.
+        fingerprint: changes when the ids of any text may.
+        reads_bytes: whether files are passed as raw bytes; otherwise decoded as UTF-8.
+    """
 
     vocab_size = 257
     end_of_text = 256
@@ -54,10 +36,12 @@ class ByteTokenizer:
     reads_bytes = True
 
     def encode(self, text: bytes | str) -> np.ndarray:
+        """Return the ids of a text without special tokens: unsigned integers, one dimension."""
         raw = text.encode() if isinstance(text, str) else text
         return np.frombuffer(raw, dtype=np.uint8)
 
     def encode_batch(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
+        """Return the ids of each text, as `encode` does, on all cores if possible."""
         return [self.encode(text) for text in texts]
 
 
@@ -126,6 +110,9 @@ class FileTokenizer:
         decoded = [t.decode(errors="replace") if isinstance(t, bytes) else t for t in texts]
         encoded = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def open_tokenizer(tokenizer: Literal["bytes"] | Path) -> Tokenizer:

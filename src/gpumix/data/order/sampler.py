@@ -7,26 +7,18 @@ batch, and decides only which rank takes which. Numpy only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from gpumix.data.core.source import Source, digest
 from gpumix.data.order.balance_by_length import assign_samples, compute_costs
-from gpumix.data.order.global_order import Cursor
+from gpumix.data.order.global_order import Cursor, GlobalOrder
 from gpumix.data.order.length_buckets import WINDOW_BATCHES, BucketedOrder
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.batch_shares import Shares, get_batch_share, get_batch_workers
 
 NO_INDICES = np.empty(0, dtype=np.int64)
 _SUMMED_SAMPLES = 2**16  # samples whose tokens are summed at once
-
-
-class SampleOrder(Protocol):
-    """An endless sequence of samples."""
-
-    def span(self, start: int, stop: int) -> np.ndarray:
-        """Return the samples at positions [start, stop)."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,9 @@ class RankSampler:
         self._workers = get_batch_workers(shares)
         self._lengths = lengths
         self._attention = by_length.attention
-        self._order: SampleOrder = SequentialOrder() if in_order else cursor.order
+        self._order: GlobalOrder | BucketedOrder | SequentialOrder = cursor.order
+        if in_order:
+            self._order = SequentialOrder()
         if by_length.bucketing:
             if lengths is None:
                 raise InputError(

@@ -190,8 +190,9 @@ class StreamSource(Source):
         wanted = np.arange(batches * self._lanes * self._of_lane)
         return rest, InMemorySource(self.name, *fetch_with_timeout(self, wanted, self._reading))
 
-    def _learn(self, position: int) -> None:
+    def _learn(self, positions: np.ndarray) -> None:
         """Learn keys, shapes, dtypes and random draws from one sample."""
+        position = int(positions[0])
         with sample_rng.watch_draws() as drawn:
             self._read_sample(position)
         self._stream_draws = bool(drawn)
@@ -201,7 +202,7 @@ class StreamSource(Source):
                 self._stack = SampleStacker(self.name, self._first, position)
                 self._empty = self._stack.empty
             else:
-                alone = self._batch(np.array([position]), [self._first])
+                alone = self._batch(positions, [self._first])
                 self._empty = {key: value[:0] for key, value in alone.items()}
         self._draws = drawn.of_process or drawn_later.of_process
 
@@ -289,11 +290,14 @@ class _Lane:
         self._begin, self._name, self._once = begin, name, once
         self._parts, self._passed_over = parts, passed_over
         self._before = before
-        before(0)  # opening a pass may draw
-        self._passes = begin(0)
-        self._epoch, self._next, self._of_pass, self._bare = 0, 0, 0, 0
         self._kept: dict[int, Any] = {}
+        self._restart()
+
+    def _restart(self) -> None:
+        self._before(0)  # opening a pass may draw
+        self._passes = self._begin(0)
         self._broken: Exception | None = None
+        self._epoch, self._next, self._of_pass, self._bare = 0, 0, 0, 0
 
     def at(self, place: int, *, kept: int) -> Any:
         """Return the sample at `place` in the endless sequence of passes; keep the last `kept`
@@ -309,9 +313,7 @@ class _Lane:
                     why="an iterator can be read once, in order",
                     fix="give a function that makes it: Loader(make, ...), not Loader(make(), ...)",
                 )
-            self._before(0)
-            self._passes, self._broken = self._begin(0), None
-            self._epoch, self._next, self._of_pass, self._bare = 0, 0, 0, 0
+            self._restart()
         try:
             while self._next <= place:
                 note_sample_begin(self._next, self._name)

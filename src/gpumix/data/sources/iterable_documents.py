@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,36 +42,14 @@ LEAST_WINDOW = 64  # documents per lane, at least
 TEXTS_PER_CALL = 64  # texts tokenized by one call
 
 
-class SampleConversion(Protocol):
-    """Conversion of a stream's samples into documents."""
-
-    @property
-    def pad_token(self) -> int: ...
-
-    @property
-    def mark(self) -> str:
-        """A digest that changes with the documents."""
-
-    @property
-    def of_decoder(self) -> Collection[str]:
-        """Keys of values with lengths of their own, independent of the tokens."""
-
-    def checked(self, given: Any, what: str, name: str) -> Any:
-        """Return the sample, checked; raise an InputError if it is no document."""
-
-    def documents(self, given: Sequence[Any]) -> list[Sample]:
-        """Return the documents of checked samples, at full length."""
-
-    def parts(self, document: Sample, longest: int) -> list[Sample]:
-        """Return the parts of a document to be packed."""
-
-
 @dataclass(frozen=True)
 class TextConversion:
     """Conversion of texts into documents: strings, or dictionaries with a string in `column`.
 
     Attributes:
         tokenizer: end-of-text follows each document.
+        of_decoder: keys of values with lengths of their own, independent of the tokens.
+        mark: a digest that changes with the documents.
     """
 
     tokenizer: Tokenizer
@@ -86,15 +64,18 @@ class TextConversion:
     def mark(self) -> str:
         return digest(self.tokenizer.fingerprint, self.column)
 
-    def checked(self, given: Any, what: str, name: str) -> str:
+    def checked(self, given: Any, what: str, name: str) -> Any:
+        """Return the sample, checked; raise an InputError if it is no document."""
         return get_text(given, self.column, what, name)
 
     def documents(self, given: Sequence[str]) -> list[Sample]:
+        """Return the documents of checked samples, at full length."""
         found = tokenize_texts(given, self.tokenizer)
         return [{TOKENS: torch.from_numpy(tokens)} for tokens in found]
 
     def parts(self, document: Sample, longest: int) -> list[Sample]:
-        """Split a long document; drop single tokens, which have nothing to predict."""
+        """Return the parts of a document to be packed, without single tokens, which have nothing to
+        predict."""
         return [{TOKENS: part} for part in document[TOKENS].split(longest) if len(part) > 1]
 
 
@@ -114,7 +95,7 @@ class TokenConversion:
     def of_decoder(self) -> Collection[str]:
         return () if self.aligned else DECODER_KEYS
 
-    def checked(self, given: Any, what: str, name: str) -> Sample:
+    def checked(self, given: Any, what: str, name: str) -> Any:
         sample = tensors_of(given, what, name)
         check_tokens(sample, what, name, aligned=self.aligned)
         return sample
@@ -126,6 +107,9 @@ class TokenConversion:
         """Return the first tokens only: further values of a sample may belong together."""
         part = truncate_sample(document, longest, own=self.of_decoder)
         return [part] if len(part[TOKENS]) else []
+
+
+SampleConversion = TextConversion | TokenConversion
 
 
 @dataclass(frozen=True)

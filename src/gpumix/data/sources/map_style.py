@@ -6,6 +6,7 @@ The first sample sets the keys, shapes and dtypes; an error names any sample tha
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
@@ -39,16 +40,12 @@ Collate = Callable[[list[Any]], Batch]
 dimension."""
 
 
-class SampleSource(Source):
-    """A dataset with `len` and indexing whose samples are dictionaries of tensors, numpy arrays,
-    numbers, or lists of numbers.
-
-    Samples are read by `__getitems__` (list of indices to list of samples) if available.
+class MapStyleSource(Source):
+    """Base of sources of a map-style dataset.
 
     Args:
         dataset: the dataset.
-        name: name of the dataset in errors and in the fingerprint, which covers the name, the
-            length and the shape of a sample, but not the content: that may be augmented at random.
+        name: name of the dataset in errors and in the fingerprint.
         thread_safe: whether several threads may index it at once; default: the dataset's attribute
             of that name, if any.
         reading: whether another sample may represent all if the first is bad.
@@ -70,14 +67,31 @@ class SampleSource(Source):
         self.name, self.thread_safe = name, self._dataset.thread_safe
         find_readable(self._learn, len(self), name, reading)
 
-    @property
-    def first(self) -> dict[str, Tensor]:
-        """The sample that sets keys, shapes and dtypes for all."""
-        return self._stack.first
+    @abstractmethod
+    def _learn(self, indices: np.ndarray) -> None:
+        """Learn the form of all samples from one."""
 
     @property
     def draws(self) -> bool:
         return self._dataset.draws
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+
+class SampleSource(MapStyleSource):
+    """A dataset with `len` and indexing whose samples are dictionaries of tensors, numpy arrays,
+    numbers, or lists of numbers.
+
+    Samples are read by `__getitems__` (list of indices to list of samples) if available. The
+    fingerprint covers the name, the length and the shape of a sample, but not the content: that may
+    be augmented at random.
+    """
+
+    @property
+    def first(self) -> dict[str, Tensor]:
+        """The sample that sets keys, shapes and dtypes for all."""
+        return self._stack.first
 
     @property
     def writes(self) -> bool:
@@ -86,9 +100,6 @@ class SampleSource(Source):
     @property
     def fingerprint(self) -> str:
         return digest(self.name, len(self), self._stack.shapes)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         if not len(indices):
@@ -107,8 +118,8 @@ class SampleSource(Source):
             self._dataset.read(numbers, put)
         return target
 
-    def _learn(self, index: int) -> None:
-        """Learn keys, shapes and dtypes from one sample."""
+    def _learn(self, indices: np.ndarray) -> None:
+        [index] = indices.tolist()
         self._stack = SampleStacker(self.name, self._dataset.fetch([index])[0], index)
 
     def samples(self, indices: np.ndarray) -> list[dict[str, Tensor]]:
@@ -163,34 +174,8 @@ class SampleStacker:
             InputError: they do not match the tensors of the first.
         """
         found = self.tensors(index, sample)
-        self._check(index, found)
-        return found
-
-    def tensors(self, index: int, sample: Any) -> dict[str, Tensor]:
-        """Return the tensors of a sample, of any shapes.
-
-        Raises:
-            InputError: the sample is no dictionary of values convertible to tensors.
-        """
-        return tensors_of(sample, f"sample {index}", self._name)
-
-    def check_keys(self, index: int, sample: dict[str, Tensor]) -> None:
-        """Compare the keys of a sample with the first.
-
-        Raises:
-            InputError: the keys differ.
-        """
-        if sample.keys() != self.first.keys():
-            raise InputError(
-                f"sample {index} holds {sort_keys(sample)}, sample {self._index} "
-                f"{sort_keys(self.first)}",
-                where=self._name,
-                fix="let all samples have the same keys",
-            )
-
-    def _check(self, index: int, sample: dict[str, Tensor]) -> None:
-        self.check_keys(index, sample)
-        for key, value in sample.items():
+        self.check_keys(index, found)
+        for key, value in found.items():
             first = self.first[key]
             if value.shape != first.shape or value.dtype != first.dtype:
                 raise InputError(
@@ -203,6 +188,25 @@ class SampleStacker:
                     if value.shape != first.shape
                     else f"let all have one dtype: sample['{key}'].to({first.dtype})",
                 )
+        return found
+
+    def tensors(self, index: int, sample: Any) -> dict[str, Tensor]:
+        """Return the tensors of a sample, of any shapes.
+
+        Raises:
+            InputError: the sample is no dictionary of values convertible to tensors.
+        """
+        return tensors_of(sample, f"sample {index}", self._name)
+
+    def check_keys(self, index: int, sample: dict[str, Tensor]) -> None:
+        """Raise InputError if a sample has other keys than the first."""
+        if sample.keys() != self.first.keys():
+            raise InputError(
+                f"sample {index} holds {sort_keys(sample)}, sample {self._index} "
+                f"{sort_keys(self.first)}",
+                where=self._name,
+                fix="let all samples have the same keys",
+            )
 
 
 def tensors_of(sample: Any, what: str, name: str) -> dict[str, Tensor]:
@@ -257,37 +261,23 @@ def _detach_dense(value: Tensor, what: str, key: str, name: str) -> Tensor:
     return value.detach()
 
 
-class CollatedSource(Source):
+class CollatedSource(MapStyleSource):
     """A map-style dataset of samples of any kind, with a function that makes batches.
 
     Args:
-        dataset, name, thread_safe, reading: see `SampleSource`.
         collate: receives the samples of a whole batch.
-
-    Raises:
-        InputError: the dataset is not map-style or is empty, or its first sample gives no batch.
+        settings: see `MapStyleSource`.
     """
 
     splits = False
 
-    def __init__(
-        self,
-        dataset: Any,
-        name: str,
-        collate: Collate,
-        *,
-        thread_safe: bool | None = None,
-        reading: Reading = DEFAULT_READING,
-    ) -> None:
-        self._dataset = MapStyle(dataset, name, thread_safe)
-        self.name, self.thread_safe = name, self._dataset.thread_safe
+    def __init__(self, dataset: Any, name: str, collate: Collate, **settings: Any) -> None:
         self._collate = collate
         self._collate_draws = False
-        find_readable(self._learn, len(self), name, reading)
+        super().__init__(dataset, name, **settings)
 
-    def _learn(self, index: int) -> None:
-        alone = self.rows(np.array([index]))
-        self._empty = {key: value[:0] for key, value in alone.items()}
+    def _learn(self, indices: np.ndarray) -> None:
+        self._empty = {key: value[:0] for key, value in self.rows(indices).items()}
 
     @property
     def draws(self) -> bool:
@@ -297,14 +287,10 @@ class CollatedSource(Source):
     def fingerprint(self) -> str:
         return digest(self.name, len(self), sort_keys(self._empty))
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         if not len(indices):
             return self._empty
-        wanted = [int(i) for i in indices]
-        samples = self._dataset.fetch(wanted)
+        samples = self._dataset.fetch(indices.tolist())
         with sample_rng.watch_draws() as drawn:
             batch = call_collate(self._collate, samples, self.name)
         self._collate_draws |= drawn.of_process

@@ -187,11 +187,8 @@ class _JobData:
         )
 
     def _predicts_next(self) -> bool:
-        """Return whether labels of packed documents are compared with outputs one token earlier.
-
-        Raises:
-            InputError: documents cannot be packed for the job's task.
-        """
+        """Return whether labels of packed documents are compared with outputs one token earlier;
+        raise InputError if documents cannot be packed for the job's task."""
         if self._job.model.task == "seq2seq-lm":
             raise InputError(
                 "documents of a seq2seq-lm cannot be packed: what its encoder and its decoder see "

@@ -72,9 +72,7 @@ class OwnSamples(RaggedSource):
                 if key not in PER_TOKEN_KEYS and value.shape[:1] != length
             }
         self._mark = digest(content or name, len(self._source), longest, whole)
-        self.template = find_readable(
-            lambda index: self.samples(np.array([index])), len(self), name, reading
-        )
+        self.template = find_readable(self.samples, len(self), name, reading)
 
     @property
     def draws(self) -> bool:

@@ -51,7 +51,7 @@ class TokenizedTexts(RaggedSource):
         self.name = name
         self._content = content
         self._lengths: np.ndarray | None = None
-        self.template = find_readable(lambda index: self._texts([index]), len(self), name, reading)
+        self.template = find_readable(self._texts, len(self), name, reading)
 
     def set_lengths(self, lengths: np.ndarray | None) -> None:
         """Set the lengths of samples before cutting; None: unknown."""
@@ -79,7 +79,7 @@ class TokenizedTexts(RaggedSource):
         return len(self._dataset)
 
     def samples(self, indices: np.ndarray) -> list[Sample]:
-        found = tokenize_texts(self._texts([int(i) for i in indices]), self._tokenizer)
+        found = tokenize_texts(self._texts(indices), self._tokenizer)
         return [{TOKENS: torch.from_numpy(tokens[: self.longest])} for tokens in found]
 
     def count_tokens(self, progress: Callable[[], None]) -> np.ndarray:
@@ -92,9 +92,9 @@ class TokenizedTexts(RaggedSource):
             progress()
         return np.array(found, dtype=np.int32)
 
-    def _texts(self, indices: list[int]) -> Sequence[str]:
-        rows = self._dataset.fetch(indices)
-        samples = zip(indices, rows, strict=True)
+    def _texts(self, indices: np.ndarray) -> Sequence[str]:
+        numbers = indices.tolist()
+        samples = zip(numbers, self._dataset.fetch(numbers), strict=True)
         return [get_text(row, self._column, f"sample {k}", self.name) for k, row in samples]
 
 

@@ -164,7 +164,7 @@ class PackedDocuments(Source):
         """Return the errors of unreadable documents, by place in `numbers`."""
         found = {}
         for place, number in enumerate(numbers.tolist()):
-            with sample_rng.use_single_row(place):
+            with sample_rng.use_part_seeds([place]):
                 problem = catch_read_error(self._read_documents, number)
             if problem is not None:
                 found[place] = problem

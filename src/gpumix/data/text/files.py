@@ -160,11 +160,7 @@ def _status(path: Path) -> os.stat_result:
 
 
 def _list_files(folder: Path) -> list[Path]:
-    """Return all visible files below `folder`, sorted by path; linked folders are followed once.
-
-    Raises:
-        InputError: a folder cannot be listed.
-    """
+    """Return all visible files below `folder`, sorted by path; linked folders are followed once."""
 
     def fail(error: OSError) -> None:
         raise _make_read_error(Path(error.filename), error) from error

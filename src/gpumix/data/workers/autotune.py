@@ -268,15 +268,11 @@ class Tuner:
 
     def _pinned(self) -> PrefetchSettings:
         """Return the settings, with fixed values applied."""
-        pins = {
-            "kind": self.bounds.kind,
-            "workers": self.bounds.workers,
-            "ahead": self.bounds.ahead,
-        }
+        pins = {key: getattr(self.bounds, key) for key in ("kind", "workers", "ahead")}
         given = {key: pin for key, pin in pins.items() if pin is not None}
         if "workers" in given:
             given["workers"] = max(1, given["workers"])
-        setting = replace(self.setting, **given)  # type: ignore[arg-type]
+        setting = replace(self.setting, **given)
         if setting.kind == "threads" and not self.bounds.threads:
             return replace(setting, workers=1)
         return setting
@@ -354,15 +350,12 @@ class Tuner:
         cores_s = found.cpu_s / max(self.bounds.cores, 1e-9)
         short = cores_s > TARGET_UTILIZATION * all_s / len(self._window)
         self.limit = Limit.CORES if short else Limit.UNKNOWN
-        if not self._can_correct():
+        if self._corrections >= 2 and self._steps - self._moved < PAUSE_STEPS:
             return
         if short:
             self._correct(choose(found, self.bounds, self.splits), "samples take another time")
         elif self._starved >= 2 or share > STARVED_FACTOR * MIN_STARVED_SHARE:
             self._correct(self._more(found), f"the device waited {share:.0%} of the time")
-
-    def _can_correct(self) -> bool:
-        return self._corrections < 2 or self._steps - self._moved >= PAUSE_STEPS
 
     def _more(self, found: BatchMeasurements) -> PrefetchSettings:
         """Return settings with more of the scarce resource: batches ahead if most arrive in time,

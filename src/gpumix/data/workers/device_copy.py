@@ -8,7 +8,6 @@ stream waits for its event. Memory on either side is reused only after its last 
 from __future__ import annotations
 
 from collections import deque
-from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -16,35 +15,16 @@ from gpumix.data.workers.batch_layout import Batch
 from gpumix.data.workers.padding import MASK, PER_TOKEN_KEYS
 from gpumix.hardware import runtime
 
-E = TypeVar("E")
-
-
-class DeviceCopier(Protocol[E]):
-    """Interface for copies to a device during computation. An event marks the end of a batch's
-    copy."""
-
-    def send(self, batch: Batch) -> tuple[Batch, E]:
-        """Start the copy: return the batch on the device, not to be touched before its event."""
-        ...
-
-    def receive(self, batch: Batch, sent: E) -> None:
-        """Order later computation after the event, and keep the memory of `batch` from reuse until
-        the computation is done."""
-        ...
-
-    def arrived(self, sent: E) -> bool:
-        """Return whether the copy has ended, without waiting."""
-        ...
-
 
 class CopyStream:
-    """A side stream for copies to a GPU."""
+    """A side stream for copies to a GPU. An event marks the end of a batch's copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = runtime.new_stream(device)
 
     def send(self, batch: Batch) -> tuple[Batch, runtime.Event]:
+        """Start the copy: return the batch on the device, not to be touched before its event."""
         # Allocated on this stream, the memory has no pending work of other streams.
         with runtime.on_stream(self._stream):
             there = {key: t.to(self._device, non_blocking=True) for key, t in batch.items()}
@@ -52,6 +32,8 @@ class CopyStream:
         return there, sent
 
     def receive(self, batch: Batch, sent: runtime.Event) -> None:
+        """Order later computation after the event, and keep the memory of `batch` from reuse until
+        the computation is done."""
         computes = runtime.current_stream(self._device)
         computes.wait_event(sent)
         for tensor in batch.values():
@@ -61,7 +43,7 @@ class CopyStream:
         return sent.query()
 
 
-class InFlightBatches(Generic[E]):
+class InFlightBatches:
     """Batches in flight to a device.
 
     The source of a copy is kept until its event, since freed pinned memory may get the next batch
@@ -69,10 +51,10 @@ class InFlightBatches(Generic[E]):
     their masks before it copies all but the padding.
     """
 
-    def __init__(self, way: DeviceCopier[E]) -> None:
+    def __init__(self, way: CopyStream) -> None:
         self._way = way
-        self._coming: dict[int, tuple[Batch, E]] = {}
-        self._read: deque[tuple[Batch, E]] = deque()  # sources of copies, oldest first
+        self._coming: dict[int, tuple[Batch, runtime.Event]] = {}
+        self._read: deque[tuple[Batch, runtime.Event]] = deque()  # sources of copies, oldest first
 
     def begin(self, position: int, batch: Batch) -> None:
         """Start copying the batch at `position` of the order, unless device memory is short."""
@@ -103,6 +85,23 @@ class InFlightBatches(Generic[E]):
         there, sent = self._way.send(batch)
         self._read.append((batch, sent))
         self._coming[position] = there, sent
+
+
+def find_pin_memory_device(device: torch.device | str) -> torch.device | None:
+    """Return the GPU whose copies need pinned memory, or None for any device but a GPU."""
+    if not runtime.is_gpu(device) or not runtime.is_available():
+        return None
+    # Resolved now: the pinning thread has another current device.
+    return runtime.add_device_index(device)
+
+
+def pin_batch(batch: Batch, pin: torch.device | None) -> Batch:
+    """Return the batch in pinned memory for the GPU `pin`, if any. Pinning uses the thread's
+    current device; otherwise every rank would open a context on device 0."""
+    if pin is None:
+        return batch
+    with runtime.on_device(pin):
+        return {k: v if v.is_pinned() else v.pin_memory() for k, v in batch.items()}
 
 
 def _is_trimmed_on_host(batch: Batch) -> bool:

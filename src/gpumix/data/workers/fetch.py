@@ -22,9 +22,9 @@ from gpumix.data.core.read_policy import (
     Reading,
     Skipped,
     StuckError,
-    clear_failed_sample,
     collect_skipped,
     failed_at,
+    note_failed_sample,
     run_with_timeout,
 )
 from gpumix.data.core.source import Source
@@ -139,7 +139,7 @@ def fetch(
         if bad_samples == "stop" and isinstance(error, GpumixError):
             raise  # it names the bad sample and the reason
         taken, skipped = _replace_bad_samples(source, indices, bad_samples)
-        clear_failed_sample()
+        note_failed_sample(NO_SAMPLE)
         try:
             batch, lacking = _read(read, taken, indices, bad_samples)
             return batch, skipped + lacking
@@ -184,7 +184,7 @@ def _replace_bad_samples(
     skipped. Errors that do not recur are ignored."""
     taken, skipped = indices.copy(), []
     for place, index in enumerate(indices.tolist()):
-        with sample_rng.use_single_row(place), collect_skipped(bad_samples) as lacking:
+        with sample_rng.use_part_seeds([place]), collect_skipped(bad_samples) as lacking:
             problem = _problem(source, index)
             if problem is None:
                 continue
@@ -217,7 +217,9 @@ def seeds_by_number(indices: np.ndarray) -> np.ndarray:
     return sample_rng.seeds_of(_BY_NUMBER, indices)
 
 
-def find_readable(read: Callable[[int], object], count: int, name: str, reading: Reading) -> int:
+def find_readable(
+    read: Callable[[np.ndarray], object], count: int, name: str, reading: Reading
+) -> int:
     """Return the index of a sample representing all: the first, or, if bad samples are skipped, the
     first of its replacement candidates on which `read` succeeds.
 
@@ -226,7 +228,9 @@ def find_readable(read: Callable[[int], object], count: int, name: str, reading:
     """
     first: BaseException | None = None
     for index in range(1 if reading.bad_samples == "stop" else min(count, 1 + TRIES)):
-        problem = _read_isolated(partial(_catch_error, read, index), [_BY_NUMBER], name, reading)
+        problem = _read_isolated(
+            partial(catch_read_error, read, index), [_BY_NUMBER], name, reading
+        )
         if problem is None:
             return index
         if isinstance(problem, StuckError):
@@ -252,14 +256,6 @@ def _read_isolated(read: Callable[[], T], seeds: list[int], name: str, reading: 
         return run_with_timeout(drawing, name, reading.timeout_s)
 
 
-def _catch_error(read: Callable[[int], object], index: int) -> BaseException | None:
-    try:
-        read(index)
-    except FAILURES as error:
-        return error
-    return None
-
-
 def catch_read_error(read: Callable[[np.ndarray], object], index: int) -> BaseException | None:
     """Return the exception of `read` at one sample, or None."""
     try:
@@ -272,11 +268,8 @@ def catch_read_error(read: Callable[[np.ndarray], object], index: int) -> BaseEx
 
 
 def _problem(source: Source, index: int) -> BaseException | None:
-    """Return the exception of a replaceable sample, or None.
-
-    Raises:
-        TrainingError: the stream breaks there, so no sample can be a replacement.
-    """
+    """Return the exception of a replaceable sample, or None; raise TrainingError where the stream
+    breaks, since no sample can be a replacement."""
     found = catch_read_error(source.rows, index)
     if isinstance(found, BrokenStreamError):
         raise make_read_error(source.name, source.number(index), found)

@@ -72,9 +72,7 @@ class VocabularyCheckedDocuments(SourceWrapper, RaggedSource):
         super().__init__(longest=whole.longest, pad_token=whole.pad_token)
         self.name = whole.name
         self._whole, self._vocabulary = whole, vocabulary
-        self.template = find_readable(
-            lambda index: self.samples(np.array([index])), len(self), self.name, reading
-        )
+        self.template = find_readable(self.samples, len(self), self.name, reading)
 
     def samples(self, indices: np.ndarray) -> list[Sample]:
         found = self._whole.samples(indices)

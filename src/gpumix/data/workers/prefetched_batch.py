@@ -117,10 +117,7 @@ class PrefetchedBatch:
             last = runs[-1] if runs else None
             if at < 0:
                 continue
-            if last is not None and (last.stop, last.old_start + last.stop - last.start) == (
-                row,
-                at,
-            ):
+            if last and last.stop == row and last.old_start + row - last.start == at:
                 runs[-1] = RowRun(last.start, row + 1, last.old_start)
             else:
                 runs.append(RowRun(row, row + 1, at))

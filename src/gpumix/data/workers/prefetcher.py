@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -20,6 +19,7 @@ from gpumix.data.core.read_policy import BadSamples, Skipped, StuckError
 from gpumix.data.core.source import Source
 from gpumix.data.order.sampler import NO_INDICES, BatchPart
 from gpumix.data.workers.batch_layout import Batch, BatchLayout
+from gpumix.data.workers.device_copy import pin_batch
 from gpumix.data.workers.fetch import Chunk, Cost, FetchResult
 from gpumix.data.workers.prefetched_batch import PrefetchedBatch
 from gpumix.data.workers.shared_memory import Arena
@@ -32,7 +32,6 @@ from gpumix.data.workers.worker_pool import (
     WorkerPool,
 )
 from gpumix.hardware.memory_limit import count_as_host_memory
-from gpumix.hardware.runtime import on_device
 from gpumix.schema.errors import InputError, MachineError
 
 MOST_AHEAD = 64  # batches
@@ -472,7 +471,8 @@ class Prefetcher:
         done = heir = None
         try:
             if not (batch.error or batch.dropped or batch.successor):
-                done = self._assembled(batch)
+                with count_as_host_memory():
+                    done = pin_batch(batch.joined(), self._pin)
         except Exception as error:
             batch.error = error
         with self._changed:
@@ -484,20 +484,6 @@ class Prefetcher:
             self._changed.notify_all()
         if heir is not None:
             self._finish(heir)
-
-    def _assembled(self, batch: PrefetchedBatch) -> Batch:
-        with ExitStack() as stack:
-            if self._pin is not None:
-                # Pinning uses the thread's current device; otherwise every rank would open a
-                # context on device 0.
-                stack.enter_context(on_device(self._pin))
-            stack.enter_context(count_as_host_memory())
-            return self._pinned(batch.joined())
-
-    def _pinned(self, batch: Batch) -> Batch:
-        if self._pin is None:
-            return batch
-        return {k: v if v.is_pinned() else v.pin_memory() for k, v in batch.items()}
 
 
 def _add_handover(found: FetchResult) -> Cost:

@@ -73,8 +73,6 @@ class ChunkTarget:
 class WorkerPool(ABC):
     """A pool of workers that fetches several chunks at once. Calls must not overlap."""
 
-    kind: Kind
-
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self.lost = 0
@@ -110,8 +108,6 @@ class ThreadWorkerPool(WorkerPool):
         timeout_s: seconds over one chunk after which a thread counts as stuck.
         draws: whether samples are known to draw from generators of this process; see `Bounds`.
     """
-
-    kind: Kind = "threads"
 
     def __init__(
         self,
@@ -267,8 +263,6 @@ class ProcessWorkerPool(WorkerPool):
     Raises:
         MachineError: the system refuses even a single process.
     """
-
-    kind: Kind = "processes"
 
     def __init__(
         self,
@@ -544,6 +538,3 @@ def _copy_to_target(values: Batch, target: Batch | None) -> bool:
     for key, value in values.items():
         target[key].copy_(value)
     return True
-
-
-__all__ = ["ChunkTarget", "Done", "Kind", "ProcessWorkerPool", "ThreadWorkerPool", "WorkerPool"]

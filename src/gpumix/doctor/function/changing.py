@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn, set_default_dtype  # unpatched
@@ -40,12 +40,6 @@ from gpumix.hardware.host.environment import use_expandable_segments
 
 MOST_KEPT = 8  # optimizers of one line kept for their successors
 _LATER_STATE = "_gpumix_state"  # attribute of optimizers, with the state to take over
-
-
-class PendingCopy(Protocol):
-    """A copy to the host in progress."""
-
-    def result(self) -> Tensor: ...
 
 
 def apply_changes(changes: Mapping[str, Any], patches: Patches) -> list[Treatment]:
@@ -165,8 +159,8 @@ class DelayedReads:
     Reads in libraries are not delayed, because no line identifies them."""
 
     foreign: Callable[[Tensor], bool] = lambda tensor: runtime.is_gpu(tensor.device)
-    send: Callable[[Tensor], PendingCopy] = PinnedHostCopy.of
-    _sent: dict[tuple[Any, ...], PendingCopy] = field(default_factory=dict)
+    send: Callable[[Tensor], Any] = PinnedHostCopy.of
+    _sent: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def reading(self, before: Any) -> Any:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -26,8 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpumix.data.core.factory import call_factory
 from gpumix.doctor.function.changing import apply_changes
+from gpumix.doctor.function.observations import Observations, WindowRequest
 from gpumix.doctor.function.patches import Patches
-from gpumix.doctor.function.seen import Observations, WindowRequest
 from gpumix.doctor.function.watching.attention import UnfusedAttentionFinder
 from gpumix.doctor.function.watching.kernels import KernelProfile
 from gpumix.doctor.function.watching.loops import OperationCounter

@@ -12,7 +12,7 @@ from math import ceil, floor
 
 from gpumix.cost.input_time import MIN_STARVED_SHARE
 from gpumix.data.workers.autotune import BatchMeasurements, Bounds, choose
-from gpumix.doctor.function.seen import LoaderObservation, Observations
+from gpumix.doctor.function.observations import LoaderObservation, Observations
 from gpumix.doctor.report import Suspect
 from gpumix.schema.units import format_count
 

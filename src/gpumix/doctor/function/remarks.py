@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gpumix.doctor.function.seen import Observations, OperationCounts, Site
+from gpumix.doctor.function.observations import Observations, OperationCounts, Site
 from gpumix.doctor.function.suspects import DELAYABLE_READS, find_remade_optimizers
 from gpumix.doctor.report import Remark
 

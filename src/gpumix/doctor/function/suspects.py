@@ -11,7 +11,7 @@ from math import floor
 
 from gpumix.cost.input_time import MIN_STARVED_SHARE
 from gpumix.doctor.function.loader_suspects import suspect_loaders
-from gpumix.doctor.function.seen import (
+from gpumix.doctor.function.observations import (
     Observations,
     OptimizerObservation,
     Site,

@@ -9,32 +9,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumix.engine.batch.ragged_batch import (
-    ROW_TYPES,
-    RaggedRows,
-    SampleEntries,
-    has_rows,
-    has_samples,
-    select_samples,
-)
+from gpumix.engine.batch.ragged_batch import RaggedRows, SampleEntries
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.model.rng import Randomness
+from gpumix.engine.comm.wait_clock import WaitClock
+from gpumix.engine.model.forward_coroutine import Randomness
+from gpumix.engine.model.kernel_selection import to_channels_last
+from gpumix.engine.model.rng import OtherGenerators
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
 
 Loss = tuple[torch.Tensor, torch.Tensor]
+Objective = Callable[[nn.Module, Any], Loss]
+"""Returns (summed loss, count) of a micro-batch."""
 
 DIGEST_MASK = 2**40 - 1  # sums over thousands of ranks are exact in float64
 
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's and transformers' ignore_index
 LABELS, MASK, TOKENS = "labels", "attention_mask", "input_ids"
 PER_TOKEN = frozenset({TOKENS, LABELS, MASK, "position_ids", "token_type_ids"})
+
+
+ROW_TYPES = (torch.Tensor, RaggedRows, SampleEntries)
+
+
+def has_rows(value: Any) -> bool:
+    """Return True if a value has rows per sample."""
+    return isinstance(value, ROW_TYPES)
+
+
+def has_samples(value: Any) -> bool:
+    """Return True if a value has rows per sample, or an entry per sample and is no tensor."""
+    if isinstance(value, list):
+        return bool(value) and not any(isinstance(v, torch.Tensor | list | dict) for v in value)
+    return isinstance(value, (*ROW_TYPES, np.ndarray))
+
+
+def select_samples(batch: Any, samples: slice | Sequence[int]) -> Any:
+    """Return some samples of a batch, a pytree."""
+    which = samples if isinstance(samples, slice) else list(samples)
+    return tree_map(lambda t: t[which] if has_rows(t) else t, batch, is_leaf=has_rows)
 
 
 @dataclass(frozen=True)
@@ -46,14 +67,6 @@ class MicroBatchTask:
     randomness: Randomness
     looks: tuple[torch.Size, ...]
     width: int | None = None
-
-    @classmethod
-    def of(
-        cls, part: Any, compute_loss: Callable[[], Loss], randomness: Randomness
-    ) -> MicroBatchTask:
-        """Make from a micro-batch, a pytree of tensors."""
-        looks = tuple(t.shape for t in tree_leaves(part) if torch.is_tensor(t))
-        return cls(compute_loss, randomness, looks, width_of(part))
 
 
 def repeat_sample(batch: Any, times: int) -> Any:
@@ -183,6 +196,79 @@ def copied(batch: Any) -> Any:
 def _separate_version_counter(value: Any) -> Any:
     """Return a view of the same memory with a separate version counter."""
     return value.data if isinstance(value, torch.Tensor) and not value.requires_grad else value
+
+
+@dataclass(frozen=True)
+class BatchCutter:
+    """Cut of a rank's batches into micro-batches on its device.
+
+    Attributes:
+        dtype: of floating tensors.
+        channels_last: whether images get the layout that tensor cores prefer.
+        seed: of the run.
+        generators, others: see `Randomness`.
+        copies: clock of the waits for copies to the device.
+    """
+
+    model: nn.Module
+    rank: int
+    device: torch.device
+    dtype: torch.dtype
+    channels_last: bool
+    seed: int
+    generators: Sequence[torch.Generator]
+    others: OtherGenerators
+    copies: WaitClock
+
+    def cut(
+        self, batch: Any, rows: Sequence[range], objective: Objective, step: int, *, trims: bool
+    ) -> list[MicroBatchTask]:
+        """Cut a batch into micro-batches, whose samples are `rows` of the global batch.
+
+        Args:
+            objective: returns (summed loss, count) of a micro-batch.
+            step: number of the step, for random numbers.
+            trims: whether padding columns are cut off.
+
+        Raises:
+            InputError: the number of samples is not that of `rows`.
+        """
+        if (given := count_samples(batch)) != (wanted := sum(map(len, rows))):
+            raise InputError(
+                f"rank {self.rank} was given {given} samples, the plan gives it {wanted}",
+                fix="feed it with gpumix.Loader(dataset, plan, rank), or cut batches as "
+                "plan.rows_of(rank) says",
+            )
+        widths: list[int | None] = [None] * len(rows)
+        if trims:  # asks the host, before any copy to the device
+            widths = find_padding_starts(batch, rows)
+        if any(map(self._is_away, tree_leaves(batch))):
+            with self.copies:
+                batch = tree_map(self._to_device, batch)
+        return [
+            MicroBatchTask(
+                partial(objective, self.model, part),
+                Randomness(self.seed, step, of_one.start, self.generators, self.others),
+                tuple(t.shape for t in tree_leaves(part) if torch.is_tensor(t)),
+                width_of(part),
+            )
+            for of_one, part in zip(rows, iterate_micro_batches(batch, rows, widths))
+        ]
+
+    def _is_away(self, value: Any) -> bool:
+        """Return whether a value is not yet as the model takes it."""
+        if not isinstance(value, torch.Tensor):
+            return False
+        floating = value.is_floating_point()
+        as_taken = value.device == self.device and not (floating and self.channels_last)
+        return not (as_taken and (value.dtype == self.dtype or not floating))
+
+    def _to_device(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        dtype = self.dtype if value.is_floating_point() else value.dtype
+        moved = value.to(self.device, dtype, non_blocking=True)
+        return to_channels_last(moved) if self.channels_last else moved
 
 
 def width_of(part: Any) -> int | None:

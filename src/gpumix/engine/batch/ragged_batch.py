@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_map
@@ -89,27 +88,6 @@ register_pytree_node(
     lambda values, _: SampleEntries(list(values)),
     serialized_type_name="gpumix.engine.batch.ragged_batch.SampleEntries",
 )
-
-
-ROW_TYPES = (Tensor, RaggedRows, SampleEntries)
-
-
-def has_rows(value: Any) -> bool:
-    """Return True if a value has rows per sample."""
-    return isinstance(value, ROW_TYPES)
-
-
-def has_samples(value: Any) -> bool:
-    """Return True if a value has rows per sample, or an entry per sample and is no tensor."""
-    if isinstance(value, list):
-        return bool(value) and not any(isinstance(v, Tensor | list | dict) for v in value)
-    return isinstance(value, (*ROW_TYPES, np.ndarray))
-
-
-def select_samples(batch: Any, samples: slice | Sequence[int]) -> Any:
-    """Return some samples of a batch, a pytree."""
-    which = samples if isinstance(samples, slice) else list(samples)
-    return tree_map(lambda t: t[which] if has_rows(t) else t, batch, is_leaf=has_rows)
 
 
 def to_model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:

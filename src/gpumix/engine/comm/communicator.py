@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from math import ceil
 from weakref import WeakSet
 
@@ -40,7 +40,14 @@ from gpumix.schema.plan.splitting import ShardIntervals
 
 
 class Pending:
-    """A collective in flight. `wait` blocks until the result may be used."""
+    """A collective in flight. `wait` blocks until the result may be used.
+
+    Attributes:
+        is_over: True if there is nothing to wait for, and nothing to do behind it.
+        following: starts a further collective of the same operation, after the wait.
+    """
+
+    following: Callable[[], Pending] | None = None
 
     def __init__(
         self,
@@ -54,10 +61,20 @@ class Pending:
         self._label = label
         self._wait = comm.begun
         self._finish = [] if finish is None else [finish]
+        self.is_over = not works and finish is None
 
     def then(self, finish: Callable[[], None]) -> Pending:
         """Add a callback that runs at the end of the wait."""
         self._finish.append(finish)
+        self.is_over = False
+        return self
+
+    def at_end(self, act: Callable[[], None]) -> Pending:
+        """Add a callback that runs at the end of the wait for the last collective."""
+        start = self.following
+        if start is None:
+            return self.then(act)
+        self.following = lambda: start().at_end(act)
         return self
 
     def beside(self, lane: CopyLane) -> Pending:
@@ -77,6 +94,7 @@ class Pending:
                 for work in self.works:
                     self.comm.words.wait(work)
             self.works = ()
+        self.is_over = True
         finish, self._finish = self._finish, []
         for act in finish:
             act()
@@ -268,7 +286,7 @@ class Communicator:
         mine = self._own_part(full, intervals)
         self._count("reduce", full)
         if self.world == 1:
-            return Pending((), label, self, lambda: deliver(full[None]))
+            return Pending((), label, self, partial(deliver, full[None]))
         with CollectiveScope(label):
             return self._start_reduce(full, mine, intervals, label, deliver)
 
@@ -301,7 +319,7 @@ class Communicator:
         else:
             parts = list(full.split(intervals.sizes))
             work = dist.reduce_scatter(mine, parts, group=self.group, async_op=True)
-        return Pending([work], label, self, lambda: deliver(mine[None]))
+        return Pending([work], label, self, partial(deliver, mine[None]))
 
     def _start_padded_reduce(
         self,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpumix.cost.layout.buffer_slots import GRADIENT_ROOMS
+from gpumix.cost.memory_layout.buffer_slots import GRADIENT_ROOMS
 from gpumix.engine.comm.communicator import Communicator, Pending
 from gpumix.engine.offload.copy_lanes import CopyLane, LaneMark
 from gpumix.engine.offload.host_offload import allocate_on_host

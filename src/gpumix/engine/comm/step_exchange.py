@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from gpumix.engine.comm.communicator import Pending
-
 
 class LossComposition(NamedTuple):
     """Composition of a rank's losses (`engine.rehearsal.loss_watch`).
@@ -96,13 +94,3 @@ class StepTable:
     @property
     def loss_compositions(self) -> list[LossComposition]:
         return [LossComposition(*own) for own in zip(*self._columns[5:])]
-
-
-def compute_gradient_scale(
-    table: torch.Tensor, exchanged: Pending, scale: torch.Tensor
-) -> torch.Tensor:
-    """Return the factor from gradients of summed losses * `scale` to the mean loss's; 0 if no loss
-    was counted. Waits for the table."""
-    exchanged.wait()
-    counted = table[:, 1].sum() * scale
-    return torch.where(counted > 0, 1.0 / counted, 0.0).float()

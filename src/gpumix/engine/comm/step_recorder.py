@@ -22,7 +22,7 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from gpumix.cost.schedule import Action
+from gpumix.cost.pipeline_schedule import Action
 from gpumix.engine.comm import collective_progress
 from gpumix.hardware import runtime
 from gpumix.schema.plan.stage import Worker

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gpumix.cost.layout.chunk_rows import bytes_per_logit, compute_chunk_rows
+from gpumix.cost.memory_layout.chunk_rows import bytes_per_logit, compute_chunk_rows
 from gpumix.engine.cross_entropy.fused_cross_entropy import compute_fused_losses
 from gpumix.hardware.runtime import is_gpu
 

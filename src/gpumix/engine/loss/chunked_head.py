@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -20,55 +19,11 @@ from torch import Tensor, nn
 from gpumix.engine.cross_entropy.lazy_logits import LazyLogits, LogitsFamily
 from gpumix.engine.cross_entropy.linear_cross_entropy import (
     ChunkedLoss,
-    EarlyGradients,
     GradientSum,
 )
-from gpumix.engine.sharding.flat_group import FlatGroup, ParameterGradient
-
-
-class ExpectedGradient:
-    """Expected gradient of a model's loss, before the loss exists.
-
-    The caller that computes the loss knows its use: a mean is multiplied by its count. With the
-    expected gradient, the head's gradients are computed together with the loss.
-    """
-
-    def __init__(self, upstream: Tensor) -> None:
-        self.upstream = upstream
-        self.payments: list[EarlyGradients] = []
-
-    def settle(self, loss: Tensor) -> None:
-        """Check whether the head's losses get the expected gradient, given the model's loss."""
-        unchanged = set(_find_unscaled_losses(loss)) if self.payments else set()
-        for payment in self.payments:
-            if payment in unchanged:
-                payment.confirm()
-            else:
-                payment.undo()
-        self.payments.clear()
-
-    def undo_all(self) -> None:
-        """Leave the gradients to backward, because the loss's gradient will differ."""
-        for payment in self.payments:
-            payment.undo()
-        self.payments.clear()
-
-
-_expected: ContextVar[ExpectedGradient | None] = ContextVar(
-    "gpumix_expected_gradient", default=None
-)
-
-
-@contextmanager
-def expect_gradient(upstream: Tensor) -> Iterator[ExpectedGradient]:
-    """Announce that the gradient of the loss computed in the body is `upstream` times the step's
-    scale. Call `settle` with the loss."""
-    expected = ExpectedGradient(upstream)
-    token = _expected.set(expected)
-    try:
-        yield expected
-    finally:
-        _expected.reset(token)
+from gpumix.engine.loss.reduction import expected_gradient
+from gpumix.engine.model.backward_hooks import ParameterGradient
+from gpumix.engine.sharding.flat_group import FlatGroup
 
 
 class ChunkedHead:
@@ -172,7 +127,7 @@ class ChunkedHead:
 
     def _loss(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Any) -> Tensor:
         self.chunked_losses += 1
-        expected = _expected.get()
+        expected = expected_gradient.get()
         trained = [p for p in (weight, bias) if p is not None and p.requires_grad]
         in_place = self._scale is not None and all(map(self._adds_to_grad, trained))
         upstream = None
@@ -216,32 +171,3 @@ def find_output_layer(model: nn.Module, units: Iterable[nn.Module] = ()) -> nn.L
     linear = [m for m in model.modules() if type(m) is nn.Linear and id(m) not in inside]
     widening = [layer for layer in linear if layer.out_features > layer.in_features]
     return max(widening, key=lambda layer: layer.out_features, default=None)
-
-
-def _find_unscaled_losses(loss: Tensor) -> list[EarlyGradients]:
-    """Return the head's losses whose gradient is exactly the gradient of `loss`."""
-    if loss.grad_fn is None or loss.numel() != 1:
-        return []
-    passes, others, found = [loss.grad_fn], [], []
-    while passes:
-        node = passes.pop()
-        if (payment := getattr(node, "payment", None)) is not None:
-            found.append(payment)
-        elif _has_identity_gradient(node):
-            passes += [n for n, _ in node.next_functions if n is not None]
-        else:
-            others.append(node)
-    seen = set()
-    while others:
-        node = others.pop()
-        if node not in seen:
-            seen.add(node)
-            others += [n for n, _ in node.next_functions if n is not None]
-    changed = [getattr(node, "payment", None) for node in seen]
-    return [p for p in found if found.count(p) == 1 and p not in changed]
-
-
-def _has_identity_gradient(node: Any) -> bool:
-    """Return whether a graph node passes its gradient unchanged to all inputs."""
-    name = type(node).__name__
-    return name == "ToCopyBackward0" or (name == "AddBackward0" and node._saved_alpha == 1)

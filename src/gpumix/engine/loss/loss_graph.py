@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gpumix.engine.batch.batch_split import IGNORED_LABEL
+from gpumix.engine.cross_entropy.linear_cross_entropy import EarlyGradients
 
 # Nodes whose output is their input, cast or reshaped.
 _UNCHANGED = frozenset(
@@ -406,3 +407,32 @@ def _to_tensor(device: torch.device, number: _Number) -> Tensor:
     if isinstance(number, Tensor):
         return number
     return torch.full((), number, dtype=torch.float64, device=device)
+
+
+def find_unscaled_losses(loss: Tensor) -> list[EarlyGradients]:
+    """Return the head's losses whose gradient is exactly the gradient of `loss`."""
+    if loss.grad_fn is None or loss.numel() != 1:
+        return []
+    passes, others, found = [loss.grad_fn], [], []
+    while passes:
+        node = passes.pop()
+        if (payment := getattr(node, "payment", None)) is not None:
+            found.append(payment)
+        elif _has_identity_gradient(node):
+            passes += [n for n, _ in node.next_functions if n is not None]
+        else:
+            others.append(node)
+    seen = set()
+    while others:
+        node = others.pop()
+        if node not in seen:
+            seen.add(node)
+            others += [n for n, _ in node.next_functions if n is not None]
+    changed = [getattr(node, "payment", None) for node in seen]
+    return [p for p in found if found.count(p) == 1 and p not in changed]
+
+
+def _has_identity_gradient(node: Any) -> bool:
+    """Return whether a graph node passes its gradient unchanged to all inputs."""
+    name = type(node).__name__
+    return name == "ToCopyBackward0" or (name == "AddBackward0" and node._saved_alpha == 1)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpumix.engine.loss.chunked_head import expect_gradient
 from gpumix.engine.loss.reduction import (
     SAMPLES,
     SUM_AND_COUNT,
@@ -22,10 +21,11 @@ from gpumix.engine.loss.reduction import (
     ObjectiveWithRule,
     ReducedLoss,
     Rule,
+    compute_model_loss,
+    expect_gradient,
     integer_labels,
     probe_of_sum,
 )
-from gpumix.engine.model.document_mask import make_document_mask
 from gpumix.engine.model.forward_coroutine import ModelError
 
 
@@ -39,24 +39,6 @@ def make_objective(model: nn.Module, rule: Rule | None = None) -> ObjectiveWithR
     if hasattr(model, "loss_function"):
         return ReducedLoss(compute_model_loss, integer_labels, rule=rule, may_trim=True)
     return ReturnedLoss(rule)
-
-
-def compute_model_loss(
-    model: nn.Module, batch: Any, labels: Mapping[str, Tensor], count: Tensor | None
-) -> Tensor:
-    """Compute the loss of a `transformers` model from the labels in a batch.
-
-    Args:
-        labels: replace the batch's own.
-    """
-    if not isinstance(batch, Mapping) or "labels" not in batch:
-        raise ModelError(
-            "a transformers model needs batches with 'labels'",
-            where=f"batch with {_describe(batch)}",
-            fix="put 'labels' into the batch, or give your own `loss` to gpumix.prepare",
-        )
-    loss: Tensor = model(**{**batch, **make_document_mask(model, batch), **labels}).loss
-    return loss
 
 
 class ReturnedLoss(ReducedLoss):
@@ -171,7 +153,3 @@ def _describe_result(result: Any) -> str:
 
 def _as_tuple(batch: Any) -> tuple[Any, ...]:
     return batch if isinstance(batch, tuple) else (batch,)
-
-
-def _describe(batch: Any) -> str:
-    return ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__

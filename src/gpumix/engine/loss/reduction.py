@@ -7,7 +7,9 @@ that holds (`engine.rehearsal.additivity`), before the first step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,18 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gpumix.engine.batch.batch_split import IGNORED_LABEL, LABELS, count_samples
-from gpumix.engine.loss.chunked_head import expect_gradient
+from gpumix.engine.batch.batch_split import IGNORED_LABEL, LABELS, Objective, count_samples
+from gpumix.engine.cross_entropy.linear_cross_entropy import EarlyGradients
 from gpumix.engine.loss.loss_graph import (
     drop_gradients,
     find_denominators,
     find_ignored_label,
+    find_unscaled_losses,
     selects_by_values,
 )
+from gpumix.engine.model.document_mask import POSITIONS, make_document_mask
 from gpumix.engine.model.forward_coroutine import ModelError
 
-Objective = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
-"""Returns (summed loss, count) of a micro-batch."""
 Compute = Callable[[nn.Module, Any, Mapping[str, Tensor], Tensor | None], Tensor]
 """Returns the loss of a micro-batch, given (model, batch, labels replacing the batch's own, the
 denominator as far as known)."""
@@ -212,6 +214,51 @@ def wrap_objective(objective: Objective | ObjectiveWithRule) -> ObjectiveWithRul
     return objective if hasattr(objective, "rule") else SummedLoss(objective)  # type: ignore[return-value]
 
 
+class ExpectedGradient:
+    """Expected gradient of a model's loss, before the loss exists.
+
+    The caller that computes the loss knows its use: a mean is multiplied by its count. With the
+    expected gradient, the head's gradients are computed together with the loss.
+    """
+
+    def __init__(self, upstream: Tensor) -> None:
+        self.upstream = upstream
+        self.payments: list[EarlyGradients] = []
+
+    def settle(self, loss: Tensor) -> None:
+        """Check whether the head's losses get the expected gradient, given the model's loss."""
+        unchanged = set(find_unscaled_losses(loss)) if self.payments else set()
+        for payment in self.payments:
+            if payment in unchanged:
+                payment.confirm()
+            else:
+                payment.undo()
+        self.payments.clear()
+
+    def undo_all(self) -> None:
+        """Leave the gradients to backward, because the loss's gradient will differ."""
+        for payment in self.payments:
+            payment.undo()
+        self.payments.clear()
+
+
+expected_gradient: ContextVar[ExpectedGradient | None] = ContextVar(
+    "gpumix_expected_gradient", default=None
+)
+
+
+@contextmanager
+def expect_gradient(upstream: Tensor) -> Iterator[ExpectedGradient]:
+    """Announce that the gradient of the loss computed in the body is `upstream` times the step's
+    scale. Call `settle` with the loss."""
+    expected = ExpectedGradient(upstream)
+    token = expected_gradient.set(expected)
+    try:
+        yield expected
+    finally:
+        expected_gradient.reset(token)
+
+
 class ReducedLoss:
     """Loss reduced to a mean or a sum.
 
@@ -353,6 +400,30 @@ class ReducedLoss:
         of_graph = denominators[0] if denominators else torch.full((), torch.nan)
         values = find_denominators(loss, shapes=selects_by_values(loss))
         return LossProbe(loss, (*counts, of_graph), denominators, find_ignored_label(loss), values)
+
+
+def compute_model_loss(
+    model: nn.Module, batch: Any, labels: Mapping[str, Tensor], count: Tensor | None
+) -> Tensor:
+    """Compute the loss of a `transformers` model from the labels in a batch.
+
+    Args:
+        labels: replace the batch's own.
+    """
+    if not isinstance(batch, Mapping) or "labels" not in batch:
+        raise ModelError(
+            "a transformers model needs batches with 'labels'",
+            where=f"batch with {describe_entries(batch)}",
+            fix="put 'labels' into the batch, or give your own `loss` to gpumix.prepare",
+        )
+    mask = make_document_mask(model, batch) if POSITIONS in batch else {}
+    loss: Tensor = model(**{**batch, **mask, **labels}).loss
+    return loss
+
+
+def describe_entries(batch: Any) -> str:
+    """Return the names of a batch's entries, or its type."""
+    return ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
 
 
 def _multiply(count: Tensor, times: float) -> Tensor:

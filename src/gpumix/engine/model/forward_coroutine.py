@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import hashlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from greenlet import greenlet
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from gpumix.engine.model.rng import OtherGenerators
 from gpumix.hardware import runtime
 from gpumix.schema.errors import GpumixError, InputError
+
+T = TypeVar("T")
 
 
 class ModelError(GpumixError):
@@ -39,6 +43,43 @@ SDPA_SWITCHES = (
     torch.backends.cuda.enable_math_sdp,
     torch.backends.cuda.enable_cudnn_sdp,
 )
+
+
+class Randomness:
+    """Seeds of a micro-batch in one step.
+
+    Each stretch (a unit call, or the code between two) starts from a separate seed, a hash of seed,
+    step, position and stretch. So recomputation needs no saved state, and the same step of the same
+    plan draws the same numbers after a resume.
+
+    Args:
+        seed, step: of the run.
+        position: number of the micro-batch's first sample in the global batch.
+        generators: torch's, of the CPU and the device.
+        others: seeded too, if the model draws from them.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        step: int,
+        position: int,
+        generators: Sequence[torch.Generator],
+        others: OtherGenerators,
+    ) -> None:
+        digest = hashlib.sha256(f"{seed}:{step}:{position}".encode()).digest()
+        self._base = int.from_bytes(digest[:7], "little")
+        self._generators = generators
+        self._others = others
+
+    def start(self, stretch: int) -> None:
+        """Seed the generators for stretch number `stretch`."""
+        # An odd multiplier spreads neighboring numbers over the seed space.
+        seed = (self._base + stretch * 0x9E3779B97F4A7C15) % 2**63
+        for generator in self._generators:
+            generator.manual_seed(seed)
+        if self._others.looks or self._others.are_used:
+            self._others.seed(seed)
 
 
 class ThreadState(NamedTuple):
@@ -75,6 +116,12 @@ class ThreadState(NamedTuple):
     def applied(self) -> _ThreadStateScope:
         """Apply this state in a context, and restore the previous state on exit."""
         return _ThreadStateScope(self)
+
+    def run(self, seed: Callable[[], None], function: Callable[..., T], *args: Any) -> T:
+        """Call `function` with this state, after `seed`; then restore the previous state."""
+        seed()
+        with _ThreadStateScope(self):
+            return function(*args)
 
     def replace(self, current: ThreadState) -> None:
         """Make this state the current thread's, which has state `current`."""
@@ -142,24 +189,31 @@ class _Run(greenlet):
 
 
 class Coroutine:
-    """A run of `function`, which calls a model whose units are `intercepted`."""
+    """A run of `function`, which calls a model whose units are `intercepted`.
 
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._greenlet = _Run(lambda _: ForwardResult(function()))
-        self._greenlet.gr_context = contextvars.copy_context()
+    Args:
+        randomness: seeded before each stretch; None: the generators stay as they are.
+    """
 
-    def resume(self, value: Any = None) -> UnitCall | ForwardResult:
-        """Resume until the next unit call or the end, with `value` as result of the last unit call.
-        Exceptions of the model propagate."""
+    def __init__(self, function: Callable[[], Any], randomness: Randomness | None = None) -> None:
+        self.greenlet = _Run(lambda _: ForwardResult(function()))
+        self.greenlet.gr_context = contextvars.copy_context()
+        self._randomness = randomness
+
+    def resume(self, value: Any = None, stretch: int = 0) -> UnitCall | ForwardResult:
+        """Run stretch number `stretch`, until the next unit call or the end, with `value` as result
+        of the last unit call. Exceptions of the model propagate."""
+        if self._randomness is not None:
+            self._randomness.start(stretch)
         outside = ThreadState.capture()
         try:
-            reached = self._greenlet.switch((value, outside))
+            reached = self.greenlet.switch((value, outside))
         except BaseException:
             outside.replace(ThreadState.capture())
             raise
         if not isinstance(reached, UnitCall):
             outside.replace(ThreadState.capture())
-            _refuse_removed_hooks(self._greenlet.hooks)
+            _refuse_removed_hooks(self.greenlet.hooks)
             return reached
         outside.replace(reached.state)
         if reached.state.function_modes != outside.function_modes:
@@ -173,8 +227,8 @@ class Coroutine:
 
     def close(self) -> None:
         """Drop the coroutine; its `finally` blocks run."""
-        if not self._greenlet.dead:
-            self._greenlet.throw()
+        if not self.greenlet.dead:
+            self.greenlet.throw()
 
 
 Answer = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]

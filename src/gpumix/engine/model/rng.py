@@ -1,16 +1,14 @@
-"""Random numbers reproduced by a second run of the same code.
+"""Generators of random numbers: which there are, and their states.
 
-Each stretch of a micro-batch (a unit call, or the code between two) starts from a separate seed, a
-hash of seed, step, position and stretch. So recomputation needs no saved state, and the same step
-of the same plan draws the same numbers after a resume.
+`forward_coroutine.Randomness` seeds them, so that a second run of the same code draws the same.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,12 +23,13 @@ class OtherGenerators:
 
     Attributes:
         are_used: True once the model was observed to draw.
+        looks: True while the model is observed.
     """
 
     are_used = False
 
     def __init__(self) -> None:
-        self._looks = False
+        self.looks = False
         self._seeded: object = None  # states after seeding
 
     @contextlib.contextmanager
@@ -43,20 +42,20 @@ class OtherGenerators:
         if not (looks or self.are_used):
             yield
             return
-        self._looks, self._seeded = looks, None
+        self.looks, self._seeded = looks, None
         with _preserve_other_rng():
             try:
                 yield
             finally:
                 self._look()
-                self._looks = False
+                self.looks = False
 
     def seed(self, seed: int) -> None:
-        if self._looks or self.are_used:
-            self._look()
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            self._seeded = _other_states() if self._looks and not self.are_used else None
+        """Seed the generators, if the model may draw from them."""
+        self._look()
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        self._seeded = _other_states() if self.looks and not self.are_used else None
 
     def _look(self) -> None:
         self.are_used |= self._seeded is not None and self._seeded != _other_states()
@@ -78,38 +77,6 @@ def _other_states() -> object:
     return random.getstate(), np.asarray(words).tobytes(), rest
 
 
-class Randomness:
-    """Seeds of one step.
-
-    Args:
-        seed, step: of the run.
-        position: number of the micro-batch's first sample in the global batch.
-        device: device whose generator is seeded, in addition to the CPU's.
-        others: seeded too, if the model draws from them.
-    """
-
-    def __init__(
-        self,
-        seed: int,
-        step: int,
-        position: int,
-        device: torch.device,
-        others: OtherGenerators,
-    ) -> None:
-        digest = hashlib.sha256(f"{seed}:{step}:{position}".encode()).digest()
-        self._base = int.from_bytes(digest[:7], "little")
-        self._generators = _generators(device)
-        self._others = others
-
-    def start(self, stretch: int) -> None:
-        """Seed the generators for stretch number `stretch`."""
-        # An odd multiplier spreads neighboring numbers over the seed space.
-        seed = (self._base + stretch * 0x9E3779B97F4A7C15) % 2**63
-        for generator in self._generators:
-            generator.manual_seed(seed)
-        self._others.seed(seed)
-
-
 class RankRandomness:
     """Draws of ranks with the same seed: different on each rank from here on, except in code that
     draws alike. Reproducible after the same seed.
@@ -124,7 +91,7 @@ class RankRandomness:
         self._other = _states(device)
         # `number + 1`: no rank draws alone the numbers that all draw together.
         seed = torch.default_generator.initial_seed() + (number + 1) * 0xD1B54A32D192ED03
-        for generator in _generators(device):
+        for generator in get_generators(device):
             generator.manual_seed(seed % 2**63)
 
     def draw_alike(self) -> None:
@@ -137,18 +104,21 @@ class RankRandomness:
         if alike != self._alike:
             self._alike = alike
             now = _states(self._device)
-            for generator, state in zip(_generators(self._device), self._other):
+            for generator, state in zip(get_generators(self._device), self._other):
                 generator.set_state(state)
             self._other = now
 
 
-@contextlib.contextmanager
-def preserve_torch_rng(device: torch.device) -> Iterator[None]:
+def preserve_torch_rng(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Restore the caller's torch generators on exit, as if nothing inside had been drawn."""
+    return torch.random.fork_rng(**choose_forked_generators(device))
+
+
+def choose_forked_generators(device: torch.device) -> dict[str, Any]:
+    """Return the arguments of `torch.random.fork_rng` for programs on a device."""
     gpu = runtime.is_gpu(device)
-    kind = device.type if gpu else "cuda"  # without devices, any type will do
-    with torch.random.fork_rng(devices=[device] if gpu else [], device_type=kind):
-        yield
+    # Without devices, any type will do.
+    return {"devices": [device] if gpu else [], "device_type": device.type if gpu else "cuda"}
 
 
 @contextlib.contextmanager
@@ -185,10 +155,11 @@ def use_training_mode(model: nn.Module, which: bool | Sequence[nn.Module]) -> It
 
 
 def _states(device: torch.device) -> list[torch.Tensor]:
-    return [generator.get_state() for generator in _generators(device)]
+    return [generator.get_state() for generator in get_generators(device)]
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
+def get_generators(device: torch.device) -> list[torch.Generator]:
+    """Return torch's generators for programs on a device: the CPU's, and the device's own."""
     if runtime.is_gpu(device):
         return [torch.default_generator, runtime.default_generator(device)]
     return [torch.default_generator]

@@ -246,24 +246,6 @@ class OutputCapture:
         given: the model's own containers; None: there are none, or none may be changed.
     """
 
-    @classmethod
-    def of_unit(
-        cls,
-        unit: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        context: Context,
-        *,
-        may_change: bool = True,
-    ) -> OutputCapture:
-        """Make the capture of a call of `unit`.
-
-        Args:
-            may_change: False for a unit with a part of the positions, which would put in only a
-                part.
-        """
-        return cls(context, Containers(unit, args, kwargs) if may_change else None)
-
     def __init__(self, context: Context, given: Containers | None = None) -> None:
         module = sys.modules.get("transformers.utils.output_capturing")
         self._context = context
@@ -329,6 +311,27 @@ class OutputCapture:
             self._collector[key].extend(values)
         if self._given is not None:
             self._given.fill(self._put)
+
+
+def take_apart(
+    unit: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: Context,
+    *,
+    may_change: bool = True,
+) -> tuple[list[Any], ArgumentsStructure, OutputCapture]:
+    """Return the leaves of the arguments of a call of `unit`, with their structure, and the capture
+    of the call.
+
+    Args:
+        context: of the model's own code around the call.
+        may_change: False for a unit with a part of the positions, which would put only a part into
+            containers.
+    """
+    leaves, structure = ArgumentsStructure.of(args, kwargs)
+    own = Containers(unit, args, kwargs) if may_change else None
+    return leaves, structure, OutputCapture(context, own)
 
 
 def _select_lists(collector: dict[str, Any]) -> dict[str, list[Any]]:

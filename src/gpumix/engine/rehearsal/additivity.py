@@ -23,8 +23,8 @@ from gpumix.engine.batch.batch_split import (
     count_samples,
     fill_padding_with_tokens,
     find_padding_starts,
+    select_samples,
 )
-from gpumix.engine.batch.ragged_batch import select_samples
 from gpumix.engine.loss.reduction import GRAPH, ObjectiveWithRule, ReducedLoss, Rival, Rule
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.rehearsal.computations import TrialRunner
@@ -63,7 +63,7 @@ from gpumix.engine.rehearsal.samples import (
 from gpumix.engine.traceless_steps import TrialSteps
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.schema.errors import GpumixError
-from gpumix.schema.job.couples import HOW_TO_COUPLE, NO_RULE
+from gpumix.schema.job.coupled_losses import HOW_TO_COUPLE, NO_RULE
 
 # An error up to `DOUBTFUL` is taken for rounding. A larger error is compared with the error of one
 # sample, alone and twice, and may be up to `ROUNDINGS` times as large.

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpumix.engine.batch.batch_split import copied, count_samples
-from gpumix.engine.batch.ragged_batch import select_samples
+from gpumix.engine.batch.batch_split import copied, count_samples, select_samples
 from gpumix.engine.loss.loss_graph import kind_of
 from gpumix.engine.loss.reduction import LossProbe, ObjectiveWithRule
 from gpumix.engine.model.module_buffers import BufferCopies

@@ -12,7 +12,7 @@ from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.rehearsal.samples import all_gather_values
 from gpumix.engine.traceless_steps import TrialSteps
 from gpumix.schema.errors import get_first_line
-from gpumix.schema.job.couples import HOW_TO_COUPLE, NO_RULE
+from gpumix.schema.job.coupled_losses import HOW_TO_COUPLE, NO_RULE
 
 # Message of `torch.autograd.grad` if a block lies between the loss and the tensor in question.
 UNUSED_GRAPH_MESSAGE = "appears to not have been used in the graph"

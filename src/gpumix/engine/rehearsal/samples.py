@@ -16,8 +16,8 @@ from gpumix.engine.batch.batch_split import (
     TOKENS,
     count_samples,
     fill_padding_with_tokens,
+    select_samples,
 )
-from gpumix.engine.batch.ragged_batch import select_samples
 from gpumix.engine.loss.reduction import ObjectiveWithRule
 from gpumix.engine.traceless_steps import TrialSteps
 from gpumix.schema.plan.plan import Plan

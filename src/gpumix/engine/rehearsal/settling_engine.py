@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpumix.engine.batch.batch_split import copied, count_samples
-from gpumix.engine.batch.ragged_batch import select_samples
-from gpumix.engine.comm.step_exchange import LossComposition, StepTable
+from gpumix.engine.batch.batch_split import copied, count_samples, select_samples
 from gpumix.engine.loss.reduction import ObjectiveWithRule
+from gpumix.engine.model.backward_hooks import compare_reruns
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.model.rng import OtherGenerators
 from gpumix.engine.rehearsal import additivity
@@ -28,9 +27,8 @@ from gpumix.engine.rehearsal.refusals import (
 from gpumix.engine.rehearsal.samples import all_gather_values, is_any
 from gpumix.engine.rehearsal.settled_losses import SettledLosses
 from gpumix.engine.traceless_steps import TrialSteps
-from gpumix.engine.unit.activation_checkpoint import compare_reruns
 from gpumix.hardware.runtime import is_gpu
-from gpumix.schema.job.couples import NO_RULE
+from gpumix.schema.job.coupled_losses import NO_RULE
 from gpumix.schema.plan.batch_shares import get_batch_share, get_micro_batch_rows
 from gpumix.schema.plan.splitting import split_rows
 from gpumix.schema.plan.stage import Worker
@@ -174,7 +172,8 @@ class RehearsingEngine(TrialSteps):
     @contextmanager
     def _compared(self) -> Iterator[None]:
         """Run forward and backward of a step inside. In the first step, and some later steps,
-        recomputed outputs of units are compared with the original outputs.
+        recomputed outputs of units are compared with the original outputs, and other generators of
+        random numbers than torch's are observed.
 
         Raises:
             ModelError: a unit computes something else.
@@ -191,19 +190,6 @@ class RehearsingEngine(TrialSteps):
     def _allow_random_draws(self) -> AbstractContextManager[None]:
         """Let the model draw random numbers by any generator inside."""
         return self._others.of_step(looks=self._state.steps in COMPARED_STEPS)
-
-    def _report(self, *, in_step: bool) -> Tensor:
-        """Return this rank's row of the table of a step, without losses."""
-        if not in_step:
-            return StepTable.row(self.device, self.notice, self.report, 0.0)
-        norm = self._state.own_norm.take() / self._state.scaler.scale
-        made = LossComposition() if self._state.watch is None else self._state.watch.take()
-        return StepTable.row(self.device, self.notice, self.report, norm, made)
-
-    def _note(self, table: Tensor) -> None:
-        """Note the exchanged reports of all ranks, after giving a step to the device."""
-        if self._state.watch is not None:
-            self._state.watch.note(self._state.steps, table)
 
     def _is_due(self) -> bool:
         """Return True if a rehearsal is due, by schedule or by reports of earlier steps."""

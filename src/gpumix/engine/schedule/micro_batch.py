@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from gpumix.engine.batch.batch_split import Loss
+from gpumix.engine.batch.batch_split import Loss, MicroBatchTask
 from gpumix.engine.model.forward_coroutine import Coroutine, ForwardResult, ModelError, UnitCall
-from gpumix.engine.model.rng import Randomness
 from gpumix.engine.offload.host_offload import OffloadStore
 from gpumix.engine.schedule.remote_stage_values import (
     VALUE_DEPENDENCE_ERRORS,
     refuse_without_values,
 )
-from gpumix.engine.unit.inter_unit_backward import InterUnitGraph
 from gpumix.engine.unit.sharded_units import ShardedUnit
 from gpumix.engine.unit.split_backward import SplitBackward
-from gpumix.engine.unit.unit_call import UnitBoundary, divide_call_inputs
-from gpumix.schema.plan.stage import Worker
+from gpumix.engine.unit.unit_call import InterUnitGraph, UnitBoundary, divide_call_inputs
 
 
 class StageEntry(Protocol):
@@ -47,10 +43,10 @@ class MicroBatch:
     LayerDrop does at random; a skipping micro-batch waits while units run for the rest.
 
     Args:
-        compute_loss: runs the model and returns (summed loss, count).
+        task: runs the model and returns (summed loss, count), and its random numbers.
         calls: names of the stage's units in the order of the model's calls; calls are numbered from
             0 here.
-        keeps: whether the graph of a unit call, given by number, is kept instead of recomputed.
+        kept_from: number of the first unit call whose graph is kept; earlier ones are recomputed.
         host: where inputs for the recompute are kept; None: on the device.
         entry: None if there is one stage. Outputs sent to later stages are put into `sent`.
 
@@ -61,26 +57,25 @@ class MicroBatch:
 
     def __init__(
         self,
-        compute_loss: Callable[[], Loss],
+        task: MicroBatchTask,
         *,
         calls: Sequence[str],
-        randomness: Randomness,
         compute_dtype: torch.dtype,
-        keeps: Callable[[int], bool],
+        kept_from: int,
         host: OffloadStore | None = None,
         entry: StageEntry | None = None,
     ) -> None:
-        self._coroutine = Coroutine(compute_loss)
+        self._coroutine = Coroutine(task.compute_loss, task.randomness)
         self._entry = entry
         self._earlier: Sequence[str] = entry.earlier if entry is not None else ()
         self._sends: Mapping[int, Sequence[int]] = entry.sends if entry is not None else {}
         self.sent: dict[tuple[int, int], torch.Tensor] = {}
         self._weights: dict[int, SplitBackward] = {}
         self._calls = calls
-        self._randomness = randomness
+        self._randomness = task.randomness
         self._dtype = compute_dtype
-        self._keeps = keeps
-        self._host = host
+        self._kept_from = kept_from
+        self.host = host
         self._glue = InterUnitGraph()
         self._cuts: list[UnitBoundary | None] = []
         self._at: UnitCall | ForwardResult | None = None
@@ -95,28 +90,41 @@ class MicroBatch:
             assert self._entry is not None
             self._resume(2 * number + 2, self._entry.returned(self._require_call(number, name)))
 
-    def forward(self, number: int, unit: ShardedUnit, *, keep: bool) -> None:
-        """Run unit call `number`; `keep`: for backward."""
+    def forward(self, number: int, unit: ShardedUnit, *, keep: bool, goes_on: bool) -> None:
+        """Run unit call `number`.
+
+        Args:
+            keep: for backward.
+            goes_on: continue to the next unit call or the end; else `resume` does.
+        """
         if self._leaves_out(number):
             self._is_left_out = True
             if keep:
                 self._cuts.append(None)
-            return
+        else:
+            self._run_unit(number, unit, keep=keep)
+        if goes_on:
+            self.resume(number)
+
+    def _run_unit(self, number: int, unit: ShardedUnit, *, keep: bool) -> None:
         call = self._require_call(len(self._earlier) + number, unit.name)
+        if unit.positions is not None:
+            call = divide_call_inputs(call, unit)
         cut = UnitBoundary(
-            divide_call_inputs(call, unit),
+            call,
             unit,
             compute_dtype=self._dtype,
             seed=partial(self._randomness.start, 2 * (len(self._earlier) + number) + 1),
-            recompute=not self._keeps(number),
-            host=self._host,
+            recompute=number < self._kept_from,
+            host=self.host,
             sends=self._sends.get(number, ()),
         )
         self._at = None
-        self._outputs = cut.forward()
         if keep:
+            self._outputs = self._glue.forward(number, cut)
             self._cuts.append(cut if cut.differentiable else None)
-            self._glue.used(number, cut.links)
+        else:
+            self._outputs = cut.forward()
         for place, value in zip(self._sends.get(number, ()), cut.sent):
             self.sent[number, place] = value
         cut.sent = []
@@ -164,10 +172,19 @@ class MicroBatch:
         self._at = None
         return loss, count
 
-    def backward_loss(self, loss: torch.Tensor) -> None:
-        """Run backward from the loss to the last unit's outputs."""
-        refuse_detached(loss)
-        self._glue.backward_loss(loss)
+    def run_head(self, last_call: int, scale: torch.Tensor | None) -> Loss:
+        """Continue after the last unit call to the end. Return (summed loss, count), without graph.
+
+        Args:
+            scale: if given, run backward of loss * scale to the last unit's outputs.
+        """
+        self.resume(last_call)
+        loss, count = self.finish()
+        if scale is not None:
+            scaled = loss * scale
+            refuse_detached(scaled)
+            self._glue.backward_loss(scaled)
+        return loss.detach(), count
 
     def expect_gradients(self) -> None:
         """Prepare for `add_gradient` instead of a loss, in stages without a loss."""
@@ -184,7 +201,7 @@ class MicroBatch:
     def prefetch(self, number: int) -> None:
         """Prefetch inputs on the host for backward through unit call `number`."""
         cut = self._cuts[number]
-        if cut is not None and self._host is not None:
+        if cut is not None and self.host is not None:
             cut.prefetch()
 
     def backward(self, number: int, *, splits: bool = False) -> None:
@@ -192,7 +209,7 @@ class MicroBatch:
         of a kept graph's parameters are left to `backward_weights`."""
         cut, self._cuts[number] = self._cuts[number], None
         if cut is not None:
-            self._glue.backward(number, cut.links, cut.backward(splits=splits))
+            self._glue.backward(number, cut, splits=splits)
             if cut.weights is not None:
                 self._weights[number] = cut.weights
 
@@ -203,12 +220,13 @@ class MicroBatch:
             weights.backward()
 
     def close(self) -> None:
-        self._coroutine.close()
+        """Drop the rest of the model's run, if any."""
+        if not self._coroutine.greenlet.dead:
+            self._coroutine.close()
 
     def _resume(self, stretch: int, value: Any = None) -> None:
-        self._randomness.start(stretch)
         try:
-            self._at = self._coroutine.resume(value)
+            self._at = self._coroutine.resume(value, stretch)
         except VALUE_DEPENDENCE_ERRORS as error:
             last = [*self._earlier, *self._calls][: stretch // 2][-1:]
             raise ModelError(
@@ -217,17 +235,6 @@ class MicroBatch:
                 why=str(error),
                 fix="profile and plan again for this model, or make a plan of one stage",
             ) from error
-
-
-def select_kept_graphs(
-    worker: Worker, calls: int, place: int, batches: int
-) -> Callable[[int], bool]:
-    """Return a function of a call: whether the micro-batch at `place` of `batches` keeps its graph.
-    Kept are the last pairs of call and micro-batch in forward order, as many as planned."""
-    if not worker.mode.recompute:
-        return lambda number: True
-    first = calls * batches - worker.kept_graphs
-    return lambda number: number * batches + place >= first
 
 
 def refuse_detached(loss: torch.Tensor) -> None:
@@ -264,13 +271,3 @@ def make_call_order_error(calls: Sequence[str], number: int, called: str) -> Mod
         "gpumix.testing.plan_for takes all unit calls in order, as calls=...); for LayerDrop plan "
         "with techniques.max_pipeline_stages=1",
     )
-
-
-@contextmanager
-def close_micro_batches(batches: Sequence[MicroBatch]) -> Iterator[None]:
-    """Close all micro-batches on exit, also after errors."""
-    try:
-        yield
-    finally:
-        for micro_batch in batches:
-            micro_batch.close()

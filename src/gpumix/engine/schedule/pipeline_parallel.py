@@ -16,16 +16,18 @@ from typing import Any
 
 import torch
 
-from gpumix.cost.schedule import Action
+from gpumix.cost.pipeline_schedule import Action
+from gpumix.engine.batch.batch_split import MicroBatchTask
+from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.model.forward_coroutine import ModelError, UnitCall
 from gpumix.engine.schedule import layered
-from gpumix.engine.schedule.layered import MicroBatchOrder
+from gpumix.engine.schedule.layered import MicroBatchOrder, Schedule, StepTasks
 from gpumix.engine.schedule.micro_batch import Loss, MicroBatch
 from gpumix.engine.schedule.point_to_point import Message, PointToPointChannels
 from gpumix.engine.schedule.remote_stage_values import RemoteStages, Returned, TensorMeta, hand_over
 from gpumix.engine.sharding.bucket import Bucket, BucketReductions, GradientProgress
-from gpumix.engine.unit.inter_unit_backward import attach_leaf
 from gpumix.engine.unit.sharded_units import ShardedUnits
+from gpumix.engine.unit.unit_call import attach_leaf
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import StageInput, Worker
 
@@ -299,7 +301,7 @@ class PipelineStep:
 
     def _do(self, action: Action, number: int) -> None:
         place = self._places[action.stage]
-        place.parts.record.passes(action)
+        place.parts.recorder.now.passes(action)
         if action.kind == "forward":
             self._forward(place, action)
             following = self._actions[number + 1 : number + 2]
@@ -396,6 +398,56 @@ class PipelineStep:
         for (to, taken), look in running.sent.items():
             if taken.differentiable:
                 yield Message("backward", to, running.number, taken), look
+
+
+@dataclass(frozen=True)
+class PipelineSchedule(Schedule):
+    """Micro-batches through the pipeline stages of a rank.
+
+    Attributes:
+        actions: of this rank in a step.
+        stages: of this rank.
+        buckets: of all of its stages.
+    """
+
+    actions: Sequence[Action]
+    comm: Communicator
+    stages: Sequence[PipelineStage]
+    buckets: Sequence[Bucket]
+
+    def run_step(self, step: StepTasks) -> None:
+        gradient_scale = step.exchange(self._run(step.micro_batches, step.rows, step.scale.float()))
+        self.comm.record.meets("other stage")
+        gradient_scale()
+        self.comm.record.goes_on()
+        for bucket in self.buckets:
+            bucket.settle(gradient_scale)
+            if step.done is not None:
+                step.done(bucket)
+
+    def run_forward(self, cut: list[MicroBatchTask], rows: Sequence[range]) -> list[Loss]:
+        return self._run(cut, rows, None)
+
+    def _run(
+        self, cut: list[MicroBatchTask], rows: Sequence[range], scale: torch.Tensor | None
+    ) -> list[Loss]:
+        """Run this rank's part of the pipeline; without a `scale` of losses, forward only."""
+        actions = self.actions
+        if scale is None:
+            actions = [action for action in actions if action.kind == "forward"]
+
+        def make(stage: PipelineStage, number: int) -> InFlightMicroBatch:
+            own = stage.batches.index(number)
+            entry = StageInputs(stage, number, cut[own].looks)
+            batch = self._make_micro_batch(
+                stage.parts, cut, own, keep=scale is not None, worker=stage.worker, entry=entry
+            )
+            return InFlightMicroBatch(number, batch, entry)
+
+        empty = [number for number, own in zip(self.stages[0].batches, rows) if not own]
+        return PipelineStep(
+            self.stages, actions, make, scale, in_order=self.in_order, empty=empty
+        ).run()
 
 
 def _refuse_gradient(taken: StageInput, _: torch.Tensor) -> None:

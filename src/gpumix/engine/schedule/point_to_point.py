@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from gpumix.cost.schedule import Action
+from gpumix.cost.pipeline_schedule import Action
 from gpumix.engine.comm.communicator import Communicator, Pending
 from gpumix.engine.schedule.remote_stage_values import TensorMeta, refuse_without_values
 from gpumix.schema.plan.plan import Plan

@@ -24,7 +24,13 @@ from torch._subclasses.fake_tensor import (
 )
 
 from gpumix.engine.model.forward_coroutine import ModelError, UnitCall
-from gpumix.engine.model.unit_values import ArgumentsStructure, OutputCapture, Structure
+from gpumix.engine.model.unit_values import (
+    ArgumentsStructure,
+    Containers,
+    OutputCapture,
+    Structure,
+    take_apart,
+)
 from gpumix.engine.quantised.packed_weight import (
     Attribute,
     Installed,
@@ -269,8 +275,7 @@ def run_without_gradients(
     call: UnitCall, forward: Callable[..., Any], prepared: Callable[[Any], Any]
 ) -> Returned:
     """Run a unit's `forward` without gradients, on inputs converted by `prepared`."""
-    captured = OutputCapture.of_unit(call.unit, call.args, call.kwargs, call.context)
-    inputs, arguments = ArgumentsStructure.of(call.args, call.kwargs)
+    inputs, arguments, captured = take_apart(call.unit, call.args, call.kwargs, call.context)
     with call.state.applied(), torch.no_grad():
         given = [prepared(value) for value in inputs]
         leaves, structure = captured.run_unit(call.unit, forward, arguments, given)
@@ -279,7 +284,7 @@ def run_without_gradients(
 
 def hand_over(call: UnitCall, returned: Returned, leaves: Sequence[Any]) -> Any:
     """Return a call's results to the model, with `leaves` in place of the looks."""
-    captured = OutputCapture.of_unit(call.unit, call.args, call.kwargs, call.context)
+    captured = OutputCapture(call.context, Containers(call.unit, call.args, call.kwargs))
     return captured.hand_over(leaves, returned.structure)
 
 

@@ -22,14 +22,19 @@ from torch.utils._pytree import tree_leaves
 from gpumix.engine.comm import collective_progress
 from gpumix.engine.comm.step_recorder import SILENT
 from gpumix.engine.loss.loss_graph import mark_block_output
-from gpumix.engine.model.forward_coroutine import ThreadState, UnitCallHandlers
+from gpumix.engine.model.backward_hooks import CheckpointedRun
+from gpumix.engine.model.forward_coroutine import Randomness, ThreadState, UnitCallHandlers
 from gpumix.engine.model.module_buffers import BufferCopies
-from gpumix.engine.model.rng import Randomness
 from gpumix.engine.model.unit_values import (
     ArgumentsStructure,
     Containers,
-    OutputCapture,
     copy_changes,
+    take_apart,
+)
+from gpumix.engine.schedule.layered import (
+    LayeredSchedule,
+    StepTasks,
+    find_first_kept_call,
 )
 from gpumix.engine.schedule.micro_batch import (
     Loss,
@@ -38,15 +43,13 @@ from gpumix.engine.schedule.micro_batch import (
     refuse_detached,
 )
 from gpumix.engine.sharding.bucket import Bucket, BucketReductions
-from gpumix.engine.unit.activation_checkpoint import CheckpointedRun
+from gpumix.engine.unit.boundary_checks import refuse_inputs, refuse_outputs
 from gpumix.engine.unit.sharded_units import ShardedUnit, ShardedUnits
 from gpumix.engine.unit.unit_call import (
     UnitInputs,
     UnitRun,
     cast_floating,
     get_versions,
-    refuse_inputs,
-    refuse_outputs,
     refuse_writes,
 )
 from gpumix.schema.profile.profile import ROOT
@@ -58,13 +61,13 @@ class InlineBatch:
 
     Attributes:
         compute_loss: runs the model and returns (summed loss, count).
-        keeps: returns True if the graph of a unit call, by number, is kept; False: recomputed.
+        kept_from: number of the first unit call whose graph is kept; earlier ones are recomputed.
     """
 
     compute_loss: Callable[[], Loss]
     randomness: Randomness
     compute_dtype: torch.dtype
-    keeps: Callable[[int], bool]
+    kept_from: int
 
 
 def run(
@@ -105,7 +108,37 @@ def run(
             del loss
     assert reducing is not None
     reducing.finish()
-    parts.record.overhead()
+    parts.recorder.now.overhead()
+
+
+@dataclass(frozen=True)
+class SequentialSchedule(LayeredSchedule):
+    """One micro-batch after another, on ranks with all parameters and full gradients.
+
+    Attributes:
+        calls: where the model's unit calls arrive.
+    """
+
+    calls: UnitCallHandlers
+
+    def run_step(self, step: StepTasks) -> None:
+        calls, cut = len(self.parts.calls), step.micro_batches
+        batches = [
+            InlineBatch(
+                one.compute_loss,
+                one.randomness,
+                self.dtype,
+                find_first_kept_call(self.worker, calls, place, len(cut)),
+            )
+            for place, one in enumerate(cut)
+        ]
+        run(
+            self.parts,
+            self.calls,
+            batches,
+            step.scale.float(),
+            lambda results: self._make_reductions(step.exchange(results), step.done),
+        )
 
 
 class _StepGathers:
@@ -117,7 +150,7 @@ class _StepGathers:
             bucket.start_gather()
         for bucket in (parts.before, *parts.always_used_buckets):
             bucket.gathered()
-        parts.record.computes("forward", ROOT)
+        parts.recorder.now.computes("forward", ROOT)
         for bucket in parts.buckets:
             bucket.begin_gradient()
 
@@ -197,10 +230,10 @@ class _UnitCallRunner:
         self._number += 1
         self._gathering.prepare_call(number)
         unit = parts.sequence[number]
-        parts.record.computes("forward", name)
+        parts.recorder.now.computes("forward", name)
         args, kwargs = unit.taken(args, kwargs)
         seed = partial(self._batch.randomness.start, 2 * number + 1)
-        if self._batch.keeps(number) or not torch.is_grad_enabled():
+        if number >= self._batch.kept_from or not torch.is_grad_enabled():
             outputs = self._kept(unit, seed, args, kwargs)
         else:
             outputs = self._recomputed(unit, seed, args, kwargs)
@@ -208,15 +241,15 @@ class _UnitCallRunner:
         for output in tree_leaves(outputs):
             if isinstance(output, torch.Tensor):
                 mark_block_output(output)
-                if parts.record is not SILENT and output.requires_grad:
+                if parts.recorder.now is not SILENT and output.requires_grad:
                     output.register_hook(partial(self._record_backward, name))
         if number == parts.last_call:
             self._gathering.prepare_call(number + 1)
-            parts.record.computes("head", ROOT)
+            parts.recorder.now.computes("head", ROOT)
         return outputs
 
     def _record_backward(self, name: str, _: torch.Tensor) -> None:
-        self._parts.record.computes("backward", name)
+        self._parts.recorder.now.computes("backward", name)
 
     def _skip_call(self) -> None:
         """Skip a call left out by the model, but gather its parameters with all ranks."""
@@ -257,16 +290,15 @@ class _UnitCallRunner:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        inputs, arguments = ArgumentsStructure.of(args, kwargs)
-        refuse_inputs(unit.name, inputs)
-        before = get_versions(inputs)
-        captured = OutputCapture.of_unit(
+        inputs, arguments, captured = take_apart(
             unit.name,
             args,
             kwargs,
             contextvars.copy_context(),
             may_change=unit.positions is None,
         )
+        refuse_inputs(unit.name, inputs)
+        before = get_versions(inputs)
         state, dtype = ThreadState.capture(), self._batch.compute_dtype
         once = UnitRun(unit.name, unit.forward, state, captured, dtype, seed, arguments)
         sources = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]

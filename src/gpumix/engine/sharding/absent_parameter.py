@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ PERMITTED_METHODS = ("size", "dim", "numel", "nelement", "element_size", "is_flo
                     "is_complex", "stride", "requires_grad_", "__hash__")  # fmt: skip
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _OWN_GRAD: Any = torch.Tensor.grad
+get_own_gradient: Callable[[torch.Tensor], torch.Tensor | None] = _OWN_GRAD.__get__
 # Permitted operations on a parameter without values.
 PERMITTED_FUNCTIONS = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in PERMITTED_PROPERTIES]
@@ -75,12 +76,12 @@ class MasterParameter(nn.Parameter):
 
     # Copies, and parameters loaded from a file, have no piece.
     _piece: Piece | None = None
-    _place: int = 0
+    place: int = 0  # address of the values
 
     @staticmethod
     def of(values: torch.Tensor, piece: Piece) -> MasterParameter:
         rest = torch.Tensor._make_subclass(MasterParameter, values, piece.local.requires_grad)
-        rest._piece, rest._place = piece, values.data_ptr()
+        rest._piece, rest.place = piece, values.data_ptr()
         return rest
 
     @property
@@ -106,14 +107,17 @@ class MasterParameter(nn.Parameter):
         assert self._piece is not None, "of an engine"
         return self._piece.name
 
-    def refuse_changes(self) -> None:
-        """Refuse memory or gradients that the optimizer would not see.
+    def refuse_changes(self, *, trained: bool) -> None:
+        """Refuse a change of the parameter since the model was sharded.
 
         Raises:
-            InputError: the memory was replaced, or a backward pass outside of the engine gave a
-                gradient.
+            InputError: `requires_grad` is not `trained`; or the optimizer would not see the
+                parameter's memory, which was replaced, or its gradient, of a backward pass outside
+                of the engine.
         """
-        if self.data_ptr() != self._place:
+        if self.requires_grad is not trained:
+            refuse_frozen_or_thawed(self, trained=trained)
+        if self.data_ptr() != self.place:
             raise InputError(
                 f"parameter '{self.parameter_name}' was moved, cast or replaced since the model "
                 "was sharded",
@@ -121,7 +125,7 @@ class MasterParameter(nn.Parameter):
                 fix="move or cast the model before; or call gpumix.unshard(model), and train it as "
                 "a new model",
             )
-        if _OWN_GRAD.__get__(self) is not None:
+        if get_own_gradient(self) is not None:
             raise InputError(
                 f"a backward pass outside of the engine gave parameter '{self.parameter_name}' a "
                 "gradient, which no optimizer would see",
@@ -130,23 +134,16 @@ class MasterParameter(nn.Parameter):
             )
 
 
-def check_parameters(
-    parameters: Iterable[AbsentParameter | MasterParameter], *, trained: bool
-) -> None:
-    """Refuse parameters changed by the user since the model was sharded.
+def refuse_frozen_or_thawed(parameter: AbsentParameter | MasterParameter, *, trained: bool) -> None:
+    """Refuse a parameter whose `requires_grad` is not `trained` any more.
 
     Raises:
-        InputError: `requires_grad` is not `trained`; or see `MasterParameter.refuse_changes`.
+        InputError: always.
     """
-    for parameter in parameters:
-        if parameter.requires_grad is not trained:
-            done = "frozen" if trained else "thawed"
-            raise InputError(
-                f"parameter '{parameter.parameter_name}' was {done} after the model was sharded",
-                why="the state of the parameters that are trained is laid out before the first "
-                "step",
-                fix="freeze parameters first; to train in phases, make a new Trainer, or prepare "
-                "the model again, for each phase",
-            )
-        if type(parameter) is MasterParameter:  # `isinstance` of a parameter is slow
-            parameter.refuse_changes()
+    done = "frozen" if trained else "thawed"
+    raise InputError(
+        f"parameter '{parameter.parameter_name}' was {done} after the model was sharded",
+        why="the state of the parameters that are trained is laid out before the first step",
+        fix="freeze parameters first; to train in phases, make a new Trainer, or prepare the model "
+        "again, for each phase",
+    )

@@ -21,18 +21,17 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from gpumix.engine.comm.communicator import Pending, PooledTensor
-from gpumix.engine.model.forward_coroutine import ModelError
+from gpumix.engine.model.backward_hooks import (
+    GradientAccumulation,
+    ParameterGradient,
+    copy_first_gradient,
+)
 from gpumix.engine.quantised.packed_places import PackedPlace
 from gpumix.engine.quantised.packed_weight import PackedWeight
 from gpumix.engine.quantised.weight_formats import casts_its_bias
-from gpumix.engine.sharding.absent_parameter import (
-    AbsentParameter,
-    MasterParameter,
-    check_parameters,
-)
+from gpumix.engine.sharding.absent_parameter import AbsentParameter, MasterParameter
 from gpumix.engine.sharding.parameter_slice import LocalParts, ParameterSlice, put_together
 from gpumix.engine.sharding.shard import Piece, Scale, Shard, ShardMember, ShardMemory, Source
 from gpumix.engine.sharding.shard_layout import Division, Kind
@@ -136,53 +135,18 @@ class FlatGroupSpec:
         return self.numel * 4 if self.trainable else 0
 
 
-@dataclass
-class GradientAccumulation:
-    """Flag for gradients of a group's parameters being summed: from the begin of the group's
-    backward to the begin of its reduction. Gradients at another time come from another part of the
-    model, and would be lost."""
-
-    label: str
-    now: bool = False
-
-    def check_active(self) -> None:
-        """Refuse a gradient while gradients are not summed.
-
-        Raises:
-            ModelError: gradients are not summed now.
-        """
-        if not self.now:
-            raise ModelError(
-                f"a parameter of unit '{self.label}' gets a gradient from outside of the unit",
-                why="another part of the model, or a term of the loss, uses it too, when the "
-                "unit's gradient is not summed",
-                fix="use it inside of the unit alone, or move it out of the blocks; for decay use "
-                "weight_decay of the optimizer",
-            )
-
-
-@dataclass
-class ParameterGradient:
-    """Place where a parameter's gradient is summed, and the hook copying the first gradient there.
-
-    Until the first gradient, the parameter's `grad` is None, and the content of `place` is
-    meaningless.
-    """
-
-    name: str
-    view: nn.Parameter
-    place: torch.Tensor
-    put: RemovableHandle
-
-    @property
-    def has_other_hooks(self) -> bool:
-        """True if another hook observes the accumulation of the gradient."""
-        hooks = self.view._post_accumulate_grad_hooks or ()
-        return any(number != self.put.id for number in hooks)
-
-
 class FlatGroup:
-    """Flat buffer divided among ranks.
+    """Flat buffer divided among ranks. Its bucket takes it through a step.
+
+    Attributes:
+        gathers: each starts to fill a part of the buffer from all ranks' shards; `take` follows
+            their end, if they arrive elsewhere.
+        places: of the parameters in modules: a module's parameters, the name there, the view of the
+            buffer, and the placeholder while it is empty.
+        at_rest: places of parameters with the masters' values between two steps, if this rank has
+            all masters.
+        packed, recast: quantised weights, and biases that their modules cast for good.
+        unused: parameters without a gradient on this rank since the step began, of `trained` ones.
 
     Args:
         label: the unit's name, for error messages.
@@ -208,7 +172,7 @@ class FlatGroup:
         self._summed_from = alike.summed_from
         self.full = full
         self.gradient = gradient
-        self._arriving = arriving
+        self.arriving = arriving
         self._division = alike.divisions[0]
         of_host = alike.trainable or self._division.pool is not None
         self.on_host = on_host = self._division.on_host and of_host
@@ -239,15 +203,19 @@ class FlatGroup:
             and self._division.team is None
             and (self._division.replicated or self._division.comm.world == 1)
         )
-        self._install(alike)
+        self._replace_parameters(alike)
         self._parts = LocalParts(self.views, alike.divide_into_parts()) if in_parts else None
-        self._gradients: list[ParameterGradient] = []
-        self._receiving = GradientAccumulation(label)
+        into = self.full if arriving is None else arriving
+        parts = into.split([shard.numel for shard in self.shards])
+        self.gathers = [partial(shard.gather, part) for shard, part in zip(self.shards, parts)]
+        team = self._division.team
+        self._sums_in_team = team is not None and self._summed_from < self.numel
+        self.gradients: list[ParameterGradient] = []
+        self.receiving = GradientAccumulation(label)
         if self.trainable:
             self._point_gradients(alike)
-        self._trained = frozenset(gradient.name for gradient in self._gradients)
-        # Parameters without a gradient on this rank since the step began.
-        self.unused = self._trained
+        self.trained = frozenset(gradient.name for gradient in self.gradients)
+        self.unused = self.trained
 
     @property
     def pieces(self) -> list[Piece]:
@@ -258,16 +226,15 @@ class FlatGroup:
         """Division of the buffer; of several parts, the first."""
         return self._division
 
-    def _install(self, alike: FlatGroupSpec) -> None:
+    def _replace_parameters(self, alike: FlatGroupSpec) -> None:
         """Replace the modules' parameters by views of the buffer."""
         self.views: list[nn.Parameter] = []
-        self._places: list[
+        self.places: list[
             tuple[dict[str, nn.Parameter | None], str, nn.Parameter, AbsentParameter]
         ] = []
-        self._at_rest: list[tuple[dict[str, nn.Parameter | None], str, MasterParameter]] = []
-        self._packed: list[PackedPlace] = []
-        # Biases that their modules cast for good.
-        self._recast: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self.at_rest: list[tuple[dict[str, nn.Parameter | None], str, MasterParameter]] = []
+        self.packed: list[PackedPlace] = []
+        self.recast: list[tuple[nn.Parameter, torch.Tensor]] = []
         masters: Sequence[torch.Tensor | None] = [None] * len(alike.slots)
         if self.is_whole:
             masters = self.shards[0].master.split(alike.numels)
@@ -277,7 +244,7 @@ class FlatGroup:
             if isinstance(slot.parameter, PackedWeight):
                 form = slot.parameter.format
                 packed = PackedPlace.of(slot.places, form, view, master)
-                self._packed.append(packed)
+                self.packed.append(packed)
                 shaped = packed.shown.parameter
                 away = AbsentParameter.of(packed.make_placeholder(), slot.name)
                 for key in form.asked_first:
@@ -289,15 +256,13 @@ class FlatGroup:
                 shaped = nn.Parameter(view.view(shape).data, slot.parameter.requires_grad)
                 away = AbsentParameter.of(shaped, slot.name)
                 if any(map(casts_its_bias, (module for module, _ in slot.places))):
-                    self._recast.append((shaped, shaped.data))
+                    self.recast.append((shaped, shaped.data))
                 if master is not None:
                     rest = MasterParameter.of(master.view(shape), self.shards[0].pieces[number])
-                    self._at_rest += [(m._parameters, name, rest) for m, name in slot.places]
+                    self.at_rest += [(m._parameters, name, rest) for m, name in slot.places]
             for module, attribute in slot.places:
-                self._places.append((module._parameters, attribute, shaped, away))
+                self.places.append((module._parameters, attribute, shaped, away))
             self.views.append(shaped)
-        self.remove()
-        self.rest()
 
     def _point_gradients(self, alike: FlatGroupSpec) -> None:
         """Make autograd accumulate in fp32 into views of the gradient buffer.
@@ -313,13 +278,13 @@ class FlatGroup:
             place = gradient.view(view.shape)
             view.grad = place
             put = view.register_post_accumulate_grad_hook(
-                partial(_copy_first_gradient, place, self._receiving)
+                partial(copy_first_gradient, place, self.receiving)
             )
-            self._gradients.append(ParameterGradient(slot.name, view, place, put))
+            self.gradients.append(ParameterGradient(slot.name, view, place, put))
 
     def names_by_parameter(self) -> Iterator[tuple[nn.Parameter, str]]:
         """Yield the parameters that modules may contain, with the names of the pieces."""
-        for _, _, view, away in self._places:
+        for _, _, view, away in self.places:
             yield view, away.parameter_name
             yield away, away.parameter_name
 
@@ -333,95 +298,34 @@ class FlatGroup:
             floats(self.full.data)
         else:
             self.full.data.zero_()
-            for packed in self._packed:
+            for packed in self.packed:
                 packed.fill(generator)
 
     # -- parameters ---------------------------------------------------------------------------
 
-    def gather(self) -> list[Pending]:
-        """Start to fill the buffer from all ranks' shards."""
-        into = self.full if self._arriving is None else self._arriving
-        if len(self.shards) == 1:
-            pending = [self.shards[0].gather(into)]
-        else:
-            parts = into.split([shard.numel for shard in self.shards])
-            pending = [shard.gather(part) for shard, part in zip(self.shards, parts)]
-        if into is not self.full:
-            pending[-1].then(self._take)
-        return pending
-
-    def round_ahead(self) -> None:
-        """Round host masters ahead in a step: masters stay unchanged until gathered."""
-        for shard in self.shards:
-            shard.round_ahead()
-
-    def may_change(self) -> None:
-        """Allow writes into masters after a step, before the next gather."""
-        for shard in self.shards:
-            shard.may_change()
-
-    def _take(self) -> None:
+    def take(self) -> None:
         """Copy the arrived parameters to where this rank computes, in the compute dtype."""
-        assert self._arriving is not None
+        assert self.arriving is not None
         if self._parts is None:
-            self.full.copy_(self._arriving)
+            self.full.copy_(self.arriving)
             return
-        for number, part in enumerate(self._arriving.split([s.numel for s in self.shards])):
+        for number, part in enumerate(self.arriving.split([s.numel for s in self.shards])):
             self._parts.put(number, part)
-
-    def install(self) -> None:
-        """Install the parameters in the modules."""
-        for parameters, attribute, view, _ in self._places:
-            parameters[attribute] = view
-        for view, values in self._recast:
-            view.data = values
-        for packed in self._packed:
-            packed.install()
 
     def install_copies(self) -> None:
         """Install copies of the arrived parameters in the modules: the buffer may be filled with
         other parameters from now on. Copies take no gradients."""
         copies = {}
-        packed = {id(one.shown.parameter): one.install_copy() for one in self._packed}
+        packed = {id(one.shown.parameter): one.install_copy() for one in self.packed}
         for view in self.views:
             copy = packed.get(id(view))
             if copy is None:
                 copy = nn.Parameter(view.detach().clone(), view.requires_grad)
             copies[id(view)] = copy
             if copy.requires_grad:
-                copy.register_post_accumulate_grad_hook(lambda _: self._receiving.check_active())
-        for parameters, attribute, view, _ in self._places:
+                copy.register_post_accumulate_grad_hook(lambda _: self.receiving.check_active())
+        for parameters, attribute, view, _ in self.places:
             parameters[attribute] = copies[id(view)]
-
-    def remove(self) -> None:
-        """Install placeholders in the modules until the next gather: the parameters are away."""
-        for parameters, attribute, _, away in self._places:
-            parameters[attribute] = away
-        for packed in self._packed:
-            packed.remove()
-
-    def rest(self) -> None:
-        """Install parameters with the masters' values in the modules between steps, if this rank
-        has all masters."""
-        for parameters, attribute, rest in self._at_rest:
-            parameters[attribute] = rest
-        for packed in self._packed:
-            packed.rest()
-
-    def begin_step(self) -> None:
-        """Begin a step: no parameter has a gradient yet, or may be used before being gathered.
-
-        Raises:
-            InputError: parameters were frozen or thawed since the model was sharded, or have
-                gradients of a foreign backward pass.
-        """
-        self.unused = self._trained
-        check_parameters([rest for _, _, rest in self._at_rest], trained=self.trainable)
-        if self.is_whole:
-            self.remove()
-            return
-        with torch._C.DisableTorchFunctionSubclass():  # which takes most of the time of the checks
-            check_parameters([away for *_, away in self._places], trained=self.trainable)
 
     def gather_masters(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Yield every full parameter, as a view of temporary memory. Collective."""
@@ -441,55 +345,40 @@ class FlatGroup:
 
     # -- gradients ----------------------------------------------------------------------------
 
-    def begin_gradient(self) -> None:
-        """Begin the gradient of a step: the buffer counts as empty, but gradients left by earlier
-        steps are saved, to be added."""
-        self._receiving.now = True
-        for shard in self.shards:
-            shard.begin_gradient()
-        for gradient in self._gradients:
-            gradient.view.grad = None
-
-    def end_gradient(self) -> None:
-        """Set missing gradients to zero, and note their parameters."""
-        self._receiving.now = False
-        absent = set()
-        for gradient in self._gradients:
-            if gradient.view.grad is None:
-                gradient.view.grad = gradient.place.zero_()
-                absent.add(gradient.name)
-        self.unused &= absent
-
     def gradients_of(self, module: nn.Module) -> list[ParameterGradient]:
         """Return the gradients of a module's own parameters, for code adding to gradients."""
-        own = {id(v) for held, _, v, _ in self._places if held is module._parameters}
-        return [gradient for gradient in self._gradients if id(gradient.view) in own]
+        own = {id(v) for held, _, v, _ in self.places if held is module._parameters}
+        return [gradient for gradient in self.gradients if id(gradient.view) in own]
 
-    def reduce(self, scale: Scale | None) -> Iterator[list[Pending]]:
-        """Sum the gradient over ranks; each next value starts further collectives. At the end, this
-        rank's part, times `scale`, is in the pieces' `grad`: added to gradients already there, as
-        autograd does. Without a scale, sums are added up over the step, and reach `grad` only when
-        `settle`d."""
+    def make_reduction(self) -> Callable[[Scale | None], list[Pending]]:
+        """Return what starts to sum the gradient over ranks. At the end, this rank's part, times
+        the scale, is in the pieces' `grad`: added to gradients already there, as autograd does.
+        Without a scale, sums are added up over the step, and reach `grad` only when `settle`d."""
+        if self._sums_in_team or self._division.repeats > 1 or self._parts is not None:
+            return self._reduce_in_parts
+        return partial(self.shards[0].reduce, self.gradient)
+
+    def _reduce_in_parts(self, scale: Scale | None) -> list[Pending]:
+        """Reduce the gradient in a team, or of several parts; see `make_reduction`."""
         division = self._division
-        if division.team is not None and self._summed_from < self.numel:
+        if self._sums_in_team:
             # At once: another bucket needs the buffer soon, and the amount is small.
+            assert division.team is not None
             parts = self.gradient[self._summed_from :]
             division.team.all_reduce(parts, f"reduction of unit '{self.label}' in its team")
         if division.repeats > 1:
             self.gradient.div_(division.repeats)
         if self._parts is None:
-            for pending in self.shards[0].reduce(self.gradient, scale):
-                yield [pending]
-            return
+            return self.shards[0].reduce(self.gradient, scale)
         # All parts at once: ranks with a single part continue with the next collective.
         rooms = self._rooms()
         for number, room in enumerate(rooms):
             self._parts.copy_gradient(number, room.tensor[0])
-        yield from zip_collectives(
-            [s.reduce(r.tensor[0], scale) for s, r in zip(self.shards, rooms)]
-        )
-        for room in rooms:
-            room.give_back()
+        return [
+            pending.at_end(room.give_back)
+            for shard, room in zip(self.shards, rooms)
+            for pending in shard.reduce(room.tensor[0], scale)
+        ]
 
     def _rooms(self) -> list[PooledTensor]:
         """Borrow memory for the gradients of each part."""
@@ -515,20 +404,9 @@ class FlatGroup:
 
     def forget_sums(self) -> None:
         """Discard the sums of this step."""
-        self._receiving.now = False
+        self.receiving.now = False
         for shard in self.shards:
             shard.forget_sums()
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return the storage of a tensor, by identity."""
-    return tensor.untyped_storage()._cdata
-
-
-def zip_collectives(reductions: Sequence[Iterator[Pending]]) -> Iterator[list[Pending]]:
-    """Yield the n-th collectives of all reductions at once."""
-    while started := [pending for one in reductions if (pending := next(one, None)) is not None]:
-        yield started
 
 
 def reserve_reduction_memory(trained: Sequence[FlatGroup]) -> None:
@@ -541,16 +419,3 @@ def reserve_reduction_memory(trained: Sequence[FlatGroup]) -> None:
             largest[ranks] = group
     for group in largest.values():
         group.expect_reduce()
-
-
-def _copy_first_gradient(
-    place: torch.Tensor, receiving: GradientAccumulation, view: torch.Tensor
-) -> None:
-    """Copy the first gradient of `view` to the place where later gradients are added."""
-    if not receiving.now:
-        receiving.check_active()
-    gradient = view.grad
-    if gradient is not place:
-        assert gradient is not None, "it has just been accumulated"
-        place.copy_(gradient)
-        view.grad = place

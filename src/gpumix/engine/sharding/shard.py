@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 from zlib import crc32
 
 import torch
 from torch import nn
 
-from gpumix.engine.comm.communicator import Pending
+from gpumix.engine.comm.communicator import Pending, PooledTensor
 from gpumix.engine.comm.parameter_pool import PooledVector
 from gpumix.engine.model.piece_parameter import PieceParameter
 from gpumix.engine.offload.copy_lanes import CopyLane
 from gpumix.engine.offload.host_offload import allocate_on_host
 from gpumix.engine.offload.state_transfers import HostMasters
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
-from gpumix.engine.sharding.shard_layout import Division
+from gpumix.engine.sharding.shard_layout import Division, HostSums
 
 # Returns initial values of a parameter's flat interval [start, end), in any dtype, on any device.
 Source = Callable[[str, nn.Parameter, int, int], torch.Tensor]
@@ -134,6 +135,10 @@ class Shard:
         self._carried: torch.Tensor | None = None
         self._summed = False
         self._new: list[bool] = []  # by piece: True if its gradient is of the last step alone
+        # True if sums share the memory of gradients, which then must be saved before a step.
+        self.sums_in_place = self.trainable and memory.sums_in is not None
+        # True if masters must not be written into between a gather and the end of a step.
+        self.is_read_late = self._pooled is not None or self._host is not None
         if self.trainable:
             self._own_gradients()
 
@@ -270,14 +275,15 @@ class Shard:
     # -- gradients ----------------------------------------------------------------------------
 
     def begin_gradient(self) -> None:
-        """Begin the gradient of a step. If sums share the memory of gradients, save the gradients
-        left by earlier steps, to be added."""
-        if self._memory.sums_in is not None and not all(fresh := self._fresh()):
+        """Begin the gradient of a step, if `sums_in_place`: save the gradients left by earlier
+        steps, to be added."""
+        if not all(fresh := self._fresh()):
             self._zero(fresh)
             self._carried = self.gradient.clone()
 
-    def reduce(self, flat: torch.Tensor, scale: Scale | None) -> Iterator[Pending]:
-        """Sum the gradient of the vector over ranks; see `FlatGroup.reduce`."""
+    def reduce(self, flat: torch.Tensor, scale: Scale | None) -> list[Pending]:
+        """Start to sum the gradient of the vector over ranks; see
+        `FlatGroup.make_reduction`."""
         division, label = self._division, f"reduction of unit '{self.label}'"
         reduce = division.comm.reduce if division.pool is None else division.pool.reduce
         # On NCCL, all work behind the collective is queued on the lane at once, and done while the
@@ -290,19 +296,28 @@ class Shard:
         )
         if at_once and scale is not None:
             scale()  # here: the computing stream needs its result and its waits too
+        deliver = partial(self._deliver, scale)
         if division.replicated:
-            yield division.comm.start_all_reduce(flat, label)
-            self._deliver(flat[None], scale)
-        elif division.copies is None:
-            pending = reduce(flat, self.intervals, label, lambda rows: self._deliver(rows, scale))
-            yield pending.beside(self._lane) if at_once else pending
-        else:
-            room = division.comm.borrow("copies", flat, 1, self.end - self.start)
-            part = room.tensor[0]
-            yield reduce(flat, self.intervals, label, lambda rows: _sum(rows, part))
-            yield division.copies.start_sum(part, self.numels, f"{label} over hosts")
-            self._deliver(room.tensor, scale)
-            room.give_back()
+            pending = division.comm.start_all_reduce(flat, label)
+            return [pending.then(partial(deliver, flat[None]))]
+        if division.copies is None:
+            pending = reduce(flat, self.intervals, label, deliver)
+            return [pending.beside(self._lane) if at_once else pending]
+        room = division.comm.borrow("copies", flat, 1, self.end - self.start)
+        pending = reduce(flat, self.intervals, label, partial(_sum, out=room.tensor[0]))
+        pending.following = partial(self._sum_over_hosts, division.copies, room, label, deliver)
+        return [pending]
+
+    def _sum_over_hosts(
+        self,
+        copies: HostSums,
+        room: PooledTensor,
+        label: str,
+        deliver: Callable[[torch.Tensor], None],
+    ) -> Pending:
+        """Start to sum this rank's interval, summed within the host, over hosts."""
+        pending = copies.start_sum(room.tensor[0], self.numels, f"{label} over hosts")
+        return pending.then(partial(deliver, room.tensor)).then(room.give_back)
 
     @property
     def _lane(self) -> CopyLane:
@@ -325,7 +340,7 @@ class Shard:
             for room in rooms:
                 room.give_back()
 
-    def _deliver(self, rows: torch.Tensor, scale: Scale | None) -> None:
+    def _deliver(self, scale: Scale | None, rows: torch.Tensor) -> None:
         """Take the sum of `rows`, [n, own interval], as this rank's part, before scaling."""
         if self._on_host and (self._division.pool is None or self._division.copies is not None):
             self._deliver_to_host(rows, scale)

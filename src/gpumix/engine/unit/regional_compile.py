@@ -204,7 +204,7 @@ def _configure_torch_compile() -> None:
     import torch._functorch.config as of_graphs
     from torch._dynamo import trace_rules
 
-    trace_rules.add("gpumix.engine.unit.activation_checkpoint")
+    trace_rules.add("gpumix.engine.model.backward_hooks")
     of_graphs.donated_buffer = False
 
 

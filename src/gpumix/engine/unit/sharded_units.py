@@ -2,7 +2,7 @@
 
 The memory of each bucket is decided here, once. At ZeRO stage 3, buckets that are never gathered
 simultaneously share a slot in turn, and so do gradient buffers at stages 2 and 3
-(`cost.layout.buffer_slots`).
+(`cost.memory_layout.buffer_slots`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gpumix.cost.layout.buffer_slots import (
+from gpumix.cost.memory_layout.buffer_slots import (
     ALWAYS,
     BucketLifetimes,
     Buffer,
@@ -24,7 +24,7 @@ from gpumix.cost.layout.buffer_slots import (
     compute_root_end_lifetimes,
     share_slots,
 )
-from gpumix.engine.comm.step_recorder import SilentRecorder
+from gpumix.engine.comm.step_recorder import CurrentRecorder
 from gpumix.engine.loss.chunked_head import ChunkedHead
 from gpumix.engine.sharding.bucket import Bucket, GatherBuffer
 from gpumix.engine.sharding.flat_group import (
@@ -92,10 +92,10 @@ class ShardedUnits:
         """All buckets: the root's, and the units'."""
         return (*self.always_used_buckets, self.before, self.after, *self.of_units)
 
-    @property
-    def record(self) -> SilentRecorder:
-        """Record of executed work."""
-        return self.division.comm.recorder.now
+    @cached_property
+    def recorder(self) -> CurrentRecorder:
+        """Recorder of executed work."""
+        return self.division.comm.recorder
 
     @cached_property
     def last_call(self) -> int:

@@ -4,20 +4,27 @@ rest, or forward keeps the unit's graph.
 Between units the model's own code is ordinary autograd. A unit's outputs become leaves. Gradients
 cross from leaf to leaf: from the unit's outputs, through its recompute, to its inputs, and through
 the code between units to the outputs of earlier units.
+
+The code between units (embedding, masks, norms, head, loss) gives *roots* of small graphs to units.
+A root may be used by several units (an encoder's output): its gradients are summed until the first
+of its users is done, and passed on once. Two roots may share a part of their graphs: the first
+backward then keeps its buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
+from gpumix.engine.model.backward_hooks import CheckpointedRun, KeptRun, run_backward
 from gpumix.engine.model.forward_coroutine import ModelError, ThreadState, UnitCall
 from gpumix.engine.model.module_buffers import BufferCopies
 from gpumix.engine.model.unit_values import (
@@ -26,18 +33,13 @@ from gpumix.engine.model.unit_values import (
     Collected,
     OutputCapture,
     Structure,
+    take_apart,
     unflatten,
 )
 from gpumix.engine.offload.host_offload import OffloadedTensor, OffloadStore
 from gpumix.engine.sequence_parallel.collective_regions import own_part
 from gpumix.engine.sequence_parallel.positions import POSITION_DIM, is_divided
-from gpumix.engine.sharding.flat_group import storage_of
-from gpumix.engine.unit.activation_checkpoint import CheckpointedRun, KeptRun
-from gpumix.engine.unit.inter_unit_backward import (
-    GradientTarget,
-    attach_leaf,
-    run_backward,
-)
+from gpumix.engine.unit.boundary_checks import refuse_inputs, refuse_outputs
 from gpumix.engine.unit.sharded_units import ShardedUnit
 from gpumix.engine.unit.split_backward import SplitBackward
 
@@ -76,13 +78,8 @@ class UnitBoundary:
         self.weights: SplitBackward | None = None
         self._recompute = recompute
         self._host = host
-        self._inputs, structure = ArgumentsStructure.of(call.args, call.kwargs)
-        self._captured = OutputCapture.of_unit(
-            unit.name,
-            call.args,
-            call.kwargs,
-            call.context,
-            may_change=unit.positions is None,
+        self._inputs, structure, self._captured = take_apart(
+            unit.name, call.args, call.kwargs, call.context, may_change=unit.positions is None
         )
         self._run = UnitRun(
             unit.name,
@@ -94,7 +91,8 @@ class UnitBoundary:
             structure,
         )
         self._versions = get_versions(self._inputs)
-        refuse_inputs(unit.name, self._inputs)
+        if not PLAIN_TYPES.issuperset(map(type, self._inputs)):
+            refuse_inputs(unit.name, self._inputs)
         # The inputs that want a gradient: outputs of earlier units, or made from them.
         gradients = call.state.gradients
         self._wanted = [
@@ -126,7 +124,7 @@ class UnitBoundary:
         inputs = [t.detach() if isinstance(t, torch.Tensor) else t for t in self._inputs]
         if not self.differentiable:
             outputs, structure = self._run(inputs)
-            refuse_outputs(self.unit, outputs)
+            self._check_outputs(outputs)
             self.sent = self._copy_sent_outputs(outputs, structure)
             return self._hand_over(outputs, structure)
         handed = list(inputs)
@@ -151,7 +149,7 @@ class UnitBoundary:
         del run
         if buffers is not None:
             buffers.keep_changed()
-        refuse_outputs(self.unit, outputs)
+        self._check_outputs(outputs)
         self.sent = self._copy_sent_outputs(outputs, structure)
         for place, output in enumerate(outputs):
             if not (isinstance(output, torch.Tensor) and output.requires_grad):
@@ -210,8 +208,7 @@ class UnitBoundary:
             if splits and isinstance(self._ran, KeptRun):
                 self.weights = SplitBackward(edges, gradients, sources)
             else:
-                with self._ran.backward():
-                    run_backward(edges, gradients)
+                self._ran.backward(edges, gradients)
         self._ran = self._given = None
         return [
             None if link.handed is not None else source.grad
@@ -231,6 +228,17 @@ class UnitBoundary:
                 result[place].gathered() if is_divided(result[place]) else outputs[place].clone()
                 for place in self._sends
             ]
+
+    def _check_outputs(self, outputs: list[Any]) -> None:
+        """Refuse outputs that cannot cross the boundary. Most need no closer look."""
+        storages = [
+            t.untyped_storage()._cdata
+            for t in outputs
+            if isinstance(t, torch.Tensor) and t.layout is torch.strided
+        ]
+        plain = PLAIN_TYPES.issuperset(map(type, outputs))
+        if not (plain and storages and self.unit.bucket.storages.isdisjoint(storages)):
+            refuse_outputs(self.unit, outputs)
 
     def _hand_over(self, outputs: list[Any], structure: Structure) -> Any:
         """Return the unit's result to the model and hand over collected values."""
@@ -259,10 +267,9 @@ class UnitRun:
 
     def __call__(self, inputs: Sequence[Any]) -> Outputs:
         """Run the unit; return all results, collected values included, and their structure."""
-        self.seed()
         given = [cast_floating(value, self.dtype) for value in inputs]
-        with self.state.applied():
-            return self.captured.run_unit(self.label, self.forward, self.structure, given)
+        run = self.captured.run_unit
+        return self.state.run(self.seed, run, self.label, self.forward, self.structure, given)
 
     def again(self, given: UnitInputs, buffers: BufferCopies | None) -> Outputs:
         """Recompute the unit with the original buffers and fresh inputs. Inputs must be fresh,
@@ -341,70 +348,190 @@ def refuse_writes(inputs: Sequence[Any], before: list[int], what: str) -> None:
         )
 
 
-def refuse_inputs(unit: str, inputs: Sequence[Any]) -> None:
-    """Raise a ModelError if an input of a unit cannot cross its boundary."""
-    for value in _find_opaque_values(inputs):
-        if type(value).__name__.endswith("Cache"):
-            raise ModelError(
-                f"unit '{unit}' is given a {type(value).__name__}",
-                why="a cache remembers the first run of a unit, which is run again in backward",
-                fix="set `use_cache=False` in the model's configuration",
+def attach_leaf(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut `values` from their graph. Returns a leaf for their gradient alone, with the memory of a
+    scalar and no values, and an ordinary tensor of the values, whose gradient goes to the leaf. The
+    model may write into it."""
+    leaf = values.new_empty_strided(values.shape, (0,) * values.dim(), requires_grad=True)
+    if values.requires_grad:
+        values = values.detach()
+    if torch.is_grad_enabled():
+        return leaf, _ConnectToLeaf.apply(leaf, values)
+    with torch.enable_grad():
+        return leaf, _ConnectToLeaf.apply(leaf, values)
+
+
+class _ConnectToLeaf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        ctx.leaf = leaf
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # Autograd would add in place to a tensor that other leaves may share: the gradients of
+        # `torch.stack(outputs).sum(0)` are one tensor.
+        if ctx.leaf.grad is not None:
+            ctx.leaf.grad = ctx.leaf.grad.clone()
+        return gradients[0], None
+
+
+class GradientTarget(NamedTuple):
+    """Destination of the gradient of a unit's input: a leaf, or an edge of the graph of the model's
+    own code. Does not hold the input's values. `handed` is a leaf that the input was directly
+    handed for."""
+
+    leaf: torch.Tensor | None
+    edge: GradientEdge | None
+    handed: torch.Tensor | None
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> GradientTarget:
+        """Return the link of an input that wants a gradient."""
+        leaf = _leaf_of(tensor)
+        edge = get_gradient_edge(tensor) if leaf is None else None
+        handed = leaf if tensor.grad_fn is not None else None
+        return cls(leaf, edge, handed, tensor.shape, tensor.dtype, tensor.device)
+
+
+def find_reachable_leaves(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return the leaves reached by gradients of tensors through the model's own code, by id. Only
+    leaves of `attach_leaf` count."""
+    found: dict[int, torch.Tensor] = {}
+    ahead = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen: set[Any] = set()
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "leaf", None)
+        if isinstance(leaf, torch.Tensor):
+            found[id(leaf)] = leaf
+        ahead += [of for of, _ in node.next_functions if of is not None]
+    return found
+
+
+@dataclass
+class _Root:
+    edge: GradientEdge
+    first_call: int
+    gradient: torch.Tensor | None = None
+
+
+@dataclass
+class InterUnitGraph:
+    """The roots of a micro-batch. Backward runs in the order: the end, last unit call, ..., first.
+    The end is the loss, or the absence of further calls."""
+
+    _roots: dict[tuple[int, int], _Root] = field(default_factory=dict)
+    _kept: set[int] = field(default_factory=set)
+
+    @property
+    def waiting(self) -> list[torch.Tensor]:
+        """Gradients of roots still to be passed on."""
+        return [r.gradient for r in self._roots.values() if r.gradient is not None]
+
+    def forward(self, call: int, cut: UnitBoundary) -> Any:
+        """Run unit call number `call`, before a backward; see `UnitBoundary.forward`."""
+        outputs = cut.forward()
+        self.used(call, cut.links)
+        return outputs
+
+    def used(self, call: int, inputs: Iterable[GradientTarget]) -> None:
+        """Record that unit call number `call` takes `inputs`."""
+        for link in inputs:
+            if link.edge is not None:
+                self._roots.setdefault(_key(link.edge), _Root(link.edge, call))
+
+    def backward_loss(self, loss: torch.Tensor) -> None:
+        """Run backward from the loss through the head to the last units' outputs."""
+        seen = self.find_shared_graphs()
+        torch.autograd.backward(loss, retain_graph=not seen.isdisjoint(_nodes([loss.grad_fn])))
+
+    def find_shared_graphs(self) -> set[Node]:
+        """Find graphs that share a part, after the last call; return all used nodes."""
+        seen: set[Node] = set()
+        for call in sorted({root.first_call for root in self._roots.values()}):
+            nodes = _nodes(root.edge.node for root in self._of(call))
+            if nodes & seen:
+                self._kept.add(call)
+            seen |= nodes
+        return seen
+
+    def backward(self, call: int, cut: UnitBoundary | None, *, splits: bool = False) -> None:
+        """Run backward through unit call number `call` and the code before it; see
+        `UnitBoundary.backward`. None for a call that needs none."""
+        if cut is not None:
+            self.pass_on(call, cut.links, cut.backward(splits=splits))
+
+    def pass_on(
+        self,
+        call: int,
+        inputs: Sequence[GradientTarget],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Pass on the gradients of the inputs of unit call number `call`, which is done."""
+        for link, gradient in zip(inputs, gradients):
+            if gradient is None:
+                continue
+            if link.edge is not None:
+                root = self._roots[_key(link.edge)]
+                root.gradient = gradient if root.gradient is None else root.gradient + gradient
+                continue
+            assert link.leaf is not None, "a gradient goes to a leaf or to an edge"
+            if isinstance(link.leaf, nn.Parameter):
+                torch.autograd.backward(link.leaf, gradient)
+            elif link.leaf.grad is None:
+                link.leaf.grad = gradient
+            else:
+                link.leaf.grad = link.leaf.grad + gradient
+        done = self._of(call)
+        for root in done:
+            del self._roots[_key(root.edge)]
+        done = [root for root in done if root.gradient is not None]
+        if done:
+            run_backward(
+                [root.edge for root in done],
+                [root.gradient for root in done],
+                retain_graph=call in self._kept,
             )
-    _refuse_hidden(unit, inputs, "is given", lambda t: t.requires_grad)
+
+    def _of(self, call: int) -> list[_Root]:
+        return [root for root in self._roots.values() if root.first_call == call]
 
 
-def refuse_outputs(unit: ShardedUnit, outputs: Sequence[Any]) -> None:
-    """Raise a ModelError if an output cannot cross the unit's boundary or is useless to the model.
-    Parameters of the unit are invalid once the unit is done.
-
-    A model that one plan can run, every plan can: the rules are those of the plan that shards most.
-    """
-    _refuse_hidden(unit.name, outputs, "returns", torch.Tensor.is_floating_point)
-    tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
-    if not tensors:
-        raise ModelError(
-            f"unit '{unit.name}' returns no tensor",
-            why="its parameters get their gradients through what it returns",
-            fix="return what it computes, or name other units: `model: {units: [MyBlock]}`",
-        )
-    full = unit.bucket.storages
-    if any(t.layout == torch.strided and storage_of(t) in full for t in tensors):
-        raise ModelError(
-            f"unit '{unit.name}' returns one of its own parameters",
-            why="its values are here while the unit is computed only",
-            fix="return what is computed from it, or a `.clone()`",
-        )
+def _key(edge: GradientEdge) -> tuple[int, int]:
+    return id(edge.node), edge.output_nr
 
 
-def _refuse_hidden(
-    unit: str, values: Sequence[Any], verb: str, matters: Callable[[torch.Tensor], bool]
-) -> None:
-    """Refuse tensors inside objects that are no pytree. Such tensors cross the boundary unseen and
-    would get no gradients."""
-    for value in _find_opaque_values(values):
-        if any(isinstance(t, torch.Tensor) and matters(t) for t in _list_contents(value)):
-            kind = type(value).__name__
-            raise ModelError(
-                f"unit '{unit}' {verb} tensors inside of a {kind}",
-                why="gradients cross the boundary in tensors, tuples, lists and dicts only",
-                fix=f"make it one of those, or register it: "
-                f"torch.utils._pytree.register_dataclass({kind})",
-            )
+def _leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the leaf that `tensor` is or was handed for. None if it was computed, or if hooks or
+    `retain_grad` observe the gradient."""
+    node = tensor.grad_fn
+    if node is None:
+        return tensor
+    if tensor._backward_hooks or tensor.retains_grad:
+        return None
+    return node.next_functions[0][0].variable if _is_leaf_connection(node) else None  # type: ignore[union-attr]
 
 
-def _find_opaque_values(values: Sequence[Any]) -> list[Any]:
-    """Return the values of types that may contain further values."""
-    return [value for value in values if type(value) not in PLAIN_TYPES]
+def _is_leaf_connection(node: Node) -> bool:
+    return getattr(node, "_forward_cls", None) is _ConnectToLeaf
 
 
-def _list_contents(value: Any) -> list[Any]:
-    """Return the visible contents of an object that is no pytree."""
-    if isinstance(value, torch.Tensor | torch.nn.Module | type):
-        return []
-    held = list(getattr(value, "__dict__", {}).values())
-    for kind in type(value).__mro__:
-        names = getattr(kind, "__slots__", ())
-        held += [getattr(value, n, None) for n in ([names] if isinstance(names, str) else names)]
-    if isinstance(value, set | frozenset):
-        held += value
-    return tree_leaves(held)
+def _nodes(starts: Iterable[Node | None]) -> set[Node]:
+    """Return the graph nodes on the way of backward from `starts` that hold buffers. Nodes of
+    leaves hold none, so sharing them does not matter."""
+    wanted = list(starts)
+    found: set[Node] = set()
+    while wanted:
+        node = wanted.pop()
+        if node is None or node in found or hasattr(node, "variable") or _is_leaf_connection(node):
+            continue
+        found.add(node)
+        wanted += [following for following, _ in node.next_functions]
+    return found

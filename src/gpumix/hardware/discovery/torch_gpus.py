@@ -10,7 +10,6 @@ import json
 import subprocess
 import sys
 import uuid
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +38,25 @@ def query_torch(host: str) -> dict[str, Any]:
     from gpumix.hardware import runtime
 
     count = runtime.device_count()
-    gpus = [_gpu(runtime.get_gpu_properties(index), index, host) for index in range(count)]
-    return {"gpus": [asdict(one) for one in gpus], "why": "" if gpus else runtime.explain_no_gpu()}
-
-
-def _gpu(found: Any, index: int, host: str) -> Gpu:
-    return Gpu(
-        index=index,
-        uuid=f"GPU-{found.uuid}" if _is_uuid(found.uuid) else f"{host}-gpu-{index}",
-        product=found.product,
-        memory_bytes=found.memory_bytes,
-        driver=found.driver,
-        compute_capability=found.compute_capability,
-        gfx_target=found.gfx_target,
-        xe_target=found.xe_target,
-        accelerator=found.kind,
-    )
+    gpus = [
+        {
+            "index": index,
+            "uuid": f"GPU-{told}"
+            if _is_uuid(told := runtime.device_uuid(index))
+            else f"{host}-gpu-{index}",
+            "product": runtime.device_name(index),
+            "memory_bytes": runtime.total_bytes(index),
+            "driver": runtime.driver_version(index),
+            "compute_capability": "{}.{}".format(*runtime.capability(index))
+            if runtime.is_nvidia()
+            else "",
+            "gfx_target": runtime.gfx_target(index),
+            "xe_target": runtime.xe_target(index),
+            "accelerator": runtime.get_gpu_type(),
+        }
+        for index in range(count)
+    ]
+    return {"gpus": gpus, "why": "" if gpus else runtime.explain_no_gpu()}
 
 
 def has_gpu_signs() -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpumix.cost.layout.chunk_rows import compute_chunk_bytes
+from gpumix.cost.memory_layout.chunk_rows import compute_chunk_bytes
 from gpumix.hardware.estimates.adapters import BlockSizes, LinearSizes
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
@@ -29,7 +29,7 @@ from gpumix.schema.profile.profile import (
     TensorParallelTraffic,
     UnitKind,
 )
-from gpumix.schema.reading.yaml_places import show_value
+from gpumix.schema.reading.yaml_locations import show_value
 from gpumix.schema.units import LARGEST, LARGEST_FLOPS, show_bytes
 
 # Families of `model_type`: rotary, gated, without biases; exceptions are handled below.
@@ -293,7 +293,7 @@ class Decoder:
         """Return the collectives of a rank in its tensor-parallel group by unit kind: all-reduces
         of the outputs of attention and feed-forward, and of the gradients of their inputs (Shoeybi
         et al. 2019, Megatron-LM). Recompute skips a block's last all-reduce unless dropout follows
-        (`engine.unit.activation_checkpoint`)."""
+        (`engine.model.backward_hooks`)."""
         size = DTYPE_BYTES[dtype]
         stream = tokens * self.hidden * size
         logits = tokens * self.head_rows * size
@@ -534,11 +534,7 @@ def _check_heads(heads: int, kv_heads: int) -> None:
 
 
 def _points(found: Iterable[tuple[float, float]]) -> Curve:
-    """Build a curve of bytes by samples, without points beyond the memory of any device.
-
-    Raises:
-        InputError: a single sample exceeds the limit.
-    """
+    """Build a curve of bytes by samples, without points beyond the memory of any device."""
     points = list(found)
     kept = [(size, value) for size, value in points if value <= LARGEST]
     if not kept:
@@ -548,11 +544,7 @@ def _points(found: Iterable[tuple[float, float]]) -> Curve:
 
 
 def _line(per_sample: float, start: float = 0.0) -> Curve:
-    """Build a line of bytes by samples: `start` plus `per_sample` each.
-
-    Raises:
-        InputError: a single sample exceeds the memory of any device.
-    """
+    """Build a line of bytes by samples: `start` plus `per_sample` each."""
     most = (LARGEST - start) / per_sample if per_sample > 0 else MOST_SAMPLES
     if most < 1:
         raise _too_large(start + per_sample)

@@ -1,7 +1,7 @@
 """Datasheet catalogue: memory, rates and links of GPUs, present or not.
 
 Used for planning before anything is measured; a measured profile always takes precedence. The data
-is in `catalogue.toml` next to this file; pure, on top of `spec`, without torch.
+is in `catalogue.toml` next to this file; pure, on top of `schema`, without torch.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from math import exp, log
 from typing import Any, TypeVar
 
-from gpumix.cost.layout.curves import interpolate_seconds
+from gpumix.cost.memory_layout.curves import interpolate_seconds
 from gpumix.hardware.estimates.cluster_shorthand import (
     check_count,
     check_vendors,

@@ -328,30 +328,13 @@ def place_settings(
     return {name: str(value) for name, value in place.items()} | visible
 
 
-def rank_settings(
-    *,
-    rank: int,
-    local_rank: int,
-    local_world: int,
-    world: int,
-    address: str,
-    port: int,
-    grace_s: float,
-) -> dict[str, str]:
-    """Return the environment of a rank started by this process: its own variables, and torchrun's.
-    The store at the address exists already, so no rank creates one. Ranks asked to end may continue
-    for `grace_s`."""
-    place = place_settings(
-        rank=rank,
-        local_rank=local_rank,
-        local_world=local_world,
-        world=world,
-        address=address,
-        port=port,
-    )
+def rank_settings(place: Mapping[str, str], *, grace_s: float) -> dict[str, str]:
+    """Return the environment of a rank started by this process: its own variables, and those of its
+    `place_settings`. The store at the address exists already, so no rank creates one. Ranks asked
+    to end may continue for `grace_s`."""
     agent = {
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world,
+        "ROLE_RANK": place["RANK"],
+        "ROLE_WORLD_SIZE": place["WORLD_SIZE"],
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_RESTART_COUNT": 0,
@@ -359,7 +342,7 @@ def rank_settings(
         APART: 1,
         GRACE: grace_s,
     }
-    threads = {"OMP_NUM_THREADS": "1"} if local_world > 1 else {}
+    threads = {"OMP_NUM_THREADS": "1"} if place["LOCAL_WORLD_SIZE"] != "1" else {}
     told = {name: str(value) for name, value in agent.items()}
     return threads | dict(os.environ) | place | told
 

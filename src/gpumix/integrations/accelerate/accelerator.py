@@ -249,11 +249,7 @@ class Accelerator(accelerate.Accelerator):
         return loader
 
     def _shard_when_ready(self) -> None:
-        """Run a model by a plan if an optimizer updates it and a loader is known. Collective.
-
-        Raises:
-            InputError: optimizers update several models.
-        """
+        """Run a model by a plan if an optimizer updates it and a loader is known. Collective."""
         trained = self._awaited.trained()
         if len(trained) > 1 or (trained and self._engine is not None):
             raise _several_models()
@@ -261,11 +257,7 @@ class Accelerator(accelerate.Accelerator):
             self._host(trained[0])
 
     def _prepare_direct_call(self, looped: WrappedModel) -> None:
-        """Ready a model for a call without a plan.
-
-        Raises:
-            InputError: the model is being trained.
-        """
+        """Ready a model for a call without a plan; raise InputError if it is being trained."""
         if looped.training and torch.is_grad_enabled():
             if self._engine is not None:
                 raise _several_models()

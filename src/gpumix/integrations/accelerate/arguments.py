@@ -67,11 +67,7 @@ def bind_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Check the arguments.
-
-    Raises:
-        InputError: an argument without a meaning here is set.
-    """
+    """Raise InputError if an argument without a meaning here is set."""
     for name, value in given.items():
         default = ACCELERATOR_SIGNATURE.parameters[name].default
         # The default of a deprecated parameter is a bare object, meaning: not given.
@@ -87,11 +83,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def check_launch_type(kind: DistributedType) -> None:
-    """Check the kind of distribution set by `accelerate launch`.
-
-    Raises:
-        InputError: `accelerate launch` divides the model.
-    """
+    """Raise InputError if `accelerate launch` has set a distribution that divides the model."""
     if kind in REFUSED_LAUNCH_TYPES:
         raise make_no_meaning_error(
             f"{kind.value} of `accelerate launch`",

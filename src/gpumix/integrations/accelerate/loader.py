@@ -24,7 +24,7 @@ class LoopLoader(RankLoader, DataLoaderStateMixin):
         given: this rank's part of the current batch.
         handed: the values of `given` on the device, as the loop has them.
         next_of: takes the next batch of an iterator, None at the end.
-        made_of: the loader that was prepared.
+        source_loader: the loader that was prepared.
     """
 
     device: torch.device

@@ -39,11 +39,11 @@ class LoopRecorder(TrainingRecorder):
     def computes(self) -> None:
         """Note a batch about to be computed. Collective, the first time: the record begins."""
         if self._recorded is None and self._folder is not None and self._engine is not None:
-            self._begin(self._folder, self._engine)
+            self.begin(self._engine, self._folder, plans=self._plans, steps=None, done=self.done)
+            self._end_with_program()
         super().computes()
 
-    def _begin(self, folder: Path, engine: Engine) -> None:
-        self._recorded = RunRecorder(engine, folder, plans=self._plans, steps=None, done=self.done)
+    def _end_with_program(self) -> None:
         atexit.register(self.close)
         hook = sys.excepthook
 

@@ -73,11 +73,8 @@ class LossFactors:
         return table[:, 1].gather(0, first).squeeze(0)
 
     def _check(self) -> None:
-        """Check the factors exchanged last, once.
-
-        Raises:
-            InputError: ranks multiplied by unlike numbers.
-        """
+        """Raise InputError if ranks multiplied by unlike numbers, for the factors exchanged
+        last."""
         if self._told is None:
             return
         [table] = self._told.tensors()
@@ -155,11 +152,8 @@ class LossWeigher:
         return LossWeight(torch.where(sums, torch.ones_like(share), share), share)
 
     def _check_denominators(self) -> None:
-        """Check the denominators of the step before.
-
-        Raises:
-            InputError: a rank divided its loss by 1, and another rank by another number.
-        """
+        """Raise InputError if a rank divided its loss by 1 in the step before, and another did
+        not."""
         if self._told is None:
             return
         [table] = self._told.tensors()
@@ -210,11 +204,7 @@ def _choose_column(table: Sequence[Sequence[float]]) -> int:
 
 
 def _check_terms(known: Sequence[Sequence[float]]) -> None:
-    """Check that one count can weigh all terms of the ranks' losses.
-
-    Raises:
-        InputError: terms are means over numbers whose ratio differs between ranks.
-    """
+    """Raise InputError if no single count weighs all terms of the ranks' losses."""
     terms = [[n for n in row[TERMS:VALUE] if not math.isnan(n)] for row in known]
     if min(map(len, terms)) < 2 or len(set(map(len, terms))) > 1:
         return

@@ -9,6 +9,7 @@ gradients of the loop's loss by the outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from gpumix.engine.rehearsal.loss_watch import REHEARSAL_STEPS
 from gpumix.engine.rehearsal.refusals import NOT_OF_PARTS
 from gpumix.engine.rehearsal.samples import is_any
 from gpumix.integrations.accelerate.call_signature import ARGS, KWARGS
-from gpumix.integrations.accelerate.coupled_rows import check_row_coupling
 from gpumix.integrations.accelerate.loader import get_current_part
 from gpumix.integrations.accelerate.loop_recorder import LoopRecorder
+from gpumix.integrations.accelerate.loss_coupling import check_row_coupling
 from gpumix.integrations.accelerate.loss_weights import LossFactors, LossWeigher, LossWeight
 from gpumix.integrations.accelerate.outputs import (
     LoopOutputs,
@@ -41,7 +42,7 @@ from gpumix.integrations.accelerate.outputs import (
     take_zero_rows,
     with_loss,
 )
-from gpumix.integrations.accelerate.unlike_rows import check_row_independence
+from gpumix.integrations.accelerate.row_independence import check_row_independence
 from gpumix.integrations.common.forward import clone_inference_tensor, detach_leaf
 from gpumix.integrations.dataloader.sharded_loader import RankPart
 from gpumix.schema.errors import InputError
@@ -222,11 +223,7 @@ class WrappedModel(nn.Module):
         return outputs
 
     def _rehearse_outputs(self, batch: dict[str, Any]) -> None:
-        """Rehearse with a few samples of a batch. Collective.
-
-        Raises:
-            ModelError: outputs of a sample depend on other samples.
-        """
+        """Raise ModelError if outputs for a few samples depend on other samples. Collective."""
         try:
             self._engine.rehearse(self._of_outputs, batch, self._samples)
         except ModelError as error:
@@ -290,9 +287,12 @@ class WrappedModel(nn.Module):
             )
         if worth is not None:
             rows = _rows(begun.batch)
-            weighted = ((_gradient(leaf), worth.weight.to(leaf)) for leaf in begun.leaves)
-            # Without weight, as of a mean over nothing, the gradient may be no number.
-            wanted = [(own * weight).masked_fill(weight == 0, 0) for own, weight in weighted]
+            wanted = []
+            for leaf in begun.leaves:
+                own, weight = leaf.grad, worth.weight.to(leaf)
+                own = torch.zeros_like(leaf) if own is None else own
+                # Without weight, as of a mean over nothing, the gradient may be no number.
+                wanted.append((own * weight).masked_fill(weight == 0, 0))
             wanted = wanted if rows else take_zero_rows(wanted)
             weights = (worth.share / max(rows, 1)).expand(rows)
             batch = {**begun.batch, GRADIENTS: wanted, WEIGHTS: weights}
@@ -326,11 +326,7 @@ class WrappedModel(nn.Module):
         return tensor.untyped_storage().data_ptr() == loss.untyped_storage().data_ptr()
 
     def check_done(self) -> None:
-        """Check that each loss had its backward.
-
-        Raises:
-            InputError: a loss was computed, and no backward followed.
-        """
+        """Raise InputError if a loss was computed, and no backward followed."""
         if self._begun is not None:
             raise InputError(
                 "the optimizer steps before the backward of the last loss",
@@ -423,33 +419,23 @@ class WrappedModel(nn.Module):
         return whole
 
 
+@dataclass(frozen=True)
 class _PendingCall:
     """Call of the model awaiting its backward.
 
-    Args:
+    Attributes:
         made: gradients of a loss computed by the model.
         numbers: outputs that are numbers of a full micro-batch.
     """
 
-    def __init__(
-        self,
-        batch: dict[str, Any],
-        leaves: list[Tensor],
-        made: dict[nn.Parameter, Tensor] | None = None,
-        numbers: Sequence[Tensor] = (),
-    ) -> None:
-        self.batch = batch
-        self.leaves = leaves
-        self.made = made
-        self.numbers = numbers
+    batch: dict[str, Any]
+    leaves: list[Tensor]
+    made: dict[nn.Parameter, Tensor] | None = None
+    numbers: Sequence[Tensor] = ()
 
 
 def _refuse_gradients(batch: Any) -> None:
-    """Check the inputs of a call.
-
-    Raises:
-        InputError: an input requires a gradient.
-    """
+    """Raise InputError if an input of a call requires a gradient."""
     if any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(batch)):
         raise InputError(
             "an input of the model requires a gradient, and gets none",
@@ -465,11 +451,7 @@ def _rows(batch: Any) -> int:
 
 
 def _refuse_other_rows(rows: int, given: RankPart | None) -> None:
-    """Check the number of samples of a call.
-
-    Raises:
-        InputError: the model gets another number of samples than this rank has.
-    """
+    """Raise InputError if a call has another number of samples than this rank."""
     if given is None or rows == max(1, given.own):
         return
     raise InputError(
@@ -481,12 +463,7 @@ def _refuse_other_rows(rows: int, given: RankPart | None) -> None:
 
 
 def _refuse_terms(loss: Tensor, begun: _PendingCall) -> None:
-    """Check the leaves of a loss's graph.
-
-    Raises:
-        InputError: the loss has a term over parameters, sharded over ranks, or over a number of a
-            micro-batch.
-    """
+    """Raise InputError if a loss has a term over parameters, or over a number of a micro-batch."""
     known = {id(leaf) for leaf in begun.leaves}
     numbers = {id(number) for number in begun.numbers}
     leaves = list(_leaves(loss))
@@ -519,7 +496,3 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
         if hasattr(node, "variable"):
             yield node.variable
         left += [following for following, _ in node.next_functions]
-
-
-def _gradient(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -55,6 +55,11 @@ def detach_leaf(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
+def copy_to_host(value: Any) -> Any:
+    """Return a copy of a leaf on the host, without its graph."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
 def clone_inference_tensor(value: Any) -> Any:
     """Clone a tensor made in inference mode, which no graph may keep and whose in-place changes
     units cannot track; return any other value as is."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -22,16 +22,6 @@ FIX_OTHER_OPTIMIZER = (
     'optim="adamw_torch", or another that treats elements one by one; or '
     "Trainer(..., optimizers=(gpumix.Adafactor(model.parameters()), None)), or gpumix.Muon"
 )
-
-
-class ShardedParameters:
-    """Named parameters in the form that transformers makes an optimizer from."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._engine.named_parameters()
 
 
 def make_factory_from_trainer(trainer: Any) -> OptimizerOf:

@@ -136,7 +136,7 @@ def shard_by_plan(
     if plan is None:
         with preserve_all_rng():
             plan = _measure_and_plan(
-                model, training, folder if first else None, say if first else _silent
+                model, training, folder if first else None, say if first else lambda _: None
             )
     elif plan.global_batch != training.global_batch:
         raise InputError(
@@ -204,11 +204,7 @@ def _tell_of_dtypes(plan: Plan, asked: Precision, say: Callable[[str], None]) ->
 
 
 def refuse_gpu(device: torch.device, said: str, *, where: str) -> None:
-    """Check the device of a program computing on CPUs by the setting `said`.
-
-    Raises:
-        InputError: the device is a GPU.
-    """
+    """Raise InputError if the device is a GPU, of a program set to CPUs by the setting `said`."""
     if runtime.is_gpu(device):
         raise InputError(
             f"{said} on a host whose GPUs the plan is for", where=where, fix="leave it out"
@@ -331,7 +327,3 @@ def get_rank() -> int:
 def get_world_size() -> int:
     """Return the number of processes; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _silent(line: str) -> None:
-    return

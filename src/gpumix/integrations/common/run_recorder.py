@@ -305,11 +305,22 @@ class RunRecorder:
 
 
 class TrainingRecorder:
-    """Recorder of a loop, from its begin to its end; a no-op before, after, and without a
-    record."""
+    """Recorder of a loop, from its begin to its end; a no-op before, after, and without a record.
+
+    Attributes:
+        loss: of a step not recorded yet.
+    """
 
     def __init__(self) -> None:
         self._recorded: RunRecorder | None = None
+        self.loss: Tensor | None = None
+
+    def begin(
+        self, engine: Engine, folder: Path, *, plans: str, steps: int | None, done: int
+    ) -> None:
+        """Begin a record; see `RunRecorder`. Collective."""
+        self._recorded = RunRecorder(engine, folder, plans=plans, steps=steps, done=done)
+        self.loss = None
 
     def next_of(self, batches: Iterator[T]) -> T | None:
         """Return the next batch, None at the end."""
@@ -321,9 +332,19 @@ class TrainingRecorder:
         if self._recorded is not None:
             self._recorded.computes()
 
+    def step(self, number: int, *, learning_rate: float, norm: Tensor | float) -> None:
+        """Record a step, if its loss is not recorded yet."""
+        if self._recorded is not None and self.loss is not None:
+            loss, self.loss = self.loss, None
+            self._recorded.step(number, loss=loss, learning_rate=learning_rate, norm=norm)
+
     def rest(self) -> None:
         if self._recorded is not None:
             self._recorded.rest()
+
+    def evaluation(self, step: int, loss: float) -> None:
+        if self._recorded is not None:
+            self._recorded.evaluation(step, loss)
 
     def checkpoint(self, step: int, path: Path) -> None:
         if self._recorded is not None:

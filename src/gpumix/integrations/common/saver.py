@@ -28,7 +28,6 @@ from gpumix.schema.errors import InputError
 from gpumix.train.checkpoint.checkpointer import Checkpointer
 from gpumix.train.run_log.run_files import SCRIPT_FOLDER
 
-STATE_FOLDER = SCRIPT_FOLDER  # the folder in a checkpoint
 FIX_CALL_ON_ALL_RANKS = (
     "call it on all ranks: trainer.save_model(), model.save_pretrained(folder, "
     "is_main_process=accelerator.is_main_process), accelerator.save_model(model, folder) or "
@@ -52,7 +51,7 @@ class Saver:
         engine: Engine,
         dtypes: Mapping[str, torch.dtype],
         ranks_here: int,
-        name: str = STATE_FOLDER,
+        name: str = SCRIPT_FOLDER,
     ) -> None:
         self._name = name
         self._engine = engine

@@ -20,7 +20,7 @@ class FieldSupport:
 
     Attributes:
         heard: fields that gpumix uses, or that hold in any case.
-        theirs: fields that the library handles by itself, with gpumix as without.
+        delegated: fields that the library handles by itself, with gpumix as without.
         refused: fields without a meaning, each with the alternative.
     """
 
@@ -47,11 +47,7 @@ class FieldSupport:
         )
 
     def check(self, name: str, value: Any, default: Any, *, where: str) -> None:
-        """Check a field.
-
-        Raises:
-            InputError: a field without a meaning here is set.
-        """
+        """Raise InputError if a field without a meaning here is set."""
         if name in self.heard or name in self.delegated or _is_default(value, default):
             return
         unknown = "leave it out: this version of gpumix does not know it"
@@ -60,11 +56,8 @@ class FieldSupport:
         )
 
     def check_all(self, settings: Any, kind: type) -> None:
-        """Check the fields of dataclass `kind`; `settings` may have further fields.
-
-        Raises:
-            InputError: as `check`.
-        """
+        """Check the fields of dataclass `kind`, as `check` does; `settings` may have further
+        ones."""
         for field in dataclasses.fields(kind):
             default = field.default
             if field.default_factory is not dataclasses.MISSING:

@@ -23,8 +23,8 @@ from gpumix.engine.batch.batch_split import (
     add_label_before_padding,
     fill_padding_with_tokens,
     find_padding_starts,
+    select_samples,
 )
-from gpumix.engine.batch.ragged_batch import select_samples
 from gpumix.engine.comm.process_groups import get_group_device, make_communicator
 from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.integrations.common.gather import gather_integers

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,8 @@ def refuse_mixing(collate: Collate, samples: Iterable[Any]) -> None:
             if second is None or _shapes(second) != _shapes(first):
                 continue
             if not any(
-                _is_same_row(first, row, second, place) for row in (0, 1) for place in (0, 1)
+                all(_equal(a[row], b[place]) for a, b in zip(first, second))
+                for row, place in product((0, 1), repeat=2)
             ):
                 raise InputError(
                     "the collate function makes a sample's values from other samples of the batch",
@@ -86,10 +87,6 @@ def _has_equal_rows(first: Sequence[Tensor], second: Sequence[Tensor] | None) ->
         and _shapes(first) == _shapes(second)
         and all(_equal(a, b) for a, b in zip(first, second))
     )
-
-
-def _is_same_row(first: Sequence[Tensor], row: int, second: Sequence[Tensor], place: int) -> bool:
-    return all(_equal(a[row], b[place]) for a, b in zip(first, second))
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -26,11 +26,7 @@ UNKNOWN = -1
 
 
 def check_same_data(dataset: Any) -> None:
-    """Compare lengths and some samples of a dataset over all ranks. Collective.
-
-    Raises:
-        InputError: datasets of ranks differ.
-    """
+    """Raise InputError if lengths or some samples of ranks' datasets differ. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     length = len(dataset) if hasattr(dataset, "__len__") else UNKNOWN

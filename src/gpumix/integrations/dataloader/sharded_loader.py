@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
 
-from gpumix.engine.batch.ragged_batch import RaggedRows, SampleEntries, has_rows, select_samples
+from gpumix.engine.batch.batch_split import has_rows, select_samples
+from gpumix.engine.batch.ragged_batch import RaggedRows, SampleEntries
 from gpumix.engine.model.rng import preserve_all_rng
 from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.integrations.common.batch_rows import RowAssignment
@@ -55,8 +56,8 @@ class PaddingScope:
     """Padded width of a rank's samples.
 
     Attributes:
-        common: pad as in the global batch, which each rank then reads; otherwise pad to the longest
-            of the rank's own samples.
+        is_global: pad as in the global batch, which each rank then reads; otherwise pad to the
+            longest of the rank's own samples.
     """
 
     is_global: bool = False
@@ -389,11 +390,8 @@ def collate_tree(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any
 
 
 def _checked(batch: Any, samples: int) -> Any:
-    """Check a batch's tensors; return the batch, with a plain dictionary for another mapping.
-
-    Raises:
-        InputError: there are no tensors, or a tensor has not a row per sample.
-    """
+    """Return a batch, with a plain dictionary for another mapping; raise InputError without
+    tensors, or for a tensor without a row per sample."""
     if isinstance(batch, Mapping):  # pytrees know dictionaries, not all mappings
         batch = dict(batch)
     leaves = tree_flatten_with_path(batch, is_leaf=has_rows)[0]

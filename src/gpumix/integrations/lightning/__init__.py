@@ -10,7 +10,8 @@ are those of all devices together; a plan decides how many each device computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from lightning.pytorch.core.optimizer import _MockOptimizer  # noqa: E402
 from lightning.pytorch.plugins.precision import Precision  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+from torch import Tensor  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torchmetrics import Metric  # noqa: E402
 
@@ -52,16 +53,21 @@ from gpumix.integrations.common.plan_and_shard import (  # noqa: E402
     refuse_gpu,
     shard_by_plan,
 )
+from gpumix.integrations.common.run_recorder import TrainingRecorder  # noqa: E402
 from gpumix.integrations.common.saver import Saver, get_parameter_dtypes  # noqa: E402
 from gpumix.integrations.dataloader.example_batch import find_example  # noqa: E402
 from gpumix.integrations.dataloader.inspect import Batching  # noqa: E402
-from gpumix.integrations.dataloader.sharded_loader import PaddingScope, collate_tree  # noqa: E402
+from gpumix.integrations.dataloader.sharded_loader import (  # noqa: E402
+    PaddingScope,
+    RankLoader,
+    TreeCollator,
+    collate_tree,
+)
 from gpumix.integrations.lightning.checkpoints import CheckpointStrategy  # noqa: E402
 from gpumix.integrations.lightning.cluster_environment import LaunchedEnvironment  # noqa: E402
 from gpumix.integrations.lightning.collectives import StrategyCollectives  # noqa: E402
-from gpumix.integrations.lightning.dataloader import PlannedLoader, make_planned_loader  # noqa: E402
+from gpumix.integrations.lightning.dataloader import PlannedLoader  # noqa: E402
 from gpumix.integrations.lightning.precision import PlannedPrecision  # noqa: E402
-from gpumix.integrations.lightning.run_recorder import FitRecorder  # noqa: E402
 from gpumix.integrations.lightning.step_metrics import refuse_means  # noqa: E402
 from gpumix.integrations.lightning.training_step import EMPTY_ROW_SHAPE, ModuleSteps  # noqa: E402
 from gpumix.integrations.lightning.unsupported import check_trainer  # noqa: E402
@@ -119,7 +125,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         self._trains = False  # False: the engine was made to evaluate
         self._adds = self._overflowed = False  # accumulates gradients; any overflowed
         self._like: Batching | None = None  # the loader to be read, for the shapes of batches
-        self._recording = FitRecorder()
+        self._recording = TrainingRecorder()
 
     @property
     def engine(self) -> Engine:
@@ -201,7 +207,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         self._steps.begin(trainer, module)
         specimen = find_example(like.loader.dataset, like.loader.collate_fn, self._handed_over)
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
-        together = like.batch_size * get_world_size()
+        said, together = self.precision_plugin.dtype, like.batch_size * get_world_size()
         if self._given is not None and not fitting:  # larger batches come in parts
             together = self._given.global_batch
         training = TrainingSetup(
@@ -210,7 +216,8 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
             global_batch=together,
             loss=self._steps.loss,
             optimizer=make_factory_from_optimizer(self.optimizers[0]) if fitting else None,
-            precision=self._get_precision(module),
+            # For `32-true`, the dtype of the weights.
+            precision=precision_of_weights(module) if said == "fp32" else said,
             torch_compile=self._compile,
             space=METRICS_SPACE if metrics and self._space == EVERYTHING else self._space,
             seed=self._seed,
@@ -237,11 +244,6 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         if padded := specimen.padded():
             self._width.is_global = not fitting or self._steps.has_padding_dependence(*padded)
 
-    def _get_precision(self, module: nn.Module) -> Any:
-        """Return the trainer's precision; for `32-true`, the dtype of the weights."""
-        said = self.precision_plugin.dtype
-        return precision_of_weights(module) if said == "fp32" else said
-
     def setup_optimizers(self, trainer: Trainer) -> None:
         try:
             super().setup_optimizers(trainer)
@@ -264,8 +266,11 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         given = self._like.of_whole(samples) if training else self._like
         if not training and self._engine is not None:
             samples = min(samples, self._engine.plan.global_batch)
-        rows = self._rows(get_micro_batch_rows if training else get_evaluation_rows)
-        return make_planned_loader(given, samples, rows, self._recording, self._width)
+        of_plan = get_micro_batch_rows if training else get_evaluation_rows
+        rows = PlannedRows(lambda: self.engine, of_plan)
+        collate = TreeCollator(given.loader.collate_fn, self._width)
+        own = given.make_rank_loader(samples, rows, collate, RankLoader)
+        return PlannedLoader(own, self._recording, given.loader)
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
@@ -283,9 +288,6 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         batch = self.lightning_module._on_before_batch_transfer(collate_tree(collate, samples))
         return self.batch_to_device(batch)
 
-    def _rows(self, rows: Callable[[Plan, int, int], Sequence[range]]) -> PlannedRows:
-        return PlannedRows(lambda: self.engine, rows)
-
     # -- steps -------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, *others: Any) -> Tensor:
@@ -298,7 +300,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         self._accumulate()
         self._steps.publish()
         self.precision_plugin.stash_gradients()
-        self._recording.computed(loss)
+        self._recording.loss = loss
         return loss.float()
 
     def _accumulate(self) -> None:
@@ -341,7 +343,15 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        self._recording.begin(trainer, self.engine, _folder(trainer))
+        steps, folder = trainer.estimated_stepping_batches, _folder(trainer)
+        if folder is not None and steps > 0:
+            self._recording.begin(
+                self.engine,
+                folder,
+                plans=type(self).__name__,
+                steps=None if math.isinf(steps) else int(steps),
+                done=trainer.global_step,
+            )
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None

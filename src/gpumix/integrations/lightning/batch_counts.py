@@ -24,7 +24,7 @@ class UnlikeSamples(ReducedLoss):
     """Choice of samples for a comparison: those with unlike counts."""
 
     def __init__(self) -> None:
-        super().__init__(_compute_nothing, lambda batch: {})
+        super().__init__(lambda *_: torch.zeros(()), lambda batch: {})
         self.rivals = (Rival(SAMPLES, 1.0),)  # unlike samples matter more than their padding
 
     def counts_by_row(self, batch: Any) -> Tensor:
@@ -65,21 +65,17 @@ def _list_counts(leaf: Tensor) -> Sequence[tuple[str, Callable[[Tensor], Tensor]
     if leaf.is_floating_point():
         return (("sum", _as_weights),)
     nonzero = ("number", lambda own: own != 0)
-    return (nonzero,) if leaf.dtype == torch.bool else (nonzero, ("labels", _is_label))
-
-
-def _is_label(own: Tensor) -> Tensor:
-    return own != IGNORED_LABEL
+    return (
+        (nonzero,)
+        if leaf.dtype == torch.bool
+        else (nonzero, ("labels", lambda own: own != IGNORED_LABEL))
+    )
 
 
 def _as_weights(own: Tensor) -> Tensor:
     """Return numbers as weights; NaN if some are negative."""
     own = own.detach().double()
     return torch.where((own < 0).any(), torch.nan, own)
-
-
-def _compute_nothing(*_: Any) -> Tensor:
-    return torch.zeros(())
 
 
 UNLIKE_SAMPLES = UnlikeSamples()

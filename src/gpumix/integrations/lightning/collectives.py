@@ -102,11 +102,8 @@ class StrategyCollectives:
         return reduced[kind](table, 0)
 
     def _report_unequal_values(self, table: Tensor) -> None:
-        """Report a mean over ranks of a value differing by rank.
-
-        Raises:
-            InputError: the value is from an evaluation, so of each rank's own samples.
-        """
+        """Report a mean over ranks of a value differing by rank; in an evaluation, where the value
+        is of each rank's own samples, raise InputError."""
         module = self.lightning_module
         trainer: Any = None if module is None else module.trainer
         values = ", ".join(f"{float(value):.4g}" for value in table.reshape(len(table), -1)[:8, 0])

@@ -13,14 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from gpumix.integrations.common.batch_rows import RowAssignment
 from gpumix.integrations.common.run_recorder import TrainingRecorder
-from gpumix.integrations.dataloader.inspect import Batching
 from gpumix.integrations.dataloader.sharded_loader import (
-    PaddingScope,
     RankBatchSampler,
     RankLoader,
-    TreeCollator,
 )
 
 BATCHES_KEY, RNG_STATE_KEY = "batches", "random_numbers"
@@ -75,7 +71,8 @@ class PlannedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position; within an epoch with the random state of its begin."""
-        over = self._epoch_rng_state is None or self._batches == _get_length(self._loader)
+        length = None if isinstance(self.dataset, IterableDataset) else len(self)
+        over = self._epoch_rng_state is None or self._batches == length
         return {
             BATCHES_KEY: 0 if over else self._batches,
             RNG_STATE_KEY: torch.get_rng_state() if over else self._epoch_rng_state,
@@ -83,20 +80,3 @@ class PlannedLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._goes_on = state
-
-
-def make_planned_loader(
-    given: Batching,
-    batch_size: int,
-    rows: RowAssignment,
-    record: TrainingRecorder,
-    width: PaddingScope,
-) -> PlannedLoader:
-    """Return this rank's part of a loader's global batches of `batch_size` samples."""
-    collate = TreeCollator(given.loader.collate_fn, width)
-    own = given.make_rank_loader(batch_size, rows, collate, RankLoader)
-    return PlannedLoader(own, record, given.loader)
-
-
-def _get_length(loader: RankLoader) -> int | None:
-    return None if isinstance(loader.dataset, IterableDataset) else len(loader)

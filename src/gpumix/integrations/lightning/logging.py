@@ -1,7 +1,7 @@
 """Values logged for micro-batches, combined to one value per batch, equal on all ranks.
 
 Ranks have different numbers of micro-batches, possibly none, so a rank's value means nothing alone.
-Values combine by a rule found by comparison (`combining`). Means run over the items of the
+Values combine by a rule found by comparison (`logged_value_rules`). Means run over the items of the
 loss's mean on all ranks, over `batch_size=` if given, over what the value's graph is divided by, or
 over a count of something in the batch (`batch_counts`). Values of the rules that fitted so far are
 exchanged; where they differ, the batch is compared again. Lightning receives values once, after the
@@ -30,7 +30,7 @@ from gpumix.engine.loss.loss_graph import find_denominators
 from gpumix.integrations.common.forward import detach_leaf
 from gpumix.integrations.common.gather import gather_texts
 from gpumix.integrations.lightning.batch_counts import Everything, count_in_batch
-from gpumix.integrations.lightning.combining import (
+from gpumix.integrations.lightning.logged_value_rules import (
     DIVIDED,
     LOSS,
     MAX,
@@ -174,13 +174,9 @@ class StepLogs:
         """Return whether the value of the batch differs by the rules that fitted so far."""
         if self._known[name][METRIC_KEY]:
             return False
-        if self._is_unread(name):
-            return True
+        if not self._has_graphs and self._ways.of(name, MEAN) == [DIVIDED]:
+            return True  # graphs alone tell, and were not read
         return not is_alike(one.values) if self._ways.is_compared(name) else one.number > 1
-
-    def _is_unread(self, name: str) -> bool:
-        """Return whether only graphs tell what a value is a mean over, and were not read."""
-        return not self._has_graphs and self._ways.of(name, MEAN) == [DIVIDED]
 
     @contextmanager
     def listening(self, *, compares: bool = False) -> Iterator[None]:
@@ -411,11 +407,7 @@ class StepLogs:
                 self._tell(name, settings, value, size if settings[EXPLICIT] else samples)
 
     def _value(self, name: str, one: CombinedValue) -> float | None:
-        """Return the value by the likeliest rule; None if there was nothing to count.
-
-        Raises:
-            InputError: the rule needs the graph's denominator, and the graph has none.
-        """
+        """Return the value by the likeliest rule; None if there was nothing to count."""
         known = [pair for pair in one.by_way.values() if not math.isnan(pair[1])]
         if not known:
             raise InputError(

@@ -20,7 +20,6 @@ from gpumix.engine.comm.communicator import Communicator
 from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.schema.errors import InputError
 
-CALLED = ("forward", "update")
 TOGETHER = (dim_zero_sum, dim_zero_max, dim_zero_min)  # reductions of states of fixed shape
 
 
@@ -148,11 +147,7 @@ class StepMetrics:
 
 
 def refuse_means(module: nn.Module, world: int) -> None:
-    """Refuse metrics whose states are averaged over ranks.
-
-    Raises:
-        InputError: there is one, and several ranks with unlike samples.
-    """
+    """Raise InputError for a metric whose states are averaged over ranks with unlike samples."""
     for path, metric in module.named_modules():
         averages = isinstance(metric, Metric) and dim_zero_mean in metric._reductions.values()
         if averages and world > 1:

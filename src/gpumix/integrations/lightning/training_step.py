@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule
@@ -16,16 +15,25 @@ from torchmetrics import Metric
 
 from gpumix.engine.batch.batch_split import count_samples
 from gpumix.engine.engine import Engine
-from gpumix.engine.loss.chunked_head import expect_gradient
-from gpumix.engine.loss.reduction import ObjectiveWithRule, ReducedLoss, SummedLoss, integer_labels
+from gpumix.engine.loss.reduction import (
+    ObjectiveWithRule,
+    ReducedLoss,
+    SummedLoss,
+    expect_gradient,
+    integer_labels,
+)
 from gpumix.engine.rehearsal.additivity import padding_counts
 from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.hardware.memory_limit import count_as_host_memory
-from gpumix.integrations.accelerate.unlike_rows import check_row_independence
-from gpumix.integrations.common.forward import clone_inference_tensor, compute_by_place
+from gpumix.integrations.accelerate.row_independence import check_row_independence
+from gpumix.integrations.common.forward import (
+    clone_inference_tensor,
+    compute_by_place,
+    copy_to_host,
+)
 from gpumix.integrations.lightning.batch_counts import UNLIKE_SAMPLES
 from gpumix.integrations.lightning.collectives import is_output_rank
-from gpumix.integrations.lightning.combining import LoggedPart
+from gpumix.integrations.lightning.logged_value_rules import LoggedPart
 from gpumix.integrations.lightning.logging import MicroBatchLog, StepLogs, ignore_log
 from gpumix.schema.errors import InputError
 
@@ -49,7 +57,6 @@ class ModuleSteps:
 
     def __init__(self, count: Callable[[Any], Tensor | int] | None) -> None:
         self._count = count
-        self._models: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
         self._others: tuple[Any, ...] = ()
         self._logs: dict[str, StepLogs] = {}
         self._now: tuple[StepLogs, int] | None = None  # of the last step, with its samples
@@ -69,7 +76,9 @@ class ModuleSteps:
 
     def told(self, optimizers: Sequence[str]) -> str:
         """Return text identifying this module's steps, for reuse of measurements."""
-        config = getattr(self._inner(self._module), "config", None)
+        # transformers' model inside the module; without any, the module.
+        inside = (one for one in self._module.modules() if hasattr(one, "loss_function"))
+        config = getattr(next(inside, self._module), "config", None)
         return f"Lightning {list(optimizers)} {config}"
 
     def serve(self, engine: Engine) -> None:
@@ -167,7 +176,7 @@ class ModuleSteps:
                 return torch.zeros(count_samples(batch), *EMPTY_ROW_SHAPE)
             _refuse_without_rows(told, count_samples(batch))
             with count_as_host_memory():
-                return tree_map(_copy_to_host, told)
+                return tree_map(copy_to_host, told)
 
         if hook == "predict_step":
             if self._is_first_prediction:
@@ -265,13 +274,6 @@ class ModuleSteps:
                 stack.enter_context(replace_attributes(owner, **silent))
             yield
 
-    def _inner(self, model: nn.Module) -> nn.Module:
-        """Return transformers' model inside the module; without any, the module."""
-        if model not in self._models:
-            inside = (one for one in model.modules() if hasattr(one, "loss_function"))
-            self._models[model] = next(inside, model)
-        return self._models[model]
-
     def _attach(self, model: Any) -> None:
         """Attach the trainer to a measured copy, and silence the copy."""
         if model._trainer is not None:
@@ -289,25 +291,13 @@ def _samples(batch: Any) -> Tensor:
 
 def _list_silent_attributes(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Return the objects that log, metrics and the module itself, each with silent attributes."""
-    silent = dict.fromkeys(METRIC_METHODS, _nothing)
+    silent = dict.fromkeys(METRIC_METHODS, lambda *args, **kwargs: torch.zeros(()))
     metrics = [one for one in module.modules() if isinstance(one, Metric)]
     return [*((metric, silent) for metric in metrics), (module, {"log": ignore_log})]
 
 
-def _nothing(*args: Any, **kwargs: Any) -> Tensor:
-    return torch.zeros(())
-
-
-def _copy_to_host(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
 def _refuse_without_rows(told: Any, samples: int) -> None:
-    """Check the shape of a prediction.
-
-    Raises:
-        InputError: a prediction of `samples` has not a row per sample.
-    """
+    """Raise InputError if a prediction of `samples` has not a row per sample."""
     for leaf in tree_leaves(told):
         returned = f"an object of class {type(leaf).__name__}"
         if isinstance(leaf, Tensor):

@@ -29,11 +29,7 @@ UNSUPPORTED_CALLBACKS = {  # and classes made of them: why, fix
 
 
 def check_trainer(trainer: Trainer, module: LightningModule) -> None:
-    """Check a trainer and a module.
-
-    Raises:
-        InputError: a setting has no meaning here.
-    """
+    """Raise InputError if a setting of trainer or module has no meaning here."""
     for what, why, fix in _find_unsupported(trainer, module):
         raise InputError(f"{what} has no meaning with gpumix", where="Trainer", why=why, fix=fix)
 

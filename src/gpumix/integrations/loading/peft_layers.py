@@ -32,17 +32,17 @@ def teach_peft() -> None:
 
     if not hasattr(BaseTunerLayer, LOOK):
         return  # its adapters get no values there, and are refused for that
-    _wrap(BaseTunerLayer, LOOK, _get_device_and_dtype)
+    wrap_method(BaseTunerLayer, LOOK, _get_device_and_dtype)
     for kind in (BaseTuner, LoraModel):
-        _wrap(kind, "_replace_module", _replace_module)
-    _wrap(DoraLinearLayer, "update_layer", _update_layer)
-    _wrap(BaseTuner, "inject_adapter", _inject_adapter)
+        if "_replace_module" in vars(kind):
+            wrap_method(kind, "_replace_module", _replace_module)
+    wrap_method(DoraLinearLayer, "update_layer", _update_layer)
+    wrap_method(BaseTuner, "inject_adapter", _inject_adapter)
 
 
-def _wrap(kind: type, name: str, function: Callable[..., Any]) -> None:
-    """Replace a method of a class by `function`, which gets the method first; none is made where
-    the class inherits it."""
-    method = vars(kind).get(name)
+def wrap_method(kind: type, name: str, function: Callable[..., Any]) -> None:
+    """Replace a method of a class, if there is one, by `function`, which gets the method first."""
+    method = getattr(kind, name, None)
     if method is None:
         return
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial
 from typing import Any
 
 from gpumix.engine.weights.file_parameter import has_source
 from gpumix.engine.weights.whole_values import read_all_values
+from gpumix.integrations.loading.peft_layers import wrap_method
 
 
 @cache
@@ -17,28 +18,24 @@ def teach_transformers() -> None:
     values into them. Other models keep transformers' own code."""
     from transformers import PreTrainedModel
 
-    _replace(PreTrainedModel, "resize_token_embeddings", _read_embeddings)
-    _replace(PreTrainedModel, "save_pretrained", _copy_with_values)
-    _replace(PreTrainedModel, "load_state_dict", read_all_values)
+    wrap_method(PreTrainedModel, "resize_token_embeddings", partial(_call, _read_embeddings))
+    wrap_method(
+        PreTrainedModel,
+        "save_pretrained",
+        partial(_call, lambda model: read_all_values(copy.deepcopy(model))),
+    )
+    wrap_method(PreTrainedModel, "load_state_dict", partial(_call, read_all_values))
 
 
-def _replace(kind: type, name: str, read: Callable[[Any], Any]) -> None:
-    """Let a method of a class work on the model that `read` returns for a model in files."""
-    method = getattr(kind, name)
-
-    @wraps(method)
-    def replaced(self: Any, *args: Any, **given: Any) -> Any:
-        whole = read(self) if any(map(has_source, self.parameters())) else self
-        return method(whole, *args, **given)
-
-    setattr(kind, name, replaced)
+def _call(
+    read: Callable[[Any], Any], method: Callable[..., Any], model: Any, *args: Any, **given: Any
+) -> Any:
+    """Call a method of the model that `read` returns for a model in files."""
+    whole = read(model) if any(map(has_source, model.parameters())) else model
+    return method(whole, *args, **given)
 
 
 def _read_embeddings(model: Any) -> Any:
     tables = (model.get_input_embeddings(), model.get_output_embeddings())
     chosen = {p for table in tables if table is not None for p in table.parameters()}
     return read_all_values(model, chosen)
-
-
-def _copy_with_values(model: Any) -> Any:
-    return read_all_values(copy.deepcopy(model))

@@ -298,13 +298,9 @@ def _reporter() -> Callable[[dict[str, Any]], None]:
             library = import_module(name)
             library.get_context()
             return partial(_report, library)
-    return _silent
+    return lambda _: None
 
 
 def _report(library: Any, event: dict[str, Any]) -> None:
     if "loss" in event:
         library.report(select_numbers(event))
-
-
-def _silent(event: dict[str, Any]) -> None:
-    return

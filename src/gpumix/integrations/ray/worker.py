@@ -21,8 +21,8 @@ from typing import Any
 
 from gpumix.hardware.host.environment import place_settings, use_settings
 from gpumix.integrations.ray.placement import RankPlace, WorkerReport
+from gpumix.integrations.trackers.follower import Follower
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import open_for_reading
 
 OUTPUT_TAIL_LINES = 8
 SHUTDOWN_TIMEOUT_S = 30.0  # for a rank's last checkpoint, after the request to end
@@ -82,8 +82,7 @@ class JobRank(RayRank):
         self._out = tempfile.TemporaryFile()  # noqa: SIM115 - read when the process has ended
         self._said: deque[str] = deque(maxlen=OUTPUT_TAIL_LINES)
         self._listener: threading.Thread | None = None
-        self._metrics: Path | None = None
-        self._read = 0
+        self._metrics: Follower | None = None
 
     def begin(
         self, place: RankPlace, arguments: Sequence[str], folder: str, metrics: str | None
@@ -105,8 +104,8 @@ class JobRank(RayRank):
                 fix="start from a folder of a file system that all nodes of the cluster share",
             )
         if metrics is not None:
-            self._metrics = Path(folder, metrics)
-            self._read = _size(self._metrics)
+            self._metrics = Follower(Path(folder, metrics))
+            deque(self._metrics.lines(), maxlen=0)  # of an earlier run
         use_settings(place_settings(**asdict(place)))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "gpumix", *arguments],
@@ -121,7 +120,7 @@ class JobRank(RayRank):
     def look(self) -> ProcessState:
         assert self._process is not None
         code = self._process.poll()
-        metrics = tuple(self._read_new_metrics())
+        metrics = () if self._metrics is None else tuple(self._metrics.lines())
         if code is None:
             return ProcessState(None, metrics=metrics)
         self._out.seek(0)
@@ -151,25 +150,6 @@ class JobRank(RayRank):
             text = line.decode(errors="replace")
             self._said.append(text.rstrip())
             sys.stderr.write(text)
-
-    def _read_new_metrics(self) -> list[dict[str, Any]]:
-        """Return complete lines of the metrics not read yet."""
-        if self._metrics is None:
-            return []
-        if _size(self._metrics) < self._read:  # another run has begun the file again
-            self._read = 0
-        with suppress(FileNotFoundError), open_for_reading(self._metrics) as file:
-            file.seek(self._read)
-            whole, end, _ = file.read().rpartition(b"\n")
-            self._read += len(whole) + len(end)
-            return [json.loads(line) for line in whole.splitlines()]
-        return []
-
-
-def _size(path: Path) -> int:
-    with suppress(FileNotFoundError):
-        return path.stat().st_size
-    return 0
 
 
 def select_numbers(event: Mapping[str, Any]) -> dict[str, float]:

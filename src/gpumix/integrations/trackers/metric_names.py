@@ -25,7 +25,7 @@ STEP_NAMES = {
     "tokens_per_s": "tokens_per_s",
     "tokens": "tokens",
 }
-CLASS_NAMES = {
+_SHARED_NAMES = {
     "busy_share": "busy",
     "mfu": "mfu",
     "hfu": "hfu",
@@ -33,19 +33,9 @@ CLASS_NAMES = {
     "peak_bytes": "peak_bytes",
     "reserved_bytes": "reserved_bytes",
     "retries": "retries",
-    "planned_peak_bytes": "planned_peak_bytes",
-    "samples": "samples",
 }
-DEVICE_NAMES = {
-    "busy_share": "busy",
-    "mfu": "mfu",
-    "hfu": "hfu",
-    "tokens_per_s": "tokens_per_s",
-    "peak_bytes": "peak_bytes",
-    "reserved_bytes": "reserved_bytes",
-    "retries": "retries",
-    "sent_bytes": "sent_bytes",
-}
+CLASS_NAMES = {**_SHARED_NAMES, "planned_peak_bytes": "planned_peak_bytes", "samples": "samples"}
+DEVICE_NAMES = {**_SHARED_NAMES, "sent_bytes": "sent_bytes"}
 # Figures of the run so far, as in every view of it.
 RUN_NAMES = {
     "tokens_per_s": "tokens_per_s",

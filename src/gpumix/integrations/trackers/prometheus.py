@@ -15,12 +15,12 @@ from gpumix.integrations.trackers.tracker import (
     Series,
     TrackedEvent,
     TrackedRun,
-    get_versions,
 )
 from gpumix.schema.errors import MachineError
 from gpumix.schema.files import write_bytes
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import PrometheusSpec
+from gpumix.train.run_manifest import get_versions
 
 PREFIX = "gpumix"
 SHARE = "share/"
@@ -104,7 +104,7 @@ class Prometheus:
 
     def begin(self, run: TrackedRun) -> str:
         board = self._board
-        plan, version = run.plan, get_versions()["gpumix"]
+        plan, version = run.plan, get_versions(["gpumix"])["gpumix"]
         emulated = str(plan.emulated).lower()
         board.put("run_info", 1, strategy=plan.strategy, emulated=emulated, version=version)
         board.put("steps", run.job.max_steps)

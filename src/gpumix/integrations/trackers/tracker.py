@@ -9,12 +9,11 @@ import platform
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Protocol
 
 from gpumix.schema.job.job import Job
 from gpumix.schema.plan.plan import Plan
+from gpumix.train.run_manifest import get_versions
 
 PACKAGES = ("gpumix", "torch", "transformers", "numpy")
 
@@ -74,13 +73,9 @@ class TrackedRun:
     done: int = 0
 
     @property
-    def folder(self) -> Path:
-        return self.job.output_dir
-
-    @property
     def name(self) -> str:
         """The run's default name: its folder's."""
-        return self.folder.name or "run"
+        return self.job.output_dir.name or "run"
 
     def config(self) -> dict[str, Any]:
         """Return the resolved job, a summary of the plan, and versions; without settings of
@@ -88,7 +83,7 @@ class TrackedRun:
         return {
             "job": self.job.model_dump(mode="json", exclude={"report_to"}),
             "plan": summarize_plan(self.plan),
-            "versions": get_versions(),
+            "versions": {"python": platform.python_version(), **get_versions(PACKAGES)},
         }
 
     def flat_config(self) -> dict[str, Any]:
@@ -119,8 +114,8 @@ class Tracker(Protocol):
     def event(self, event: TrackedEvent) -> None: ...
 
     def flush(self) -> None:
-        """Flush the values reported so far."""
-        ...
+        """Flush the values reported so far; by default the library has them already."""
+        return
 
     def end(self, state: str) -> None:
         """End the run: it has "finished", "failed", or was "interrupted"."""
@@ -161,17 +156,6 @@ def summarize_plan(plan: Plan) -> dict[str, Any]:
 def strip_secrets(address: str) -> str:
     """Return an address fit to show: without user, password and query."""
     return re.sub(r"//[^/@]*@", "//", address.partition("?")[0])
-
-
-def get_versions() -> dict[str, str]:
-    """Return versions of Python and of installed packages, without importing any."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _flatten(value: Any, above: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,13 @@ import secrets
 from typing import Any
 
 from gpumix.hardware.host.environment import keep_trackio_in
-from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, TrackedRun, strip_secrets
+from gpumix.integrations.trackers.tracker import (
+    Numbers,
+    TrackedEvent,
+    TrackedRun,
+    Tracker,
+    strip_secrets,
+)
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import TrackioSpec
 
@@ -18,7 +24,7 @@ def make_tracker(settings: TrackioSpec, job: Job) -> Trackio:
     return Trackio(settings)
 
 
-class Trackio:
+class Trackio(Tracker):
     """Tracker calling `trackio`, which writes from threads; see `Tracker`."""
 
     def __init__(self, settings: TrackioSpec) -> None:
@@ -63,9 +69,6 @@ class Trackio:
     def event(self, event: TrackedEvent) -> None:
         name = event.series.name
         self._run.log({name: 1.0, f"{name}/text": event.text}, step=event.step)
-
-    def flush(self) -> None:
-        return  # its threads have the values already
 
     def end(self, state: str) -> None:
         self._run.log({"run/state": state}, step=self._step)

@@ -9,7 +9,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, TrackedRun
+from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, TrackedRun, Tracker
 from gpumix.schema.files import folder_for_library
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import WandbSpec
@@ -21,7 +21,7 @@ def make_tracker(settings: WandbSpec, job: Job) -> Wandb:
     return Wandb(settings, settings.folder or job.output_dir)
 
 
-class Wandb:
+class Wandb(Tracker):
     """Tracker calling `wandb`, which sends from its own process; see `Tracker`."""
 
     def __init__(self, settings: WandbSpec, folder: Path) -> None:
@@ -61,9 +61,6 @@ class Wandb:
     def event(self, event: TrackedEvent) -> None:
         values = {event.series.name: 1.0, f"{event.series.name}/text": event.text}
         self._log(values, event.step)
-
-    def flush(self) -> None:
-        return  # its own process has the values already
 
     def end(self, state: str) -> None:
         self._run.finish(exit_code=EXIT_CODES[state])

@@ -10,9 +10,10 @@ import torch
 from gpumix.engine.engine import Engine
 from gpumix.engine.weights.file_parameter import has_source
 from gpumix.engine.weights.whole_values import read_all_values
-from gpumix.integrations.common.run_recorder import RunRecorder
-from gpumix.integrations.common.saver import STATE_FOLDER, Saver
+from gpumix.integrations.common.run_recorder import TrainingRecorder
+from gpumix.integrations.common.saver import Saver
 from gpumix.integrations.transformers.given_arguments import FoldedArgumentsMixin
+from gpumix.train.run_log.run_files import SCRIPT_FOLDER
 
 
 class CheckpointMixin(FoldedArgumentsMixin):
@@ -22,7 +23,7 @@ class CheckpointMixin(FoldedArgumentsMixin):
     optimizer: Any
     lr_scheduler: Any
     _engine: Engine | None
-    _recorded: RunRecorder | None
+    _record: TrainingRecorder
     _saver: Saver
     model: Any
 
@@ -43,8 +44,7 @@ class CheckpointMixin(FoldedArgumentsMixin):
         """End the training."""
         if self._engine is not None:
             self._engine.look_back()
-        if self._recorded is not None:
-            self._recorded.finish(self.state.global_step)
+        self._record.finish(self.state.global_step)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
         with self._unfolded():
@@ -52,9 +52,8 @@ class CheckpointMixin(FoldedArgumentsMixin):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        if self._recorded is not None:
-            step = self.state.global_step
-            self._recorded.checkpoint(step, Path(self.args.output_dir) / f"checkpoint-{step}")
+        step = self.state.global_step
+        self._record.checkpoint(step, Path(self.args.output_dir) / f"checkpoint-{step}")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._saver.save(Path(output_dir), self.state.global_step, self.optimizer)
@@ -71,7 +70,7 @@ class CheckpointMixin(FoldedArgumentsMixin):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load weights if the model is not sharded; otherwise only without a sharded state, which
         brings the weights later. Weights in files are not read for those of a sharded state."""
-        has_state = (Path(resume_from_checkpoint) / STATE_FOLDER).is_dir()
+        has_state = (Path(resume_from_checkpoint) / SCRIPT_FOLDER).is_dir()
         if self._engine is not None:
             if not has_state:
                 self._saver.load(Path(resume_from_checkpoint), None)

@@ -26,10 +26,10 @@ from gpumix.engine.batch.batch_split import LABELS, count_samples
 from gpumix.engine.batch.ragged_batch import SampleEntries, to_model_inputs
 from gpumix.engine.engine import Engine
 from gpumix.hardware.memory_limit import count_as_host_memory
-from gpumix.integrations.accelerate.unlike_rows import check_row_independence
-from gpumix.integrations.common.forward import compute_by_place
+from gpumix.integrations.accelerate.row_independence import check_row_independence
+from gpumix.integrations.common.forward import compute_by_place, copy_to_host
 from gpumix.integrations.common.gather import PADDING, gather_rows
-from gpumix.integrations.transformers.loss import LossAndOutputs, TrainerLoss
+from gpumix.integrations.transformers.loss import TrainerLoss
 from gpumix.schema.errors import InputError
 
 SUM, COUNT, LOGITS, INPUTS, LOSSES = "sum", "count", "logits", "inputs", "losses"
@@ -177,13 +177,11 @@ def _compute_results(
     told: dict[str, Any] = {}
     if has_loss(trainer, batch):
         loss: TrainerLoss = trainer._loss
-        if loss_only:
-            found = LossAndOutputs(*loss.evaluate(model, batch), outputs=None)
-        else:
-            found = loss.with_outputs(model, batch)
-        outputs = found.outputs
-        told[SUM] = _spread(found.loss.detach().mean(), rows)
-        told[COUNT] = _spread(found.count, rows)
+        kept: list[Any] = []
+        total, count = loss.evaluate(model, batch, None if loss_only else kept)
+        outputs = kept[0] if kept else None
+        told[SUM] = _spread(total.detach().mean(), rows)
+        told[COUNT] = _spread(count, rows)
     else:
         outputs = model(**to_model_inputs(batch))
     if loss_only:
@@ -201,7 +199,7 @@ def _compute_results(
     if INPUTS in trainer.args.include_for_metrics:
         told[INPUTS] = _inputs(trainer, batch)
     with count_as_host_memory():
-        return {name: tree_map(_copy_to_host, value) for name, value in told.items()}
+        return {name: tree_map(copy_to_host, value) for name, value in told.items()}
 
 
 def _is_labelled(trainer: Any, batch: Mapping[str, Any]) -> bool:
@@ -247,10 +245,6 @@ def _unwrap_single(values: tuple[Any, ...]) -> Any:
 def _spread(value: Tensor, rows: int) -> Tensor:
     """Spread a sum evenly over `rows` rows."""
     return (value.double() / rows).expand(rows).cpu()
-
-
-def _copy_to_host(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _repeat_loss(loss: Any, count: Any, samples: int) -> Tensor:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,16 +39,6 @@ HOW_TO_COUNT = (
 PROCESSES = "num_processes"
 ITEMS, SHIFTED = "num_items_in_batch", "shift_labels"
 GATHERING_METHODS = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
-
-
-@dataclass(frozen=True)
-class LossAndOutputs:
-    """Sum of losses of a micro-batch, its count for the denominator of the total, and the model's
-    outputs."""
-
-    loss: Tensor
-    count: Tensor
-    outputs: Any
 
 
 class ItemCount(Tensor):
@@ -96,7 +85,7 @@ class TrainerLoss(ReducedLoss):
         self._steps, self._samples = steps, samples
         self._observer = LossFunctionObserver()
         # Whether the loss divides by the number of labels of the step: a guess, until observed.
-        self._takes_items = _may_use_items(trainer)
+        self._takes_items = _names_items(trainer.compute_loss_func or type(trainer).compute_loss)
         self._observed: bool | None = None  # in the last call
         self._has_told_difference = False
 
@@ -107,15 +96,13 @@ class TrainerLoss(ReducedLoss):
         loss, count = super().__call__(model, batch, *args, times=times)
         return loss, self._told(batch, count)
 
-    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return (summed loss, count) of a micro-batch in an evaluation, which has no steps."""
-        return self(model, batch, times=1.0)
-
-    def with_outputs(self, model: nn.Module, batch: Any) -> LossAndOutputs:
-        """Compute the loss in an evaluation, keeping the model's outputs."""
-        outputs: list[Any] = []
-        loss, count = self(model, batch, partial(self._computed, outputs=outputs), times=1.0)
-        return LossAndOutputs(loss, count, outputs[0])
+    def evaluate(
+        self, model: nn.Module, batch: Any, outputs: list[Any] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (summed loss, count) of a micro-batch in an evaluation, which has no steps; add
+        the model's outputs to `outputs`."""
+        computed = () if outputs is None else (partial(self._computed, outputs=outputs),)
+        return self(model, batch, *computed, times=1.0)
 
     def settle(self, batch: Any, comm: Communicator) -> None:
         """Take the observations of all ranks' calls as a property of the loss. Collective.
@@ -319,15 +306,10 @@ class LossFunctionObserver:
         self._undo = undo
 
 
-def _may_use_items(trainer: Any) -> bool:
-    """Return True if the function computing the loss names the number of labels of a step outside
-    of its signature."""
-    return _names_items(trainer.compute_loss_func or type(trainer).compute_loss)
-
-
 @functools.cache
 def _names_items(function: Any) -> bool:
-    """Return True if a function's body names the number of labels of a step, or is unknown."""
+    """Return True if a function's body names the number of labels of a step outside of its
+    signature, or is unknown."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return code is None or any(one.argval == ITEMS for one in dis.get_instructions(code))
 
@@ -337,7 +319,7 @@ def disable_gathering(accelerator: Any) -> Iterator[None]:
     """Replace gathering from all ranks by local values, inside the context: ranks compute different
     numbers of micro-batches, and none may wait for another. Some losses of transformers ask
     Accelerate's state for other processes, for example to count boxes."""
-    local = dict.fromkeys(GATHERING_METHODS, _return_unchanged)
+    local = dict.fromkeys(GATHERING_METHODS, lambda value, *args, **kwargs: value)
     of_all = vars(PartialState)["_shared_state"]  # by `vars`: it is a descriptor
     states = [of_all, vars(AcceleratorState)["_shared_state"]]  # of all objects of the classes
     numbers = [state.get(PROCESSES) for state in states]
@@ -354,7 +336,3 @@ def disable_gathering(accelerator: Any) -> Iterator[None]:
         for state, number in zip(states, numbers):
             if number is not None:
                 state[PROCESSES] = number
-
-
-def _return_unchanged(value: Any, *args: Any, **kwargs: Any) -> Any:
-    return value

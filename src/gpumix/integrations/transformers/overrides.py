@@ -27,11 +27,7 @@ def is_overridden(trainer: Any, name: str, base: type) -> bool:
 
 
 def check_overrides(trainer: Any, base: type) -> None:
-    """Check the overrides of a subclass.
-
-    Raises:
-        InputError: the program overrides a method not called with gpumix.
-    """
+    """Raise InputError if a program's subclass overrides a method not called with gpumix."""
     for name, fix in UNCALLED_METHODS.items():
         if is_overridden(trainer, name, base):
             raise InputError(

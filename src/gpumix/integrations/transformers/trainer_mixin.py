@@ -16,10 +16,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 from gpumix.engine.engine import Engine
+from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.outside_steps import unshard
 from gpumix.engine.rehearsal.additivity import padding_counts
 from gpumix.engine.sharding.unit_discovery import check_trainable
@@ -28,7 +29,6 @@ from gpumix.hardware.runtime import is_available, is_gpu
 from gpumix.integrations.common.batch_rows import PlannedRows, get_evaluation_rows
 from gpumix.integrations.common.earlier_plan import find_resumed_run, load_earlier_plan
 from gpumix.integrations.common.optimizer_adapter import (
-    ShardedParameters,
     make_factory_from_trainer,
     take_over_optimizer,
 )
@@ -39,7 +39,7 @@ from gpumix.integrations.common.plan_and_shard import (
     refuse_gpu,
     shard_by_plan,
 )
-from gpumix.integrations.common.run_recorder import RunRecorder
+from gpumix.integrations.common.run_recorder import TrainingRecorder
 from gpumix.integrations.common.save_pretrained import patch_save_pretrained
 from gpumix.integrations.common.saver import Saver, get_parameter_dtypes
 from gpumix.integrations.common.skipped_steps import (
@@ -67,17 +67,16 @@ from gpumix.integrations.transformers.checkpoints import CheckpointMixin
 from gpumix.integrations.transformers.control import ControlSynchronizer
 from gpumix.integrations.transformers.evaluation import evaluate
 from gpumix.integrations.transformers.loss import TrainerLoss
-from gpumix.integrations.transformers.optimizer_choice import OptimizerChoice
 from gpumix.integrations.transformers.overrides import (
     LOADER_METHODS,
     check_overrides,
     is_overridden,
     make_own_step_error,
 )
+from gpumix.integrations.transformers.padding_widths import PaddingScopes
 from gpumix.integrations.transformers.step_logs import StepLogsMixin
 from gpumix.integrations.transformers.stock_evaluation import StockEvaluation
 from gpumix.integrations.transformers.token_counts import TokenCounts, flops_per_token
-from gpumix.integrations.transformers.widths import PaddingScopes
 from gpumix.profiler.api import join_ranks
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.batch_shares import get_micro_batch_rows
@@ -103,6 +102,8 @@ REPLACED_PRIVATE_METHODS = (
     "_load_optimizer_and_scheduler",
     "_load_best_model",
 )
+# Stock trainers take bitsandbytes' optimizer for them; `paged` is the plan's choice here.
+ADAMW_8BIT_NAMES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 ARGUMENTS = ("dataloader_multiprocessing_context", "train_sampling_strategy")  # the newest
 
 
@@ -134,7 +135,7 @@ class ModelProxy:
         return iter(self._looks)
 
 
-class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, OptimizerChoice):
+class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
     """Mixin for `transformers.Trainer` or a derived class.
 
     Args:
@@ -169,8 +170,7 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
         self._widths = PaddingScopes(self)
         self._goes_on: Path | None = None
         self._engine: Engine | None = None
-        self._recorded: RunRecorder | None = None
-        self._unrecorded_loss: Tensor | None = None  # the loss of a step not recorded yet
+        self._record = TrainingRecorder()
         self._filters_itself = False  # filters bad losses in the log itself
         check_overrides(self, PlannedTrainerMixin)
         super().__init__(*args, **kwargs)
@@ -191,16 +191,12 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, before anything else, after a check of the arguments."""
-        self._check_arguments()
+        check_arguments(self.args, *self._arguments)
         self._space = space_of(self.args)
         with self._folded():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
         # A program's own loader is not split evenly: `_loaded` takes it apart.
         self.accelerator.prepare_data_loader = lambda loader, *args, **kwargs: loader
-
-    def _check_arguments(self) -> None:
-        """Raise InputError if an argument has no meaning here."""
-        check_arguments(self.args, *self._arguments)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: the engine moves shards."""
@@ -389,8 +385,7 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
         """Return one batch: a full step, with labels counted by the engine."""
-        recorded = self._recorded
-        batch = next(epoch_iterator, None) if recorded is None else recorded.next_of(epoch_iterator)
+        batch = self._record.next_of(epoch_iterator)
         return ([] if batch is None else [batch]), None
 
     # -- training ----------------------------------------------------------------------------------
@@ -411,7 +406,7 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
         self.callback_handler.train_dataloader = train_dataloader
         assert self._engine is not None
         self.accelerator._optimizers.append(SkippedStepProxy(self._engine, self.optimizer))
-        self._recorded = RunRecorder(
+        self._record.begin(
             self._engine,
             self._folder,
             plans=type(self).__name__,
@@ -432,27 +427,23 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
         try:
             result = super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
-            if self._recorded is not None:
-                self._recorded.fail(error)
+            self._record.fail(error)
             raise
         else:
             self._end()
             return result
         finally:
             self._leave_filter()
-            self._recorded = None
+            self._record = TrainingRecorder()
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kw: Any) -> None:
         """Record the step, then log, save and evaluate. Called after each step and at an epoch's
         end."""
-        if self._recorded is not None and self._unrecorded_loss is not None:
-            loss, self._unrecorded_loss = self._unrecorded_loss, None
-            self._recorded.step(
-                self.state.global_step,
-                loss=loss,
-                learning_rate=self._get_learning_rate(),  # type: ignore[attr-defined]
-                norm=zero_if_not_finite(grad_norm),
-            )
+        self._record.step(
+            self.state.global_step,
+            learning_rate=self._get_learning_rate(),  # type: ignore[attr-defined]
+            norm=zero_if_not_finite(grad_norm),
+        )
         control = self.control
         self._agreed.agree(control)
         calls_back = control.should_log or control.should_evaluate or control.should_save
@@ -466,7 +457,15 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
             return super().create_optimizer(model)  # type: ignore[misc,no-any-return]
         if self.optimizer is not None:
             self.optimizer = take_over_optimizer(self.optimizer, self._engine, self._names)
-        return super().create_optimizer(ShardedParameters(self._engine))  # type: ignore[misc,no-any-return]
+        return super().create_optimizer(self._engine)  # type: ignore[misc,no-any-return]
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """Return class and settings; of AdamW in 8 bits one that fits any plan."""
+        if args.optim not in ADAMW_8BIT_NAMES:
+            return Trainer.get_optimizer_cls_and_kwargs(args, model)
+        betas = (args.adam_beta1, args.adam_beta2)
+        return AdamW8bit, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         return super().get_decay_parameter_names(self.model)  # type: ignore[misc,no-any-return]
@@ -477,12 +476,11 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
         self.model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        if self._recorded is not None:
-            self._recorded.computes()
+        self._record.computes()
         self._settle(inputs, in_step=True)
         with self._loss.in_one_process(), self._log_step_means():
             loss = self._engine.step(dict(inputs), samples=inputs.samples)
-        self._unrecorded_loss = loss
+        self._record.loss = loss
         return loss.float()
 
     def _settle(self, inputs: Any, *, in_step: bool = False) -> None:
@@ -497,9 +495,9 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
 
     def _checked_step(self, step: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the program's own step, which must call ours."""
-        self._unrecorded_loss = None
+        self._record.loss = None
         loss: Tensor = step(*args, **kwargs)
-        if self._unrecorded_loss is None:
+        if self._record.loss is None:
             raise make_own_step_error(self)
         return loss
 
@@ -585,8 +583,8 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin, Optimizer
             prepared = f"{metric_key_prefix}_model_preparation_time"
             metrics[prepared] = self.model_preparation_time
         loss = metrics.get(f"{metric_key_prefix}_loss")
-        if self._recorded is not None and self.is_in_train and loss is not None:
-            self._recorded.evaluation(self.state.global_step, loss)
+        if self.is_in_train and loss is not None:
+            self._record.evaluation(self.state.global_step, loss)
         return found
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:

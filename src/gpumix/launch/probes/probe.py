@@ -10,6 +10,7 @@ import random
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 FACTS_PREFIX = "gpumix-facts: "
 # Below the ports of outgoing connections: until it is used, a port found here stays free.
@@ -75,22 +76,29 @@ def find_free_port(address: str, port: int) -> "dict[str, object]":
     return found
 
 
-def main() -> None:
-    asked = json.loads(sys.argv[1])
+def gather_facts(files: "list[str]") -> "dict[str, Any]":
+    """Return the facts of this process, without devices and a port."""
     version, digest = get_package_digest()
-    facts = {
+    return {
         "host": socket.gethostname(),
         "python": ".".join(str(part) for part in sys.version_info[:3]),
         "gpumix": version,
         "digest": digest,
         "torch": get_version("torch"),
         "libraries": {name: get_version(name) for name in LIBRARIES},
-        "devices": count_devices() if version else 0,
-        "files": {name: hash_file(name) for name in asked["files"]},
-        "listening": find_free_port(asked["address"], asked["port"])
-        if "address" in asked
-        else None,
+        "devices": 0,
+        "files": {name: hash_file(name) for name in files},
+        "listening": None,
     }
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    facts = gather_facts(asked["files"])
+    if facts["gpumix"]:
+        facts["devices"] = count_devices()
+    if "address" in asked:
+        facts["listening"] = find_free_port(asked["address"], asked["port"])
     sys.stdout.write(FACTS_PREFIX + json.dumps(facts) + "\n")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -59,18 +58,7 @@ def probe_hosts(
 
 def gather_local_facts(files: Sequence[str]) -> ProbeFacts:
     """Return the facts of this process."""
-    version, digest = probe.get_package_digest()
-    return ProbeFacts(
-        host="here",
-        python=".".join(map(str, sys.version_info[:3])),
-        gpumix=version,
-        digest=digest,
-        torch=probe.get_version("torch"),
-        libraries={name: probe.get_version(name) for name in probe.LIBRARIES},
-        devices=0,
-        files={name: probe.hash_file(name) for name in files},
-        listening=None,
-    )
+    return ProbeFacts(**probe.gather_facts([*files]) | {"host": "here"})
 
 
 def resolve_host_name(host: Host, ssh: Ssh) -> str:

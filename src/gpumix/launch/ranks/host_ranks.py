@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from gpumix.hardware.host.environment import rank_settings
+from gpumix.hardware.host.environment import place_settings, rank_settings
 from gpumix.launch.orders import Order, Orders
 from gpumix.launch.ranks.line_forwarding import LineForwarder
 from gpumix.schema.errors import EXIT_INTERRUPTED, TrainingError
@@ -139,16 +139,15 @@ def start_ranks(
     with _start_guard() as tell:
         try:
             for local in range(share.processes):
-                env = rank_settings(
+                place = place_settings(
                     rank=share.first + local,
                     local_rank=local,
                     local_world=share.processes,
                     world=share.world,
                     address=share.address,
                     port=share.port,
-                    grace_s=grace_s,
                 )
-                ranks.append(start(share.first + local, env))
+                ranks.append(start(share.first + local, rank_settings(place, grace_s=grace_s)))
                 tell(ranks[-1].pid)
             yield ranks
         finally:

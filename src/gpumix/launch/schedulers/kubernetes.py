@@ -16,18 +16,13 @@ from typing import Any
 
 import yaml
 
-from gpumix.launch.commands import (
-    HOST_MODULE,
-    LaunchEnvironment,
-    make_rank_arguments,
-    make_rendezvous_arguments,
-)
+from gpumix.launch.commands import LaunchEnvironment, make_rendezvous_arguments
 from gpumix.launch.program import Program
 from gpumix.launch.schedulers.nodes import (
     EqualNodes,
     NumberedNodes,
     count_ranks,
-    format_first_rank,
+    make_node_command,
     number_components,
 )
 from gpumix.schema.errors import InputError
@@ -160,13 +155,10 @@ def _make_command(
     program: Program,
     around: LaunchEnvironment,
 ) -> list[str]:
-    number = format_first_rank(part, "JOB_COMPLETION_INDEX")
-    words = make_rank_arguments(number, part.component.devices, world)
-    run = [shlex.quote(around.python), "-m", HOST_MODULE, "--first-rank", f'"{number}"']
     # Kubernetes would replace `$(NAME)` by the value of a variable.
-    run += [*words[2:], *meeting, "--grace-period", f"{around.grace_s:g}", "--"]
-    run.append(shlex.join(program.words).replace("$(", "$$("))
-    return ["sh", "-c", "exec " + " ".join(run)]
+    words = shlex.join(program.words).replace("$(", "$$(")
+    command = make_node_command(part, "JOB_COMPLETION_INDEX", world, meeting, around, words)
+    return ["sh", "-c", command]
 
 
 def _make_replicated_job(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from gpumix.launch.commands import HOST_MODULE, LaunchEnvironment, make_rank_arguments
 from gpumix.launch.hosts import Host, assign_known_ranks
 from gpumix.schema.cluster.cluster import Cluster
 
@@ -113,8 +115,24 @@ def count_ranks(components: Sequence[EqualNodes]) -> int:
     return sum(one.nodes * one.devices for one in components)
 
 
-def format_first_rank(part: NumberedNodes, node: str) -> str:
-    """Return the first rank of a node as a shell expression: `node` is the node's number in its
-    part."""
-    ranks = f"{node} * {part.component.devices}"
-    return f"$(({f'{part.first_rank} + ' if part.first_rank else ''}{ranks}))"
+def make_node_command(
+    part: NumberedNodes,
+    node: str,
+    world: int,
+    meeting: Sequence[str],
+    around: LaunchEnvironment,
+    program: str,
+) -> str:
+    """Return a node's command for its own shell, whose expressions are in double quotes.
+
+    Args:
+        node: the node's number in its part, as an expression.
+        meeting: arguments of the rendezvous.
+        program: the quoted words of the program.
+    """
+    before = f"{part.first_rank} + " if part.first_rank else ""
+    first = f"$(({before}{node} * {part.component.devices}))"
+    ranks = make_rank_arguments(first, part.component.devices, world)[2:]
+    command = [shlex.quote(around.python), "-m", HOST_MODULE, "--first-rank", f'"{first}"', *ranks]
+    grace = ["--grace-period", f"{around.grace_s:g}"]
+    return " ".join(["exec", *command, *meeting, *grace, "--", program])

@@ -10,18 +10,13 @@ import math
 import shlex
 from collections.abc import Iterator, Sequence
 
-from gpumix.launch.commands import (
-    HOST_MODULE,
-    LaunchEnvironment,
-    make_rank_arguments,
-    make_rendezvous_arguments,
-)
+from gpumix.launch.commands import LaunchEnvironment, make_rendezvous_arguments
 from gpumix.launch.program import Program
 from gpumix.launch.schedulers.nodes import (
     EqualNodes,
     NumberedNodes,
     count_ranks,
-    format_first_rank,
+    make_node_command,
     number_components,
 )
 from gpumix.schema.errors import InputError
@@ -124,15 +119,6 @@ def _make_task_command(
 ) -> str:
     """Return the command of each task of a component, as one word for the script's shell."""
     node = f"(SLURM_PROCID - {part.first_node})" if part.first_node else "SLURM_PROCID"
-    number = format_first_rank(part, node)
-    words = make_rank_arguments(number, part.component.devices, world)
-    # Expressions for the task's own shell are in double quotes.
-    filled = [
-        "--first-rank",
-        f'"{number}"',
-        *words[2:],
-        *make_rendezvous_arguments('"$ADDRESS"', '"$PORT"'),
-    ]
-    command = [shlex.quote(around.python), "-m", HOST_MODULE, *filled]
-    command += ["--grace-period", f"{around.grace_s:g}", "--", shlex.join(program.words)]
-    return f"bash -c {shlex.quote('exec ' + ' '.join(command))}"
+    meeting = make_rendezvous_arguments('"$ADDRESS"', '"$PORT"')
+    command = make_node_command(part, node, world, meeting, around, shlex.join(program.words))
+    return f"bash -c {shlex.quote(command)}"

@@ -22,7 +22,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
+from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.step_time import pass_seconds
 from gpumix.planner.common.class_split import ClassSplit
 from gpumix.planner.common.score import DeviceLoad, compute_share_capacities

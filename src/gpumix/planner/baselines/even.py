@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpumix.cost.layout.curves import IntArray, MicroBatches
+from gpumix.cost.memory_layout.curves import IntArray, MicroBatches
 from gpumix.cost.network.buckets import Buckets
 from gpumix.cost.peak_memory import Activations, OwnedState, compute_owned_state, free_bytes
 from gpumix.planner.common.score import (

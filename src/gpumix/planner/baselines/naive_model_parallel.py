@@ -13,7 +13,7 @@ from math import ceil
 
 import numpy as np
 
-from gpumix.cost.layout.curves import FloatArray, IntArray, interpolate_bytes
+from gpumix.cost.memory_layout.curves import FloatArray, IntArray, interpolate_bytes
 from gpumix.cost.peak_memory import element_bytes, free_bytes
 from gpumix.cost.predict import predict
 from gpumix.planner.common.stage_preconditions import (

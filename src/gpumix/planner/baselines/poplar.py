@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
+from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.network.collective_times import make_free_collectives
 from gpumix.cost.step_time import pass_seconds
 from gpumix.planner.common.class_split import ClassSplit, apportion, split_with_equal_shares

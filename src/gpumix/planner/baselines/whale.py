@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
+from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.peak_memory import usable_bytes
 from gpumix.planner.common.class_split import ClassSplit, Runs, apportion
 from gpumix.planner.common.score import (

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpumix.cost.layout.curves import FloatArray, MicroBatches
 from gpumix.cost.loading_memory import find_room_on_host
+from gpumix.cost.memory_layout.curves import FloatArray, MicroBatches
 from gpumix.cost.peak_memory import Activations
 from gpumix.cost.step_time import exposed_seconds, needs_sync_between_passes, pass_seconds
 from gpumix.planner.common.sharding_setting import ShardingSetting, make_setting

@@ -12,8 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from gpumix.cost.layout.curves import FloatArray
 from gpumix.cost.loading_memory import find_room_on_host
+from gpumix.cost.memory_layout.curves import FloatArray
 from gpumix.cost.network.buckets import BucketGrouping
 from gpumix.cost.network.collective_times import (
     BufferCuts,

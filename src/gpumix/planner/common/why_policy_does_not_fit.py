@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpumix.cost.layout.curves import IntArray, MicroBatches
 from gpumix.cost.loading_memory import find_room_on_host
+from gpumix.cost.memory_layout.curves import IntArray, MicroBatches
 from gpumix.cost.peak_memory import free_bytes, usable_bytes
 from gpumix.planner.common.score import compute_host_excess_bytes, compute_peak_bytes
 from gpumix.planner.common.sharding_setting import ShardingSetting

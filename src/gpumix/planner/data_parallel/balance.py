@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpumix.cost.layout.curves import FloatArray, IntArray
+from gpumix.cost.memory_layout.curves import FloatArray, IntArray
 from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.planner.common.strategy import DevicePart
 from gpumix.planner.data_parallel.branch_and_bound import SampleLimits, find_fill_level

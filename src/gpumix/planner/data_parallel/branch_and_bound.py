@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpumix.cost.layout.curves import FloatArray
+from gpumix.cost.memory_layout.curves import FloatArray
 from gpumix.planner.data_parallel.class_options import (
     TOLERANCE,
     ClassOptions,

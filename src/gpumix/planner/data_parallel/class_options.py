@@ -15,7 +15,7 @@ from math import ceil, floor
 import numpy as np
 import numpy.typing as npt
 
-from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
+from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.network.buckets import ONE_UNIT_PER_BUCKET, build_buckets
 from gpumix.cost.network.collective_times import make_free_collectives
 from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes

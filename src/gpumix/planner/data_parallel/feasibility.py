@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.cost.peak_memory import Activations
 from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.planner.data_parallel.class_options import (

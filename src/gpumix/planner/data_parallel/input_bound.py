@@ -13,7 +13,7 @@ from contextlib import suppress
 from math import inf
 
 from gpumix.cost.input_time import compute_host_read_rates, compute_rank_read_rates
-from gpumix.cost.layout.curves import interpolate_seconds
+from gpumix.cost.memory_layout.curves import interpolate_seconds
 from gpumix.cost.predict import predict
 from gpumix.planner.common.strategy import (
     PlanRequest,

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from gpumix.cost.layout.curves import FloatArray, IntArray
+from gpumix.cost.memory_layout.curves import FloatArray, IntArray
 from gpumix.planner.data_parallel.class_options import TOLERANCE, PoolMember, PoolOptions
 
 FULL_STATE_SHARE = 1.0 - TOLERANCE  # shares adding up to this hold all of the state

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gpumix.cost.layout.curves import IntArray
+from gpumix.cost.memory_layout.curves import IntArray
 from gpumix.cost.step_time import exposed_seconds
 from gpumix.planner.common.device_pool import (
     FEW_CLASSES,

@@ -12,8 +12,8 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from gpumix.cost.layout.curves import FloatArray, MicroBatches
 from gpumix.cost.loading_memory import find_room_on_host
+from gpumix.cost.memory_layout.curves import FloatArray, MicroBatches
 from gpumix.cost.peak_memory import Activations, Demands, free_bytes, usable_bytes
 from gpumix.cost.step_time import can_keep_state_on_host
 from gpumix.planner.common.device_pool import Fleet

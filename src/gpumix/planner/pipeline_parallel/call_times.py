@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
+from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.network.buckets import GRADIENT_BYTES
 from gpumix.cost.network.link_times import (
     Messages,
@@ -18,7 +18,7 @@ from gpumix.cost.network.link_times import (
     select_collective_forms,
 )
 from gpumix.cost.step_time import ComputeSeconds
-from gpumix.cost.teams import make_group_profile
+from gpumix.cost.tensor_parallel_groups import make_group_profile
 from gpumix.planner.pipeline_parallel.stage_memory import StageMemory
 from gpumix.planner.pipeline_parallel.stage_modes import (
     NO_TENSOR_PARALLEL,

@@ -14,7 +14,7 @@ from math import ceil, comb, prod
 import numpy as np
 
 from gpumix.cost.pipeline.staged_step import StagedStep
-from gpumix.cost.teams import buffer_bytes
+from gpumix.cost.tensor_parallel_groups import buffer_bytes
 from gpumix.planner.common.strategy import is_within_memory
 from gpumix.planner.common.why_policy_does_not_fit import NearestMiss
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpumix.cost.layout.curves import FloatArray, IntArray
+from gpumix.cost.memory_layout.curves import FloatArray, IntArray
 from gpumix.cost.network.buckets import GRADIENT_BYTES
 from gpumix.cost.peak_memory import element_bytes, free_bytes
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache

@@ -29,7 +29,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from gpumix.cost.layout.curves import FloatArray
+from gpumix.cost.memory_layout.curves import FloatArray
 from gpumix.cost.peak_memory import element_bytes, free_bytes
 from gpumix.cost.predict import predict
 from gpumix.planner.common.stage_preconditions import (

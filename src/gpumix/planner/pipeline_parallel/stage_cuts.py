@@ -10,7 +10,7 @@ from itertools import combinations, product
 import numpy as np
 import numpy.typing as npt
 
-from gpumix.cost.layout.curves import FloatArray, IntArray, interpolate_bytes
+from gpumix.cost.memory_layout.curves import FloatArray, IntArray, interpolate_bytes
 from gpumix.cost.network.buckets import GRADIENT_BYTES
 from gpumix.planner.data_parallel.class_options import list_corner_sizes
 from gpumix.planner.pipeline_parallel.call_times import CallTimes, CallTimesCache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from gpumix.cost.layout.curves import FloatArray, IntArray
+from gpumix.cost.memory_layout.curves import FloatArray, IntArray
 from gpumix.cost.peak_memory import element_bytes, free_bytes
 from gpumix.planner.pipeline_parallel.stage_modes import WorkerCounts
 from gpumix.schema.plan.plan import ZeroStage

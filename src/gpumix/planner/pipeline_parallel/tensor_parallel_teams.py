@@ -1,8 +1,8 @@
 """Plans with teams, in which devices compute units together: made of teams as of single devices.
 
 A team is devices of one class on one host, and in one island if there are islands. To the planner a
-team is a device of another, faster kind (`cost.teams`): every way to plan for devices plans for
-teams too, one degree at a time.
+team is a device of another, faster kind (`cost.tensor_parallel_groups`): every way to plan for
+devices plans for teams too, one degree at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gpumix.cost.device_alone import compute_ideal_samples_per_s
 from gpumix.cost.predict import predict
-from gpumix.cost.teams import (
+from gpumix.cost.tensor_parallel_groups import (
     TensorParallelGroup,
     get_group_measurements,
     make_group_profile,

@@ -28,7 +28,7 @@ def open_program_cache(told: object, subject: Workload, cluster: Cluster) -> Mea
     work = {
         **software_key(),
         "program": told,
-        "shape": (subject.shape.sequence_length, subject.shape.global_batch),
+        "shape": (subject.sequence_length, subject.global_batch),
         "units": subject.units,
         "tensor": None if subject.tensor is None else sorted(map(str, subject.tensor.items())),
     }

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from gpumix.cost.layout.curves import remove_timing_noise
+from gpumix.cost.memory_layout.curves import remove_timing_noise
 from gpumix.engine.loss.objective import make_objective
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.model.kernel_selection import apply_efficiency
@@ -198,7 +198,7 @@ def _sweep_class(
             )
         anatomy = anatomy.of_kinds(specimens.kind_of)
     if device_class in settings.compiled and team is None:
-        specimens.compile(range(1, subject.shape.global_batch + 1))
+        specimens.compile(range(1, subject.global_batch + 1))
     warm_up(runtime, TORCH_DTYPE[dtype])
     name = device_class if team is None else f"{device_class}, one of {degree}"
     name += ", positions divided" if sequence else ""
@@ -206,7 +206,7 @@ def _sweep_class(
         specimens,
         runtime,
         subject.make_batch,
-        largest=subject.shape.global_batch,
+        largest=subject.global_batch,
         budget_s=subject.budget_s if team is None else subject.budget_s / 2,
         progress=lambda line: progress(f"{name}: {line}"),
     )
@@ -398,7 +398,7 @@ def _model_profile(
 ) -> ModelProfile:
     kind_of = {unit.name: unit.kind for unit in anatomy.units}
     first_of_kind = {unit.kind: unit for unit in reversed(anatomy.units)}
-    splits = bool(found.points[0].split)
+    first, curve = found.points[0], found.curve
     return ModelProfile(
         fingerprint=fingerprint,
         compute_dtype=compute_dtype,
@@ -406,44 +406,11 @@ def _model_profile(
         kind_of_call=tuple(kind_of[name] for name in found.calls),
         needs=found.flows.needs,
         no_stages=found.flows.no_stages,
-        waiting=_waiting(found.points[0], [kind_of[name] for name in found.calls]),
+        waiting=_waiting(first, [kind_of[name] for name in found.calls]),
         kinds=tuple(
-            UnitKind(
-                name=kind,
-                trainable=unit.trainable,
-                matrices=_count_elements(unit, lambda p: p.dim() == 2),
-                small=_count_elements(unit, lambda p: p.numel() < LEAST_QUANTISED),
-                frozen_bytes=frozen_bytes(unit.slots, TORCH_DTYPE[compute_dtype]),
-                packed_bytes=packed_bytes(unit.slots),
-                kept=_curve(found, [p.kept[kind] for p in found.points]),
-                saved=_curve(found, [p.saved[kind] for p in found.points]),
-                saved_forward=_curve(
-                    found, [p.forward_most(p.saved_forward_bytes, kind) for p in found.points]
-                ),
-                saved_backward=_curve(
-                    found, [p.backward_most(p.saved_backward_bytes, kind) for p in found.points]
-                ),
-                gradient=_curve(found, [p.gradient[kind] for p in found.points]),
-                forward=_curve(
-                    found, [p.forward_most(p.forward_bytes, kind) for p in found.points]
-                ),
-                backward=_curve(
-                    found, [p.backward_most(p.backward_bytes, kind) for p in found.points]
-                ),
-                split=_curve(found, [p.split[kind] for p in found.points]) if splits else None,
-                split_backward=_curve(found, [p.split_backward_bytes[kind] for p in found.points])
-                if splits
-                else None,
-                flops=found.points[0].flops[kind],
-                backward_flops=found.points[0].backward_flops[kind],
-                rerun_flops=found.points[0].rerun_flops[kind],
-                outputs={
-                    place: _curve(found, [p.outputs[kind][place] for p in found.points])
-                    for place in found.points[0].outputs[kind]
-                },
-            )
+            _make_unit_kind(found, kind, unit, TORCH_DTYPE[compute_dtype])
             for kind, unit in sorted(first_of_kind.items())
-            if kind in found.points[0].kept
+            if kind in first.kept
         ),
         root=RootUnit(
             trainable=anatomy.root.trainable,
@@ -453,16 +420,44 @@ def _model_profile(
             before=found.flows.before,
             after=found.flows.after,
             parameters=tuple(_root_parameters(anatomy.root, TORCH_DTYPE[compute_dtype])),
-            kept=_curve(found, [p.kept[ROOT] for p in found.points]),
+            kept=curve(lambda p: p.kept[ROOT]),
             # A head that did not fit takes more than all memory.
-            head=_curve(found, [p.backward_bytes.get(ROOT, memory_bytes) for p in found.points]),
-            backward=_curve(found, [p.before_backward_bytes[ROOT] for p in found.points]),
+            head=curve(lambda p: p.backward_bytes.get(ROOT, memory_bytes)),
+            backward=curve(lambda p: p.before_backward_bytes[ROOT]),
             chunked_head=_if_known(found, [p.chunked_head_bytes for p in found.points]),
-            flops=found.points[0].flops[ROOT],
-            before_flops=found.points[0].before_flops,
-            backward_flops=found.points[0].backward_flops[ROOT],
-            before_backward_flops=found.points[0].before_backward_flops,
+            flops=first.flops[ROOT],
+            before_flops=first.before_flops,
+            backward_flops=first.backward_flops[ROOT],
+            before_backward_flops=first.before_backward_flops,
         ),
+    )
+
+
+def _make_unit_kind(found: Sweep, kind: str, unit: Unit, dtype: torch.dtype) -> UnitKind:
+    first, curve, splits = found.points[0], found.curve, bool(found.points[0].split)
+    return UnitKind(
+        name=kind,
+        trainable=unit.trainable,
+        matrices=_count_elements(unit, lambda p: p.dim() == 2),
+        small=_count_elements(unit, lambda p: p.numel() < LEAST_QUANTISED),
+        frozen_bytes=frozen_bytes(unit.slots, dtype),
+        packed_bytes=packed_bytes(unit.slots),
+        kept=curve(lambda p: p.kept[kind]),
+        saved=curve(lambda p: p.saved[kind]),
+        saved_forward=curve(lambda p: p.forward_most(p.saved_forward_bytes, kind)),
+        saved_backward=curve(lambda p: p.backward_most(p.saved_backward_bytes, kind)),
+        gradient=curve(lambda p: p.gradient[kind]),
+        forward=curve(lambda p: p.forward_most(p.forward_bytes, kind)),
+        backward=curve(lambda p: p.backward_most(p.backward_bytes, kind)),
+        split=curve(lambda p: p.split[kind]) if splits else None,
+        split_backward=curve(lambda p: p.split_backward_bytes[kind]) if splits else None,
+        flops=first.flops[kind],
+        backward_flops=first.backward_flops[kind],
+        rerun_flops=first.rerun_flops[kind],
+        outputs={
+            place: _curve(found, [p.outputs[kind][place] for p in found.points])
+            for place in first.outputs[kind]
+        },
     )
 
 

@@ -32,7 +32,7 @@ from gpumix.engine.schedule.remote_stage_values import (
 )
 from gpumix.engine.sharding.absent_parameter import PERMITTED_FUNCTIONS
 from gpumix.engine.sharding.unit_discovery import frozen_bytes, packed_bytes
-from gpumix.engine.unit.inter_unit_backward import attach_leaf, find_reachable_leaves
+from gpumix.engine.unit.unit_call import attach_leaf, find_reachable_leaves
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.profiler.compute.unit_fixture import UnitFixture
 from gpumix.schema.errors import GpumixError, get_first_line

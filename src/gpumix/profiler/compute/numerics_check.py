@@ -19,7 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gpumix.cost.layout.chunk_rows import GPU_MAX_CHUNK_ROWS, MIN_CHUNK_ROWS, compute_chunk_rows
+from gpumix.cost.memory_layout.chunk_rows import (
+    GPU_MAX_CHUNK_ROWS,
+    MIN_CHUNK_ROWS,
+    compute_chunk_rows,
+)
 from gpumix.engine.cross_entropy.linear_cross_entropy import Gradients, LinearCrossEntropy
 from gpumix.engine.loss.chunked_head import find_output_layer
 from gpumix.engine.loss.objective import make_objective
@@ -205,16 +209,15 @@ def _computed(
 def root_gradients(specimens: UnitFixture, batch: Any, found: Computed) -> None:
     """Add gradients of root parameters used before the first unit, as in patch embeddings, to
     `found`, if the tables fit on the host."""
-    groups = specimens.root.bucket.trainable
+    bucket = specimens.root.bucket
     with specimens.start(copy_to_device(specimens, batch)) as walk:
         walk.go_on()
         if walk.call is None:
             return
-        for group in groups:
-            group.begin_gradient()
+        bucket.begin_gradient()
         walk.root_backward(specimens.cut(walk.call).links)
-    for group in groups:
-        group.end_gradient()
+    bucket.end_gradient()
+    for group in bucket.trainable:
         for view, part in zip(group.views, group.gradient.split([v.numel() for v in group.views])):
             if view.numel() <= ROOT_ELEMENTS:
                 name = f"root, gradient of parameter {len(found)}"
@@ -224,8 +227,7 @@ def root_gradients(specimens: UnitFixture, batch: Any, found: Computed) -> None:
 def run_unit(specimens: UnitFixture, call: Any, kind: str, found: Computed) -> RecordedOutputs:
     """Run forward and backward of a call, and add the results to `found`."""
     unit, generator = specimens.of_kind[kind], torch.Generator().manual_seed(1)
-    for group in unit.bucket.trainable:
-        group.begin_gradient()
+    unit.bucket.begin_gradient()
     cut = specimens.cut(call, recompute=False)
     outputs = RecordedOutputs.of(cut)
     tensors = [t for t in tree_leaves(outputs.value) if isinstance(t, torch.Tensor)]
@@ -236,8 +238,8 @@ def run_unit(specimens: UnitFixture, call: Any, kind: str, found: Computed) -> R
     for number, gradient in enumerate(cut.backward()):
         if gradient is not None:
             found[f"{kind}, gradient of input {number}"] = gradient.float().cpu()
+    unit.bucket.end_gradient()
     for number, group in enumerate(unit.bucket.trainable):
-        group.end_gradient()
         found[f"{kind}, gradient of parameters {number}"] = group.gradient.float().cpu().clone()
     return outputs
 

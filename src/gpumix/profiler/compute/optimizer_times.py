@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gpumix.cost.layout.curves import remove_timing_noise
+from gpumix.cost.memory_layout.curves import remove_timing_noise
 from gpumix.engine.offload.copy_lanes import CopyLane
 from gpumix.engine.offload.host_offload import allocate_on_host
 from gpumix.engine.offload.state_transfers import StateTransfers
@@ -112,14 +111,7 @@ def _copy(lane: CopyLane, into: torch.Tensor, source: torch.Tensor) -> None:
 
 def _time_without_first(runtime: DeviceRuntime, work: Callable[[], Any]) -> float:
     """Return the seconds of `work`, without the first run."""
-    seconds = []
-    for _ in range(1 + REPEATS):
-        runtime.synchronize()
-        begun = time.perf_counter()
-        work()
-        runtime.synchronize()
-        seconds.append(time.perf_counter() - begun)
-    return median_high(seconds[1:])
+    return median_high([runtime.seconds(work) for _ in range(1 + REPEATS)][1:])
 
 
 def _trial_parameters(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from functools import partial
 
 import torch
 
@@ -17,7 +17,8 @@ REPEATS = 5
 def measure_peak(runtime: DeviceRuntime, dtype: torch.dtype) -> Peak:
     """Return the fastest of some products of square matrices."""
     one, other, into = make_matrices(runtime, dtype)
-    fastest = min(_time_product(runtime, one, other, into) for _ in range(1 + REPEATS))
+    product = partial(torch.mm, one, other, out=into)
+    fastest = min(runtime.seconds(product) for _ in range(1 + REPEATS))
     return Peak(flops_per_s=2 * len(one) ** 3 / fastest, source="measured")
 
 
@@ -31,13 +32,3 @@ def make_matrices(
         size //= 2
     one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return one, other, torch.empty_like(one)
-
-
-def _time_product(
-    runtime: DeviceRuntime, one: torch.Tensor, other: torch.Tensor, into: torch.Tensor
-) -> float:
-    runtime.synchronize()
-    begun = time.perf_counter()
-    torch.mm(one, other, out=into)
-    runtime.synchronize()
-    return time.perf_counter() - begun

@@ -39,6 +39,7 @@ from gpumix.profiler.compute.unit_fixture import (
     UnitFixture,
     tensor_bytes,
 )
+from gpumix.schema.curve import Curve
 from gpumix.schema.profile.profile import ROOT
 
 # A micro-batch less than this much faster per sample than the previous, twice in a row, ends it.
@@ -127,6 +128,11 @@ class Sweep:
     cut_short: bool = False
     compiled: bool = False
     compile_finding: str = ""
+
+    def curve(self, of: Callable[[Point], float]) -> Curve:
+        """Return a number of each point by micro-batch size."""
+        sizes = tuple(float(point.size) for point in self.points)
+        return Curve(sizes=sizes, values=tuple(float(of(point)) for point in self.points))
 
 
 def sweep(
@@ -461,13 +467,13 @@ class _Measurement:
             forward, backward, gradient = [], [], []
             for _ in range(REPEATS):
                 cut = self._specimens.cut(call)
-                forward.append(self._timed(cut.forward)[0])
+                forward.append(self._timed(cut.forward))
                 _give_gradients(cut.leaves)
-                backward.append(self._timed(cut.backward)[0])
+                backward.append(self._timed(cut.backward))
                 kept = self._specimens.cut(call, recompute=False)
                 kept.forward()
                 _give_gradients(kept.leaves)
-                gradient.append(self._timed(kept.backward)[0])
+                gradient.append(self._timed(kept.backward))
             self._point.forward_s[kind] = median_high(forward)
             self._point.backward_s[kind] = median_high(backward)
             self._point.gradient_s[kind] = median_high(gradient)
@@ -479,10 +485,10 @@ class _Measurement:
         halved = self._specimens.cut(call, recompute=False)
         halved.forward()
         _give_gradients(halved.leaves)
-        first = self._timed(partial(halved.backward, splits=True))[0]
+        first = self._timed(partial(halved.backward, splits=True))
         second = 0.0
         if halved.weights is not None:
-            second = self._timed(halved.weights.backward)[0]
+            second = self._timed(halved.weights.backward)
         return first, second
 
     def _time_root(self, batch: Batch, calls: int) -> None:
@@ -497,13 +503,13 @@ class _Measurement:
         for _ in range(REPEATS):
             for in_chunks, backward in ways.items():
                 with specimens.start(copy_to_device(specimens, batch)) as walk:
-                    forward.append(self._timed(walk.go_on)[0])
+                    forward.append(self._timed(walk.go_on))
                     first = specimens.cut(walk.call).links if walk.call else []
                     outputs = self._to_last_call(walk, calls)
                     with specimens.head_in_chunks() if in_chunks else nullcontext():
-                        head_s = self._timed(partial(walk.go_on, outputs))[0]
-                        head_s += self._timed(walk.loss_backward)[0]
-                    before.append(self._timed(partial(walk.root_backward, first))[0])
+                        head_s = self._timed(partial(walk.go_on, outputs))
+                        head_s += self._timed(walk.loss_backward)
+                    before.append(self._timed(partial(walk.root_backward, first)))
                     backward.append(head_s + before[-1])
         point.forward_s[ROOT], point.gradient_s[ROOT] = median_high(forward), median_high(before)
         taken = {in_chunks: median_high(backward) for in_chunks, backward in ways.items()}
@@ -527,14 +533,13 @@ class _Measurement:
     def _alike(self, call: UnitCall) -> object:
         return self._specimens.kind_of[call.unit], make_input_shape_key(call)
 
-    def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        """Return the seconds of `work` on the device, and its result."""
+    def _timed(self, work: Callable[[], object]) -> float:
         self._runtime.synchronize()
         self._runtime.idle()
         begun = time.perf_counter()
-        result = work()
+        work()
         self._runtime.synchronize()
-        return time.perf_counter() - begun, result
+        return time.perf_counter() - begun
 
 
 def copy_to_device(specimens: UnitFixture, batch: Batch) -> Batch:

@@ -26,17 +26,28 @@ from gpumix.engine.model.forward_coroutine import (
     UnitCallHandlers,
     intercept,
 )
-from gpumix.engine.model.unit_values import ArgumentsStructure, Collected, OutputCapture
+from gpumix.engine.model.model_settings import bypass_torch_checkpoint
+from gpumix.engine.model.unit_values import (
+    ArgumentsStructure,
+    Collected,
+    Containers,
+    OutputCapture,
+)
 from gpumix.engine.schedule.remote_stage_values import RemoteStages, Returned, run_without_gradients
 from gpumix.engine.sequence_parallel.positions import PositionSharding
-from gpumix.engine.sharding.flat_group import Dtypes, FlatGroup
+from gpumix.engine.sharding.flat_group import Dtypes
 from gpumix.engine.sharding.shard_layout import Division
 from gpumix.engine.sharding.unit_discovery import ModelUnits, Unit
-from gpumix.engine.unit import own_checkpointing
-from gpumix.engine.unit.inter_unit_backward import GradientTarget, InterUnitGraph, attach_leaf
 from gpumix.engine.unit.regional_compile import compile_units, get_uncompiled_forward
 from gpumix.engine.unit.sharded_units import ShardedUnit, Storage, make_standalone_unit
-from gpumix.engine.unit.unit_call import UnitBoundary, cast_floating, divide_call_inputs
+from gpumix.engine.unit.unit_call import (
+    GradientTarget,
+    InterUnitGraph,
+    UnitBoundary,
+    attach_leaf,
+    cast_floating,
+    divide_call_inputs,
+)
 from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.profiler.compute.call_order import CallOrder
@@ -122,8 +133,10 @@ class UnitFixture:
             Division(zero_stage=3, shares=(1.0, 0.0), comm=_Bystander(self.device)),
             Storage(self.device, Dtypes(self.compute_dtype, self.compute_dtype), _no_values),
         )
+        alive.bucket.install()
         for group in alive.bucket.groups:
-            _fill(group)
+            group.fill(lambda values: values.normal_(0.0, WEIGHT_STD))
+        alive.bucket.begin_gradient()
         return alive
 
     def divide(self, kinds: Mapping[str, str]) -> None:
@@ -205,7 +218,7 @@ class ModelRun:
         self._at: UnitCall | ForwardResult | None = None
 
     def __enter__(self) -> ModelRun:
-        self._inside.enter_context(own_checkpointing.bypass_torch_checkpoint())
+        self._inside.enter_context(bypass_torch_checkpoint())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -277,11 +290,11 @@ class ModelRun:
     def backward(self, number: int) -> None:
         """Run backward through the code before unit call `number`."""
         links = self._links[number]
-        self._glue.backward(number, links, _ones(links))
+        self._glue.pass_on(number, links, _ones(links))
 
     def root_backward(self, inputs: list[GradientTarget]) -> None:
         """Run backward through the code before the first call, which took `inputs`."""
-        self._glue.backward(0, inputs, _ones(inputs))
+        self._glue.pass_on(0, inputs, _ones(inputs))
 
 
 @dataclass(frozen=True)
@@ -299,7 +312,7 @@ class RecordedOutputs:
 
     def again(self, call: UnitCall) -> Any:
         """Return the outputs for `call`, after handing over the model's captures."""
-        captured = OutputCapture.of_unit(call.unit, call.args, call.kwargs, call.context)
+        captured = OutputCapture(call.context, Containers(call.unit, call.args, call.kwargs))
         captured.give_to_model(_alike(self.collected))
         return _alike(self.value)
 
@@ -317,7 +330,7 @@ def _alike(values: Any) -> Any:
 
 class FakeTensorParallelGroup(Communicator):
     """Made-up tensor-parallel group: rank 0 of `degree` ranks with equal data. Collectives are
-    recorded; gloo's buffers for them are not counted here (`cost.teams`)."""
+    recorded; gloo's buffers for them are not counted here (`cost.tensor_parallel_groups`)."""
 
     def __init__(self, degree: int, device: torch.device) -> None:
         super().__init__(None, rank=0, world=1, device=device)
@@ -372,13 +385,6 @@ def _no_values(name: str, parameter: nn.Parameter, start: int, end: int) -> torc
 
 def _no_seed() -> None:
     return None
-
-
-def _fill(group: FlatGroup) -> None:
-    group.install()
-    group.fill(lambda values: values.normal_(0.0, WEIGHT_STD))
-    if group.trainable:
-        group.begin_gradient()
 
 
 def tensor_bytes(value: Any) -> int:

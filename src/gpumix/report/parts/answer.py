@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpumix.report.draw import draw_bar, draw_picture
 from gpumix.report.facts import RunFacts
 from gpumix.report.html import Child, Markup, el
-from gpumix.report.parts.section import render_gap, render_remark, render_section
+from gpumix.report.parts.section import render_gap, render_remark, render_row, render_section
 from gpumix.report.speed import RunSpeeds, StepSpeed
 from gpumix.schema.units import format_count
 from gpumix.train.run_figures import words
@@ -97,13 +97,8 @@ def _bar(name: str, speed: StepSpeed, class_: str, longest: float) -> Markup:
     told = words.format_token_rate(speed.tokens_per_s)
     part = MOST * (speed.tokens_per_s or 0.0) / longest
     title = f"{name}: {told}, {speed.source}"
-    return el(
-        "div",
-        el("span", name, class_="name"),
-        draw_picture(title, 16, draw_bar(0, part, y=0, height=16, class_=class_, title=title)),
-        el("span", told, " ", el("em", speed.source), class_="value"),
-        class_="row",
-    )
+    picture = draw_picture(title, 16, draw_bar(0, part, y=0, height=16, class_=class_, title=title))
+    return render_row(name, picture, [told, " ", el("em", speed.source)], "row")
 
 
 def _note(facts: RunFacts) -> str:

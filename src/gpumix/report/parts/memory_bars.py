@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gpumix.cost.layout.causes import MEMORY_PARTS, group_by_part
+from gpumix.cost.memory_layout.memory_parts import MEMORY_PARTS, group_by_part
 from gpumix.report.draw import (
     TONES,
     Entry,
@@ -15,8 +15,8 @@ from gpumix.report.draw import (
     get_type_class,
 )
 from gpumix.report.facts import ClassFacts, RunFacts
-from gpumix.report.html import Child, Markup, el
-from gpumix.report.parts.section import render_remark, render_section, render_table
+from gpumix.report.html import Child, Markup
+from gpumix.report.parts.section import render_remark, render_row, render_section, render_table
 from gpumix.train.run_figures import words
 
 LIMIT_AT = 0.94  # fraction of the width, leaving room to show memory beyond the limit
@@ -84,13 +84,8 @@ def _row(one: ClassFacts, place: int, tones: dict[str, int]) -> Markup:
         told = f"measured {words.format_bytes(one.peak_bytes)}, {told}"
     if one.host_bytes:
         told += f", and {words.format_bytes(one.host_bytes)} of host memory"
-    return el(
-        "div",
-        el("span", one.device_class, class_="name"),
-        draw_picture(f"{one.device_class}: {told}", 30, _draw_bars(one, place, tones, scale)),
-        el("span", told, class_="value"),
-        class_="row wide",
-    )
+    bars = _draw_bars(one, place, tones, scale)
+    return render_row(one.device_class, draw_picture(f"{one.device_class}: {told}", 30, bars), told)
 
 
 def _draw_bars(one: ClassFacts, place: int, tones: dict[str, int], scale: float) -> Iterator[Child]:

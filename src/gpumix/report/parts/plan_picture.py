@@ -10,8 +10,8 @@ from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import render_remark, render_section
 from gpumix.schema.plan.stage import Stage
 from gpumix.schema.units import format_count
+from gpumix.train.console.tables import explain_plan
 from gpumix.train.run_figures import words
-from gpumix.train.run_log.tables import explain_plan
 
 MOST_SQUARES = 64  # squares drawn for devices; more are a number
 SQUARE, GAP, GROUP_GAP, LINE = 9, 3, 6, 190  # pixels
@@ -70,7 +70,7 @@ def _format_stage(facts: RunFacts, stage: Stage, number: int) -> str:
 
 
 def _row(facts: RunFacts, group: DeviceGroup) -> Markup:
-    place = _place(facts, group.device_class)
+    place = class_names(facts).index(group.device_class)
     each = _describe_device_work(group)
     computes = words.format_fraction(group.computed)
     stores = "all" if group.stored is None else words.format_fraction(group.stored)
@@ -158,10 +158,6 @@ def _describe_device_work(group: DeviceGroup) -> str:
     if group.state_on == "host":
         parts.append("training state in host memory")
     return "; ".join(parts)
-
-
-def _place(facts: RunFacts, name: str) -> int:
-    return class_names(facts).index(name)
 
 
 def class_names(facts: RunFacts) -> Sequence[str]:

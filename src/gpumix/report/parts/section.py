@@ -74,6 +74,12 @@ def render_gap(figures: RunFigures) -> Markup | None:
     return el("span", words.describe_gap(gap), class_="off" if words.is_far_off(gap) else None)
 
 
+def render_row(name: str, picture: Markup, value: Child, class_: str = "row wide") -> Markup:
+    """Return a picture with its name and value."""
+    named, told = el("span", name, class_="name"), el("span", value, class_="value")
+    return el("div", named, picture, told, class_=class_)
+
+
 def render_remark(words: str) -> Markup:
     """Return a remark below a picture."""
     return el("p", words, class_="aside")

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 from gpumix.report.draw import draw_bar, draw_legend, draw_picture, get_type_class
 from gpumix.report.facts import ClassFacts, RunFacts
-from gpumix.report.html import Child, Markup, el
-from gpumix.report.parts.section import render_remark, render_section
+from gpumix.report.html import Child, Markup
+from gpumix.report.parts.section import render_remark, render_row, render_section
 from gpumix.train.run_figures import words
 
 COMPUTING = "compute"
@@ -60,13 +60,8 @@ def _row(one: ClassFacts, place: int) -> Markup:
         for key, (_, name) in SHARES.items()
         if _is_visible(shares[key])
     )
-    return el(
-        "div",
-        el("span", one.device_class, class_="name"),
-        draw_picture(f"{one.device_class}: {told}", 20, _bars(shares, place)),
-        el("span", told, class_="value"),
-        class_="row wide",
-    )
+    picture = draw_picture(f"{one.device_class}: {told}", 20, _bars(shares, place))
+    return render_row(one.device_class, picture, told)
 
 
 def _bars(shares: dict[str, float], place: int) -> Iterator[Child]:

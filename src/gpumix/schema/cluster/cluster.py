@@ -126,10 +126,7 @@ class Cluster(Value):
 
     def class_named(self, name: str) -> DeviceClass:
         """Return the class called `name`; raise a KeyError if there is none."""
-        for device_class in self.classes:
-            if device_class.name == name:
-                return device_class
-        raise KeyError(name)
+        return {c.name: c for c in self.classes}[name]
 
     def refuse_unknown(self, key: str, names: Iterable[str]) -> None:
         """Raise an InputError if `names`, given in a job's `key`, contains an unknown class."""

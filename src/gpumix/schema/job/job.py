@@ -6,7 +6,6 @@ Paths in a job are relative to the job file's folder. `schema.reading.read` turn
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -14,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.job.advanced import AdvancedSpec
-from gpumix.schema.job.couples import WHOLE_BATCH
+from gpumix.schema.job.coupled_losses import WHOLE_BATCH
 from gpumix.schema.job.search_space import EVERYTHING, Space, wrap_single_value
 from gpumix.schema.job.trackers import NO_TRACKERS, Trackers
 from gpumix.schema.plan.dtypes import Precision
@@ -26,7 +25,7 @@ from gpumix.schema.plan.optimizer_state import (
 )
 from gpumix.schema.profile.profile import ModelProfile
 from gpumix.schema.units import LARGEST, LARGEST_BATCH, LARGEST_LENGTH, LARGEST_RANK, MOST_STEPS
-from gpumix.schema.value import Value
+from gpumix.schema.value import Value, refuse_duplicates
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 MOST_LAYERS = 1024  # beyond any model; more would take forever to build and plan
@@ -199,9 +198,7 @@ class DataSpec(Value):
 
     @model_validator(mode="after")
     def _each_once(self) -> Self:
-        for path, times in Counter(self.text).items():
-            if times > 1:
-                raise ValueError(f"'text' names '{path}' twice")
+        refuse_duplicates("'text' names", map(str, self.text), "twice")
         return self
 
     @model_validator(mode="after")

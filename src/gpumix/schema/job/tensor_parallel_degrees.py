@@ -21,11 +21,7 @@ def get_allowed_degrees(cluster: Cluster, space: Space) -> dict[str, tuple[int, 
 
 
 def check_degrees_fit(cluster: Cluster, space: Space) -> None:
-    """Raise an error if the space requires larger tensor-parallel groups than any host allows.
-
-    Raises:
-        InputError: no group is possible.
-    """
+    """Raise InputError if the space requires larger tensor-parallel groups than any host allows."""
     if 1 in space.tensor_parallel_size or any(get_allowed_degrees(cluster, space).values()):
         return
     most = _count_most_per_host(cluster)

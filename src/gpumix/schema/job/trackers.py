@@ -25,6 +25,7 @@ PORT = 9464  # OpenTelemetry's default for Prometheus
 HIGHEST_PORT = 65_535
 
 Text = Annotated[str, Field(min_length=1)]
+RunName = Annotated[Text | None, Field(description="name of the run; default: that of its folder")]
 
 
 class TensorBoardSpec(Value):
@@ -35,9 +36,7 @@ class TensorBoardSpec(Value):
         description="folder of many runs, each in a folder of its name; default: "
         "`tensorboard` in the run's own folder",
     )
-    name: Text | None = Field(
-        default=None, description="name of the run; default: that of its folder"
-    )
+    name: RunName = None
 
     @model_validator(mode="after")
     def _names_a_folder(self) -> Self:
@@ -50,9 +49,7 @@ class WandbSpec(Value):
     """Weights & Biases, offline until `wandb sync`, or online with `mode: online`."""
 
     project: Text = Field(default="gpumix", description="project of the run")
-    name: Text | None = Field(
-        default=None, description="name of the run; default: that of its folder"
-    )
+    name: RunName = None
     entity: Text | None = Field(
         default=None, description="owner of the project; default: as logged in"
     )
@@ -73,9 +70,7 @@ class MlflowSpec(Value):
     """MLflow, in a database of the run, or at a tracking URI."""
 
     experiment: Text = Field(default="gpumix", description="experiment of the run")
-    name: Text | None = Field(
-        default=None, description="name of the run; default: that of its folder"
-    )
+    name: RunName = None
     tags: dict[str, str] = Field(default_factory=dict, description="tags of the run")
     uri: Text | None = Field(
         default=None,

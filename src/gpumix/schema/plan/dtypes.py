@@ -42,40 +42,33 @@ _IN_SOFTWARE = "bf16 is computed in software there, which is slow"
 _NO_BF16: Mapping[ComputeDtype, str] = {"bf16": "its libraries multiply no matrices in bf16"}
 _PLAIN_FP16 = "without tensor cores fp16 is multiplied at the rate of fp32"
 
+
+def _before_tensor_cores(more: str = "") -> DtypeSupport:
+    why = f"it has no tensor cores{more}"
+    return DtypeSupport("fp32", why, slow={"fp16": _PLAIN_FP16}, unable=_NO_BF16)
+
+
 # The first row with a compute capability not above the GPU's applies.
 NVIDIA: tuple[tuple[tuple[int, int], DtypeSupport], ...] = (
     ((8, 0), DtypeSupport("bf16", "its tensor cores take bf16, which has the range of fp32")),
     (
         (7, 0),
         DtypeSupport(
-            "fp16",
-            "it computes fast in fp16 and has no bf16",
-            slow={"bf16": _IN_SOFTWARE},
+            "fp16", "it computes fast in fp16 and has no bf16", slow={"bf16": _IN_SOFTWARE}
         ),
     ),
     (
         (6, 1),
-        DtypeSupport(
-            "fp32",
-            "it has no tensor cores, and its own fp16 arithmetic runs at 1/64 of the rate of fp32",
-            slow={"fp16": _PLAIN_FP16},
-            unable=_NO_BF16,
-        ),
+        _before_tensor_cores(", and its own fp16 arithmetic runs at 1/64 of the rate of fp32"),
     ),
     (
         (6, 0),
-        DtypeSupport(
-            "fp32",
-            "it has no tensor cores, and its fp16 is faster only where sums are in fp16 too, which "
-            "is too coarse to train with",
-            slow={"fp16": _PLAIN_FP16},
-            unable=_NO_BF16,
+        _before_tensor_cores(
+            ", and its fp16 is faster only where sums are in fp16 too, which is too coarse to "
+            "train with"
         ),
     ),
-    (
-        (0, 0),
-        DtypeSupport("fp32", "it has no tensor cores", slow={"fp16": _PLAIN_FP16}, unable=_NO_BF16),
-    ),
+    ((0, 0), _before_tensor_cores()),
 )
 _MATRIX_CORES = DtypeSupport("bf16", "its matrix cores take bf16, which has the range of fp32")
 _WMMA = DtypeSupport(
@@ -112,10 +105,7 @@ CPU = DtypeSupport(
         "fp16": "a CPU computes far slower in fp16",
     },
 )
-UNKNOWN = DtypeSupport(
-    "fp32",
-    "its compute capability is not known, and fp32 runs everywhere",
-)
+UNKNOWN = DtypeSupport("fp32", "its compute capability is not known, and fp32 runs everywhere")
 
 
 def get_dtype_support(device_class: DeviceClass) -> DtypeSupport:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import ceil, inf
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -121,7 +121,6 @@ class Prediction(Value):
 class Plan(Document):
     """Work of every rank, valid for one model, sequence length, batch and set of devices."""
 
-    KIND: ClassVar[str] = "plan"
     kind: Literal["plan"] = "plan"
 
     strategy: str

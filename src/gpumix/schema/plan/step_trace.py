@@ -147,7 +147,6 @@ class MetadataEvent(Value):
 class Trace(Document):
     """A trace file. Viewers ignore keys outside the format, such as `kind`."""
 
-    KIND: ClassVar[str] = "trace"
     MADE_BY: ClassVar[str] = "gpumix train JOB.yaml --trace-step STEP"
     kind: Literal["trace"] = "trace"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -24,7 +24,6 @@ from gpumix.schema.value import Document, Value
 class InputMeasurement(Document):
     """Cost of reading a job's samples on each host of a cluster."""
 
-    KIND: ClassVar[str] = "input measurement"
     kind: Literal["input measurement"] = "input measurement"
 
     inputs: tuple[HostInput, ...]
@@ -45,7 +44,6 @@ class TensorParallelMeasurement(Value):
 class ClassMeasurement(Document):
     """Measurements of a model on a device of a class, cached by dependencies."""
 
-    KIND: ClassVar[str] = "class-measurement"
     kind: Literal["class-measurement"] = "class-measurement"
 
     device_class: ClassProfile
@@ -63,7 +61,6 @@ class ClassMeasurement(Document):
 class LinkMeasurement(Document):
     """Measurements of the links between all ranks of a cluster."""
 
-    KIND: ClassVar[str] = "link-measurement"
     kind: Literal["link-measurement"] = "link-measurement"
 
     collectives: Collectives

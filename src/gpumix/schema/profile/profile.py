@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from itertools import accumulate, combinations
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -34,8 +34,8 @@ from gpumix.schema.value import Document, Value, refuse_duplicates
 
 ROOT = "(root)"
 
-# Noise can make less work take longer than more work; `cost.layout.curves` lowers such times. A
-# drop by more than this factor is not noise; below a millisecond anything is possible.
+# Noise can make less work take longer than more; `cost.memory_layout.curves` lowers such times.
+# A drop by more than this factor is not noise; below a millisecond anything is possible.
 FALL, LEAST_FALL_S = 2.0, 1e-3
 
 
@@ -282,26 +282,26 @@ class ModelProfile(Value):
     @cached_property
     def parameters(self) -> int:
         """Trainable elements of the whole model; a unit called twice counts once."""
+        return self.root.trainable + self._sum_over_units("trainable")
+
+    def _sum_over_units(self, field: Literal["trainable", "matrices", "small"]) -> int:
+        """Return the sum of a field of unit kinds over all units, each counted once."""
         units = dict(zip(self.calls, self.kind_of_call))
-        trainable = {kind.name: kind.trainable for kind in self.kinds}
-        return self.root.trainable + sum(trainable[kind] for kind in units.values())
+        of_kind = {kind.name: getattr(kind, field) for kind in self.kinds}
+        return sum(of_kind[kind] for kind in units.values())
 
     def mean_per_element(self, *, of_matrices: float, of_others: float) -> float:
         """Return the mean of a per-element value over all trained elements, given its value for the
         units' matrices and for all others."""
-        units = dict(zip(self.calls, self.kind_of_call))
-        inside = {kind.name: kind.matrices for kind in self.kinds}
-        matrices = sum(inside[kind] for kind in units.values())
+        matrices = self._sum_over_units("matrices")
         others = self.parameters - matrices
         return (of_matrices * matrices + of_others * others) / max(1, self.parameters)
 
     @property
     def quantised_adamw_bytes(self) -> float:
         """Mean bytes of AdamW's state in 8 bits over all trained elements."""
-        units = dict(zip(self.calls, self.kind_of_call))
-        inside = {kind.name: kind.small for kind in self.kinds}
         root = (p.trainable for p in self.root.parameters if p.trainable < LEAST_QUANTISED)
-        small = sum(inside[kind] for kind in units.values()) + sum(root)
+        small = self._sum_over_units("small") + sum(root)
         large = self.parameters - small
         return (ADAMW_BYTES * small + ADAMW_8BIT_BYTES * large) / max(1, self.parameters)
 
@@ -486,7 +486,6 @@ class HostInput(Value):
 class Profile(Document):
     """All data about a model on a cluster required by the planner."""
 
-    KIND: ClassVar[str] = "profile"
     kind: Literal["profile"] = "profile"
 
     sequence_length: int = Field(gt=0, le=LARGEST_LENGTH)
@@ -594,7 +593,4 @@ class Profile(Document):
 
     def of_class(self, name: str) -> ClassProfile:
         """Return the profile of a device class; raise a KeyError if there is none."""
-        for of_class in self.classes:
-            if of_class.device_class == name:
-                return of_class
-        raise KeyError(name)
+        return {c.device_class: c for c in self.classes}[name]

@@ -24,7 +24,7 @@ from gpumix.schema.cluster.cluster import (
 )
 from gpumix.schema.cluster.network import Network
 from gpumix.schema.reading.error_text import Problem, find_nearest, suggest, validate_strictly
-from gpumix.schema.reading.yaml_places import Keys, show_value
+from gpumix.schema.reading.yaml_locations import Keys, show_value
 from gpumix.schema.units import Bytes, FlopRate, LinkRate, show_bytes, show_flops
 from gpumix.schema.value import Value
 
@@ -34,6 +34,15 @@ LEAST_MEMORY = 4096  # bytes
 
 ClassName = Annotated[str, Field(pattern=CLASS_NAME)]
 Memory = Annotated[Bytes, Field(gt=0)]
+
+
+# Keys of a class, and its fields of other names.
+_FIELDS = {
+    "memory": "memory_bytes",
+    "emulate": "emulate_flops_per_s",
+    "emulate_link": "emulate_link_bytes_per_s",
+    "peak_flops": "peak_flops_per_s",
+}
 
 
 class ClassForm(Value):
@@ -100,19 +109,9 @@ class ClassForm(Value):
 
     def named(self, name: str) -> DeviceClass:
         """Return the definition as a `DeviceClass` called `name`."""
-        return DeviceClass(
-            name=name,
-            accelerator=self.accelerator or ("cuda" if self.emulate is None else "cpu"),
-            memory_bytes=self.memory,
-            emulate_flops_per_s=self.emulate,
-            emulate_link_bytes_per_s=self.emulate_link,
-            product=self.product,
-            driver=self.driver,
-            compute_capability=self.compute_capability,
-            gfx_target=self.gfx_target,
-            xe_target=self.xe_target,
-            peak_flops_per_s=self.peak_flops,
-        )
+        told = {_FIELDS.get(key, key): getattr(self, key) for key in ClassForm.model_fields}
+        told["accelerator"] = self.accelerator or ("cuda" if self.emulate is None else "cpu")
+        return DeviceClass(name=name, **told)
 
 
 class DeviceRow(Value):
@@ -211,18 +210,7 @@ def format_cluster(cluster: Cluster) -> dict[str, Any]:
 
 
 def _class_form(one: DeviceClass) -> dict[str, Any]:
-    keys = {
-        "memory": one.memory_bytes,
-        "emulate": one.emulate_flops_per_s,
-        "emulate_link": one.emulate_link_bytes_per_s,
-        "accelerator": one.accelerator,
-        "product": one.product,
-        "driver": one.driver,
-        "compute_capability": one.compute_capability,
-        "gfx_target": one.gfx_target,
-        "xe_target": one.xe_target,
-        "peak_flops": one.peak_flops_per_s,
-    }
+    keys = {key: getattr(one, _FIELDS.get(key, key)) for key in ClassForm.model_fields}
     return {key: value for key, value in keys.items() if value not in (None, "")}
 
 

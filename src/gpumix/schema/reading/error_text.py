@@ -22,7 +22,7 @@ from gpumix.schema.cluster.cluster import CLASS_NAME
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import FACTORY
 from gpumix.schema.reading.known_names import KEY_BY_NAME
-from gpumix.schema.reading.yaml_places import Keys, Tree, YamlPlace, show_keys, show_value
+from gpumix.schema.reading.yaml_locations import Keys, Tree, YamlLocation, show_keys, show_value
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -85,7 +85,10 @@ def validate_strictly(
 
 def combine_problems(problems: Iterable[Problem], tree: Tree) -> InputError:
     """Combine all `problems` into one error, in file order, followed by `--set` arguments."""
-    told = sorted((_locate_problem(p, tree) for p in problems), key=lambda t: _order(t[0]))
+    told = sorted(
+        (_locate_problem(p, tree) for p in problems),
+        key=lambda t: (t[0].line == 0, t[0].line, t[0].column),
+    )
     place, what, fix = told[0]
     rest = [f"  also {p}: {w}" + (f" ({f})" if f else "") for p, w, f in told[1:]]
     return InputError("\n".join([what, *rest]), where=str(place), fix=fix or f"correct {place}")
@@ -110,11 +113,7 @@ def find_nearest(word: str, choices: Collection[str]) -> str | None:
     return near[0] if near else None
 
 
-def _order(place: YamlPlace) -> tuple[bool, int, int]:
-    return (place.line == 0, place.line, place.column)
-
-
-def _locate_problem(problem: Problem, tree: Tree) -> tuple[YamlPlace, str, str]:
+def _locate_problem(problem: Problem, tree: Tree) -> tuple[YamlLocation, str, str]:
     first = "" if problem.first is None else f" (first at {tree.place(problem.first)})"
     place, what = tree.place(problem.keys), problem.what
     if problem.between:

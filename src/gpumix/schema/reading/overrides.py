@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpumix.schema.errors import InputError
-from gpumix.schema.reading.yaml_places import (
+from gpumix.schema.reading.yaml_locations import (
     UNFIT,
     Keys,
     Tree,
-    YamlPlace,
+    YamlLocation,
     YamlSource,
     parse_yaml,
     show_keys,
@@ -49,10 +49,10 @@ def apply_override(tree: Tree, argument: str) -> Tree:
             where=source.name,
             fix="write a dotted key, '=' and a value, such as --set optimizer.lr=1e-4",
         )
-    new = parse_yaml(text, source, lines=False) or Tree(None, {(): YamlPlace(source)})
+    new = parse_yaml(text, source, lines=False) or Tree(None, {(): YamlLocation(source)})
     places = {k: p for k, p in tree.places.items() if k[: len(keys)] != keys}
     for depth in range(1, len(keys)):
-        places.setdefault(keys[:depth], YamlPlace(source))
+        places.setdefault(keys[:depth], YamlLocation(source))
     places |= {(*keys, *k): p for k, p in new.places.items()}
     return Tree(_set_value(tree.value, keys, 0, new.value, source), places)
 

@@ -24,7 +24,7 @@ from gpumix.schema.reading.error_text import (
     validate_strictly,
 )
 from gpumix.schema.reading.overrides import apply_override
-from gpumix.schema.reading.yaml_places import Keys, Tree, YamlPlace, load_yaml, show_value
+from gpumix.schema.reading.yaml_locations import Keys, Tree, YamlLocation, load_yaml, show_value
 from gpumix.schema.value import Value
 
 AUTO: Literal["auto"] = "auto"
@@ -150,7 +150,7 @@ def _make_paths_absolute(value: Any, tree: Tree, keys: Keys) -> Any:
     return value
 
 
-def _make_absolute(path: Path, place: YamlPlace) -> Path:
+def _make_absolute(path: Path, place: YamlLocation) -> Path:
     try:
         found = place.source.folder / path.expanduser()
         str(found).encode()
@@ -166,7 +166,7 @@ def _make_absolute(path: Path, place: YamlPlace) -> Path:
     return found
 
 
-def _check_model_config(config: Path | dict[str, Any], place: YamlPlace) -> None:
+def _check_model_config(config: Path | dict[str, Any], place: YamlLocation) -> None:
     """Check that a model configuration, in a file or inline, has a `model_type` for
     `transformers`."""
     found = _read_json(config, place) if isinstance(config, Path) else config
@@ -178,13 +178,10 @@ def _check_model_config(config: Path | dict[str, Any], place: YamlPlace) -> None
 
 def _choose_tokenizer(job: Job, tree: Tree) -> Path | Literal["bytes"]:
     """Return the job's tokenizer; by default that of the initial weights, and bytes without any.
-
-    Raises:
-        InputError: bytes would train a model that was made for the tokens of another tokenizer.
-    """
+    Raise InputError if bytes would train a model made for the tokens of another tokenizer."""
     written = isinstance(tree.value, dict) and "tokenizer" in tree.value
     own = _tokenizer_of_weights(job.model.weights)
-    if isinstance(job.tokenizer, Path) or not _reads_text(job):
+    if isinstance(job.tokenizer, Path) or not (job.data.text or job.data.tokenize == "on-the-fly"):
         return job.tokenizer
     place = str(tree.place(("tokenizer",) if written else ("model",)))
     if own is not None:
@@ -208,10 +205,6 @@ def _choose_tokenizer(job: Job, tree: Tree) -> Path | Literal["bytes"]:
     return job.tokenizer
 
 
-def _reads_text(job: Job) -> bool:
-    return bool(job.data.text) or job.data.tokenize == "on-the-fly"
-
-
 def _tokenizer_of_weights(weights: Path | None) -> Path | None:
     """Return the tokenizer.json in the folder of the weights, if there is one."""
     if weights is None:
@@ -221,14 +214,14 @@ def _tokenizer_of_weights(weights: Path | None) -> Path | None:
     return found if found.is_file() else None
 
 
-def _configured_vocabulary(config: Path | dict[str, Any] | None, place: YamlPlace) -> int | None:
+def _configured_vocabulary(config: Path | dict[str, Any] | None, place: YamlLocation) -> int | None:
     """Return `vocab_size` of a model's configuration, if it says so."""
     found = _read_json(config, place) if isinstance(config, Path) else config
     size = found.get("vocab_size") if isinstance(found, dict) else None
     return size if isinstance(size, int) else None
 
 
-def _read_json(path: Path, place: YamlPlace) -> object:
+def _read_json(path: Path, place: YamlLocation) -> object:
     try:
         return json.loads(read_text(path))
     except OSError as error:

@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,15 +69,7 @@ class CollectiveActions:
 
     def collect(self, text: str, doing: str) -> list[str]:
         """Return the texts of all ranks on rank 0, and an empty list elsewhere. Collective."""
-        if self.group is None or self.world == 1:
-            return [text]
-        with CollectiveScope(
-            f"exchange of who could {doing}", begin_collective(self.group.group_name)
-        ):
-            mine, sizes = self._padded(text)
-            every = [torch.empty_like(mine) for _ in sizes] if self.rank == 0 else None
-            dist.gather(mine, every, group=self.group, group_dst=0)
-        return _texts(every or [], sizes)
+        return self._exchange(text, doing, here=self.rank == 0)
 
     def _run(
         self, action: Callable[[], T] | None, kind: TypeAdapter[T], doing: str, folder: Path
@@ -95,7 +87,7 @@ class CollectiveActions:
             told["error"] = failed.as_dict()
             if failed is not error:
                 failed.__cause__ = error
-        for rank, text in enumerate(self._all(json.dumps(told), doing)):
+        for rank, text in enumerate(self._exchange(json.dumps(told), doing)):
             one = json.loads(text)
             if "error" in one:
                 own = failed if rank == self.rank else None  # it has its traceback
@@ -104,17 +96,20 @@ class CollectiveActions:
                 results[rank] = kind.validate_json(one["result"])
         return results
 
-    def _all(self, text: str, doing: str) -> list[str]:
-        """Return the texts of all ranks. Collective."""
+    def _exchange(self, text: str, doing: str, *, here: bool | None = None) -> list[str]:
+        """Return the texts of all ranks, on all of them or only where it is `here`. Collective."""
         if self.group is None or self.world == 1:
             return [text]
         with CollectiveScope(
             f"exchange of who could {doing}", begin_collective(self.group.group_name)
         ):
             mine, sizes = self._padded(text)
-            every = [torch.empty_like(mine) for _ in sizes]
-            dist.all_gather(every, mine, group=self.group)
-        return _texts(every, sizes)
+            every = [] if here is False else [torch.empty_like(mine) for _ in sizes]
+            if here is None:
+                dist.all_gather(every, mine, group=self.group)
+            else:
+                dist.gather(mine, every or None, group=self.group, group_dst=0)
+        return [one[:size].numpy().tobytes().decode() for one, size in zip(every, sizes)]
 
     def _padded(self, text: str) -> tuple[torch.Tensor, list[int]]:
         """Return the bytes of `text`, padded to the longest text of all ranks, and the length on
@@ -125,10 +120,6 @@ class CollectiveActions:
         counts = [int(size) for size in sizes]
         padded = bytearray(coded.ljust(max(counts)))
         return torch.frombuffer(padded, dtype=torch.uint8), counts
-
-
-def _texts(every: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[str]:
-    return [one[:size].numpy().tobytes().decode() for one, size in zip(every, sizes)]
 
 
 def make_joint_error(error: BaseException, what: str, folder: Path) -> GpumixError:

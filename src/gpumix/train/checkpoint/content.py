@@ -8,12 +8,12 @@ optimizer.<parameter>.<state>     shaped like the parameter, or by blocks of its
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -359,10 +359,8 @@ def _missing_states(
                     yield f"the state '{state}' of '{name}' is {found}"
 
 
-class Read(Protocol):
-    """Fills boxes with the values stored under the boxes' names."""
-
-    def __call__(self, tensors: Mapping[str, BoxedTensor]) -> None: ...
+Read = Callable[[Mapping[str, BoxedTensor]], None]
+"""Fills boxes with the values stored under the boxes' names."""
 
 
 def restore(

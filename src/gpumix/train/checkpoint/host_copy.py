@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpumix.cost.layout.buffer_slots import align_size
+from gpumix.cost.memory_layout.buffer_slots import align_size
 from gpumix.hardware import runtime
 from gpumix.hardware.host.environment import COPIES_PART, available_host_bytes
 from gpumix.hardware.host.pinned import allocate_pinned

@@ -54,7 +54,7 @@ class MergedModel:
     def __init__(
         self, manifest: Manifest, read: ReadTensors, *, folder: Path, allowed: Sequence[str]
     ) -> None:
-        from gpumix.train.worker.model import build_model  # imports transformers
+        from gpumix.train.rank_setup.model import build_model  # imports transformers
 
         assert manifest.base is not None, "the checkpoint holds all"
         self._saved, self._read_adapters = manifest.base, read

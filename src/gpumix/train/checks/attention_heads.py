@@ -16,7 +16,7 @@ from gpumix.schema.job.search_space import Space
 from gpumix.schema.job.tensor_parallel_degrees import check_degrees_fit, get_allowed_degrees
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.reading.error_location import locate_errors
-from gpumix.train.worker.model import make_config
+from gpumix.train.rank_setup.model import make_config
 
 
 def check_plan_heads(plan: Plan, job: Job) -> None:

@@ -25,7 +25,7 @@ from gpumix.train.checks.attention_heads import check_config_heads
 from gpumix.train.checks.job_warnings import warn_of_data
 from gpumix.train.checks.loading_memory import check_loading_memory
 from gpumix.train.checks.stage_count import check_job_stage_count
-from gpumix.train.worker.model import build_model, check_model_fits_data, get_vocabulary_size
+from gpumix.train.rank_setup.model import build_model, check_model_fits_data, get_vocabulary_size
 
 
 def build_checked_model(job: Job, cluster: Cluster, folder: Path) -> nn.Module:

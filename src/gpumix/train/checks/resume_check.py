@@ -18,7 +18,7 @@ from gpumix.train.run_log import run_files
 if TYPE_CHECKING:
     from torch import nn
 
-    from gpumix.train.worker.context import RankContext
+    from gpumix.train.rank_setup.context import RankContext
 
 # Keys deciding on the samples and their order; the batch only with streams and buckets.
 _OF_DATA = ("data", "tokenizer", "sequence_length", "seed", "global_batch_size")

@@ -14,7 +14,7 @@ from gpumix.cost.predict import predict
 from gpumix.schema.plan.plan import Plan, Prediction
 from gpumix.schema.profile.profile import Profile
 from gpumix.train.elastic.device_pace import DevicePace, predict_pace, split_samples, with_samples
-from gpumix.train.elastic.rebalancer import WINDOW_STEPS, FixedSplitLimits, MovedShares, Rebalancer
+from gpumix.train.elastic.rebalancer import WINDOW_STEPS, MovedShares, Rebalancer, SplitLimits
 
 # Part used of the predicted room for state: cuts are rounded.
 USED_ROOM_SHARE = 0.98
@@ -63,7 +63,7 @@ def idle_paces(profile: Profile, plan: Plan) -> dict[int, DevicePace]:
     return {n: predict_pace(busy, leaders[n]) for n, count in enumerate(counts) if not count}
 
 
-class MovableSplitLimits:
+class MovableSplitLimits(SplitLimits):
     """Room of the devices of a one-stage plan without tensor parallelism, with movable state."""
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
@@ -72,7 +72,7 @@ class MovableSplitLimits:
         self._shares = plan.stages[0].shares
         self._least = [int(worker.samples > 0) for worker in plan.workers]
         self._slopes = self._bytes_per_share()
-        self.most = limit_samples_by_memory(profile, plan)
+        super().__init__(limit_samples_by_memory(profile, plan))
         self._most_without = _bisect_limits(
             self.most,
             plan.global_batch,
@@ -80,11 +80,6 @@ class MovableSplitLimits:
         )
 
     def moved(self, paces: Sequence[DevicePace]) -> MovedShares | None:
-        """Return a split with state moved to make room for samples; None if impossible.
-
-        Args:
-            paces: of the devices, in the order of the plan.
-        """
         for part in TRIED_MOVE_SHARES:
             every = zip(self.most, self._most_without)
             most = [here + int(part * (without - here)) for here, without in every]
@@ -159,7 +154,7 @@ def predict_rebalanced_plan(profile: Profile, plan: Plan) -> Plan:
         return plan
     rebalancer = Rebalancer(
         plan,
-        FixedSplitLimits(limit_samples_by_memory(profile, plan)),
+        SplitLimits(limit_samples_by_memory(profile, plan)),
         steps=WINDOW_STEPS,
         read_per_s=compute_host_read_rates(profile),
         idle=idle_paces(profile, plan),

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.units import show_seconds
@@ -72,24 +71,16 @@ class MovedShares:
     seconds: float
 
 
-class SplitLimits(Protocol):
-    """Memory limits of devices. `most` samples fit each group's memory, next to its state."""
+class SplitLimits:
+    """Memory limits of devices, without moves of state: `most` samples fit each group's memory,
+    next to its state."""
 
-    @property
-    def most(self) -> Sequence[int]: ...
+    def __init__(self, most: Sequence[int]) -> None:
+        self.most = most
 
     def moved(self, paces: Sequence[DevicePace]) -> MovedShares | None:
         """Return the best split with state moved to where there is room, for groups of these paces;
         None if impossible."""
-
-
-@dataclass(frozen=True)
-class FixedSplitLimits:
-    """Room without moves of state."""
-
-    most: Sequence[int]
-
-    def moved(self, paces: Sequence[DevicePace]) -> MovedShares | None:
         return None
 
 

@@ -5,11 +5,10 @@ Pure: ranks are ended and started elsewhere.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+
+from pydantic import TypeAdapter
 
 from gpumix.hardware.estimates.what_if import drop_devices, scale_memory, with_slower
 from gpumix.schema.cluster.cluster import Cluster
@@ -66,25 +65,12 @@ class Lessons:
         return replace(self, newest=newest, tried=0, blamed=(), without=())
 
     def to_text(self) -> str:
-        return json.dumps(asdict(self))
+        return TypeAdapter(type(self)).dump_json(self).decode()
 
     @classmethod
     def from_text(cls, text: str) -> Lessons:
-        """Parse the text of `to_text`; raise ValueError, TypeError or KeyError for any different
-        text."""
-        told = json.loads(text)
-        memory = tuple((str(name), float(part)) for name, part in told["memory"])
-        slower = tuple((str(name), float(factor)) for name, factor in told["slower"])
-        return cls(
-            _restart_of(told["restart"]),
-            int(told["tried"]),
-            int(told["newest"]),
-            memory,
-            slower,
-            blamed=tuple((str(name), int(times)) for name, times in told["blamed"]),
-            without=tuple(map(str, told["without"])),
-            ever=tuple(map(str, told["ever"])),
-        )
+        """Parse the text of `to_text`; raise ValueError for any different text."""
+        return TypeAdapter(cls).validate_json(text)
 
 
 @dataclass(frozen=True)
@@ -235,11 +221,6 @@ def complete_restart(
     return replace(
         restart, why="; ".join(filter(None, why)), decided="; ".join(filter(None, decided))
     )
-
-
-def _restart_of(told: Mapping[str, Any]) -> Restart:
-    step_s = None if told["step_s"] is None else float(told["step_s"])
-    return Restart(str(told["why"]), float(told["failed_at"]), str(told["decided"]), step_s)
 
 
 def _filled(plan: Plan, device: str) -> float:

@@ -210,11 +210,7 @@ class MemoryCheckpointer:
         self._whole[slot] = replace(now, tensors=copy.boxed, manifest=manifest)
 
     def _room(self, slot: int, tensors: Tensors, *, pinned: bool) -> HostCopy:
-        """Allocate memory for a copy in a slot.
-
-        Raises:
-            MachineError: the host has none.
-        """
+        """Allocate memory for a copy in a slot."""
         size = count_bytes(tensors)
         copies = folder.count_copies(hosts=1 if self._buddies is None else 2)
         if not self._copies and not has_room_for(copies * size, self._place.ranks_here):
@@ -230,10 +226,6 @@ class MemoryCheckpointer:
 
 
 def _create_memory(file: Path, size: int, *, pinned: bool) -> torch.Tensor:
-    """Map a new file of `size` bytes as memory, pinned for faster copies of a GPU's tensors.
-
-    Raises:
-        OSError: there is no memory for it.
-    """
+    """Map a new file of `size` bytes as memory, pinned for faster copies of a GPU's tensors."""
     memory = create_mapped_file(file, size)
     return allocate_pinned(size, file) if pinned else memory

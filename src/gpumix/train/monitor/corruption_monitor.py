@@ -21,8 +21,8 @@ from gpumix.train.monitor.replay_verdict import (
     get_tolerance,
     group_comparable_ranks,
 )
+from gpumix.train.rank_setup.context import RankContext
 from gpumix.train.run_log.metrics import RunEvent
-from gpumix.train.worker.context import RankContext
 
 
 class CorruptionMonitor:

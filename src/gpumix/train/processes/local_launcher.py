@@ -39,6 +39,7 @@ from gpumix.hardware.host.environment import count_gpus_by_nvml, is_stopped
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import DeviceFailure, GpumixError, Interrupted, RankInterrupted, RankLost
 from gpumix.schema.files import open_lock_file, scratch_folder, write_bytes
+from gpumix.train.console.terminal import show_waiting
 from gpumix.train.processes.error_translation import translate_error
 from gpumix.train.processes.spare_fork import ensure_running, keep_spare
 from gpumix.train.processes.stop_signals import (
@@ -48,7 +49,6 @@ from gpumix.train.processes.stop_signals import (
     get_handled_signals,
     handle_signals,
 )
-from gpumix.train.run_log.terminal import show_waiting
 
 LOOPBACK = "127.0.0.1"
 # The first optimizer imports torch's compiler in every rank.

@@ -1,81 +1,76 @@
-"""Runners of work on all devices of a cluster: in own processes, or as a part of torchrun's."""
+"""Runner of work on all devices of a cluster, in own processes."""
 
 from __future__ import annotations
 
 import math
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gpumix.hardware.discovery.discover import discover_cluster
-from gpumix.hardware.host.environment import check_rendezvous_variables, torchrun_place
 from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.errors import GpumixError, InputError
 from gpumix.train.elastic.recovery import Lessons
 from gpumix.train.processes.local_launcher import StopTime, launch, warm_up
-from gpumix.train.processes.torchrun_runner import TorchrunRunner
 from gpumix.train.run_log.summary import Summary
 
 
-class Runner(Protocol):
-    """Runner of work on every rank.
+class Runner(ABC):
+    """Runner of work on every rank. Its own methods are those of a process that starts all ranks.
 
     `speaks`: this process prints for people; under torchrun only one does. `decides_alone`: no
     other process must reach the same decision, from files that may differ between hosts.
     """
 
-    speaks: bool
-    decides_alone: bool
+    speaks = True
+    decides_alone = True
 
+    @abstractmethod
     def cluster(self, wanted: Cluster | None) -> Cluster:
         """Return the wanted devices, or the devices found."""
-        ...
 
+    @abstractmethod
     def devices(self, cluster: Cluster) -> tuple[Device, ...]:
         """Return the device of each rank."""
-        ...
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> None:  # noqa: B027
         """Prepare to run work soon."""
-        ...
 
     def started_again(self, output: Path, newest: Callable[[], int]) -> Lessons | None:
         """Return the lessons of an earlier start with this output, continued here; None for a new
         run. `newest` returns the last step with a state to resume from."""
-        ...
+        return None
 
     def take_part(self, cluster: Cluster, without: Collection[str]) -> bool:
         """Leave out the devices `without`, by id; return True if this process takes part. A process
         left out waits for its `outcome`."""
-        ...
+        return True
 
     def outcome(self) -> Summary:
         """Return the result of the processes taking part."""
-        ...
+        raise AssertionError("every process that starts ranks takes part")
 
-    def tell_outcome(self, summary: Summary) -> None:
+    def tell_outcome(self, summary: Summary) -> None:  # noqa: B027
         """Send the result to processes left out."""
-        ...
 
-    def begins(self, output: Path, lessons: Lessons | None) -> None:
+    def begins(self, output: Path, lessons: Lessons | None) -> None:  # noqa: B027
         """Claim the output for this run; called by the process in charge of output."""
-        ...
 
     def restarts_after(self, error: GpumixError) -> bool:
         """Return True if failed ranks can be run again from here."""
-        ...
+        return True
 
-    def learns(self, output: Path, lessons: Lessons) -> None:
+    def learns(self, output: Path, lessons: Lessons) -> None:  # noqa: B027
         """Record lessons before this process ends by an error, for the processes restarting the
         run."""
-        ...
 
-    def starts_again(self, output: Path, lessons: Lessons) -> None:
+    def starts_again(self, output: Path, lessons: Lessons) -> None:  # noqa: B027
         """Announce a restart of all ranks. A process that is a rank restarts without returning."""
-        ...
 
+    @abstractmethod
     def run(
         self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
     ) -> Any:
@@ -84,43 +79,16 @@ class Runner(Protocol):
         Args:
             saves: the work answers Ctrl-C itself, by saving; other work is ended by it.
         """
-        ...
-
-
-def make_runner(
-    *,
-    debug: bool = False,
-    imports: tuple[str, ...] = (),
-    silence_s: float = math.inf,
-    restarts: bool = False,
-) -> Runner:
-    """Return the runner for this process.
-
-    Args:
-        imports: modules imported by all ranks, maybe once for all.
-        silence_s: a rank silent for this long is lost.
-        restarts: ranks lost in training are started again.
-
-    Raises:
-        InputError: this process is one of several, and cannot find the others.
-    """
-    place = torchrun_place()
-    if place is not None:
-        return TorchrunRunner(place, silence_s)
-    check_rendezvous_variables()
-    return LocalRunner(debug, imports, silence_s, restarts)
 
 
 @dataclass
-class LocalRunner:
+class LocalRunner(Runner):
     """Runner with a process per device on this host."""
 
     debug: bool = False
     imports: tuple[str, ...] = ()
     silence_s: float = math.inf
     restarts: bool = False
-    speaks: bool = True
-    decides_alone: bool = True
     _stop: StopTime = field(default_factory=StopTime)
 
     def cluster(self, wanted: Cluster | None) -> Cluster:
@@ -140,30 +108,6 @@ class LocalRunner:
 
     def warm_up(self) -> None:
         warm_up(self.imports)
-
-    def started_again(self, output: Path, newest: Callable[[], int]) -> Lessons | None:
-        return None
-
-    def take_part(self, cluster: Cluster, without: Collection[str]) -> bool:
-        return True
-
-    def outcome(self) -> Summary:
-        raise AssertionError("every process that starts ranks takes part")
-
-    def tell_outcome(self, summary: Summary) -> None:
-        return
-
-    def begins(self, output: Path, lessons: Lessons | None) -> None:
-        return
-
-    def restarts_after(self, error: GpumixError) -> bool:
-        return True
-
-    def learns(self, output: Path, lessons: Lessons) -> None:
-        return
-
-    def starts_again(self, output: Path, lessons: Lessons) -> None:
-        return
 
     def run(
         self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False

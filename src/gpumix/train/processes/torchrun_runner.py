@@ -18,13 +18,19 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import ValidationError
 
 from gpumix.engine.comm.heartbeat import ENDED, HEARTBEAT_INTERVAL_S, SilenceDetector
 from gpumix.hardware.discovery.discover import discover_cluster
-from gpumix.hardware.host.environment import TorchrunPlace, read_start_time, restart_process
+from gpumix.hardware.host.environment import (
+    TorchrunPlace,
+    check_rendezvous_variables,
+    read_start_time,
+    restart_process,
+    torchrun_place,
+)
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.errors import (
     GpumixError,
@@ -39,6 +45,7 @@ from gpumix.schema.errors import (
 from gpumix.schema.files import read_text, remove, write_text_atomically
 from gpumix.train.elastic.recovery import Lessons, Restart
 from gpumix.train.processes.local_launcher import RankAddress
+from gpumix.train.processes.runner import LocalRunner, Runner
 from gpumix.train.processes.stop_signals import StopRequest
 from gpumix.train.processes.tcp_liveness import find_own_address, listen_for_watchers
 from gpumix.train.run_log import run_files
@@ -52,16 +59,6 @@ MEETING_S = 120.0  # how long ranks wait for each other to start
 LOOK_S = 0.02
 OUTCOME, ANEW = "outcome", "begin anew"  # for ranks left out
 NO_DEVICE = Device(id="none", device_class="none")  # of processes only using the store
-
-
-class Store(Protocol):
-    """Interface required of torch's stores."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -78,8 +75,8 @@ class Arrival:
     port: int = 0
 
 
-class TorchrunRunner:
-    """Runner in this process, as a rank of torchrun; see `runner.Runner`."""
+class TorchrunRunner(Runner):
+    """Runner in this process, as a rank of torchrun."""
 
     decides_alone = False
 
@@ -127,9 +124,6 @@ class TorchrunRunner:
             if place.local_rank < len(here):
                 return here[place.local_rank]
         return found or cluster.in_rank_order()[place.rank]
-
-    def warm_up(self) -> None:
-        return
 
     def started_again(self, output: Path, newest: Callable[[], int]) -> Lessons | None:
         """Return the lessons of a run that continues; None for a new run. Collective."""
@@ -230,7 +224,7 @@ class TorchrunRunner:
     def run(
         self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
     ) -> Any:
-        from gpumix.train.processes.peer_watchdog import PeerWatchdog
+        from gpumix.train.processes.torchrun_watchdog import TorchrunWatchdog
 
         self._runs += 1
         word, arrivals = self._arrive()
@@ -246,7 +240,7 @@ class TorchrunRunner:
         )
         there = [arrivals[rank] for rank in self._taking]
         try:
-            with PeerWatchdog(seat, there, devices, self._record_failure):
+            with TorchrunWatchdog(seat, there, devices, self._record_failure):
                 return work(seat, *args)
         except StoreGone as error:
             raise self._blame_store_owner(error) from error
@@ -326,6 +320,30 @@ class TorchrunRunner:
         )
 
 
+def make_runner(
+    *,
+    debug: bool = False,
+    imports: tuple[str, ...] = (),
+    silence_s: float = math.inf,
+    restarts: bool = False,
+) -> Runner:
+    """Return the runner for this process.
+
+    Args:
+        imports: modules imported by all ranks, maybe once for all.
+        silence_s: a rank silent for this long is lost.
+        restarts: ranks lost in training are started again.
+
+    Raises:
+        InputError: this process is one of several, and cannot find the others.
+    """
+    place = torchrun_place()
+    if place is not None:
+        return TorchrunRunner(place, silence_s)
+    check_rendezvous_variables()
+    return LocalRunner(debug, imports, silence_s, restarts)
+
+
 def make_rank_address(place: TorchrunPlace, device: Device) -> RankAddress:
     """Return the seat of a process started by torchrun."""
     return RankAddress(
@@ -358,7 +376,7 @@ def own_device(place: TorchrunPlace) -> tuple[Device, DeviceClass]:
 
 
 def meet_devices(
-    store: Store, place: TorchrunPlace, own: tuple[Device, DeviceClass] | None
+    store: dist.Store, place: TorchrunPlace, own: tuple[Device, DeviceClass] | None
 ) -> tuple[Cluster, tuple[Device | None, ...]]:
     """Exchange devices; return the cluster, and the device of each rank, if any. Collective.
 
@@ -385,7 +403,7 @@ def meet_devices(
 
 
 def arrive(
-    store: Store, rank: int, world: int, own: Arrival, *, timeout_s: float = MEETING_S
+    store: dist.Store, rank: int, world: int, own: Arrival, *, timeout_s: float = MEETING_S
 ) -> tuple[str, list[Arrival]]:
     """Return a word known only to the ranks of this start, and their arrivals. The store may have
     entries of earlier starts.
@@ -425,7 +443,7 @@ def arrive(
     )
 
 
-def _get_if_set(store: Store, key: str) -> str:
+def _get_if_set(store: dist.Store, key: str) -> str:
     return str(store.get(key).decode()) if store.check([key]) else ""
 
 
@@ -433,7 +451,7 @@ def _word(told: str) -> str:
     return str(json.loads(told)[0])
 
 
-def _wait_for_key(store: Store, key: str, who: str) -> str:
+def _wait_for_key(store: dist.Store, key: str, who: str) -> str:
     deadline = time.monotonic() + MEETING_S
     while not store.check([key]):
         if time.monotonic() > deadline:
@@ -453,7 +471,7 @@ def _lessons(output: Path) -> Lessons:
     restart."""
     failed = read_last_failure(output) if _of_last_start(output, run_files.PROGRESS) else ""
     by_torchrun = Restart(failed, read_last_update(output) or time.time())
-    with suppress(OSError, ValueError, TypeError, KeyError):
+    with suppress(OSError, ValueError):
         found = Lessons.from_text(read_text(output / run_files.LESSONS))
         known = _of_last_start(output, run_files.LESSONS)
         return found if known else replace(found, restart=by_torchrun)

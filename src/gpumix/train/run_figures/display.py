@@ -12,14 +12,14 @@ from rich.text import Text
 
 from gpumix.data.workers.autotune import Limit
 from gpumix.schema.units import show_seconds
+from gpumix.train.console.tables import EMULATED
+from gpumix.train.console.terminal import get_stderr_console
 from gpumix.train.run_figures import words
 from gpumix.train.run_figures.advice import AdvisedRun, advise, is_nothing
 from gpumix.train.run_figures.figures import RunFigures
 from gpumix.train.run_figures.terminal_parts import render_advice, render_classes, render_speed
 from gpumix.train.run_figures.writer import RunLog
 from gpumix.train.run_log.metrics import RankRecord, StepRecord
-from gpumix.train.run_log.tables import EMULATED
-from gpumix.train.run_log.terminal import get_stderr_console
 
 ROWS = 8
 MOST_ADVICE = 2
@@ -48,7 +48,7 @@ class Display:
         self._live: Live | None = None
 
     def __enter__(self) -> Display:
-        if self._console.is_terminal:
+        if self._console.is_interactive:
             self._live = Live(
                 console=self._console, refresh_per_second=4, get_renderable=self._render
             )

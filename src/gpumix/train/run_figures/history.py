@@ -10,17 +10,18 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from io import BufferedReader
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import lines_from_end, lines_in, open_for_reading
 from gpumix.schema.units import format_count
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import (
+    SHARE_NAMES,
     ClassRecord,
     RankRecord,
     StepRecord,
@@ -39,6 +40,8 @@ _RANKS = ('{"event": "ranks', b'{"event": "ranks')
 LARGEST_NUMBER = 1e75
 RUN_FIGURES = "run"  # event with the figures so far, for trackers
 UNREADABLE_FIX = "give the folder of another run, or remove this file: the rest is shown without it"
+
+FIELDS = {kind: get_type_hints(kind) for kind in (StepRecord, ClassRecord, RankRecord)}
 
 T = TypeVar("T")
 
@@ -162,13 +165,15 @@ def read_history(lines: Iterable[str | bytes]) -> History:
         told = json.loads(line if isinstance(line, str) else line.decode(errors="replace"))
         name = told["event"]
         if name == "step":
-            steps.append(_step(told))
+            needed = {name: _needed(told, name) for name in ("loss", "step_s")}
+            steps.append(_record(StepRecord, told, step=_whole(told, "step"), **needed))
         elif name == "evaluation":
-            evaluations.append(_evaluation(told))
+            evaluations.append(Evaluation(_whole(told, "step"), _needed(told, "loss")))
         elif name == "classes":
-            windows.append(_window(told))
+            classes = tuple(_record(ClassRecord, one) for one in _list(told["classes"]))
+            windows.append(HistoryWindow(_whole(told, "step"), classes))
         elif name == "ranks":
-            newest.append(_ranks(told))
+            newest.append(tuple(_record(RankRecord, one) for one in _list(told["ranks"])))
         elif name != RUN_FIGURES:  # they are computed again
             events.append(_parse_event(told))
 
@@ -254,35 +259,6 @@ def _merged(windows: Sequence[HistoryWindow]) -> list[HistoryWindow]:
     return found
 
 
-def _step(told: Mapping[str, Any]) -> StepRecord:
-    step_s = _needed(told, "step_s")
-    rate = parse_number(told.get("tokens_per_s"))
-    return StepRecord(
-        step=_whole(told, "step"),
-        loss=_needed(told, "loss"),
-        learning_rate=parse_number(told.get("learning_rate")) or 0.0,
-        gradient_norm=parse_number(told.get("gradient_norm")) or 0.0,
-        step_s=step_s,
-        tokens_per_s=rate or 0.0,
-        tokens=int(parse_number(told.get("tokens")) or 0),
-        shares=_shares(told.get("shares")),
-        samples=int(parse_number(told.get("samples")) or 0),
-    )
-
-
-def _evaluation(told: Mapping[str, Any]) -> Evaluation:
-    return Evaluation(_whole(told, "step"), _needed(told, "loss"))
-
-
-def _window(told: Mapping[str, Any]) -> HistoryWindow:
-    classes = tuple(_record(ClassRecord, one) for one in _list(told["classes"]))
-    return HistoryWindow(_whole(told, "step"), classes)
-
-
-def _ranks(told: Mapping[str, Any]) -> tuple[RankRecord, ...]:
-    return tuple(_record(RankRecord, one) for one in _list(told["ranks"]))
-
-
 def _parse_event(told: Mapping[str, Any]) -> HistoryEvent:
     name = told["event"]
     if not isinstance(name, str):
@@ -290,43 +266,27 @@ def _parse_event(told: Mapping[str, Any]) -> HistoryEvent:
     return HistoryEvent(name, _whole(told, "step"), parse_number(told.get("time")), dict(told))
 
 
-NUMERIC = {
-    "busy_share", "peak_bytes", "planned_peak_bytes", "laid_out_bytes", "overruns", "devices",
-    "samples", "tokens_per_s", "mfu", "hfu", "sent_bytes", "starved_share", "skipped",
-    "reserved_bytes", "retries", "sm_mhz",
-}  # fmt: skip
-OPTIONAL = {
-    "peak_bytes", "planned_peak_bytes", "laid_out_bytes", "reserved_bytes", "mfu", "hfu",
-    "starved_share", "sm_mhz",
-}  # fmt: skip
-
-
-FIELDS: dict[type, tuple[str, ...]] = {
-    one: tuple(field.name for field in fields(one)) for one in (ClassRecord, RankRecord, TimeShares)
-}
-
-
-def _record(cls: type[T], told: Any) -> T:
+def _record(kind: type[T], told: Any, **known: Any) -> T:
     """Build a record; older runs lack fields, and newer runs may have more."""
-    known: dict[str, Any] = {}
-    for name in FIELDS[cls]:
-        value = told.get(name)
-        if name in NUMERIC:
-            number = parse_number(value)
-            known[name] = number if name in OPTIONAL else number or 0
-        elif name == "shares":
-            known["shares"] = _shares(value)
-        elif name in ("planned_memory", "measured_memory"):
-            known[name] = _sizes(value)
-        else:
-            known[name] = value if isinstance(value, str) else ""
-    return cls(**known)
+    fields = {name: _read_field(hint, told.get(name)) for name, hint in FIELDS[kind].items()}
+    return kind(**fields | known)
+
+
+def _read_field(hint: Any, value: Any) -> Any:
+    if hint is str:
+        return value if isinstance(value, str) else ""
+    if hint == dict[str, int]:
+        return _sizes(value)
+    if hint == TimeShares | None:
+        return _shares(value)
+    number = parse_number(value)
+    return number or 0 if hint in (int, float) else number
 
 
 def _shares(told: Any) -> TimeShares | None:
     if not isinstance(told, dict):
         return None
-    parts = [parse_number(told.get(name)) for name in FIELDS[TimeShares]]
+    parts = [parse_number(told.get(name)) for name in SHARE_NAMES]
     return None if None in parts else TimeShares(*[part or 0.0 for part in parts])
 
 

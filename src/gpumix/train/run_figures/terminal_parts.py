@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpumix.cost.layout.causes import group_by_part
+from gpumix.cost.memory_layout.memory_parts import group_by_part
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.units import show_bytes
 from gpumix.train.run_figures import words

@@ -13,7 +13,7 @@ from gpumix.schema.units import format_count, show_bytes, show_seconds
 
 UNKNOWN = "–"
 HEIGHTS = "▁▂▃▄▅▆▇█"
-# Causes of `cost.layout` that have other names elsewhere.
+# Causes of `cost.memory_layout` that have other names elsewhere.
 MEMORY_NAMES = {
     "state": "sharded state",
     "replicas": "unsharded state",

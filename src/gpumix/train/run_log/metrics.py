@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from gpumix.cost.layout.causes import MEMORY_PARTS
+from gpumix.cost.memory_layout.memory_parts import MEMORY_PARTS
 from gpumix.schema.peak_flops import Peak
 from gpumix.schema.plan.plan import Plan, WorkerPrediction
 from gpumix.train.run_log.time_breakdown import TimeShares
@@ -190,10 +190,10 @@ class ClassRecord:
     `overruns` and `retries` are counted since the run's last start.
 
     `planned_memory` is the prediction for the fullest device, by cause; `measured_memory` is the
-    measurement on the fullest device, by `cost.layout.causes.MEMORY_PARTS`. Both cover the run
-    since its start: after a rebalance the fullest split counts. `reserved_bytes` is the most of a
-    device, `retries` the sum; see `RankRecord`. `peak_source` is the source of the peak used for
-    MFU and HFU.
+    measurement on the fullest device, by `cost.memory_layout.memory_parts.MEMORY_PARTS`. Both cover
+    the run since its start: after a rebalance the fullest split counts. `reserved_bytes` is the
+    most of a device, `retries` the sum; see `RankRecord`. `peak_source` is the source of the peak
+    used for MFU and HFU.
     """
 
     device_class: str

@@ -18,25 +18,6 @@ AGENTS = ".agents"  # of torchrun, which started it
 LESSONS = ".lessons"  # from failures
 TRACKERS = ".trackers"  # progress of reports to trackers, and the runs there
 
+ALL = frozenset(value for name, value in list(globals().items()) if name.isupper())
 # Folder of these files in a script's output folder, and of the state in each of its checkpoints.
 SCRIPT_FOLDER = "gpumix"
-
-ALL = frozenset(
-    {
-        RUN,
-        PROFILE,
-        PLAN,
-        METRICS,
-        PROGRESS,
-        TRACE,
-        REPORT,
-        COMPARISON,
-        CHECKPOINTS,
-        COLLECTIVES,
-        LOCK,
-        ID,
-        AGENTS,
-        LESSONS,
-        TRACKERS,
-    }
-)

@@ -31,7 +31,7 @@ class TimeBreakdown:
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.input + self.communication + self.copies + self.other
+        return sum(getattr(self, one.name) for one in fields(TimeShares))
 
     @classmethod
     def of(
@@ -51,10 +51,4 @@ class TimeBreakdown:
         whole = self.seconds
         if whole <= 0:
             return TimeShares(1.0, 0.0, 0.0, 0.0, 0.0)
-        return TimeShares(
-            self.compute / whole,
-            self.input / whole,
-            self.communication / whole,
-            self.copies / whole,
-            self.other / whole,
-        )
+        return TimeShares(*(getattr(self, one.name) / whole for one in fields(TimeShares)))

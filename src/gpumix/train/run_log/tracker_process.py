@@ -20,9 +20,9 @@ from gpumix.hardware.host.environment import tracker_environment
 from gpumix.schema.errors import Interrupted, MachineError, format_install_command, rebuild_error
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import Trackers
-from gpumix.schema.reading.yaml_places import Tree
+from gpumix.schema.reading.yaml_locations import Tree
+from gpumix.train.console.terminal import get_stderr_console
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.terminal import get_stderr_console
 
 KEY = "report_to"  # of a job
 MODULE = "gpumix.integrations.trackers"

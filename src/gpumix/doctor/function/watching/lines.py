@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpumix.doctor.function.observations import Site
 from gpumix.doctor.function.patches import Patches, find_user_line
-from gpumix.doctor.function.seen import Site
 from gpumix.hardware.runtime import is_gpu
 
 # Methods making the host wait for a GPU value; results of `SIZE_READS` have a size depending on

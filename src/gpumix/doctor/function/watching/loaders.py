@@ -17,8 +17,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from gpumix.data.loader import Loader
 from gpumix.data.workers.autotune import MEASURED_STEPS
+from gpumix.doctor.function.observations import LoaderObservation
 from gpumix.doctor.function.patches import LIBRARY_LINE, Patches, find_user_line
-from gpumix.doctor.function.seen import LoaderObservation
 
 
 class _PrefetchState:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpumix.doctor.function.observations import OperationCounts, RepeatedLine
 from gpumix.doctor.function.patches import format_line, is_user_file
-from gpumix.doctor.function.seen import OperationCounts, RepeatedLine
 
 LEAST_REPEATS = 16  # executions of a line that count as a loop
 _UNCOUNTED = (torch.ops.aten.detach,)  # autograd's own, without computation

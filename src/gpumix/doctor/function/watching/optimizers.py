@@ -11,8 +11,8 @@ from weakref import ref
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from gpumix.doctor.function.observations import OptimizerObservation
 from gpumix.doctor.function.patches import LIBRARY_LINE, Patches, find_user_line
-from gpumix.doctor.function.seen import OptimizerObservation
 
 FUSIBLE = (Adam, AdamW, SGD, Adagrad)
 UNFUSIBLE = ("differentiable", "capturable", "foreach")  # options incompatible with `fused`

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpumix.doctor.function.observations import ModelObservation
 from gpumix.doctor.function.patches import Patches, find_user_line
-from gpumix.doctor.function.seen import ModelObservation
 
 Treatment = Callable[[nn.Module], None]
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from types import FrameType
 
+from gpumix.doctor.function.observations import Site
 from gpumix.doctor.function.patches import format_line, is_user_file
-from gpumix.doctor.function.seen import Site
 
 LOOK_S = 0.003  # between samples
 SWITCH_S = 0.0005  # after which the main thread hands over the interpreter for a sample

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-from gpumix.doctor.function.seen import WindowLength
+from gpumix.doctor.function.observations import WindowLength
 from gpumix.doctor.function.watching.optimizers import ParameterReferences, list_parameters
 from gpumix.hardware import runtime
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import checkpoint
 
+from gpumix.doctor.function.observations import Observations
 from gpumix.doctor.function.patches import Patches, find_user_line
-from gpumix.doctor.function.seen import Observations
 from gpumix.doctor.function.watching.between import HostGapTimer
 from gpumix.doctor.function.watching.lines import SiteCounts, WaitingLines
 from gpumix.doctor.function.watching.loaders import LoaderWatch

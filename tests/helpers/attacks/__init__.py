@@ -1,0 +1,1 @@
+"""Attacks from outside, and files spoilt by chance."""

@@ -1,0 +1,1 @@
+"""Made-up devices, clusters and measurements."""

@@ -1,0 +1,1 @@
+"""Made-up profiles and plans, and planners to compare with."""

@@ -1,0 +1,1 @@
+"""Processes of tests: commands, ranks, hosts and ports."""

@@ -1,0 +1,1 @@
+"""Tiny jobs, and the folders that their runs leave."""

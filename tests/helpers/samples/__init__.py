@@ -1,0 +1,1 @@
+"""Datasets that show where each sample came from."""

@@ -1,0 +1,1 @@
+"""Scripts of users and the examples, as they were and with gpumix."""

@@ -1,0 +1,1 @@
+"""Tiny models, and what training them by a plan is compared with."""
