@@ -41,7 +41,7 @@ CHOSEN = (
     "configurations: kernels of a hub", "saved datasets: state a number",
     "saved datasets: state of root", "saved datasets: rows pipe", "saved datasets: info other",
     "init: 'm\"\"\"\\nopen(\"PWNED\", \"w\")\\n\"\"\"'", "caches of models: b'\\xff\\xfe'",
-    "trackers: tensorboard is a link", "trackers: positions are a link",
+    "compiled code: file", "trackers: tensorboard is a link", "trackers: positions are a link",
     "trackers: a log has no end", "trackers: position 5",
 )  # fmt: skip
 # Of these ways others are usual cases.

@@ -91,6 +91,36 @@ JOB_OF_ENVIRONMENTS: dict[str, Any] = {
     "cluster": [{"class": "fast", "emulate": "8 GFLOP/s", "memory": "64 MiB", "count": 1}],
 }  # fmt: skip
 
+
+def compiled_before(how: str, place: Place) -> str:
+    """By the name under which torch keeps compiled code. A process of its own: it is made as torch
+    is imported."""
+    temporary = place.root / "tmp"
+    temporary.mkdir(mode=0o1777)
+    name = temporary / "torchinductor_me"
+    if how == "file":
+        name.touch()
+    elif how == "folder":
+        name.mkdir()
+    else:
+        name.symlink_to(place.home / {"link": "folder", "dangling": "nowhere"}[how])
+    give_away(name)
+    (place.root / "job.yaml").write_text(yaml.safe_dump(JOB_OF_ENVIRONMENTS))
+    (place.root / "corpus.txt").write_text("one and two and three\n" * 50)
+    own = {"XDG_CACHE_HOME": str(place.root / "cache"), "TMPDIR": str(temporary), "USER": "me"}
+    kept = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-m", "gpumix", "train", "job.yaml", "--dry-run"],
+        env=kept | own | {"LOGNAME": "me", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=place.root,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
 # -- init ------------------------------------------------------------------------------------------
 
 # As folders are named by a stranger, and completed by a shell.
@@ -323,6 +353,8 @@ def every() -> Iterator[Attack]:
             if (number + other) % 3 == 0:
                 act = partial(in_environment, name, value)
                 yield Attack("environments", f"{name}={value[:20]!r}", act)
+    for how in ("file", "folder", "link", "dangling"):
+        yield Attack("compiled code", how, partial(compiled_before, how))
     for name in NAMES:
         yield Attack("init", f"{name!r}", partial(begun, name))
     for how in ("pipe", "dangling", "link", "folder", "linked folder", "device"):

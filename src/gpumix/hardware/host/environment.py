@@ -183,7 +183,8 @@ def cache_folder() -> Path:
 
 def keep_compiled_code() -> None:
     """Store torch's compiled code where only this user can write. The default is a predictable name
-    in the temporary folder. User settings are kept."""
+    in the temporary folder, which torch makes as soon as parts of it are imported: call before.
+    User settings are kept."""
     if _COMPILED not in os.environ:
         os.environ[_COMPILED] = str(private_folder(cache_folder() / "inductor"))
 
