@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -349,3 +351,25 @@ def test_a_cache_of_another_user_is_replaced_by_a_folder_that_does_not_stay(tmp_
     assert len(list((tmp_path / "tmp").iterdir())) == 1
     with files.scratch_folder() as folder:
         assert list((tmp_path / "tmp").iterdir()) == [folder]
+
+
+def test_sockets_of_a_killed_launcher_are_removed_by_the_next_start(tmp_path):
+    code = """
+import os, sys
+from gpumix.train.processes.local_launcher import warm_up
+warm_up(preload=())
+print(*os.listdir(os.environ["TMPDIR"]), flush=True)
+os.kill(os.getpid(), 9)
+"""
+    env = dict(os.environ) | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == -9
+    left = [path.name for path in tmp_path.iterdir()]
+    assert done.stdout.split() == left
+    assert [name.startswith("gpumix-scratch-") for name in left] == [True]
+    deadline = time.monotonic() + 60  # the server has the lock too, and ends by itself
+    while time.monotonic() < deadline and any(tmp_path.iterdir()):
+        with files.scratch_folder(tmp_path):
+            pass
+        time.sleep(0.2)
+    assert not list(tmp_path.iterdir())

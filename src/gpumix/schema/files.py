@@ -493,9 +493,15 @@ def private_folder(path: Path) -> Path:
     try:
         make_private(path)
     except NotAFileError:
-        for_this_process = ExitStack()
-        path = for_this_process.enter_context(scratch_folder())
-        atexit.register(for_this_process.close)
+        path = scratch_for_process()
+    return path
+
+
+def scratch_for_process() -> Path:
+    """Create a scratch folder that stays until this process exits."""
+    stack, owner = ExitStack(), os.getpid()
+    path = stack.enter_context(scratch_folder())
+    atexit.register(lambda: stack.close() if os.getpid() == owner else None)
     return path
 
 
