@@ -10,7 +10,6 @@ from gpumix.cost.input_time import compute_host_read_rates
 from gpumix.cost.predict import predict
 from gpumix.hardware.host.environment import torchrun_place
 from gpumix.schema.errors import PlanOutdated
-from gpumix.schema.job.job import Job
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.units import show_seconds
@@ -85,7 +84,9 @@ class RebalanceController:
             self._restaging = StageReplanner(
                 plan,
                 profile,
-                replan=partial(_replan_job, job) if job.advanced.max_restarts else None,
+                replan=partial(plan_job, job, leaving_out=torchrun_place() is None)
+                if job.advanced.max_restarts
+                else None,
                 steps=job.max_steps,
             )
 
@@ -221,7 +222,3 @@ class RebalanceController:
 
 def _mean_recent_step_s(times: Sequence[float]) -> float:
     return fmean(times[-WINDOW_STEPS:])
-
-
-def _replan_job(job: Job, profile: Profile) -> Plan:
-    return plan_job(job, profile, leaving_out=torchrun_place() is None)

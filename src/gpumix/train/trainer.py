@@ -162,7 +162,7 @@ class Trainer:
         self._save_if_due(writing=WRITING in exchanged.notices)
         self._remember()
         self._rebalance(exchanged.reports)
-        self._check_corruption(exchanged)
+        self._telling.tell(self.step, self._soundness.after_step(self.step, exchanged))
 
     def try_out(
         self, steps: int, *, beside: bool = False, watcher: TrialObserver | None = None
@@ -430,9 +430,6 @@ class Trainer:
     def _report_last_split(self) -> None:
         if self._balancing is not None:
             self._telling.tell(self.step, self._balancing.effect(self.taken.times_s))
-
-    def _check_corruption(self, exchanged: StepTable) -> None:
-        self._telling.tell(self.step, self._soundness.after_step(self.step, exchanged))
 
     def _stop(self) -> None:
         self._report_last_split()

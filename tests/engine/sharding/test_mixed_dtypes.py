@@ -192,4 +192,4 @@ def test_frozen_parameters_have_one_value_for_all():
 @pytest.mark.parametrize("dtype", TORCH)
 def test_ranks_alike_need_no_memory_to_arrive_in(dtype):
     engine = engine_alone(GPT2.factory, 2, 1, compute_dtype=dtype)
-    assert all(group._arriving is None for group in engine.groups())
+    assert all(group.arriving is None for group in engine.groups())

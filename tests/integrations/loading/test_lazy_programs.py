@@ -24,6 +24,7 @@ from helpers.scripts.programs import (
     model,
     other_ranks,
     tokenizer,
+    train_in_loop,
     unlike_ranks,
 )
 
@@ -68,15 +69,7 @@ def with_accelerator(folder: Path, lazily: bool) -> list[float]:
     network = load(folder, lazily)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
     loader = DataLoader(Texts(), batch_size=GLOBAL_BATCH // 3)
-    network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
-    losses = []
-    for batch in loader:
-        loss = network(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(accelerator.reduce(loss.detach())))
-    return losses
+    return train_in_loop(accelerator, *accelerator.prepare(network, optimizer, loader))
 
 
 def with_sft(folder: Path, lazily: bool, base: str = "") -> list[float]:

@@ -62,7 +62,8 @@ def demo(
         _write_job(output, steps, devices), overrides, debug=shows_tracebacks()
     )
     pipeline.show(devices.said)
-    _remove_former_run(output)
+    for name in run_files.ALL:  # of a former run
+        remove(output / name)
     summary = pipeline.train(GivenPlan(), resume=False)
     pipeline.show(f"now an even split on the same devices, {EVEN_STEPS} steps in each setting")
     even = measure_best_even_plan(pipeline, pipeline.profile(), EVEN_STEPS)
@@ -140,12 +141,6 @@ def _check_output_folder(folder: Path) -> None:
             where=str(folder),
             fix="give the demo a folder of its own: `gpumix demo --output-dir FOLDER`",
         )
-
-
-def _remove_former_run(folder: Path) -> None:
-    """Remove a former run."""
-    for name in run_files.ALL:
-        remove(folder / name)
 
 
 def _list_library_sources() -> list[str]:

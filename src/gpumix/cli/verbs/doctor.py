@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,7 +74,6 @@ def doctor(
     if is_function:
         _refuse_job_options(target, apply=apply, overrides=overrides)
         _require_module(target.partition(":")[0])
-    from gpumix.doctor.change import merge_overrides, write_tuned
     from gpumix.doctor.examine import examine
     from gpumix.train.console.terminal import (
         get_result_console,
@@ -104,17 +103,25 @@ def doctor(
             results.print(remark.text)
         for name in report.untried:
             results.print(f"not tried, for that takes minutes: --only {name}")
-    if apply and report.settings:
-        tuned = get_tuned_path(Path(target))
+    if apply:
+        for line in _apply_changes(Path(target), report, overrides):
+            results.print(line)
+
+
+def _apply_changes(job: Path, report: Report, overrides: Sequence[str]) -> Iterator[str]:
+    """Write the job with all changes that helped; return lines that say so."""
+    from gpumix.doctor.change import merge_overrides, write_tuned
+
+    if report.settings:
+        tuned = get_tuned_path(job)
         again = merge_overrides(overrides, report.settings)
         given = " ".join(f"--set {quote(one)}" for one in again)
         with_these = [f"measured with {given}, which is not written here"] if given else []
-        write_tuned(Path(target), tuned, report.settings, [*report.notes, *with_these])
+        write_tuned(job, tuned, report.settings, [*report.notes, *with_these])
         told = f"; what --set gave is not in it: gpumix train {quote(str(tuned))} {given}"
-        results.print(f"the job with these changes: {tuned}{told if given else ''}")
-    if apply:
-        for one in report.left:
-            results.print(f"left to you: {one}")
+        yield f"the job with these changes: {tuned}{told if given else ''}"
+    for one in report.left:
+        yield f"left to you: {one}"
 
 
 def _require_module(name: str) -> None:

@@ -131,7 +131,11 @@ def init(
     asked = "GPUs (auto, or a cluster file)"
     devices = _answer(cluster, asked, "auto", asks=asks, check=_check_cluster)
     if lora is None:
-        lora = asks and _find_weights(named) is not None and _ask_lora()
+        lora = (
+            asks
+            and _find_weights(named) is not None
+            and typer.confirm("Train LoRA adapters only?", default=False, err=True)
+        )
     wanted = None if output is None else str(output)
     folder = _answer(wanted, "Folder of the run", "runs/first", asks=asks)
     found = Answers(named, Path(texts), devices, lora, Path(folder))
@@ -177,10 +181,6 @@ def _answer(
             print_error(str(error))
         else:
             return answer
-
-
-def _ask_lora() -> bool:
-    return typer.confirm("Train LoRA adapters only?", default=False, err=True)
 
 
 def _find_weights(model: str) -> Path | None:

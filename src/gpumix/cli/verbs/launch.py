@@ -163,11 +163,7 @@ def launch(
     from gpumix.launch.schedulers.kubernetes import PYTHON
 
     named = parse_program(program, module=module)
-    _refuse_unused_options(called, named.kind == "job")
-    if named.kind == "job":
-        _refuse_misplaced_options(named.arguments, called)
-    else:
-        _warn_of_misplaced_options(named.arguments, called)
+    _check_options(called, named)
     devices, file, on = _read_devices(named, cluster, hosts)
     usual = PYTHON if template is Template.k8s else sys.executable
     default, pythons = parse_pythons(python, on, usual)
@@ -203,6 +199,15 @@ def launch(
         _check_launch(asked)
     else:
         _run_program(asked)
+
+
+def _check_options(called: typer.Context, program: Program) -> None:
+    """Refuse options without effect; refuse, or warn of, options behind the program's name."""
+    _refuse_unused_options(called, program.kind == "job")
+    if program.kind == "job":
+        _refuse_misplaced_options(program.arguments, called)
+    else:
+        _warn_of_misplaced_options(program.arguments, called)
 
 
 def _refuse_unused_options(called: typer.Context, is_job: bool) -> None:

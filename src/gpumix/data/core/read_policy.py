@@ -70,12 +70,12 @@ class Skipped:
     of: int = NO_SAMPLE
 
 
-class _Notes(threading.local):
+class ThreadNotes(threading.local):
     """Notes of one thread.
 
     Attributes:
-        at: the sample being read, and since when.
-        failed: the last sample that could not be read.
+        at: the sample being read, and since when by `time.monotonic`: a live list for others.
+        failed: the last sample that could not be read, `SEVERAL`, or `NO_SAMPLE`.
         skips: whether a row may lack parts that cannot be read.
         skipped: parts missing from rows, by place among the rows being read; None: not recorded.
     """
@@ -87,13 +87,13 @@ class _Notes(threading.local):
         self.skipped: list[tuple[int, Skipped]] | None = None
 
 
-_notes = _Notes()
+notes = ThreadNotes()
 _shared_note: tuple[mmap.mmap, int] | None = None  # where this process notes the sample it reads
 
 
 def note_sample_begin(index: int, name: str) -> None:
     """Note a sample of the dataset `name` as being read by this thread."""
-    _notes.at[:] = index, time.monotonic()
+    notes.at[:] = index, time.monotonic()
     if _shared_note is not None:
         _NOTE.pack_into(*_shared_note, index, name.encode())
 
@@ -103,44 +103,23 @@ def note_sample_end() -> None:
     note_sample_begin(NO_SAMPLE, "")
 
 
-def note_failed_sample(index: int) -> None:
-    """Note a sample as unreadable for this thread, or `SEVERAL`; `NO_SAMPLE` clears the note."""
-    _notes.failed = index
-
-
-def failed_at() -> int:
-    """Return the sample this thread failed to read last, `SEVERAL`, or `NO_SAMPLE`."""
-    return _notes.failed
-
-
 @contextmanager
 def collect_skipped(bad_samples: BadSamples) -> Iterator[list[tuple[int, Skipped]]]:
     """Collect the parts missing from rows read in the block, with the places of the rows.
     Unreadable parts are left out if bad samples are skipped."""
-    before = _notes.skips, _notes.skipped
+    before = notes.skips, notes.skipped
     found: list[tuple[int, Skipped]] = []
-    _notes.skips, _notes.skipped = bad_samples == "skip", found
+    notes.skips, notes.skipped = bad_samples == "skip", found
     try:
         yield found
     finally:
-        _notes.skips, _notes.skipped = before
-
-
-def is_skipping() -> bool:
-    """Return whether to leave out unreadable parts of a row."""
-    return _notes.skips
+        notes.skips, notes.skipped = before
 
 
 def record_skipped_part(row: int, what: Skipped) -> None:
     """Record a row's missing part, which could not be read."""
-    if _notes.skipped is not None:
-        _notes.skipped.append((row, what))
-
-
-def get_thread_note() -> list[float]:
-    """Return the current sample of this thread and the start by `time.monotonic`: a live list for
-    other threads."""
-    return _notes.at
+    if notes.skipped is not None:
+        notes.skipped.append((row, what))
 
 
 def share_note_in(memory: mmap.mmap, offset: int = 0) -> None:
@@ -164,10 +143,10 @@ def run_with_timeout(read: Callable[[], T], name: str, timeout_s: float) -> T:
         StuckError: a sample of the dataset `name` did not arrive.
     """
     found: list[Any] = []
-    notes: list[list[float]] = []
+    at: list[list[float]] = []
 
     def run() -> None:
-        notes.append(get_thread_note())
+        at.append(notes.at)
         try:
             found.append((read(), None))
         except BaseException as error:
@@ -177,7 +156,7 @@ def run_with_timeout(read: Callable[[], T], name: str, timeout_s: float) -> T:
     thread.start()
     while thread.is_alive():
         thread.join(_LOOK_S)
-        index, since_s = notes[0] if notes else (NO_SAMPLE, 0.0)
+        index, since_s = at[0] if at else (NO_SAMPLE, 0.0)
         if not found and index != NO_SAMPLE and time.monotonic() - since_s > timeout_s:
             raise StuckError(
                 f"sample {index:.0f} of {name} does not come: it was waited for more than "

@@ -131,7 +131,7 @@ class TokenWriter:
         try:
             self._file = os.fdopen(create_private_file(part), "wb", buffering=0)
         except OSError as error:
-            raise _make_write_error(part, error) from error
+            raise make_write_error(part, error) from error
 
     def __enter__(self) -> TokenWriter:
         return self
@@ -155,7 +155,7 @@ class TokenWriter:
             while raw.nbytes:  # an unbuffered write may take only a part
                 raw = raw[self._file.write(raw) :]
         except OSError as error:
-            raise _make_write_error(self._part, error) from error
+            raise make_write_error(self._part, error) from error
         self._heartbeat()
 
     def finish(self, folder: Path, key: str) -> tuple[str, str]:
@@ -169,7 +169,7 @@ class TokenWriter:
             os.fsync(self._file.fileno())  # before the name is valid, so a crash loses no data
             move(self._part, name)
         except OSError as error:
-            raise _make_write_error(self._part, error) from error
+            raise make_write_error(self._part, error) from error
         return name, sha
 
 
@@ -262,16 +262,17 @@ def _build(
     except OSError as error:
         for file in files:
             remove_quietly(cache / file)
-        raise _make_write_error(path, error) from error
+        raise make_write_error(path, error) from error
     for old in [*cache.glob(f"{recipe.key}-*.tokens"), *cache.glob(f"{recipe.key}-*.ends")]:
         if old.name not in files:  # processes that have it mapped keep it until they unmap it
             remove_quietly(old)
     _LOG.info("packed %d tokens from %d files into %s", card.tokens, card.sources, cache / name)
 
 
-def _make_write_error(path: Path, error: OSError) -> MachineError:
+def make_write_error(path: Path, error: OSError, what: str = "the packed text") -> MachineError:
+    """Return the error for a file in the cache that cannot be written."""
     return MachineError(
-        f"cannot write the packed text: {error.strerror}",
+        f"cannot write {what}: {error.strerror}",
         where=str(path),
         fix=f"free space on the disk of {path.parent}, or use another cache folder",
     )

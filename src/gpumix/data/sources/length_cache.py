@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from gpumix.data.core.build_lock import hold_build_lock
-from gpumix.schema.errors import MachineError
+from gpumix.data.core.token_file import make_write_error
 from gpumix.schema.files import replace_atomically
 
 _LOG = logging.getLogger(__name__)
@@ -53,8 +53,4 @@ def _save_lengths(path: Path, lengths: np.ndarray) -> None:
         with replace_atomically(path) as file:
             np.save(file, lengths)
     except OSError as error:
-        raise MachineError(
-            f"cannot write the lengths of samples: {error.strerror}",
-            where=str(path),
-            fix=f"free space on the disk of {path.parent}, or use another cache folder",
-        ) from error
+        raise make_write_error(path, error, "the lengths of samples") from error

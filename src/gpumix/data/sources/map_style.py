@@ -21,9 +21,9 @@ from gpumix.data.core.read_policy import (
     DEFAULT_READING,
     SEVERAL,
     Reading,
-    note_failed_sample,
     note_sample_begin,
     note_sample_end,
+    notes,
 )
 from gpumix.data.core.source import Source, by_key, digest, sort_keys
 from gpumix.data.workers.batch_layout import Batch
@@ -392,7 +392,7 @@ class MapStyle:
             try:
                 samples = self._dataset.__getitems__(indices)
             except BaseException:
-                note_failed_sample(SEVERAL)
+                notes.failed = SEVERAL
                 raise
             for row, (_, sample) in enumerate(zip(indices, samples, strict=True), first):
                 put(row, sample)
@@ -405,7 +405,7 @@ class MapStyle:
         try:
             return self._dataset[index]
         except BaseException:
-            note_failed_sample(index)
+            notes.failed = index
             raise
 
 

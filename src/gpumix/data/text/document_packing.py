@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpumix.data.core import sample_rng
-from gpumix.data.core.read_policy import Skipped, is_skipping, record_skipped_part
+from gpumix.data.core.read_policy import Skipped, notes, record_skipped_part
 from gpumix.data.core.source import Source, digest
 from gpumix.data.text.first_fit import WINDOW_DOCUMENTS, PackAssignment, pack_first_fit
 from gpumix.data.workers.fetch import FAILURES, catch_read_error, first_line_of, make_read_error
@@ -138,13 +138,13 @@ class PackedDocuments(Source):
     def _read(self, numbers: np.ndarray, rows: np.ndarray, *, may_lack: bool) -> list[list[Sample]]:
         """Return the documents of each row. Errors name the unreadable document, since packs are
         numbered differently; if allowed, a row with documents left skips it instead."""
-        caught = FAILURES if is_skipping() else (Exception, SystemExit)
+        caught = FAILURES if notes.skips else (Exception, SystemExit)
         try:
             documents = self._read_documents(numbers)
         except caught:
             bad = self._bad(numbers)
             for place, problem in bad.items():
-                if not (may_lack and is_skipping()):
+                if not (may_lack and notes.skips):
                     raise make_read_error(self.name, int(numbers[place]), problem) from problem
                 why = first_line_of(problem)
                 record_skipped_part(int(rows[place]), Skipped(int(numbers[place]), None, why))
@@ -168,7 +168,7 @@ class PackedDocuments(Source):
                 problem = catch_read_error(self._read_documents, number)
             if problem is not None:
                 found[place] = problem
-                if not is_skipping():
+                if not notes.skips:
                     break
         return found
 

@@ -44,14 +44,15 @@ class BatchLayout:
 
     def views(self, buffer: Tensor) -> Batch:
         """Return the tensors as views of `buffer`, a tensor of bytes."""
-        return {field.key: self._view(field, buffer) for field in self.fields}
+        found = {}
+        for field in self.fields:
+            shape = torch.Size((self.rows, *field.shape))
+            size = shape.numel() * field.dtype.itemsize
+            part = buffer[field.offset : field.offset + size]
+            found[field.key] = part.view(field.dtype).view(shape)
+        return found
 
     def fits(self, values: Mapping[str, Tensor]) -> bool:
         """Return whether `values` are rows of tensors with this layout."""
         known = {f.key: (f.dtype, f.shape) for f in self.fields}
         return known == {key: (v.dtype, tuple(v.shape[1:])) for key, v in values.items()}
-
-    def _view(self, field: TensorField, buffer: Tensor) -> Tensor:
-        shape = torch.Size((self.rows, *field.shape))
-        size = shape.numel() * field.dtype.itemsize
-        return buffer[field.offset : field.offset + size].view(field.dtype).view(shape)

@@ -23,8 +23,7 @@ from gpumix.data.core.read_policy import (
     Skipped,
     StuckError,
     collect_skipped,
-    failed_at,
-    note_failed_sample,
+    notes,
     run_with_timeout,
 )
 from gpumix.data.core.source import Source
@@ -139,7 +138,7 @@ def fetch(
         if bad_samples == "stop" and isinstance(error, GpumixError):
             raise  # it names the bad sample and the reason
         taken, skipped = _replace_bad_samples(source, indices, bad_samples)
-        note_failed_sample(NO_SAMPLE)
+        notes.failed = NO_SAMPLE
         try:
             batch, lacking = _read(read, taken, indices, bad_samples)
             return batch, skipped + lacking
@@ -163,7 +162,7 @@ def _read(
 
 def _make_batch_error(source: Source, indices: np.ndarray, again: BaseException) -> TrainingError:
     """Return the error for samples failing twice together, but not separately."""
-    number, said = failed_at(), first_line_of(again)
+    number, said = notes.failed, first_line_of(again)
     several = f"{len(indices)} samples of {source.name}"
     each = f"each by itself can be read; the first is sample {source.number(int(indices[0]))}"
     if number == NO_SAMPLE:

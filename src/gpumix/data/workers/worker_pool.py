@@ -28,9 +28,11 @@ from gpumix.data.core.read_policy import (
     NOTHING_READ,
     BadSamples,
     StuckError,
-    get_thread_note,
     read_shared_note,
     share_note_in,
+)
+from gpumix.data.core.read_policy import (
+    notes as thread_notes,
 )
 from gpumix.data.core.source import Source
 from gpumix.data.workers.batch_layout import Batch, BatchLayout
@@ -202,7 +204,7 @@ class ThreadWorkerPool(WorkerPool):
         while (given := self._given.get()) is not None and not self._closed:
             chunk, place = given
             with self._lock:
-                self._at[own] = chunk, time.monotonic(), get_thread_note()
+                self._at[own] = chunk, time.monotonic(), thread_notes.at
             found = self._fetched(chunk, place)
             with self._lock:
                 if self._at.pop(own, None) is None:

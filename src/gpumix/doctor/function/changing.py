@@ -64,7 +64,7 @@ def apply_changes(changes: Mapping[str, Any], patches: Patches) -> list[Treatmen
         "attention": _attend,
         "fp32": _compute_in_fp32,
         "autocast": _cast,
-        "compile": _compile,
+        "compile": lambda mode, module: module.compile(mode=mode),
     }
     for name, value in changes.items():
         if name not in treated:
@@ -340,7 +340,3 @@ def _convert(values: Any, source: torch.dtype, target: torch.dtype) -> Any:
         return value.to(target) if isinstance(value, Tensor) and value.dtype == source else value
 
     return tree_map(convert, values)
-
-
-def _compile(mode: str, module: nn.Module) -> None:
-    module.compile(mode=mode)

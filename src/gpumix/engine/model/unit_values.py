@@ -87,9 +87,15 @@ def unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
     if structure is None:
         return next(leaves)
     if isinstance(structure, tuple):
-        return tuple([unflatten(item, leaves) for item in structure])
+        # Most items are leaves, which take no call.
+        return tuple(
+            [next(leaves) if item is None else unflatten(item, leaves) for item in structure]
+        )
     if isinstance(structure, dict):
-        return {key: unflatten(item, leaves) for key, item in structure.items()}
+        return {
+            key: next(leaves) if item is None else unflatten(item, leaves)
+            for key, item in structure.items()
+        }
     if isinstance(structure, list):
         return [unflatten(item, leaves) for item in structure]
     if isinstance(structure, ObjectStructure):
@@ -199,10 +205,12 @@ def copy_changes(own: Containers | None, copies: Containers) -> None:
 
 def _are_plain(values: Iterable[Any]) -> bool:
     """Return True if the values are tensors, numbers and the like, or tuples of these."""
-    return all(
-        type(value) in PLAIN_TYPES or (type(value) is tuple and _are_plain(value))
-        for value in values
-    )
+    for value in values:
+        if type(value) in PLAIN_TYPES:
+            continue
+        if type(value) is not tuple or not _are_plain(value):
+            return False
+    return True
 
 
 def _containers(value: Any) -> Iterator[Any]:

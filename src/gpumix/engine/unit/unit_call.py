@@ -267,7 +267,11 @@ class UnitRun:
 
     def __call__(self, inputs: Sequence[Any]) -> Outputs:
         """Run the unit; return all results, collected values included, and their structure."""
-        given = [cast_floating(value, self.dtype) for value in inputs]
+        dtype = self.dtype
+        given = [
+            cast_floating(value, dtype) if isinstance(value, torch.Tensor) else value
+            for value in inputs
+        ]
         run = self.captured.run_unit
         return self.state.run(self.seed, run, self.label, self.forward, self.structure, given)
 
@@ -334,8 +338,11 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 def get_versions(values: Sequence[Any]) -> list[int]:
     """Return the version counter of each tensor among `values`. Inference tensors have no counter
     and allow no backward; they count as 0."""
-    tensors = (t for t in values if isinstance(t, torch.Tensor))
-    return [0 if t.is_inference() else t._version for t in tensors]
+    return [
+        0 if value.is_inference() else value._version
+        for value in values
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def refuse_writes(inputs: Sequence[Any], before: list[int], what: str) -> None:

@@ -233,7 +233,8 @@ class Decoder:
         saved = tokens * self._saved_elements() * size
         # In addition to saved tensors, a backward creates gradients of the widest activations, and
         # of a weight before accumulation into the unit's gradient.
-        passing = tokens * (2 * self._widest() + 2 * self.hidden) * size
+        widest = max(self.feed_forward * max(1, self.experts_used), self.hidden)
+        passing = tokens * (2 * widest + 2 * self.hidden) * size
         weight = self.hidden * self.feed_forward * size
         block = UnitKind(
             name=KIND,
@@ -345,9 +346,6 @@ class Decoder:
             for size in sizes
         )
         return _points((n, n * stream + chunk) for n, chunk in zip(sizes, chunks))
-
-    def _widest(self) -> int:
-        return max(self.feed_forward * max(1, self.experts_used), self.hidden)
 
     def _saved_elements(self) -> int:
         """Return the elements saved by autograd per token and block: the inputs of products, norms

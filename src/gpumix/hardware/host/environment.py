@@ -345,7 +345,7 @@ def rank_settings(place: Mapping[str, str], *, grace_s: float) -> dict[str, str]
     }
     threads = {"OMP_NUM_THREADS": "1"} if place["LOCAL_WORLD_SIZE"] != "1" else {}
     told = {name: str(value) for name, value in agent.items()}
-    return threads | dict(os.environ) | place | told
+    return {**threads, **os.environ, **place, **told}
 
 
 def grace_of_launcher() -> float:

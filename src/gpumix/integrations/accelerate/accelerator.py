@@ -33,7 +33,7 @@ from gpumix.hardware.host.environment import get_local_world_size
 from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.integrations.accelerate.arguments import (
-    bind_arguments,
+    ACCELERATOR_SIGNATURE,
     check_arguments,
     check_launch_type,
     needs_compile,
@@ -60,8 +60,12 @@ from gpumix.integrations.common.plan_and_shard import (
     refuse_gpu,
     shard_by_plan,
 )
-from gpumix.integrations.common.save_pretrained import patch_save_pretrained
-from gpumix.integrations.common.saver import Saver, find_newest_state, get_parameter_dtypes
+from gpumix.integrations.common.saver import (
+    Saver,
+    find_newest_state,
+    get_parameter_dtypes,
+    patch_save_pretrained,
+)
 from gpumix.integrations.common.skipped_steps import get_reported_norm, has_visible_skips
 from gpumix.integrations.dataloader.example_batch import find_example
 from gpumix.integrations.dataloader.inspect import Batching
@@ -147,7 +151,7 @@ class Accelerator(accelerate.Accelerator):
         announce_cpu_ranks()
         self._couples = couples
         self._width = PaddingScope()
-        given = bind_arguments(args, kwargs)
+        given = dict(ACCELERATOR_SIGNATURE.bind(*args, **kwargs).arguments)
         check_arguments(given)
         self._compile, self._on_cpu = needs_compile(given), given.get("cpu", False)
         # Set by `accelerate launch`.

@@ -61,11 +61,6 @@ REFUSED_LAUNCH_TYPES = (
 )
 
 
-def bind_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given arguments by name."""
-    return dict(ACCELERATOR_SIGNATURE.bind(*args, **kwargs).arguments)
-
-
 def check_arguments(given: Mapping[str, Any]) -> None:
     """Raise InputError if an argument without a meaning here is set."""
     for name, value in given.items():

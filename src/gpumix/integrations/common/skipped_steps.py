@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,16 +12,16 @@ from torch.optim import Optimizer
 from gpumix.engine.engine import Engine
 
 
+@dataclass(frozen=True, eq=False)
 class SkippedStepProxy:
     """Stand-in for an optimizer, for Accelerate's query of a skipped last step."""
 
-    def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
-        self._engine = engine
-        self._optimizer = optimizer
+    engine: Engine
+    optimizer: Optimizer
 
     @property
     def step_was_skipped(self) -> bool:
-        return self._engine.overflowed and has_visible_skips(self._optimizer)
+        return self.engine.overflowed and has_visible_skips(self.optimizer)
 
 
 def has_visible_skips(optimizer: Optimizer) -> bool:

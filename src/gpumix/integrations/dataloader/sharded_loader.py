@@ -8,7 +8,7 @@ no sample is read twice to fill it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -140,19 +140,17 @@ class RankBatchSampler:
             yield WantedSamples.of(batch, self._rows, self._width)
 
 
+@dataclass(eq=False)
 class RankCollator:
     """Collator of wanted samples, in the process reading them.
 
-    Args:
+    Attributes:
         collate: the program's collate function.
         width: of padding, may change before the first batch is read.
     """
 
-    def __init__(
-        self, collate: Callable[[list[Any]], Any], width: PaddingScope | None = None
-    ) -> None:
-        self.collate = collate
-        self.width = width or PaddingScope()
+    collate: Callable[[list[Any]], Any]
+    width: PaddingScope = field(default_factory=PaddingScope)
 
     def __call__(self, read: tuple[list[Any], WantedSamples]) -> Any:
         samples, wanted = read
@@ -164,26 +162,19 @@ class RankCollator:
         return RankBatch.of(kept, samples=wanted.samples)
 
 
+@dataclass(eq=False)
 class TreeCollator(RankCollator):
     """Collator for programs with batches of any trees of tensors: returns a `RankPart`.
 
-    Args:
+    Attributes:
         stand_ins: keep the row read for a rank without samples.
     """
 
-    def __init__(
-        self,
-        collate: Callable[[list[Any]], Any],
-        width: PaddingScope | None = None,
-        *,
-        stand_ins: bool = False,
-    ) -> None:
-        super().__init__(collate, width)
-        self._stand_ins = stand_ins
+    stand_ins: bool = False
 
     def _handed_over(self, samples: list[Any], wanted: WantedSamples) -> RankPart:
         own = len(wanted.own)
-        rows = wanted.own or ((0,) if self._stand_ins else ())
+        rows = wanted.own or ((0,) if self.stand_ins else ())
         return RankPart(wanted.samples, own, _rows(rows, collate_tree(self.collate, samples)))
 
 
@@ -217,36 +208,27 @@ class WantedDataset(Dataset[Any]):
             return several(indices) if several else [self.dataset[i] for i in indices], wanted
 
 
+@dataclass(eq=False)
 class RankStream(IterableDataset[Any]):
     """This rank's part of each batch of a stream. Every rank reads the full stream; each worker
     makes batches of its part of the stream, as in torch's loader."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int,
-        rows: RowAssignment,
-        collate: RankCollator,
-        *,
-        most: int,
-        drop_last: bool,
-    ) -> None:
-        self.dataset = dataset
-        self._batch_size = batch_size
-        self._most = most
-        self._rows = rows
-        self._collate = collate
-        self._drop_last = drop_last
+    dataset: Any
+    batch_size: int
+    rows: RowAssignment
+    collate: RankCollator
+    most: int
+    drop_last: bool
 
     def __iter__(self) -> Iterator[Any]:
         samples = iter(self.dataset)
         with count_as_host_memory():
-            for batch in iter(lambda: list(islice(samples, self._batch_size)), []):
-                if len(batch) < self._batch_size and self._drop_last:
+            for batch in iter(lambda: list(islice(samples, self.batch_size)), []):
+                if len(batch) < self.batch_size and self.drop_last:
                     return
-                for part in _in_parts(batch, self._most):
-                    wanted = WantedSamples.of(part, self._rows, self._collate.width)
-                    yield self._collate((wanted.read, wanted))
+                for part in _in_parts(batch, self.most):
+                    wanted = WantedSamples.of(part, self.rows, self.collate.width)
+                    yield self.collate((wanted.read, wanted))
 
 
 @dataclass(frozen=True)
@@ -326,7 +308,7 @@ def make_rank_loader(  # a DataLoader has as many settings
     if settings.get("num_workers"):
         settings["worker_init_fn"] = WorkerStart(settings.get("worker_init_fn"))
     if isinstance(dataset, IterableDataset):
-        stream = RankStream(dataset, batch_size, rows, collate, most=most, drop_last=drop_last)
+        stream = RankStream(dataset, batch_size, rows, collate, most, drop_last)
         loader = kind(stream, batch_size=None, **settings)
     else:
         batches = GlobalBatches(

@@ -235,7 +235,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         if fitting:
             self.optimizers = [take_over_optimizer(self.optimizers[0], self._engine, names)]
         self.saver = Saver(self._engine, dtypes, get_local_world_size(), name="")
-        self.precision_plugin.serve(self._engine)
+        self.precision_plugin.engine = self._engine
         self._steps.serve(self._engine)
         module.zero_grad = partial(_without_gradients, self._engine)  # type: ignore[method-assign]
         module._device = self._device

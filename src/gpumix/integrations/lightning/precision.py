@@ -40,7 +40,7 @@ class PlannedPrecision(Precision):
         self.precision: Any = "32-true"
         self.samples = 0
         self.norm: torch.Tensor | float = 0.0
-        self._engine: Engine | None = None
+        self.engine: Engine | None = None
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
 
     def told(self, plugin: Precision) -> None:
@@ -63,9 +63,6 @@ class PlannedPrecision(Precision):
         """The compute dtype."""
         return DTYPES[self.precision]
 
-    def serve(self, engine: Engine) -> None:
-        self._engine = engine
-
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert the weights for `-true` precisions; otherwise keep the given dtypes."""
         halves = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -86,8 +83,8 @@ class PlannedPrecision(Precision):
     def stash_gradients(self) -> None:
         """Put gradients aside: forward and backward ran at once, and Lightning clears gradients in
         between."""
-        assert self._engine is not None
-        self._gradients = [(p, p.grad) for p in self._engine.parameters()]
+        assert self.engine is not None
+        self._gradients = [(p, p.grad) for p in self.engine.parameters()]
         for parameter, _ in self._gradients:
             parameter.grad = None
 
@@ -112,10 +109,10 @@ class PlannedPrecision(Precision):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         """Clip by the norm over all gradients of the model, or by value."""
-        assert self._engine is not None
+        assert self.engine is not None
         if clip_val <= 0:
             return
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            nn.utils.clip_grad_value_(list(self._engine.parameters()), clip_val)
+            nn.utils.clip_grad_value_(list(self.engine.parameters()), clip_val)
         else:
-            self.norm = self._engine.clip_grad_norm_(clip_val)
+            self.norm = self.engine.clip_grad_norm_(clip_val)

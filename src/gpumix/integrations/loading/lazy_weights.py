@@ -6,9 +6,10 @@ No process makes the whole model. Once a plan is made, each rank reads the parts
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, partialmethod
+from functools import cache, partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ from gpumix.engine.weights.safetensors_files import (
     make_pickle_error,
 )
 from gpumix.engine.weights.transformers_loading import LoadingRecorder
+from gpumix.engine.weights.whole_values import read_all_values
 from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.integrations.common.optional_dependency import require_attributes, require_packages
 from gpumix.integrations.loading.missing_parameters import on_host
-from gpumix.integrations.loading.peft_layers import teach_peft
-from gpumix.integrations.loading.whole_models import teach_transformers
+from gpumix.integrations.loading.peft_layers import teach_peft, wrap_method
 from gpumix.schema.errors import InputError, get_first_line
 
 TESTED = ">=5.15,<6"
@@ -80,7 +81,7 @@ def lazy_weights() -> Iterator[None]:
 
     require_attributes(PreTrainedModel, [LOAD, INITIALISE], package="transformers", tested=TESTED)
     teach_peft()
-    teach_transformers()
+    _teach_transformers()
     ours = {
         LOAD: staticmethod(partial(_load, getattr(PreTrainedModel, LOAD))),
         INITIALISE: partialmethod(_initialise, getattr(PreTrainedModel, INITIALISE)),
@@ -174,6 +175,35 @@ def _tie_equal_parameters(model: Any, missing: set[str]) -> None:
             logging.get_logger("transformers.modeling_utils").warning(
                 f"'{target}' is not tied to '{source}': the files hold both, with other values"
             )
+
+
+@cache
+def _teach_transformers() -> None:
+    """Let transformers resize embeddings of models in files, save such models, and load other
+    values into them. Other models keep transformers' own code."""
+    from transformers import PreTrainedModel
+
+    wrap_method(PreTrainedModel, "resize_token_embeddings", partial(_call, _read_embeddings))
+    wrap_method(
+        PreTrainedModel,
+        "save_pretrained",
+        partial(_call, lambda model: read_all_values(copy.deepcopy(model))),
+    )
+    wrap_method(PreTrainedModel, "load_state_dict", partial(_call, read_all_values))
+
+
+def _call(
+    read: Callable[[Any], Any], method: Callable[..., Any], model: Any, *args: Any, **given: Any
+) -> Any:
+    """Call a method of the model that `read` returns for a model in files."""
+    whole = read(model) if any(map(has_source, model.parameters())) else model
+    return method(whole, *args, **given)
+
+
+def _read_embeddings(model: Any) -> Any:
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    chosen = {p for table in tables if table is not None for p in table.parameters()}
+    return read_all_values(model, chosen)
 
 
 def _are_equal(one: nn.Parameter, other: nn.Parameter) -> bool:

@@ -40,8 +40,7 @@ from gpumix.integrations.common.plan_and_shard import (
     shard_by_plan,
 )
 from gpumix.integrations.common.run_recorder import TrainingRecorder
-from gpumix.integrations.common.save_pretrained import patch_save_pretrained
-from gpumix.integrations.common.saver import Saver, get_parameter_dtypes
+from gpumix.integrations.common.saver import Saver, get_parameter_dtypes, patch_save_pretrained
 from gpumix.integrations.common.skipped_steps import (
     SkippedStepProxy,
     get_reported_norm,

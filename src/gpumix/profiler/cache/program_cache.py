@@ -58,15 +58,12 @@ def describe_work(model: nn.Module, batch: Any, *more: object) -> dict[str, obje
         "config": str(config),
         "code": hash_files(files),
         "parameters": [
-            (n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in _list_parameters(model)
+            (name, list(p.shape), str(p.dtype), p.requires_grad)
+            for name, p in model.named_parameters(remove_duplicate=False)
         ],
         "batch": str(tree_map(lambda t: (t.shape, t.dtype) if hasattr(t, "shape") else t, batch)),
         "more": more,
     }
-
-
-def _list_parameters(model: nn.Module) -> Any:
-    return model.named_parameters(remove_duplicate=False)
 
 
 def _find_source_file(kind: type) -> Path | None:

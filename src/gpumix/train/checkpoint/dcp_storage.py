@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -113,10 +113,6 @@ MOST_ELEMENTS = 2**56  # of a tensor
 MOST_EMPTY = 10_000  # empty tensors allowed even in a small model
 
 
-def _random_place() -> int:
-    return secrets.randbelow(_PRIME)
-
-
 def _known_dtype(name: str) -> str:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -191,7 +187,8 @@ class StoredTensor(Value):
         the difference is a nonzero polynomial in the lengths, and random lengths modulo a large
         prime are a root of it once in 10**17 times. So the check takes time linear in the boxes.
         """
-        places: list[defaultdict[int, int]] = [defaultdict(_random_place) for _ in self.shape]
+        place = partial(secrets.randbelow, _PRIME)
+        places: list[defaultdict[int, int]] = [defaultdict(place) for _ in self.shape]
 
         def volume(offset: Sequence[int], size: Sequence[int]) -> int:
             every = zip(places, offset, size)

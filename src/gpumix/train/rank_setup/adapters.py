@@ -43,11 +43,12 @@ def add_adapters(model: nn.Module, spec: ModelSpec) -> nn.Module:
         with _lengths_of_rows_later():
             adapted: nn.Module = peft.inject_adapter_in_model(config, model)
     except ValueError as error:
+        ends = {name.rpartition(".")[2] for name in layers}
         raise InputError(
             "PEFT cannot add these adapters",
             where="model.lora",
             why=get_first_line(error),
-            fix=f"linear layers of the blocks end in {', '.join(_ends(layers))}",
+            fix=f"linear layers of the blocks end in {', '.join(sorted(ends))}",
         ) from error
     return adapted
 
@@ -71,10 +72,6 @@ def list_linear_layers(model: nn.Module, spec: ModelSpec) -> list[str]:
             fix="leave out `model.lora`, or name other blocks with `model.units`",
         )
     return found
-
-
-def _ends(names: list[str]) -> list[str]:
-    return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _import_peft() -> Any:

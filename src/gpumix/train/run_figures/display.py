@@ -100,7 +100,9 @@ class Display:
                 f"{r.step}/{self._log.steps}", f"{r.loss:.4f}", f"{r.learning_rate:.2e}",
                 f"{r.gradient_norm:.3f}", show_seconds(r.step_s),
             )  # fmt: skip
-        parts: list[RenderableType] = [self._headline(), steps, self._progress()]
+        title = Text(self._title, style="bold").append("\n")
+        headline = title.append_text(render_speed(self._figures))
+        parts: list[RenderableType] = [headline, steps, self._progress()]
         if self._validation:
             parts.append(Text(self._validation))
         advice = advise(AdvisedRun(figures, job=UNKNOWN_JOB))
@@ -110,9 +112,6 @@ class Display:
         if self._log.plan.emulated:
             parts.append(Text(EMULATED, style="yellow"))
         return Group(*parts)
-
-    def _headline(self) -> Text:
-        return Text(self._title, style="bold").append("\n").append_text(render_speed(self._figures))
 
     def _progress(self) -> Table:
         done, row = self._log.done, Table.grid(padding=(0, 2))

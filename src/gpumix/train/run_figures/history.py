@@ -41,7 +41,9 @@ LARGEST_NUMBER = 1e75
 RUN_FIGURES = "run"  # event with the figures so far, for trackers
 UNREADABLE_FIX = "give the folder of another run, or remove this file: the rest is shown without it"
 
-FIELDS = {kind: get_type_hints(kind) for kind in (StepRecord, ClassRecord, RankRecord)}
+FIELDS: Mapping[type[Any], Mapping[str, Any]] = {
+    kind: get_type_hints(kind) for kind in (StepRecord, ClassRecord, RankRecord)
+}
 
 T = TypeVar("T")
 

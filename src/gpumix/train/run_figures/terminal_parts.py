@@ -61,7 +61,8 @@ def render_advice(advice: Sequence[Advice], most: int = MOST_ADVICE) -> Table:
 
 def render_classes(figures: RunFigures, width: int) -> Table:
     """Return a table with a row for each GPU type, with the columns that fit."""
-    rows = [dict(_cells(figures, name)) for name in _list_classes(figures.plan)]
+    classes = dict.fromkeys(worker.device_class for worker in figures.plan.workers)
+    rows = [dict(_cells(figures, name)) for name in classes]
     columns = _choose_columns(rows, width)
     table = Table(box=None, padding=(0, GAP, 0, 0), header_style="dim")
     for number, column in enumerate(columns):
@@ -87,10 +88,6 @@ def _measure(name: str, rows: Sequence[Mapping[str, str]]) -> int:
     """Return the width of a column, with the gap behind it."""
     texts = [*name.split("\n"), *(row[name] for row in rows)]
     return min(max(map(len, texts)), LONGEST_NAME) + GAP
-
-
-def _list_classes(plan: Plan) -> list[str]:
-    return list(dict.fromkeys(worker.device_class for worker in plan.workers))
 
 
 def _cells(figures: RunFigures, name: str) -> Iterator[tuple[str, str]]:

@@ -54,7 +54,7 @@ class RootModules:
             if id(module) not in self._known:
                 # Submodules recomputed in a backward pass have no caller.
                 self._parts |= {id(part) for part in module.modules()} - {id(module)}
-                place, casts = find_user_line(), _has_autocast(module)
+                place, casts = find_user_line(), torch.is_autocast_enabled(device_of(module).type)
                 for treatment in self._treatments:
                     treatment(module)
                 self._known[id(module)] = module, place, casts, _compiled(module)
@@ -85,11 +85,6 @@ class RootModules:
 def _is_trained(module: nn.Module) -> bool:
     trains = module.training and torch.is_grad_enabled()
     return trains and any(p.requires_grad for p in module.parameters())
-
-
-def _has_autocast(module: nn.Module) -> bool:
-    """Return whether autocast is active at the call."""
-    return torch.is_autocast_enabled(device_of(module).type)
 
 
 def device_of(module: nn.Module) -> torch.device:
