@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from gpumix.engine.comm.process_groups import group_timeout
 from gpumix.engine.engine import Engine
-from gpumix.engine.weights.safetensors_files import open_safetensors
 from gpumix.engine.outside_steps import get_outside_steps
+from gpumix.engine.weights.safetensors_files import open_safetensors
 from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.integrations.common.collective_guard import CollectiveGuard
 from gpumix.integrations.common.peft_adapters import load_adapters, use_prompt_weights
