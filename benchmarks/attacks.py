@@ -19,10 +19,18 @@ import tempfile
 from pathlib import Path
 
 from common import make_parser, print_figures
-from helpers.attacks import attacked, file_attacks, state_attacks, word_attacks
+from helpers.attacks import (
+    attacked,
+    command_attacks,
+    file_attacks,
+    job_attacks,
+    state_attacks,
+    word_attacks,
+)
 
 WITHOUT_A_SECOND_USER = ("orders to terminals", "odd numbers", "hosts in templates",
-                         "hosts to ssh", "values in templates", "ports")  # fmt: skip
+                         "hosts to ssh", "values in templates", "ports", "configurations",
+                         "saved datasets", "names of cards", "environments", "plans")  # fmt: skip
 
 
 def main() -> None:
@@ -31,7 +39,8 @@ def main() -> None:
     parser.add_argument("--name", default="", help="only those whose name has this in it")
     parser.add_argument("--show", action="store_true", help="print each attack")
     arguments = parser.parse_args()
-    every = [*file_attacks.every(), *word_attacks.every(), *state_attacks.every()]
+    modules = file_attacks, word_attacks, state_attacks, job_attacks, command_attacks
+    every = [attack for module in modules for attack in module.every()]
     chosen = [one for one in every if arguments.kind in (None, one.kind)]
     chosen = [one for one in chosen if arguments.name in one.name]
     if os.geteuid() != 0:
@@ -61,7 +70,8 @@ def main() -> None:
 
 def warm_up() -> None:
     """Import what attacks use once, not in each of their processes."""
-    import torch.distributed  # noqa: F401
+    import datasets  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
 
     import gpumix.cli
     import gpumix.launch.launcher

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from helpers.attacks.attacked import Attack, Place, Swapping, attempt, turns
+from helpers.attacks.command_attacks import every as command_attacks
 from helpers.attacks.file_attacks import every as file_attacks
+from helpers.attacks.job_attacks import every as job_attacks
 from helpers.attacks.state_attacks import every as state_attacks
 from helpers.attacks.strangers import as_root
 from helpers.attacks.word_attacks import every as word_attacks
@@ -34,6 +37,12 @@ CHOSEN = (
     "checkpoints: moved and linked back", "checkpoints: __0_0.distcp, pickle",
     "ports: store, noise", "ports: store, slow",
     "odd numbers: everywhere 1e+308", "odd numbers: progress's time 1e+308",
+    "weights: model.safetensors, sparse", "weights: index, above", "weights: index, long",
+    "configurations: kernels of a hub", "saved datasets: state a number",
+    "saved datasets: state of root", "saved datasets: rows pipe", "saved datasets: info other",
+    "init: 'm\"\"\"\\nopen(\"PWNED\", \"w\")\\n\"\"\"'", "caches of models: b'\\xff\\xfe'",
+    "compiled code: file", "trackers: tensorboard is a link", "trackers: positions are a link",
+    "trackers: a log has no end", "trackers: position 5",
 )  # fmt: skip
 # Of these ways others are usual cases.
 FURTHER = (
@@ -49,6 +58,8 @@ FURTHER = (
     "odd numbers: progress's time 1e+308", "links: folder checkpoints",
     "races: read", "no UTF-8: metrics.jsonl, resume",
     "orders to terminals: rank's input_limit 5",
+    "weights: index, above", "saved datasets: state of root", "saved datasets: info other",
+    "trackers: position 5",
 )  # fmt: skip
 # Of these kinds one of so many, and the first, the fourth, ... of these as usual cases.
 SOME = {"hosts in templates": 7, "hosts to ssh": 9, "values in templates": 13,
@@ -56,7 +67,8 @@ SOME = {"hosts in templates": 7, "hosts to ssh": 9, "values in templates": 13,
 
 
 def chosen() -> list[Attack]:
-    every = [*file_attacks(), *word_attacks(), *state_attacks()]
+    every = [*file_attacks(), *word_attacks(), *state_attacks(), *job_attacks()]
+    every += command_attacks()
     assert len({one.id for one in every}) == len(every)
     found = [one for one in every if one.id in CHOSEN]
     assert {one.id for one in found} == set(CHOSEN)
@@ -147,6 +159,9 @@ def test_harm_is_seen(place, act, told):
 def test_who_hangs_and_who_calls_a_bug_is_seen(place):
     hanging = attempt(Attack("controls", "hangs", lambda _: str(list(turns(60)))), place, 1.0)
     assert hanging.hung
+    shutil.rmtree(place)
+    dying = attempt(Attack("controls", "dies", lambda _: os._exit(3)), place)
+    assert "died" in dying.bug
     shutil.rmtree(place)
     calling = attempt(Attack("controls", "raises", lambda _: str(1 / 0)), place)
     assert "ZeroDivisionError" in calling.bug

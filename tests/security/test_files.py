@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from gpumix.hardware.host.environment import keep_compiled_code
 from gpumix.schema import files
+from gpumix.schema.file_errors import how_to_write
 from helpers.attacks.strangers import as_root, give_away, linked
 
 
@@ -123,6 +126,28 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(tmp_path, secret, open
     for name in ("link", "device", "pipe"):
         with pytest.raises(files.NotAFileError):
             os.close(taken) if isinstance(taken := open_it(tmp_path / name), int) else None
+    assert secret.read_text() == "mine"
+
+
+@as_root
+@pytest.mark.parametrize("open_it", [files.open_log, files.open_lock_file])
+def test_nothing_is_written_through_a_folder_that_another_user_linked(tmp_path, open_it):
+    (tmp_path / "home").mkdir()
+    folder = linked(tmp_path / ".trackers", tmp_path / "home")
+    with pytest.raises(files.NotAFileError, match="link of another user"):
+        open_it(folder / "wandb.lock")
+    assert not list((tmp_path / "home").iterdir())
+
+
+@as_root
+def test_a_second_name_of_a_file_is_not_written_in_a_folder_of_another_user(tmp_path, secret):
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "metrics.jsonl").hardlink_to(secret)
+    files.open_log(folder / "metrics.jsonl").close()  # of a user's own backup, say
+    give_away(folder)
+    with pytest.raises(files.NotAFileError, match="another name"):
+        files.open_log(folder / "metrics.jsonl")
     assert secret.read_text() == "mine"
 
 
@@ -267,13 +292,32 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_is_being_made_is_not_taken_for_one_of_an_ended_process(
+    tmp_path, monkeypatch
+):
+    """Others look at it while its lock is there and not yet held."""
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
+    lock, seen = files.fcntl.flock, []
+
+    def late(descriptor, how):
+        seen.extend(files._is_left(folder) for folder in tmp_path.iterdir())
+        lock(descriptor, how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files.fcntl, "flock", late)
+        with files.scratch_folder() as folder:
+            patched.undo()
+            assert not files._is_left(folder)
+    assert seen == [False]
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [(errno.EMFILE, "ulimit -n"), (errno.ENFILE, "fs.file-max"), (errno.ENOSPC, "make room"),
      (errno.EROFS, "read-only"), (errno.ENOENT, "by this name"), (errno.EIO, "dmesg")],
 )  # fmt: skip
 def test_each_cause_has_its_own_advice(code, said):
-    assert said in files.how_to_write(OSError(code, os.strerror(code)))
+    assert said in how_to_write(OSError(code, os.strerror(code)))
 
 
 @as_root
@@ -291,3 +335,41 @@ def test_compiled_code_lies_where_nobody_else_can_write_it(tmp_path, monkeypatch
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
     keep_compiled_code()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"
+
+
+@as_root
+def test_a_cache_of_another_user_is_replaced_by_a_folder_that_does_not_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "cache").mkdir()
+    child = os.fork()
+    if not child:
+        give_away(tmp_path / "cache")
+        made = files.private_folder(tmp_path / "cache")
+        os._exit(0 if files.is_private(made) else 1)  # as one that is killed
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list((tmp_path / "tmp").iterdir())) == 1
+    with files.scratch_folder() as folder:
+        assert list((tmp_path / "tmp").iterdir()) == [folder]
+
+
+def test_sockets_of_a_killed_launcher_are_removed_by_the_next_start(tmp_path):
+    code = """
+import os, sys
+from gpumix.train.processes.local_launcher import warm_up
+warm_up(preload=())
+print(*os.listdir(os.environ["TMPDIR"]), flush=True)
+os.kill(os.getpid(), 9)
+"""
+    env = dict(os.environ) | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == -9
+    left = [path.name for path in tmp_path.iterdir()]
+    assert done.stdout.split() == left
+    assert [name.startswith("gpumix-scratch-") for name in left] == [True]
+    deadline = time.monotonic() + 60  # the server has the lock too, and ends by itself
+    while time.monotonic() < deadline and any(tmp_path.iterdir()):
+        with files.scratch_folder(tmp_path):
+            pass
+        time.sleep(0.2)
+    assert not list(tmp_path.iterdir())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from inspect import cleandoc
 from types import ModuleType
 from typing import Any
@@ -34,7 +34,7 @@ from gpumix.cli.verbs import (
     top,
     train,
 )
-from gpumix.hardware.host.environment import count_gpus_by_nvml
+from gpumix.hardware.host.environment import count_gpus_by_nvml, keep_compiled_code
 from gpumix.schema.errors import InputError
 
 _ARGUMENTS_KEY = "gpumix.given"
@@ -159,4 +159,6 @@ for verb, summary in _SUMMARIES.items():
 def main() -> None:
     """Run the `gpumix` command."""
     count_gpus_by_nvml()
+    with suppress(OSError):  # compiling says so
+        keep_compiled_code()
     app()

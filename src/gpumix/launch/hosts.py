@@ -10,7 +10,8 @@ from pathlib import Path
 
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import MARK_BYTES, read_text, why_unreadable
+from gpumix.schema.file_errors import why_unreadable
+from gpumix.schema.files import MARK_BYTES, read_text
 from gpumix.schema.untrusted_text import check_host_name
 from gpumix.schema.value import refuse_duplicates
 

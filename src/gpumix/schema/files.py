@@ -22,12 +22,13 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from gpumix.schema.errors import MachineError
+from gpumix.schema.file_errors import how_to_write
 
 # Maximum size of a kind of file: a marker file of gpumix; a document, such as a plan of 65,536
 # devices; the index of a checkpoint; a line of a log.
@@ -49,23 +50,8 @@ _KINDS = {
 _BLOCK_BYTES = 2**20
 _LINKS = 40  # the kernel's limit of consecutive links
 _PART = ".gpumix-", ".part"  # start and end of the names of unfinished files
-_SCRATCH, _HELD = "gpumix-scratch-", ".held"
+_SCRATCH, _LOCKING, _HELD = "gpumix-scratch-", ".locking", ".held"
 _LEFT_S = 600.0  # anything not written for this long belongs to a dead process
-
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_WRITABLE = {
-    errno.ENOSPC: "make room on that disk",
-    errno.EDQUOT: "make room in that quota",
-    errno.EFBIG: "make room there: files may not grow so large (ulimit -f)",
-    errno.ENOENT: "see that the folder is there, by this name",
-    errno.ENOTDIR: "see that the folder is there, by this name",
-    errno.EACCES: "make the folder accessible to this user",
-    errno.EPERM: "make the folder accessible to this user",
-    errno.EROFS: "let that disk be written: it is mounted read-only",
-    errno.EMFILE: "allow this process more open files: ulimit -n 65536",
-    errno.ENFILE: "allow this machine more open files: sysctl fs.file-max",
-    errno.ELOOP: "remove that link, or write elsewhere",
-}
 
 
 class NotAFileError(OSError):
@@ -387,25 +373,30 @@ def replace_text(path: Path, text: str, *, cannot: str, fix: str = "") -> None:
 
 def _regular(path: Path, flags: int) -> int:
     """Open a regular file for writing, and create the file if `flags` contain `O_CREAT`. Links are
-    refused: link targets are never written.
+    refused: link targets are never written. Nor is a hard link in a folder of another user.
 
     Raises:
         NotAFileError: not a regular file.
         OSError: the file cannot be opened.
     """
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-    try:
-        descriptor = os.open(path, flags, 0o666)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            kind = "a link" if error.errno == errno.ELOOP else "a pipe"
-            raise NotAFileError(error.errno, f"it is {kind}, not a file", str(path)) from error
-        raise
-    try:
-        _refuse_others(os.fstat(descriptor), path)
-    except OSError:
-        os.close(descriptor)
-        raise
+    with _folder(path.parent) as folder:
+        try:
+            descriptor = os.open(path.name, flags, 0o666, dir_fd=folder)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                kind = "a link" if error.errno == errno.ELOOP else "a pipe"
+                raise NotAFileError(error.errno, f"it is {kind}, not a file", str(path)) from error
+            raise
+        try:
+            info = os.fstat(descriptor)
+            _refuse_others(info, path)
+            theirs = os.fstat(folder).st_uid not in (0, os.geteuid())
+            if info.st_nlink > 1 and theirs:  # the other name may be of a file of this user
+                raise NotAFileError(errno.EMLINK, "it has another name as well", str(path))
+        except OSError:
+            os.close(descriptor)
+            raise
     return descriptor
 
 
@@ -468,9 +459,32 @@ def make_private(path: Path) -> None:
         raise NotAFileError(errno.EACCES, "it is not this user's alone", str(path))
 
 
+def folder_for_library(path: Path, names: str = "*") -> Path:
+    """Create or reuse a folder in which a library opens files by name, without the checks made
+    here. Whatever another user put there to redirect it is refused; who can write the folder
+    meanwhile is trusted.
+
+    Args:
+        names: pattern of the names that the library uses.
+
+    Raises:
+        NotAFileError: the folder or a name in it is a link or a special file of another user.
+        OSError: the folder cannot be created.
+    """
+    if not path.is_symlink():  # else it is not made, but looked at
+        path.mkdir(parents=True, exist_ok=True)
+    for one in (path, *path.glob(names)):
+        info = one.lstat()
+        plain = stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)
+        if not plain and info.st_uid not in (0, os.geteuid()):
+            kind = _KINDS.get(stat.S_IFMT(info.st_mode), "a link")
+            raise NotAFileError(errno.ELOOP, f"it is {kind} of another user", str(one))
+    return path
+
+
 def private_folder(path: Path) -> Path:
     """Create or reuse a folder accessible only to this user. If another user can enter the folder,
-    return a temporary folder instead, removed when this process exits.
+    return a scratch folder instead, until this process exits.
 
     Raises:
         OSError: neither folder can be created.
@@ -479,8 +493,15 @@ def private_folder(path: Path) -> Path:
     try:
         make_private(path)
     except NotAFileError:
-        path = Path(tempfile.mkdtemp(prefix="gpumix-"))
-        atexit.register(remove_quietly, path)
+        path = scratch_for_process()
+    return path
+
+
+def scratch_for_process() -> Path:
+    """Create a scratch folder that stays until this process exits."""
+    stack, owner = ExitStack(), os.getpid()
+    path = stack.enter_context(scratch_folder())
+    atexit.register(lambda: stack.close() if os.getpid() == owner else None)
     return path
 
 
@@ -501,9 +522,11 @@ def scratch_folder(root: Path | None = None, prefix: str = _SCRATCH) -> Iterator
         if is_private(former) and _is_left(former):
             remove_quietly(former)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-    held = open_lock_file(folder / _HELD)
+    held = open_lock_file(folder / _LOCKING)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
+        # Under its name nobody finds it unlocked: that would be a folder of an ended process.
+        move(folder / _LOCKING, _HELD)
         yield folder
     finally:
         os.close(held)
@@ -572,16 +595,3 @@ def remove_partial_files(folder: Path) -> None:
                     info = path.lstat()
                     if _is_old(info) and info.st_uid == os.geteuid():
                         remove(path)
-
-
-# -- in words --------------------------------------------------------------------------------------
-
-
-def how_to_write(error: OSError) -> str:
-    """Return the fix for an error raised while writing into a folder."""
-    return _WRITABLE.get(error.errno or 0, "look at that disk and at `dmesg | tail`")
-
-
-def why_unreadable(error: OSError | ValueError) -> str:
-    """Return the reason of an error raised while reading, without the file name."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -18,7 +18,8 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import read_text, replace_text, why_unreadable
+from gpumix.schema.file_errors import why_unreadable
+from gpumix.schema.files import read_text, replace_text
 
 # Keys that identify the items of a list in documents.
 _NAMES = ("name", "id", "device", "device_class", "operation")

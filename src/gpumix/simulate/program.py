@@ -3,8 +3,8 @@
 A rank's script follows `engine.schedule.layered_schedule`: it issues collectives, waits for them,
 and computes. Durations come from `cost`. Identical ranks share one script. A worker that runs its
 micro-batches one after another (`engine.schedule.sequential_schedule`) goes through all calls for
-each; gathers go with the first forward, reductions with the last backward. At ZeRO stage 0 all reductions
-may be in flight at once; otherwise one ends before the next begins.
+each; gathers go with the first forward, reductions with the last backward. At ZeRO stage 0 all
+reductions may be in flight at once; otherwise one ends before the next begins.
 
 A collective is named by a call: the first of the run of calls it is for.
 """

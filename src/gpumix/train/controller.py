@@ -40,7 +40,7 @@ from gpumix.schema.reading.allowed_code import check_allowed
 from gpumix.schema.reading.error_location import join_locations, locate_errors
 from gpumix.schema.reading.named_files import check_named_files
 from gpumix.schema.reading.overrides import name_job
-from gpumix.schema.reading.read import read_job
+from gpumix.schema.reading.read import read_located_job
 from gpumix.train.checkpoint.checkpoint_folder import find_latest
 from gpumix.train.checkpoint.manifest import parse_step
 from gpumix.train.checks.output_folder import (
@@ -76,6 +76,7 @@ from gpumix.train.run_log.run_id import read_run_id
 from gpumix.train.run_log.tracker_process import check_installed, run_trackers
 
 if TYPE_CHECKING:
+    from gpumix.schema.reading.yaml_locations import Tree
     from gpumix.train.monitor.trial_hook import TrialObserver
     from gpumix.train.run_log.summary import Summary, TrialResult
 
@@ -107,6 +108,7 @@ class JobController:
         self._runs = runs
         self._debug = debug
         self._job_file = self._named_job = "JOB.yaml"
+        self._places: Tree | None = None  # of the job's keys
         self._console = get_stderr_console()
         self.cluster: Cluster = runs.cluster(None if job.cluster == "auto" else job.cluster)
         self._devices = self.cluster  # including devices left out for a while
@@ -127,7 +129,7 @@ class JobController:
         Args:
             allowed: code that the job may call, by default any; see `check_allowed`.
         """
-        job = read_job(path, overrides)
+        job, places = read_located_job(path, overrides)
         check_named_files(job, path)
         if allowed is not None:
             check_allowed(job, path, allowed, overrides)
@@ -138,7 +140,7 @@ class JobController:
         )
         found = cls(job, path.absolute().parent, runs, debug=debug)
         found._job_file = shlex.quote(str(path))
-        found._named_job = name_job(path, overrides)
+        found._named_job, found._places = name_job(path, overrides), places
         return found
 
     @property
@@ -183,7 +185,7 @@ class JobController:
     def train(self, given: GivenPlan, *, resume: bool) -> Summary:
         """Train by the given plan, or by a plan made first."""
         if self.speaks:
-            check_installed(self.job.report_to)
+            check_installed(self.job.report_to, self._places)
         lessons = self._runs.started_again(self.job.output_dir, self._newest)
         if not self._exclude_devices(lessons):
             summary = self._runs.outcome()
@@ -208,7 +210,7 @@ class JobController:
             self._runs.warm_up()
             if self.speaks:
                 self._runs.begins(self.job.output_dir, lessons)
-                stack.enter_context(run_trackers(self.job, fresh=fresh))
+                stack.enter_context(run_trackers(self.job, self._places, fresh=fresh))
             try:
                 summary = self._train(plan, profile, resume, lessons)
                 self._runs.tell_outcome(summary)
@@ -225,7 +227,7 @@ class JobController:
     def check_start(self, given: GivenPlan, *, resume: bool) -> tuple[Plan | None, Profile | None]:
         """Check everything that this process knows of a start, as `train` does, and start nothing.
         Return the given plan, predicted again, and its profile."""
-        check_installed(self.job.report_to)
+        check_installed(self.job.report_to, self._places)
         self._check_output(resume)
         return self._check_plan_or_job(given)
 

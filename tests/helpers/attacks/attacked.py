@@ -131,7 +131,7 @@ def attempt(attack: Attack, root: Path, limit_s: float = LIMIT_S) -> Outcome:
     said, ended = _heard(read, began + limit_s)
     if not ended:
         os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    _, status = os.waitpid(child, 0)
     seconds = time.monotonic() - began
     kind, _, text = said.partition(":")
     harm = text if kind == "harm" else ""
@@ -141,6 +141,8 @@ def attempt(attack: Attack, root: Path, limit_s: float = LIMIT_S) -> Outcome:
     if kind == "seen" and SECRET in text and not harm:
         harm = "the user's secret was shown"
     bug = text if kind not in ("seen", "harm") and ended else ""
+    if ended and status:
+        bug = f"the process died: {status}"
     if "a bug in gpumix" in text or "Traceback" in text:
         bug = text[-400:]
     return Outcome(attack, harm, not ended, bug, seconds)

@@ -142,11 +142,9 @@ def faults(done: Ended | None, names: Sequence[str]) -> list[str]:
 
 
 def is_placed(err: str, names: Sequence[str]) -> bool:
-    """Whether the error names a file, or begins with the argument or the tracker that it is
-    about."""
+    """Whether the error names a file, or begins with the argument that it is about."""
     said = err[err.find("gpumix: ") :]
-    begins = said.startswith(("gpumix: --", "gpumix: trackers"))
-    return begins or any(name in said for name in names)
+    return said.startswith("gpumix: --") or any(name in said for name in names)
 
 
 # -- processes -------------------------------------------------------------------------------------

@@ -201,13 +201,20 @@ def test_a_process_that_dies_is_told_of(tmp_path, capfd, other_process):
     assert "tracker tensorboard: died, with exit code -11" in capfd.readouterr().err
 
 
+def line_of(job, key):
+    """Where a key of the top stands in a job's file."""
+    lines = job.read_text().splitlines()
+    return f"{job}:{next(n for n, line in enumerate(lines, 1) if line.startswith(f'{key}:'))}"
+
+
 def test_a_tracker_that_cannot_start_is_an_error_before_anything_is_measured(
     tmp_path, other_process
 ):
     other_process("raise SystemExit(3)")
     job = write_job(tmp_path, report_to="tensorboard")
-    with pytest.raises(MachineError, match="tracker tensorboard cannot start"):
+    with pytest.raises(MachineError, match="tracker tensorboard cannot start") as caught:
         train(job)
+    assert caught.value.where == f"{line_of(job, 'report_to')}: report_to"
     assert not (tmp_path / "run" / "plan.json").exists()
 
 
@@ -225,11 +232,25 @@ def test_a_folder_that_cannot_be_made_is_told_with_what_to_do(tmp_path):
     )
 
 
+def test_a_port_that_is_taken_is_told_with_the_line_of_its_tracker(tmp_path):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        job = write_job(tmp_path, report_to={"prometheus": {"port": port}})
+        with pytest.raises(MachineError) as caught:
+            train(job)
+    text = job.read_text().splitlines()
+    line = next(n for n, one in enumerate(text, 1) if "prometheus:" in one)
+    assert caught.value.where == f"{job}:{line}: report_to.prometheus"
+
+
 def test_a_package_that_is_missing_is_told_with_the_line_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setattr(tracker_process, "find_spec", lambda name: None)
     job = write_job(tmp_path, report_to=["wandb", "prometheus"])
     with pytest.raises(MachineError) as caught:
         train(job)
     assert "wandb, prometheus" in caught.value.what
+    assert caught.value.where == f"{line_of(job, 'report_to')}: report_to"
     assert caught.value.fix == 'pip install ".[wandb,prometheus]"  # in gpumix\'s folder'
     assert not (tmp_path / "run").exists()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import gpumix
-from gpumix.schema.errors import TrainingError
+from gpumix.schema.errors import MachineError, TrainingError
 from gpumix.schema.plan.stage import Mode
 from gpumix.train.processes.error_translation import JOB_CALLERS, WRAPPERS, translate_error
 from helpers.paths import TESTS
@@ -44,3 +44,13 @@ def test_what_a_model_raises_is_its_own(order, recompute, whole):
     assert isinstance(error, TrainingError)
     assert error.what.startswith("the job's own code failed: RuntimeError: ")
     assert str(TESTS) in error.where
+
+
+def test_a_file_that_cannot_be_used_is_the_place_of_its_error(tmp_path):
+    with pytest.raises(OSError) as caught:
+        (tmp_path / "a" / "b").read_bytes()
+    error = translate_error(caught.value, "rank 1")
+    assert isinstance(error, MachineError)
+    assert error.where == f"rank 1, {tmp_path / 'a' / 'b'}"
+    assert error.what == "No such file or directory"
+    assert "pathlib" in error.why

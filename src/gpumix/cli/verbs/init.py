@@ -26,7 +26,7 @@ SCRATCH = {"sequence_length": 256, "global_batch_size": 32, "max_steps": 200}
 TUNING = {"sequence_length": 1024, "global_batch_size": 16, "max_steps": 200}
 LORA_RANK = 16
 SCRIPT = '''\
-"""LoRA on {weights}, by gpumix: gpumix launch {name}"""
+"""LoRA on a pretrained model, by gpumix: start it with `gpumix launch`."""
 
 import torch
 from datasets import Dataset
@@ -144,14 +144,15 @@ def init(
         raise InputError(
             "this file is there already", where=str(path), fix="name another: gpumix init FILE"
         )
-    written = _script(found, path) if found.lora else _job(found)
+    written = _script(found) if found.lora else _job(found)
     from gpumix.schema.files import write_text_atomically
 
     write_text_atomically(path, written)
     there = "" if found.cluster == "auto" else f" --cluster {quote(found.cluster)}"
-    then = f"gpumix launch{there} {path}" if found.lora else f"gpumix train {path}"
-    ask = [format_install_command("trl", "peft")] if found.lora else [f"gpumix plan {path}"]
-    commands = [*ask, then, f"gpumix report {found.output}"]
+    word = quote(str(path))
+    then = f"gpumix launch{there} {word}" if found.lora else f"gpumix train {word}"
+    ask = [format_install_command("trl", "peft")] if found.lora else [f"gpumix plan {word}"]
+    commands = [*ask, then, f"gpumix report {quote(str(found.output))}"]
     told = "\n".join([f"Wrote {path}. Next:", *(f"  {command}" for command in commands)])
     print_result(lambda: {"file": str(path), "next": commands}, lambda: told, as_json)
 
@@ -283,7 +284,7 @@ def _as_llama(shape: Decoder) -> dict[str, Any]:
     }
 
 
-def _script(found: Answers, path: Path) -> str:
+def _script(found: Answers) -> str:
     if found.weights is None:
         raise InputError(
             "adapters need pretrained weights",
@@ -298,7 +299,6 @@ def _script(found: Answers, path: Path) -> str:
             fix="give a text file, or a folder of .txt files",
         )
     return SCRIPT.format(
-        name=path,
         weights=str(found.weights),
         data=[str(text) for text in texts],
         output=str(found.output),

@@ -6,6 +6,7 @@ lists of exactly that length are read as they are. `datasets` is imported lazily
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,12 @@ from gpumix.data.workers.padding import (
     declared_lengths,
 )
 from gpumix.schema.errors import InputError, MachineError, format_install_command
-from gpumix.schema.files import read_bytes
+from gpumix.schema.file_errors import why_unreadable
+from gpumix.schema.files import MARK_BYTES, open_for_reading, read_bytes, read_text
 
 _READ_ROWS = 2000
+_SPLITS, _STATE, _INFO = "dataset_dict.json", "state.json", "dataset_info.json"
+_NAMED_FILES = ("_data_files", "_indices_data_files")  # of a state
 
 
 def open_saved(
@@ -177,12 +181,14 @@ def _load(folder: Path) -> Any:
             fix=format_install_command("datasets"),
         ) from error
     try:
+        _check_files(folder)
         loaded = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, LookupError) as error:  # IndexError: it was saved without rows
+    # IndexError: it was saved without rows. The others are of descriptions of another form.
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             "cannot load the dataset",
             where=str(folder),
-            why="it is empty" if isinstance(error, IndexError) else str(error),
+            why="it is empty" if isinstance(error, IndexError) else why_unreadable(error),
             fix=f"write it with `dataset.save_to_disk('{folder}')`",
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
@@ -193,6 +199,32 @@ def _load(folder: Path) -> Any:
             fix=f"set data.dataset to one of them, for example {folder / splits[0]}",
         )
     return loaded
+
+
+def _check_files(folder: Path) -> None:
+    """Check that what the library opens by name are files of the folder, and not too large.
+
+    Raises:
+        OSError, ValueError, TypeError, LookupError: one is not, or a description has another form.
+    """
+    if (folder / _SPLITS).exists():
+        for split in json.loads(read_text(folder / _SPLITS, MARK_BYTES))["splits"]:
+            _check_files(folder / _in_folder(split))
+        return
+    for name in (_STATE, _INFO):
+        if not (folder / name).exists():
+            return  # the library says what is missing
+        told = json.loads(read_text(folder / name))
+        for key in _NAMED_FILES if name == _STATE else ():
+            for one in told.get(key) or ():
+                with open_for_reading(folder / _in_folder(one["filename"])):
+                    pass
+
+
+def _in_folder(name: str) -> str:
+    if Path(name).name != name or "\0" in name:
+        raise ValueError(f"{name!r} is no name of a file in the folder")
+    return name
 
 
 def _choose_column(dataset: Any, column: str, folder: Path) -> str:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gpumix.schema.errors import InputError
-from gpumix.schema.files import NotAFileError, check_is_file, read_text, why_unreadable
+from gpumix.schema.errors import InputError, MachineError
+from gpumix.schema.file_errors import why_unreadable
+from gpumix.schema.files import MARK_BYTES, name_of, open_for_reading, read_text
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -153,9 +154,10 @@ def find_snapshot(folder: Path) -> Path:
         return folder
     reference = folder / "refs" / "main"
     if reference.is_file():
-        named = snapshots / read_text(reference).strip()
-        if named.is_dir():
-            return named
+        with contextlib.suppress(OSError, ValueError):  # else the newest
+            name = read_text(reference, MARK_BYTES).strip()
+            if Path(name).name == name and (snapshots / name).is_dir():
+                return snapshots / name
     found = sorted((one for one in snapshots.iterdir() if one.is_dir()), key=_modified)
     if not found:
         raise InputError(
@@ -172,7 +174,7 @@ def _read_index(index: Path) -> list[Path]:
     """Return the files that an index names."""
     try:
         names = sorted(set(json.loads(read_text(index))["weight_map"].values()))
-        files = [index.parent / name for name in names]
+        beside = [name for name in names if Path(name).name != name or "\0" in name]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             "cannot read the index of the weights",
@@ -180,6 +182,13 @@ def _read_index(index: Path) -> list[Path]:
             why=f"it has no 'weight_map' of tensors and files ({type(error).__name__})",
             fix="copy or download it again; without an index all files of the folder are read",
         ) from error
+    if beside:
+        raise InputError(
+            f"the index of the weights names '{beside[0]}', which is no file in its folder",
+            where=str(index),
+            fix="copy or download it again; without an index all files of the folder are read",
+        )
+    files = [index.parent / name for name in names]
     check_are_there(files, index)
     return files
 
@@ -207,14 +216,30 @@ def open_safetensors(file: Path) -> Iterator[Any]:
     Raises:
         InputError: it cannot be read.
     """
-    try:
-        check_is_file(file)  # opening anything else may block with Python's lock held
-        with safe_open(file, framework="pt") as opened:
+    with contextlib.ExitStack() as stack:
+        try:
+            stream = stack.enter_context(open_for_reading(file))
+            name = name_of(stream.fileno(), file)
+            opened = stack.enter_context(safe_open(name, framework="pt"))
+        except MemoryError as error:  # of addresses: nothing is read yet
+            raise MachineError(
+                "the weights cannot be mapped into memory",
+                where=str(file),
+                why=str(error),
+                fix="allow this process more addresses: ulimit -v unlimited",
+            ) from error
+        except (OSError, SafetensorError) as error:
+            raise _make_unreadable_error(file, error) from error
+        try:
             yield opened
-    except (OSError, SafetensorError) as error:
-        raise InputError(
-            "cannot read the weights",
-            where=str(file),
-            why=why_unreadable(error) if isinstance(error, NotAFileError) else str(error),
-            fix=WHOLE_FILE,
-        ) from error
+        except (OSError, SafetensorError) as error:
+            raise _make_unreadable_error(file, error) from error
+
+
+def _make_unreadable_error(file: Path, error: Exception) -> InputError:
+    return InputError(
+        "cannot read the weights",
+        where=str(file),
+        why=why_unreadable(error) if isinstance(error, OSError) else str(error),
+        fix=WHOLE_FILE,
+    )

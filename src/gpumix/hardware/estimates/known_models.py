@@ -18,7 +18,8 @@ from typing import Any
 
 from gpumix.hardware.estimates.decoder_shapes import Decoder, decoder, make_llama_like
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import read_text, why_unreadable
+from gpumix.schema.file_errors import why_unreadable
+from gpumix.schema.files import read_text
 from gpumix.schema.reading.error_location import locate_errors
 from gpumix.schema.reading.error_text import did_you_mean, find_nearest
 from gpumix.schema.value import Value

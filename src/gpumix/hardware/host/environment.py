@@ -183,7 +183,8 @@ def cache_folder() -> Path:
 
 def keep_compiled_code() -> None:
     """Store torch's compiled code where only this user can write. The default is a predictable name
-    in the temporary folder. User settings are kept."""
+    in the temporary folder, which torch makes as soon as parts of it are imported: call before.
+    User settings are kept."""
     if _COMPILED not in os.environ:
         os.environ[_COMPILED] = str(private_folder(cache_folder() / "inductor"))
 
@@ -259,8 +260,8 @@ def torchrun_place() -> TorchrunPlace | None:
         master_port=_number("MASTER_PORT"),
         agent_has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         elastic=os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
-        starts=int(os.environ.get(STARTS, "0")),
-        stop_asked_at=float(asked) if (asked := os.environ.get(STOP_ASKED)) else None,
+        starts=_number(STARTS) if STARTS in os.environ else 0,
+        stop_asked_at=_seconds(STOP_ASKED),
         restarted=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
         has_agent=launcher() == "torchrun",
         one_host=os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"],
@@ -293,6 +294,15 @@ def _number(name: str) -> int:
         what = f"the environment's {name} is '{value}', not a whole number of 0 or more"
         raise InputError(what, fix=_NO_PLACE)
     return int(value)
+
+
+def _seconds(name: str) -> float | None:
+    text = os.environ.get(name)
+    try:
+        return float(text) if text else None
+    except ValueError as error:
+        what = f"the environment's {name} is '{text}', not a number of seconds"
+        raise InputError(what, fix=f"unset {name}") from error
 
 
 def place_settings(

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpumix.engine.access_between_steps import get_access_between_steps
 from gpumix.engine.comm.process_groups import group_timeout
 from gpumix.engine.engine import Engine
+from gpumix.engine.weights.safetensors_files import open_safetensors
 from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.integrations.common.collective_guard import CollectiveGuard
 from gpumix.integrations.common.peft_adapters import load_adapters, use_prompt_weights
@@ -129,7 +129,11 @@ class Saver:
                 where=str(folder),
                 fix="save with save_only_model=False, so that there is a state to load",
             )
-        self.load_weights({n: t for file in files for n, t in load_file(file).items()})
+        values: dict[str, Tensor] = {}
+        for file in files:
+            with open_safetensors(file) as opened:
+                values |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        self.load_weights(values)
         return 0
 
     def load_weights(self, values: Mapping[str, Tensor]) -> None:

@@ -149,6 +149,7 @@ def _describe_error(name: str, error: BaseException) -> dict[str, Any]:
     if isinstance(error, ImportError):
         return MachineError(
             f"tracker '{name}' cannot be imported",
+            where=f"report_to.{name}",
             why=format_in_one_line(error),
             fix=format_install_command(name),
         ).as_dict()

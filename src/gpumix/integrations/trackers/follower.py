@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from gpumix.integrations.trackers.metric_names import NUMERIC_KINDS
-from gpumix.schema.files import open_for_reading, open_lock_file, read_text, write_text_atomically
+from gpumix.schema.files import (
+    LINE_BYTES,
+    MARK_BYTES,
+    folder_for_library,
+    open_for_reading,
+    open_lock_file,
+    read_text,
+    write_text_atomically,
+)
 from gpumix.train.run_log import run_files
 
 REQUIRED_KEYS = {"event", "step", "time"}
@@ -62,8 +70,13 @@ class TrackerPosition:
     @classmethod
     def load(cls, path: Path) -> TrackerPosition | None:
         """Return the saved marks, or None if missing or unreadable."""
-        with suppress(OSError, ValueError, TypeError):
-            return cls(**json.loads(read_text(path)))
+        with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+            found = cls(**json.loads(read_text(path, MARK_BYTES)))
+            numbers = [found.since, found.time_s, *found.steps.values()]
+            if isinstance(found.run, str | None) and all(
+                isinstance(n, int | float) for n in numbers
+            ):
+                return found
         return None
 
 
@@ -76,8 +89,7 @@ def lock_position(
     Args:
         since: when the run began; 0 if it resumes.
     """
-    folder = output / run_files.TRACKERS
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder_for_library(output / run_files.TRACKERS)
     path = folder / f"{tracker}.json"
     with os.fdopen(open_lock_file(folder / f"{tracker}.lock"), "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # waits for a process about to end
@@ -104,7 +116,9 @@ class Follower:
             with suppress(FileNotFoundError):
                 self._file = self._open.enter_context(open_for_reading(self._path))
         while self._file is not None:
-            begin, line = self._file.tell(), self._file.readline()
+            begin, line = self._file.tell(), self._file.readline(LINE_BYTES)
+            if len(line) == LINE_BYTES:
+                raise ValueError(f"{self._path} has a line of more than {LINE_BYTES:,} bytes")
             if not line.endswith(b"\n"):  # the rest of the line will follow
                 self._file.seek(begin)
                 return

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, TrackedRun, strip_secrets
+from gpumix.schema.files import folder_for_library
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import MlflowSpec
 
@@ -38,12 +39,12 @@ class Mlflow:
     def prepare(self) -> None:
         import logging
 
+        if self._settings.uri is None:
+            folder_for_library(self._folder, "mlflow*")
         import mlflow
 
         logging.getLogger("alembic").setLevel(logging.WARNING)  # its creation of tables
         self._client = mlflow.MlflowClient(tracking_uri=self._uri)
-        if self._settings.uri is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
 
     def begin(self, run: TrackedRun) -> str:
         if run.id is not None:

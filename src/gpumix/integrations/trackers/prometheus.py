@@ -17,6 +17,7 @@ from gpumix.integrations.trackers.tracker import (
     TrackedRun,
 )
 from gpumix.schema.errors import MachineError
+from gpumix.schema.files import write_bytes
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import PrometheusSpec
 from gpumix.train.run_manifest import get_versions
@@ -127,9 +128,10 @@ class Prometheus:
 
     def flush(self) -> None:
         if self._settings.textfile is not None:
-            from prometheus_client import write_to_textfile
+            from prometheus_client import generate_latest
 
-            write_to_textfile(str(self._settings.textfile), self._registry)
+            # Not by `write_to_textfile`, which writes into a file of a name that can be told.
+            write_bytes(self._settings.textfile, generate_latest(self._registry))
 
     def end(self, state: str) -> None:
         self._board.put("run_state", 1, state=state)

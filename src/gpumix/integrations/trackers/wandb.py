@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, TrackedRun, Tracker
+from gpumix.schema.files import folder_for_library
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import WandbSpec
 
@@ -29,9 +30,10 @@ class Wandb(Tracker):
         self._step = 0
 
     def prepare(self) -> None:
+        folder_for_library(self._folder, "wandb")
+        if (self._folder / "wandb").is_dir():
+            folder_for_library(self._folder / "wandb")
         import wandb  # noqa: F401
-
-        self._folder.mkdir(parents=True, exist_ok=True)
 
     def begin(self, run: TrackedRun) -> str:
         import wandb

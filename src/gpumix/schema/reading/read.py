@@ -43,6 +43,11 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     Raises:
         InputError: a file or an override is wrong.
     """
+    return read_located_job(path, overrides)[0]
+
+
+def read_located_job(path: Path, overrides: Sequence[str] = ()) -> tuple[Job, Tree]:
+    """Read a job as `read_job`; return also the locations of its keys, for later errors."""
     if path.suffix == ".py" and path.is_file():
         raise InputError(
             "this is a program, not a job",
@@ -70,7 +75,7 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     update: dict[str, Any] = {"cluster": cluster}
     if (tokenizer := _choose_tokenizer(job, tree)) != job.tokenizer:  # else it stays not given
         update["tokenizer"] = tokenizer
-    return job.model_copy(update=update)
+    return job.model_copy(update=update), tree
 
 
 def read_cluster(path: Path) -> Cluster:

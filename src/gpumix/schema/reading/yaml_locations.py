@@ -18,7 +18,8 @@ from typing import Any
 import yaml
 
 from gpumix.schema.errors import InputError, make_missing_file_error
-from gpumix.schema.files import open_for_reading, why_unreadable
+from gpumix.schema.file_errors import why_unreadable
+from gpumix.schema.files import open_for_reading
 
 Keys = tuple[str | int, ...]
 """Path from the top of a file to a value: mapping keys and list indices."""
@@ -70,6 +71,11 @@ class Tree:
         while keys not in self.places:
             keys = keys[:-1]
         return self.places[keys]
+
+    def locate(self, key: str) -> str:
+        """Return a dotted key after its location; anything else unchanged."""
+        keys: Keys = tuple(key.split("."))
+        return f"{self.place(keys)}: {key}" if keys[:1] in self.places else key
 
     def overrides(self, keys: Keys) -> Iterator[YamlLocation]:
         """Yield the locations of `--set` values below `keys`."""

@@ -27,7 +27,7 @@ from gpumix.schema.errors import (
     format_in_one_line,
     rebuild_error,
 )
-from gpumix.schema.files import FULL, how_to_write
+from gpumix.schema.file_errors import FULL, how_to_write
 from gpumix.train.checkpoint.background import BackgroundTimeout
 
 T = TypeVar("T")

@@ -28,6 +28,7 @@ from gpumix.data.core.tokenizer import FileTokenizer, make_byte_tokenizer_files,
 from gpumix.engine.model.adapters import find_base_name
 from gpumix.schema import files
 from gpumix.schema.errors import GpumixError, InputError, MachineError, get_first_line
+from gpumix.schema.file_errors import how_to_write, why_unreadable
 from gpumix.train.checkpoint.checkpoint_folder import (
     find_script_files,
     list_checkpoints,
@@ -131,7 +132,7 @@ def export(
             "cannot write the exported model",
             where=str(to),
             why=get_first_line(error),
-            fix=f"{files.how_to_write(system)}, or choose another folder",
+            fix=f"{how_to_write(system)}, or choose another folder",
         ) from error
     finally:
         files.remove_quietly(part)
@@ -237,7 +238,7 @@ def _check_side_file(file: Path) -> None:
         if file.suffix == ".json" and not isinstance(json.loads(text), dict):
             raise InputError("it is no JSON object", where=str(file))
     except (OSError, ValueError) as error:
-        raise InputError(files.why_unreadable(error), where=str(file)) from error
+        raise InputError(why_unreadable(error), where=str(file)) from error
 
 
 def _check_replaceable(to: Path) -> None:

@@ -6,6 +6,7 @@ cross to other processes.
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -56,10 +57,13 @@ def translate_error(error: BaseException, where: str) -> GpumixError:
     jobs = [frame for frame, file in behind if file is None and not _is_torch_frame(frame)]
     of_job = bool(own and jobs) and files[last] in JOB_CALLERS
     at = [_format_frame(jobs[-1] if of_job else frames[last])] if frames else []
+    if isinstance(error, OSError) and isinstance(error.filename, str | bytes) and error.strerror:
+        file = os.fsdecode(error.filename)
+        why = f"at {at[0]}" if at else ""
+        return MachineError(error.strerror, where=", ".join(filter(None, [where, file])), why=why)
     where = ", ".join(filter(None, [where, *at]))
     if isinstance(error, OSError):
-        file = f" ({error.filename})" if error.filename else ""
-        return MachineError(f"{error.strerror or error}{file}", where=where)
+        return MachineError(str(error.strerror or error), where=where)
     what = format_in_one_line(error)
     if of_job:
         # A factory is part of the input; the rest runs in training.

@@ -38,7 +38,12 @@ from gpumix.engine.comm.heartbeat import (
 from gpumix.hardware.host.environment import count_gpus_by_nvml, is_stopped
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import DeviceFailure, GpumixError, Interrupted, RankInterrupted, RankLost
-from gpumix.schema.files import open_lock_file, scratch_folder, write_bytes
+from gpumix.schema.files import (
+    open_lock_file,
+    scratch_folder,
+    scratch_for_process,
+    write_bytes,
+)
 from gpumix.train.console.terminal import show_waiting
 from gpumix.train.processes.error_translation import translate_error
 from gpumix.train.processes.spare_fork import ensure_running, keep_spare
@@ -101,6 +106,10 @@ def warm_up(imports: Sequence[str] = (), *, preload: Sequence[str] = PRELOAD) ->
     """Start the server of ranks, importing torch and `imports`, in the background. A running server
     is kept; a killed server is replaced by the spare, if there is one."""
     count_gpus_by_nvml()
+    # Sockets to the server: a folder of multiprocessing's own would outlive a killed launcher.
+    settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if "tempdir" not in settings:
+        settings["tempdir"] = str(scratch_for_process())
     modules = [*preload, *imports, "gpumix.train.processes.freeze_gc"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     with _interrupts_ignored():

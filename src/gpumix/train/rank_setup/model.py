@@ -96,6 +96,21 @@ def _call_model_factory(factory: str, arguments: Mapping[str, Any], folder: Path
     return model
 
 
+def _refuse_code_of_hubs(values: Mapping[str, Any], where: str) -> None:
+    """Raise InputError if a configuration names kernels of a hub, which transformers would download
+    and run."""
+    for key, value in values.items():
+        if key.endswith("_implementation") and "/" in str(value):
+            raise InputError(
+                f"'model.config.{key}' is '{value}', which is code of a hub",
+                where=where,
+                why="a configuration may come from anybody, and brings no code",
+                fix=f"leave out `{key}`, or give one of transformers, such as sdpa",
+            )
+        if isinstance(value, dict):
+            _refuse_code_of_hubs(value, where)
+
+
 def make_config(spec: ModelSpec) -> PretrainedConfig:
     """Return the `transformers` configuration of a job's model.
 
@@ -122,6 +137,7 @@ def make_config(spec: ModelSpec) -> PretrainedConfig:
                 where=where,
                 fix=f"correct `{key}` in the configuration",
             )
+    _refuse_code_of_hubs(values, where)
     make = _import_transformers().AutoConfig.for_model
     try:
         config, usual = make(model_type, **values), make(model_type)

@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import Any, BinaryIO, TextIO
 
 from gpumix.schema.errors import Interrupted, MachineError, get_first_line
+from gpumix.schema.file_errors import how_to_write
 from gpumix.schema.files import (
     copy_bytes,
-    how_to_write,
     lines_from_end,
     lines_in,
     open_for_reading,

@@ -20,9 +20,11 @@ from gpumix.hardware.host.environment import tracker_environment
 from gpumix.schema.errors import Interrupted, MachineError, format_install_command, rebuild_error
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import Trackers
+from gpumix.schema.reading.yaml_locations import Tree
 from gpumix.train.console.terminal import get_stderr_console
 from gpumix.train.run_log import run_files
 
+KEY = "report_to"  # of a job
 MODULE = "gpumix.integrations.trackers"
 PACKAGES = {"prometheus": "prometheus_client"}  # where unlike the tracker's name
 START_S = 120.0  # to import all libraries, from a slow disk
@@ -30,8 +32,11 @@ END_S = 60.0  # to send the rest
 EXIT_S = 5.0  # for the process to end, after END_S at most
 
 
-def check_installed(trackers: Trackers) -> None:
+def check_installed(trackers: Trackers, places: Tree | None = None) -> None:
     """Check that the library of each tracker is installed.
+
+    Args:
+        places: of the job's keys, for errors.
 
     Raises:
         MachineError: a library is missing; the message has the command for all.
@@ -40,16 +45,17 @@ def check_installed(trackers: Trackers) -> None:
     if missing:
         raise MachineError(
             f"the job names trackers that are not installed: {', '.join(missing)}",
-            where="report_to",
+            where=_locate(KEY, places),
             fix=format_install_command(*missing),
         )
 
 
 @contextmanager
-def run_trackers(job: Job, *, fresh: bool) -> Iterator[None]:
+def run_trackers(job: Job, places: Tree | None = None, *, fresh: bool) -> Iterator[None]:
     """Run the trackers of a run, while it trains in the block.
 
     Args:
+        places: of the job's keys, for errors.
         fresh: the run begins; otherwise it continues, as do its runs in the trackers.
 
     Raises:
@@ -58,7 +64,7 @@ def run_trackers(job: Job, *, fresh: bool) -> Iterator[None]:
     if not job.report_to.named():
         yield
         return
-    process = _TrackerProcess(job, since=time.time() if fresh else 0.0)
+    process = _TrackerProcess(job, places, since=time.time() if fresh else 0.0)
     state = "failed"
     try:
         process.wait_until_ready()
@@ -76,10 +82,12 @@ class _TrackerProcess:
     receives the outcome.
 
     Args:
+        places: of the job's keys, for errors.
         since: when the run began; 0 if it continues.
     """
 
-    def __init__(self, job: Job, *, since: float) -> None:
+    def __init__(self, job: Job, places: Tree | None, *, since: float) -> None:
+        self._places = places
         self._names = list(job.report_to.named())
         self._ready = False
         self._process = subprocess.Popen(
@@ -107,12 +115,12 @@ class _TrackerProcess:
             libraries = ", ".join(PACKAGES.get(name, name) for name in self._names)
             raise MachineError(
                 f"{self._label} cannot start: the background process {how}",
-                where="report_to",
+                where=_locate(KEY, self._places),
                 fix=f"leave out one by one, or try `python -c 'import {libraries}'`",
             )
         answer = json.loads(told)
         if "error" in answer:
-            raise rebuild_error(answer)
+            raise rebuild_error(answer | {"where": _locate(answer["where"], self._places)})
         self._ready = True
 
     def end(self, state: str) -> None:
@@ -146,3 +154,7 @@ class _TrackerProcess:
         with suppress(OSError):  # the process has ended, and said so
             self._process.stdin.write(f"{line}\n")  # type: ignore[union-attr]
             self._process.stdin.flush()  # type: ignore[union-attr]
+
+
+def _locate(where: str, places: Tree | None) -> str:
+    return places.locate(where) if places is not None else where
