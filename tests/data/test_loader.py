@@ -122,7 +122,7 @@ def test_an_error_in_the_thread_is_raised_in_its_turn_and_loses_nothing():
             with pytest.raises(TrainingError, match="the disk is gone") as caught:
                 next(loader)
             assert f"sample {order[9]} of" in caught.value.what
-            assert "data_helpers.py" in caught.value.where and "in rows" in caught.value.where
+            assert "sources.py" in caught.value.where and "in rows" in caught.value.where
             assert loader.cursor.position == 8
         source.broken = set()
         assert take(loader, 2) == order[8:16]

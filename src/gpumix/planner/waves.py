@@ -15,6 +15,7 @@ from functools import partial
 from math import ceil
 
 from gpumix.cost.device_alone import compute_ideal_samples_per_s
+from gpumix.cost.loading_memory import check_room_for_loading
 from gpumix.cost.predict import compute_plan_collectives, predict, predict_step_seconds
 from gpumix.cost.step_time import can_keep_state_on_host, optimizer_seconds
 from gpumix.cost.tensor_parallel_groups import reduce_to_leaders
@@ -26,7 +27,7 @@ from gpumix.planner.common.strategy import (
 )
 from gpumix.planner.data_parallel.why_nothing_fits import can_fit_devices
 from gpumix.planner.pipeline_parallel.tensor_parallel_teams import Searched
-from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.errors import InputError, LoadingMemoryError, NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan, ZeroStage
 from gpumix.schema.plan.splitting import compute_shard_sizes
 from gpumix.schema.plan.stage import Stage, Worker
@@ -216,11 +217,11 @@ def _repeat_below(profile: Profile, of_wave: Plan, batch: int, below_s: float) -
     fuller: Plan | None = None
     with suppress(InputError):
         fuller = repeat_wave(profile, of_wave, batch, fuller=True)
-    if fuller is not None and not _is_below(fuller, below_s):
+    if fuller is not None and not _is_below(profile, fuller, below_s):
         fuller = None
     plan = fuller or repeat_wave(profile, of_wave, batch)
     # Fewer waves with a micro-batch more in some may fit: the last one may be small.
-    while _is_below(plan, below_s if best is None else get_prediction(best).step_s):
+    while _is_below(profile, plan, below_s if best is None else get_prediction(best).step_s):
         best = plan
         if plan.waves <= 2:
             break
@@ -229,9 +230,16 @@ def _repeat_below(profile: Profile, of_wave: Plan, batch: int, below_s: float) -
     return best
 
 
-def _is_below(plan: Plan, below_s: float) -> bool:
+def _is_below(profile: Profile, plan: Plan, below_s: float) -> bool:
+    """Return True if a plan is faster than that, and devices and hosts have room: a wave that is
+    repeated may keep more there than alone."""
     expected = get_prediction(plan)
-    return expected.step_s < below_s and is_within_memory(expected.workers)
+    if expected.step_s >= below_s or not is_within_memory(expected.workers):
+        return False
+    with suppress(LoadingMemoryError):
+        check_room_for_loading(profile, plan)
+        return True
+    return False
 
 
 def _share_step(profile: Profile, waves: int) -> Profile:

@@ -212,7 +212,7 @@ def patch_save_pretrained(model: nn.Module, saver: Saver) -> None:
             if get_rank() > 0:
                 return None
         with use_prompt_weights(given["self"], given.get("state_dict") or {}):
-            return save(**given)
+            return save(given.pop("self"), **given)
 
     model.save_pretrained = save_pretrained  # type: ignore[assignment]
     outside = get_access_between_steps(model)
