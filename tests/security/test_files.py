@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -353,7 +354,14 @@ def test_a_cache_of_another_user_is_replaced_by_a_folder_that_does_not_stay(tmp_
         assert list((tmp_path / "tmp").iterdir()) == [folder]
 
 
-def test_sockets_of_a_killed_launcher_are_removed_by_the_next_start(tmp_path):
+@pytest.fixture
+def short_folder():
+    """A folder with room in its path for a socket."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_sockets_of_a_killed_launcher_are_removed_by_the_next_start(short_folder):
     code = """
 import os, sys
 from gpumix.train.processes.local_launcher import warm_up
@@ -361,15 +369,24 @@ warm_up(preload=())
 print(*os.listdir(os.environ["TMPDIR"]), flush=True)
 os.kill(os.getpid(), 9)
 """
-    env = dict(os.environ) | {"TMPDIR": str(tmp_path)}
+    env = dict(os.environ) | {"TMPDIR": str(short_folder)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == -9
-    left = [path.name for path in tmp_path.iterdir()]
+    left = [path.name for path in short_folder.iterdir()]
     assert done.stdout.split() == left
     assert [name.startswith("gpumix-scratch-") for name in left] == [True]
     deadline = time.monotonic() + 60  # the server has the lock too, and ends by itself
-    while time.monotonic() < deadline and any(tmp_path.iterdir()):
-        with files.scratch_folder(tmp_path):
+    while time.monotonic() < deadline and any(short_folder.iterdir()):
+        with files.scratch_folder(short_folder):
             pass
         time.sleep(0.2)
-    assert not list(tmp_path.iterdir())
+    assert not list(short_folder.iterdir())
+
+
+def test_the_server_of_ranks_starts_with_a_long_folder_for_temporary_files(tmp_path):
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    code = "from gpumix.train.processes.local_launcher import warm_up; warm_up(preload=())"
+    env = dict(os.environ) | {"TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -497,10 +497,10 @@ def private_folder(path: Path) -> Path:
     return path
 
 
-def scratch_for_process() -> Path:
-    """Create a scratch folder that stays until this process exits."""
+def scratch_for_process(root: Path | None = None) -> Path:
+    """Create a scratch folder that stays until this process exits; see `scratch_folder`."""
     stack, owner = ExitStack(), os.getpid()
-    path = stack.enter_context(scratch_folder())
+    path = stack.enter_context(scratch_folder(root))
     atexit.register(lambda: stack.close() if os.getpid() == owner else None)
     return path
 

@@ -29,7 +29,7 @@ REFUSED = {
     "POLY": "the model's call sets a hook",
     "PVERA": "the loss of a batch is not made of the losses of its parts",  # random numbers
     "SHADOW": "the model calls its units in another order than the plan",  # it has them twice
-    "XLORA": "the model calls its units in another order than the plan",  # twice
+    "XLORA": "switches its adapters off, or to others",
 }
 # A penalty on all of its matrices, which PEFT has for models with a task.
 OF_LLAMA = {"ADALORA": "is used while its unit is not computed"}

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -99,6 +100,10 @@ class StopTime:
     at: float | None = None
 
 
+# A socket's path has 107 bytes at most.
+SOCKET_FOLDER_BYTES = 107 - len("/gpumix-scratch-12345678/listener-12345678")
+SHORT_TEMP = Path("/tmp")
+
 Work = Callable[..., Any]
 
 
@@ -109,7 +114,8 @@ def warm_up(imports: Sequence[str] = (), *, preload: Sequence[str] = PRELOAD) ->
     # Sockets to the server: a folder of multiprocessing's own would outlive a killed launcher.
     settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if "tempdir" not in settings:
-        settings["tempdir"] = str(scratch_for_process())
+        is_short = len(os.fsencode(tempfile.gettempdir())) <= SOCKET_FOLDER_BYTES
+        settings["tempdir"] = str(scratch_for_process(None if is_short else SHORT_TEMP))
     modules = [*preload, *imports, "gpumix.train.processes.freeze_gc"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     with _interrupts_ignored():
