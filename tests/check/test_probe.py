@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from gpumix.check.facts.cluster import GpuSpeed
 from gpumix.check.probes import probe
 from gpumix.check.probes.probe import ProbeSettings, RankProbe
+from gpumix.hardware.device import DeviceRuntime
 from gpumix.profiler.compute import peak_flops
 from gpumix.schema.cluster.cluster import Device, DeviceClass
 from gpumix.schema.errors import MachineError
@@ -30,6 +32,7 @@ def stand_in(monkeypatch):
     found._runtime = SimpleNamespace(
         torch_device=torch.device("cpu"), memory_limit_bytes=2**30, synchronize=lambda: None
     )
+    found._runtime.seconds = partial(DeviceRuntime.seconds, found._runtime)
     return found
 
 

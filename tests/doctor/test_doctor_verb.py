@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import typer
 
+from gpumix.cli.common import make_command
 from gpumix.cli.verbs.doctor import doctor
 from gpumix.doctor.examine import Patient
 from gpumix.doctor.report import Report, Slowdown, Suspect
@@ -109,7 +110,7 @@ def test_what_ends_it_leaves_nothing_behind(tmp_path, monkeypatch):
 
     monkeypatch.setattr("gpumix.doctor.examine.examine", ended)
     with pytest.raises(typer.Exit) as caught:
-        doctor(str(write_job(tmp_path)), overrides=[], allowed=[], only=[])
+        make_command(doctor)(str(write_job(tmp_path)), overrides=[], allowed=[], only=[])
     assert caught.value.exit_code == 130
     assert not list((tmp_path / "temporary").iterdir())
     assert signal.getsignal(signal.SIGTERM) == before

@@ -252,7 +252,8 @@ class UnitCallHandlers:
 
     def begin_step(self) -> None:
         """Note which adapters are active: the model's calls may not change them until the end."""
-        self._switched = self._switches.read()
+        if self._switches.holders:
+            self._switched = self._switches.read()
 
     def refuse_switched_adapters(self, unit: str) -> None:
         """Refuse a call of a unit with other adapters than those of the step.
