@@ -135,7 +135,7 @@ def test_a_job_rank_runs_gpumix_and_reads_what_it_printed(tmp_path, own_environm
     assert look.code == InputError.exit_code
     assert "no.yaml" in look.said
     assert look.told["error"] == "InputError" and "no.yaml" in json.dumps(look.told)
-    assert found == [{"step": 2}]
+    assert found == [json.loads(line + "2}")]
     rank.end()
 
 
