@@ -7,6 +7,7 @@ named by UUID, never by rank number, so that a plan survives a changed device or
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -126,7 +127,11 @@ class Cluster(Value):
 
     def class_named(self, name: str) -> DeviceClass:
         """Return the class called `name`; raise a KeyError if there is none."""
-        return {c.name: c for c in self.classes}[name]
+        return self._class_by_name[name]
+
+    @cached_property
+    def _class_by_name(self) -> dict[str, DeviceClass]:
+        return {device_class.name: device_class for device_class in self.classes}
 
     def refuse_unknown(self, key: str, names: Iterable[str]) -> None:
         """Raise an InputError if `names`, given in a job's `key`, contains an unknown class."""

@@ -593,4 +593,8 @@ class Profile(Document):
 
     def of_class(self, name: str) -> ClassProfile:
         """Return the profile of a device class; raise a KeyError if there is none."""
-        return {c.device_class: c for c in self.classes}[name]
+        return self._class_by_name[name]
+
+    @cached_property
+    def _class_by_name(self) -> dict[str, ClassProfile]:
+        return {of_class.device_class: of_class for of_class in self.classes}
