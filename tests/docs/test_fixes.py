@@ -44,8 +44,7 @@ MAY_NAME = re.compile(
 
 def fixes() -> Iterator[tuple[str, str]]:
     """(where, all that is written in it) of each `fix`, and of the constants that serve as one."""
-    files = set(PACKAGE.rglob("*.py")) - {PACKAGE / "schema" / "reading" / "known_names.py"}
-    for file in sorted(files):
+    for file in sorted(PACKAGE.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(text)) if MAY_NAME.search(text) else ():
             as_fix = isinstance(node, ast.keyword) and node.arg == "fix"

@@ -245,7 +245,7 @@ PLANS: dict[tuple[Any, ...], tuple[Any, ...]] = {
 
 
 def tracked(tracker: str, spoil: Callable[[Place], object], place: Place) -> str:
-    """A run goes on in the stranger's folder, and is told to a tracker."""
+    """A run continues in the stranger's folder, and logs to a tracker."""
     from gpumix.integrations.trackers.__main__ import TrackerThread
     from gpumix.schema.reading.read import read_job
 

@@ -138,7 +138,7 @@ def _places(profile: Profile, name: str) -> st.SearchStrategy[str]:
 
 def _graphs(profile: Profile, name: str, mode: Mode) -> st.SearchStrategy[int]:
     """Some are kept where the mode recomputes, and they were measured. In layers: one after the
-    other, what hides a reduction is told roughly."""
+    other, the time that hides a reduction is approximate."""
     single = mode.order == "layered" and mode.recompute
     if not single or Mode(recompute=False) not in _modes(profile, name, 3):
         return st.just(0)

@@ -77,7 +77,7 @@ class Pending:
         self.following = lambda: start().at_end(act)
         return self
 
-    def beside(self, lane: CopyLane) -> Pending:
+    def finish_on(self, lane: CopyLane) -> Pending:
         """Give the callbacks to `lane` at once. Only for backends whose wait blocks streams, not
         the host."""
         with lane.active(), CollectiveScope(self._label, self._wait):

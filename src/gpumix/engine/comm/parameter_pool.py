@@ -59,7 +59,7 @@ class PooledVector:
         carried = lane.carry(into.nbytes)
         pending = agreed.then(partial(self._copy, into, lane, carried))
         if self.pool.is_queued(lane):
-            pending = pending.beside(lane)
+            pending = pending.finish_on(lane)
         return pending.then(self._arrived)
 
     def _copy(self, into: torch.Tensor, lane: CopyLane, carried: LaneMark) -> None:

@@ -220,7 +220,7 @@ class _FileWeights:
             there,
             "the weights are those of another model",
             where=str(files.path),
-            fix="take the model's configuration from beside the weights (config.json), or leave "
+            fix="take the model's configuration next to the weights (config.json), or leave "
             "the weights out to begin anew",
         )
 

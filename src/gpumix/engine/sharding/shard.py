@@ -302,7 +302,7 @@ class Shard:
             return [pending.then(partial(deliver, flat[None]))]
         if division.copies is None:
             pending = reduce(flat, self.intervals, label, deliver)
-            return [pending.beside(self._lane) if at_once else pending]
+            return [pending.finish_on(self._lane) if at_once else pending]
         room = division.comm.borrow("copies", flat, 1, self.end - self.start)
         pending = reduce(flat, self.intervals, label, partial(_sum, out=room.tensor[0]))
         pending.following = partial(self._sum_over_hosts, division.copies, room, label, deliver)

@@ -174,7 +174,7 @@ def _read_index(index: Path) -> list[Path]:
     """Return the files that an index names."""
     try:
         names = sorted(set(json.loads(read_text(index))["weight_map"].values()))
-        beside = [name for name in names if Path(name).name != name or "\0" in name]
+        foreign = [name for name in names if Path(name).name != name or "\0" in name]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             "cannot read the index of the weights",
@@ -182,9 +182,9 @@ def _read_index(index: Path) -> list[Path]:
             why=f"it has no 'weight_map' of tensors and files ({type(error).__name__})",
             fix="copy or download it again; without an index all files of the folder are read",
         ) from error
-    if beside:
+    if foreign:
         raise InputError(
-            f"the index of the weights names '{beside[0]}', which is no file in its folder",
+            f"the index of the weights names '{foreign[0]}', which is no file in its folder",
             where=str(index),
             fix="copy or download it again; without an index all files of the folder are read",
         )

@@ -281,7 +281,7 @@ class LoadingRecorder:
             raise InputError(
                 f"'{name}' has shape {tuple(source.shape)} in the weights, and "
                 f"{tuple(held.shape)} in the model",
-                fix="take the configuration from beside the weights (config.json)",
+                fix="take the configuration next to the weights (config.json)",
             )
         held.requires_grad_(False)
         form = find_format(held)

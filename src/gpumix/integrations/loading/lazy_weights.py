@@ -144,7 +144,7 @@ def _check_loaded(info: Any, load_config: Any, path: Path) -> None:
             "the weights are those of another model",
             where=str(path),
             why=f"'{name}' has shape {tuple(found)} there, and {tuple(wanted)} in the model",
-            fix="take the model's configuration from beside the weights (config.json); or "
+            fix="take the model's configuration next to the weights (config.json); or "
             "ignore_mismatched_sizes=True, to begin such parameters anew",
         )
     if info.conversion_errors:
@@ -153,7 +153,7 @@ def _check_loaded(info: Any, load_config: Any, path: Path) -> None:
             f"transformers cannot convert the weights of '{name}'",
             where=str(path),
             why=told.strip().splitlines()[-1],
-            fix="take the model's configuration from beside the weights (config.json)",
+            fix="take the model's configuration next to the weights (config.json)",
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 # A key in each row, then what else it is called.
-_NAMES = """
+_NAMES: str = """
 sequence_length: max_seq_length seq_len max_length block_size context_length
 global_batch_size: global_batch batch_size train_batch_size micro_batch_size
     per_device_train_batch_size gradient_accumulation_steps
