@@ -27,8 +27,8 @@ from gpumix.schema.profile.profile import (
     ROOT,
     ClassProfile,
     Profile,
-    TeamProfile,
     TensorParallelCollective,
+    TensorParallelProfile,
     TensorParallelTraffic,
     UnitTimes,
 )
@@ -76,7 +76,7 @@ def _in_team(of: ByIdentity[Profile], degree: int, *, sequence: bool, in_stages:
                 _add_group_collectives(profile, team, of_class, ends=not in_stages)
                 for of_class in team.classes
             ),
-            "teams": (),
+            "tp_profiles": (),
             "cluster": cluster,
             "network": network,
         }
@@ -90,12 +90,12 @@ def make_stage_leaders(profile: Profile, stage: Stage, *, in_stages: bool = Fals
     Raises:
         InputError: no group of this kind was measured.
     """
-    if not stage.unlike_teams:
-        size = stage.team_size(stage.workers[0])
+    if not stage.has_mixed_degrees:
+        size = stage.get_tp_size(stage.workers[0])
         alone = make_group_profile(profile, size, sequence=stage.sequence, in_stages=in_stages)
         return StageLeaders(alone, stage.leaders)
     teams = {
-        w.device: TensorParallelGroup(w.device_class, stage.team_size(w)) for w in stage.leaders
+        w.device: TensorParallelGroup(w.device_class, stage.get_tp_size(w)) for w in stage.leaders
     }
     found = make_leader_profile(profile, teams, sequence=stage.sequence, in_stages=in_stages)
     names = _names(teams.values())
@@ -230,12 +230,14 @@ def _not_measured(name: str, size: int) -> InputError:
     )
 
 
-def get_group_measurements(profile: Profile, degree: int, *, sequence: bool) -> TeamProfile:
+def get_group_measurements(
+    profile: Profile, degree: int, *, sequence: bool
+) -> TensorParallelProfile:
     """Return the measurements of groups of `degree` ranks; see `make_group_profile`."""
-    for team in profile.teams:
+    for team in profile.tp_profiles:
         if (team.degree, team.sequence) == (degree, sequence):
             return team
-    alike = [str(team.degree) for team in profile.teams if team.sequence == sequence]
+    alike = [str(team.degree) for team in profile.tp_profiles if team.sequence == sequence]
     how = " and divide the positions of samples" if sequence else ""
     raise InputError(
         f"the profile does not say how {degree} ranks compute units together{how}",
@@ -249,14 +251,16 @@ def expand_to_members(profile: Profile, plan: Plan, found: Prediction) -> Predic
     """Expand a prediction of `plan.of_leaders` to all workers of the plan."""
     leaders = {w.device: expected for w, expected in zip(plan.of_leaders.workers, found.workers)}
     for number, stage in enumerate(plan.stages):
-        for worker in (leader for leader in stage.leaders if stage.team_size(leader) > 1):
+        for worker in (leader for leader in stage.leaders if stage.get_tp_size(leader) > 1):
             expected = leaders[worker.device]
-            memory = expected.memory_bytes | {"team": buffer_bytes(profile, plan, number, worker)}
+            memory = expected.memory_bytes | {
+                "tensor parallel": buffer_bytes(profile, plan, number, worker)
+            }
             leaders[worker.device] = expected.model_copy(update={"memory_bytes": memory})
     leader = {
         member.device: team[0].device
         for stage in plan.stages
-        for team in stage.teams
+        for team in stage.tp_groups
         for member in team
     }
     return found.model_copy(
@@ -299,7 +303,7 @@ class _StageEndGathers(NamedTuple):
 
     @classmethod
     def of(
-        cls, profile: Profile, plan: Plan, stage: int, team: TeamProfile, name: str
+        cls, profile: Profile, plan: Plan, stage: int, team: TensorParallelProfile, name: str
     ) -> _StageEndGathers:
         one, first = plan.stages[stage], plan.first_call(stage)
         calls = range(first, first + len(one.units))
@@ -313,7 +317,7 @@ class _StageEndGathers(NamedTuple):
 
 
 def _gathers(
-    team: TeamProfile, name: str, calls: Iterable[int]
+    team: TensorParallelProfile, name: str, calls: Iterable[int]
 ) -> tuple[TensorParallelCollective, ...]:
     """Return the gathers of the calls' hidden states, as far as divided."""
     kinds, told = team.model.kind_of_call, team.told[name]
@@ -325,7 +329,7 @@ def _gathers(
     )
 
 
-def _is_part(profile: Profile, team: TeamProfile, taken: StageInput) -> bool:
+def _is_part(profile: Profile, team: TensorParallelProfile, taken: StageInput) -> bool:
     """Check if each rank of a group has only a part of a call's output: a smaller tensor."""
     kind = profile.model.kind_of_call[taken.call]
     whole, own = (m.kind(kind).outputs.get(taken.output) for m in (profile.model, team.model))
@@ -338,7 +342,7 @@ def end_seconds(
     """Return the seconds of a micro-batch's collectives, forward and backward, at entry and exit of
     full hidden states in one of several stages."""
     one = plan.stages[stage]
-    if not one.sequence or one.team_size(worker) == 1:
+    if not one.sequence or one.get_tp_size(worker) == 1:
         return 0.0, 0.0
     team = _team_of(profile, one, worker)
     device = profile.of_class(worker.device_class)
@@ -352,7 +356,7 @@ def buffer_bytes(profile: Profile, plan: Plan, stage: int, worker: Worker) -> in
     CPUs."""
     if profile.cluster.class_named(worker.device_class).accelerator != "cpu":
         return 0
-    degree = plan.stages[stage].team_size(worker)
+    degree = plan.stages[stage].get_tp_size(worker)
     largest = {"all_reduce": 0, "exchange": 0, "reduce": 0}
     for told in list_group_collectives(profile, plan, stage, worker):
         for one in (*told.forward, *told.backward):
@@ -362,12 +366,12 @@ def buffer_bytes(profile: Profile, plan: Plan, stage: int, worker: Worker) -> in
     return largest["all_reduce"] + (degree + 1) * largest["exchange"] + 2 * largest["reduce"]
 
 
-def _team_of(profile: Profile, stage: Stage, worker: Worker) -> TeamProfile:
-    return get_group_measurements(profile, stage.team_size(worker), sequence=stage.sequence)
+def _team_of(profile: Profile, stage: Stage, worker: Worker) -> TensorParallelProfile:
+    return get_group_measurements(profile, stage.get_tp_size(worker), sequence=stage.sequence)
 
 
 def _add_group_collectives(
-    profile: Profile, team: TeamProfile, device: ClassProfile, *, ends: bool
+    profile: Profile, team: TensorParallelProfile, device: ClassProfile, *, ends: bool
 ) -> ClassProfile:
     units = _lengthen_units(_ByLinks(profile), ByIdentity(team), device.device_class, ends=ends)
     return device.model_copy(update={"units": units})
@@ -389,7 +393,7 @@ class _ByLinks(ByIdentity[Profile]):
 
 @lru_cache(maxsize=1024)  # profiles of waves differ in updates only
 def _lengthen_units(
-    of: _ByLinks, of_team: ByIdentity[TeamProfile], name: str, *, ends: bool
+    of: _ByLinks, of_team: ByIdentity[TensorParallelProfile], name: str, *, ends: bool
 ) -> dict[str, UnitTimes]:
     profile, team, nothing = of.value, of_team.value, TensorParallelTraffic()
     device = next(one for one in team.classes if one.device_class == name)
@@ -430,7 +434,7 @@ def _lengthen_units(
 
 def _seconds(
     profile: Profile,
-    team: TeamProfile,
+    team: TensorParallelProfile,
     device: ClassProfile,
     samples: float,
     of_pass: Iterable[TensorParallelCollective],

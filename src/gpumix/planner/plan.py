@@ -161,7 +161,7 @@ def plan(
         mixing=_mixing(able, chosen, single),
         hosts_left_out=_hosts_left_out(able, chosen),
         devices_left_out=_devices_left_out(able, chosen),
-        in_no_team=few,
+        in_no_tp_group=few,
         dtypes=_dtypes(profile, chosen),
         binds=find_bottlenecks(profile, chosen),
         worth=ClassWorths(
@@ -170,7 +170,9 @@ def plan(
         if detailed
         and best is not None
         and len(chosen.stages) == 1
-        and not (chosen.in_teams or slow_hosts)  # else the search's times are not the plan's
+        and not (
+            chosen.uses_tensor_parallel or slow_hosts
+        )  # else the search's times are not the plan's
         else (),
         alternatives=(*others, *_find_even_on_fewer(profile, request, chosen), *single),
     )

@@ -322,7 +322,7 @@ def _choose_micro_batch(worker: Worker) -> int:
 def _deal(stage: Stage, samples: Sequence[int], sizes: Sequence[int]) -> Stage:
     """Return the stage with new samples of its teams, in micro-batches of these sizes."""
     workers: list[Worker] = []
-    for count, size, team in zip(samples, sizes, stage.teams, strict=True):
+    for count, size, team in zip(samples, sizes, stage.tp_groups, strict=True):
         changes = {"samples": count, "micro_batch": min(size, count), "kept_graphs": 0}
         workers += [worker.model_copy(update=changes) for worker in team]
     return stage.model_copy(update={"workers": tuple(workers)})

@@ -120,7 +120,7 @@ class Climb:
     # -- plans to begin with -----------------------------------------------------------------------
 
     def _can_start(self, plan: Plan) -> bool:
-        return len(plan.stages) > 1 and not any(stage.unlike_teams for stage in plan.stages)
+        return len(plan.stages) > 1 and not any(stage.has_mixed_degrees for stage in plan.stages)
 
     def _of_plan(self, plan: Plan) -> CutCandidate:
         by_id = {device.id: device for device in self._devices}

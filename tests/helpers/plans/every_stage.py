@@ -32,7 +32,7 @@ def every_plan(found: Profile, batch: int, space: Space) -> Iterator[Plan]:
 
 def degrees_of(found: Profile, group: Sequence[Device], space: Space) -> list[int]:
     """Of how many devices each its teams may be: of one class and host, in the order of ranks."""
-    measured = {team.degree for team in found.teams}
+    measured = {team.degree for team in found.tp_profiles}
 
     def alike(degree: int) -> bool:
         places = [(device.host, device.device_class) for device in group]

@@ -23,8 +23,8 @@ from gpumix.schema.profile.profile import (
     Profile,
     RootParameter,
     RootUnit,
-    TeamProfile,
     TensorParallelCollective,
+    TensorParallelProfile,
     TensorParallelTraffic,
     UnitKind,
     UnitTimes,
@@ -324,7 +324,7 @@ def with_teams(
     seconds for each of the four times that they tell each other something of a call. Where they
     divide the sequence too, they are `divided` as fast, and keep their part; None: they do not."""
     ways = {False: faster} if divided is None else {False: faster, True: divided}
-    teams = tuple(_team(found, degree, speed, sequence=way) for way, speed in ways.items())
+    tp_profiles = tuple(_team(found, degree, speed, sequence=way) for way, speed in ways.items())
     sums = CollectiveTimes(
         operation="sum",
         form=str(degree),
@@ -332,10 +332,10 @@ def with_teams(
         times=Curve(sizes=(1.0, 1e9), values=(waits, waits)),
     )
     network = (*found.network, sums)
-    return found.model_copy(update={"teams": teams, "network": network})
+    return found.model_copy(update={"tp_profiles": tp_profiles, "network": network})
 
 
-def _team(found: Profile, degree: int, faster: float, *, sequence: bool) -> TeamProfile:
+def _team(found: Profile, degree: int, faster: float, *, sequence: bool) -> TensorParallelProfile:
     model, part = found.model, 1 / degree if sequence else 1.0
 
     def smaller(kind: UnitKind) -> UnitKind:
@@ -356,7 +356,7 @@ def _team(found: Profile, degree: int, faster: float, *, sequence: bool) -> Team
         )
         for kind in model.kinds
     }
-    return TeamProfile(
+    return TensorParallelProfile(
         degree=degree,
         sequence=sequence,
         enters=(0,) if sequence else (),

@@ -150,7 +150,7 @@ def test_teams_keep_to_an_island():
     assert [[d.id for d in team] for team in form_tensor_parallel_groups(devices, 2)] == pairs
     for strategy in ("optimal", "staged"):
         plan = STRATEGIES[strategy](found, PlanRequest(global_batch=4, space=space))
-        teams = [[w.device for w in team] for stage in plan.stages for team in stage.teams]
+        teams = [[w.device for w in team] for stage in plan.stages for team in stage.tp_groups]
         assert sorted(set(map(tuple, teams))) == list(map(tuple, pairs))
 
 

@@ -67,8 +67,8 @@ def best(found: Profile, batch: int = 8, **space) -> Plan:
 def test_small_ones_team_up_beside_a_large_one_that_computes_alone():
     found, plan = planned()
     (stage,) = plan.stages
-    assert stage.unlike_teams and stage.tensor == 2
-    assert [[w.device_class for w in team] for team in stage.teams] == [
+    assert stage.has_mixed_degrees and stage.tensor == 2
+    assert [[w.device_class for w in team] for team in stage.tp_groups] == [
         ["large"], ["small", "small"], ["small", "small"],
     ]  # fmt: skip
     assert all(leader.samples for leader in stage.leaders)
@@ -94,7 +94,7 @@ def test_what_is_foretold_of_it_is_what_the_simulator_replays():
 
 
 def test_devices_with_room_enough_stay_alone():
-    assert not best(cards(memory=GIB, faster=1.2)).in_teams
+    assert not best(cards(memory=GIB, faster=1.2)).uses_tensor_parallel
 
 
 def test_of_three_on_a_host_two_team_up_and_one_computes_alone():
@@ -104,7 +104,7 @@ def test_of_three_on_a_host_two_team_up_and_one_computes_alone():
     found = with_teams(in_a_row(three, message=line(1e4)), 2, faster=3.0)  # more than it costs
     plan = best(found, batch=12)
     (stage,) = plan.stages
-    assert sorted(map(len, stage.teams)) == [1, 2]
+    assert sorted(map(len, stage.tp_groups)) == [1, 2]
     assert {worker.device_class for worker in plan.workers} == {"card"}
     assert sorted((g.devices, g.tensor_parallel) for g in group_workers(plan, stage, 1)) == [
         (1, 1),
@@ -156,7 +156,7 @@ def test_of_many_mixtures_few_are_tried_and_the_bound_is_of_these(monkeypatch):
         "gpumix.planner.pipeline_parallel.tensor_parallel_teams.MIXTURES", ((float("inf"), 0),)
     )
     without = best(found)
-    assert not without.stages[0].unlike_teams
+    assert not without.stages[0].has_mixed_degrees
     monkeypatch.undo()
     # What was not looked at takes less, and the bound does not speak of it.
     told = get_prediction(without)

@@ -81,22 +81,22 @@ def test_no_plan_of_stages_of_which_some_are_teams_is_faster(
 def with_limit(found: Profile, largest: int) -> Profile:
     """Where teams ran no larger micro-batches."""
     limits = {"largest_micro_batch": largest}
-    teams = tuple(
+    tp_profiles = tuple(
         team.model_copy(
             update={"classes": tuple(c.model_copy(update=limits) for c in team.classes)}
         )
-        for team in found.teams
+        for team in found.tp_profiles
     )
-    return found.model_copy(update={"teams": tuple(teams)})
+    return found.model_copy(update={"tp_profiles": tuple(tp_profiles)})
 
 
 def test_teams_run_no_larger_micro_batches_than_were_measured():
     found = in_hosts(2, 2, faster=1.9, start=2e-2, count=4)
     wanted = request(2, tensor_parallel_size=(1, 2), pipeline_schedules="1f1b")
     plan = plan_staged(found, wanted)
-    assert plan.in_teams and max(worker.micro_batch for worker in plan.workers) == 2
+    assert plan.uses_tensor_parallel and max(worker.micro_batch for worker in plan.workers) == 2
     plan = plan_staged(with_limit(found, 1), wanted)
-    assert plan.in_teams and max(worker.micro_batch for worker in plan.workers) == 1
+    assert plan.uses_tensor_parallel and max(worker.micro_batch for worker in plan.workers) == 1
 
 
 def test_teams_may_run_larger_micro_batches_than_their_members_alone():
@@ -120,9 +120,9 @@ def test_stages_may_have_teams_of_different_degrees_where_none_computes_alone():
     )
     found = in_a_row(found, message=line(1e3))
     both = [with_teams(found, 4, faster=3.9), with_teams(found, 2, faster=1.95)]
-    teams = tuple(team for one in both for team in one.teams)
+    tp_profiles = tuple(team for one in both for team in one.tp_profiles)
     network = tuple(times for one in both for times in one.network)
-    found = found.model_copy(update={"teams": teams, "network": network})
+    found = found.model_copy(update={"tp_profiles": tp_profiles, "network": network})
     plan = plan_staged(found, request(1, tensor_parallel_size=(2, 4), pipeline_schedules="1f1b"))
     assert {s.workers[0].device_class: s.tensor for s in plan.stages} == {"four": 4, "two": 2}
 
@@ -148,7 +148,7 @@ def test_in_one_stage_two_team_up_beside_others_that_compute_alone():
         "cross_entropy": "whole",
     }
     plan = plan_staged(found, request(2, tensor_parallel_size=(1, 2), **space))
-    assert len(plan.stages) > 1 and any(stage.unlike_teams for stage in plan.stages)
+    assert len(plan.stages) > 1 and any(stage.has_mixed_degrees for stage in plan.stages)
     alone = plan_staged(found, request(2, tensor_parallel_size=1, **space))
     assert get_prediction(plan).step_s < 0.95 * get_prediction(alone).step_s
     again = predict(found, plan)

@@ -65,7 +65,7 @@ def request(batch: int, **space) -> PlanRequest:
 
 
 def teams(plan: Plan) -> list[tuple[str, ...]]:
-    return [tuple(w.device for w in team) for stage in plan.stages for team in stage.teams]
+    return [tuple(w.device for w in team) for stage in plan.stages for team in stage.tp_groups]
 
 
 def test_one_sample_is_computed_by_several():
@@ -79,12 +79,12 @@ def test_one_sample_is_computed_by_several():
 
 def test_waiting_for_each_other_may_cost_more_than_it_gives():
     plan = optimal(cards(waits=10e-3), request(1, max_pipeline_stages=1, leave_out=True))
-    assert not plan.in_teams
+    assert not plan.uses_tensor_parallel
 
 
 def test_a_team_is_of_one_class_and_host():
     plan = optimal(cards(), request(8, tensor_parallel_size=2, leave_out=True))
-    assert plan.in_teams
+    assert plan.uses_tensor_parallel
     for team in teams(plan):
         assert len(team) == 2
     workers = {worker.device: worker for worker in plan.workers}
@@ -106,7 +106,7 @@ def test_where_a_model_has_no_room_teams_may():
     with pytest.raises(NoFeasiblePlanError):
         optimal(found, request(4, tensor_parallel_size=1, **space))
     plan = optimal(found, request(4, leave_out=True, **space))
-    assert plan.in_teams
+    assert plan.uses_tensor_parallel
     for worker in get_prediction(plan).workers:
         assert worker.peak_bytes <= worker.memory_limit_bytes
 
@@ -139,7 +139,7 @@ def test_all_devices_are_wanted_and_not_all_make_teams():
 
 
 def test_a_degree_that_was_not_measured_is_told():
-    found = cards().model_copy(update={"teams": ()})
+    found = cards().model_copy(update={"tp_profiles": ()})
     with pytest.raises(InputError, match="does not say how 2 ranks compute units together"):
         optimal(found, request(8, tensor_parallel_size=2, leave_out=True))
 
@@ -172,7 +172,7 @@ def test_the_sequence_is_divided_where_that_is_faster():
     assert all(stage.sequence for stage in optimal(cards(divided=2.0), request(1, **space)).stages)
     for speed in (1.901, 1.8):  # a little faster is not worth it
         plan = optimal(cards(divided=speed), request(1, **space))
-        assert plan.in_teams and not any(stage.sequence for stage in plan.stages)
+        assert plan.uses_tensor_parallel and not any(stage.sequence for stage in plan.stages)
 
 
 @pytest.mark.extended
@@ -256,19 +256,23 @@ def _with_gathers(
 ) -> Profile:
     """Each gather takes so long, all else next to nothing."""
     update = {"enters": enters, "leaves": leaves}
-    teams = tuple(team.model_copy(update=update) if team.sequence else team for team in found.teams)
+    tp_profiles = tuple(
+        team.model_copy(update=update) if team.sequence else team for team in found.tp_profiles
+    )
     gathers = CollectiveTimes(
-        operation="team_gather",
+        operation="tp_gather",
         form="2",
         group="inside",
         times=Curve(sizes=(1.0, 1e9), values=(seconds, seconds)),
     )
-    return found.model_copy(update={"teams": teams, "network": (*found.network, gathers)})
+    return found.model_copy(
+        update={"tp_profiles": tp_profiles, "network": (*found.network, gathers)}
+    )
 
 
 def test_the_plan_says_why():
     plan = make_plan(cards(), 1, space=Space(max_pipeline_stages=1, leave_out=True))
-    assert plan.in_teams and plan.reasons is not None
+    assert plan.uses_tensor_parallel and plan.reasons is not None
     assert plan.reasons.alternatives
 
 
@@ -284,7 +288,7 @@ def test_devices_that_are_in_no_team_are_told_so():
     )
     reasons = plan.reasons
     assert reasons is not None and reasons.mixing is None
-    assert reasons.in_no_team == ("new-9", "old-0")
+    assert reasons.in_no_tp_group == ("new-9", "old-0")
     assert reasons.hosts_left_out == reasons.devices_left_out == ()
     assert (
         "2 GPUs (new-9, old-0) left out: too few of a type on a host for a tensor-parallel group"
@@ -296,7 +300,7 @@ def test_devices_that_a_team_is_faster_without_are_told_so():
     plan = make_plan(in_threes(), 1, space=Space(max_pipeline_stages=1, leave_out=True))
     assert [stage.tensor for stage in plan.stages] == [2] and plan.reasons is not None
     (left,) = plan.reasons.devices_left_out
-    assert plan.reasons.in_no_team == ()
+    assert plan.reasons.in_no_tp_group == ()
     assert f"{left} left out: more GPUs would cost more time than they save" in explain_plan(plan)
 
 

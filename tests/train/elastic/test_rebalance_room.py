@@ -89,7 +89,7 @@ def test_of_teams_the_ranks_need_not_be_in_the_order_of_the_stage():
     teams = plan.model_copy(update={"stages": (stage.model_copy(update={"tensor": 2}),)})
     roomy, scarce = limit_samples_by_memory(found, teams)
     assert roomy > scarce
-    (a, b), (c, d) = ((w.device for w in team) for team in teams.stages[0].teams)
+    (a, b), (c, d) = ((w.device for w in team) for team in teams.stages[0].tp_groups)
     for ranks in ((a, c, b, d), (c, d, a, b)):
         other = teams.model_copy(update={"ranks": ranks})
         assert limit_samples_by_memory(found, other) == (roomy, scarce)

@@ -539,7 +539,7 @@ class StagedStep:
     def _team_size(self) -> dict[str, int]:
         """Size of each leader's tensor-parallel group."""
         return {
-            leader.device: stage.team_size(leader)
+            leader.device: stage.get_tp_size(leader)
             for stage in self._whole.stages
             for leader in stage.leaders
         }

@@ -44,7 +44,9 @@ class Reduction:
         return plan.model_copy(update=update | ({"ranks": ranks} if plan.ranks else {}))
 
     def _expand_stage(self, stage: Stage) -> Stage:
-        workers = tuple(worker for team in stage.teams for worker in self._expand_team(tuple(team)))
+        workers = tuple(
+            worker for team in stage.tp_groups for worker in self._expand_team(tuple(team))
+        )
         return stage.model_copy(update={"workers": workers})
 
     def _expand_team(self, team: tuple[Worker, ...]) -> Iterator[Worker]:

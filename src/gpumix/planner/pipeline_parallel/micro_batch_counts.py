@@ -171,15 +171,17 @@ class CandidateEvaluator:
     def _workers(self, plan: Plan, step: StagedStep) -> list[WorkerPrediction]:
         """Return the predictions of the first worker of each team."""
         found = list(step.workers())
-        if plan.in_teams:
+        if plan.uses_tensor_parallel:
             told = {
                 worker.device: buffer_bytes(self._profile, plan, number, worker)
                 for number, stage in enumerate(plan.stages)
                 for worker in stage.leaders
-                if stage.team_size(worker) > 1
+                if stage.get_tp_size(worker) > 1
             }
             found = [
-                w.model_copy(update={"memory_bytes": w.memory_bytes | {"team": told[w.device]}})
+                w.model_copy(
+                    update={"memory_bytes": w.memory_bytes | {"tensor parallel": told[w.device]}}
+                )
                 if w.device in told
                 else w
                 for w in found
@@ -202,7 +204,7 @@ def _move_state(plan: Plan, step: StagedStep, expected: Sequence[WorkerPredictio
             return None
         workers = tuple(
             worker.model_copy(update={"state_share": share})
-            for team, share in zip(stage.teams, _filled(most))
+            for team, share in zip(stage.tp_groups, _filled(most))
             for worker in team
         )
         stages.append(stage.model_copy(update={"workers": workers}))

@@ -56,7 +56,7 @@ def measured_teams(profile: Profile) -> set[TensorParallelDegree]:
     """Return the teams with known speed and known needs between calls."""
     return {
         TensorParallelDegree(team.degree, team.sequence)
-        for team in profile.teams
+        for team in profile.tp_profiles
         if team.model.needs
     }
 

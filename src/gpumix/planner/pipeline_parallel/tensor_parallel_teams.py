@@ -306,7 +306,7 @@ def _sizes_of(profile: Profile, request: PlanRequest, name: str, *, sequence: bo
     """Return the measured team sizes of a class in the request's space."""
     measured = {
         team.degree
-        for team in profile.teams
+        for team in profile.tp_profiles
         if team.sequence == sequence and any(c.device_class == name for c in team.classes)
     }
     return sorted(set(request.space.tensor_parallel_size) & (measured | {1}))
