@@ -269,8 +269,8 @@ def _seats(plan: Plan, stage: int) -> tuple[StageAssignment, ...]:
     counts = [len(leader.micro_batches) for leader in plan.stages[stage].leaders]
     ends = list(accumulate(counts))
     return tuple(
-        StageAssignment(stage, team[0], range(end - count, end))
-        for team, count, end in zip(plan.list_tp_groups(stage), counts, ends)
+        StageAssignment(stage, tp_group[0], range(end - count, end))
+        for tp_group, count, end in zip(plan.list_tp_groups(stage), counts, ends)
     )
 
 

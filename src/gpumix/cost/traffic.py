@@ -133,12 +133,14 @@ def _with_members(
     leaders = {w.device: t for w, t in zip(plan.of_leaders.workers, of_leaders)}
     found: dict[str, Traffic] = {}
     for number, stage in enumerate(plan.stages):
-        for team in stage.tp_groups:
-            one = leaders[team[0].device]
-            for operation, times, size in _list_group_collectives(profile, plan, number, team[0]):
+        for tp_group in stage.tp_groups:
+            one = leaders[tp_group[0].device]
+            for operation, times, size in _list_group_collectives(
+                profile, plan, number, tp_group[0]
+            ):
                 one.counts[operation] += times
                 one.bytes[operation] += size
-            found |= {w.device: Traffic(one.counts.copy(), one.bytes.copy()) for w in team}
+            found |= {w.device: Traffic(one.counts.copy(), one.bytes.copy()) for w in tp_group}
     return tuple(found[worker.device] for worker in plan.workers)
 
 

@@ -1,5 +1,5 @@
 """The fastest plan: of one stage, or of several if faster or alone feasible; of single devices or
-of teams."""
+of tensor-parallel groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpumix.planner.data_parallel.search import plan_one_stage_below
 from gpumix.planner.data_parallel.why_nothing_fits import Explained, make_no_fit_error
 from gpumix.planner.pipeline_parallel.device_order import cell_of
 from gpumix.planner.pipeline_parallel.staged_plans import plan_staged_below
-from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
+from gpumix.planner.pipeline_parallel.tensor_parallel_search import (
     Searched,
     ideal_step_s,
     search_all_degrees,
@@ -197,10 +197,10 @@ class FastestPlans:
             whole = below_s == float("inf")
             found = self.alone if whole else plan_one_stage_below(profile, request, paces, limit_s)
         else:
-            # Of teams, parameters are on devices.
+            # With tensor parallelism parameters are on devices.
             on_devices = request.space.model_copy(update={"parameters_on": ("device",)})
             request = request.model_copy(update={"space": on_devices})
-            paces = self.paces.of_teams(profile)
+            paces = self.paces.of_leaders(profile)
             found = plan_one_stage_below(profile, request, paces, limit_s)
             if found is None and 1 not in self.request.space.tensor_parallel_size:
                 devices, space = ranked_devices(profile, request), request.space

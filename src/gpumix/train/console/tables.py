@@ -283,7 +283,9 @@ def _alike(worker: Worker) -> tuple[str, int, int, float, str, int, int]:
 def _devices(stage: Stage, workers: Sequence[Worker]) -> str:
     """Count workers, with the size of their groups if groups of a stage differ."""
     size = stage.get_tp_size(workers[0])
-    in_groups = f" in teams of {size}" if stage.has_mixed_degrees and size > 1 else ""
+    in_groups = (
+        f" in tensor-parallel groups of {size}" if stage.has_mixed_degrees and size > 1 else ""
+    )
     return f"{len(workers)}{in_groups}"
 
 
