@@ -257,12 +257,12 @@ def _use_in_stages(plan_json: str, name: str) -> tuple[Any, Any, str]:
 
 PLANS = {
     "stages": [Row((Share(5, 1, 1),), (0,)), Row((Share(5, 1, 1),), (1,))],
-    "a team": [Row((Share(5, 2, 1),) * 2, (0, 1), tensor=2)],
+    "a TP group": [Row((Share(5, 2, 1),) * 2, (0, 1), tensor=2)],
 }
 
 
 @pytest.mark.parametrize("kind", left_out(PLANS, ["stages"]))
-def test_by_stages_and_teams_it_is_called_when_it_is_whole(kind):
+def test_by_stages_and_tp_groups_it_is_called_when_it_is_whole(kind):
     model, _ = trained("llama")
     plan = staged_plan("llama", PLANS[kind], zero_stage=0)
     found = run_in_turn(_use_in_stages, {kind: (plan, ("llama",))})[kind]

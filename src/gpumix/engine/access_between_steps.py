@@ -172,7 +172,7 @@ class AccessBetweenSteps:
         """Compute a unit called outside of a step. Collective if state is sharded.
 
         Raises:
-            ModelError: the plan has stages or teams.
+            ModelError: the plan has stages or tensor parallelism.
         """
         forward = self._forward_of(unit)
         if self.is_whole or self._always_whole:

@@ -114,7 +114,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
         self._seed = seed
         self._worker = plan.workers[comm.rank]
         self._dtype = TORCH_DTYPE[self._worker.compute_dtype]
-        # All ranks of a team compute the same losses; the first one reports them.
+        # All ranks of a tensor-parallel group compute the same losses; the first one reports them.
         last = len(plan.stages) - 1
         computes_them = last in plan.stages_of(comm.rank)
         self.tells_losses = computes_them and plan.get_tp_group(comm.rank, last)[0] == comm.rank
@@ -300,7 +300,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
         Collective.
 
         Raises:
-            InputError: the plan has teams.
+            InputError: the plan has tensor parallelism.
         """
         check_whole_matrices(self.plan)
         pieces: dict[int, list[Piece]] = {}

@@ -80,7 +80,7 @@ class EvaluatingEngine(RehearsingEngine):
         Returns:
             The results by the places of each micro-batch's samples: in `batch`, or with several
                 stages and with `as_trained` in the global batch. With several stages, ranks of the
-                last stage have results, and each rank of a team has the same.
+                last stage have results, and each rank of a tensor-parallel group has the same.
         """
         rows = (as_trained and self._rows_of_step(samples)) or self._rows_given(batch, samples)
         made: dict[range, Any] = {}

@@ -129,14 +129,14 @@ def prepare(
     inventory = ParameterIndex.of(model, anatomy, plan)
     head = _head_in_chunks(model, anatomy, plan, comm.rank)
     forwards = _own_forwards(anatomy)
-    teams = make_tensor_parallel_groups(plan, comm)
-    anatomy, changes = _apply_tensor_parallel(plan, anatomy, comm.rank, teams, tensor, head)
+    tp_groups = make_tensor_parallel_groups(plan, comm)
+    anatomy, changes = _apply_tensor_parallel(plan, anatomy, comm.rank, tp_groups, tensor, head)
     dtypes = Dtypes(TORCH_DTYPE[worker.compute_dtype], TORCH_DTYPE[plan.communication_dtype])
     packed = any(isinstance(s.parameter, PackedWeight) for u in anatomy.all for s in u.slots)
     source = make_source(model, weights)
     digesting = DigestingSource(source) if has_frozen_base(model, packed) else None
     storage = Storage(comm.device, dtypes, digesting or source, head)
-    parts, places = _make_stages(plan, anatomy, changes, comm, storage, teams)
+    parts, places = _make_stages(plan, anatomy, changes, comm, storage, tp_groups)
     if weights is not None:
         load_buffers(model, weights)
     _move_buffers(model, comm.device)
@@ -229,18 +229,18 @@ def _apply_tensor_parallel(
     plan: Plan,
     anatomy: ModelUnits,
     rank: int,
-    teams: Mapping[int, Communicator],
+    tp_groups: Mapping[int, Communicator],
     styles: Mapping[str, Any] | None,
     head: ChunkedHead | None,
 ) -> tuple[ModelUnits, ModuleChanges]:
     """Return the model with this rank's tensor-parallel parts; undivided without a group."""
-    team = next(iter(teams.values()), None)
-    if team is None:
+    tp_group = next(iter(tp_groups.values()), None)
+    if tp_group is None:
         return anatomy, ModuleChanges()
-    own = [plan.stages[number] for number in teams]
+    own = [plan.stages[number] for number in tp_groups]
     return parallelize_model(
         anatomy,
-        team,
+        tp_group,
         resolve_tensor_plan(anatomy.root.module, styles),
         part=select_rank_part(anatomy, plan, rank),
         whole=[head.layer] if head is not None and head.layer is not None else [],
@@ -255,16 +255,16 @@ def _make_stages(
     changes: ModuleChanges,
     comm: Communicator,
     storage: Storage,
-    teams: Mapping[int, Communicator],
+    tp_groups: Mapping[int, Communicator],
 ) -> tuple[list[ShardedUnits], list[PipelineStage]]:
     """Make this rank's parts of the plan's stages; a single stage has no place. Collective."""
     if len(plan.stages) == 1:
-        whole, [stage] = Division.of(plan, comm, teams.get(0)), plan.stages
+        whole, [stage] = Division.of(plan, comm, tp_groups.get(0)), plan.stages
         if find_layer_drop_rates(anatomy.root.module).on:  # the head may come after any unit
             stage = stage.model_copy(update={"after": ()})
         return [shard(anatomy, stage, whole, storage)], []
     elsewhere = install_placeholders(anatomy, changes, plan, comm.rank, storage)
-    division = make_divisions(plan, comm, teams)
+    division = make_divisions(plan, comm, tp_groups)
     wires = PointToPointChannels(plan, comm, storage.dtypes.communication)
     slots = {slot.name: slot for slot in anatomy.root.slots}
     shared = {

@@ -65,11 +65,13 @@ def _with_members(plan: Plan, found: Replay) -> Replay:
     if not plan.uses_tensor_parallel:
         return found
     numbers = {worker.device: rank for rank, worker in enumerate(plan.workers)}
-    teams = {team[0].device: team for stage in plan.stages for team in stage.tp_groups}
+    tp_groups = {
+        tp_group[0].device: tp_group for stage in plan.stages for tp_group in stage.tp_groups
+    }
     leaders = plan.of_leaders.workers
     lanes = [
         EqualRanks(
-            tuple(numbers[w.device] for r in lane.ranks for w in teams[leaders[r].device]),
+            tuple(numbers[w.device] for r in lane.ranks for w in tp_groups[leaders[r].device]),
             lane.worker,
         )
         for lane in found.lanes

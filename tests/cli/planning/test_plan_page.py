@@ -26,7 +26,7 @@ ASKED = {
     "one stage": ("--cluster", "rtx3090, p40", "--model", "20M", *SMALL),
     "one card": ("--cluster", "l4", "--model", "20M", *SMALL),
     "stages": ("--cluster", "rtx3090, rtx3060", "--model", "1B"),
-    "teams": ("--cluster", "8x v100-16gb-sxm", "--model", "3B", "--global-batch-size", "64"),
+    "tp_groups": ("--cluster", "8x v100-16gb-sxm", "--model", "3B", "--global-batch-size", "64"),
     "hosts": ("--cluster", "2 hosts of 2x t4; l4", "--network", "10GbE", "--model", "60M", *SMALL),
     "long names": (
         "--cluster", "2x rtxpro6000-maxq, quadro-rtx8000, a2",

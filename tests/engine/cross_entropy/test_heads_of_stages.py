@@ -34,7 +34,7 @@ TWO = rows([6], [2, 4])
 THREE = rows([6], [4, 2], [6])
 ALONE = rows([8], [8], micro_batch=2)
 KEPT = rows([6], [2, 4], mode=Mode(recompute=False))
-TEAM = rows([6], [6], tensor=[1, 2])
+TP_GROUP = rows([6], [6], tensor=[1, 2])
 
 WAYS: dict[str, tuple[list[Row], dict[str, Any]]] = {
     "1f1b, 0": (in_chunks(TWO), {"zero_stage": 0}),
@@ -43,8 +43,8 @@ WAYS: dict[str, tuple[list[Row], dict[str, Any]]] = {
     "waves, 3": (in_chunks(ALONE), {"zero_stage": 3, "waves": 2}),
     "zero-bubble, 1": (in_chunks(KEPT), {"schedule": "zero-bubble", "zero_stage": 1}),
     "one of two, 1": (in_chunks(TWO, only=[1]), {"zero_stage": 1}),
-    "a team, 1": (in_chunks(TEAM), {"zero_stage": 1}),
-    "a team, 3": (in_chunks(TEAM), {"zero_stage": 3}),
+    "a TP group, 1": (in_chunks(TP_GROUP), {"zero_stage": 1}),
+    "a TP group, 3": (in_chunks(TP_GROUP), {"zero_stage": 3}),
 }
 AROUND: dict[str, tuple[list[Row], dict[str, Any]]] = {
     f"interleaved, {stage}": (

@@ -91,7 +91,8 @@ SHORT = 16  # where no time is looked at
 
 
 def measured(config: dict, batch: int = BATCH, length: int = LENGTH, degrees: tuple[int, ...] = ()):
-    """What the profiler measures of the model, alone and in teams, on this machine's CPU."""
+    """What the profiler measures of the model, alone and in tensor-parallel groups, on this
+    machine's CPU."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config["vocab_size"], (batch, length), generator=generator)
     settings = {k: v for k, v in config.items() if k != "model_type"}
@@ -144,7 +145,7 @@ def flow(model):
 
 
 def told(traffic):
-    """How often a team tells each other what and how many bytes, for one sample."""
+    """The collectives of a tensor-parallel group for one sample: how many, of how many bytes."""
     passes = (traffic.forward, traffic.backward, traffic.gradient)
     return traffic.summed, [
         [(one.operation, one.times, one.bytes.values[0]) for one in of_pass] for of_pass in passes
@@ -158,19 +159,19 @@ STAGED = [("qwen3", 0.0), ("gpt2", 0.1), ("gpt_neox", 0.0)]
     ("kind", "dropout"),
     left_out(STAGED, [STAGED[0], STAGED[2]]),
 )
-def test_stages_and_teams_are_as_measured(kind, dropout):
+def test_stages_and_tp_groups_are_as_measured(kind, dropout):
     config = given(kind) | {"vocab_size": 2048}
     if kind == "gpt2":
         config |= {"resid_pdrop": dropout}
     expected = decoder(config)
     found = measured(config, 1, SHORT, expected.degrees[:1])
-    teams = [
-        team for team in found.tp_profiles if not team.sequence
+    measured_groups = [
+        of_group for of_group in found.tp_measurements if not of_group.sequence
     ]  # the others are not estimated
-    assert teams
+    assert measured_groups
     parts = expected.parts(SHORT, "fp32", kind)
     both = [(found.model, expected.model(SHORT, "fp32", kind))]
-    both += [(team.model, parts[team.degree].model) for team in teams]
+    both += [(of_group.model, parts[of_group.degree].model) for of_group in measured_groups]
     for measured_model, model in both:
         assert flow(model) == flow(measured_model)
         assert model.root.before.trainable == measured_model.root.before.trainable
@@ -181,21 +182,21 @@ def test_stages_and_teams_are_as_measured(kind, dropout):
         assert ours.outputs[0].values[0] == theirs.outputs[0].values[0]
         assert ours.flops == pytest.approx(theirs.flops, rel=0.02)
         assert model.root.flops == pytest.approx(measured_model.root.flops, rel=0.02)
-    for team in teams:
-        (block,) = team.model.kinds
-        ours = parts[team.degree].told
-        assert told(ours[KIND]) == told(team.told[block.name])
-        assert told(ours[ROOT]) == told(team.told[ROOT])
+    for of_group in measured_groups:
+        (block,) = of_group.model.kinds
+        ours = parts[of_group.degree].told
+        assert told(ours[KIND]) == told(of_group.told[block.name])
+        assert told(ours[ROOT]) == told(of_group.told[ROOT])
 
 
 @pytest.mark.parametrize("kind", [*GATED_FAMILIES, *PLAIN_FAMILIES])
-def test_teams_are_for_models_that_the_engine_divides(kind):
+def test_tp_groups_are_for_models_that_the_engine_divides(kind):
     config = given(kind) | ({} if kind in OWN_NAMES else {"num_key_value_heads": 4})
-    model, team = built(config), FakeTensorParallelGroup(2, torch.device("cpu"))
+    model, tp_group = built(config), FakeTensorParallelGroup(2, torch.device("cpu"))
     anatomy = split_into_units(model)
     try:
         parallelize_model(
-            anatomy, team, resolve_tensor_plan(model), part=select_whole_model(anatomy)
+            anatomy, tp_group, resolve_tensor_plan(model), part=select_whole_model(anatomy)
         )
     except InputError:
         assert decoder(config).degrees == ()

@@ -73,34 +73,39 @@ def small(text, network=None):
     )
 
 
-def test_teams_are_of_as_many_cards_as_a_host_has_of_a_class():
+def test_tp_groups_are_of_as_many_cards_as_a_host_has_of_a_class():
     profile = small("4x rtx3090, 2x p40; 1x t4", "1GbE")
     assert {
-        team.degree: sorted(c.device_class for c in team.classes) for team in profile.tp_profiles
+        tp_profile.degree: sorted(c.device_class for c in tp_profile.classes)
+        for tp_profile in profile.tp_profiles
     } == {
         2: ["p40", "rtx3090"],
         4: ["rtx3090"],
     }
-    for team in profile.tp_profiles:
-        assert {m.compute_dtype for m in (team.model, *team.other_models)} == {
+    for tp_profile in profile.tp_profiles:
+        assert {m.compute_dtype for m in (tp_profile.model, *tp_profile.other_models)} == {
             m.compute_dtype for m in (profile.model, *profile.other_models)
         }
-        for of_class in team.classes:
+        for of_class in tp_profile.classes:
             alone = profile.of_class(of_class.device_class).units[KIND].forward
             part = of_class.units[KIND].forward
             # Each rank has its part of the products, and the norms and additions of all.
-            assert 0.75 * team.degree < alone.values[-1] / part.values[-1] < 1.01 * team.degree
+            assert (
+                0.75 * tp_profile.degree
+                < alone.values[-1] / part.values[-1]
+                < 1.01 * tp_profile.degree
+            )
     assert small("1x rtx3090").tp_profiles == ()
 
 
-def test_what_teams_tell_each_other_takes_as_long_as_their_link_is_slow():
+def test_what_tp_groups_tell_each_other_takes_as_long_as_their_link_is_slow():
     """Two sums of a sample's hidden states, each there and back in parts of a half."""
     profile = small("2x rtx3090")
-    (team,) = profile.tp_profiles
+    (tp_profile,) = profile.tp_profiles
     samples, size = 64, 64 * 256 * 1024 * 2
     forward = make_group_profile(profile, 2).of_class("rtx3090").units[KIND].forward
     waits = interpolate_seconds(forward, samples) - interpolate_seconds(
-        team.classes[0].units[KIND].forward, samples
+        tp_profile.classes[0].units[KIND].forward, samples
     )
     link = profile.cluster.network.of("inside", "rtx3090", "rtx3090")
     there_and_back = 2 * interpolate_one_seconds(link.times, size / 2)

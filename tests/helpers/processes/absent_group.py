@@ -109,7 +109,7 @@ def shard_of(world: int, device: str, *, equal: bool) -> Shard:
 
 def plan_of(world: int, *, tensor: int = 1) -> Plan:
     """A plan of one stage with two samples for each rank, in micro-batches of one; with `tensor`
-    above 1 for teams of so many."""
+    above 1 for tensor-parallel groups of so many."""
     workers = tuple(
         Worker(
             device=f"gpu-{rank}",

@@ -42,7 +42,7 @@ def test_of_a_trainers_arguments():
     assert isinstance(made, torch.optim.RMSprop)
 
 
-def test_plans_for_optimizers_of_whole_matrices_and_blocks_are_without_teams():
+def test_plans_for_optimizers_of_whole_matrices_and_blocks_are_without_tp_groups():
     def allowed(kind: type) -> Space:
         made = kind([nn.Parameter(torch.ones(2, 2))])
         return _restrict_space(

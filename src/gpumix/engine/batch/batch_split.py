@@ -321,10 +321,11 @@ def _unlike(plan: Plan, digests: Sequence[int]) -> str:
     """Name the ranks that were given wrong samples, in words; empty if none."""
     sums = []
     for number in range(len(plan.stages)):
-        teams = plan.list_tp_groups(number)
-        for team in teams:
-            if len({digests[rank] for rank in team}) > 1:
-                return f"ranks {', '.join(map(str, team))}, which are a team, have other ones each"
-        sums.append(sum(digests[team[0]] for team in teams) & DIGEST_MASK)
+        tp_groups = plan.list_tp_groups(number)
+        for tp_group in tp_groups:
+            if len({digests[rank] for rank in tp_group}) > 1:
+                ranks = ", ".join(map(str, tp_group))
+                return f"ranks {ranks}, which are a tensor-parallel group, have other ones each"
+        sums.append(sum(digests[tp_group[0]] for tp_group in tp_groups) & DIGEST_MASK)
     other = next((number for number, one in enumerate(sums) if one != sums[0]), None)
     return "" if other is None else f"stage {other + 1} has other ones than stage 1"

@@ -116,7 +116,7 @@ def check_whole_matrices(plan: Plan) -> None:
     """Check that each rank computes with whole matrices.
 
     Raises:
-        InputError: the plan has teams.
+        InputError: the plan has tensor parallelism.
     """
     if plan.uses_tensor_parallel:
         raise InputError(

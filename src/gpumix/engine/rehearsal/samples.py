@@ -116,9 +116,9 @@ def _map_rank_paths(plan: Plan) -> dict[int, tuple[int, ...]]:
     """Map each micro-batch's number to the first rank computing it in each stage."""
     found: dict[int, list[int]] = {}
     for stage in range(len(plan.stages)):
-        for team in plan.list_tp_groups(stage):
-            for number in plan.numbers_of(team[0], stage):
-                found.setdefault(number, []).append(team[0])
+        for tp_group in plan.list_tp_groups(stage):
+            for number in plan.numbers_of(tp_group[0], stage):
+                found.setdefault(number, []).append(tp_group[0])
     return {number: tuple(ranks) for number, ranks in found.items()}
 
 

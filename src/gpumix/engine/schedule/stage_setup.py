@@ -32,16 +32,18 @@ class Divisions:
     shared: tuple[SharedRoots, ...]
 
 
-def make_divisions(plan: Plan, comm: Communicator, teams: Mapping[int, Communicator]) -> Divisions:
+def make_divisions(
+    plan: Plan, comm: Communicator, tp_groups: Mapping[int, Communicator]
+) -> Divisions:
     """Return the divisions of a plan's stages. Collective: makes process groups.
 
     Args:
-        teams: tensor-parallel group of this rank, by stage.
+        tp_groups: tensor-parallel group of this rank, by stage.
     """
     alone = {
         number: division
         for number in range(len(plan.stages))
-        if (division := Division.of_stage(plan, comm, number, teams.get(number))) is not None
+        if (division := Division.of_stage(plan, comm, number, tp_groups.get(number))) is not None
     }
     shared = [
         SharedRoots(tuple(names), division)
@@ -57,9 +59,9 @@ def make_tensor_parallel_groups(plan: Plan, comm: Communicator) -> dict[int, Com
     found = {}
     for number, stage in enumerate(plan.stages):
         for ranks in plan.list_tp_groups(number) if stage.tensor > 1 else ():
-            team = comm.among(ranks)
-            if team is not None:
-                found[number] = team
+            tp_group = comm.among(ranks)
+            if tp_group is not None:
+                found[number] = tp_group
     return found
 
 

@@ -200,7 +200,7 @@ class FlatGroup:
         # Between steps, a rank with all masters has an ordinary model.
         self.is_whole = (
             not (in_parts or on_host)
-            and self._division.team is None
+            and self._division.tp_group is None
             and (self._division.replicated or self._division.comm.world == 1)
         )
         self._replace_parameters(alike)
@@ -208,8 +208,8 @@ class FlatGroup:
         into = self.full if arriving is None else arriving
         parts = into.split([shard.numel for shard in self.shards])
         self.gathers = [partial(shard.gather, part) for shard, part in zip(self.shards, parts)]
-        team = self._division.team
-        self._sums_in_team = team is not None and self._summed_from < self.numel
+        tp_group = self._division.tp_group
+        self._sums_in_tp_group = tp_group is not None and self._summed_from < self.numel
         self.gradients: list[ParameterGradient] = []
         self.receiving = GradientAccumulation(label)
         if self.trainable:
@@ -329,15 +329,15 @@ class FlatGroup:
 
     def gather_masters(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Yield every full parameter, as a view of temporary memory. Collective."""
-        rows, team = [shard.all_masters() for shard in self.shards], self._division.team
-        if team is not None:
+        rows, tp_group = [shard.all_masters() for shard in self.shards], self._division.tp_group
+        if tp_group is not None:
             label = f"exchange of the state of unit '{self.label}'"
             tables = []
             for flat in rows:
-                table, told = team.exchange(flat, label)
+                table, told = tp_group.exchange(flat, label)
                 told.wait()
                 tables.append(table)
-            rows = [table[member] for member in range(team.world) for table in tables]
+            rows = [table[member] for member in range(tp_group.world) for table in tables]
         pieces = self.shards[0].pieces
         numels = [piece.window.numel for piece in pieces]
         for piece, *parts in zip(pieces, *(row.split(numels) for row in rows)):
@@ -354,18 +354,20 @@ class FlatGroup:
         """Return what starts to sum the gradient over ranks. At the end, this rank's part, times
         the scale, is in the pieces' `grad`: added to gradients already there, as autograd does.
         Without a scale, sums are added up over the step, and reach `grad` only when `settle`d."""
-        if self._sums_in_team or self._division.repeats > 1 or self._parts is not None:
+        if self._sums_in_tp_group or self._division.repeats > 1 or self._parts is not None:
             return self._reduce_in_parts
         return partial(self.shards[0].reduce, self.gradient)
 
     def _reduce_in_parts(self, scale: Scale | None) -> list[Pending]:
-        """Reduce the gradient in a team, or of several parts; see `make_reduction`."""
+        """Reduce the gradient in a tensor-parallel group, or of several parts; see
+        `make_reduction`."""
         division = self._division
-        if self._sums_in_team:
+        if self._sums_in_tp_group:
             # At once: another bucket needs the buffer soon, and the amount is small.
-            assert division.team is not None
+            assert division.tp_group is not None
             parts = self.gradient[self._summed_from :]
-            division.team.all_reduce(parts, f"reduction of unit '{self.label}' in its team")
+            label = f"reduction of unit '{self.label}' in its tensor-parallel group"
+            division.tp_group.all_reduce(parts, label)
         if division.repeats > 1:
             self.gradient.div_(division.repeats)
         if self._parts is None:

@@ -41,12 +41,12 @@ class Division:
         on_host: whether this rank keeps its part of masters and optimizer state on the host.
         pool: memory of the host with one copy of all parameters, instead of gathers and reductions
             between devices.
-        team: the tensor-parallel group of this rank.
+        tp_group: the tensor-parallel group of this rank.
         repeats: number of ranks of `comm` that compute each gradient identically.
         part, parts: index of this rank's tensor-parallel part of units, and number of parts.
         others: divisions of other parts on this rank.
-        undivided: for parameters that no team divides, where teams differ in size: all ranks of all
-            teams divide these.
+        undivided: for parameters that are not divided, where tensor-parallel groups differ in size:
+            all ranks of all groups divide these.
         multiple: cuts are at multiples of so many elements of a parameter.
     """
 
@@ -58,7 +58,7 @@ class Division:
     first: bool = True
     on_host: bool = False
     pool: ParameterPool | None = None
-    team: Communicator | None = None
+    tp_group: Communicator | None = None
     repeats: int = 1
     part: int = 0
     parts: int = 1
@@ -76,7 +76,7 @@ class Division:
         """Return the divisions of parameters of a kind, for each part on this rank."""
         if self.undivided is None or kind == "divided":
             return (self, *self.others)
-        # Each rank of a team has a part of the gradient.
+        # Each rank of a tensor-parallel group has a part of the gradient.
         return (replace(self.undivided, repeats=1) if kind == "summed" else self.undivided,)
 
     @cached_property
@@ -125,19 +125,19 @@ class Division:
 
     @classmethod
     def of_stage(
-        cls, plan: Plan, comm: Communicator, stage: int, team: Communicator | None
+        cls, plan: Plan, comm: Communicator, stage: int, tp_group: Communicator | None
     ) -> Division | None:
         """Make the division of a stage among its workers; None if this rank is not a worker.
         Collective: creates process groups."""
         parts, zero_stage = plan.stages[stage].tensor, plan.zero_stage
-        together = team if team is not None and team.world > 1 else None
+        together = tp_group if tp_group is not None and tp_group.world > 1 else None
         of_parts = []
         for part in range(parts):
-            shares, more = plan.shares_among([stage], part), {"team": together, "part": part}
+            shares, more = plan.shares_among([stage], part), {"tp_group": together, "part": part}
             of_parts.append(cls._among(plan, comm, shares, zero_stage, parts=parts, **more))
         undivided = None
         if plan.stages[stage].has_mixed_degrees:
-            repeats = team.world if team is not None else 1
+            repeats = tp_group.world if tp_group is not None else 1
             shares = plan.shares_among([stage])
             undivided = cls._among(plan, comm, shares, zero_stage, repeats=repeats)
         own = [division for division in of_parts if division is not None]
@@ -173,11 +173,11 @@ class Division:
         return cls(zero_stage, of_ranks, own, ranks, first=first, on_host=on_host, **more)
 
     @classmethod
-    def of(cls, plan: Plan, comm: Communicator, team: Communicator | None = None) -> Division:
+    def of(cls, plan: Plan, comm: Communicator, tp_group: Communicator | None = None) -> Division:
         """Make the division of a plan of one stage on the ranks of `comm`. Collective: creates
         process groups."""
-        if team is not None:
-            division = cls.of_stage(plan, comm, 0, team)
+        if tp_group is not None:
+            division = cls.of_stage(plan, comm, 0, tp_group)
             assert division is not None, "every rank is a worker"
             return division
         workers, multiple = plan.workers, plan.cut_multiple

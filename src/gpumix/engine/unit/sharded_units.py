@@ -57,8 +57,8 @@ class ShardedUnit:
         self.trainable = any(p.requires_grad for p in unit.module.parameters())
 
     def taken(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the unit's arguments: with hidden states of this rank's positions only, if a team
-        divides positions."""
+        """Return the unit's arguments: with hidden states of this rank's positions only, with
+        sequence parallelism."""
         if self.positions is None:
             return args, kwargs
         return self.positions.divided(self.name, args, kwargs)

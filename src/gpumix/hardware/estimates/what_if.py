@@ -110,14 +110,14 @@ def drop_devices(profile: Profile, gone: Collection[str]) -> Profile:
     left = {one.name for one in cluster.classes}
     classes = tuple(c for c in profile.classes if c.device_class in left)
     tp_profiles = tuple(
-        team.model_copy(
+        tp_profile.model_copy(
             update={
-                "classes": tuple(c for c in team.classes if c.device_class in left),
-                "told": {name: told for name, told in team.told.items() if name in left},
+                "classes": tuple(c for c in tp_profile.classes if c.device_class in left),
+                "told": {name: told for name, told in tp_profile.told.items() if name in left},
             }
         )
-        for team in profile.tp_profiles
-        if any(c.device_class in left for c in team.classes)
+        for tp_profile in profile.tp_profiles
+        if any(c.device_class in left for c in tp_profile.classes)
     )
     return profile.model_copy(
         update={"cluster": cluster, "classes": classes, "tp_profiles": tp_profiles}
@@ -163,7 +163,8 @@ def with_slower(profile: Profile, factors: Mapping[str, float]) -> Profile:
         }
     )
     tp_profiles = tuple(
-        team.model_copy(update=_slower_team(team, new)) for team in profile.tp_profiles
+        tp_profile.model_copy(update=_slow_down_tp_profile(tp_profile, new))
+        for tp_profile in profile.tp_profiles
     )
     slower = [make_slower_class(known[of], factor, name) for name, (of, factor) in new.items()]
     update = {
@@ -174,13 +175,13 @@ def with_slower(profile: Profile, factors: Mapping[str, float]) -> Profile:
     return drop_devices(profile.model_copy(update=update), ())
 
 
-def _slower_team(
-    team: TensorParallelProfile, new: Mapping[str, tuple[str, float]]
+def _slow_down_tp_profile(
+    tp_profile: TensorParallelProfile, new: Mapping[str, tuple[str, float]]
 ) -> dict[str, Any]:
-    known = {c.device_class: c for c in team.classes}
+    known = {c.device_class: c for c in tp_profile.classes}
     slower = [make_slower_class(known[of], f, name) for name, (of, f) in new.items() if of in known]
-    told = {name: team.told[of] for name, (of, _) in new.items() if of in team.told}
-    return {"classes": (*team.classes, *slower), "told": team.told | told}
+    told = {name: tp_profile.told[of] for name, (of, _) in new.items() if of in tp_profile.told}
+    return {"classes": (*tp_profile.classes, *slower), "told": tp_profile.told | told}
 
 
 def set_link_between_hosts(profile: Profile, text: str) -> Profile:

@@ -171,19 +171,19 @@ def _sweep_class(
         anatomy = anatomy.of_kinds(kinds)
     find_unit_conflicts(model).switch_off()
     find_layer_drop_rates(model).switch_off()
-    settings, team = subject.settings, None
+    settings, tp_group = subject.settings, None
     dtype, efficiency = settings.dtypes[device_class], settings.get_chosen(device_class).efficiency
     apply_efficiency(model, efficiency, runtime.torch_device)
     if degree > 1:
-        team = FakeTensorParallelGroup(degree, runtime.torch_device)
-        anatomy = _split_units(subject, model, anatomy, team, sequence=sequence)
+        tp_group = FakeTensorParallelGroup(degree, runtime.torch_device)
+        anatomy = _split_units(subject, model, anatomy, tp_group, sequence=sequence)
     specimens = UnitFixture(
         model,
         anatomy,
         device=runtime.torch_device,
         compute_dtype=TORCH_DTYPE[dtype],
         objective=subject.loss or make_objective(model),
-        team=team,
+        tp_group=tp_group,
         efficiency=efficiency,
     )
     if kinds is None:
@@ -197,17 +197,17 @@ def _sweep_class(
                 of_called, runtime, device_class, progress, degree, sequence=sequence
             )
         anatomy = anatomy.of_kinds(specimens.kind_of)
-    if device_class in settings.compiled and team is None:
+    if device_class in settings.compiled and tp_group is None:
         specimens.compile(range(1, subject.global_batch + 1))
     warm_up(runtime, TORCH_DTYPE[dtype])
-    name = device_class if team is None else f"{device_class}, one of {degree}"
+    name = device_class if tp_group is None else f"{device_class}, one of {degree}"
     name += ", positions divided" if sequence else ""
     found = sweep(
         specimens,
         runtime,
         subject.make_batch,
         largest=subject.global_batch,
-        budget_s=subject.budget_s if team is None else subject.budget_s / 2,
+        budget_s=subject.budget_s if tp_group is None else subject.budget_s / 2,
         progress=lambda line: progress(f"{name}: {line}"),
     )
     if specimens.compiled:
@@ -232,7 +232,7 @@ def _split_units(
     subject: Workload,
     model: nn.Module,
     anatomy: ModelUnits,
-    team: FakeTensorParallelGroup,
+    tp_group: FakeTensorParallelGroup,
     *,
     sequence: bool,
 ) -> ModelUnits:
@@ -240,7 +240,7 @@ def _split_units(
     styles = resolve_tensor_plan(model, subject.tensor)
     every = [unit.name for unit in anatomy.units] if sequence else []
     whole = select_whole_model(anatomy)
-    return parallelize_model(anatomy, team, styles, part=whole, sequence=every)[0]
+    return parallelize_model(anatomy, tp_group, styles, part=whole, sequence=every)[0]
 
 
 def _measure_groups(

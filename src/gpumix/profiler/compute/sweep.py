@@ -320,14 +320,14 @@ class _Measurement:
     @contextmanager
     def _record_collectives(self, name: str, way: Pass, *, more: bool = False) -> Iterator[None]:
         """Record a tensor-parallel group's collectives in a `with` block; `more` appends."""
-        team = self._specimens.team
-        if team is None:
+        tp_group = self._specimens.tp_group
+        if tp_group is None:
             yield
             return
-        before = len(team.told)
+        before = len(tp_group.told)
         yield
         found = self._point.told.get((name, way), []) if more else []
-        self._point.told[name, way] = found + team.told[before:]
+        self._point.told[name, way] = found + tp_group.told[before:]
 
     def _count_chunked_head(self, batch: Batch, calls: int) -> None:
         specimens = self._specimens

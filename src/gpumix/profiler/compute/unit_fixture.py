@@ -71,7 +71,7 @@ class UnitFixture:
         model: on the meta device or not; its parameters are replaced by random ones.
         device: where it runs.
         objective: the loss of a batch, as for the engine.
-        team: the tensor-parallel group, if the anatomy is divided.
+        tp_group: the tensor-parallel group, if the anatomy is divided.
         efficiency: compute settings of the device, already applied to the model.
 
     `scale` multiplies summed losses before backward; `shared_by` maps units to their parameters of
@@ -86,12 +86,12 @@ class UnitFixture:
         device: torch.device,
         compute_dtype: torch.dtype,
         objective: Objective,
-        team: FakeTensorParallelGroup | None = None,
+        tp_group: FakeTensorParallelGroup | None = None,
         efficiency: KernelSettings = PLAIN_EFFICIENCY,
     ) -> None:
         self.model = model
         self.images_last = efficiency.channels_last
-        self.team = team
+        self.tp_group = tp_group
         self.device = device
         self.compute_dtype = compute_dtype
         self.compiled = False
@@ -101,7 +101,7 @@ class UnitFixture:
         self.head = ChunkedHead(
             model,
             (unit.module for unit in anatomy.units),
-            whole_because="" if team is None else "a team computes it together",
+            whole_because="" if tp_group is None else "a tensor-parallel group computes it",
             fused=efficiency.loss == "triton",
         )
         self.root = self._alive(anatomy.root)
@@ -110,7 +110,7 @@ class UnitFixture:
         dividing = (unit.positions for unit in anatomy.units if unit.positions is not None)
         self.positions = next(dividing, None)
         # Calls of a group depend on its ranks' parts; one rank's outputs do not show all.
-        self.elsewhere = RemoteStages(anatomy, device, compute_dtype) if team is None else None
+        self.elsewhere = RemoteStages(anatomy, device, compute_dtype) if tp_group is None else None
         self.of_kind: dict[str, ShardedUnit] = {}
         self.kind_of: dict[str, str] = {}
         self._units = anatomy.units

@@ -31,7 +31,9 @@ def separate_kinds(specimens: UnitFixture, batch: Any) -> list[str]:
     Args:
         batch: a small batch, with tensors on the device.
     """
-    assert specimens.elsewhere is not None, "a team's units are of the kinds that one rank's are"
+    assert specimens.elsewhere is not None, (
+        "a tensor-parallel group's units are of the kinds that one rank's are"
+    )
     done: dict[str, set[object]] = defaultdict(set)
     computed: dict[str, Returned] = {}
     with specimens.start(batch) as walk, specimens.head_in_chunks():

@@ -338,7 +338,7 @@ class OptimizerSpec(Value):
 
     @property
     def supports_tensor_parallel(self) -> bool:
-        """Whether it updates parameters of which each rank of a team has a part."""
+        """Whether it updates parameters of which each rank has a part."""
         return self.name in ("adamw", "sgd")
 
     @property

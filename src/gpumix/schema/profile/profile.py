@@ -418,7 +418,7 @@ class TensorParallelProfile(Value):
             after which hidden states are complete again before the next call.
     """
 
-    degree: int = Field(ge=2, description="ranks of a team")
+    degree: int = Field(ge=2, description="ranks of a tensor-parallel group")
     sequence: bool = Field(
         default=False, description="whether each has its part of the positions between them"
     )
@@ -434,7 +434,7 @@ class TensorParallelProfile(Value):
         for of_class in self.classes:
             self.model.check_timed(of_class)
             if (name := of_class.device_class) not in self.told:
-                raise ValueError(f"what teams on device class '{name}' tell each other is missing")
+                raise ValueError(f"'told' has no entry for device class '{name}'")
         return self
 
 
@@ -556,8 +556,8 @@ class Profile(Document):
             (f"{t.degree}, {t.sequence}" for t in self.tp_profiles),
             "is described twice",
         )
-        if any(team.model.fingerprint != self.model.fingerprint for team in self.tp_profiles):
-            raise ValueError("what teams compute is another model")
+        if any(one.model.fingerprint != self.model.fingerprint for one in self.tp_profiles):
+            raise ValueError("the model of the tensor-parallel groups is another one")
         unknown = {c.compute_dtype for c in self.classes} - {m.compute_dtype for m in models}
         if unknown:
             raise ValueError(f"a class computes in {min(unknown)}, whose memory was not measured")
