@@ -103,8 +103,8 @@ class JobPatient:
         """Return the profile, measured once for all changes without effect on it."""
         job = self.job
         said = job.model_dump(mode="json", include=MEASURED)
-        teams = (job.techniques.tensor_parallel_size, job.techniques.sequence_parallel)
-        key = json.dumps([said, *teams, job.data.num_workers])
+        tensor_parallel = (job.techniques.tensor_parallel_size, job.techniques.sequence_parallel)
+        key = json.dumps([said, *tensor_parallel, job.data.num_workers])
         if key not in self.profiles:
             self.profiles[key] = self.pipeline.profile()
         return self.profiles[key]

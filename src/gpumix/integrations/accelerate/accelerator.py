@@ -316,7 +316,7 @@ class Accelerator(accelerate.Accelerator):
             ) from error
         if len(self._engine.plan.stages) > 1 or self._engine.plan.uses_tensor_parallel:
             raise InputError(
-                "the plan has several stages, or teams",
+                "the plan has several stages, or tensor parallelism",
                 why="every rank of a loop calls the model, and looks at what it returns",
                 fix="make one with techniques.max_pipeline_stages=1 and "
                 "techniques.tensor_parallel_size=1",

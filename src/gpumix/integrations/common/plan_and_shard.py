@@ -262,8 +262,8 @@ def _even(model: nn.Module, training: TrainingSetup) -> Plan:
 
 
 def _restrict_space(training: TrainingSetup) -> Space:
-    """Return the search space for the optimizer: without teams for full matrices, and for blocks of
-    elements."""
+    """Return the search space for the optimizer: without tensor parallelism for full matrices,
+    and for blocks of elements."""
     trial = training.optimizer and training.optimizer([nn.Parameter(torch.empty(0))])
     if isinstance(trial, FullParameterOptimizer | AdamW8bit):
         return training.space.without_tensor_parallel()
