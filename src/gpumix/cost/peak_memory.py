@@ -477,8 +477,8 @@ class Activations:
                 n: np.ceil(2 * micro.largest_bytes(curve)) for n, curve in left.items()
             }
         self._boundary = {name: np.ceil(together(k.gradient)) for name, k in self._kinds.items()}
-        head = model.root.head if mode.head == "whole" else model.root.chunked_head
-        assert head is not None, "the mode runs the head in chunks, which was not measured"
+        head = model.root.head if mode.head == "whole" else model.root.chunked_cross_entropy
+        assert head is not None, "the mode uses chunked cross-entropy, which was not measured"
         self._working: dict[tuple[str, Pass], FloatArray] = {
             (ROOT, "head"): np.ceil(micro.largest_bytes(head)),
             (ROOT, "backward"): np.ceil(micro.largest_bytes(model.root.backward or head)),

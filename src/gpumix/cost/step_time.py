@@ -219,8 +219,10 @@ class ComputeSeconds:
         """Return the seconds of a micro-batch's backward, by samples."""
         times = self.device.units[kind]
         if kind == ROOT and self.mode.head == "chunked":
-            assert self.device.chunked_head is not None, "the head was not measured in chunks"
-            return self.device.chunked_head
+            assert self.device.chunked_cross_entropy is not None, (
+                "chunked cross-entropy was not measured"
+            )
+            return self.device.chunked_cross_entropy
         if self.mode.recompute or kind == ROOT:
             return times.backward
         assert times.gradient is not None, "the mode keeps graphs, which were not measured"
@@ -363,7 +365,7 @@ def can_predict_mode(profile: Profile, device_class: str, mode: Mode) -> bool:
     device = profile.of_class(device_class)
     if mode.boundary == "host" and device.host_copy is None:
         return False
-    if mode.head == "chunked" and device.chunked_head is None:
+    if mode.head == "chunked" and device.chunked_cross_entropy is None:
         return False
     if mode.recompute:
         return True
@@ -374,14 +376,16 @@ def can_predict_mode(profile: Profile, device_class: str, mode: Mode) -> bool:
     )
 
 
-def is_chunked_head_free(profile: Profile, device_class: str) -> bool:
+def is_chunked_cross_entropy_free(profile: Profile, device_class: str) -> bool:
     """Check if chunked cross-entropy was measured to take no more time and memory than the
-    unchunked head, at any number of samples."""
+    head with full logits, at any number of samples."""
     device, root = profile.of_class(device_class), profile.model_of(device_class).root
-    if device.chunked_head is None or root.chunked_head is None:
+    if device.chunked_cross_entropy is None or root.chunked_cross_entropy is None:
         return False
     whole = (device.units[ROOT].backward, root.head)
-    return all(map(_is_never_above, (device.chunked_head, root.chunked_head), whole))
+    return all(
+        map(_is_never_above, (device.chunked_cross_entropy, root.chunked_cross_entropy), whole)
+    )
 
 
 def _is_never_above(one: Curve, other: Curve) -> bool:

@@ -223,8 +223,8 @@ def refuse_unmeasured(
         raise InputError(
             f"the profile does not say what tensor-parallel groups of {kind.size} of class "
             f"'{kind.device_class}' take to {mode.describe()}",
-            fix="profile again on this cluster: `gpumix profile JOB.yaml`; a head in chunks is "
-            "measured of devices that compute alone only",
+            fix="profile again on this cluster: `gpumix profile JOB.yaml`; chunked cross-entropy "
+            "is measured of devices that compute alone only",
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gpumix.engine.batch.batch_split import Loss, MicroBatchTask
-from gpumix.engine.loss.chunked_head import ChunkedHead
+from gpumix.engine.loss.chunked_cross_entropy import ChunkedCrossEntropy
 from gpumix.engine.model.rng import preserve_torch_rng, use_eval_mode
 from gpumix.engine.rehearsal.rehearsing_engine import RehearsingEngine
 from gpumix.engine.rehearsal.samples import is_any
@@ -27,7 +27,7 @@ class EvaluatingEngine(RehearsingEngine):
     """Engine base class for evaluations."""
 
     _schedule: Schedule
-    _heads: Sequence[ChunkedHead]
+    _heads: Sequence[ChunkedCrossEntropy]
     _evaluation_repeats: bool | None = None  # units, as far as known
 
     @abstractmethod

@@ -25,7 +25,7 @@ from gpumix.engine.comm.failure_report import FailureReports
 from gpumix.engine.comm.init_distributed import ensure_process_group
 from gpumix.engine.comm.process_groups import get_own_device, make_communicator, needs_gpu
 from gpumix.engine.engine import Engine, ShardedParts
-from gpumix.engine.loss.chunked_head import ChunkedHead
+from gpumix.engine.loss.chunked_cross_entropy import ChunkedCrossEntropy
 from gpumix.engine.loss.objective import make_objective
 from gpumix.engine.loss.reduction import Objective, wrap_objective
 from gpumix.engine.model.equal_weights import broadcast_weights
@@ -215,14 +215,14 @@ def _dissect_as_planned(model: nn.Module, plan: Plan, units: Sequence[str]) -> M
 
 def _head_in_chunks(
     model: nn.Module, anatomy: ModelUnits, plan: Plan, rank: int
-) -> ChunkedHead | None:
-    """Return the chunked head of a rank with the last stage, if planned."""
+) -> ChunkedCrossEntropy | None:
+    """Return the chunked cross-entropy of a rank with the last stage, if planned."""
     last = plan.stages_of(rank)[-1]
     worker = plan.worker_of(rank, last)
     if last < len(plan.stages) - 1 or worker.mode.head != "chunked":
         return None
     units = (unit.module for unit in anatomy.units)
-    return ChunkedHead(model, units, fused=worker.efficiency.loss == "triton")
+    return ChunkedCrossEntropy(model, units, fused=worker.efficiency.loss == "triton")
 
 
 def _apply_tensor_parallel(
@@ -231,7 +231,7 @@ def _apply_tensor_parallel(
     rank: int,
     tp_groups: Mapping[int, Communicator],
     styles: Mapping[str, Any] | None,
-    head: ChunkedHead | None,
+    head: ChunkedCrossEntropy | None,
 ) -> tuple[ModelUnits, ModuleChanges]:
     """Return the model with this rank's tensor-parallel parts; undivided without a group."""
     tp_group = next(iter(tp_groups.values()), None)

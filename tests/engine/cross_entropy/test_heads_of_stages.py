@@ -1,4 +1,4 @@
-"""A last stage that makes the head in chunks trains like one process."""
+"""A last stage with chunked cross-entropy trains like one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = 10  # of a chunk: a micro-batch has several
 
 
 def in_chunks(layout: Sequence[Row], *, only: Sequence[int] = ()) -> list[Row]:
-    """The same with the head in chunks at all workers of the last stage, or at these only."""
+    """The same with chunked cross-entropy at all workers of the last stage, or at these only."""
     *others, last = layout
     shares = tuple(
         share._replace(mode=share.mode.model_copy(update={"head": "chunked"}))

@@ -45,7 +45,7 @@ CASES = {
         tp_group(Mode(order="sequential", recompute=False)),
         {"zero_stage": 0},
     ),
-    "head in chunks": ("llama", tp_group(Mode(head="chunked")), {"zero_stage": 2}),
+    "chunked cross-entropy": ("llama", tp_group(Mode(head="chunked")), {"zero_stage": 2}),
     "inputs on the host": ("bert", tp_group(Mode(boundary="host")), {"zero_stage": 3}),
     "more ranks in a TP group": ("gpt2", rows([3], tensor=[4], sequence=True), {"zero_stage": 1}),
     "two TP groups": ("qwen3", TWO, {"zero_stage": 2}),

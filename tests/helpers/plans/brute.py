@@ -188,7 +188,9 @@ def small_profiles(draw: st.DrawFn) -> Profile:
     head = draw(curves(200))
     in_chunks = draw(st.one_of(st.none(), curves(100), st.just(_halved(head))))
     if in_chunks is not None:
-        cards = [replace(card, chunked_head=draw(_heads_in_chunks(card))) for card in cards]
+        cards = [
+            replace(card, chunked_cross_entropy=draw(_heads_in_chunks(card))) for card in cards
+        ]
     accelerator = draw(st.sampled_from(["cpu", "cuda"]))
     per_host = draw(st.sampled_from([0, 0, 1, 2]))
     before, after = draw(ELEMENTS), draw(ELEMENTS)
@@ -201,7 +203,7 @@ def small_profiles(draw: st.DrawFn) -> Profile:
             draw(st.integers(0, 500)),
             kept=draw(curves(50)),
             head=head,
-            chunked_head=in_chunks,
+            chunked_cross_entropy=in_chunks,
             before=before,
             after=after,
         ),

@@ -173,7 +173,7 @@ def _modes(profile: Profile, name: str, stage: int) -> list[Mode]:
         for mode in EVERYTHING.modes(stage)
         if (graphs or mode.recompute)
         and (of.host_copy is not None or mode.boundary == "device")
-        and (of.chunked_head is not None or mode.head == "whole")
+        and (of.chunked_cross_entropy is not None or mode.head == "whole")
     ]
 
 

@@ -64,13 +64,13 @@ def cluster(
                 steady(s, start=start * s),
                 per_host=per_host,
                 largest=(largest or {}).get(n),
-                chunked_head=line(1e-5) if chunked else None,
+                chunked_cross_entropy=line(1e-5) if chunked else None,
             )
             for n, (s, count) in enumerate(cards)
         ],
         calls=("block",) * calls,
         kinds=[block(kept=line(message), gradient=line(message), backward=line(message))],
-        root_unit=root(head=line(2e4), chunked_head=line(1e3)) if chunked else None,
+        root_unit=root(head=line(2e4), chunked_cross_entropy=line(1e3)) if chunked else None,
         links=StatedNetwork(between=Link.stated(link, 1e-5), inside=Link.stated(link, 1e-5)),
     )
     return in_a_row(found, message=line(message))
@@ -532,7 +532,7 @@ def test_no_micro_batch_is_larger_than_was_measured():
 @pytest.mark.parametrize(
     ("space", "what"),
     [
-        (Space(cross_entropy="chunked"), "a head in chunks was not measured"),
+        (Space(cross_entropy="chunked"), "chunked cross-entropy was not measured"),
         (Space(gradient_checkpointing=False), "kept graphs were not measured on class 'c0'"),
     ],
 )
@@ -593,4 +593,4 @@ def test_a_head_in_chunks_is_the_last_stages():
     plan = make_plan(found, 4, space=space)
     assert space.missing(plan) == ""
     assert {w.mode.head for w in plan.stages[-1].workers} == {"chunked"}
-    assert "head in chunks" in Space(cross_entropy="whole").missing(plan)
+    assert "chunked cross-entropy" in Space(cross_entropy="whole").missing(plan)

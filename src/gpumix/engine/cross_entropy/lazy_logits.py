@@ -84,7 +84,7 @@ class LogitsFamily:
         if any(tensor._version != version for tensor, version in self._sources):
             raise ModelError(
                 "what the logits are made of was written into after the head was called",
-                why="the head runs in chunks, when the loss is taken",
+                why="chunked cross-entropy computes them when the loss is taken",
                 fix="set the plan's `head` to 'whole'",
             )
 
@@ -94,7 +94,7 @@ class LogitsFamily:
             if not self.open:
                 raise ModelError(
                     f"the logits are asked for ({wanted}) when the step is over",
-                    why="the head runs in chunks: they were never made, and the weights are gone",
+                    why="chunked cross-entropy never made them, and the weights are gone",
                     fix="use them in the loss function, or set the plan's `head` to 'whole'",
                 )
             self._refuse_writes()

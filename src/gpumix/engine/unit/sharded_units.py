@@ -25,7 +25,7 @@ from gpumix.cost.memory_layout.buffer_slots import (
     share_slots,
 )
 from gpumix.engine.comm.step_recorder import CurrentRecorder
-from gpumix.engine.loss.chunked_head import ChunkedHead
+from gpumix.engine.loss.chunked_cross_entropy import ChunkedCrossEntropy
 from gpumix.engine.sharding.bucket import Bucket, GatherBuffer
 from gpumix.engine.sharding.flat_group import (
     Dtypes,
@@ -81,7 +81,7 @@ class ShardedUnits:
     after: Bucket
     of_units: tuple[Bucket, ...]
     shared: tuple[Bucket, ...] = ()
-    head: ChunkedHead | None = None  # None: full logits
+    head: ChunkedCrossEntropy | None = None  # None: full logits
 
     @cached_property
     def always_used_buckets(self) -> tuple[Bucket, ...]:
@@ -144,13 +144,13 @@ class Storage:
 
     Attributes:
         source: provides the initial values.
-        head: runs the head in chunks; None: full logits.
+        head: chunked cross-entropy; None: full logits.
     """
 
     device: torch.device
     dtypes: Dtypes
     source: Source
-    head: ChunkedHead | None = None
+    head: ChunkedCrossEntropy | None = None
 
 
 def shard(
@@ -220,7 +220,7 @@ def make_shared_bucket(
     return bucket
 
 
-def _expect_reductions(buckets: Iterable[Bucket], head: ChunkedHead | None) -> None:
+def _expect_reductions(buckets: Iterable[Bucket], head: ChunkedCrossEntropy | None) -> None:
     """Allocate reduction memory, shared by buckets in turn."""
     trained = [group for bucket in buckets for group in bucket.trainable]
     reserve_reduction_memory(trained)

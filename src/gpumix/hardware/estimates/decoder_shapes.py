@@ -271,7 +271,9 @@ class Decoder:
             parameters=tuple(RootParameter(name=n, trainable=k) for n, k in sizes.items()),
             kept=_line(stream + 16 * tokens),
             head=_line(logits + 4 * stream, weight_left),
-            chunked_head=self._chunked_head(tokens, size) if self.tp_size == 1 else None,
+            chunked_cross_entropy=self._chunked_cross_entropy(tokens, size)
+            if self.tp_size == 1
+            else None,
             flops=head_flops,
             backward_flops=2 * head_flops,
         )
@@ -334,9 +336,9 @@ class Decoder:
         inner = (2 if self.gated else 1) * self.feed_forward * max(1, self.experts_used)
         return inputs + inner + 4 * self.hidden
 
-    def _chunked_head(self, tokens: int, element_bytes: int) -> Curve:
-        """Return the bytes of a chunked head. Chunks double at points unknown here, so each point
-        uses the chunk of the next."""
+    def _chunked_cross_entropy(self, tokens: int, element_bytes: int) -> Curve:
+        """Return the bytes of chunked cross-entropy. Chunks double at points unknown here, so each
+        point uses the chunk of the next."""
         sizes = tuple(2.0**exponent for exponent in range(MOST_SAMPLES.bit_length()))
         stream = 4 * tokens * self.hidden * element_bytes
         chunks = (

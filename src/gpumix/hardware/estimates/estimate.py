@@ -125,7 +125,7 @@ def estimate_class(
         device_class=name,
         units=times,
         # The number of products is equal; more additions to the weight's gradient are hidden.
-        chunked_head=times[ROOT].backward if model.root.chunked_head else None,
+        chunked_cross_entropy=times[ROOT].backward if model.root.chunked_cross_entropy else None,
         optimizer_s_per_element=optimizer_s_per_element(card, optimizer_bytes, optimizer_state),
         framework_bytes=FRAMEWORK_BYTES,
         host_copy=make_host_copy_curve(card),
@@ -278,8 +278,8 @@ def _scale_times(profile: ClassProfile, factor: float) -> ClassProfile:
         )
         for kind, times in profile.units.items()
     }
-    head = profile.chunked_head and profile.chunked_head.scaled(factor)
-    return profile.model_copy(update={"units": units, "chunked_head": head})
+    head = profile.chunked_cross_entropy and profile.chunked_cross_entropy.scaled(factor)
+    return profile.model_copy(update={"units": units, "chunked_cross_entropy": head})
 
 
 def make_slower_class(profile: ClassProfile, factor: float, name: str) -> ClassProfile:

@@ -546,7 +546,7 @@ def list_corner_sizes(profile: Profile, name: str, limit: int) -> list[int]:
     """
     found, device = {1}, profile.of_class(name)
     of_units = (curve for unit in device.units.values() for _, curve in unit)
-    for curve in (device.chunked_head, *of_units):
+    for curve in (device.chunked_cross_entropy, *of_units):
         if curve is not None:
             found |= {whole for size in curve.sizes for whole in (floor(size), ceil(size))}
     found.add(min(limit, max(found)))

@@ -515,7 +515,7 @@ def compute_activation_bytes(
         gradient = interpolate_bytes(kind.gradient, sizes)
         needed.append(interpolate_bytes(backward, sizes) + gradient)
     working: FloatArray = np.min(needed, axis=0) if least else np.max(needed, axis=0)
-    head = model.root.head if mode.head == "whole" else model.root.chunked_head
+    head = model.root.head if mode.head == "whole" else model.root.chunked_cross_entropy
     if last and head is not None:
         working = np.maximum(working, interpolate_bytes(head, sizes))
     rows = [np.zeros(len(sizes)), *(left[name] for name in model.kind_of_call)]

@@ -338,8 +338,8 @@ def _search_groups(
     leader_profile = make_leader_profile(
         profile, kinds, sequence=sizes.sequence, in_stages=in_stages
     )
-    # Chunked heads were measured on single devices only, and all workers of a stage run the head
-    # alike.
+    # Chunked cross-entropy was measured on single devices only, and all workers of a stage run the
+    # head alike.
     if len(there) > 1 and "whole" not in request.space.cross_entropy:
         raise _make_indivisible_error(there)
     space = request.space.model_copy(

@@ -117,8 +117,8 @@ def _measured(
     of_class = ClassProfile(
         device_class=device_class,
         units=_make_unit_times(found),
-        chunked_head=_if_known(
-            found, [p.chunked_head_s for p in found.points], remove_timing_noise
+        chunked_cross_entropy=_if_known(
+            found, [p.chunked_cross_entropy_s for p in found.points], remove_timing_noise
         ),
         optimizer_s_per_element=optimizer.s_per_element,
         framework_bytes=runtime.framework_bytes(),  # libraries are loaded when first used
@@ -307,7 +307,7 @@ def _measure_group(
         device_class=alone.model_copy(
             update={
                 "units": _make_unit_times(found),
-                "chunked_head": None,
+                "chunked_cross_entropy": None,
                 "largest_micro_batch": found.points[-1].size,
                 "compiled": False,
             }
@@ -424,7 +424,9 @@ def _model_profile(
             # A head that did not fit takes more than all memory.
             head=curve(lambda p: p.backward_bytes.get(ROOT, memory_bytes)),
             backward=curve(lambda p: p.before_backward_bytes[ROOT]),
-            chunked_head=_if_known(found, [p.chunked_head_bytes for p in found.points]),
+            chunked_cross_entropy=_if_known(
+                found, [p.chunked_cross_entropy_bytes for p in found.points]
+            ),
             flops=first.flops[ROOT],
             before_flops=first.before_flops,
             backward_flops=first.backward_flops[ROOT],

@@ -25,7 +25,7 @@ from gpumix.cost.memory_layout.chunk_rows import (
     compute_chunk_rows,
 )
 from gpumix.engine.cross_entropy.linear_cross_entropy import Gradients, LinearCrossEntropy
-from gpumix.engine.loss.chunked_head import find_output_layer
+from gpumix.engine.loss.chunked_cross_entropy import find_output_layer
 from gpumix.engine.loss.objective import make_objective
 from gpumix.engine.model.kernel_selection import apply_efficiency
 from gpumix.engine.model.model_settings import find_unit_conflicts

@@ -93,8 +93,8 @@ class Point:
     part: dict[str, int] = field(default_factory=dict)
     # Collectives of a tensor-parallel group by unit kind and pass: operation and bytes of each.
     told: dict[tuple[str, Pass], list[Told]] = field(default_factory=dict)
-    chunked_head_s: float | None = None  # as `backward_s` of the root; None: not supported
-    chunked_head_bytes: int | None = None
+    chunked_cross_entropy_s: float | None = None  # as `backward_s` of the root; None: not supported
+    chunked_cross_entropy_bytes: int | None = None
 
     @property
     def has_full_logits(self) -> bool:
@@ -230,7 +230,7 @@ class _Measurement:
         calls: tuple[str, ...] = ()
         try:
             calls = self._first_walk(batch)
-            self._count_chunked_head(batch, len(calls))
+            self._count_chunked_cross_entropy(batch, len(calls))
         except Exception as error:
             if self._specimens.head.layer is None or not is_out_of_memory(error):
                 raise
@@ -303,7 +303,7 @@ class _Measurement:
             if in_chunks and specimens.head.supported:
                 flops.total = before_stretch + self._head_flops(outputs)
                 backward.total = int(2 * self._head_flops(outputs))
-                point.chunked_head_bytes = found
+                point.chunked_cross_entropy_bytes = found
             else:
                 point.backward_bytes[ROOT] = found
             point.flops[ROOT] = flops.total / point.size
@@ -329,7 +329,7 @@ class _Measurement:
         found = self._point.told.get((name, way), []) if more else []
         self._point.told[name, way] = found + tp_group.told[before:]
 
-    def _count_chunked_head(self, batch: Batch, calls: int) -> None:
+    def _count_chunked_cross_entropy(self, batch: Batch, calls: int) -> None:
         specimens = self._specimens
         with specimens.start(copy_to_device(specimens, batch)) as walk:
             outputs = self._to_last_call(walk, calls)
@@ -339,7 +339,7 @@ class _Measurement:
                 walk.go_on(outputs)
                 walk.loss_backward()
             if specimens.head.supported:
-                self._point.chunked_head_bytes = self._head_bytes(before, walk)
+                self._point.chunked_cross_entropy_bytes = self._head_bytes(before, walk)
 
     def _head_bytes(self, before: int, walk: ModelRun) -> int:
         return max(0, self._memory.peak() - before - walk.gradient_bytes)
@@ -360,7 +360,7 @@ class _Measurement:
     def _head_flops(self, outputs: Any) -> float:
         """Return the FLOPs of logits that did not fit in memory."""
         layer = self._specimens.head.layer
-        assert layer is not None, "else it does not run in chunks"
+        assert layer is not None, "else there is no chunked cross-entropy"
         rows = max(t.numel() for t in _leaves(outputs)) // layer.in_features
         return 2.0 * rows * layer.in_features * layer.out_features
 
@@ -496,7 +496,7 @@ class _Measurement:
         forward: list[float] = []
         before: list[float] = []
         ways: dict[bool, list[float]] = {}  # by chunked
-        if point.chunked_head_bytes is not None:
+        if point.chunked_cross_entropy_bytes is not None:
             ways[True] = []
         if point.has_full_logits:
             ways[False] = []
@@ -513,7 +513,7 @@ class _Measurement:
                     backward.append(head_s + before[-1])
         point.forward_s[ROOT], point.gradient_s[ROOT] = median_high(forward), median_high(before)
         taken = {in_chunks: median_high(backward) for in_chunks, backward in ways.items()}
-        point.chunked_head_s = taken.get(True)
+        point.chunked_cross_entropy_s = taken.get(True)
         point.backward_s[ROOT] = taken[False] if point.has_full_logits else taken[True]
 
     def _to_last_call(self, walk: ModelRun, calls: int) -> Any:

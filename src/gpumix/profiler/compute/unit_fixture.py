@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.engine.comm.communicator import Communicator, Pending, PooledTensor
-from gpumix.engine.loss.chunked_head import ChunkedHead
+from gpumix.engine.loss.chunked_cross_entropy import ChunkedCrossEntropy
 from gpumix.engine.loss.reduction import Objective
 from gpumix.engine.model.forward_coroutine import (
     Coroutine,
@@ -98,10 +98,10 @@ class UnitFixture:
         self.order = CallOrder()
         self.scale = torch.full((), SCALE, device=device)
         self._objective = objective
-        self.head = ChunkedHead(
+        self.head = ChunkedCrossEntropy(
             model,
             (unit.module for unit in anatomy.units),
-            whole_because="" if tp_group is None else "a tensor-parallel group computes it",
+            full_logits_reason="" if tp_group is None else "a tensor-parallel group computes it",
             fused=efficiency.loss == "triton",
         )
         self.root = self._alive(anatomy.root)

@@ -46,7 +46,7 @@ class Mode(Value):
         kept = "recompute" if self.recompute else "keep graphs"
         where = " from host" if self.boundary == "host" else ""
         order = ", sequential" if self.order == "sequential" else ""
-        return f"{kept}{where}{order}{', head in chunks' if self.head == 'chunked' else ''}"
+        return f"{kept}{where}{order}{', chunked cross-entropy' if self.head == 'chunked' else ''}"
 
 
 PLAIN = Mode()
