@@ -156,7 +156,10 @@ def test_nothing_is_held_when_the_engine_is_gone(zero_stage):
 def test_a_step_is_refused_while_the_model_is_whole():
     engine = engine_alone(EVERY["gpt2"].factory, 2, 1, zero_stage=3)
     batch = next(batches(EVERY["gpt2"], 2, 1))
-    with gpumix.whole(engine.model), pytest.raises(InputError, match=r"inside of gpumix\.whole"):
+    with (
+        gpumix.summon_full_params(engine.model),
+        pytest.raises(InputError, match=r"inside of gpumix\.summon_full_params"),
+    ):
         engine.step(batch)
     assert engine.step(batch).isfinite()
 
@@ -185,7 +188,7 @@ def _prepared_unlike() -> float:
     engine = gpumix.prepare(model, plan_for(model, SHARES, zero_stage=3), loss=known_loss(model))
     with pytest.raises(gpumix.GpumixError, match="clip_grad_norm_ of the Accelerator"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of pieces, not of all gradients
-    with gpumix.whole(model):
+    with gpumix.summon_full_params(model):
         return model.transformer.wte.weight.detach().sum().item() + 0 * engine.steps
 
 
@@ -204,7 +207,7 @@ def _use(name: str, settings: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     # The ranks' samples end at different times.
     more = {"max_new_tokens": 3 + engine.comm.rank, "do_sample": False, "pad_token_id": 0}
     generated = model.generate(input_ids=prompt, **more).numpy()
-    with gpumix.whole(model):
+    with gpumix.summon_full_params(model):
         tokens = model.get_input_embeddings().weight
         norm = tokens.detach().norm().item()
         inside = output(model, name)
@@ -248,7 +251,7 @@ def _use_in_stages(plan_json: str, name: str) -> tuple[Any, Any, str]:
     train(engine, name, lambda batch: own_samples(plan, engine.comm.rank, batch))
     with pytest.raises(ModelError, match="no rank computes all of it") as refused:
         output(engine.model, name)
-    with gpumix.whole(engine.model):
+    with gpumix.summon_full_params(engine.model):
         inside = output(engine.model, name)
     train(engine, name, lambda batch: own_samples(plan, engine.comm.rank, batch))
     gpumix.unshard(engine.model)
@@ -275,7 +278,7 @@ def test_by_stages_and_tp_groups_it_is_called_when_it_is_whole(kind):
     for inside, plain, fix in found:
         assert np.allclose(inside, expected, atol=1e-5)
         assert np.allclose(plain, output(model, "llama"), atol=1e-5)
-        assert "gpumix.whole" in fix
+        assert "gpumix.summon_full_params" in fix
 
 
 @pytest.mark.parametrize("on_host", [(), (0,)])

@@ -1,8 +1,8 @@
 """A sharded model outside of its engine's steps: calls, reads, saves and unsharding.
 
 Between two steps, a rank with all of the masters has an ordinary model with these parameters. If
-state is sharded, calls gather block after block, and weights are read inside of `whole`, which all
-ranks enter.
+state is sharded, calls gather block after block, and weights are read inside of
+`summon_full_params`, which all ranks enter.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class BlockwiseEngine(ShardedModel):
             raise ModelError(
                 "the model was called outside of a step, and no rank computes all of it",
                 why="by this plan ranks compute stages of the model, or parts of its layers",
-                fix="with gpumix.whole(model): on all ranks; to evaluate, "
+                fix="with gpumix.summon_full_params(model): on all ranks; to evaluate, "
                 "engine.evaluate(batch) or engine.outputs(function, batch)",
             )
 
@@ -115,7 +115,7 @@ class AccessBetweenSteps:
 
     Attributes:
         in_step: whether the engine runs the model.
-        is_whole: whether the model is unsharded by `whole`.
+        is_whole: whether the model is unsharded by `summon_full_params`.
 
     Args:
         forwards: units' original forwards, where these are not their classes'.
@@ -244,13 +244,13 @@ class AccessBetweenSteps:
         self._undo.callback(lambda: vars(self._model).pop("generate", None))
 
     def refuse_step(self) -> None:
-        """Refuse a step while the model is unsharded by `whole`.
+        """Refuse a step while the model is unsharded by `summon_full_params`.
 
         Raises:
             InputError: always.
         """
         raise InputError(
-            "a step is made inside of gpumix.whole(model)",
+            "a step is made inside of gpumix.summon_full_params(model)",
             why="inside of it the model is an ordinary module, which the engine does not run",
             fix="leave the with statement before",
         )
@@ -276,7 +276,7 @@ class AccessBetweenSteps:
     # -- unsharding --------------------------------------------------------------------------------
 
     @contextmanager
-    def whole(self) -> Iterator[nn.Module]:
+    def summon_full_params(self) -> Iterator[nn.Module]:
         """Make the model an ordinary one with all weights in the body. Changes of weights, equal on
         all ranks, are written to the sharded model afterwards. Collective."""
         if self.is_whole or (self._of_engine() is None and self._always_whole):
@@ -402,11 +402,11 @@ def get_access_between_steps(model: nn.Module) -> AccessBetweenSteps | None:
 
 
 @contextmanager
-def whole(model: nn.Module) -> Iterator[nn.Module]:
+def summon_full_params(model: nn.Module) -> Iterator[nn.Module]:
     """Make a sharded model an ordinary one with all weights in the body: to be called, read, saved
     or changed. All ranks enter it, and each needs memory for the full model.
 
-        with gpumix.whole(model):
+        with gpumix.summon_full_params(model):
             print(model.lm_head.weight.norm())
 
     Raises:
@@ -419,9 +419,9 @@ def whole(model: nn.Module) -> Iterator[nn.Module]:
     if outside.in_step:
         raise InputError(
             "the model cannot be made whole inside of a step",
-            fix="call gpumix.whole(model) between two steps, on all ranks",
+            fix="call gpumix.summon_full_params(model) between two steps, on all ranks",
         )
-    with outside.whole():
+    with outside.summon_full_params():
         yield model
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpumix.engine.access_between_steps import unshard, whole
+from gpumix.engine.access_between_steps import summon_full_params, unshard
 from gpumix.engine.prepare import prepare
 from gpumix.engine.quantised.linear_layers import make_quantised_linear
 from gpumix.engine.quantised.packed_weight import PackedWeight
@@ -169,7 +169,7 @@ def _outside_steps(folder: Path, base: str, plan: str):
     losses = [engine.evaluate({key: value[rows] for key, value in batch.items()}).item()]
     with torch.no_grad():
         losses.append(model(**batch).loss.item())
-        with whole(model):
+        with summon_full_params(model):
             losses.append(model(**batch).loss.item())
             inside = model.state_dict()
         losses.append(model(**batch).loss.item())
