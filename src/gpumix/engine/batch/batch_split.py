@@ -184,7 +184,7 @@ def iterate_micro_batches(
         begin += len(of_one)
 
 
-def copied(batch: Any) -> Any:
+def copy_batch(batch: Any) -> Any:
     """Copy a batch for a model with writes into inputs, such as labels, before training."""
     return tree_map(
         lambda value: value.clone() if isinstance(value, torch.Tensor) else value,
@@ -250,7 +250,7 @@ class BatchCutter:
                 partial(objective, self.model, part),
                 Randomness(self.seed, step, of_one.start, self.generators, self.others),
                 tuple(t.shape for t in tree_leaves(part) if torch.is_tensor(t)),
-                width_of(part),
+                get_padded_length(part),
             )
             for of_one, part in zip(rows, iterate_micro_batches(batch, rows, widths))
         ]
@@ -271,13 +271,13 @@ class BatchCutter:
         return to_channels_last(moved) if self.channels_last else moved
 
 
-def width_of(part: Any) -> int | None:
+def get_padded_length(part: Any) -> int | None:
     """Return the padded number of tokens per sample of a batch; None without tokens."""
     tokens = part.get("input_ids") if isinstance(part, Mapping) else None
     return tokens.shape[1] if torch.is_tensor(tokens) and tokens.dim() == 2 else None
 
 
-def digest(batch: Any, rows: Sequence[range]) -> int:
+def digest_samples(batch: Any, rows: Sequence[range]) -> int:
     """Return a digest of a rank's samples, `rows` of the global batch. The sum over ranks is the
     same for any split of the samples and any padding."""
     found, widths = 0, find_padding_starts(batch, rows)
@@ -299,12 +299,12 @@ def _number(tensor: torch.Tensor) -> int:
 def compare_samples(comm: Communicator, plan: Plan, batch: Any, rows: Sequence[range]) -> None:
     """Raise an InputError unless ranks sharing samples agree. Collective. `batch` and `rows` are
     this rank's."""
-    told = torch.tensor([digest(batch, rows)], device=comm.device)
+    told = torch.tensor([digest_samples(batch, rows)], device=comm.device)
     table = comm.exchanged(told, "comparison of samples")
-    refuse_unlike(plan, table[:, 0].tolist())
+    refuse_different_samples(plan, table[:, 0].tolist())
 
 
-def refuse_unlike(plan: Plan, digests: Sequence[int]) -> None:
+def refuse_different_samples(plan: Plan, digests: Sequence[int]) -> None:
     """Raise an InputError if ranks computing the same samples were given different ones, by the
     digest of each rank."""
     why = _unlike(plan, digests)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpumix.engine.batch.batch_split import copied, count_samples, select_samples
+from gpumix.engine.batch.batch_split import copy_batch, count_samples, select_samples
 from gpumix.engine.loss.loss_graph import kind_of
 from gpumix.engine.loss.reduction import LossProbe, ObjectiveWithRule
 from gpumix.engine.model.module_buffers import BufferCopies
@@ -148,7 +148,7 @@ class TrialRunner:
         own = self._own if own is None else own
         some = self._nothing
         if own is not None:
-            some = copied(select_samples(own, rows))
+            some = copy_batch(select_samples(own, rows))
         probes: list[LossProbe] = []
 
         # A step computes micro-batches of the same size, and as many; more may not fit in memory.

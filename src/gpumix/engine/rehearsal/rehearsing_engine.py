@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpumix.engine.batch.batch_split import copied, count_samples, select_samples
+from gpumix.engine.batch.batch_split import copy_batch, count_samples, select_samples
 from gpumix.engine.loss.reduction import ObjectiveWithRule
 from gpumix.engine.model.backward_hooks import compare_reruns
 from gpumix.engine.model.forward_coroutine import ModelError
@@ -79,7 +79,7 @@ class RehearsingEngine(TrialSteps):
             ModelError: no rule holds, and the plan cuts the batch.
         """
         if in_step and self._no_samples is None and self._state.watch is not None:
-            self._no_samples = copied(select_samples(batch, slice(0)))
+            self._no_samples = copy_batch(select_samples(batch, slice(0)))
         if self.is_settled(in_step=in_step):
             return
         if in_step and self._is_due():
@@ -111,7 +111,7 @@ class RehearsingEngine(TrialSteps):
         self._in_training_alone = found.training and not self.accepts_coupling
         if found.adds_up and self._state.watch is None and not self.accepts_coupling:
             self._watch_losses(found.known)
-            self._no_samples = copied(select_samples(batch, slice(0)))
+            self._no_samples = copy_batch(select_samples(batch, slice(0)))
 
     @property
     def settled_losses(self) -> SettledLosses | None:
