@@ -16,7 +16,7 @@ from gpumix.engine.batch.batch_split import Loss, MicroBatchTask
 from gpumix.engine.loss.chunked_cross_entropy import ChunkedCrossEntropy
 from gpumix.engine.model.rng import preserve_torch_rng, use_eval_mode
 from gpumix.engine.rehearsal.rehearsing_engine import RehearsingEngine
-from gpumix.engine.rehearsal.samples import is_any
+from gpumix.engine.rehearsal.samples import is_true_on_any_rank
 from gpumix.engine.schedule.layered_schedule import Schedule
 from gpumix.engine.sharding.bucket import leave
 
@@ -126,7 +126,9 @@ class EvaluatingEngine(RehearsingEngine):
             if as_trained or self._evaluation_repeats is False:
                 results = self._schedule.run_forward(cut, rows)
             else:
-                results, repeats = self._schedule.run_repeatedly(cut, rows, partial(is_any, self))
+                results, repeats = self._schedule.run_repeatedly(
+                    cut, rows, partial(is_true_on_any_rank, self)
+                )
                 if not is_trial and self._evaluation_repeats is None:
                     self._evaluation_repeats = repeats
         leave(self._buckets)

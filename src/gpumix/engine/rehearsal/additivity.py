@@ -36,7 +36,7 @@ from gpumix.engine.rehearsal.observations import (
     counts_of,
     gradient_error,
     has_unequal_denominators,
-    is_among,
+    is_close_to_any,
     is_in_proportion,
     is_trial_close,
     tolerance_of,
@@ -57,7 +57,7 @@ from gpumix.engine.rehearsal.samples import (
     RehearsalMicroBatch,
     all_gather_values,
     choose_micro_batch,
-    is_any,
+    is_true_on_any_rank,
     select_own_samples,
 )
 from gpumix.engine.trial_steps import TrialSteps
@@ -176,7 +176,7 @@ def is_denominator_doubled(
         return _Rehearsal(engine, batch, own, place, objective).is_denominator_doubled()
 
 
-def in_parts(
+def run_in_parts(
     engine: TrialSteps,
     batch: Any,
     rows: Sequence[range],
@@ -246,7 +246,7 @@ def _rehearsal_of_each(
 def can_rule_out_rivals(engine: TrialSteps, batch: Any, objective: ObjectiveWithRule) -> bool:
     """Return whether samples of any rank distinguish the rule from its rivals. Collective."""
     own = isinstance(objective, ReducedLoss) and objective.can_distinguish_rivals(batch)
-    return is_any(engine, own)
+    return is_true_on_any_rank(engine, own)
 
 
 def padding_counts(
@@ -480,7 +480,7 @@ class _Rehearsal(TrialRunner):
             return graph
         for n in holds if read else ():
             if self._rules[n] is not GRAPH and all(
-                is_among(t.counts[n], t.denominators) for t in read
+                is_close_to_any(t.counts[n], t.denominators) for t in read
             ):
                 return n
         return holds[0]
@@ -504,7 +504,7 @@ class _Rehearsal(TrialRunner):
         read = [t for t in trials if t.denominators]
         found = []
         for n, other in enumerate(self._rules):
-            is_read = all(is_among(t.counts[n], t.denominators) for t in read)
+            is_read = all(is_close_to_any(t.counts[n], t.denominators) for t in read)
             ignores = trials[0].ignored is not None and other.kind == "samples"
             if n == rule or other.kind not in ("labels", "samples") or ignores or errors[n] > 1:
                 continue

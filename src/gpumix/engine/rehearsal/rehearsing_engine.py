@@ -24,7 +24,7 @@ from gpumix.engine.rehearsal.refusals import (
     make_empty_mean_error,
     make_unequal_weights_error,
 )
-from gpumix.engine.rehearsal.samples import all_gather_values, is_any
+from gpumix.engine.rehearsal.samples import all_gather_values, is_true_on_any_rank
 from gpumix.engine.rehearsal.settled_losses import SettledLosses
 from gpumix.engine.trial_steps import TrialSteps
 from gpumix.hardware.runtime import is_gpu
@@ -156,7 +156,7 @@ class RehearsingEngine(TrialSteps):
         """Watch losses from now on; losses of `kinds` are known to add up. Collective."""
         rule = self._reduces.rule
         # On a CPU, the values exchanged in a step are available at once.
-        late = is_any(self, is_gpu(self.device))
+        late = is_true_on_any_rank(self, is_gpu(self.device))
         by_values = rule is not None and rule.kind == "graph"
         self._state.watch = LossWatch(self.device, kinds, late=int(late), by_values=by_values)
         self._rehearsed_at = self._state.steps
@@ -330,14 +330,14 @@ class RehearsingEngine(TrialSteps):
         turn: int | None = None,
     ) -> list[Any]:
         """Return the results of `run` for a few samples of a batch, at once and in two parts; see
-        `engine.rehearsal.additivity.in_parts`.
+        `engine.rehearsal.additivity.run_in_parts`.
 
         Args:
             chosen: by whose rules the samples are unlike; by default the loss's.
         """
         rows = self._rows_of(batch, samples, in_step=in_step)
         chosen = chosen or self._reduces
-        return additivity.in_parts(self, batch, rows, chosen, run, start=start, turn=turn)
+        return additivity.run_in_parts(self, batch, rows, chosen, run, start=start, turn=turn)
 
     def _refuse_rivals(self) -> None:
         reduces = self._reduces

@@ -222,6 +222,6 @@ def all_gather_values(engine: TrialSteps, told: Sequence[float]) -> list[list[fl
     return table.tolist()  # type: ignore[no-any-return]
 
 
-def is_any(engine: TrialSteps, own: bool) -> bool:
+def is_true_on_any_rank(engine: TrialSteps, own: bool) -> bool:
     """Return whether `own` is true on any rank. Collective."""
     return any(told for (told,) in all_gather_values(engine, [float(own)]))

@@ -23,7 +23,7 @@ from gpumix.engine.loss.reduction import SUM_AND_COUNT, ReducedLoss, Rule, integ
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.rehearsal.loss_watch import REHEARSAL_STEPS
 from gpumix.engine.rehearsal.refusals import NOT_OF_PARTS
-from gpumix.engine.rehearsal.samples import is_any
+from gpumix.engine.rehearsal.samples import is_true_on_any_rank
 from gpumix.integrations.accelerate.call_signature import ARGS, KWARGS
 from gpumix.integrations.accelerate.loader import get_current_part
 from gpumix.integrations.accelerate.loop_recorder import LoopRecorder
@@ -402,7 +402,7 @@ class WrappedModel(nn.Module):
         """Return True if the model computes a loss from given labels. Collective."""
         if self._has_loss is None:
             found = self._engine.outputs(call_model, batch).values()
-            self._has_loss = is_any(self._engine, any(map(has_loss, found)))
+            self._has_loss = is_true_on_any_rank(self._engine, any(map(has_loss, found)))
         return self._has_loss
 
     def _joined(self, outputs: Sequence[Any]) -> Any:
