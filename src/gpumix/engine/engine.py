@@ -41,7 +41,7 @@ from gpumix.engine.reshard import move_state, needs_state_move
 from gpumix.engine.schedule.layered_schedule import LayeredSchedule, Schedule, StepTasks
 from gpumix.engine.schedule.pipeline_parallel import PipelineSchedule, PipelineStage
 from gpumix.engine.schedule.sequential_schedule import SequentialSchedule
-from gpumix.engine.sharding.bucket import SampledGradientNorm, begin_step, leave
+from gpumix.engine.sharding.bucket import SampledGradientNorm, begin_step, release_buckets
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.sharding.parameter_index import ParameterIndex
 from gpumix.engine.sharding.shard import Piece
@@ -221,7 +221,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
                 self._unused.finish()
             if self.state_on_host:
                 self.comm.transfers.arrived()  # complete before gradients are read
-            leave(self._buckets)
+            release_buckets(self._buckets)
             if buffers is not None:
                 buffers.keep_changed()
             state.undos = (*state.undos, undo)[-MAX_UNDONE_STEPS:]

@@ -18,7 +18,7 @@ from gpumix.engine.model.rng import preserve_torch_rng, use_eval_mode
 from gpumix.engine.rehearsal.rehearsing_engine import RehearsingEngine
 from gpumix.engine.rehearsal.samples import is_true_on_any_rank
 from gpumix.engine.schedule.layered_schedule import Schedule
-from gpumix.engine.sharding.bucket import leave
+from gpumix.engine.sharding.bucket import release_buckets
 
 Function = Callable[[nn.Module, Any], Any]
 
@@ -131,5 +131,5 @@ class EvaluatingEngine(RehearsingEngine):
                 )
                 if not is_trial and self._evaluation_repeats is None:
                     self._evaluation_repeats = repeats
-        leave(self._buckets)
+        release_buckets(self._buckets)
         return results

@@ -27,7 +27,7 @@ from gpumix.engine.sharding.bucket import (
     Bucket,
     BucketReductions,
     GradientProgress,
-    gather_together,
+    gather_buckets,
 )
 from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.schema.plan.stage import Worker
@@ -265,7 +265,7 @@ def close_micro_batches(batches: Sequence[MicroBatch]) -> Iterator[None]:
 def forward(parts: ShardedUnits, turns: MicroBatchOrder, *, keep: bool) -> None:
     """Run all micro-batches through all units; each stops before the head, or in it, if the model
     skips its last units."""
-    gather_together((parts.before, *parts.always_used_buckets), parts.sequence[0].bucket)
+    gather_buckets((parts.before, *parts.always_used_buckets), parts.sequence[0].bucket)
     for batch in turns.of(-1):
         batch.start()
     last = parts.last_call

@@ -65,7 +65,7 @@ def reduce_scatter_from_region(
     return _LeaveApart.apply(value, dim, tp_group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def own_part(value: torch.Tensor, dim: int, tp_group: Communicator) -> torch.Tensor:
+def get_own_part(value: torch.Tensor, dim: int, tp_group: Communicator) -> torch.Tensor:
     """Copy this rank's part along `dim`; a view would hold the whole. With uneven parts, the first
     parts are longer by one."""
     part = value.tensor_split(tp_group.world, dim)[tp_group.rank]
@@ -104,7 +104,7 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, dim: int, tp_group: Communicator) -> torch.Tensor:
         ctx.dim, ctx.tp_group, ctx.length = dim, tp_group, value.shape[dim]
-        return own_part(value, dim, tp_group)
+        return get_own_part(value, dim, tp_group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -123,7 +123,7 @@ class _SideBySide(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return own_part(gradient, ctx.dim, ctx.tp_group), None, None, None
+        return get_own_part(gradient, ctx.dim, ctx.tp_group), None, None, None
 
 
 class _EnterTogether(torch.autograd.Function):

@@ -289,13 +289,13 @@ def begin_step(buckets: Sequence[Bucket], *, trains: bool = True) -> None:
         bucket.begin_step(trains=trains)
 
 
-def leave(buckets: Sequence[Bucket]) -> None:
+def release_buckets(buckets: Sequence[Bucket]) -> None:
     """Release the parameters of all buckets after a step; the optimizer may change them."""
     for bucket in buckets:
         bucket.leave()
 
 
-def gather_together(buckets: Sequence[Bucket], ahead: Bucket) -> None:
+def gather_buckets(buckets: Sequence[Bucket], ahead: Bucket) -> None:
     """Gather all `buckets`, for the root's forward, and start to gather the bucket `ahead`."""
     for bucket in (*buckets, ahead):
         bucket.start_gather()

@@ -32,7 +32,7 @@ from gpumix.engine.quantised.packed_places import PackedPlace
 from gpumix.engine.quantised.packed_weight import PackedWeight
 from gpumix.engine.quantised.weight_formats import casts_its_bias
 from gpumix.engine.sharding.absent_parameter import AbsentParameter, MasterParameter
-from gpumix.engine.sharding.parameter_slice import LocalParts, ParameterSlice, put_together
+from gpumix.engine.sharding.parameter_slice import LocalParts, ParameterSlice, assemble_parameter
 from gpumix.engine.sharding.shard import Piece, Scale, Shard, ShardMember, ShardMemory, Source
 from gpumix.engine.sharding.shard_layout import Division, Kind
 from gpumix.engine.sharding.unit_discovery import ParameterSlot
@@ -341,7 +341,7 @@ class FlatGroup:
         pieces = self.shards[0].pieces
         numels = [piece.window.numel for piece in pieces]
         for piece, *parts in zip(pieces, *(row.split(numels) for row in rows)):
-            yield piece, put_together(piece.window, parts)
+            yield piece, assemble_parameter(piece.window, parts)
 
     # -- gradients ----------------------------------------------------------------------------
 

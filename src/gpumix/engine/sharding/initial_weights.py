@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gpumix.engine.model.adapters import RowLengths, find_base_name, list_adapter_parameters
-from gpumix.engine.model.deferred_init import log_of
+from gpumix.engine.model.deferred_init import get_operation_log
 from gpumix.engine.model.module_buffers import persistent_buffers
 from gpumix.engine.quantised.linear_layers import is_transposed
 from gpumix.engine.quantised.packed_weight import PackedWeight, Tensors
@@ -141,7 +141,7 @@ def load_buffers(model: nn.Module, weights: Path) -> None:
 
 
 def _make_model_source(model: nn.Module) -> Source:
-    log = log_of(model)
+    log = get_operation_log(model)
 
     def source(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
         if not parameter.is_meta:
@@ -162,7 +162,7 @@ def check_has_values(model: nn.Module) -> None:
     Raises:
         InputError: one is on the meta device, and nothing says what its values are.
     """
-    log = log_of(model)
+    log = get_operation_log(model)
     for name, parameter in model.named_parameters():
         known = has_source(parameter) or isinstance(parameter, RowLengths)
         if parameter.is_meta and not known and (log is None or not log.knows(parameter)):

@@ -222,12 +222,12 @@ def check_names_and_shapes(
         if name in given and tuple(given[name]) != tuple(shape)
     ]
     found = [("missing", missing), ("unexpected", unexpected), ("another shape", differing)]
-    why = "; ".join(f"{kind}: {some_of(names)}" for kind, names in found if names)
+    why = "; ".join(f"{kind}: {join_some_names(names)}" for kind, names in found if names)
     if why:
         raise InputError(what, where=where, why=why, fix=fix)
 
 
-def some_of(names: Sequence[str]) -> str:
+def join_some_names(names: Sequence[str]) -> str:
     """Join the first few names, with the number of further names."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
@@ -319,7 +319,7 @@ def load_optimizer_state(
     absent = [name for name in state if name not in names]
     if absent:
         raise InputError(
-            f"the optimizer does not update {some_of(absent)}, for which there is state",
+            f"the optimizer does not update {join_some_names(absent)}, for which there is state",
             fix="give the optimizer the parameters that it had before",
         )
     packed = optimizer.state_dict()

@@ -37,7 +37,7 @@ from gpumix.engine.model.unit_values import (
     unflatten,
 )
 from gpumix.engine.offload.host_offload import OffloadedTensor, OffloadStore
-from gpumix.engine.sequence_parallel.collective_regions import own_part
+from gpumix.engine.sequence_parallel.collective_regions import get_own_part
 from gpumix.engine.sequence_parallel.positions import POSITION_DIM, is_divided
 from gpumix.engine.unit.boundary_checks import refuse_inputs, refuse_outputs
 from gpumix.engine.unit.sharded_units import ShardedUnit
@@ -173,7 +173,7 @@ class UnitBoundary:
         leaf = self._leaves[place]
         if place in self._sent_by_all:
             assert self.unit.positions is not None, "a tensor-parallel rank's part of it was sent"
-            gradient = own_part(gradient, POSITION_DIM, self.unit.positions.tp_group)
+            gradient = get_own_part(gradient, POSITION_DIM, self.unit.positions.tp_group)
         if leaf is not None:  # else nothing trained precedes it
             leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 

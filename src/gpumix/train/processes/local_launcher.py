@@ -499,13 +499,13 @@ class _RankMonitor:
 def _describe_positions(store: Any, children: Sequence[_RankProcess]) -> str:
     """Return a text on where ranks are, grouped by place."""
     from gpumix.engine.rank_group import request_positions
-    from gpumix.engine.sharding.state_dict import some_of
+    from gpumix.engine.sharding.state_dict import join_some_names
 
     places = request_positions(store, [c.seat.rank for c in children]) if children else {}
     at: dict[str, list[str]] = {}
     for rank, place in places.items():
         at.setdefault(place, []).append(f"rank {rank}")
-    return "".join(f"; {some_of(ranks)} stood at {place}" for place, ranks in at.items())
+    return "".join(f"; {join_some_names(ranks)} stood at {place}" for place, ranks in at.items())
 
 
 def _raise_cause(children: list[_RankProcess]) -> None:
