@@ -45,7 +45,7 @@ from gpumix.engine.sharding.bucket import SampledGradientNorm, begin_step, relea
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.sharding.parameter_index import ParameterIndex
 from gpumix.engine.sharding.shard import Piece
-from gpumix.engine.sharding.shard_layout import Division
+from gpumix.engine.sharding.shard_layout import ShardLayout
 from gpumix.engine.sharding.unit_discovery import make_untrainable_error
 from gpumix.engine.sharding.unused_parameters import UnusedParameters
 from gpumix.engine.step_state import MAX_UNDONE_STEPS, StepState, StepUndo
@@ -245,8 +245,8 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
             InputError: the plans differ in more, or this state cannot be moved.
         """
         if needs_state_move(self.plan, plan):
-            self._parts = replace(self._parts, division=self._parts.division.with_shares_of(plan))
-            move_state(self._buckets, self._parts.division, optimizer)
+            self._parts = replace(self._parts, layout=self._parts.layout.with_shares_of(plan))
+            move_state(self._buckets, self._parts.layout, optimizer)
         if self.places:
             self.places[0].wires.replan(plan)
             self.places = [replace(place, plan=plan) for place in self.places]
@@ -263,7 +263,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
     @property
     def state_on_host(self) -> bool:
         """True if this rank's masters and optimizer state are offloaded to the host."""
-        return self._parts.division.on_host
+        return self._parts.layout.on_host
 
     def may_update_early(self, optimizer: Optimizer) -> bool:
         """Return whether `optimizer` can step some parameters before all gradients are computed: it
@@ -304,19 +304,19 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
         """
         check_whole_matrices(self.plan)
         pieces: dict[int, list[Piece]] = {}
-        divisions: dict[int, Division] = {}
+        layouts: dict[int, ShardLayout] = {}
         for group in self.groups():  # all ranks go through buckets, and so parts, in one order
-            key = id(group.division.comm)
-            divisions[key] = group.division
+            key = id(group.layout.comm)
+            layouts[key] = group.layout
             pieces.setdefault(key, []).extend(group.pieces)
         parts = []
-        for key, division in divisions.items():
-            if division.replicated:
+        for key, layout in layouts.items():
+            if layout.replicated:
                 parts.append(LayoutPart(pieces[key], self.comm.alone()))
                 continue
-            ranks = division.ranks or range(division.comm.world)
+            ranks = layout.ranks or range(layout.comm.world)
             speeds = [float(self.plan.workers[rank].samples) for rank in ranks]
-            parts.append(LayoutPart(pieces[key], division.comm, speeds))
+            parts.append(LayoutPart(pieces[key], layout.comm, speeds))
         return OptimizerLayout(parts, root=self._root_names)
 
     def end(self, why: str) -> None:

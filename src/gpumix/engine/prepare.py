@@ -43,7 +43,7 @@ from gpumix.engine.schedule.pipeline_parallel import PipelineStage
 from gpumix.engine.schedule.point_to_point import PointToPointChannels
 from gpumix.engine.schedule.stage_setup import (
     install_placeholders,
-    make_divisions,
+    make_stage_shard_layouts,
     make_tensor_parallel_groups,
     select_rank_part,
     select_stage_part,
@@ -56,7 +56,7 @@ from gpumix.engine.sharding.initial_weights import (
 )
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
 from gpumix.engine.sharding.parameter_index import ParameterIndex
-from gpumix.engine.sharding.shard_layout import Division
+from gpumix.engine.sharding.shard_layout import ShardLayout
 from gpumix.engine.sharding.unit_discovery import ModelUnits, split_into_units
 from gpumix.engine.tensor_parallel.parallelize import ModuleChanges, parallelize_model
 from gpumix.engine.tensor_parallel.plans import resolve_tensor_plan
@@ -259,26 +259,26 @@ def _make_stages(
 ) -> tuple[list[ShardedUnits], list[PipelineStage]]:
     """Make this rank's parts of the plan's stages; a single stage has no place. Collective."""
     if len(plan.stages) == 1:
-        whole, [stage] = Division.of(plan, comm, tp_groups.get(0)), plan.stages
+        whole, [stage] = ShardLayout.of(plan, comm, tp_groups.get(0)), plan.stages
         if find_layer_drop_rates(anatomy.root.module).on:  # the head may come after any unit
             stage = stage.model_copy(update={"after": ()})
         return [shard(anatomy, stage, whole, storage)], []
     elsewhere = install_placeholders(anatomy, changes, plan, comm.rank, storage)
-    division = make_divisions(plan, comm, tp_groups)
+    layout = make_stage_shard_layouts(plan, comm, tp_groups)
     wires = PointToPointChannels(plan, comm, storage.dtypes.communication)
     slots = {slot.name: slot for slot in anatomy.root.slots}
     shared = {
-        one.names: make_shared_bucket([slots[name] for name in one.names], one.division, storage)
-        for one in division.shared
+        one.names: make_shared_bucket([slots[name] for name in one.names], one.layout, storage)
+        for one in layout.shared
     }
     parts, places = [], []
-    for number, alone in division.alone.items():
+    for number, alone in layout.alone.items():
         stage = plan.stages[number]
         used = [bucket for names, bucket in shared.items() if names[0] in (stage.root or ())]
         last = number == len(plan.stages) - 1
         own = storage if last else replace(storage, head=None)
         parts.append(
-            shard(select_stage_part(anatomy, stage, division), stage, alone, own, shared=used)
+            shard(select_stage_part(anatomy, stage, layout), stage, alone, own, shared=used)
         )
         place = PipelineStage(
             plan,

@@ -83,9 +83,9 @@ class ShardedModel:
 
     def _is_replicated(self) -> bool:
         """Return True if each rank has all elements of all parameters, by the plan."""
-        divisions = (group.division for group in self.groups())
+        layouts = (group.layout for group in self.groups())
         return self._inventory.is_single_stage and all(
-            d.replicated and d.tp_group is None for d in divisions
+            d.replicated and d.tp_group is None for d in layouts
         )
 
     def trained_names(self) -> list[str]:

@@ -36,7 +36,7 @@ from gpumix.engine.model.unit_values import (
 from gpumix.engine.schedule.remote_stage_values import RemoteStages, Returned, run_without_gradients
 from gpumix.engine.sequence_parallel.positions import PositionSharding
 from gpumix.engine.sharding.flat_group import Dtypes
-from gpumix.engine.sharding.shard_layout import Division
+from gpumix.engine.sharding.shard_layout import ShardLayout
 from gpumix.engine.sharding.unit_discovery import ModelUnits, Unit
 from gpumix.engine.unit.regional_compile import compile_units, get_uncompiled_forward
 from gpumix.engine.unit.sharded_units import ShardedUnit, Storage, make_standalone_unit
@@ -130,7 +130,7 @@ class UnitFixture:
         a made-up pair owns it."""
         alive = make_standalone_unit(
             unit,
-            Division(zero_stage=3, shares=(1.0, 0.0), comm=_Bystander(self.device)),
+            ShardLayout(zero_stage=3, shares=(1.0, 0.0), comm=_Bystander(self.device)),
             Storage(self.device, Dtypes(self.compute_dtype, self.compute_dtype), _no_values),
         )
         alive.bucket.install()
