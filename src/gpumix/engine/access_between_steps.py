@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from gpumix.engine.model.forward_coroutine import ModelError, make_pickling_error
-from gpumix.engine.quantised.packed_weight import Attribute, show_in_modules
+from gpumix.engine.quantised.quantised_parameter import ModuleAttribute, restore_module_parameter
 from gpumix.engine.schedule.pipeline_parallel import PipelineStage
 from gpumix.engine.sharded_model import ShardedModel
 from gpumix.engine.sharding.bucket import Bucket
@@ -354,16 +354,16 @@ class AccessBetweenSteps:
             found.append((self._model.get_submodule(path), attribute, own))
         return found
 
-    def _install_whole(self, parameters: Mapping[str, nn.Parameter]) -> list[Attribute]:
+    def _install_whole(self, parameters: Mapping[str, nn.Parameter]) -> list[ModuleAttribute]:
         """Install full parameters in the modules; return what was there before."""
-        new: list[Attribute] = []
+        new: list[ModuleAttribute] = []
         for module, name, own in self._places():
             parameter, form = parameters[own], self._stored[own].format
             if form is not None and type(parameter) is nn.Parameter:  # bytes
-                shown = show_in_modules(form, parameter.data, [module])
+                shown = restore_module_parameter(form, parameter.data, [module])
                 parameter = shown.parameter
                 new += shown.attributes
-            new.append(Attribute(_registered(module), name, parameter))
+            new.append(ModuleAttribute(_registered(module), name, parameter))
         before = [one._replace(value=one.holder.get(one.key)) for one in new]
         for one in new:
             one.holder[one.key] = one.value

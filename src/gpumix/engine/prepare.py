@@ -38,7 +38,7 @@ from gpumix.engine.model.frozen_base import (
 )
 from gpumix.engine.model.kernel_selection import apply_efficiency
 from gpumix.engine.model.model_settings import find_layer_drop_rates
-from gpumix.engine.quantised.packed_weight import PackedWeight
+from gpumix.engine.quantised.quantised_parameter import QuantisedParameter
 from gpumix.engine.schedule.pipeline_parallel import PipelineStage
 from gpumix.engine.schedule.point_to_point import PointToPointChannels
 from gpumix.engine.schedule.stage_setup import (
@@ -132,7 +132,7 @@ def prepare(
     tp_groups = make_tensor_parallel_groups(plan, comm)
     anatomy, changes = _apply_tensor_parallel(plan, anatomy, comm.rank, tp_groups, tensor, head)
     dtypes = Dtypes(TORCH_DTYPE[worker.compute_dtype], TORCH_DTYPE[plan.communication_dtype])
-    packed = any(isinstance(s.parameter, PackedWeight) for u in anatomy.all for s in u.slots)
+    packed = any(isinstance(s.parameter, QuantisedParameter) for u in anatomy.all for s in u.slots)
     source = make_source(model, weights)
     digesting = DigestingSource(source) if has_frozen_base(model, packed) else None
     storage = Storage(comm.device, dtypes, digesting or source, head)

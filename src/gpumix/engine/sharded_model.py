@@ -167,7 +167,7 @@ class ShardedModel:
             quantised: with quantised weights; without, less is gathered.
         """
         values = self.gather_values(rank0_only=rank0_only, quantised=quantised)
-        return state.expand_packed(values, self._inventory)
+        return state.expand_quantised(values, self._inventory)
 
     def gather_values(
         self, *, rank0_only: bool = False, quantised: bool = True

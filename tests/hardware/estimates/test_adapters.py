@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpumix.cost.memory_layout.curves import interpolate_seconds
-from gpumix.hardware.estimates.adapters import FineTuning, compute_packed_bytes, freeze_base
+from gpumix.hardware.estimates.adapters import FineTuning, compute_quantised_bytes, freeze_base
 from gpumix.hardware.estimates.decoder_shapes import decoder
 from gpumix.hardware.estimates.estimate import estimate_class
 from gpumix.hardware.estimates.gpu_catalogue import find_card
@@ -79,7 +79,7 @@ def test_a_packed_matrix_takes_what_the_engine_stores(base):
 
     for rows, columns in [(64, 64), (96, 200), (7, 33), (1024, 256)]:
         layer = make_quantised_linear(torch.nn.Linear(columns, rows), base)
-        assert find_format(layer.weight).nbytes == compute_packed_bytes(base, rows, columns)
+        assert find_format(layer.weight).nbytes == compute_quantised_bytes(base, rows, columns)
 
 
 def test_full_fine_tuning_is_the_model_itself():

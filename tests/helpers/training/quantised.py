@@ -19,7 +19,7 @@ from torch import nn
 from gpumix.engine.engine import Engine
 from gpumix.engine.loss.objective import make_objective
 from gpumix.engine.prepare import prepare
-from gpumix.engine.quantised.weight_formats import iterate_packed
+from gpumix.engine.quantised.weight_formats import iterate_quantised_parameters
 from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.integrations.common.plan_and_shard import without_weights
 from gpumix.profiler.compute.dataflow import find_flows
@@ -234,9 +234,9 @@ def _find_needs(model: nn.Module) -> Any:
 
 def packed_bytes(model: nn.Module) -> int:
     """Bytes of all quantised weights with their constants."""
-    return sum(one.format.nbytes for _, one in iterate_packed(model))
+    return sum(one.format.nbytes for _, one in iterate_quantised_parameters(model))
 
 
 def weights_of(model: nn.Module) -> int:
     """Elements of all quantised weights."""
-    return sum(one.format.shape.numel() for _, one in iterate_packed(model))
+    return sum(one.format.shape.numel() for _, one in iterate_quantised_parameters(model))

@@ -28,8 +28,8 @@ from gpumix.engine.model.backward_hooks import (
     ParameterGradient,
     copy_first_gradient,
 )
-from gpumix.engine.quantised.packed_places import PackedPlace
-from gpumix.engine.quantised.packed_weight import PackedWeight
+from gpumix.engine.quantised.quantised_parameter import QuantisedParameter
+from gpumix.engine.quantised.quantised_parameter_view import QuantisedParameterView
 from gpumix.engine.quantised.weight_formats import casts_its_bias
 from gpumix.engine.sharding.absent_parameter import AbsentParameter, MasterParameter
 from gpumix.engine.sharding.parameter_slice import LocalParts, ParameterSlice, assemble_parameter
@@ -64,7 +64,7 @@ class FlatGroupSpec:
     ) -> None:
         first = slots[0].parameter
         for slot in slots:
-            if isinstance(slot.parameter, PackedWeight):
+            if isinstance(slot.parameter, QuantisedParameter):
                 slot.parameter.format.check_compute_dtype(dtypes.compute)
         self.slots = sorted(slots, key=lambda slot: slot.summed)
         self.layouts = layouts
@@ -231,7 +231,7 @@ class FlatGroup:
             tuple[dict[str, nn.Parameter | None], str, nn.Parameter, AbsentParameter]
         ] = []
         self.at_rest: list[tuple[dict[str, nn.Parameter | None], str, MasterParameter]] = []
-        self.packed: list[PackedPlace] = []
+        self.packed: list[QuantisedParameterView] = []
         self.recast: list[tuple[nn.Parameter, torch.Tensor]] = []
         masters: Sequence[torch.Tensor | None] = [None] * len(alike.slots)
         if self.is_whole:
@@ -239,9 +239,9 @@ class FlatGroup:
         for number, (slot, view, master) in enumerate(
             zip(alike.slots, self.full.data.split(alike.numels), masters)
         ):
-            if isinstance(slot.parameter, PackedWeight):
+            if isinstance(slot.parameter, QuantisedParameter):
                 form = slot.parameter.format
-                packed = PackedPlace.of(slot.places, form, view, master)
+                packed = QuantisedParameterView.of(slot.places, form, view, master)
                 self.packed.append(packed)
                 shaped = packed.shown.parameter
                 away = AbsentParameter.of(packed.make_placeholder(), slot.name)
@@ -290,8 +290,8 @@ class FlatGroup:
     def fill(
         self, floats: Callable[[torch.Tensor], object], generator: torch.Generator | None = None
     ) -> None:
-        """Fill the buffer with values for measurements: floats by `floats`, packed weights with
-        typical ones, and everything else with zeros."""
+        """Fill the buffer with values for measurements: floats by `floats`, quantised parameters
+        with typical ones, and everything else with zeros."""
         if self.full.is_floating_point():
             floats(self.full.data)
         else:

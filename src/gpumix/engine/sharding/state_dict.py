@@ -116,10 +116,11 @@ def gather_full_state(
     return state
 
 
-def expand_packed(
+def expand_quantised(
     state: Mapping[str, torch.Tensor], inventory: ParameterIndex
 ) -> dict[str, torch.Tensor]:
-    """Return a state dict with packed weights as their library saves them: several tensors."""
+    """Return a state dict with quantised parameters as their library saves them, in several
+    tensors."""
     found: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         form = inventory.find_format(name)
@@ -192,7 +193,8 @@ def load_full_state(
 def _pack_entries(
     state: Mapping[str, torch.Tensor], inventory: ParameterIndex
 ) -> dict[str, torch.Tensor]:
-    """Return a state dict with packed weights as bytes, given so or as their library saves them."""
+    """Return a state dict with quantised parameters as bytes, given so or as their library saves
+    them."""
     found = dict(state)
     for name in inventory.names:
         form = inventory.find_format(name)

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.quantised.packed_weight import PackedWeight
+from gpumix.engine.quantised.quantised_parameter import QuantisedParameter
 from gpumix.engine.sequence_parallel.module_inputs import RegionBoundary, wrap_parent_forward
 from gpumix.engine.sequence_parallel.positions import PositionSharding
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
@@ -359,7 +359,7 @@ def _windows(
 
 def _refuse_packed(slot: ParameterSlot, parts: int) -> None:
     """Raise an InputError for a quantised weight: its bytes cannot be cut by rows or columns."""
-    if isinstance(slot.parameter, PackedWeight):
+    if isinstance(slot.parameter, QuantisedParameter):
         raise InputError(
             f"the quantised weight '{slot.name}' cannot be divided over {parts} ranks that compute "
             "together",

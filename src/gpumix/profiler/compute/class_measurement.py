@@ -25,9 +25,9 @@ from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
 from gpumix.engine.sharding.unit_discovery import (
     ModelUnits,
     Unit,
-    buffer_bytes,
-    frozen_bytes,
-    packed_bytes,
+    count_buffer_bytes,
+    count_frozen_bytes,
+    count_packed_bytes,
     split_into_units,
 )
 from gpumix.engine.tensor_parallel.parallelize import parallelize_model, select_whole_model
@@ -414,9 +414,9 @@ def _model_profile(
         ),
         root=RootUnit(
             trainable=anatomy.root.trainable,
-            frozen_bytes=frozen_bytes(anatomy.root.slots, TORCH_DTYPE[compute_dtype]),
-            packed_bytes=packed_bytes(anatomy.root.slots),
-            buffer_bytes=buffer_bytes(model),
+            frozen_bytes=count_frozen_bytes(anatomy.root.slots, TORCH_DTYPE[compute_dtype]),
+            packed_bytes=count_packed_bytes(anatomy.root.slots),
+            buffer_bytes=count_buffer_bytes(model),
             before=found.flows.before,
             after=found.flows.after,
             parameters=tuple(_root_parameters(anatomy.root, TORCH_DTYPE[compute_dtype])),
@@ -442,8 +442,8 @@ def _make_unit_kind(found: Sweep, kind: str, unit: Unit, dtype: torch.dtype) -> 
         trainable=unit.trainable,
         matrices=_count_elements(unit, lambda p: p.dim() == 2),
         small=_count_elements(unit, lambda p: p.numel() < LEAST_QUANTISED),
-        frozen_bytes=frozen_bytes(unit.slots, dtype),
-        packed_bytes=packed_bytes(unit.slots),
+        frozen_bytes=count_frozen_bytes(unit.slots, dtype),
+        packed_bytes=count_packed_bytes(unit.slots),
         kept=curve(lambda p: p.kept[kind]),
         saved=curve(lambda p: p.saved[kind]),
         saved_forward=curve(lambda p: p.forward_most(p.saved_forward_bytes, kind)),
@@ -476,8 +476,8 @@ def _root_parameters(root: Unit, compute_dtype: torch.dtype) -> Iterator[RootPar
         yield RootParameter(
             name=slot.name,
             trainable=slot.window.numel if trained else 0,
-            frozen_bytes=frozen_bytes([slot], compute_dtype),
-            packed_bytes=packed_bytes([slot]),
+            frozen_bytes=count_frozen_bytes([slot], compute_dtype),
+            packed_bytes=count_packed_bytes([slot]),
         )
 
 

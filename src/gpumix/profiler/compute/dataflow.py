@@ -31,7 +31,7 @@ from gpumix.engine.schedule.remote_stage_values import (
     make_input_shape_key,
 )
 from gpumix.engine.sharding.absent_parameter import PERMITTED_FUNCTIONS
-from gpumix.engine.sharding.unit_discovery import frozen_bytes, packed_bytes
+from gpumix.engine.sharding.unit_discovery import count_frozen_bytes, count_packed_bytes
 from gpumix.engine.unit.unit_call import attach_leaf, find_reachable_leaves
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.profiler.compute.unit_fixture import UnitFixture
@@ -279,8 +279,8 @@ def _end(specimens: UnitFixture, names: Collection[str]) -> EndParameters:
     return EndParameters(
         names=tuple(slot.name for slot in chosen),
         trainable=sum(trained),
-        frozen_bytes=frozen_bytes(chosen, specimens.compute_dtype),
-        packed_bytes=packed_bytes(chosen),
+        frozen_bytes=count_frozen_bytes(chosen, specimens.compute_dtype),
+        packed_bytes=count_packed_bytes(chosen),
     )
 
 
