@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from gpumix.train.processes.store import store_on
-from gpumix.train.processes.tcp_liveness import (
+from gpumix.train.processes.tcp_connections import (
     WatchedConnection,
     has_visitors,
     listen_at,
@@ -116,7 +116,7 @@ def test_a_store_at_one_address_is_not_visited_by_its_own_process():
 
 WATCHED = """
 import sys
-from gpumix.train.processes.tcp_liveness import listen_for_watchers
+from gpumix.train.processes.tcp_connections import listen_for_watchers
 watched = listen_for_watchers("127.0.0.1")
 print(watched.getsockname()[1], flush=True)
 sys.stdin.read()

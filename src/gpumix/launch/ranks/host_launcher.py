@@ -28,7 +28,7 @@ from gpumix.launch.ranks.host_ranks import (
     wait_for_ranks,
 )
 from gpumix.schema.errors import GpumixError
-from gpumix.train.processes.tcp_liveness import has_visitors, listen_at
+from gpumix.train.processes.tcp_connections import has_visitors, listen_at
 
 LOOPBACK = "127.0.0.1"
 STORE_KEPT_S = 300.0  # time the first host keeps the store for ranks elsewhere

@@ -116,7 +116,7 @@ def warm_up(imports: Sequence[str] = (), *, preload: Sequence[str] = PRELOAD) ->
     if "tempdir" not in settings:
         is_short = len(os.fsencode(tempfile.gettempdir())) <= SOCKET_FOLDER_BYTES
         settings["tempdir"] = str(scratch_for_process(None if is_short else SHORT_TEMP))
-    modules = [*preload, *imports, "gpumix.train.processes.freeze_gc"]
+    modules = [*preload, *imports, "gpumix.train.processes.fork_server_preload"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     with _interrupts_ignored():
         ensure_running()

@@ -16,7 +16,7 @@ from gpumix.engine.comm.heartbeat import STOPPED_TIMEOUT_S
 from gpumix.hardware.host.environment import restrict_to_loopback
 from gpumix.schema.errors import MachineError, get_first_line
 from gpumix.train.processes.local_launcher import RankAddress
-from gpumix.train.processes.tcp_liveness import (
+from gpumix.train.processes.tcp_connections import (
     listen_at,
     set_connection_timeouts,
     wait_for_disconnects,

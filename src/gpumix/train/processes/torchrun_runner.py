@@ -47,7 +47,7 @@ from gpumix.train.elastic.recovery import Lessons, Restart
 from gpumix.train.processes.local_launcher import RankAddress
 from gpumix.train.processes.runner import LocalRunner, Runner
 from gpumix.train.processes.stop_signals import StopRequest
-from gpumix.train.processes.tcp_liveness import find_own_address, listen_for_watchers
+from gpumix.train.processes.tcp_connections import find_own_address, listen_for_watchers
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.progress import mark_failed, read_last_failure, read_last_update
 from gpumix.train.run_log.summary import Summary
