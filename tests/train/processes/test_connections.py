@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from gpumix.train.processes.store import store_on
+from gpumix.train.processes.store import create_store
 from gpumix.train.processes.tcp_connections import (
     WatchedConnection,
     has_visitors,
@@ -95,7 +95,7 @@ def test_a_store_at_one_address_is_not_visited_by_its_own_process():
     """Its own connection is of IPv6 at one end, and of IPv4 at the other."""
     with listen_at("127.0.0.1", 0, one_host=True) as server:
         port = server.getsockname()[1]
-        store = store_on(server, "127.0.0.1")
+        store = create_store(server, "127.0.0.1")
     assert not has_visitors(port)
     guest = dist.TCPStore("127.0.0.1", port)  # of this process too
     assert not has_visitors(port)

@@ -100,10 +100,10 @@ def _open_server(share: HostAssignment) -> socket.socket:
 
 def _serve(server: socket.socket, share: HostAssignment) -> object:
     """Serve the store; ranks connecting earlier wait, as the port is open."""
-    from gpumix.train.processes.store import store_on
+    from gpumix.train.processes.store import create_store
 
     with server:
-        return store_on(server, share.address)
+        return create_store(server, share.address)
 
 
 def _keep_store(port: int, orders: Orders) -> None:

@@ -113,10 +113,10 @@ def create_listening_store(host: str, port: int, *, one_host: bool) -> dist.TCPS
         MachineError: listening fails, or remote ranks could not connect.
     """
     with listen_at(host, port, one_host=one_host) as server:
-        return store_on(server, host)
+        return create_store(server, host)
 
 
-def store_on(server: socket.socket, host: str) -> dist.TCPStore:
+def create_store(server: socket.socket, host: str) -> dist.TCPStore:
     """Create the store of a run on a listening socket; the store lives as long as the object."""
     return dist.TCPStore(
         host,
