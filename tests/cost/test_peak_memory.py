@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from gpumix.cost.memory_layout.activation_phases import list_peak_phases
 from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.cost.network.buckets import BucketGrouping, build_buckets
-from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes, usable_bytes
+from gpumix.cost.peak_memory import (
+    Activations,
+    MemoryModel,
+    compute_free_bytes,
+    compute_usable_bytes,
+)
 from gpumix.planner.common.sharding_setting import make_setting
 from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, ranked_devices
 from gpumix.schema.cluster.cluster import DeviceClass
@@ -71,7 +76,7 @@ def test_a_share_within_the_capacity_always_fits(profile, data):
     model = MemoryModel(profile, links, len(plan.workers))
     for worker, expected in zip(plan.workers, plan.prediction.workers):
         micro = MicroBatches.of([worker.samples], [worker.micro_batch])
-        free = free_bytes(profile, worker.device_class)
+        free = compute_free_bytes(profile, worker.device_class)
         held = Activations(profile.model_of(worker.device_class), micro, PLAIN)
         capacity = float(model.demands(held).capacity(free, None)[0])
         if worker.state_share <= capacity:
@@ -132,4 +137,7 @@ def test_a_unit_that_is_called_twice_is_stored_once():
 
 @pytest.mark.parametrize(("accelerator", "usable"), [("cuda", 940), ("cpu", 980)])
 def test_a_part_of_the_memory_is_kept_in_reserve(accelerator, usable):
-    assert usable_bytes(DeviceClass(name="c", accelerator=accelerator, memory_bytes=1000)) == usable
+    assert (
+        compute_usable_bytes(DeviceClass(name="c", accelerator=accelerator, memory_bytes=1000))
+        == usable
+    )

@@ -69,7 +69,7 @@ from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype, Mode, Place
 from gpumix.schema.profile.profile import ROOT, ClassProfile, ModelProfile, Profile
 
 
-def pass_seconds(
+def compute_pass_seconds(
     profile: Profile,
     name: str,
     links: CollectiveSeconds,
@@ -101,7 +101,9 @@ def compute_split_backward(
     return _Work(computing, links).split_seconds()
 
 
-def work_seconds(profile: Profile, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
+def compute_work_seconds(
+    profile: Profile, name: str, micro: MicroBatches, mode: Mode
+) -> FloatArray:
     """Return the seconds of all computation and copies of a device of class `name` in both passes,
     without overlap. Among equally fast choices, the planner prefers the least work."""
     computing = ComputeSeconds(profile.model_of(name), profile.of_class(name), micro, mode)
@@ -117,12 +119,12 @@ def needs_sync_between_passes(zero_stage: ZeroStage) -> bool:
     return zero_stage >= 1
 
 
-def exposed_seconds(profile: Profile, links: CollectiveSeconds) -> float:
+def compute_exposed_seconds(profile: Profile, links: CollectiveSeconds) -> float:
     """Return the seconds of a step that computation never hides, whatever the workers' samples."""
-    return links.gather_s[ROOT] + exposed_wave_seconds(links) + profile.step_overhead_s
+    return links.gather_s[ROOT] + compute_exposed_wave_seconds(links) + profile.step_overhead_s
 
 
-def exposed_wave_seconds(links: CollectiveSeconds) -> float:
+def compute_exposed_wave_seconds(links: CollectiveSeconds) -> float:
     """Return the seconds of a further wave that computation never hides; the root's parameters in
     use throughout stay gathered."""
     last = (links.buckets.kind(0), ROOT, BEFORE)
@@ -134,7 +136,7 @@ def _sum_backward_collectives(links: CollectiveSeconds, overlap: OverlappedRun) 
     return links.backward_s(overlap.gathered, overlap.reduced)
 
 
-def optimizer_seconds(
+def compute_optimizer_seconds(
     profile: Profile,
     device_class: str,
     zero_stage: ZeroStage,

@@ -17,7 +17,7 @@ from math import ceil
 from gpumix.cost.device_alone import compute_ideal_samples_per_s
 from gpumix.cost.loading_memory import check_room_for_loading
 from gpumix.cost.predict import compute_plan_collectives, predict, predict_step_seconds
-from gpumix.cost.step_time import can_keep_state_on_host, optimizer_seconds
+from gpumix.cost.step_time import can_keep_state_on_host, compute_optimizer_seconds
 from gpumix.cost.tensor_parallel_groups import reduce_to_leaders
 from gpumix.planner.common.strategy import (
     PlanRequest,
@@ -153,7 +153,7 @@ class _FasterWaves:
         profile, counts = self._profile, self._counts
         there = "host" in self._request.space.state_on
         copied = [
-            optimizer_seconds(
+            compute_optimizer_seconds(
                 profile.model_copy(
                     update={"classes": tuple(map(_update_for_free, profile.classes))}
                 ),

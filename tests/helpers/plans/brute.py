@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.cost.memory_layout.curves import MicroBatches
-from gpumix.cost.peak_memory import Activations, free_bytes
-from gpumix.cost.step_time import can_predict_mode, exposed_seconds, pass_seconds
+from gpumix.cost.peak_memory import Activations, compute_free_bytes
+from gpumix.cost.step_time import can_predict_mode, compute_exposed_seconds, compute_pass_seconds
 from gpumix.planner.common.device_pool import Fleet
 from gpumix.planner.common.sharding_setting import ShardingSetting, iterate_settings
 from gpumix.planner.common.strategy import PlanRequest, get_prediction, ranked_devices
@@ -72,7 +72,7 @@ def best_step(
     for setting in iterate_settings(Fleet.of(profile, devices), space):
         best = best_of(_with_all_modes(setting, space), batch, cut)
         if best < inf:
-            steps.append(exposed_seconds(profile, setting.links) + best)
+            steps.append(compute_exposed_seconds(profile, setting.links) + best)
     return min(steps, default=None)
 
 
@@ -117,7 +117,7 @@ def best_of(setting: ShardingSetting, batch: int, cut: Cut) -> float:
 def _options(setting: ShardingSetting, name: str, batch: int, ranks: int, cut: Cut) -> list[Option]:
     """Every way in which a device of the class can run 0 to `batch` samples and still fit, but for
     those that another one with as many samples beats."""
-    model, free = setting.profile.model_of(name), free_bytes(setting.profile, name)
+    model, free = setting.profile.model_of(name), compute_free_bytes(setting.profile, name)
     host_bytes = find_room_on_host(setting.profile, name)
     sizes = [(0, 0)]
     sizes += [
@@ -137,7 +137,7 @@ def _options(setting: ShardingSetting, name: str, batch: int, ranks: int, cut: C
             room = 1.0
         elif setting.cap == 1.0 and room < 1 / ranks:
             continue
-        forward, backward = pass_seconds(setting.profile, name, setting.links, micro, mode)
+        forward, backward = compute_pass_seconds(setting.profile, name, setting.links, micro, mode)
         update = setting.update_s(name)
         room = min(room, setting.cap / ranks) if setting.zero_stage else room
         options.append((b, float(forward[0]), float(backward[0]), room, update))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.cost.step_time import exposed_seconds
+from gpumix.cost.step_time import compute_exposed_seconds
 from gpumix.planner.common.device_pool import Fleet
 from gpumix.planner.common.sharding_setting import (
     ShardingSetting,
@@ -62,7 +62,7 @@ def test_no_form_of_collectives_is_faster_than_the_fastest_of_all(profile, batch
             groups.setdefault(key, []).append(setting)
     for alike in groups.values():
         relaxed = relax_settings(alike)
-        least_s = exposed_seconds(profile, relaxed.links) + best_of(relaxed, batch, cut)
+        least_s = compute_exposed_seconds(profile, relaxed.links) + best_of(relaxed, batch, cut)
         for one in alike:
-            step_s = exposed_seconds(profile, one.links) + best_of(one, batch, cut)
+            step_s = compute_exposed_seconds(profile, one.links) + best_of(one, batch, cut)
             assert least_s <= step_s * (1 + 1e-9)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.cost.peak_memory import usable_bytes
+from gpumix.cost.peak_memory import compute_usable_bytes
 from gpumix.cost.predict import predict
 from gpumix.planner.baselines.naive_model_parallel import plan_naive_model_parallel
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
@@ -119,8 +119,8 @@ def with_room(found: Profile, part: float) -> Profile:
     """Devices with so much of what they have for plans, and 64 bytes for rounding."""
     classes = []
     for one in found.cluster.classes:
-        wanted = part * usable_bytes(one) + 64
-        memory = one.memory_bytes * wanted / usable_bytes(one)
+        wanted = part * compute_usable_bytes(one) + 64
+        memory = one.memory_bytes * wanted / compute_usable_bytes(one)
         classes.append(one.model_copy(update={"memory_bytes": int(memory)}))
     cluster = found.cluster.model_copy(update={"classes": tuple(classes)})
     return found.model_copy(update={"cluster": cluster})

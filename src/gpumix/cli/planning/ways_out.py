@@ -110,9 +110,9 @@ def find_ways_out(
     estimate: Estimate, profile: Profile, space: Space, error: NoFeasiblePlanError
 ) -> Shortfall:
     """Return what is short for an estimate, of this profile, without a plan; and ways out of it."""
-    from gpumix.cost.peak_memory import usable_bytes
+    from gpumix.cost.peak_memory import compute_usable_bytes
 
-    usable = {c.name: usable_bytes(c) for c in profile.cluster.classes}
+    usable = {c.name: compute_usable_bytes(c) for c in profile.cluster.classes}
     return Shortfall(
         model=f"{estimate.model.name}, {estimate.tuning.describe()}",
         state_bytes=count_state_bytes(profile),

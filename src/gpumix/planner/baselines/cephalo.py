@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches
-from gpumix.cost.step_time import pass_seconds
+from gpumix.cost.step_time import compute_pass_seconds
 from gpumix.planner.common.class_split import ClassSplit
 from gpumix.planner.common.score import DeviceLoad, compute_share_capacities
 from gpumix.planner.common.sharding_setting import ShardingSetting, make_setting
@@ -184,7 +184,7 @@ class _Task:
         room = compute_share_capacities(self.unequal, name, micro, mode)
         fits = even | (room >= 0)
         evenly, unevenly = (
-            np.add(*pass_seconds(setting.profile, name, setting.links, micro, mode))
+            np.add(*compute_pass_seconds(setting.profile, name, setting.links, micro, mode))
             for setting in (self.equal, self.unequal)
         )
         seconds = np.where(even, evenly, unevenly)

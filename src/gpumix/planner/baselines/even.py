@@ -13,7 +13,7 @@ import numpy as np
 
 from gpumix.cost.memory_layout.curves import IntArray, MicroBatches
 from gpumix.cost.network.buckets import Buckets
-from gpumix.cost.peak_memory import Activations, OwnedState, compute_owned_state, free_bytes
+from gpumix.cost.peak_memory import Activations, OwnedState, compute_free_bytes, compute_owned_state
 from gpumix.planner.common.score import (
     DeviceLoad,
     compute_host_excess_bytes,
@@ -134,6 +134,8 @@ def _compute_excess_bytes(
     micro = MicroBatches.of(np.full(len(sizes), kind.samples), sizes)
     held = Activations(setting.profile.model_of(kind.name), micro, mode)
     peaks = setting.memory.peaks(held, [kind.owned] * len(sizes))
-    over = np.asarray([sum(p.values()) for p in peaks]) - free_bytes(setting.profile, kind.name)
+    over = np.asarray([sum(p.values()) for p in peaks]) - compute_free_bytes(
+        setting.profile, kind.name
+    )
     over_host = compute_host_excess_bytes(setting, kind.name, micro, mode).astype(np.int64)
     return over, over_host

@@ -14,7 +14,7 @@ from math import ceil
 import numpy as np
 
 from gpumix.cost.memory_layout.curves import FloatArray, IntArray, interpolate_bytes
-from gpumix.cost.peak_memory import element_bytes, free_bytes
+from gpumix.cost.peak_memory import compute_free_bytes, get_element_bytes
 from gpumix.cost.predict import predict
 from gpumix.planner.common.stage_preconditions import (
     SINGLE_DEVICE_TECHNIQUES,
@@ -85,7 +85,7 @@ def _select_largest_devices(
             f"{most} at most",
             fix="use fewer devices, or `strategy: staged`, which puts several devices in a stage",
         )
-    by_room = sorted(devices, key=lambda d: -free_bytes(profile, d.device_class))
+    by_room = sorted(devices, key=lambda d: -compute_free_bytes(profile, d.device_class))
     kept = set(by_room[:most])
     return tuple(device for device in devices if device in kept)
 
@@ -120,10 +120,10 @@ def _cut_by_memory(profile: Profile, way: UncutCandidate, count: int) -> Cut:
     def filled(stage: int, begin: IntArray, end: IntArray) -> FloatArray:
         (device,) = way.row[stage]
         name = device.device_class
-        each, _ = element_bytes(profile, name, zero_stage=0)
+        each, _ = get_element_bytes(profile, name, zero_stage=0)
         left = _sum_kept_bytes(profile, way, stage) * min(count, len(way.row) - stage)
         part = room.elements(begin, end) * each + left[end] - left[begin]
-        return np.asarray(part / max(1, free_bytes(profile, name)))
+        return np.asarray(part / max(1, compute_free_bytes(profile, name)))
 
     return tuple(_minimize_largest_stage(edges, len(way.row), filled))
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.network.collective_times import make_free_collectives
-from gpumix.cost.step_time import pass_seconds
+from gpumix.cost.step_time import compute_pass_seconds
 from gpumix.planner.common.class_split import ClassSplit, apportion, split_with_equal_shares
 from gpumix.planner.common.score import compute_share_capacities, iterate_even_settings
 from gpumix.planner.common.sharding_setting import ShardingSetting
@@ -89,7 +89,7 @@ def _speed(setting: ShardingSetting, name: str, mode: Mode, batch: int) -> _Spee
     sizes = np.arange(1, setting.largest_micro_batch(name, batch) + 1)
     micro = MicroBatches.of(sizes, sizes)
     free = make_free_collectives(setting.links.buckets)
-    forward, backward = pass_seconds(setting.profile, name, free, micro, mode)
+    forward, backward = compute_pass_seconds(setting.profile, name, free, micro, mode)
     fits = np.logical_and.accumulate(_fits(setting, name, micro, mode))
     return _Speed(name, len(setting.classes[name]), (forward + backward)[fits])
 

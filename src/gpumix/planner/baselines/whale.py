@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches
-from gpumix.cost.peak_memory import usable_bytes
+from gpumix.cost.peak_memory import compute_usable_bytes
 from gpumix.planner.common.class_split import ClassSplit, Runs, apportion
 from gpumix.planner.common.score import (
     DeviceLoad,
@@ -143,7 +143,7 @@ class _ClassMemory:
         micro = MicroBatches.of(samples, sizes)
         share = 1.0 / len(setting.devices)
         framework = setting.profile.of_class(name).framework_bytes
-        usable = usable_bytes(setting.profile.cluster.class_named(name))
+        usable = compute_usable_bytes(setting.profile.cluster.class_named(name))
         held = compute_peak_bytes(setting, name, micro, mode, share) + framework
         fits = np.logical_and.accumulate(
             compute_share_capacities(setting, name, micro, mode) >= share

@@ -14,7 +14,11 @@ import numpy as np
 from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.cost.memory_layout.curves import FloatArray, MicroBatches
 from gpumix.cost.peak_memory import Activations
-from gpumix.cost.step_time import exposed_seconds, needs_sync_between_passes, pass_seconds
+from gpumix.cost.step_time import (
+    compute_exposed_seconds,
+    compute_pass_seconds,
+    needs_sync_between_passes,
+)
 from gpumix.planner.common.sharding_setting import ShardingSetting, make_setting
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.job.search_space import Space
@@ -39,13 +43,15 @@ def predict_load_step_seconds(setting: ShardingSetting, loads: Iterable[DeviceLo
     forward, backward, both, update = 0.0, 0.0, 0.0, 0.0
     for load in set(loads):
         micro = MicroBatches.of([load.samples], [load.micro_batch])
-        f, b = pass_seconds(setting.profile, load.device_class, setting.links, micro, load.mode)
+        f, b = compute_pass_seconds(
+            setting.profile, load.device_class, setting.links, micro, load.mode
+        )
         forward, backward = max(forward, float(f[0])), max(backward, float(b[0]))
         both = max(both, float(f[0] + b[0]))
         whole = setting.update_s(load.device_class)
         update = max(update, whole * (load.share if setting.zero_stage else 1.0))
     passes = forward + backward if needs_sync_between_passes(setting.zero_stage) else both
-    return exposed_seconds(setting.profile, setting.links) + passes + update
+    return compute_exposed_seconds(setting.profile, setting.links) + passes + update
 
 
 def compute_share_capacities(

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from gpumix.cost.memory_layout.curves import IntArray
-from gpumix.cost.step_time import exposed_seconds
+from gpumix.cost.step_time import compute_exposed_seconds
 from gpumix.planner.common.device_pool import (
     FEW_CLASSES,
     Fleet,
@@ -292,7 +292,7 @@ class _Search:
     @cached_property
     def _fixed_s(self) -> float:
         setting = self.setting
-        return exposed_seconds(setting.profile, setting.links) + self.shared.fixed_update_s
+        return compute_exposed_seconds(setting.profile, setting.links) + self.shared.fixed_update_s
 
     @property
     def _least_passes_s(self) -> float:

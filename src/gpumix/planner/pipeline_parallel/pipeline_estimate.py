@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from gpumix.cost.memory_layout.curves import FloatArray, IntArray, interpolate_bytes
 from gpumix.cost.network.buckets import GRADIENT_BYTES
-from gpumix.cost.peak_memory import element_bytes, free_bytes
+from gpumix.cost.peak_memory import compute_free_bytes, get_element_bytes
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
 from gpumix.planner.pipeline_parallel.candidate import UncutCandidate, get_stages_per_group
 from gpumix.planner.pipeline_parallel.device_order import Row, cell_of
@@ -333,9 +333,9 @@ class PipelineEstimates:
         least: FloatArray = np.full(1, np.inf)
         room = needed = np.zeros(1)
         for name, count in computing.workers:
-            each = [element_bytes(profile, name, zero_stage) for profile in profiles]
+            each = [get_element_bytes(profile, name, zero_stage) for profile in profiles]
             whole, owned = (_stack(part) for part in zip(*each))
-            free = [free_bytes(profile, name) / rounds for profile in profiles]
+            free = [compute_free_bytes(profile, name) / rounds for profile in profiles]
             filled = [_buffer_bytes(profile, name, zero_stage) for profile in profiles]
             left = _stack(free) - _stack(filled) - elements * whole - computing.held[name]
             least = np.minimum(least, left)

@@ -30,7 +30,7 @@ from operator import itemgetter
 import numpy as np
 
 from gpumix.cost.memory_layout.curves import FloatArray
-from gpumix.cost.peak_memory import element_bytes, free_bytes
+from gpumix.cost.peak_memory import compute_free_bytes, get_element_bytes
 from gpumix.cost.predict import predict
 from gpumix.planner.common.stage_preconditions import (
     Refusal,
@@ -381,8 +381,10 @@ class StageSearch:
         elements = self._pace_of.rooms[NO_TENSOR_PARALLEL].count_exclusive_elements(
             np.array(0), np.array(calls)
         )
-        each = [element_bytes(self._profile, name, max(1, zero_stage))[1] for name in self._classes]
-        room = (n * free_bytes(self._profile, name) for name, n in self._classes.items())
+        each = [
+            get_element_bytes(self._profile, name, max(1, zero_stage))[1] for name in self._classes
+        ]
+        room = (n * compute_free_bytes(self._profile, name) for name, n in self._classes.items())
         return float(elements) * min(each) <= sum(room)
 
     def _evaluate_neighbors(self) -> None:

@@ -16,7 +16,7 @@ from gpumix.cost.device_alone import compute_ideal_samples_per_s
 from gpumix.cost.predict import predict
 from gpumix.cost.tensor_parallel_groups import (
     TensorParallelGroup,
-    get_group_measurements,
+    get_tp_profile,
     make_group_profile,
     make_leader_profile,
 )
@@ -160,7 +160,7 @@ def select_groupable_devices(profile: Profile, request: PlanRequest) -> tuple[De
     measured = [tp for tp in wanted if tp in get_measured_tp_degrees(profile)] or wanted[:1]
     degrees: dict[str, set[int]] = {}
     for tp in measured:
-        for one in get_group_measurements(profile, tp.degree, sequence=tp.sequence).classes:
+        for one in get_tp_profile(profile, tp.degree, sequence=tp.sequence).classes:
             degrees.setdefault(one.device_class, set()).add(tp.degree)
     alike: dict[DevicePlace, list[Device]] = {}
     for device in devices:
@@ -219,7 +219,7 @@ def _make_uniform_sizes(
     profile: Profile, tp: TensorParallelDegree, devices: Sequence[Device]
 ) -> _Sizes:
     """Return the same size for all classes measured in tensor-parallel groups of this size."""
-    measured = get_group_measurements(profile, tp.degree, sequence=tp.sequence).classes
+    measured = get_tp_profile(profile, tp.degree, sequence=tp.sequence).classes
     there = {device.device_class for device in devices}
     names = [one.device_class for one in measured if one.device_class in there]
     if not names:
