@@ -20,10 +20,10 @@ from gpumix.cost.predict import predict
 from gpumix.cost.tensor_parallel_groups import reduce_to_leaders
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
-from gpumix.simulate.in_stages import simulate_stages
+from gpumix.simulate.idle_intervals import iterate_idle_intervals
+from gpumix.simulate.pipeline_simulation import simulate_stages
 from gpumix.simulate.program import Collective, RankTask, StepProgram, build_program
 from gpumix.simulate.replay import ROOT_CALL, EqualRanks, Event, Kind, Replay
-from gpumix.simulate.waits import iterate_idle_intervals
 
 
 @dataclass(frozen=True)
