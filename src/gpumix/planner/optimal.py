@@ -16,8 +16,8 @@ from gpumix.planner.common.strategy import (
     ranked_devices,
 )
 from gpumix.planner.data_parallel.class_options import TimeBounds
+from gpumix.planner.data_parallel.no_fit_error import Explained, make_no_fit_error
 from gpumix.planner.data_parallel.search import plan_one_stage_below
-from gpumix.planner.data_parallel.why_nothing_fits import Explained, make_no_fit_error
 from gpumix.planner.pipeline_parallel.device_order import cell_of
 from gpumix.planner.pipeline_parallel.staged_plans import plan_staged_below
 from gpumix.planner.pipeline_parallel.tensor_parallel_search import (

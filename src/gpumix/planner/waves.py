@@ -25,7 +25,7 @@ from gpumix.planner.common.strategy import (
     is_within_memory,
     ranked_devices,
 )
-from gpumix.planner.data_parallel.why_nothing_fits import can_fit_devices
+from gpumix.planner.data_parallel.no_fit_error import can_fit_devices
 from gpumix.planner.pipeline_parallel.tensor_parallel_search import Searched
 from gpumix.schema.errors import InputError, LoadingMemoryError, NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan, ZeroStage

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from gpumix.planner.baselines import cephalo as module
 from gpumix.planner.baselines.cephalo import plan_cephalo, solve
+from gpumix.planner.common.policy_shortage import Shortage, make_policy_error
 from gpumix.planner.common.score import iterate_even_settings
 from gpumix.planner.common.sharding_setting import make_setting
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
-from gpumix.planner.common.why_policy_does_not_fit import Shortage, make_policy_error
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
 from gpumix.schema.plan.stage import Mode

@@ -8,8 +8,8 @@ import pytest
 
 from gpumix.cost.peak_memory import compute_usable_bytes
 from gpumix.planner.common.strategy import PlanRequest
+from gpumix.planner.data_parallel.no_fit_error import UNREACHABLE
 from gpumix.planner.data_parallel.search import plan_one_stage
-from gpumix.planner.data_parallel.why_nothing_fits import UNREACHABLE
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
 from helpers.extended import every_second

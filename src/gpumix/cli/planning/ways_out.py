@@ -174,7 +174,7 @@ def _try(change: str, other: Estimate, space: Space, *, thorough: bool = True) -
         thorough: whether plans of several stages and tensor-parallel groups are searched, where no
             plan of one stage fits.
     """
-    from gpumix.planner.data_parallel.why_nothing_fits import can_fit_devices
+    from gpumix.planner.data_parallel.no_fit_error import can_fit_devices
 
     try:
         profile = other.profile()

@@ -25,10 +25,10 @@ import numpy.typing as npt
 from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.step_time import compute_pass_seconds
 from gpumix.planner.common.class_split import ClassSplit
+from gpumix.planner.common.policy_shortage import compute_shortage, make_policy_error
 from gpumix.planner.common.score import DeviceLoad, compute_share_capacities
 from gpumix.planner.common.sharding_setting import ShardingSetting, make_setting
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
-from gpumix.planner.common.why_policy_does_not_fit import compute_shortage, make_policy_error
 from gpumix.planner.data_parallel.branch_and_bound import find_fill_level
 from gpumix.planner.data_parallel.knapsack import FULL_STATE_SHARE
 from gpumix.schema.cluster.cluster import Device

@@ -14,6 +14,7 @@ import numpy as np
 from gpumix.cost.memory_layout.curves import IntArray, MicroBatches
 from gpumix.cost.network.buckets import Buckets
 from gpumix.cost.peak_memory import Activations, OwnedState, compute_free_bytes, compute_owned_state
+from gpumix.planner.common.policy_shortage import Shortage, make_policy_error
 from gpumix.planner.common.score import (
     DeviceLoad,
     compute_host_excess_bytes,
@@ -22,7 +23,6 @@ from gpumix.planner.common.score import (
 )
 from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, ranked_devices
-from gpumix.planner.common.why_policy_does_not_fit import Shortage, make_policy_error
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.optimizer_state import get_cut_multiple

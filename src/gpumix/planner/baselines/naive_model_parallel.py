@@ -16,6 +16,7 @@ import numpy as np
 from gpumix.cost.memory_layout.curves import FloatArray, IntArray, interpolate_bytes
 from gpumix.cost.peak_memory import compute_free_bytes, get_element_bytes
 from gpumix.cost.predict import predict
+from gpumix.planner.common.policy_shortage import NearestMiss
 from gpumix.planner.common.stage_preconditions import (
     SINGLE_DEVICE_TECHNIQUES,
     check_space_includes,
@@ -27,7 +28,6 @@ from gpumix.planner.common.strategy import (
     is_within_memory,
     ranked_devices,
 )
-from gpumix.planner.common.why_policy_does_not_fit import NearestMiss
 from gpumix.planner.pipeline_parallel.candidate import Cut, UncutCandidate, build_staged_plan
 from gpumix.planner.pipeline_parallel.stage_memory import StageMemory
 from gpumix.planner.pipeline_parallel.stage_modes import (

@@ -19,10 +19,10 @@ from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.network.collective_times import make_free_collectives
 from gpumix.cost.step_time import compute_pass_seconds
 from gpumix.planner.common.class_split import ClassSplit, apportion, split_with_equal_shares
+from gpumix.planner.common.policy_shortage import iterate_shortages, make_policy_error
 from gpumix.planner.common.score import compute_share_capacities, iterate_even_settings
 from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
-from gpumix.planner.common.why_policy_does_not_fit import iterate_shortages, make_policy_error
 from gpumix.planner.data_parallel.class_options import TOLERANCE
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode

@@ -18,6 +18,7 @@ import numpy as np
 from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.peak_memory import compute_usable_bytes
 from gpumix.planner.common.class_split import ClassSplit, Runs, apportion
+from gpumix.planner.common.policy_shortage import iterate_shortages, make_policy_error
 from gpumix.planner.common.score import (
     DeviceLoad,
     compute_peak_bytes,
@@ -26,7 +27,6 @@ from gpumix.planner.common.score import (
 )
 from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
-from gpumix.planner.common.why_policy_does_not_fit import iterate_shortages, make_policy_error
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan

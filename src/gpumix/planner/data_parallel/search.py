@@ -46,7 +46,7 @@ from gpumix.planner.data_parallel.class_options import (
     tabulate,
 )
 from gpumix.planner.data_parallel.feasibility import FeasibilityTest, may_select
-from gpumix.planner.data_parallel.why_nothing_fits import make_no_fit_error
+from gpumix.planner.data_parallel.no_fit_error import make_no_fit_error
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan, ZeroStage
 from gpumix.schema.profile.profile import Profile

@@ -15,8 +15,8 @@ import numpy as np
 
 from gpumix.cost.pipeline.staged_step import StagedStep
 from gpumix.cost.tensor_parallel_groups import compute_buffer_bytes
+from gpumix.planner.common.policy_shortage import NearestMiss
 from gpumix.planner.common.strategy import is_within_memory
-from gpumix.planner.common.why_policy_does_not_fit import NearestMiss
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
 from gpumix.planner.pipeline_parallel.candidate import (
     Counts,

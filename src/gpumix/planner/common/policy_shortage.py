@@ -1,6 +1,6 @@
 """Reasons why a policy's plan does not fit: the short device class and the missing bytes.
 
-`planner.data_parallel.why_nothing_fits` does so for all possible plans. Here only the plans of one
+`planner.data_parallel.no_fit_error` does so for all possible plans. Here only the plans of one
 policy count, with equal shares, and the way out is the policy without the rule.
 """
 
