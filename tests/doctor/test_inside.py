@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from gpumix.doctor.inside import RankObservations, RankWatch
+from gpumix.doctor.rank_watch import RankObservations, RankWatch
 from helpers.runs.jobs import gpumix, write_job
 
 OWN = """

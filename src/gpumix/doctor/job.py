@@ -14,7 +14,6 @@ from gpumix.doctor.change import Changes, format_overrides
 from gpumix.doctor.examine import TimedWindow
 from gpumix.doctor.function.loss_comparison import describe_loss_difference
 from gpumix.doctor.function.remarks import remark_on_loops, remark_on_steering_reads
-from gpumix.doctor.inside import CODE_CHANGES, RankObservations, RankWatch
 from gpumix.doctor.machine import (
     SITES,
     MachineObservations,
@@ -23,6 +22,7 @@ from gpumix.doctor.machine import (
     remark_on_unfused_attention,
     watch_machine,
 )
+from gpumix.doctor.rank_watch import CODE_CHANGES, RankObservations, RankWatch
 from gpumix.doctor.report import Remark, Suspect
 from gpumix.doctor.suspects import Evidence, find_suspects
 from gpumix.hardware.host.cpu import has_bf16
