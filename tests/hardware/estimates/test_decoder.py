@@ -16,7 +16,7 @@ from gpumix.hardware.estimates.decoder_shapes import (
     KIND,
     PLAIN_FAMILIES,
     Decoder,
-    decoder,
+    make_decoder,
     make_llama_like,
 )
 from gpumix.profiler.class_settings import ClassSettings
@@ -69,7 +69,7 @@ def test_parameters_are_counted_exactly(kind):
     matrices = [s.parameter for u in units for s in u.slots if s.parameter.dim() == 2]
     in_matrices = sum(p.numel() for p in matrices)
     for config in (given(kind), model.config.to_dict()):
-        found = decoder(config)
+        found = make_decoder(config)
         assert found.layers == 3
         assert found.parameters == elements
         assert 3 * found.block_matrices == in_matrices
@@ -82,7 +82,7 @@ def test_biases_and_tied_heads_are_counted():
         "tie_word_embeddings": True,
     }
     elements = sum(p.numel() for p in built(config).parameters())
-    found = decoder(config)
+    found = make_decoder(config)
     assert found.parameters == elements
 
 
@@ -119,7 +119,7 @@ def test_flops_and_memory_are_near_what_is_measured(kind):
         config |= {"n_embd": 256, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     else:
         config |= {"hidden_size": 256, "intermediate_size": 704}
-    found, expected = measured(config).model, decoder(config).model(LENGTH, "fp32", kind)
+    found, expected = measured(config).model, make_decoder(config).model(LENGTH, "fp32", kind)
     block, estimate = found.kinds[0], expected.kinds[0]
     assert estimate.name == KIND
     assert estimate.trainable == block.trainable
@@ -163,7 +163,7 @@ def test_stages_and_tp_groups_are_as_measured(kind, dropout):
     config = given(kind) | {"vocab_size": 2048}
     if kind == "gpt2":
         config |= {"resid_pdrop": dropout}
-    expected = decoder(config)
+    expected = make_decoder(config)
     found = measured(config, 1, SHORT, expected.degrees[:1])
     measured_groups = [
         of_group for of_group in found.tp_measurements if not of_group.sequence
@@ -199,9 +199,9 @@ def test_tp_groups_are_for_models_that_the_engine_divides(kind):
             anatomy, tp_group, resolve_tensor_plan(model), part=select_whole_model(anatomy)
         )
     except InputError:
-        assert decoder(config).degrees == ()
+        assert make_decoder(config).degrees == ()
     else:
-        assert decoder(config).degrees == (2, 4)
+        assert make_decoder(config).degrees == (2, 4)
 
 
 @pytest.mark.parametrize("size", [1e8, 1e9, 7e9, 7e10])
@@ -212,7 +212,7 @@ def test_a_size_becomes_a_llama_of_about_that_size(size):
 
 def test_experts_count_in_full_and_compute_in_part():
     config = given("mixtral")
-    some, all_of_them = decoder(config), decoder(config | {"num_experts_per_tok": 8})
+    some, all_of_them = make_decoder(config), make_decoder(config | {"num_experts_per_tok": 8})
     assert isinstance(some, Decoder)
     assert some.block_parameters == all_of_them.block_parameters
     assert some.block_flops(10) < all_of_them.block_flops(10)
@@ -220,9 +220,9 @@ def test_experts_count_in_full_and_compute_in_part():
 
 def test_other_models_are_refused():
     with pytest.raises(InputError, match="no estimate for models of type 'bert'"):
-        decoder({"model_type": "bert"})
+        make_decoder({"model_type": "bert"})
     with pytest.raises(InputError, match="does not say its 'hidden_size'"):
-        decoder({"model_type": "llama"})
+        make_decoder({"model_type": "llama"})
 
 
 @pytest.mark.parametrize(
@@ -237,18 +237,18 @@ def test_other_models_are_refused():
 )
 def test_an_opt_that_is_counted_otherwise_is_refused(setting, value):
     config = given("opt") | {setting: value}
-    usual = decoder(given("opt"))
+    usual = make_decoder(given("opt"))
     elements = sum(p.numel() for p in built(config).parameters())
     assert usual.parameters != elements
     with pytest.raises(InputError, match=f"no estimate for OPT with '{setting}' {value}") as caught:
-        decoder(config)
+        make_decoder(config)
     assert "gpumix profile" in caught.value.fix
 
 
 def test_a_narrow_opt_is_refused_whatever_its_width():
-    assert decoder(given("opt") | {"word_embed_proj_dim": None}).hidden == 64
+    assert make_decoder(given("opt") | {"word_embed_proj_dim": None}).hidden == 64
     with pytest.raises(InputError, match="'word_embed_proj_dim' 512"):
-        decoder({"model_type": "opt", "hidden_size": 1024, "num_hidden_layers": 24,
+        make_decoder({"model_type": "opt", "hidden_size": 1024, "num_hidden_layers": 24,
                  "num_attention_heads": 16, "ffn_dim": 4096, "vocab_size": 50272,
                  "word_embed_proj_dim": 512})  # fmt: skip
 
@@ -263,7 +263,7 @@ def test_a_size_that_is_none_is_named(kind):
     for name in sizes:
         for wrong in ("many", 0, -4, 1.5, True, [3]):
             try:
-                decoder(config | {name: wrong})
+                make_decoder(config | {name: wrong})
             except InputError as error:
                 asked += 1
                 assert f"'{name}'" in error.what
@@ -271,7 +271,7 @@ def test_a_size_that_is_none_is_named(kind):
 
 
 def test_samples_that_no_device_could_hold_or_end_are_told():
-    wide = decoder(given("llama") | {"vocab_size": 2**31 - 1})
+    wide = make_decoder(given("llama") | {"vocab_size": 2**31 - 1})
     with pytest.raises(InputError, match="one sample of this model would take"):
         wide.model(2**28, "bf16", "wide")
     with pytest.raises(InputError, match="is more work for this model than any card ends"):

@@ -8,7 +8,7 @@ from gpumix.cost.memory_layout.curves import interpolate_one_seconds, interpolat
 from gpumix.cost.network.link_times import PER_OWNER
 from gpumix.cost.tensor_parallel_groups import make_group_profile
 from gpumix.hardware.estimates.cluster_shorthand import explain_short_names, parse_cluster
-from gpumix.hardware.estimates.decoder_shapes import KIND, decoder, make_llama_like
+from gpumix.hardware.estimates.decoder_shapes import KIND, make_decoder, make_llama_like
 from gpumix.hardware.estimates.estimate import estimate_profile, scale_estimates
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.data_parallel.search import plan_one_stage
@@ -61,7 +61,7 @@ def test_the_halves_of_a_backward_are_together_the_whole():
 
 SIZES = {"hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
          "intermediate_size": 2816, "vocab_size": 4000}  # fmt: skip
-SMALL = decoder({"model_type": "llama"} | SIZES)
+SMALL = make_decoder({"model_type": "llama"} | SIZES)
 
 
 def small(text, network=None):
@@ -193,9 +193,9 @@ def test_what_a_model_holds_does_not_depend_on_the_cards():
               "num_attention_heads": 8, "intermediate_size": 1024, "vocab_size": 1000}  # fmt: skip
 
     def model(dtype):
-        return decoder(config).model(64, dtype, "llama")
+        return make_decoder(config).model(64, dtype, "llama")
 
-    assert estimated(model=model).model.parameters == decoder(config).parameters
+    assert estimated(model=model).model.parameters == make_decoder(config).parameters
 
 
 def test_plus_signs_join_cards_like_commas():

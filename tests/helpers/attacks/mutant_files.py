@@ -19,7 +19,7 @@ from gpumix.cli.planning.profile_source import PlanOptions
 from gpumix.cost.predict import predict
 from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.hardware.estimates.adapters import FULL
-from gpumix.hardware.estimates.decoder_shapes import decoder
+from gpumix.hardware.estimates.decoder_shapes import make_decoder
 from gpumix.hardware.estimates.known_models import NamedDecoder
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.job.job import Job
@@ -371,7 +371,7 @@ def _estimated(job: Job, folder: Path) -> Profile:
     config = job.model.config
     assert isinstance(config, dict)
     cluster = NamedCluster("4x rtx3090, 2x p40")
-    model = NamedDecoder("llama", decoder(config))
+    model = NamedDecoder("llama", make_decoder(config))
     length, batch = job.sequence_length, job.global_batch_size
     found = Estimate(cluster, model, FULL, job.optimizer, length, batch, "fp32").profile()
     anatomy = split_into_units(build_model(job.model, folder=folder, seed=0))

@@ -364,7 +364,7 @@ class Decoder:
         return attention + inner + norms + 2 * self.hidden
 
 
-def decoder(config: Mapping[str, Any]) -> Decoder:
+def make_decoder(config: Mapping[str, Any]) -> Decoder:
     """Return the decoder described by a `config.json`.
 
     Raises:

@@ -16,8 +16,8 @@ from gpumix.hardware.estimates.cluster_shorthand import (
     check_count,
     check_vendors,
     find_class_card,
-    links_inside,
     make_device_class,
+    make_links_inside,
     read_link,
     split_count,
     with_peak,
@@ -327,7 +327,9 @@ def _with_links(cluster: Cluster, new: Card) -> Network | None:
         return None
     others = [(c.name, find_class_card(c)) for c in cluster.classes]
     known = {name: card for name, card in others if card is not None}
-    links = (link for link in links_inside(known | {new.name: new}) if new.name in link.classes)
+    links = (
+        link for link in make_links_inside(known | {new.name: new}) if new.name in link.classes
+    )
     return cluster.network.model_copy(update={"exceptions": (*cluster.network.exceptions, *links)})
 
 
@@ -337,7 +339,7 @@ def _own_links(cluster: Cluster, between: Link) -> Network:
     known = {name: card for name, card in cards.items() if card is not None}
     if len(known) < len(cards):
         return Network(inside=between, between=between)
-    return Network(between=between, exceptions=links_inside(known))
+    return Network(between=between, exceptions=make_links_inside(known))
 
 
 def _compute_correction(profile: Profile) -> float:
