@@ -29,7 +29,7 @@ class UnlikeSamples(ReducedLoss):
 
     def counts_by_row(self, batch: Any) -> Tensor:
         counted = [torch.ones(count_samples(batch), dtype=torch.float64)]
-        counted += [rows.double().cpu() for _, rows in _count_rows(batch, Everything())]
+        counted += [rows.double().cpu() for _, rows in _count_rows(batch, AllNames())]
         # Samples without any are chosen too, unlike those for a loss.
         return torch.stack(counted).nan_to_num() + 1.0
 
@@ -39,7 +39,7 @@ def count_in_batch(batch: Any, ways: Container[str]) -> dict[str, Tensor]:
     return {way: rows.sum() for way, rows in _count_rows(batch, ways)}
 
 
-class Everything(Container[str]):
+class AllNames(Container[str]):
     """Container of all names."""
 
     def __contains__(self, name: object) -> bool:
