@@ -180,7 +180,7 @@ def _find_merits(batch: Any, objective: ObjectiveWithRule) -> tuple[int, int]:
     """Return what samples show, most important first: after a rehearsal, which rule holds."""
     padding = int(_find_unpadded(batch) is not None)
     rules = int(_can_distinguish_rules(batch, objective))
-    return (rules, padding) if objective.rivals else (padding, rules)
+    return (rules, padding) if objective.alternatives else (padding, rules)
 
 
 def _find_unpadded(batch: Any) -> Tensor | None:
