@@ -34,6 +34,7 @@ from gpumix.schema.profile.profile import Profile
 FEW_DEVICES = 64  # beyond, finishing each plan takes long
 # Most that the last touches may gain: a plan slower by this factor may still win.
 MAX_REFINE_FACTOR, MAX_REFINE_FACTOR_MANY = 1.1, 1.02
+MAX_JOIN_FACTOR = 1.02  # most that joined units may gain
 MOST_LEFT_OUT_OF = 8  # devices, up to which one is left out of stages
 
 
@@ -157,7 +158,7 @@ class FastestPlans:
 
         def search(profile: Profile, request: PlanRequest, below_s: float) -> Searched:
             request, paces = self._in_degree(profile, request)
-            waves = FasterWaves(profile, request, paces, below_s, gained=MAX_REFINE_FACTOR)
+            waves = FasterWaves(profile, request, paces, below_s, gained=MAX_JOIN_FACTOR)
             return waves.search()
 
         below_s = get_prediction(than).step_s

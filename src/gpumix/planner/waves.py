@@ -117,8 +117,8 @@ class FasterWaves:
                     break
         if self._best is not None:
             of_stage = space.model_copy(update={"zero_stages": (self._best.zero_stage,)})
-            for number in _list_numbers_about(self._number):
-                self._try_number(number, of_stage)
+            for numbers in _list_numbers_about(self._number):
+                any(self._try_number(number, of_stage) for number in numbers)
         return self._best, self._bound_s
 
     def _try_number(self, number: int, space: Space) -> bool:
@@ -172,9 +172,10 @@ def _choose_size(speeds: Sequence[tuple[float, int]], batch: int, number: int) -
     return min(range(least, most + 1), key=lambda size: (round(wait_s(size), 12), size))
 
 
-def _list_numbers_about(number: int) -> list[int]:
-    """Return numbers of waves near one of `FASTER_NUMBERS`, up to the next ones."""
-    return [near for near in NUMBERS if number < 2 * near and near < 2 * number and near != number]
+def _list_numbers_about(number: int) -> tuple[list[int], list[int]]:
+    """Return the fewer and the more waves up to the next of `FASTER_NUMBERS`, the nearest first."""
+    fewer = [near for near in NUMBERS if number < 2 * near < 2 * number]
+    return fewer[::-1], [near for near in NUMBERS if number < near < 2 * number]
 
 
 def _repeat_below(profile: Profile, of_wave: Plan, batch: int, below_s: float) -> Plan | None:
