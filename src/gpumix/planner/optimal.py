@@ -1,5 +1,5 @@
 """The fastest plan: of one stage, or of several if faster or alone feasible; of single devices or
-of teams."""
+of tensor-parallel groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpumix.planner.data_parallel.search import plan_one_stage_below
 from gpumix.planner.data_parallel.why_nothing_fits import Explained, make_no_fit_error
 from gpumix.planner.pipeline_parallel.device_order import cell_of
 from gpumix.planner.pipeline_parallel.staged_plans import plan_staged_below
-from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
+from gpumix.planner.pipeline_parallel.tensor_parallel_search import (
     Searched,
     ideal_step_s,
     search_all_degrees,
@@ -202,7 +202,7 @@ class FastestPlans:
         if profile is self.profile:
             return request, self.paces
         on_devices = request.space.model_copy(update={"parameters_on": ("device",)})
-        return request.model_copy(update={"space": on_devices}), self.paces.of_teams(profile)
+        return request.model_copy(update={"space": on_devices}), self.paces.of_leaders(profile)
 
     def _search_degree(self, profile: Profile, request: PlanRequest, below_s: float) -> Searched:
         """Return the finished optimal plan, or a plan on one class alone, faster than `below_s`."""

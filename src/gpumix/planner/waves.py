@@ -26,7 +26,7 @@ from gpumix.planner.common.strategy import (
 from gpumix.planner.data_parallel.class_options import TimeBounds
 from gpumix.planner.data_parallel.search import plan_one_stage_below
 from gpumix.planner.data_parallel.why_nothing_fits import can_fit_devices
-from gpumix.planner.pipeline_parallel.tensor_parallel_teams import Searched
+from gpumix.planner.pipeline_parallel.tensor_parallel_search import Searched
 from gpumix.planner.refine import join_units
 from gpumix.schema.errors import InputError, LoadingMemoryError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import Space
@@ -247,8 +247,8 @@ def repeat_wave(
 
 
 def _list_deals(stage: Stage, rooms: Sequence[int], batch: int) -> Iterable[tuple[int, ...]]:
-    """Return ways to deal a batch into the rooms of teams: in proportion, and with all that the
-    batch is short of at one class, which then has nothing to do in some waves."""
+    """Return ways to deal a batch into the rooms of tensor-parallel groups: in proportion, and
+    with all that the batch is short of at one class, which then has nothing to do in some waves."""
     whole = sum(rooms)
     deals = [compute_shard_sizes(batch, tuple(room / whole for room in rooms))]
     for name in {leader.device_class: None for leader in stage.leaders}:
@@ -267,9 +267,10 @@ def _choose_micro_batch(worker: Worker) -> int:
 
 
 def _deal(stage: Stage, samples: Sequence[int], sizes: Sequence[int]) -> Stage:
-    """Return the stage with new samples of its teams, in micro-batches of these sizes."""
+    """Return the stage with new samples of its tensor-parallel groups, in micro-batches of these
+    sizes."""
     workers: list[Worker] = []
-    for count, size, team in zip(samples, sizes, stage.teams, strict=True):
+    for count, size, tp_group in zip(samples, sizes, stage.tp_groups, strict=True):
         changes = {"samples": count, "micro_batch": min(size, count), "kept_graphs": 0}
-        workers += [worker.model_copy(update=changes) for worker in team]
+        workers += [worker.model_copy(update=changes) for worker in tp_group]
     return stage.model_copy(update={"workers": tuple(workers)})
