@@ -29,7 +29,7 @@ from gpumix.hardware.host.cpu import has_bf16
 from gpumix.hardware.host.environment import has_cpp_compiler
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.errors import GpumixError
-from gpumix.schema.files import scratch_folder
+from gpumix.schema.files import make_scratch_folder
 from gpumix.schema.job.job import Job
 from gpumix.schema.plan.dtypes import choose_compute_dtypes
 from gpumix.schema.plan.plan import Plan
@@ -230,7 +230,7 @@ def open_job_patient(
     debug: bool = False,
 ) -> Iterator[JobPatient]:
     """Provide the job at `path`, with a scratch folder for its windows."""
-    with scratch_folder() as scratch:
+    with make_scratch_folder() as scratch:
         yield JobPatient(path, given, steps + SETTLING, scratch, allowed, debug)
 
 

@@ -378,7 +378,7 @@ class StateKeeper:
 
     def _from_memory(self, found: NewestState, held: list[StateCopy]) -> ResumedState:
         assert self._home is not None
-        manifest = reader.load(
+        manifest = reader.load_state(
             self._home,
             held,
             found,

@@ -24,7 +24,7 @@ from gpumix.schema.job.advanced import AdvancedSpec
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import PLAIN, Mode, Stage, Worker
 from gpumix.schema.reading.read import read_job
-from gpumix.train.controller import GivenPlan, JobController
+from gpumix.train.controller import JobController, UserPlan
 from gpumix.train.rank_setup.model import build_model
 from gpumix.train.run_log.summary import Summary
 from helpers.paths import TESTS, USER_CODE
@@ -206,7 +206,7 @@ def train(
 ) -> Summary:
     """`gpumix train` by `plan`, or by one that is made."""
     return JobController.of_file(job_file, overrides, debug=False).train(
-        GivenPlan(plan), resume=resume
+        UserPlan(plan), resume=resume
     )
 
 

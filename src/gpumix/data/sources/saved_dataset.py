@@ -37,7 +37,7 @@ from gpumix.data.workers.padding import (
     get_declared_lengths,
 )
 from gpumix.schema.errors import InputError, MachineError, format_install_command
-from gpumix.schema.file_errors import why_unreadable
+from gpumix.schema.file_errors import explain_unreadable
 from gpumix.schema.files import MARK_BYTES, open_for_reading, read_bytes, read_text
 
 _READ_ROWS = 2000
@@ -188,7 +188,7 @@ def _load(folder: Path) -> Any:
         raise InputError(
             "cannot load the dataset",
             where=str(folder),
-            why="it is empty" if isinstance(error, IndexError) else why_unreadable(error),
+            why="it is empty" if isinstance(error, IndexError) else explain_unreadable(error),
             fix=f"write it with `dataset.save_to_disk('{folder}')`",
         ) from error
     if isinstance(loaded, datasets.DatasetDict):

@@ -18,7 +18,7 @@ from typing import Any
 
 from gpumix.hardware.estimates.decoder_shapes import Decoder, make_decoder, make_llama_like
 from gpumix.schema.errors import InputError
-from gpumix.schema.file_errors import why_unreadable
+from gpumix.schema.file_errors import explain_unreadable
 from gpumix.schema.files import read_text
 from gpumix.schema.reading.error_location import locate_errors
 from gpumix.schema.reading.error_text import did_you_mean, find_nearest
@@ -93,7 +93,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise InputError(
             "cannot read the model's configuration",
             where=str(path),
-            why=why_unreadable(error),
+            why=explain_unreadable(error),
             fix="give a config.json; without a job a size does too, such as 7B",
         ) from error
     if not isinstance(config, dict):

@@ -56,7 +56,7 @@ class Collectives(Value):
         return "padded" in (self.gather, self.reduce)
 
 
-class Taker(NamedTuple):
+class BatchWorker(NamedTuple):
     """A worker that processes parts of the batch.
 
     Attributes:
@@ -529,14 +529,16 @@ class Plan(Document):
         return self.waves if len(self.stages) > 1 else 1
 
     @cached_property
-    def takers(self) -> tuple[Taker, ...]:
+    def batch_workers(self) -> tuple[BatchWorker, ...]:
         """Workers of the first stage with their parts of the batch, in order. Without a prediction
         a worker's speed is its number of samples."""
         if self._is_read_once:
-            return tuple(Taker((n,), self._speed(w)) for n, w in enumerate(self.workers))
+            return tuple(BatchWorker((n,), self._speed(w)) for n, w in enumerate(self.workers))
         stage, ranks = self.stages[0], self.ranks_of(0)
         return tuple(
-            Taker(self.numbers_of(ranks[seats.start], 0), self._speed(stage.workers[seats.start]))
+            BatchWorker(
+                self.numbers_of(ranks[seats.start], 0), self._speed(stage.workers[seats.start])
+            )
             for seats in stage.seats
         )
 
