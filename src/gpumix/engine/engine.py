@@ -162,7 +162,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
             optimizer: if it `may_update_early`, steps parameters as gradients are done, while
                 others are computed. It must not be stepped again.
             samples: size of a global batch shorter than the plan's, as the last batch of an epoch
-                may be; this rank's share is then given by `schema.plan.batch_shares.rows_of`.
+                may be; this rank's share is then given by `Plan.rows_of`.
 
         Returns:
             The loss of the global batch, equal on every rank: the sum of all losses over their

@@ -94,7 +94,7 @@ def parse_cluster(
 
     Args:
         precision: compute dtypes.
-        network: the link between hosts, parsed by `schema.cluster.network.link`.
+        network: the link between hosts, parsed by `schema.cluster.network.parse_link`.
         option: the command-line option of `network`, for errors.
 
     Raises:
