@@ -16,7 +16,7 @@ from gpumix.cost.peak_memory import (
     compute_usable_bytes,
 )
 from gpumix.planner.common.sharding_setting import make_setting
-from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, ranked_devices
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, list_devices_by_rank
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.plan.stage import PLAIN
@@ -40,7 +40,7 @@ def one_worker(samples=4, micro_batch=2, **changes):
         root_unit=root(400, buffers=5, kept=line(3), head=line(1)),
         **changes,
     )
-    devices = ranked_devices(setting, PlanRequest(global_batch=1))
+    devices = list_devices_by_rank(setting, PlanRequest(global_batch=1))
     part = DevicePart(samples, micro_batch, 0.5)
     plan = build_plan(
         make_setting(setting, devices, cap=1.0),

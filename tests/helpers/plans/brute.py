@@ -21,7 +21,7 @@ from gpumix.cost.peak_memory import Activations, compute_free_bytes
 from gpumix.cost.step_time import can_predict_mode, compute_exposed_seconds, compute_pass_seconds
 from gpumix.planner.common.device_pool import Fleet
 from gpumix.planner.common.sharding_setting import ShardingSetting, iterate_settings
-from gpumix.planner.common.strategy import PlanRequest, get_prediction, ranked_devices
+from gpumix.planner.common.strategy import PlanRequest, get_prediction, list_devices_by_rank
 from gpumix.planner.data_parallel.search import plan_one_stage
 from gpumix.schema.cluster.network import ClassPairLink, Link
 from gpumix.schema.cluster.network import Network as StatedNetwork
@@ -67,7 +67,7 @@ def best_step(
 ) -> float | None:
     """Seconds of the fastest step of all plans; None if no plan fits."""
     cut = cut or cuts()
-    devices = ranked_devices(profile, PlanRequest(global_batch=batch))
+    devices = list_devices_by_rank(profile, PlanRequest(global_batch=batch))
     steps = []
     for setting in iterate_settings(Fleet.of(profile, devices), space):
         best = best_of(_with_all_modes(setting, space), batch, cut)

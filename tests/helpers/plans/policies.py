@@ -18,7 +18,7 @@ from gpumix.planner.common.strategy import (
     Strategy,
     build_plan,
     get_prediction,
-    ranked_devices,
+    list_devices_by_rank,
 )
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
@@ -54,7 +54,7 @@ def parts_of(plan: Plan) -> list[tuple[str, int, int]]:
 
 
 def ways(profile: Profile, batch: int, space: Space) -> Iterator[tuple[ShardingSetting, Mode]]:
-    devices = ranked_devices(profile, PlanRequest(global_batch=batch))
+    devices = list_devices_by_rank(profile, PlanRequest(global_batch=batch))
     yield from iterate_even_settings(profile, devices, space)
 
 

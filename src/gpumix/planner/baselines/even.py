@@ -22,7 +22,7 @@ from gpumix.planner.common.score import (
     predict_load_step_seconds,
 )
 from gpumix.planner.common.sharding_setting import ShardingSetting
-from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, ranked_devices
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, list_devices_by_rank
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.optimizer_state import get_cut_multiple
@@ -47,7 +47,7 @@ def iterate_even_plans(profile: Profile, request: PlanRequest) -> Iterator[Plan]
     Raises:
         InputError, NoFeasiblePlanError: as `even`.
     """
-    devices = ranked_devices(profile, request)
+    devices = list_devices_by_rank(profile, request)
     ranks, batch = len(devices), request.global_batch
     if batch < ranks:
         raise InputError(

@@ -26,7 +26,7 @@ from gpumix.planner.common.strategy import (
     PlanRequest,
     get_prediction,
     is_within_memory,
-    ranked_devices,
+    list_devices_by_rank,
 )
 from gpumix.planner.pipeline_parallel.candidate import Cut, UncutCandidate, build_staged_plan
 from gpumix.planner.pipeline_parallel.stage_memory import StageMemory
@@ -54,7 +54,7 @@ def plan_naive_model_parallel(profile: Profile, request: PlanRequest) -> Plan:
         NoFeasiblePlanError: the devices cannot hold the model and one sample, or the techniques
             asked for were not measured on them.
     """
-    devices = ranked_devices(profile, request)
+    devices = list_devices_by_rank(profile, request)
     refuse_one_stage(profile, devices)
     check_space_includes(request.space, SINGLE_DEVICE_TECHNIQUES)
     devices = _select_largest_devices(profile, request, devices)

@@ -26,7 +26,7 @@ from gpumix.planner.common.score import (
     iterate_even_settings,
 )
 from gpumix.planner.common.sharding_setting import ShardingSetting
-from gpumix.planner.common.strategy import PlanRequest, ranked_devices
+from gpumix.planner.common.strategy import PlanRequest, list_devices_by_rank
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
@@ -42,8 +42,8 @@ def plan_proportional(profile: Profile, request: PlanRequest) -> Plan:
         InputError: a peak is not known, or the profile lacks a device.
         NoFeasiblePlanError: wherever samples are moved, some device has too many.
     """
-    devices, batch = ranked_devices(profile, request), request.global_batch
-    peaks = peak_flops(profile, devices)
+    devices, batch = list_devices_by_rank(profile, request), request.global_batch
+    peaks = get_peak_flops(profile, devices)
     ways = list(iterate_even_settings(profile, devices, request.space))
     found = [
         division
@@ -57,7 +57,7 @@ def plan_proportional(profile: Profile, request: PlanRequest) -> Plan:
     return min(found, key=lambda d: d.step_s).plan("proportional")
 
 
-def peak_flops(profile: Profile, devices: tuple[Device, ...]) -> dict[str, float]:
+def get_peak_flops(profile: Profile, devices: tuple[Device, ...]) -> dict[str, float]:
     """Return the FLOP/s of each class by datasheet, or as emulated.
 
     Raises:

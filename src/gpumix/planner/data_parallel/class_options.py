@@ -159,7 +159,7 @@ class PoolOptions:
     alike: int
 
 
-def pool_options(
+def list_pool_options(
     setting: ShardingSetting, options: Mapping[str, ClassOptions]
 ) -> tuple[PoolOptions, ...]:
     """Return the pools of a setting with the options of each class."""

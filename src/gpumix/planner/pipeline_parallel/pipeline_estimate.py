@@ -23,7 +23,7 @@ from gpumix.cost.network.buckets import GRADIENT_BYTES
 from gpumix.cost.peak_memory import compute_free_bytes, get_element_bytes
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
 from gpumix.planner.pipeline_parallel.candidate import UncutCandidate, get_stages_per_group
-from gpumix.planner.pipeline_parallel.device_order import Row, cell_of
+from gpumix.planner.pipeline_parallel.device_order import Row, get_device_place
 from gpumix.planner.pipeline_parallel.micro_batch_counts import CutCandidate
 from gpumix.planner.pipeline_parallel.stage_modes import (
     NO_TENSOR_PARALLEL,
@@ -479,7 +479,7 @@ class RowEstimates:
         sizes = self._estimates.message_bytes
         total, busiest, queued = (np.zeros(len(sizes)) for _ in range(3))
         for one, other in pairwise(self.row):
-            here, there = ({cell_of(d): d for d in group} for group in (one, other))
+            here, there = ({get_device_place(d): d for d in group} for group in (one, other))
             pairs = _choose_pairs(list(here.values()), list(there.values()))
             links = {frozenset((a.host, b.host)) for a, b in pairs}
             across = all(len(hosts) == 2 for hosts in links)

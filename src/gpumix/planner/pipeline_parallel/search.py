@@ -42,7 +42,7 @@ from gpumix.planner.common.stage_preconditions import (
 from gpumix.planner.common.strategy import PlanRequest, select_by_devices
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
 from gpumix.planner.pipeline_parallel.candidate import UncutCandidate, get_stages_per_group
-from gpumix.planner.pipeline_parallel.device_order import Row, cell_of, list_rows
+from gpumix.planner.pipeline_parallel.device_order import Row, get_device_place, list_rows
 from gpumix.planner.pipeline_parallel.micro_batch_counts import (
     MIN_RELATIVE_GAIN,
     CandidateEvaluator,
@@ -234,7 +234,7 @@ class StageSearch:
     @cached_property
     def _most_groups(self) -> int:
         """The most groups of a row: each has at least a tensor-parallel group."""
-        alike = Counter(map(cell_of, self._devices))
+        alike = Counter(map(get_device_place, self._devices))
         degree = self._manners.get_smallest_tp_size()
         return sum(count // degree for count in alike.values())
 
