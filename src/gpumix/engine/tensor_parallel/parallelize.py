@@ -141,9 +141,9 @@ def parallelize_model(
         )
     changes = ModuleChanges()
     found = _with_windows(anatomy, windows, styles, tp_group)
-    apart = (
-        _SequenceParallelUnits.of(tp_group, found, sequence, styles, names) if sequence else None
-    )
+    apart = None
+    if sequence:
+        apart = _SequenceParallelUnits.of(tp_group, found, sequence, styles, names)
     if tp_group.world == 1:
         return (found if apart is None else apart.mark_partial_gradients(found)), changes
     for name, module in own if "divided" in plan.values() else ():
@@ -167,9 +167,8 @@ def parallelize_model(
     for parent, of_parent in entrances.items():
         if of_parent.shared:
             module = model.get_submodule(parent)
-            changes.make(
-                module, "forward", wrap_parent_forward(get_unbound_forward(module), of_parent)
-            )
+            forward = wrap_parent_forward(get_unbound_forward(module), of_parent)
+            changes.make(module, "forward", forward)
     return (found if apart is None else apart.made(found, changes)), changes
 
 

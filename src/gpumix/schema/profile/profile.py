@@ -323,8 +323,7 @@ class ClassProfile(Value):
 
     `units` has a time for each unit kind. Under `ROOT`, forward is the code before the first unit,
     backward is head and loss in both passes plus the backward of the code before the first unit,
-    and gradient is that last part alone. `chunked_cross_entropy` is backward
-    with it.
+    and gradient is that last part alone. `chunked_cross_entropy` is backward with it.
 
     `largest_micro_batch` is the largest one measured: a larger one was not worth the time or did
     not fit. Plans stay within this limit, except with strategy `model`. None means no limit.
@@ -552,11 +551,8 @@ class Profile(Document):
                 raise ValueError(
                     f"class '{c.device_class}' uses chunked cross-entropy, of unknown memory"
                 )
-        refuse_duplicates(
-            "tensor-parallel group",
-            (f"{t.degree}, {t.sequence}" for t in self.tp_profiles),
-            "is described twice",
-        )
+        groups = (f"{one.degree}, {one.sequence}" for one in self.tp_profiles)
+        refuse_duplicates("tensor-parallel group", groups, "is described twice")
         if any(one.model.fingerprint != self.model.fingerprint for one in self.tp_profiles):
             raise ValueError("the model of the tensor-parallel groups is another one")
         unknown = {c.compute_dtype for c in self.classes} - {m.compute_dtype for m in models}
