@@ -365,6 +365,7 @@ def check_plan_matches_profile(profile: Profile, plan: Plan) -> None:
         if planned != profiled:
             raise InputError(
                 f"the plan's {what} is {planned}, the profile's is {profiled}",
+                code="plan-profile-mismatch",
                 fix="give the profile that the plan was made from, or plan again from this one",
             )
     check_units(plan, profile.model)
@@ -380,11 +381,13 @@ def _check_classes(profile: Profile, plan: Plan) -> None:
         if name not in measured:
             raise InputError(
                 f"the profile knows nothing of device class '{name}'",
+                code="profile-class-missing",
                 fix="profile again on this cluster: `gpumix profile JOB.yaml`",
             )
         if dtype != measured[name]:
             raise InputError(
                 f"the plan's precision is {dtype}, the profile's is {measured[name]}",
+                code="plan-profile-precision",
                 where=f"device class '{name}'",
                 fix="give the profile that the plan was made from, or plan again from this one",
             )
@@ -394,6 +397,7 @@ def _check_classes(profile: Profile, plan: Plan) -> None:
         if unknown:
             raise InputError(
                 f"the profile does not say what class '{name}' takes {unknown}",
+                code="profile-mode-missing",
                 fix="profile again on this cluster: `gpumix profile JOB.yaml`",
             )
 
@@ -405,6 +409,7 @@ def _check_teams(profile: Profile, plan: Plan) -> None:
         if len({(worker.host, worker.device_class) for worker in team}) > 1:
             raise InputError(
                 "a team of several hosts or device classes was not measured",
+                code="tensor-parallel-across-classes",
                 where=f"the team of {', '.join(worker.device for worker in team)}",
                 fix="make teams of devices of one class on one host, or train this plan as it is, "
                 "with nothing foretold: gpumix train JOB.yaml --plan PLAN.json",

@@ -217,6 +217,7 @@ def refuse_unmeasured(
         raise InputError(
             f"the profile does not say what teams of {kind.size} of class '{kind.device_class}' "
             f"take to {mode.describe()}",
+            code="tensor-parallel-mode-not-measured",
             fix="profile again on this cluster: `gpumix profile JOB.yaml`; a head in chunks is "
             "measured of devices that compute alone only",
         )
@@ -225,6 +226,7 @@ def refuse_unmeasured(
 def _not_measured(name: str, size: int) -> InputError:
     return InputError(
         f"teams of {size} of class '{name}' were not measured",
+        code="tensor-parallel-not-measured",
         fix="profile again with `techniques: {tensor_parallel_size: [1, ...]}`, or take another "
         "degree",
     )
@@ -239,6 +241,7 @@ def get_group_measurements(profile: Profile, degree: int, *, sequence: bool) -> 
     how = " and divide the positions of samples" if sequence else ""
     raise InputError(
         f"the profile does not say how {degree} ranks compute units together{how}",
+        code="tensor-parallel-not-measured",
         why=f"tensor parallel degrees that were measured so: {', '.join(alike) or 'none'}",
         fix="profile again with `techniques: {tensor_parallel_size: [1, ...]}`, or take another "
         "degree" + (", or `techniques: {sequence_parallel: false}`" if sequence else ""),

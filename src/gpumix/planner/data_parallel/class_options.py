@@ -234,6 +234,7 @@ class GridCache:
             raise InputError(
                 f"'global_batch_size' is {self._batch}: so many samples of so small a model can be "
                 "cut in too many ways to look through",
+                code="batch-too-large-to-search",
                 why=f"a device may do {least} to {most} of them, in micro-batches of {sizes[0]} to "
                 f"{sizes[-1]}",
                 fix="lower `global_batch_size`; samples may be longer instead (`sequence_length`)",
