@@ -149,18 +149,18 @@ def refuse_one_stage(profile: Profile, devices: Sequence[Device]) -> None:
     """Raise an InputError if no plan can have several stages."""
     refuse_one_device(devices)
     refuse_one_unit(len(set(profile.model.calls)))
-    what, fix = "", ALLOW_ONE_STAGE_FIX
+    what, code, fix = "", "", ALLOW_ONE_STAGE_FIX
     if not profile.model.cuts:
+        code = "model-not-cuttable"
         what = "wherever this model is cut, units before the cut are called again behind it"
     elif profile.model.no_stages:
-        what = profile.model.no_stages
+        what, code = profile.model.no_stages, "model-without-stages"
     elif not profile.model.needs:
+        code = "profile-without-dataflow"
         what = "the profile does not say what the model's units need of each other"
         fix += ", or profile again: `gpumix profile JOB.yaml --fresh`"
     if what:
-        raise InputError(
-            f"there is no plan of several stages: {what}", code="pipeline-impossible", fix=fix
-        )
+        raise InputError(f"there is no plan of several stages: {what}", code=code, fix=fix)
 
 
 def check_space_includes(space: Space, needed: Mapping[str, object] = STAGED_TECHNIQUES) -> None:
