@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.processes import rank_server
 from helpers.processes.harness import RankDied, RankTraceback, run_ranks
 
@@ -53,8 +54,8 @@ def _one_fails(error):
 
 
 def test_an_error_comes_with_its_traceback():
-    with pytest.raises(InputError, match="wrong key") as caught:
-        run_ranks(_one_fails, 3, InputError("wrong key", fix="mend it"))
+    with raises(InputError, code="key-unknown", what="wrong key") as caught:
+        run_ranks(_one_fails, 3, InputError("wrong key", code="key-unknown", fix="mend it"))
     assert caught.value.fix == "mend it"
     assert isinstance(caught.value.__cause__, RankTraceback)
     assert "in _one_fails" in str(caught.value.__cause__)

@@ -225,7 +225,7 @@ class Decoder:
         if most > LARGEST_FLOPS:
             raise InputError(
                 f"a sample of {tokens} tokens is more work for this model than any card ends",
-                code="sample-too-large",
+                code="sample-too-much-work",
                 why=f"the backward of a block, or of the head, takes {most:.1e} FLOPs",
                 fix="lower sequence_length",
             )
