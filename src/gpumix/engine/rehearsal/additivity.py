@@ -331,6 +331,7 @@ class _Rehearsal(TrialRunner):
             error = self._couples(trials, training=False)
             if error.code == "loss-not-additive":
                 error.what = f"in evaluation, {error.what}"
+                error.code = "loss-not-additive-in-evaluation"
                 raise error
 
     def _trained(self, couples: str) -> TrialLoss:
