@@ -268,7 +268,7 @@ def test_json_has_all_of_it():
         "mixing",
         "hosts_left_out",
         "devices_left_out",
-        "in_no_team",
+        "in_no_tp_group",
         "binds",
         "worth",
         "alternatives",

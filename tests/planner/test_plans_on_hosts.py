@@ -22,7 +22,7 @@ from helpers.plans.profiles import (
     line,
     profile,
     steady,
-    with_teams,
+    with_tp_groups,
 )
 
 HOST = Space(parameters_on=("host",))
@@ -113,8 +113,8 @@ def test_where_only_hosts_have_room_the_plan_is_the_fastest_on_hosts():
     assert any_place.prediction.step_s == on_hosts.prediction.step_s
 
 
-def test_stages_and_teams_take_no_part_where_parameters_are_on_hosts():
-    found = with_teams(in_a_row(profile([replace(FAST, count=2)])), 2, faster=1.9)
+def test_stages_and_tp_groups_take_no_part_where_parameters_are_on_hosts():
+    found = with_tp_groups(in_a_row(profile([replace(FAST, count=2)])), 2, faster=1.9)
     for space, places in ((HOST, {"host"}), (EITHER, {"device", "host"})):
         assert plan_of(found, space).parameters_on in places
     slow = in_a_row(profile([replace(FAST, count=2, host_copy=line(10.0))]))

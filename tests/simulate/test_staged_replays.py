@@ -30,7 +30,7 @@ from gpumix.simulate.timeline import compute_utilization, find_critical_path, li
 from gpumix.simulate.trace import build_trace
 from helpers.errors import raises
 from helpers.extended import every_second
-from helpers.plans.profiles import Card, block, in_a_row, line, profile, steady, with_teams
+from helpers.plans.profiles import Card, block, in_a_row, line, profile, steady, with_tp_groups
 
 GIB = 2**30
 S = 1e-3  # seconds of a sample and call
@@ -238,14 +238,14 @@ def test_messages_of_a_wave_go_over_a_link_one_after_the_other():
 
 
 def test_each_of_a_team_on_another_host_gets_a_message_of_its_own():
-    found = with_teams(cluster(4, link=1e6, per_host=2), 2, faster=2.0)
+    found = with_tp_groups(cluster(4, link=1e6, per_host=2), 2, faster=2.0)
     plan = staged(found, [2, 2], 4, team=TensorParallelDegree(2))
     assert [stage.tensor for stage in plan.stages] == [2, 2]
     assert sent_s(found, plan) == [pytest.approx(2 * MESSAGE / 1e6, rel=0.01)] * 8
 
 
 def test_inside_a_host_messages_do_not_hinder_each_other():
-    found = with_teams(cluster(4, link=1e6, per_host=4), 2, faster=2.0)
+    found = with_tp_groups(cluster(4, link=1e6, per_host=4), 2, faster=2.0)
     plan = staged(found, [2, 2], 4, team=TensorParallelDegree(2))
     assert sent_s(found, plan) == [pytest.approx(MESSAGE / 1e6, rel=0.01)] * 8
 

@@ -159,7 +159,7 @@ def test_who_insists_has_a_team_of_unlike_devices(tmp_path, capsys):
     capsys.readouterr()
     assert train(job, plan=plan).losses == pytest.approx(alone.losses, rel=1e-5)
     told = capsys.readouterr().err
-    assert "nothing is known of how fast the plan is and whether it fits: a team of several" in told
+    assert "nothing is known of how fast the plan is and whether it fits: a tensor-par" in told
 
 
 def test_a_model_that_nobody_says_how_to_divide_is_refused(tmp_path):

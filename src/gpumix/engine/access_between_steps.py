@@ -57,7 +57,7 @@ class BlockwiseEngine(ShardedModel):
     @property
     def can_be_called(self) -> bool:
         """True if each rank can compute the full model with gathered parameters."""
-        return not self.places and not self.plan.in_teams
+        return not self.places and not self.plan.uses_tensor_parallel
 
     @contextmanager
     def gathered_unit(self, name: str) -> Iterator[None]:

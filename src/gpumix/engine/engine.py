@@ -117,7 +117,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
         # All ranks of a team compute the same losses; the first one reports them.
         last = len(plan.stages) - 1
         computes_them = last in plan.stages_of(comm.rank)
-        self.tells_losses = computes_them and plan.team_of(comm.rank, last)[0] == comm.rank
+        self.tells_losses = computes_them and plan.get_tp_group(comm.rank, last)[0] == comm.rank
         self._unused = UnusedParameters(comm, self._buckets, parts.inventory)
         tokens = float(plan.global_batch * plan.sequence_length)
         self._state = StepState(
@@ -129,7 +129,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
             losses_counted=torch.full((), tokens, dtype=torch.float64, device=comm.device),
             own_norm=SampledGradientNorm(comm.device),
             exchanged=StepTable.of_zeros(comm.world),
-            compares_samples=bool(places) or plan.in_teams,
+            compares_samples=bool(places) or plan.uses_tensor_parallel,
         )
         self._observe_gradients(self._state.own_norm.see)
         self.keepers = module_buffers.find_buffer_owners(model)

@@ -62,7 +62,7 @@ def can_move_state(plan: Plan) -> bool:
         len(plan.stages) == 1
         and plan.zero_stage > 0
         and plan.sharding == "all"
-        and not plan.in_teams
+        and not plan.uses_tensor_parallel
         and "native" not in forms
     )
 

@@ -27,7 +27,7 @@ from gpumix.planner.common.strategy import (
 from gpumix.planner.data_parallel.input_bound import account_for_input, slow_down_to_input
 from gpumix.planner.data_parallel.search import least_step_s
 from gpumix.planner.optimal import FastestPlans, plan_fastest
-from gpumix.planner.pipeline_parallel.stage_modes import measured_teams, teams_of_space
+from gpumix.planner.pipeline_parallel.stage_modes import get_measured_tp_degrees, list_tp_degrees
 from gpumix.planner.pipeline_parallel.staged_plans import plan_staged
 from gpumix.planner.undivided import plan_undivided
 from gpumix.schema.cluster.cluster import Device
@@ -164,7 +164,7 @@ def plan(
         mixing=_mixing(able, chosen, single),
         hosts_left_out=_hosts_left_out(able, chosen),
         devices_left_out=_devices_left_out(able, chosen),
-        in_no_team=few,
+        in_no_tp_group=few,
         dtypes=_dtypes(profile, chosen),
         binds=find_bottlenecks(profile, chosen),
         worth=ClassWorths(
@@ -173,7 +173,9 @@ def plan(
         if detailed
         and best is not None
         and len(chosen.stages) == 1
-        and not (chosen.in_teams or slow_hosts)  # else the search's times are not the plan's
+        and not (
+            chosen.uses_tensor_parallel or slow_hosts
+        )  # else the search's times are not the plan's
         else (),
         alternatives=(*others, *_find_even_on_fewer(profile, request, chosen), *single),
     )
@@ -216,9 +218,11 @@ def _single_classes(
 
 
 def _can_have_stages_or_groups(profile: Profile, request: PlanRequest) -> bool:
-    """Return True if plans of several stages or with teams may exist."""
+    """Return True if plans of several stages or with tensor parallelism may exist."""
     stages = profile.model.needs and request.space.max_pipeline_stages != 1
-    return bool(stages or measured_teams(profile).intersection(teams_of_space(request.space)))
+    return bool(
+        stages or get_measured_tp_degrees(profile).intersection(list_tp_degrees(request.space))
+    )
 
 
 def _alternative(name: str, planned: Callable[[], Plan], chosen: Plan) -> RejectedPlan:
@@ -330,7 +334,8 @@ def _slowest(plan: Plan) -> str:
 
 
 def _find_ungrouped_devices(profile: Profile, request: PlanRequest, plan: Plan) -> tuple[str, ...]:
-    """Return unused devices, too few on a host for a team of a class, if none may compute alone."""
+    """Return unused devices, too few on a host for a tensor-parallel group of a class, if none may
+    compute alone."""
     used = {w.device for w in plan.workers}
     left: dict[tuple[str, str], list[str]] = {}
     for device in profile.cluster.devices:

@@ -41,7 +41,7 @@ COMMUNICATION_CAUSES = {
     "reduction",
     "ends",
     "message",
-    "team",
+    "tensor parallel",
     "host copies",
 }  # causes of waits
 EDGED_PART = 0.004  # fraction of the width; narrower bars have no edge, which would hide them

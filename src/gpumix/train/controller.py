@@ -527,7 +527,7 @@ class JobController:
             )
             if profile is None:
                 plan = plan.model_copy(update={"prediction": None, "reasons": None})
-        if plan.in_teams:
+        if plan.uses_tensor_parallel:
             from gpumix.train.checks import attention_heads
 
             attention_heads.check_plan_heads(plan, self.job)

@@ -165,7 +165,9 @@ def test_stages_and_teams_are_as_measured(kind, dropout):
         config |= {"resid_pdrop": dropout}
     expected = decoder(config)
     found = measured(config, 1, SHORT, expected.degrees[:1])
-    teams = [team for team in found.teams if not team.sequence]  # the others are not estimated
+    teams = [
+        team for team in found.tp_profiles if not team.sequence
+    ]  # the others are not estimated
     assert teams
     parts = expected.parts(SHORT, "fp32", kind)
     both = [(found.model, expected.model(SHORT, "fp32", kind))]

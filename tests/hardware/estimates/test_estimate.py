@@ -77,12 +77,12 @@ def small(text, network=None):
 def test_teams_are_of_as_many_cards_as_a_host_has_of_a_class():
     profile = small("4x rtx3090, 2x p40; 1x t4", "1GbE")
     assert {
-        team.degree: sorted(c.device_class for c in team.classes) for team in profile.teams
+        team.degree: sorted(c.device_class for c in team.classes) for team in profile.tp_profiles
     } == {
         2: ["p40", "rtx3090"],
         4: ["rtx3090"],
     }
-    for team in profile.teams:
+    for team in profile.tp_profiles:
         assert {m.compute_dtype for m in (team.model, *team.other_models)} == {
             m.compute_dtype for m in (profile.model, *profile.other_models)
         }
@@ -91,13 +91,13 @@ def test_teams_are_of_as_many_cards_as_a_host_has_of_a_class():
             part = of_class.units[KIND].forward
             # Each rank has its part of the products, and the norms and additions of all.
             assert 0.75 * team.degree < alone.values[-1] / part.values[-1] < 1.01 * team.degree
-    assert small("1x rtx3090").teams == ()
+    assert small("1x rtx3090").tp_profiles == ()
 
 
 def test_what_teams_tell_each_other_takes_as_long_as_their_link_is_slow():
     """Two sums of a sample's hidden states, each there and back in parts of a half."""
     profile = small("2x rtx3090")
-    (team,) = profile.teams
+    (team,) = profile.tp_profiles
     samples, size = 64, 64 * 256 * 1024 * 2
     forward = make_group_profile(profile, 2).of_class("rtx3090").units[KIND].forward
     waits = interpolate_seconds(forward, samples) - interpolate_seconds(

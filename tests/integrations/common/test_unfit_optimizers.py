@@ -50,7 +50,7 @@ def test_plans_for_optimizers_of_whole_matrices_and_blocks_are_without_teams():
         )
 
     for kind in (gpumix.Adafactor, gpumix.Muon, gpumix.AdamW8bit):
-        assert allowed(kind) == EVERYTHING.without_teams()
+        assert allowed(kind) == EVERYTHING.without_tensor_parallel()
     assert allowed(torch.optim.AdamW) == EVERYTHING
     assert _restrict_space(TrainingSetup(lambda n: None, 12, 4)) == EVERYTHING
 

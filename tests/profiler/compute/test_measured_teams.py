@@ -33,7 +33,7 @@ def measured(what: Workload) -> dict[bool, TensorParallelMeasurement]:
     what = replace(what, degrees={"one": (DEGREE,)})
     with virtual_time(), open_device(CLASS, 0) as runtime:
         found = measure_class(what, runtime, device_class="one", progress=lambda line: None)
-    return {team.sequence: team for team in found.teams}
+    return {team.sequence: team for team in found.tp_profiles}
 
 
 def of_architecture(name: str) -> Workload:

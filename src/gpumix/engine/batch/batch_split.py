@@ -325,7 +325,7 @@ def _unlike(plan: Plan, digests: Sequence[int]) -> str:
     """Name the ranks that were given wrong samples, in words; empty if none."""
     sums = []
     for number in range(len(plan.stages)):
-        teams = plan.teams_of(number)
+        teams = plan.list_tp_groups(number)
         for team in teams:
             if len({digests[rank] for rank in team}) > 1:
                 return f"ranks {', '.join(map(str, team))}, which are a team, have other ones each"

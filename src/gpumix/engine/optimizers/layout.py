@@ -119,7 +119,7 @@ def check_whole_matrices(plan: Plan) -> None:
     Raises:
         InputError: the plan has teams.
     """
-    if plan.in_teams:
+    if plan.uses_tensor_parallel:
         raise InputError(
             "Adafactor and Muon do not run with tensor parallelism yet",
             code="optimizer-without-tensor-parallel",

@@ -263,7 +263,7 @@ def padding_counts(
         number = next((n for n, known in enumerate(engine.places[0].batches) if not known), None)
     else:
         first = next(r for r, worker in enumerate(plan.workers) if worker.samples)
-        number = 0 if first in plan.team_of(rank, 0) else None
+        number = 0 if first in plan.get_tp_group(rank, 0) else None
     place = RehearsalMicroBatch(number, 1)
     with preserve_attributes(engine.model):
         trials = [

@@ -84,7 +84,7 @@ class Decoder:
     root_norms: int = 1
     experts: int = 0
     experts_used: int = 0
-    in_teams: bool = False  # whether blocks may be divided
+    supports_tensor_parallel: bool = False  # whether blocks may be divided
     divides_table: bool = True
     head_norms: int = 0  # part of `extra_norms` inside heads
     dropout: bool = False  # after a block's last product
@@ -94,7 +94,11 @@ class Decoder:
     def degrees(self) -> tuple[int, ...]:
         """Possible sizes of a tensor-parallel group for a block."""
         sizes = (self.heads, self.kv_heads, self.feed_forward)
-        return tuple(n for n in DEGREES if self.in_teams and not any(size % n for size in sizes))
+        return tuple(
+            n
+            for n in DEGREES
+            if self.supports_tensor_parallel and not any(size % n for size in sizes)
+        )
 
     def parts(self, tokens: int, dtype: ComputeDtype, name: str) -> dict[int, DividedDecoder]:
         """Return the part of a rank by tensor parallel degree, for samples of `tokens` tokens."""
@@ -400,7 +404,7 @@ def _gated(kind: str, config: Mapping[str, Any]) -> Decoder:
         norm_bias=False,
         extra_norms=extra,
         head_norms=extra if kind == "qwen3" else 0,
-        in_teams=kind in TENSOR_PARALLEL_FAMILIES,
+        supports_tensor_parallel=kind in TENSOR_PARALLEL_FAMILIES,
         experts=experts,
         experts_used=_size(config, "num_experts_per_tok", 2) if experts else 0,
     )
@@ -436,7 +440,7 @@ def _plain(kind: str, config: Mapping[str, Any]) -> Decoder:
         norm_bias=True,
         positions=positions,
         root_norms=2 if kind == "bloom" else 1,  # with a norm after the embedding
-        in_teams=kind in TENSOR_PARALLEL_FAMILIES,
+        supports_tensor_parallel=kind in TENSOR_PARALLEL_FAMILIES,
         divides_table=kind not in UNDIVIDED_EMBEDDING_FAMILIES,
         dropout=_drops(kind, config),
     )
@@ -503,7 +507,7 @@ def _llama(hidden: int, vocabulary: int) -> Decoder:
         tied=False,
         biased=(False, False, False),
         norm_bias=False,
-        in_teams=True,
+        supports_tensor_parallel=True,
     )
 
 

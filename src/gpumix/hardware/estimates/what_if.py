@@ -36,7 +36,7 @@ from gpumix.schema.profile.profile import (
     Profile,
     RootParameter,
     RootUnit,
-    TeamProfile,
+    TensorParallelProfile,
     UnitKind,
 )
 from gpumix.schema.reading.error_text import find_nearest, suggest
@@ -115,17 +115,19 @@ def drop_devices(profile: Profile, gone: Collection[str]) -> Profile:
     cluster = profile.cluster.only({d.id for d in profile.cluster.devices} - set(gone))
     left = {one.name for one in cluster.classes}
     classes = tuple(c for c in profile.classes if c.device_class in left)
-    teams = tuple(
+    tp_profiles = tuple(
         team.model_copy(
             update={
                 "classes": tuple(c for c in team.classes if c.device_class in left),
                 "told": {name: told for name, told in team.told.items() if name in left},
             }
         )
-        for team in profile.teams
+        for team in profile.tp_profiles
         if any(c.device_class in left for c in team.classes)
     )
-    return profile.model_copy(update={"cluster": cluster, "classes": classes, "teams": teams})
+    return profile.model_copy(
+        update={"cluster": cluster, "classes": classes, "tp_profiles": tp_profiles}
+    )
 
 
 def scale_memory(profile: Profile, parts: Mapping[str, float]) -> Profile:
@@ -166,13 +168,21 @@ def with_slower(profile: Profile, factors: Mapping[str, float]) -> Profile:
             "network": network and network.among(left),
         }
     )
-    teams = tuple(team.model_copy(update=_slower_team(team, new)) for team in profile.teams)
+    tp_profiles = tuple(
+        team.model_copy(update=_slower_team(team, new)) for team in profile.tp_profiles
+    )
     slower = [make_slower_class(known[of], factor, name) for name, (of, factor) in new.items()]
-    update = {"cluster": cluster, "classes": (*profile.classes, *slower), "teams": teams}
+    update = {
+        "cluster": cluster,
+        "classes": (*profile.classes, *slower),
+        "tp_profiles": tp_profiles,
+    }
     return drop_devices(profile.model_copy(update=update), ())
 
 
-def _slower_team(team: TeamProfile, new: Mapping[str, tuple[str, float]]) -> dict[str, Any]:
+def _slower_team(
+    team: TensorParallelProfile, new: Mapping[str, tuple[str, float]]
+) -> dict[str, Any]:
     known = {c.device_class: c for c in team.classes}
     slower = [make_slower_class(known[of], f, name) for name, (of, f) in new.items() if of in known]
     told = {name: team.told[of] for name, (of, _) in new.items() if of in team.told}

@@ -318,7 +318,7 @@ class Accelerator(accelerate.Accelerator):
                 why=format_in_one_line(error),
                 fix=FIX_NAME_PARTS,
             ) from error
-        if len(self._engine.plan.stages) > 1 or self._engine.plan.in_teams:
+        if len(self._engine.plan.stages) > 1 or self._engine.plan.uses_tensor_parallel:
             raise InputError(
                 "the plan has several stages, or teams",
                 code="plan-not-for-loops",

@@ -272,7 +272,7 @@ def _restrict_space(training: TrainingSetup) -> Space:
     elements."""
     trial = training.optimizer and training.optimizer([nn.Parameter(torch.empty(0))])
     if isinstance(trial, FullParameterOptimizer | AdamW8bit):
-        return training.space.without_teams()
+        return training.space.without_tensor_parallel()
     return training.space
 
 

@@ -228,7 +228,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         )
         self._engine = shard_by_plan(module, training, plan=self._given, folder=_folder(trainer))
         refuse_means(module, self._engine.comm.world)
-        if metrics and self._engine.plan.in_teams:
+        if metrics and self._engine.plan.uses_tensor_parallel:
             raise InputError(
                 "the plan has teams, and the module has metrics",
                 code="metrics-with-tensor-parallel",

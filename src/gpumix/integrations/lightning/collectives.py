@@ -29,7 +29,7 @@ def is_output_rank(plan: Plan, rank: int) -> bool:
     """Return True for a team's first rank in the last stage: outputs of other ranks do not
     count."""
     stage = len(plan.stages) - 1
-    return stage in plan.stages_of(rank) and plan.team_of(rank, stage)[0] == rank
+    return stage in plan.stages_of(rank) and plan.get_tp_group(rank, stage)[0] == rank
 
 
 class StrategyCollectives:

@@ -72,7 +72,7 @@ def check_stage_count(
     """Raise an InputError if no plan can have as many stages as a space wants.
 
     Args:
-        most_groups: of devices, or of teams of `degree`.
+        most_groups: of devices, or of tensor-parallel groups of `degree`.
         units: the most stages that the model can be cut into.
         rounds: the most stages of a group.
     """
@@ -86,18 +86,19 @@ def check_stage_count(
         )
     if most_groups < 2:  # `refuse_one_device` covers a single device
         raise InputError(
-            f"there is no plan of several stages: one team of {degree} alone has one stage",
+            f"there is no plan of several stages: a single tensor-parallel group of {degree} "
+            "has one stage",
             code="pipeline-of-one-group",
             where="techniques.tensor_parallel_size",
             fix=f"allow `techniques: {{tensor_parallel_size: [1, {degree}]}}`, or "
             f"{ALLOW_ONE_STAGE_FIX}",
         )
     if space.min_pipeline_stages > most:
-        teams = f"teams of {degree}" if degree > 1 else "devices"
+        workers = f"tensor-parallel groups of {degree}" if degree > 1 else "devices"
         twice = f", of which each may have {rounds} stages" if rounds > 1 else ""
         raise InputError(
             f"there is no plan of {space.min_pipeline_stages} stages: there are {most_groups} "
-            f"{teams}{twice}, and {units} units",
+            f"{workers}{twice}, and {units} units",
             code="pipeline-stages-too-many",
             where="techniques.min_pipeline_stages",
             fix=f"set techniques.min_pipeline_stages to {max(1, most)} at most",

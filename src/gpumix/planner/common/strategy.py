@@ -36,7 +36,7 @@ class PlanRequest(Value):
     bounds: bool = True
 
 
-MIN_GAIN_FRACTION = 1e-3  # a plan needing more (stages, teams) must be faster by this fraction
+MIN_GAIN_FRACTION = 1e-3  # gain that more stages or tensor-parallel groups must bring
 
 Strategy = Callable[[Profile, PlanRequest], Plan]
 
@@ -137,7 +137,8 @@ def get_prediction(plan: Plan) -> Prediction:
 
 
 def compute_time_to_beat(plan: Plan) -> float:
-    """Return the seconds that a plan needing more stages or teams must beat."""
+    """Return the seconds that a plan needing more stages or tensor-parallel groups
+    must beat."""
     return get_prediction(plan).step_s * (1.0 - MIN_GAIN_FRACTION)
 
 

@@ -384,7 +384,7 @@ class TimeBounds:
         # By class, mode and largest micro-batch.
         self._rates: dict[tuple[str, Mode, int], float] = {}
         self._passes: dict[tuple[str, Mode, int], FloatArray] = {}
-        self._teams: dict[Hashable, TimeBounds] = {}
+        self._of_leaders: dict[Hashable, TimeBounds] = {}
 
     def of_part(self, profile: Profile, batch: int) -> TimeBounds:
         """Return the bounds of a smaller batch, on a profile that differs in updates at most."""
@@ -392,15 +392,16 @@ class TimeBounds:
         part.batch, part.grids, part._updates = batch, GridCache(profile, batch), {}
         return part
 
-    def of_teams(self, profile: Profile) -> TimeBounds:
-        """Return the bounds of the leaders of teams, shared between batches."""
+    def of_leaders(self, profile: Profile) -> TimeBounds:
+        """Return the bounds of the leaders of tensor-parallel groups, shared between
+        batches."""
         key = tuple(
             (one.name, ByIdentity(profile.of_class(one.name).units), free_bytes(profile, one.name))
             for one in profile.cluster.classes
         )
-        if key not in self._teams:
-            self._teams[key] = TimeBounds(profile, self._most)
-        return self._teams[key].of_part(profile, self.batch)
+        if key not in self._of_leaders:
+            self._of_leaders[key] = TimeBounds(profile, self._most)
+        return self._of_leaders[key].of_part(profile, self.batch)
 
     def update_s(self, setting: ShardingSetting, name: str) -> float:
         """Return `ShardingSetting.update_s`, computed once for settings in which it is the same."""

@@ -140,7 +140,7 @@ def _measured(
     return ClassMeasurement(
         device_class=of_class,
         model=measured,
-        teams=tuple(_measure_groups(subject, runtime, of_class, kinds, progress)),
+        tp_measurements=tuple(_measure_groups(subject, runtime, of_class, kinds, progress)),
         host_memory_bytes=host_memory_bytes(),
         optimizer_bytes_per_element=_state_bytes(measured, optimizer),
         optimizer_state=optimizer.state_form,

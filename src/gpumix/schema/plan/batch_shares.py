@@ -107,7 +107,7 @@ def get_micro_batch_rows(plan: Plan, rank: int, samples: int) -> tuple[range, ..
     rows = get_batch_share(plan, rank).rows(samples)
     if len(plan.stages) > 1:
         return rows
-    if plan.in_teams:
+    if plan.uses_tensor_parallel:
         return tuple(filter(None, rows))
     return split_rows(rows[0], plan.workers[rank].micro_batch)
 
