@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -101,3 +102,22 @@ def test_a_rank_that_dies_is_an_error():
 
 def test_a_mortal_rank_may_die():
     assert run_ranks(_dies, 2, mortal=[0]) == [None, "alive"]
+
+
+@pytest.mark.parametrize(
+    ("expected", "told"),
+    [
+        ({"code": "key-unknown", "what": ("rank", 7), "where": "job.yaml"}, ""),
+        ({"code": "key-missing"}, "key-missing"),
+        ({"code": "key-unknown", "what": 17}, "17"),
+        ({"code": "key-unknown", "what": "7.5"}, "7.5"),
+        ({"code": "key-unknown", "where": "job"}, ""),
+        ({"code": "key-unknown", "where": "jo"}, "jo"),
+    ],
+)
+def test_an_error_is_expected_by_its_code_and_by_whole_values(expected, told):
+    error = InputError("rank 7 of 175", code="key-unknown", where="job.yaml")
+    with pytest.raises(pytest.fail.Exception, match=told) if told else nullcontext():
+        with raises(InputError, **expected) as caught:
+            raise error
+        assert caught.value is error

@@ -15,7 +15,9 @@ E = TypeVar("E", bound=GpumixError)
 
 
 @contextmanager
-def raises(kind: type[E], *, code: str, **named: object) -> Iterator[pytest.ExceptionInfo[E]]:
+def raises(
+    kind: type[E] | tuple[type[E], ...], *, code: str, **named: object
+) -> Iterator[pytest.ExceptionInfo[E]]:
     """Expect an error with `code`.
 
     Args:

@@ -429,7 +429,7 @@ def test_more_stages_than_devices_or_units_are_refused():
     space = Space(min_pipeline_stages=3, pipeline_schedules="1f1b")
     with raises(InputError, code="pipeline-stages-too-many", what=(3, 4, 2)):
         plan_staged(cluster([(1.0, 4)], calls=2), PlanRequest(global_batch=4, space=space))
-    with pytest.raises(ValueError, match="'min_pipeline_stages' is 4, 'max_pipeline_stages' 2"):
+    with pytest.raises(ValueError, match=r"'min_pipeline_stages'.* 4.*'max_pipeline_stages'.* 2"):
         Space(min_pipeline_stages=4, max_pipeline_stages=2)
 
 
