@@ -36,6 +36,8 @@ MIN_OPTIONS_TO_THIN = 4096  # options; dropping any of fewer takes longer than l
 
 MOST_CELLS = 2_000_000  # of a grid; a cell takes half a kilobyte while in use
 
+MOST_GRIDS = 16  # kept for the next settings
+
 ROWS_AT_ONCE = 16  # rows of grids are rounded to multiples of this
 
 # Sums in another order differ in the last digits; limits are compared with this much slack.
@@ -242,9 +244,11 @@ class GridCache:
         least -= least % ROWS_AT_ONCE
         most = min(self._batch, -(-most // ROWS_AT_ONCE) * ROWS_AT_ONCE)
         key = (least, most, sizes.tobytes())
-        if key not in self._known:
-            self._known[key] = Grid(self._profile, least, most, sizes)
-        return self._known[key]
+        grid = self._known.pop(key, None) or Grid(self._profile, least, most, sizes)
+        self._known[key] = grid  # the last of a dict is the one used last
+        if len(self._known) > MOST_GRIDS:
+            del self._known[next(iter(self._known))]
+        return grid
 
 
 @dataclass(frozen=True)
