@@ -367,6 +367,7 @@ def check_plan_matches_profile(profile: Profile, plan: Plan) -> None:
         if planned != profiled:
             raise InputError(
                 f"the plan's {what} is {planned}, the profile's is {profiled}",
+                code="plan-profile-mismatch",
                 fix="give the profile that the plan was made from, or plan again from this one",
             )
     check_units(plan, profile.model)
@@ -382,11 +383,13 @@ def _check_classes(profile: Profile, plan: Plan) -> None:
         if name not in measured:
             raise InputError(
                 f"the profile knows nothing of device class '{name}'",
+                code="profile-class-missing",
                 fix="profile again on this cluster: `gpumix profile JOB.yaml`",
             )
         if dtype != measured[name]:
             raise InputError(
                 f"the plan's precision is {dtype}, the profile's is {measured[name]}",
+                code="plan-profile-precision",
                 where=f"device class '{name}'",
                 fix="give the profile that the plan was made from, or plan again from this one",
             )
@@ -396,6 +399,7 @@ def _check_classes(profile: Profile, plan: Plan) -> None:
         if unknown:
             raise InputError(
                 f"the profile does not say what class '{name}' takes {unknown}",
+                code="profile-mode-missing",
                 fix="profile again on this cluster: `gpumix profile JOB.yaml`",
             )
 
@@ -407,6 +411,7 @@ def _check_tp_groups(profile: Profile, plan: Plan) -> None:
         if len({(worker.host, worker.device_class) for worker in tp_group}) > 1:
             raise InputError(
                 "a tensor-parallel group of several hosts or device classes was not measured",
+                code="tensor-parallel-across-classes",
                 where=f"the group of {', '.join(worker.device for worker in tp_group)}",
                 fix="form groups of devices of one class on one host, or train this plan as it is, "
                 "with nothing foretold: gpumix train JOB.yaml --plan PLAN.json",

@@ -223,6 +223,7 @@ def refuse_unmeasured(
         raise InputError(
             f"the profile does not say what tensor-parallel groups of {kind.size} of class "
             f"'{kind.device_class}' take to {mode.describe()}",
+            code="tensor-parallel-mode-not-measured",
             fix="profile again on this cluster: `gpumix profile JOB.yaml`; chunked cross-entropy "
             "is measured of devices that compute alone only",
         )
@@ -231,6 +232,7 @@ def refuse_unmeasured(
 def _not_measured(name: str, size: int) -> InputError:
     return InputError(
         f"tensor-parallel groups of {size} of class '{name}' were not measured",
+        code="tensor-parallel-not-measured",
         fix="profile again with `techniques: {tensor_parallel_size: [1, ...]}`, or take another "
         "degree",
     )
@@ -245,6 +247,7 @@ def get_tp_profile(profile: Profile, degree: int, *, sequence: bool) -> TensorPa
     how = " and divide the positions of samples" if sequence else ""
     raise InputError(
         f"the profile does not say how {degree} ranks compute units together{how}",
+        code="tensor-parallel-not-measured",
         why=f"tensor parallel degrees that were measured so: {', '.join(alike) or 'none'}",
         fix="profile again with `techniques: {tensor_parallel_size: [1, ...]}`, or take another "
         "degree" + (", or `techniques: {sequence_parallel: false}`" if sequence else ""),

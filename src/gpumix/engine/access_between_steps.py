@@ -100,6 +100,7 @@ class BlockwiseEngine(ShardedModel):
         if not self.can_be_called:
             raise ModelError(
                 "the model was called outside of a step, and no rank computes all of it",
+                code="model-called-between-steps",
                 why="by this plan ranks compute stages of the model, or parts of its layers",
                 fix="with gpumix.summon_full_params(model): on all ranks; to evaluate, "
                 "engine.evaluate(batch) or engine.outputs(function, batch)",
@@ -163,6 +164,7 @@ class AccessBetweenSteps:
         if engine is None:
             raise ModelError(
                 "the model's engine is gone, and with it this rank's part of the weights",
+                code="engine-gone",
                 fix="call gpumix.unshard(model) on all ranks while the engine, the Trainer or the "
                 "Accelerator is still there",
             )
@@ -251,6 +253,7 @@ class AccessBetweenSteps:
         """
         raise InputError(
             "a step is made inside of gpumix.summon_full_params(model)",
+            code="step-inside-whole",
             why="inside of it the model is an ordinary module, which the engine does not run",
             fix="leave the with statement before",
         )
@@ -419,6 +422,7 @@ def summon_full_params(model: nn.Module) -> Iterator[nn.Module]:
     if outside.in_step:
         raise InputError(
             "the model cannot be made whole inside of a step",
+            code="whole-inside-step",
             fix="call gpumix.summon_full_params(model) between two steps, on all ranks",
         )
     with outside.summon_full_params():

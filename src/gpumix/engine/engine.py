@@ -276,6 +276,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
         if not self.may_update_early(optimizer):
             raise InputError(
                 f"{type(optimizer).__name__} cannot step before all gradients are done",
+                code="optimizer-step-too-early",
                 fix="call engine.step(batch), then optimizer.step()",
             )
         if self._updates is None or self._updates.optimizer is not optimizer:
@@ -333,11 +334,15 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
         are at different points of the step, and collectives would not match."""
         if self.ended:
             raise TrainingError(
-                "the engine is at its end", why=self._failed, fix="prepare the model again"
+                "the engine is at its end",
+                code="engine-ended",
+                why=self._failed,
+                fix="prepare the model again",
             )
         if self._failed:
             raise TrainingError(
                 f"an earlier step failed on rank {self.comm.rank}, the others are not where it is",
+                code="earlier-step-failed",
                 why=self._failed,
                 fix="start all ranks again, from a checkpoint",
             )

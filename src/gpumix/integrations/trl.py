@@ -186,6 +186,7 @@ def _check_packing(engine: Engine, strategy: str) -> str:
     except InputError as error:
         raise InputError(
             error.what,
+            code=error.code,
             where=f"SFTConfig: packing_strategy={strategy!r}",
             why=error.why,
             fix="take packing_strategy='wrapped' or packing=False; or, where the model has "

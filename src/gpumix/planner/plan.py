@@ -101,7 +101,9 @@ def check_strategy(name: str) -> None:
     """
     if name not in STRATEGIES:
         raise InputError(
-            f"there is no strategy '{name}'", fix=f"use one of: {', '.join(STRATEGIES)}"
+            f"there is no strategy '{name}'",
+            code="strategy-unknown",
+            fix=f"use one of: {', '.join(STRATEGIES)}",
         )
 
 
@@ -131,6 +133,7 @@ def plan(
     if not 1 <= global_batch_size <= LARGEST_BATCH:
         raise InputError(
             f"the global batch must be 1 to {LARGEST_BATCH} samples, and is {global_batch_size}",
+            code="global-batch-out-of-range",
             fix="give the number of samples of a step on all devices together",
         )
     request = PlanRequest(global_batch=global_batch_size, space=space, bounds=detailed)
@@ -184,6 +187,7 @@ def _within(space: Space, plan: Plan) -> Plan:
     if missing := space.missing(plan):
         raise InputError(
             f"strategy '{plan.strategy}' needs a technique that is not allowed: {missing}",
+            code="technique-not-allowed",
             fix="allow it under `techniques`, or use another strategy",
         )
     return plan

@@ -240,7 +240,10 @@ def repeat_wave(
         if waves <= max(len(worker.micro_batches) for worker in dealt.workers):
             plans.append(of_wave.model_copy(update={**changes, "stages": (dealt,)}))
     if not plans:
-        raise InputError(f"no worker has a micro-batch for each of {waves} waves")
+        raise InputError(
+            f"no worker has a micro-batch for each of {waves} waves",
+            code="waves-without-micro-batches",
+        )
     one_way = len(plans) == 1
     plan = plans[0] if one_way else min(plans, key=partial(predict_step_seconds, profile))
     return plan.model_copy(update={"prediction": predict(profile, plan)})

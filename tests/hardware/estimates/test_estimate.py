@@ -17,6 +17,7 @@ from gpumix.planner.pipeline_parallel.staged_plans import plan_staged
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.profile.profile import ROOT
+from helpers.errors import raises
 
 
 def model_in(dtype):
@@ -163,7 +164,7 @@ def test_an_optimizer_without_state_needs_less_of_everything():
 def test_a_model_whose_flops_nobody_counted_is_refused():
     (kind,) = MODEL.kinds
     unknown = MODEL.model_copy(update={"kinds": (kind.model_copy(update={"flops": 0.0}),)})
-    with pytest.raises(InputError, match="how many FLOPs") as caught:
+    with raises(InputError, code="profile-without-flops") as caught:
         estimated(model=lambda dtype: unknown.model_copy(update={"compute_dtype": dtype}))
     assert "gpumix profile" in caught.value.fix
 
@@ -181,7 +182,7 @@ def test_estimates_that_were_off_are_set_right():
 
 @pytest.mark.parametrize("size", [1e3, 1e13])
 def test_a_size_that_no_llama_has_is_refused(size):
-    with pytest.raises(InputError, match="shaped like a Llama"):
+    with raises(InputError, code="no-llama-of-size"):
         make_llama_like(size)
 
 

@@ -20,6 +20,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.profile.profile import CollectiveTimes, Profile, RankGroup
+from helpers.errors import raises
 from helpers.extended import every_third, left_out
 from helpers.plans.every_stage import least_s
 from helpers.plans.profiles import GIB, Card, block, in_a_row, line, profile, steady, with_tp_groups
@@ -160,5 +161,5 @@ def test_tp_groups_keep_to_an_island():
 
 def test_no_tp_group_is_larger_than_an_island():
     found = with_tp_groups(stated(cluster(4, 4), "island"), 4, faster=4.0)
-    with pytest.raises(InputError, match="no island has 4 devices of one class"):
+    with raises(InputError, code="tensor-parallel-size-too-large", what=("island", 4)):
         make_plan(found, 4, space=Space(tensor_parallel_size=4))

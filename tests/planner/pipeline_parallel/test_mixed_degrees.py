@@ -18,6 +18,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import ROOT, Profile
 from gpumix.simulate.events import simulate
 from gpumix.train.console.tables import plan_table
+from helpers.errors import raises
 from helpers.plans.profiles import (
     GIB,
     MIB,
@@ -128,7 +129,7 @@ def test_tp_groups_that_were_not_measured_are_refused():
     four = tuple(w.model_copy(update={"samples": 1, "micro_batch": 1}) for w in stage.workers[1:])
     one = stage.workers[0].model_copy(update={"parts": 4})
     mixed = stage.model_copy(update={"workers": (one, *four), "tensor": 4})
-    with pytest.raises(InputError, match="how 4 ranks compute units together"):
+    with raises(InputError, code="tensor-parallel-not-measured", what=4):
         predict(found, plan.model_copy(update={"stages": (mixed,), "ranks": ()}))
 
 
@@ -181,5 +182,5 @@ def test_what_was_not_measured_of_tp_groups_is_no_assertion():
         for c in found.classes
     )
     alone = found.model_copy(update={"classes": tuple(classes)})
-    with pytest.raises(InputError, match="tensor-parallel groups of 2 of class 'small' take to"):
+    with raises(InputError, code="tensor-parallel-mode-not-measured", what=("small", 2)):
         predict(alone, changed)

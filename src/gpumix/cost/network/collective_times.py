@@ -381,6 +381,7 @@ class _LayoutCollectives:
         if named == "native" and not equal:
             raise InputError(
                 f"the native form of {operation} takes equal intervals only",
+                code="native-collective-unequal",
                 why="the plan names it for all buffers, and some are cut unequally",
                 fix="plan again from a new profile: `gpumix plan JOB.yaml`",
             )

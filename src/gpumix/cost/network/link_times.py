@@ -91,6 +91,7 @@ class TimedCollectives:
         known = ", ".join(sorted(t.form for t in self._of(operation, group))) or "none"
         raise InputError(
             f"the profile has no times for the '{form}' form of {operation} of {group} ranks",
+            code="collective-not-measured",
             why=f"it holds {known}, but this plan needs '{form}'",
             fix="profile again on this cluster: `gpumix profile JOB.yaml`",
         )
@@ -427,6 +428,7 @@ def _slowest(network: Network, where: Where, pairs: list[tuple[str, str]]) -> Li
             place = "inside hosts" if where == "inside" else "between hosts"
             raise InputError(
                 f"no link is stated {place} between {one} and {other}",
+                code="link-not-stated",
                 where="cluster: network",
                 fix=f"give `network: {{{where}: ...}}`, such as 25GbE, pcie4 or '12 GB/s'",
             )

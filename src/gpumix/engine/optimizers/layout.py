@@ -107,6 +107,7 @@ def _check_complete(piece: Piece, intervals: Sequence[Interval]) -> None:
     if any(a != b for a, b in list(pairwise(ends))[::2]):
         raise InputError(
             f"the ranks do not store the whole of parameter '{piece.name}', each element once",
+            code="parameter-not-stored-once",
             why=f"of its {prod(piece.shape)} elements they have {stored}",
             fix="give the communicator of those ranks that divide the state among them",
         )
@@ -121,6 +122,7 @@ def check_whole_matrices(plan: Plan) -> None:
     if plan.uses_tensor_parallel:
         raise InputError(
             "Adafactor and Muon do not run with tensor parallelism yet",
+            code="optimizer-without-tensor-parallel",
             why="a rank of a tensor-parallel group has a part of each row or column of a matrix",
             fix="use torch.optim.AdamW, or a plan without tensor parallelism",
         )

@@ -335,8 +335,9 @@ class _Rehearsal(TrialRunner):
             return
         if self._errors(trials)[names.index(known.name)] > 1:
             error = self._couples(trials, training=False)
-            if error.what == NOT_OF_PARTS:
+            if error.code == "loss-not-additive":
                 error.what = f"in evaluation, {error.what}"
+                error.code = "loss-not-additive-in-evaluation"
                 raise error
 
     def _trained(self, couples: str) -> TrialLoss:
@@ -545,6 +546,7 @@ class _Rehearsal(TrialRunner):
         names = ", ".join(rule.name for rule in self._rules if rule is not GRAPH)
         return ModelError(
             NOT_OF_PARTS,
+            code="loss-not-additive",
             where=type(self._engine.model).__name__,
             why=f"of {self._samples} samples it is {whole.loss:.6g}, of the first one alone "
             f"{first.loss:.6g}, of the others {others.loss:.6g}: neither these nor their gradients "
@@ -567,6 +569,7 @@ class _Rehearsal(TrialRunner):
             return self._couples(trials, training=training)
         return ModelError(
             "the loss adds up in another way than when training began",
+            code="loss-changed-since-start",
             why=f"it was {known.name}, and is {self._rules[found].name}",
             fix=self._objective.how_to_count,
         )

@@ -120,6 +120,7 @@ class DividedHidden(torch.Tensor):
     ) -> Any:
         raise ModelError(
             f"{func} is applied below autograd to hidden states of which each rank has a part",
+            code="positions-below-autograd",
             fix=DISABLE_SEQUENCE_FIX,
         )
 
@@ -176,6 +177,7 @@ class PositionSharding:
         if place is None:
             raise ModelError(
                 f"unit '{unit}' is given no hidden states whose positions could be divided",
+                code="positions-not-found",
                 why="it is to be a tensor of [samples, positions, width]",
                 fix=DISABLE_SEQUENCE_FIX,
             )
@@ -315,6 +317,7 @@ class PositionSharding:
             raise ModelError(
                 f"the positions of unit '{label}' cannot be divided over the ranks of a "
                 "tensor-parallel group",
+                code="positions-not-divisible",
                 why=problem or "another rank of the group says why",
                 fix=DISABLE_SEQUENCE_FIX,
             )

@@ -126,8 +126,8 @@ def parallelize_model(
     own = _own_modules(anatomy, part, inside, whole)
     styles = {id(m): (m, s) for n, m in own if (s := _style(n, find_style(n, plan))) is not None}
     slots = [slot for unit in anatomy.all for slot in unit.slots]
-    each = degree // tp_group.world
-    windows = _windows(styles, slots, PartIndex(tp_group.rank * each, degree), names, inside)
+    first = PartIndex(tp_group.rank * (degree // tp_group.world), degree)
+    windows = _windows(styles, slots, first, names, inside)
     # A stage may have nothing to divide: BERT's embeddings are a unit.
     others = (n for n, m in model.named_modules() if inside.get(id(m), "") not in {"", *part.units})
     divided = any(
@@ -136,14 +136,14 @@ def parallelize_model(
     if not divided and not any(find_style(name, plan) for name in others):
         raise InputError(
             f"the tensor plan divides nothing of the units of a {type(model).__name__}",
+            code="tensor-plan-divides-nothing",
             why=f"its patterns are {', '.join(plan) or 'none'}",
             fix="give patterns of the names of linear layers inside of the units",
         )
     changes = ModuleChanges()
     found = _with_windows(anatomy, windows, styles, tp_group)
-    apart = None
-    if sequence:
-        apart = _SequenceParallelUnits.of(tp_group, found, sequence, styles, names)
+    units = (tp_group, found, sequence, styles, names)
+    apart = _SequenceParallelUnits.of(*units) if sequence else None
     if tp_group.world == 1:
         return (found if apart is None else apart.mark_partial_gradients(found)), changes
     for name, module in own if "divided" in plan.values() else ():
@@ -232,6 +232,7 @@ class _SequenceParallelUnits:
             raise InputError(
                 f"positions cannot be divided beside parameter '{slot.name}': {attribute} of "
                 f"module '{name}'",
+                code="parameter-forbids-sequence-parallel",
                 why=why,
                 fix="make a plan without: `techniques: {sequence_parallel: false}`",
             )
@@ -298,6 +299,7 @@ def check_heads(config: Any, degree: int) -> None:
             raise InputError(
                 f"the model's {heads} {said if heads > 1 else said.removesuffix('s')} cannot be "
                 f"divided over {degree} ranks",
+                code="heads-not-divisible",
                 where="tensor parallel degree",
                 fix=f"take a degree that divides {heads}, or none"
                 if heads > 1
@@ -311,6 +313,7 @@ def _style(name: str, wanted: str | None) -> Style | None:
     if wanted not in STYLES:
         raise InputError(
             f"the tensor plan says '{wanted}' of module '{name}', which is no known style",
+            code="tensor-style-unknown",
             fix=f"known ones are {', '.join(STYLES)} and divided; or leave it out: what is not "
             "named is computed whole by every rank",
         )
@@ -336,6 +339,7 @@ def _windows(
                 if key in inside:
                     raise InputError(
                         f"module '{names[key]}' cannot be divided over {seat.parts} ranks",
+                        code="module-not-divisible",
                         why=str(error),
                         fix="take another tensor parallel degree, or leave it out of the plan",
                     ) from error
@@ -362,6 +366,7 @@ def _refuse_packed(slot: ParameterSlot, parts: int) -> None:
         raise InputError(
             f"the quantised weight '{slot.name}' cannot be divided over {parts} ranks that compute "
             "together",
+            code="quantised-weight-not-divisible",
             why="its values are packed, and share constants",
             fix="take tensor parallel degree 1: `techniques: {tensor_parallel_size: 1}`",
         )
@@ -414,6 +419,7 @@ def _divide_attribute(module: nn.Module, key: str, tp_group: Communicator, name:
     if value % tp_group.world:
         raise InputError(
             f"'{key}' of module '{name}' is {value}, which {tp_group.world} ranks cannot divide",
+            code="heads-not-divisible",
             fix="take another tensor parallel degree",
         )
     return value // tp_group.world

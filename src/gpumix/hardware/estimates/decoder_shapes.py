@@ -229,6 +229,7 @@ class Decoder:
         if most > LARGEST_FLOPS:
             raise InputError(
                 f"a sample of {tokens} tokens is more work for this model than any card ends",
+                code="sample-too-much-work",
                 why=f"the backward of a block, or of the head, takes {most:.1e} FLOPs",
                 fix="lower sequence_length",
             )
@@ -374,6 +375,7 @@ def make_decoder(config: Mapping[str, Any]) -> Decoder:
     if kind not in GATED_FAMILIES and kind not in PLAIN_FAMILIES:
         raise InputError(
             f"there is no estimate for models of type '{kind}'",
+            code="model-type-without-estimate",
             why=f"estimates know {', '.join(sorted((*GATED_FAMILIES, *PLAIN_FAMILIES)))}",
             fix=MEASURE_FIX,
         )
@@ -465,6 +467,7 @@ def _check_opt(config: Mapping[str, Any], hidden: int) -> None:
         if found is not None and found != usual:
             raise InputError(
                 f"there is no estimate for OPT with '{name}' {found}",
+                code="model-config-without-estimate",
                 why=f"its parameters are counted for {usual}, as most sizes have it",
                 fix=MEASURE_FIX,
             )
@@ -486,6 +489,7 @@ def make_llama_like(parameters: float, vocabulary: int = 32_000) -> Decoder:
         smallest, largest = f"{min(sizes) / 1e6:.0f}M", f"{max(sizes) / 1e9:.0f}B"
         raise InputError(
             f"no model of {size} parameters is shaped like a Llama",
+            code="no-llama-of-size",
             fix=f"give a size from {smallest} to {largest}, or the config.json of a model",
         )
     return sizes[nearest]
@@ -517,6 +521,7 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
     if value is None:
         raise InputError(
             f"the model's configuration does not say its '{name}'",
+            code="model-config-incomplete",
             fix=f"give `{name}` in the configuration",
         )
     most = MOST_LAYERS if "layer" in name else LARGEST_SIZE
@@ -524,6 +529,7 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
         raise InputError(
             f"'{name}' of the model's configuration must be a whole number from 1 to {most}, it "
             f"is {show_value(value)}",
+            code="model-config-out-of-range",
             fix=f"correct `{name}` in the configuration",
         )
     return value
@@ -533,6 +539,7 @@ def _check_heads(heads: int, kv_heads: int) -> None:
     if heads % kv_heads:
         raise InputError(
             f"{heads} attention heads cannot share {kv_heads} heads of keys and values evenly",
+            code="heads-not-shared-evenly",
             fix="correct `num_key_value_heads` in the configuration",
         )
 
@@ -559,5 +566,6 @@ def _line(per_sample: float, start: float = 0.0) -> Curve:
 def _too_large(size: float) -> InputError:
     return InputError(
         f"one sample of this model would take {show_bytes(int(size))}",
+        code="sample-too-large",
         fix="shorten the sequence, or choose a smaller model",
     )

@@ -95,6 +95,7 @@ def estimate_class(
     if not all(kind.flops > 0 for kind in model.kinds):
         raise InputError(
             "the profile does not say how many FLOPs its units have",
+            code="profile-without-flops",
             fix="measure again: `gpumix profile JOB.yaml --fresh`",
         )
     times, dtype = {}, model.compute_dtype

@@ -243,6 +243,7 @@ def _chosen(spec: EfficiencySpec, at: KernelContext) -> ChosenSettings:
             raise InputError(
                 f"device class '{name}' cannot have 'advanced.efficiency.{key}' "
                 f"{format_setting(value)}",
+                code="efficiency-not-possible",
                 why=obstacle,
                 fix=f"leave the class out: `advanced.efficiency.{key}: "
                 f"{{OTHER_CLASS: {format_setting(value)}}}`",

@@ -70,6 +70,7 @@ def _refuse_emulated(profile: Profile, text: str) -> None:
         raise InputError(
             f"there is no class '{split_count(text)[1]}' to add, and real cards cannot join "
             "emulated devices",
+            code="class-to-add-unknown",
             fix=f"{_classes_like(profile, text)}; or plan for --cluster",
         )
 
@@ -89,18 +90,23 @@ def remove_devices(profile: Profile, text: str) -> Profile:
     count, name = _count_of_class(profile, text)
     if name is None:
         raise InputError(
-            f"there is no class '{text.strip()}' to remove", fix=_classes_like(profile, text)
+            f"there is no class '{text.strip()}' to remove",
+            code="class-to-remove-unknown",
+            fix=_classes_like(profile, text),
         )
     members = profile.cluster.members(name)
     if count is not None and count > len(members):
         raise InputError(
             f"{count} devices of class '{name}' cannot be removed: there "
             f"{'is' if len(members) == 1 else 'are'} {len(members)}",
+            code="too-few-devices-to-remove",
             fix=f"remove the class: --remove {name}",
         )
     gone = {d.id for d in members[-(count or len(members)) :]}
     if len(gone) == len(profile.cluster.devices):
-        raise InputError(f"without '{text.strip()}' no device is left", fix="remove fewer")
+        raise InputError(
+            f"without '{text.strip()}' no device is left", code="no-device-left", fix="remove fewer"
+        )
     return drop_devices(profile, gone)
 
 
@@ -195,6 +201,7 @@ def set_link_between_hosts(profile: Profile, text: str) -> Profile:
     if len({d.host for d in profile.cluster.devices}) == 1:
         raise InputError(
             f"'{text}' would link hosts, and there is only one",
+            code="network-with-one-host",
             where="--network",
             fix=f"for the link between the devices of a host: --inside {text}",
         )
@@ -217,6 +224,7 @@ def set_link_inside_hosts(profile: Profile, text: str) -> Profile:
     if known is None:
         raise InputError(
             "links inside hosts and between them were measured together",
+            code="links-measured-together",
             where="--inside",
             fix="state those that there are in the cluster: `network: {between: 25GbE, ...}`",
         )

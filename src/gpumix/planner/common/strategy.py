@@ -68,6 +68,7 @@ def list_devices_by_rank(profile: Profile, request: PlanRequest) -> tuple[Device
     if unknown:
         raise InputError(
             f"device '{unknown[0]}' is not in the profile's cluster",
+            code="device-not-in-profile",
             why=f"its devices are {', '.join(sorted(known))}",
             fix="profile again on this cluster: `gpumix profile JOB.yaml`",
         )

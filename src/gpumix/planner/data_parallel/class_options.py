@@ -40,6 +40,8 @@ MIN_OPTIONS_TO_THIN = 4096  # options; dropping any of fewer takes longer than l
 
 MOST_CELLS = 2_000_000  # of a grid; a cell takes half a kilobyte while in use
 
+MOST_GRIDS = 16  # kept for the next settings
+
 ROWS_AT_ONCE = 16  # rows of grids are rounded to multiples of this
 
 # Sums in another order differ in the last digits; limits are compared with this much slack.
@@ -238,6 +240,7 @@ class GridCache:
             raise InputError(
                 f"'global_batch_size' is {self._batch}: so many samples of so small a model can be "
                 "cut in too many ways to look through",
+                code="batch-too-large-to-search",
                 why=f"a device may do {least} to {most} of them, in micro-batches of {sizes[0]} to "
                 f"{sizes[-1]}",
                 fix="lower `global_batch_size`; samples may be longer instead (`sequence_length`)",
@@ -245,9 +248,11 @@ class GridCache:
         least -= least % ROWS_AT_ONCE
         most = min(self._batch, -(-most // ROWS_AT_ONCE) * ROWS_AT_ONCE)
         key = (least, most, sizes.tobytes())
-        if key not in self._known:
-            self._known[key] = Grid(self._profile, least, most, sizes)
-        return self._known[key]
+        grid = self._known.pop(key, None) or Grid(self._profile, least, most, sizes)
+        self._known[key] = grid  # the last of a dict is the one used last
+        if len(self._known) > MOST_GRIDS:
+            del self._known[next(iter(self._known))]
+        return grid
 
 
 @dataclass(frozen=True)
@@ -396,16 +401,10 @@ class TimeBounds:
         return part
 
     def of_leaders(self, profile: Profile) -> TimeBounds:
-        """Return the bounds of the leaders of tensor-parallel groups, shared between
-        batches."""
-        key = tuple(
-            (
-                one.name,
-                ByIdentity(profile.of_class(one.name).units),
-                compute_free_bytes(profile, one.name),
-            )
-            for one in profile.cluster.classes
-        )
+        """Return the bounds of the leaders of tensor-parallel groups, shared between batches."""
+        names = [one.name for one in profile.cluster.classes]
+        units = [ByIdentity(profile.of_class(name).units) for name in names]
+        key = tuple((n, u, compute_free_bytes(profile, n)) for n, u in zip(names, units))
         if key not in self._of_leaders:
             self._of_leaders[key] = TimeBounds(profile, self._most)
         return self._of_leaders[key].of_part(profile, self.batch)

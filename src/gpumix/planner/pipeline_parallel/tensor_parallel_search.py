@@ -187,6 +187,7 @@ def _count_most_grouped(devices: int, degrees: set[int]) -> int:
 def _make_indivisible_error(degrees: list[int]) -> NoFeasiblePlanError:
     return NoFeasiblePlanError(
         f"the devices cannot all form tensor-parallel groups of {' or '.join(map(str, degrees))}",
+        code="tensor-parallel-groups-impossible",
         why="a tensor-parallel group has devices of one class on one host",
         fix="allow `techniques: {tensor_parallel_size: [1]}`, or `leave_out: true`",
     )
@@ -370,6 +371,7 @@ def _search_groups(
         raise NoFeasiblePlanError(
             f"tensor-parallel groups of {' and '.join(map(str, there))} have no room "
             "for the buffers of their collectives",
+            code="tensor-parallel-buffers-do-not-fit",
             fix="lower `global_batch_size`, or allow another tensor parallel degree",
         )
     return attach_bound(plan.model_copy(update={"prediction": expected}), bound_s), bound_s

@@ -142,6 +142,7 @@ def assemble(
     if len(models) > 1:
         raise InputError(
             "the device classes were measured with different models",
+            code="classes-of-different-models",
             fix="measure again: `gpumix profile JOB.yaml --fresh`",
         )
     ordered = [classes[c.name] for c in cluster.classes]

@@ -572,6 +572,7 @@ class Plan(Document):
         if missing or extra:
             raise InputError(
                 "the plan was made for other devices",
+                code="plan-of-other-devices",
                 why=f"missing here: {', '.join(sorted(missing)) or 'none'}; not in the plan: "
                 f"{', '.join(sorted(extra)) or 'none'}",
                 fix="make a plan for these devices: gpumix plan JOB.yaml",

@@ -562,16 +562,14 @@ class Profile(Document):
 
     @classmethod
     def load(cls, path: Path, *, fix: str = "") -> Self:
-        """Read the profile from `path`; see `Document.load`.
-
-        Raises:
-            InputError: the file is not a profile, or a time drops sharply as the micro-batch grows.
-        """
+        """Read the profile from `path`, see `Document.load`; raise an InputError also for a time
+        that drops sharply as the micro-batch grows."""
         profile = super().load(path, fix=fix)
         for of_class in profile.classes:
             if told := of_class.disturbed():
                 raise InputError(
                     f"the device was disturbed while it was measured: {told}",
+                    code="measurement-disturbed",
                     where=f"{path}: device class '{of_class.device_class}'",
                     fix="measure again: `gpumix profile JOB.yaml --fresh`",
                 )
