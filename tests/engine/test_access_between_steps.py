@@ -159,7 +159,7 @@ def test_a_step_is_refused_while_the_model_is_whole():
     batch = next(batches(EVERY["gpt2"], 2, 1))
     with (
         gpumix.summon_full_params(engine.model),
-        raises(InputError, code="step-inside-whole", what="gpumix.summon_full_params"),
+        raises(InputError, code="step-inside-summon-full-params", what="gpumix.summon_full_params"),
     ):
         engine.step(batch)
     assert engine.step(batch).isfinite()

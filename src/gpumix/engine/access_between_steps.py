@@ -253,7 +253,7 @@ class AccessBetweenSteps:
         """
         raise InputError(
             "a step is made inside of gpumix.summon_full_params(model)",
-            code="step-inside-whole",
+            code="step-inside-summon-full-params",
             why="inside of it the model is an ordinary module, which the engine does not run",
             fix="leave the with statement before",
         )
@@ -422,7 +422,7 @@ def summon_full_params(model: nn.Module) -> Iterator[nn.Module]:
     if outside.in_step:
         raise InputError(
             "the model cannot be made whole inside of a step",
-            code="whole-inside-step",
+            code="summon-full-params-inside-step",
             fix="call gpumix.summon_full_params(model) between two steps, on all ranks",
         )
     with outside.summon_full_params():

@@ -329,7 +329,7 @@ def _unlike(plan: Plan, digests: Sequence[int]) -> str:
         for tp_group in tp_groups:
             if len({digests[rank] for rank in tp_group}) > 1:
                 ranks = ", ".join(map(str, tp_group))
-                return f"ranks {ranks}, which are a tensor-parallel group, have other ones each"
+                return f"ranks {ranks}, a tensor-parallel group, have different ones"
         sums.append(sum(digests[tp_group[0]] for tp_group in tp_groups) & DIGEST_MASK)
     other = next((number for number, one in enumerate(sums) if one != sums[0]), None)
     return "" if other is None else f"stage {other + 1} has other ones than stage 1"
