@@ -21,7 +21,7 @@ from gpumix.hardware.estimates.decoder_shapes import (
 )
 from gpumix.profiler.class_settings import ClassSettings
 from gpumix.profiler.compute.class_measurement import measure_class
-from gpumix.profiler.compute.unit_fixture import FakeTensorParallelGroup
+from gpumix.profiler.compute.unit_runner import FakeTensorParallelGroup
 from gpumix.profiler.subject import Workload
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.errors import InputError

@@ -18,8 +18,8 @@ from gpumix.engine.model.model_settings import find_unit_conflicts
 from gpumix.engine.prepare import prepare
 from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.profiler.compute.dataflow import DataFlow, find_flows
-from gpumix.profiler.compute.unit_fixture import UnitFixture
 from gpumix.profiler.compute.unit_kinds import separate_kinds
+from gpumix.profiler.compute.unit_runner import UnitRunner
 from gpumix.schema.plan.plan import Plan, Schedule
 from gpumix.schema.plan.stage import Mode, Stage, Worker
 from helpers.processes.harness import run_ranks
@@ -429,7 +429,7 @@ def flows_of(name: str, *, in_chunks: bool = False) -> DataFlow:
     architecture = EVERY[name]
     model = build(architecture.factory, 0)
     find_unit_conflicts(model).switch_off()
-    specimens = UnitFixture(
+    runner = UnitRunner(
         model,
         split_into_units(model),
         device=torch.device("cpu"),
@@ -437,8 +437,8 @@ def flows_of(name: str, *, in_chunks: bool = False) -> DataFlow:
         objective=known_loss(model),
     )
     batch = architecture.batch(2, torch.Generator().manual_seed(0))
-    separate_kinds(specimens, batch)
-    return find_flows(specimens, batch, in_chunks=in_chunks)
+    separate_kinds(runner, batch)
+    return find_flows(runner, batch, in_chunks=in_chunks)
 
 
 def staged_plan(

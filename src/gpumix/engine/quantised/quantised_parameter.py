@@ -22,7 +22,7 @@ from gpumix.schema.errors import InputError
 
 PART_BYTES = 16  # alignment of a part; kernels load vectors of this size
 WEIGHT_BYTES = 64  # alignment of a weight
-# Scale of the weights of a specimen that is measured without its values.
+# Scale of the weights of a unit that is measured without its values.
 TYPICAL_WEIGHT = 0.05
 
 SAME_FORMAT = "quantise the model as the weights were, or give weights in 16 bits"

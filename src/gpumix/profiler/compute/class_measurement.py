@@ -45,8 +45,8 @@ from gpumix.profiler.compute.optimizer_times import (
 )
 from gpumix.profiler.compute.peak_flops import measure_peak
 from gpumix.profiler.compute.sweep import Pass, Point, Progress, Sweep, copy_to_device, sweep
-from gpumix.profiler.compute.unit_fixture import FakeTensorParallelGroup, UnitFixture
 from gpumix.profiler.compute.unit_kinds import separate_kinds
+from gpumix.profiler.compute.unit_runner import FakeTensorParallelGroup, UnitRunner
 from gpumix.profiler.compute.warm_up import warm_up
 from gpumix.profiler.subject import Workload
 from gpumix.schema.curve import Curve
@@ -178,7 +178,7 @@ def _sweep_class(
     if degree > 1:
         tp_group = FakeTensorParallelGroup(degree, runtime.torch_device)
         anatomy = _split_units(subject, model, anatomy, tp_group, sequence=sequence)
-    specimens = UnitFixture(
+    runner = UnitRunner(
         model,
         anatomy,
         device=runtime.torch_device,
@@ -188,7 +188,7 @@ def _sweep_class(
         efficiency=efficiency,
     )
     if kinds is None:
-        calls = separate_kinds(specimens, copy_to_device(specimens, subject.make_batch(1)))
+        calls = separate_kinds(runner, copy_to_device(runner, subject.make_batch(1)))
         called = tuple(unit.name for unit in anatomy.units if unit.name in calls)
         if 0 < len(called) < len(anatomy.units):  # for example, image blocks with text-only samples
             others = len(anatomy.units) - len(called)
@@ -197,22 +197,22 @@ def _sweep_class(
             return _sweep_class(
                 of_called, runtime, device_class, progress, degree, sequence=sequence
             )
-        anatomy = anatomy.of_kinds(specimens.kind_of)
+        anatomy = anatomy.of_kinds(runner.kind_of)
     if device_class in settings.compiled and tp_group is None:
-        specimens.compile(range(1, subject.global_batch + 1))
+        runner.compile(range(1, subject.global_batch + 1))
     warm_up(runtime, TORCH_DTYPE[dtype])
     name = device_class if tp_group is None else f"{device_class}, one of {degree}"
     name += ", positions divided" if sequence else ""
     found = sweep(
-        specimens,
+        runner,
         runtime,
         subject.make_batch,
         largest=subject.global_batch,
         budget_s=subject.budget_s if tp_group is None else subject.budget_s / 2,
         progress=lambda line: progress(f"{name}: {line}"),
     )
-    if specimens.compiled:
-        error = compiled_error(specimens, subject.make_batch(1))
+    if runner.compiled:
+        error = compiled_error(runner, subject.make_batch(1))
         told = COMPILE_NOT_COMPARED
         if error is not None:
             told = f"compiled units are {error:.2g} off the same units without"
@@ -221,7 +221,7 @@ def _sweep_class(
             uncompiled = replace(settings, compiled=settings.compiled - {device_class})
             plain = replace(subject, settings=uncompiled)
             found, anatomy, profile = _sweep_class(
-                plain, runtime, device_class, progress, kinds=specimens.kind_of
+                plain, runtime, device_class, progress, kinds=runner.kind_of
             )
             return replace(found, compile_finding=told), anatomy, profile
         found = replace(found, compiled=True, compile_finding=told)

@@ -1,4 +1,4 @@
-"""Runnable specimens of a model on one device: one unit of each kind, and the root unit.
+"""Runner of a model's units on one device: one unit of each kind, and the root unit.
 
 The model's own forward determines the inputs of a unit. Only one unit of each kind has memory and
 is computed; all others receive its outputs. So a model too large for a device can be profiled on
@@ -64,7 +64,7 @@ Told = tuple[TensorParallelOperation, int]
 """Collective of a tensor-parallel group, and a rank's bytes in it."""
 
 
-class UnitFixture:
+class UnitRunner:
     """Model with one runnable unit per kind.
 
     Args:
@@ -179,8 +179,8 @@ class UnitFixture:
         )
 
     def cut(self, call: UnitCall, *, recompute: bool = True) -> UnitBoundary:
-        """Return the specimen of the called unit with the call's inputs. It can run repeatedly: the
-        model's captures from inside are handed over only by `RecordedOutputs`."""
+        """Return the called unit as a runnable one, with the call's inputs. It can run repeatedly:
+        the model's captures from inside are handed over only by `RecordedOutputs`."""
         context, _ = OutputCapture(call.context).copy_context()
         leaves, arguments = ArgumentsStructure.of(call.args, call.kwargs)
         args, kwargs = arguments.filled(leaves)  # with containers of its own
@@ -204,11 +204,11 @@ class ModelRun:
     to the head.
     """
 
-    def __init__(self, specimens: UnitFixture, coroutine: Coroutine) -> None:
+    def __init__(self, runner: UnitRunner, coroutine: Coroutine) -> None:
         self.calls: list[str] = []
         self.enters: list[int] = []
         self.leaves: list[int] = []
-        self._specimens = specimens
+        self._runner = runner
         self._coroutine = coroutine
         self._inside = ExitStack()
         self._glue = InterUnitGraph()
@@ -242,16 +242,16 @@ class ModelRun:
         Raises:
             ModelError: the next call is not the one of earlier walks.
         """
-        positions = self._specimens.positions
+        positions = self._runner.positions
         left = 0 if positions is None else positions.left
         self._from.append(len(self._leaves))
         self._at = self._coroutine.resume(tree_map(self._handed, outputs))
-        self._specimens.order.check_call(len(self.calls) + 1, self.call.unit if self.call else "")
+        self._runner.order.check_call(len(self.calls) + 1, self.call.unit if self.call else "")
         if self.call is not None and positions is not None:
             self.leaves += [len(self.calls) - 1] * (positions.left - left)
             self._divide(self.call, positions)
         if self.call is not None:
-            self._links.append(self._specimens.cut(self.call).links)
+            self._links.append(self._runner.cut(self.call).links)
             self._glue.used(len(self.calls), self._links[-1])
             self.calls.append(self.call.unit)
 
@@ -264,8 +264,8 @@ class ModelRun:
         return handed
 
     def _divide(self, call: UnitCall, positions: PositionSharding) -> None:
-        entered, specimens = positions.entered, self._specimens
-        self._at = divide_call_inputs(call, specimens.of_kind[specimens.kind_of[call.unit]])
+        entered, runner = positions.entered, self._runner
+        self._at = divide_call_inputs(call, runner.of_kind[runner.kind_of[call.unit]])
         self.enters += [len(self.calls)] * (positions.entered - entered)
 
     def loss_backward(self) -> None:
@@ -273,7 +273,7 @@ class ModelRun:
         assert isinstance(self._at, ForwardResult)
         loss, _ = self._at.value
         self._at = None
-        self._glue.backward_loss(loss * self._specimens.scale)
+        self._glue.backward_loss(loss * self._runner.scale)
 
     @property
     def gradient_bytes(self) -> int:
@@ -380,7 +380,7 @@ def _ones(links: Sequence[GradientTarget]) -> list[torch.Tensor]:
 
 
 def _no_values(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
-    raise AssertionError(f"a specimen owns nothing, it was asked for '{name}'")
+    raise AssertionError(f"a unit under measurement owns nothing, it was asked for '{name}'")
 
 
 def _no_seed() -> None:
