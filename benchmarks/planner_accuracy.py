@@ -20,15 +20,15 @@ micro-batch of 1 takes longer than one of 2 on groups of four. The cost model lo
 point, but the two runs of one stage with micro-batches of 1 are faster still, and those of 2 and 4
 slower than profiled: no common factor brings the mean error of these runs much lower.
 
-What else was tried. Of one stage: the disturbed point as it is, 26 %; collectives that hide
-perfectly, 15 %; the median of the blocks, 13.5 %; the disturbed point left out and a line through
-the next two drawn on, 8 %. The last is not done, for two runs in pipelines speak against it: their
-schedule would take 28 % and 20 % less than they took, with the lowered point 4 % less and 4 % more.
+What else was tried. Of one stage: the disturbed point as it is, 26%; collectives that hide
+perfectly, 15%; the median of the blocks, 13.5%; the disturbed point left out and a line through
+the next two drawn on, 8%. The last is not done, for two runs in pipelines speak against it: their
+schedule would take 28% and 20% less than they took, with the lowered point 4% less and 4% more.
 Of pipelines between unlike hosts (four stages, two stages): our engine's own order, whose
-activations wait for no gradient, -24 % and +4 %; in DeepSpeed's order messages that keep their
-sender until they have arrived, +33 % and +24 %; those that go at once beside all others of a host,
--13 % and -4 %; those of a host one at a time in either direction, -6 % and -4 %, and by what it
-sends alone, -11 % and -4 %: it stayed with the last, which is what `cost.pipeline_schedule`
+activations wait for no gradient, -24% and +4%; in DeepSpeed's order messages that keep their
+sender until they have arrived, +33% and +24%; those that go at once beside all others of a host,
+-13% and -4%; those of a host one at a time in either direction, -6% and -4%, and by what it
+sends alone, -11% and -4%: it stayed with the last, which is what `cost.pipeline_schedule`
 can tell. With the third mixed run, in one stage, these were tried on three runs, which no other run
 has checked.
 """

@@ -9,7 +9,7 @@ Activations follow Korthikanti et al., "Reducing activation recomputation in lar
 models" (MLSys 2023), whose table counts s b h (10 + 24/t + 5 a s / (h t)) bytes for a block in fp16
 on each of t GPUs. In fp32 the two-byte entries double and the one-byte masks stay, and without
 dropout in attention only its softmax is kept: s b h (18 + 48/t + 4 a s / (h t)). That is what a
-measured group keeps per sample, to within 5 % (see `planner_accuracy.py`).
+measured group keeps per sample, to within 5% (see `planner_accuracy.py`).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def test_bars_and_cards_have_their_lengths(dark):
     bars = [r for r in root.iter(f"{SVG}rect") if r.attrib["height"] == str(hero.BAR_HEIGHT)]
     widths = [float(bar.attrib["width"]) for bar in bars]
     assert widths[1] == pytest.approx(2 * widths[0], rel=1e-3)
-    assert {"500", "1,000", "75 %", "25 %", "a-0", "b-0"} <= set(texts(picture))
+    assert {"500", "1,000", "75%", "25%", "a-0", "b-0"} <= set(texts(picture))
     for found in root.iter(f"{SVG}rect"):
         assert float(found.attrib["x"]) + float(found.attrib["width"]) <= hero.WIDTH
 

@@ -131,7 +131,7 @@ def test_nothing_is_suspected_of_a_job_that_says_nothing():
             {"save_steps": 2},
             {"save": InterruptionCost(0.1)},
             "checkpoints",
-            {"save_steps": 50},  # then it is 2 % of the steps
+            {"save_steps": 50},  # then it is 2% of the steps
         ),
         (
             {"save_steps": 1},

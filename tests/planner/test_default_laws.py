@@ -71,7 +71,7 @@ def test_a_device_more_never_makes_the_step_longer(cards, link, memory, batch):
 
 
 def test_a_slow_device_more_may_be_left_out_of_stages():
-    """With it in a stage the step took 3 % longer."""
+    """With it in a stage the step took 3% longer."""
     assert_a_device_more_is_no_slower([(5e-3, 2), (1.3e-3, 3)], 3e8, 96 * MIB, 16)
 
 

@@ -39,8 +39,8 @@ MASTER_BYTES = 4
 SHARD_GRADIENT_BYTES = 4
 
 # Share of memory that an allocator cannot hand out. CUDA's caching allocator loses memory to
-# fragmentation between blocks of unequal size; layered passes reuse equal blocks, so 6 % is enough.
-# Allocation on the CPU is capped to the byte; 2 % covers temporaries of the framework's own
+# fragmentation between blocks of unequal size; layered passes reuse equal blocks, so 6% is enough.
+# Allocation on the CPU is capped to the byte; 2% covers temporaries of the framework's own
 # kernels.
 CUDA_RESERVE = 0.06
 CPU_RESERVE = 0.02

@@ -10,7 +10,7 @@ from statistics import median
 
 LEAST_SPEEDUP = 1.02  # smallest speedup worth a setting
 SLOWER = 0.995  # speedup below which a change is called slower
-PAIRS = 5  # the range of five values contains the median with probability 94 %
+PAIRS = 5  # the range of five values contains the median with probability 94%
 MOST_PAIRS_FACTOR = 2.5  # factor on the number of pairs, if disturbed windows hide the result
 CONFIDENCE = 0.92  # minimal confidence of an interval, given enough pairs
 

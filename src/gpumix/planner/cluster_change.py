@@ -26,7 +26,7 @@ class ClusterForecast(Value):
     step_s: float | None = Field(default=None, description="None: nothing fits")
     tokens_per_s: TokenRate | None = None
     worth: float | None = Field(
-        default=None, description="tokens a second against those of the first, 0.1 is 10 % more"
+        default=None, description="tokens a second against those of the first, 0.1 is 10% more"
     )
     price_per_hour: float | None = None
     price_per_billion_tokens: float | None = None

@@ -40,7 +40,7 @@ def test_the_page_has_the_answer_first_and_says_why_each_lost():
     shown = compared("--cluster", CARDS, "--model", "1B").stdout
     first, *rest = shown.splitlines()
     assert first.startswith("optimal is fastest: ~")
-    assert "estimate from datasheets, ±33 %" in shown.partition("\n\n")[0]
+    assert "estimate from datasheets, ±33%" in shown.partition("\n\n")[0]
     for name in STRATEGIES:
         assert sum(line.startswith(f"{name} ") for line in rest) == 2
     assert "least free memory" in shown

@@ -83,7 +83,7 @@ def test_of_gpus_that_datasheets_know(tmp_path, no_ranks, monkeypatch):
     assert told["basis"] == "estimated"
     assert told["plan"]["global_batch"] == 8
     page = dry(tmp_path).out
-    assert "±33 %" in page
+    assert "±33%" in page
     assert "\n1 step: about " in page
 
 

@@ -57,7 +57,7 @@ def asked(request) -> tuple[str, Plan]:
 def test_the_first_line_is_the_answer(asked):
     text, plan = asked
     first = text.splitlines()[0]
-    error = "± unknown" if "rtxpro6000-maxq" in plan.estimated else "±33 %"
+    error = "± unknown" if "rtxpro6000-maxq" in plan.estimated else "±33%"
     told = re.fullmatch(rf"Fits\. ~([\d,.]+) tokens/s, .* per step +estimate .*{error}", first)
     assert told is not None, first
     speed = float(told[1].replace(",", ""))

@@ -79,7 +79,7 @@ def test_batches_ahead_hide_slow_samples_as_far_as_memory_goes():
 
 
 def test_parts_of_a_batch_are_as_many_as_may_be_handed_over():
-    """2 % of a step of 40 ms: eight that take 0.1 ms each, or two that take 0.4 ms."""
+    """2% of a step of 40 ms: eight that take 0.1 ms each, or two that take 0.4 ms."""
     assert choose_settings(measured(0.1), BOUNDS, splits=True).chunk == SAMPLES // 8
     assert choose_settings(measured(0.1, handed_s=4e-4), BOUNDS, splits=True).chunk == SAMPLES // 2
     assert (

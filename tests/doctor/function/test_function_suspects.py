@@ -16,7 +16,7 @@ from gpumix.doctor.function.observations import (
 )
 from gpumix.doctor.function.suspects import NAMES, find_suspects
 
-# Ten steps of a tenth of a second, of 16 samples each; the optimizer takes 1 %.
+# Ten steps of a tenth of a second, of 16 samples each; the optimizer takes 1%.
 LOADER = LoaderObservation(
     place="train.py:5",
     workers=0,

@@ -44,7 +44,7 @@ def test_nothing_fits_where_it_is_said(profile, batch, steps):
 def test_a_batch_that_is_a_little_too_large_is_told(batch, fits):
     """Each device keeps 1,000 bytes for each sample of four calls, and has room for 50 of them."""
     kinds = [block(trainable=0, kept=line(1_000))]
-    cards = [Card("c", 2, 204_082, steady(1.0))]  # 2 % are for the framework's own kernels
+    cards = [Card("c", 2, 204_082, steady(1.0))]  # 2% are for the framework's own kernels
     whole = profile(cards, kinds=kinds)
     setting = make_setting(whole, list_devices_by_rank(whole, PlanRequest(global_batch=batch)))
     assert FeasibilityTest(batch).can_fit(setting) == fits

@@ -74,7 +74,7 @@ def _strategy_cells(row: StrategyRow, fastest_s: float) -> tuple[str, ...]:
         round_seconds(row.step_s),
         f"{times:.2f}x",
         str(row.zero_stage),
-        room.replace("%", " %"),
+        room,
     )
 
 
@@ -119,7 +119,7 @@ def _judge_changes(found: Sequence[ClusterForecast]) -> Line:
         return f"Fits with '{best.change}': {speed}.", "bold green"
     if best.worth < WORTH_TELLING:
         return "No change here makes training faster.", "bold yellow"
-    gain = f"{best.worth:+.0%}".replace("%", " %")
+    gain = f"{best.worth:+.0%}"
     return f"'{best.change}' gives {gain}: {speed}.", "bold green"
 
 
@@ -135,9 +135,7 @@ def _change_columns(found: Sequence[ClusterForecast]) -> dict[str, list[str]]:
             for one in found
         ],
         "step": ["" if one.step_s is None else round_seconds(one.step_s) for one in found],
-        "gain": [
-            "" if one.worth is None else f"{one.worth:+.1%}".replace("%", " %") for one in found
-        ],
+        "gain": ["" if one.worth is None else f"{one.worth:+.1%}" for one in found],
     }
     if any(one.price_per_hour is not None for one in found):
         columns["price/hour"] = [_format_price(one.price_per_hour) for one in found]

@@ -14,7 +14,7 @@ from gpumix.data.order.global_order import GlobalOrder
 from gpumix.schema.errors import InputError
 
 WINDOW_DOCUMENTS = 4096
-"""Documents per window: with usual text lengths, less than 0.2 % of the packs stays empty."""
+"""Documents per window: with usual text lengths, less than 0.2% of the packs stays empty."""
 
 _WINDOWS_AT_ONCE = 256  # windows whose packs are tracked at once
 

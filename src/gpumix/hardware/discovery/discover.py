@@ -36,7 +36,7 @@ def discover_cluster() -> Cluster:
     """Return the devices of this host visible to a program started now.
 
     GPUs of one product, memory and driver form a class named after the product. Without visible
-    GPUs the cluster is a CPU of class 'cpu' with 80 % of the memory of the host or container;
+    GPUs the cluster is a CPU of class 'cpu' with 80% of the memory of the host or container;
     `explain_cpu` gives the reason.
 
     Raises:

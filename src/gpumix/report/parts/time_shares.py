@@ -74,5 +74,5 @@ def _bars(shares: dict[str, float], place: int) -> Iterator[Child]:
 
 
 def _is_visible(share: float) -> bool:
-    """Return whether a share does not round to 0.0 %."""
+    """Return whether a share does not round to 0.0%."""
     return share >= 5e-4

@@ -468,7 +468,7 @@ class Job(Value):
         default="auto",
         description="steps between copies of the state in the hosts' memory, from which a run "
         "resumes after a lost rank; `auto`: each step, or rarer, so that training pauses "
-        "for at most 1 % of its time (5 % if steps take over a second); 0: never",
+        "for at most 1% of its time (5% if steps take over a second); 0: never",
     )
     advanced: AdvancedSpec = Field(
         default=AdvancedSpec(), description="settings that rarely need a change"

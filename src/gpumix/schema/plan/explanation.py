@@ -51,7 +51,7 @@ class Bottlenecks(Value):
 
 
 class ClassWorth(Value):
-    """Worth of a class: relative gain of the best plan in tokens per second; 0.1 is 10 % more."""
+    """Worth of a class: relative gain of the best plan in tokens per second; 0.1 is 10% more."""
 
     device_class: str
     whole: float | None = Field(

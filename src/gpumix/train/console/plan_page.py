@@ -39,9 +39,9 @@ from gpumix.train.console.text_page import (
 )
 
 LONGEST_NAME = 26  # of a row
-ESTIMATE_ERROR = "±33 %"  # of estimates from datasheets: `benchmarks/planner_estimate.py`
+ESTIMATE_ERROR = "±33%"  # of estimates from datasheets: `benchmarks/planner_estimate.py`
 UNKNOWN_ERROR = "± unknown"
-MEASURED_ERROR = "±5 %"  # of predictions from measurements: `benchmarks/prediction.py`
+MEASURED_ERROR = "±5%"  # of predictions from measurements: `benchmarks/prediction.py`
 WORTH_TELLING = 1.05  # a smaller gain over an even split is told as none
 GIB, MIB = 2**30, 2**20
 
@@ -238,7 +238,7 @@ def _table(plan: Plan) -> list[str]:
         for workers in _by_class(stages[0].workers):
             rows.append(_row(plan, stages, workers, told, unit))
     whole = plan.zero_stage > 0 or len(plan.stages) > 1
-    total = ["total", str(plan.global_batch), "", "100 %" if whole else "", "", ""]
+    total = ["total", str(plan.global_batch), "", "100%" if whole else "", "", ""]
     rows.append(total[: len(head)])
     lines = iter(align_rows([*zip(*head), *(row for row in rows if not isinstance(row, str))]))
     first = [next(lines), next(lines)]
@@ -278,7 +278,7 @@ def _row(
         _shorten(f"{len(workers)}x {shorten_product(workers[0].device_class)}"),
         _few_numbers([w.samples for w in workers], each),
         _few_numbers([size for w in workers for size in w.micro_batches or (0,)]),
-        f"{share:.0%}{each}".replace("%", " %"),
+        f"{share:.0%}{each}",
     ]
     predicted = [told[w.device] for w in workers if w.device in told]
     if predicted and plan.prediction is not None:
@@ -286,7 +286,7 @@ def _row(
         used, limit = fullest.peak_bytes / unit, fullest.memory_limit_bytes / unit
         busy = sum(p.busy_s for p in predicted) / len(predicted)
         part = busy / plan.prediction.step_s if plan.prediction.step_s > 0 else 0.0
-        cells += [f"{_memory(used)} of {_memory(limit)}", f"{part:.0%}".replace("%", " %")]
+        cells += [f"{_memory(used)} of {_memory(limit)}", f"{part:.0%}"]
     return cells
 
 
@@ -432,7 +432,7 @@ def _describe_limits(plan: Plan, expected: Prediction, reasons: Reasons) -> str:
     parts = [f"compute of {of(binds.compute)}"]
     parts += [f"memory of {of(binds.memory)}"] if binds.memory else []
     if binds.link:
-        parts.append(f"links {binds.link}, {binds.waiting:.0%} of a step".replace("%", " %"))
+        parts.append(f"links {binds.link}, {binds.waiting:.0%} of a step")
     return "; ".join(parts)
 
 
