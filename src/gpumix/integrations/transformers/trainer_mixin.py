@@ -21,6 +21,7 @@ from transformers.trainer_utils import seed_worker
 
 from gpumix.engine.access_between_steps import unshard
 from gpumix.engine.engine import Engine
+from gpumix.engine.model.adapters import enable_adapters
 from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.rehearsal.additivity import padding_counts
 from gpumix.engine.sharding.unit_discovery import check_trainable
@@ -224,8 +225,12 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
         """
         if self.has_engine:
             assert self._engine is not None
-            if self.optimizer is not None or not self._engine.outside.has_changed_requires_grad:
+            if self.optimizer is not None or not self._engine.outside.has_changed_requires_grad():
                 return self._engine
+        with enable_adapters(self.model):  # an evaluation without adapters may be first
+            return self._make_engine(dataset, collate)
+
+    def _make_engine(self, dataset: Any, collate: Any) -> Engine:
         model, args = self.model, self.args
         before = self._engine
         if before is not None and before.model is model and before.ended:  # by another trainer
