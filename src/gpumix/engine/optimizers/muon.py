@@ -55,6 +55,7 @@ class Muon(FullParameterOptimizer):
     """
 
     state_bytes = (4, 8)
+    exchanges_matrices = True
 
     # Many arguments, because torch's two optimizers have as many.
     def __init__(
@@ -265,7 +266,9 @@ class _MatrixExchange:
         received, pending = arriving
         pending.wait()
         done = self._orthogonalize(received)
-        sent = torch.cat([part.take(done[m]) for m, part in self._places(copies=True)] or [received])
+        sent = torch.cat(
+            [part.take(done[m]) for m, part in self._places(copies=True)] or [received]
+        )
         returned, pending = self.comm.exchange_parts(
             sent,
             self._count_from_holders(copies=True),

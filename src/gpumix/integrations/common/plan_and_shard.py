@@ -29,7 +29,6 @@ from gpumix.engine.model.adapters import enable_adapters
 from gpumix.engine.model.equal_weights import check_equal_models
 from gpumix.engine.model.rng import preserve_all_rng
 from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
-from gpumix.engine.optimizers.base import FullParameterOptimizer
 from gpumix.engine.prepare import prepare
 from gpumix.engine.quantised.weight_formats import iterate_packed
 from gpumix.engine.sharding.initial_weights import check_has_values
@@ -263,10 +262,10 @@ def _even(model: nn.Module, training: TrainingSetup) -> Plan:
 
 
 def _restrict_space(training: TrainingSetup) -> Space:
-    """Return the search space for the optimizer: without teams for full matrices, and for blocks of
-    elements."""
+    """Return the search space for the optimizer: without tensor-parallel groups, whose parts may
+    cut blocks, for an optimizer of blocks of elements."""
     trial = training.optimizer and training.optimizer([nn.Parameter(torch.empty(0))])
-    if isinstance(trial, FullParameterOptimizer | AdamW8bit):
+    if isinstance(trial, AdamW8bit):
         return training.space.without_teams()
     return training.space
 

@@ -338,8 +338,9 @@ class OptimizerSpec(Value):
 
     @property
     def fits_teams(self) -> bool:
-        """Whether it updates parameters of which each rank of a team has a part."""
-        return self.name in ("adamw", "sgd")
+        """Whether it updates parameters of which each rank of a tensor-parallel group has a part,
+        whatever the part."""
+        return self.name != "adamw_8bit"
 
     @property
     def state_form(self) -> OptimizerState:
