@@ -1,5 +1,5 @@
-"""A loop of a program's own resumes adapters on the base that they were trained on, and is refused on
-another: with `Accelerator`, and with `gpumix.prepare` and a `Checkpointer`."""
+"""A loop of a program's own resumes adapters on the base that they were trained on, and is refused
+on another: with `Accelerator`, and with `gpumix.prepare` and a `Checkpointer`."""
 
 from __future__ import annotations
 
