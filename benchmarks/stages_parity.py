@@ -63,7 +63,7 @@ def main() -> int:
             "plans": len(every),
             "plans_in_waves": sum(one.plan.waves > 1 for one in every),
             "plans_with_unlike_teams": sum(
-                any(stage.unlike_teams for stage in one.plan.stages) for one in every
+                any(stage.has_mixed_degrees for stage in one.plan.stages) for one in every
             ),
             "plans_interleaved": sum(counts["interleaved"] for counts in drawn.values()),
             "architectures": len(found),
@@ -130,8 +130,8 @@ def _schedule(plan: Plan) -> str:
 
 def _kind(plan: Plan) -> str:
     waves = ", several waves" if plan.waves > 1 else ""
-    teams = ", in teams" if plan.in_teams else ""
-    if any(stage.unlike_teams for stage in plan.stages):
+    teams = ", in teams" if plan.uses_tensor_parallel else ""
+    if any(stage.has_mixed_degrees for stage in plan.stages):
         teams = ", in teams of unlike sizes"
     if any(stage.sequence for stage in plan.stages):
         teams += " that divide the sequence"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.processes import rank_server
 from helpers.processes.harness import RankDied, RankTraceback, run_ranks
 
@@ -53,8 +55,8 @@ def _one_fails(error):
 
 
 def test_an_error_comes_with_its_traceback():
-    with pytest.raises(InputError, match="wrong key") as caught:
-        run_ranks(_one_fails, 3, InputError("wrong key", fix="mend it"))
+    with raises(InputError, code="key-unknown", what="wrong key") as caught:
+        run_ranks(_one_fails, 3, InputError("wrong key", code="key-unknown", fix="mend it"))
     assert caught.value.fix == "mend it"
     assert isinstance(caught.value.__cause__, RankTraceback)
     assert "in _one_fails" in str(caught.value.__cause__)
@@ -100,3 +102,22 @@ def test_a_rank_that_dies_is_an_error():
 
 def test_a_mortal_rank_may_die():
     assert run_ranks(_dies, 2, mortal=[0]) == [None, "alive"]
+
+
+@pytest.mark.parametrize(
+    ("expected", "told"),
+    [
+        ({"code": "key-unknown", "what": ("rank", 7), "where": "job.yaml"}, ""),
+        ({"code": "key-missing"}, "key-missing"),
+        ({"code": "key-unknown", "what": 17}, "17"),
+        ({"code": "key-unknown", "what": "7.5"}, "7.5"),
+        ({"code": "key-unknown", "where": "job"}, ""),
+        ({"code": "key-unknown", "where": "jo"}, "jo"),
+    ],
+)
+def test_an_error_is_expected_by_its_code_and_by_whole_values(expected, told):
+    error = InputError("rank 7 of 175", code="key-unknown", where="job.yaml")
+    with pytest.raises(pytest.fail.Exception, match=told) if told else nullcontext():
+        with raises(InputError, **expected) as caught:
+            raise error
+        assert caught.value is error

@@ -7,13 +7,13 @@ import threading
 import time
 from contextlib import ExitStack
 
-import pytest
 import torch.distributed as dist
 
 from gpumix.check import run
 from gpumix.check.probes.worker import STORE_PREFIX
 from gpumix.hardware.host.environment import TorchrunPlace
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 
 LIMIT_S = 60.0
 
@@ -35,7 +35,7 @@ def test_a_job_that_no_process_can_read(monkeypatch):
     monkeypatch.setattr(run, "connect_store", lambda seat, patience_s: store)
 
     def unreadable():
-        raise InputError("there is no such job file")
+        raise InputError("there is no such job file", code="file-missing")
 
     found = []
     until = time.monotonic() + LIMIT_S
@@ -44,7 +44,7 @@ def test_a_job_that_no_process_can_read(monkeypatch):
     )
     leaving = ExitStack()
     other.start()
-    with pytest.raises(InputError, match="no such job"):
+    with raises(InputError, code="file-missing"):
         run._run_first_rank(place(0), unreadable, until, print, leaving)
     store.wait([f"{STORE_PREFIX}/1/hello"])  # it has told what is wrong with it
     other.join(0.3)

@@ -16,6 +16,7 @@ from gpumix.profiler.compute import peak_flops
 from gpumix.schema.cluster.cluster import Device, DeviceClass
 from gpumix.schema.errors import MachineError
 from gpumix.train.processes.local_launcher import RankAddress
+from helpers.errors import raises
 
 GPU = DeviceClass(name="big", accelerator="cuda", memory_bytes=2**30)
 SEAT = RankAddress(0, 1, Device(id="big-0", device_class="big"), port=0)
@@ -48,6 +49,6 @@ def test_a_device_that_others_have_filled(stand_in, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 384.00 MiB")
 
     monkeypatch.setattr(probe, "measure_peak", full)
-    with pytest.raises(MachineError, match="too little free memory") as caught:
+    with raises(MachineError, code="gpu-memory-full") as caught:
         stand_in.answer("speed", {})
     assert "nvidia-smi" in caught.value.fix

@@ -71,7 +71,7 @@ def test_a_job_that_is_not_there_is_told(tmp_path, verb):
     done = refused(tmp_path, 2, verb, "nothing.yaml", "--json")
     assert "nothing.yaml" in done.err
     assert done.json()["exit_code"] == 2
-    assert done.json()["error"] == "InputError"
+    assert (done.json()["error"], done.json()["code"]) == ("InputError", "file-missing")
 
 
 def test_a_profile_is_no_plan(planned):

@@ -236,12 +236,24 @@ def test_devices_of_all_rows_are_counted(folder):
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (("teams", 0, "told", "slow"), "what teams on device class 'slow' tell each other is miss"),
-        (("teams", 0, "classes", 1, "units", "block"), "'block' was not measured on device class"),
-        (("teams", 0, "classes", 0, "units", "(root)"), "'(root)' was not measured on device cl"),
+        (
+            ("tp_profiles", 0, "told", "slow"),
+            "what teams on device class 'slow' tell each other is miss",
+        ),
+        (
+            ("tp_profiles", 0, "classes", 1, "units", "block"),
+            "'block' was not measured on device class",
+        ),
+        (
+            ("tp_profiles", 0, "classes", 0, "units", "(root)"),
+            "'(root)' was not measured on device cl",
+        ),
         (("model", "needs", 2, "outputs"), "nothing needs what call 1 returns"),
         (("model", "root", "parameters"), "which 'root.parameters' does not name"),
-        (("teams", 0, "model", "root", "parameters"), "which 'root.parameters' does not name"),
+        (
+            ("tp_profiles", 0, "model", "root", "parameters"),
+            "which 'root.parameters' does not name",
+        ),
     ],
 )
 def test_a_profile_with_a_hole_is_no_profile(folder, keys, said):
@@ -256,13 +268,13 @@ def test_a_profile_with_a_hole_is_no_profile(folder, keys, said):
 def of_no_stages(folder: Path) -> Any:
     """The profile, of whose teams no stages are known."""
     known = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
-    for number in range(len(known["teams"])):
-        known = without(("teams", number, "model", "needs"), known)
+    for number in range(len(known["tp_profiles"])):
+        known = without(("tp_profiles", number, "model", "needs"), known)
     return known
 
 
 def test_teams_of_which_no_stages_are_known_are_a_profile(folder):
-    assert Profile.model_validate(of_no_stages(folder)).teams
+    assert Profile.model_validate(of_no_stages(folder)).tp_profiles
 
 
 @pytest.mark.extended

@@ -16,6 +16,7 @@ from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import ROOT, UnitTimes
+from helpers.errors import raises
 from helpers.plans.profiles import Card, Network, block, curve, line, profile, root
 from helpers.plans.random_plans import links_of
 
@@ -90,13 +91,13 @@ def test_equal_intervals_go_by_native_collectives():
 
 def test_native_collectives_for_unequal_intervals_are_refused():
     native = Collectives(gather="native")
-    with pytest.raises(InputError, match="gather takes equal intervals only"):
+    with raises(InputError, code="native-collective-unequal"):
         links_of(two_cards(), native, (0.4, 0.6))
 
 
 def test_a_form_that_was_not_measured_is_an_error():
     network = Network({"list": curve(1.0)}, {}, Collectives(gather="broadcast"))
-    with pytest.raises(InputError, match="'broadcast' form of gather"):
+    with raises(InputError, code="collective-not-measured", what="broadcast"):
         plan_even(two_cards(network), PlanRequest(global_batch=2))
 
 
@@ -133,14 +134,14 @@ def test_a_plan_of_another_model_is_refused():
     setting = two_cards()
     plan = plan_even(setting, PlanRequest(global_batch=2))
     other = setting.model.model_copy(update={"fingerprint": "another"})
-    with pytest.raises(InputError, match="model is synthetic"):
+    with raises(InputError, code="plan-profile-mismatch", what=("synthetic", "another")):
         predict(setting.model_copy(update={"model": other}), plan)
 
 
 def test_a_class_without_times_is_refused():
     setting = two_cards()
     plan = plan_even(setting, PlanRequest(global_batch=2))
-    with pytest.raises(InputError, match="device class 'slow'"):
+    with raises(InputError, code="profile-class-missing", what="slow"):
         predict(setting.model_copy(update={"classes": setting.classes[:1]}), plan)
 
 

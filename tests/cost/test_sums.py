@@ -41,6 +41,6 @@ def test_a_sum_takes_what_was_timed():
     assert step_s(timed(of_all), 1) == pytest.approx(step_s(timed(), 1))
 
 
-def test_a_sum_of_a_team_is_none_of_all_ranks():
-    team = CollectiveTimes(operation="sum", form="2", group="inside", times=line(SUM))
-    assert step_s(timed(team), 0) == pytest.approx(step_s(timed(), 0))
+def test_a_sum_of_a_tp_group_is_none_of_all_ranks():
+    of_group = CollectiveTimes(operation="sum", form="2", group="inside", times=line(SUM))
+    assert step_s(timed(of_group), 0) == pytest.approx(step_s(timed(), 0))

@@ -28,6 +28,7 @@ from gpumix.data.workers.autotune import MEASURED_STEPS
 from gpumix.data.workers.shared_memory import Arena
 from gpumix.data.workers.worker_pool import ProcessWorkerPool
 from gpumix.schema.errors import TrainingError
+from helpers.errors import raises
 from helpers.extended import left_out
 from helpers.processes.waiting import wait_until
 from helpers.samples.sources import Numbers
@@ -237,7 +238,7 @@ def test_what_cannot_be_read_is_told_to_the_batch_that_took_over_in_the_end():
         dataset.broken = set(range(100))
         dataset.may.set()
         wait_until(lambda: loader._feed.is_ready(8), 20, told=lambda: "it waits for ever")
-        with pytest.raises(TrainingError, match="the disk is gone"):
+        with raises(TrainingError, code="sample-unreadable", what="the disk is gone"):
             next(loader)
 
 

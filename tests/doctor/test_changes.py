@@ -16,6 +16,7 @@ from gpumix.doctor.change import (
 )
 from gpumix.schema.errors import MachineError
 from gpumix.schema.reading.read import read_job
+from helpers.errors import raises
 
 JOB = """
 # a comment
@@ -195,7 +196,7 @@ def test_a_tuned_file_is_whole_or_not_there(job, monkeypatch):
     assert sorted(path.name for path in job.parent.iterdir()) == ["job.yaml", "tuned.yaml"]
     tuned.unlink()
     tuned.mkdir()
-    with pytest.raises(MachineError, match="cannot write the job") as caught:
+    with raises(MachineError, code="file-not-writable", where="tuned.yaml") as caught:
         write_tuned(job, tuned, {"data.num_workers": "auto"})
     assert "--set data.num_workers" in caught.value.fix
 

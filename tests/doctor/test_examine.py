@@ -11,7 +11,8 @@ import pytest
 from gpumix.doctor.examine import TimedWindow, examine
 from gpumix.doctor.report import Remark, Report, Slowdown, Suspect
 from gpumix.doctor.verdict import Gain
-from gpumix.schema.errors import GpumixError, TrainingError
+from gpumix.schema.errors import TrainingError
+from helpers.errors import raises
 
 FACTORS = {"half": 0.5, "tenth": 0.9, "nothing": 1.0, "worse": 1.5, "wrong": 0.1, "other": 0.5}
 FACTORS |= {"minutes": 0.2, "loop": 0.5, "third": 1 / 3, "choice": 0.8}
@@ -34,7 +35,7 @@ class Known:
 
     def window(self) -> TimedWindow:
         if "broken" in self.changes:
-            raise TrainingError("it is broken")
+            raise TrainingError("it is broken", code="broken")
         step_s = self.noise[len(self.log) % len(self.noise)]
         self.log.append(tuple(self.changes))
         for name in self.changes:
@@ -144,7 +145,7 @@ def test_what_does_not_run_is_told_and_left():
 
 
 def test_a_patient_that_does_not_run_is_an_error():
-    with pytest.raises(GpumixError, match="broken"):
+    with raises(TrainingError, code="broken"):
         examine(Known((), {"broken": True}), say=print)
 
 

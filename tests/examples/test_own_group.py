@@ -12,6 +12,7 @@ import gpumix
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.profiler import api
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.processes.harness import run_ranks
 from helpers.training.models import WIDTH, Block, Regression
 
@@ -98,13 +99,13 @@ def test_a_builder_may_call_build_itself():
 
 
 def test_a_cluster_needs_one_rank_per_device():
-    with pytest.raises(InputError, match="2 devices, the process group 1 ranks"):
+    with raises(InputError, code="cluster-rank-count", what=(2, 1)):
         profiled(2, cluster=CLUSTER)
 
 
 def test_two_ranks_cannot_have_one_device():
     """Two processes of a host without GPUs both find its CPU."""
-    with pytest.raises(InputError, match=r"2 ranks have the device .*-cpu"):
+    with raises(InputError, code="device-used-twice", what=2):
         run_ranks(profiled, 2, 2)
 
 
@@ -143,7 +144,7 @@ def test_each_rank_has_the_memory_of_its_own_device():
 
 
 def test_open_device_needs_one_rank_per_device():
-    with pytest.raises(InputError, match="2 devices, the process group 1 ranks"):
+    with raises(InputError, code="cluster-rank-count", what=(2, 1)):
         gpumix.open_device(CLUSTER)
 
 
@@ -177,20 +178,20 @@ def test_a_cluster_that_is_given_counts_more_than_a_file(tmp_path, monkeypatch):
     for named in ("nowhere.yaml", file):
         monkeypatch.setenv("GPUMIX_CLUSTER", str(named))
         with (
-            pytest.raises(InputError, match="2 devices, the process group 1 ranks"),
+            raises(InputError, code="cluster-rank-count", what=(2, 1)),
             pytest.warns(
                 UserWarning, match=f"own devices: those of GPUMIX_CLUSTER={named} are not"
             ),
         ):
             gpumix.open_device(CLUSTER)
         with (  # it is said once
-            pytest.raises(InputError, match="2 devices, the process group 1 ranks"),
+            raises(InputError, code="cluster-rank-count", what=(2, 1)),
             warnings.catch_warnings(action="error"),
         ):
             gpumix.open_device(CLUSTER)
     file.write_text(ROWS)
     with (
-        pytest.raises(InputError, match="2 devices, the process group 1 ranks"),
+        raises(InputError, code="cluster-rank-count", what=(2, 1)),
         warnings.catch_warnings(action="error"),
     ):
         gpumix.open_device(CLUSTER)

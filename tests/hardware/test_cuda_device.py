@@ -14,6 +14,7 @@ from gpumix.hardware.discovery.gpu_health import GpuHealth
 from gpumix.hardware.host.environment import ALLOCATORS
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.errors import MachineError
+from helpers.errors import raises
 
 GIB = 2**30
 TOTAL = 24 * GIB
@@ -144,7 +145,7 @@ def test_a_card_without_memory_to_start_is_told(cuda, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB.")
 
     monkeypatch.setattr(runtime, "load_matmul_library", full)
-    with pytest.raises(MachineError, match="other programs fill GPU 0") as raised:
+    with raises(MachineError, code="gpu-memory-full", what=0) as raised:
         open_device(gpu_class(), 0)
     assert "CUDA_VISIBLE_DEVICES" in raised.value.fix
 
@@ -163,14 +164,14 @@ def test_a_uuid_finds_the_gpu_whatever_its_number(cuda):
 
 @pytest.mark.parametrize(("ordinal", "device_id"), [(2, ""), (0, "GPU-elsewhere")])
 def test_a_gpu_that_is_not_there_is_an_error(cuda, ordinal, device_id):
-    with pytest.raises(MachineError, match="does not see GPU"):
+    with raises(MachineError, code="gpu-not-visible"):
         open_device(gpu_class(), ordinal, device_id=device_id)
 
 
 def test_a_discovered_class_must_be_what_is_there(cuda):
     rtx = gpu_class(product="NVIDIA GeForce RTX 3090", compute_capability="8.6")
     open_device(rtx, 1).close()
-    with pytest.raises(MachineError, match=r"GPU 0 is a NVIDIA H100 PCIe \(9\.0\)") as raised:
+    with raises(MachineError, code="gpu-of-another-class", what=(0, "H100", "9.0")) as raised:
         open_device(rtx, 0)
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in raised.value.fix
 

@@ -12,6 +12,7 @@ from gpumix.hardware.memory_limit import limit_memory
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.errors import InputError, MachineError
 from helpers.devices.fake_devices import emulated_class
+from helpers.errors import raises
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 
@@ -80,7 +81,7 @@ def test_an_emulated_device_reports_when_the_cpu_was_too_slow():
 def test_a_process_uses_one_device_at_a_time():
     roomy = CPU.model_copy(update={"memory_bytes": in_use() + 2**20})
     with open_device(roomy, 0):
-        with pytest.raises(InputError, match="uses a device already, and cannot open 'small'"):
+        with raises(InputError, code="device-already-open", what="small"):
             open_device(emulated_class(), 0)
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(2**20)
@@ -91,13 +92,13 @@ def test_a_process_uses_one_device_at_a_time():
 def test_gaudi_is_planned_for_and_not_trained_on():
     gaudi = DeviceClass(name="gaudi2", accelerator="hpu", memory_bytes=96 * 2**30)
     assert gaudi.maker == "Habana"
-    with pytest.raises(MachineError, match="'gaudi2' is a Gaudi, which gpumix only plans for"):
+    with raises(MachineError, code="device-only-planned", what="gaudi2"):
         open_device(gaudi, 0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_torch_does_not_see_is_an_error_with_a_fix():
-    with pytest.raises(MachineError, match="torch sees no GPU") as raised:
+    with raises(MachineError, code="torch-without-gpu") as raised:
         open_device(GPU, 0)
     assert raised.value.exit_code == 3
     assert "nvidia-smi" in pickle.loads(pickle.dumps(raised.value)).fix

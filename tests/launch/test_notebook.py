@@ -12,6 +12,7 @@ import pytest
 from gpumix.hardware import runtime
 from gpumix.launch.notebook import notebook_launcher
 from gpumix.schema.errors import InputError, MachineError
+from helpers.errors import raises
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 CLUSTER = "- {class: fast, emulate: 8 GFLOP/s, memory: 512 MiB, count: 2}\n"
@@ -83,9 +84,9 @@ notebook_launcher(train, (1, 2), cluster="cluster.yaml", num_processes=2)
 def test_a_gpu_in_use_and_a_wrong_number_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "cluster.yaml"
     path.write_text(CLUSTER)
-    with pytest.raises(InputError, match="2 devices, and num_processes is 3"):
+    with raises(InputError, code="process-count-mismatch", what=(2, "num_processes", 3)):
         notebook_launcher(print, cluster=path, num_processes=3)
     monkeypatch.setattr(runtime, "is_initialized", lambda: True)
-    with pytest.raises(MachineError, match="already uses a GPU") as caught:
+    with raises(MachineError, code="notebook-uses-gpu") as caught:
         notebook_launcher(print, cluster=path)
     assert "restart the kernel" in caught.value.fix

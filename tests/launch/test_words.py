@@ -22,6 +22,7 @@ from gpumix.launch.options import parse_pythons, parse_variables
 from gpumix.launch.program import Program
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 
 GPU = DeviceClass(name="gpu", accelerator="cuda", memory_bytes=2**30)
 
@@ -88,7 +89,7 @@ def test_a_cluster_without_hosts_is_divided_as_is_said():
     wanted = cluster(localhost=3)
     hosts = sort_by_rank(read_hosts("a:1,b:2"), wanted)
     assert ranks(assign_ranks(hosts, wanted, {})) == {"a": (0, 1), "b": (1, 2)}
-    with pytest.raises(InputError, match="names no hosts"):
+    with raises(InputError, code="cluster-without-hosts"):
         get_cluster_hosts(wanted)
 
 

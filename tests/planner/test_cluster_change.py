@@ -17,6 +17,7 @@ from gpumix.planner.plan import STRATEGIES
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import Space
 from helpers.draws import examples
+from helpers.errors import raises
 from helpers.plans.brute import small_profiles
 from helpers.plans.profiles import GIB, Card, profile, steady
 
@@ -108,7 +109,7 @@ def test_without_prices_nothing_is_said_of_them():
 
 
 def test_a_class_without_a_price_is_named():
-    with pytest.raises(InputError, match="class 'slow' has no price") as caught:
+    with raises(InputError, code="price-missing", what="slow") as caught:
         asked(cards(), prices={"fast": 1.0})
     assert "--price slow=" in caught.value.fix
 

@@ -13,6 +13,7 @@ from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.profile.profile import Profile
 from helpers.draws import examples
+from helpers.errors import raises
 from helpers.plans.brute import small_profiles
 from helpers.plans.policies import peaked
 from helpers.plans.profiles import GIB, Card, fleet, profile, steady
@@ -85,12 +86,12 @@ def test_what_is_not_possible_says_why():
 
 @pytest.mark.extended
 def test_without_any_plan_the_first_error_stands():
-    with pytest.raises(NoFeasiblePlanError, match="no plan fits a global batch of 64"):
+    with raises(NoFeasiblePlanError, code="no-plan-fits", what=64):
         compare(fleet(4, memory_factor=0.2), PlanRequest(global_batch=64))
 
 
 def test_an_unknown_device_is_refused():
-    with pytest.raises(InputError, match="'gone' is not in"):
+    with raises(InputError, code="device-not-in-profile", what="gone"):
         compare(fleet(4), PlanRequest(global_batch=64, devices=("gone",)))
 
 

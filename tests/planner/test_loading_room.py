@@ -12,6 +12,7 @@ from gpumix.planner.common.strategy import PlanRequest
 from gpumix.planner.compare import compare
 from gpumix.planner.plan import plan
 from gpumix.schema.errors import LoadingMemoryError
+from helpers.errors import raises
 from helpers.plans.profiles import Card, block, profile, steady
 
 CARDS = Card("card", 2, 10**9, steady(1.0))
@@ -30,7 +31,7 @@ def with_host_bytes(host_bytes):
 
 @pytest.mark.parametrize("strategy", ["optimal", "even", "poplar", "cephalo"])
 def test_a_host_with_less_than_reading_takes_has_no_plan(strategy):
-    with pytest.raises(LoadingMemoryError, match="short of 2 B of RAM while weights load"):
+    with raises(LoadingMemoryError, code="loading-memory-short", what=2):
         plan(with_host_bytes(LOADING - 1), BATCH, strategy=strategy)
     for enough in (LOADING, None):
         assert plan(with_host_bytes(enough), BATCH, strategy=strategy).prediction is not None

@@ -18,6 +18,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import DTYPE_BYTES
 from gpumix.schema.profile.profile import Profile
 from gpumix.train.console.tables import explain_plan
+from helpers.errors import raises
 from helpers.plans.naive import peak_bytes, step_seconds
 
 V100, A100 = "v100-16gb-sxm", "a100-40gb-pcie"
@@ -99,7 +100,7 @@ def test_fp16_takes_less_time_and_less_memory_than_fp32_on_a_v100():
                                ("fp32", profile(precision={V100: "fp32"}), forced))
     }  # fmt: skip
     assert peaks["fp32"] > peaks["fp16"]
-    with pytest.raises(InputError, match="precision is fp32, the profile's is fp16"):
+    with raises(InputError, code="plan-profile-precision", what=("fp32", "fp16")):
         predict(profile(), forced)
 
 

@@ -23,6 +23,7 @@ from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import Profile
+from helpers.errors import raises
 from helpers.plans.profiles import GIB, MIB, Card, Network, block, in_a_row, line, profile, steady
 
 
@@ -122,7 +123,7 @@ def test_naive_model_parallelism_fills_devices_alike():
 
 
 def test_a_model_that_fits_nowhere_is_told():
-    with pytest.raises(NoFeasiblePlanError, match="layer by layer"):
+    with raises(NoFeasiblePlanError, code="policy-does-not-fit", what="layer by layer"):
         plan_naive_model_parallel(hosts(1e9, memory=MIB), PlanRequest(global_batch=4))
 
 
@@ -153,7 +154,7 @@ def test_of_more_devices_than_units_those_with_most_memory_are_taken():
 def test_more_devices_than_units_are_told_where_none_may_be_left_out():
     found = in_a_row(profile(MORE_DEVICES, calls=("block",) * 3))
     request = PlanRequest(global_batch=4, space=Space(leave_out=False))
-    with pytest.raises(InputError, match="4 devices of a stage each need as many units"):
+    with raises(InputError, code="too-few-units", what=4):
         plan_naive_model_parallel(found, request)
 
 

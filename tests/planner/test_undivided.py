@@ -15,6 +15,7 @@ from gpumix.planner.undivided import plan_undivided, select_strategy
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
 from helpers.draws import examples
+from helpers.errors import raises
 from helpers.extended import left_out
 from helpers.plans.brute import small_profiles
 from helpers.plans.naive import peak_bytes, step_seconds
@@ -84,7 +85,7 @@ def test_many_unlike_devices_store_what_one_computes_with():
     plan = plan_undivided(found, PlanRequest(global_batch=8))
     (busy,) = [worker for worker in plan.workers if worker.samples]
     assert (busy.device_class, busy.samples, busy.micro_batch) == ("a100", 8, 8)
-    with pytest.raises(NoFeasiblePlanError, match="no device computes a batch of 4096 samples"):
+    with raises(NoFeasiblePlanError, code="undivided-batch-does-not-fit", what=4096):
         plan_undivided(found, PlanRequest(global_batch=4096))
 
 

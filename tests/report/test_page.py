@@ -13,6 +13,7 @@ from gpumix.report.page import render_page, write_page
 from gpumix.report.run import read_run
 from gpumix.schema.errors import InputError, MachineError
 from gpumix.schema.plan.plan import Plan
+from helpers.errors import raises
 from helpers.runs.folders import (
     PARTS,
     check_alone,
@@ -172,15 +173,15 @@ def test_a_report_replaces_a_report_and_nothing_else(tmp_path):
     write_page(run, path)
     assert [file.name for file in path.parent.iterdir()] == ["report.html"]
     path.write_text("<!doctype html> my own page")
-    with pytest.raises(InputError, match="not a report"):
+    with raises(InputError, code="not-a-report"):
         write_page(run, path)
     assert path.read_text() == "<!doctype html> my own page"
-    with pytest.raises(InputError, match="not a report"):
+    with raises(InputError, code="not-a-report"):
         write_page(run, tmp_path)
 
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path):
     run = run_of(tmp_path / "run")
     (tmp_path / "file").write_text("")
-    with pytest.raises(MachineError, match="cannot write the report"):
+    with raises(MachineError, code="file-not-writable", where="report.html"):
         write_page(run, tmp_path / "file" / "report.html")

@@ -18,6 +18,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.reading.read import read_job
 from gpumix.schema.units import show_bytes, show_seconds
 from gpumix.train.run_figures import words
+from helpers.errors import raises
 from helpers.runs.folders import PARTS, check_alone, read
 from helpers.runs.jobs import EMULATED, FEW_PLANS, train, write_job
 
@@ -208,7 +209,7 @@ def test_a_file_of_a_newer_schema_is_refused(tmp_path, trained, name):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     told = json.loads((tmp_path / name).read_text())
     (tmp_path / name).write_text(json.dumps(told | {"schema_version": 99}))
-    with pytest.raises(InputError, match="schema 99") as caught:
+    with raises(InputError, code="schema-unsupported", what=99) as caught:
         read_run(tmp_path)
     assert caught.value.exit_code == 2 and caught.value.fix
     assert name in caught.value.where

@@ -15,6 +15,7 @@ from gpumix.schema.plan.dtypes import (
     explain_compute_dtype,
     get_dtype_support,
 )
+from helpers.errors import raises
 
 MIXED = parse_cluster("1x p40, 1x v100-16gb-sxm, 1x a100-80gb-sxm")
 BY_ITSELF = {"p40": "fp32", "v100-16gb-sxm": "fp16", "a100-80gb-sxm": "bf16"}
@@ -71,14 +72,14 @@ def test_each_class_by_itself_or_as_it_is_told():
 
 @pytest.mark.parametrize("wanted", ["bf16", {"p40": "bf16"}])
 def test_what_a_class_cannot_do_is_refused(wanted):
-    with pytest.raises(InputError, match="'p40' does not compute in bf16") as caught:
+    with raises(InputError, code="dtype-unsupported-by-class", what=("p40", "bf16")) as caught:
         choose_compute_dtypes(wanted, MIXED)
     assert "libraries" in caught.value.why
     assert "fp32" in caught.value.fix
 
 
 def test_a_class_that_is_not_there_is_refused():
-    with pytest.raises(InputError, match="names the device class 'a100'") as caught:
+    with raises(InputError, code="device-class-unknown", what="a100") as caught:
         choose_compute_dtypes({"a100": "bf16"}, MIXED)
     assert "a100-80gb-sxm" in caught.value.why
 

@@ -20,7 +20,7 @@ from gpumix.schema.errors import (
 )
 from gpumix.train.checkpoint.manifest import Damaged
 
-WORDS = {"where": "here", "why": "because", "fix": "do that"}
+WORDS = {"code": "broken", "where": "here", "why": "because", "fix": "do that"}
 ERRORS = [
     *(cls("it broke", **WORDS) for cls in (GpumixError, InputError, MachineError, ModelError)),
     *(cls("it broke", **WORDS) for cls in (Damaged, RankInterrupted)),

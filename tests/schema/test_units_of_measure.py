@@ -33,14 +33,14 @@ def test_what_people_write(kind, text, value):
 @pytest.mark.parametrize(
     ("kind", "text", "said"),
     [
-        (BYTES, "24 gib", r"'24 gib' is not an amount such as '24 GiB' \(units: B, KB, kB, KiB"),
-        (BYTES, "GiB", "not an amount"), (BYTES, "", "not an amount"),
-        (BYTES, "-1 GiB", "'-1 GiB' is less than nothing: give an amount such as '24 GiB'"),
+        (BYTES, "24 gib", "'24 gib'.*'24 GiB'.*B, KB, kB, KiB"),
+        (BYTES, "GiB", "'24 GiB'"), (BYTES, "", "'24 GiB'"),
+        (BYTES, "-1 GiB", "'-1 GiB'.*'24 GiB'"),
         (BYTES, -1, "greater than or equal to 0"),
-        (BYTES, "1 2 GiB", "not an amount"), (BYTES, [1], "integer"),
-        (RATE, "8 GFLOPS", "not an amount such as '8 GFLOP/s'"), (RATE, 0, "greater than 0"),
+        (BYTES, "1 2 GiB", "'24 GiB'"), (BYTES, [1], "integer"),
+        (RATE, "8 GFLOPS", "'8 GFLOP/s'"), (RATE, 0, "greater than 0"),
         (RATE, "0 GFLOP/s", "greater than 0"), (RATE, "1e999 GFLOP/s", "finite"),
-        (SECONDS, "90 sec", "not an amount such as '90 s'"), (SECONDS, 0, "greater than 0"),
+        (SECONDS, "90 sec", "'90 s'"), (SECONDS, 0, "greater than 0"),
         (SECONDS, float("inf"), "finite"), (SECONDS, float("nan"), "finite|greater"),
     ],
 )  # fmt: skip

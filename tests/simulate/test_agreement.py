@@ -23,6 +23,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.plan.stage import Mode
 from gpumix.simulate.events import simulate
 from helpers.draws import examples
+from helpers.errors import raises
 from helpers.plans.brute import plan_of, small_profiles
 from helpers.plans.profiles import Network, fleet, line
 from helpers.plans.replays import any_plans, cards, head_s, lockstep_s, plan_by_hand, wire
@@ -205,7 +206,7 @@ def test_on_a_model_of_many_layers_the_formula_is_close():
 def test_a_plan_of_another_model_is_refused():
     measured = cards()
     plan = plan_by_hand(measured, (1, 1)).model_copy(update={"model": "another"})
-    with pytest.raises(InputError, match="model is another"):
+    with raises(InputError, code="plan-profile-mismatch", what=("another", "synthetic")):
         simulate(measured, plan)
 
 

@@ -28,8 +28,9 @@ from gpumix.simulate.events import simulate
 from gpumix.simulate.replay import Replay
 from gpumix.simulate.timeline import compute_utilization, find_critical_path, list_critical_segments
 from gpumix.simulate.trace import build_trace
+from helpers.errors import raises
 from helpers.extended import every_second
-from helpers.plans.profiles import Card, block, in_a_row, line, profile, steady, with_teams
+from helpers.plans.profiles import Card, block, in_a_row, line, profile, steady, with_tp_groups
 
 GIB = 2**30
 S = 1e-3  # seconds of a sample and call
@@ -196,12 +197,12 @@ def test_no_backward_is_split_where_nothing_is_kept():
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (cluster(2, calls=6), "no stage has its unit 'layers.4'"),
-        (cluster(1), "the plan's device 'a-1' .* is not in the profile's cluster"),
+        (cluster(2, calls=6), {"code": "plan-unit-missing", "what": "layers.4"}),
+        (cluster(1), {"code": "device-not-in-profile", "what": "a-1"}),
     ],
 )
 def test_a_profile_of_something_else_is_refused(other, told):
-    with pytest.raises(InputError, match=told):
+    with raises(InputError, **told):
         simulate(other, staged(cluster(2), [1, 1], 4))
 
 
@@ -213,7 +214,7 @@ def test_classes_that_were_not_measured_are_told():
         )
         for s in plan.stages
     ]
-    with pytest.raises(InputError, match="the profile knows nothing of device class 'b'"):
+    with raises(InputError, code="profile-class-missing", what="b"):
         simulate(cluster(2), plan.model_copy(update={"stages": tuple(stages)}))
 
 
@@ -237,14 +238,14 @@ def test_messages_of_a_wave_go_over_a_link_one_after_the_other():
 
 
 def test_each_of_a_team_on_another_host_gets_a_message_of_its_own():
-    found = with_teams(cluster(4, link=1e6, per_host=2), 2, faster=2.0)
+    found = with_tp_groups(cluster(4, link=1e6, per_host=2), 2, faster=2.0)
     plan = staged(found, [2, 2], 4, team=TensorParallelDegree(2))
     assert [stage.tensor for stage in plan.stages] == [2, 2]
     assert sent_s(found, plan) == [pytest.approx(2 * MESSAGE / 1e6, rel=0.01)] * 8
 
 
 def test_inside_a_host_messages_do_not_hinder_each_other():
-    found = with_teams(cluster(4, link=1e6, per_host=4), 2, faster=2.0)
+    found = with_tp_groups(cluster(4, link=1e6, per_host=4), 2, faster=2.0)
     plan = staged(found, [2, 2], 4, team=TensorParallelDegree(2))
     assert sent_s(found, plan) == [pytest.approx(MESSAGE / 1e6, rel=0.01)] * 8
 

@@ -15,6 +15,7 @@ from gpumix.simulate import trace as simulated
 from gpumix.simulate.events import simulate
 from gpumix.simulate.trace import build_trace
 from helpers.draws import examples
+from helpers.errors import raises
 from helpers.plans.brute import small_profiles
 from helpers.plans.replays import any_plans, cards, plan_by_hand, wire
 
@@ -123,7 +124,7 @@ def test_a_trace_is_a_document(tmp_path):
     build_trace(replay, plan).save(path)
     assert Trace.load(path) == build_trace(replay, plan)
     plan.save(tmp_path / "plan.json")
-    with pytest.raises(InputError, match="is not overwritten"):
+    with raises(InputError, code="document-not-overwritten", what="trace"):
         build_trace(replay, plan).save(tmp_path / "plan.json")
 
 

@@ -24,6 +24,7 @@ from gpumix.schema.reading.read import read_job
 from gpumix.train.checkpoint.export import export
 from gpumix.train.checkpoint.inspect import inspect
 from gpumix.train.rank_setup.model import build_model
+from helpers.errors import raises
 from helpers.runs.adapter_jobs import (
     SAMPLES,
     STEPS,
@@ -152,7 +153,7 @@ def test_a_factorys_model_gets_adapters_too(tmp_path):
     assert len(losses(job)) > 0
     names = {n for n in _index(tmp_path / "run") if n.startswith("model.")}
     assert names and all(".into.lora_" in name for name in names)
-    with pytest.raises(InputError, match="code that would be run, 'toys:model'"):
+    with raises(InputError, code="code-not-allowed", what="toys:model"):
         export(tmp_path / "run", tmp_path / "merged")
     folder = export(tmp_path / "run", tmp_path / "merged", allowed=["toys"])
     assert "blocks.0.into.weight" in load_file(folder / "model.safetensors")
@@ -221,7 +222,7 @@ def test_a_base_whose_values_differ_is_refused_at_resume_and_export(base, tmp_pa
     told = refused(InputError, job, plan=plan_for(job), resume=True)
     assert "the adapters belong to another base" in told
     assert "step-00000002" in told and str(own) in told
-    with pytest.raises(InputError, match="belong to another base"):
+    with raises(InputError, code="adapters-of-another-base"):
         export(tmp_path / "run", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
@@ -233,7 +234,7 @@ def test_another_format_or_rank_is_refused_at_resume(base, tmp_path):
         ("model.base=int8", '`model.base` was "nf4", here it is "int8"'),
         ("model.lora.rank=8", "`model.lora.rank` was 4, here it is 8"),
     ):
-        with pytest.raises(InputError, match="the checkpoint is of another model") as caught:
+        with raises(InputError, code="checkpoint-of-another-model") as caught:
             train(job, change, resume=True)
         assert told in str(caught.value)
 
@@ -266,7 +267,7 @@ def test_a_package_that_is_missing_is_named(base, tmp_path, monkeypatch):
     job = adapter_job(tmp_path, base, "nf4")
     model = read_job(job).model
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(MachineError, match="needs the package bitsandbytes"):
+    with raises(MachineError, code="package-missing", what="bitsandbytes"):
         build_model(model, folder=tmp_path, seed=0)
     monkeypatch.undo()
     library = importlib.import_module("bitsandbytes.cextension")
@@ -275,12 +276,12 @@ def test_a_package_that_is_missing_is_named(base, tmp_path, monkeypatch):
     )
     monkeypatch.setattr(library, "lib", broken)
     monkeypatch.setattr(runtime, "is_available", lambda: True)
-    with pytest.raises(MachineError, match="has no library for the GPUs") as caught:
+    with raises(MachineError, code="bitsandbytes-without-gpu-library") as caught:
         build_model(model, folder=tmp_path, seed=0)
     assert "libcudart.so.12" in str(caught.value)
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(MachineError, match="needs the package peft"):
+    with raises(MachineError, code="package-missing", what="peft"):
         build_model(model, folder=tmp_path, seed=0)
 
 

@@ -15,6 +15,7 @@ from gpumix.schema.errors import Interrupted, MachineError
 from gpumix.train.checkpoint.checkpointer import open_checkpoint
 from gpumix.train.checkpoint.manifest import verify
 from gpumix.train.preemption_save import AT_ONCE, PreemptionSaver, StopTiming
+from helpers.errors import raises
 from helpers.processes.commands import begin
 from helpers.processes.ports import free_port
 from helpers.processes.warm_commands import Command
@@ -95,11 +96,11 @@ def test_a_save_that_does_not_end_is_waited_for_as_long_as_one_may_take(tmp_path
         resume_copying=lambda: None,
     )
     stop: Any = SimpleNamespace(asked_at=None, wait=lambda _: None, wake=lambda: None)
-    late = r"rank 3 could not save the end of the run within 0 s"
+    late = {"code": "checkpoint-io-timeout", "what": (3, 0)}
     last: Any = PreemptionSaver(SimpleNamespace(ranks=ranks, job=job), keeping, lambda: 2)
     with last.beside(stop):
         try:
-            with pytest.raises(MachineError, match=late) as caught:
+            with raises(MachineError, **late) as caught:
                 last.claim_last_save()
         finally:
             goes_on.set()
@@ -162,7 +163,7 @@ def test_on_a_disk_too_slow_for_another_checkpoint(tmp_path):
     harm = toy(fault="notice", rank=1, at=5, once=str(tmp_path / "asked"))
     often = {"save_steps": 3} | EACH_STEP
     job = write_job(tmp_path, model=harm, data=slow, grace_period=GRACE_S, **often)
-    with pytest.raises(Interrupted, match="stopped after step 3 of 6"):
+    with raises(Interrupted, code="stopped-after-step", what=(3, 6)):
         train(job, plan=plan_for(job))
     assert time.time() - (tmp_path / "asked").stat().st_mtime < GRACE_S + 10
     assert checkpoints(tmp_path / "run") == ["step-00000003"]
@@ -186,7 +187,7 @@ def test_one_rank_that_is_asked_tells_the_others(tmp_path, losses):
 def test_a_first_step_that_does_not_end_is_given_up(tmp_path, losses):
     harm = toy(fault="notice", rank=1, at=1, once=str(tmp_path / "asked"))
     job = write_job(tmp_path, model=harm, grace_period=2)
-    with pytest.raises(Interrupted, match="stopped before the first step was done") as caught:
+    with raises(Interrupted, code="stopped-before-first-step") as caught:
         train(job, plan=plan_for(job))
     assert "`advanced.grace_period`" in caught.value.why and not list(
         (tmp_path / "run" / "checkpoints").glob("*")
@@ -208,7 +209,7 @@ def test_without_copies_in_memory_the_step_is_waited_for(tmp_path, losses):
     slow = toy(fault="terminate", rank=1, at=3, sample_s=0.2)
     none = {"memory_save_steps": 0}
     job = write_job(tmp_path, model=slow, **none, grace_period=0.1)
-    with pytest.raises(Interrupted, match=r"stopped after step [34] of 6"):
+    with raises(Interrupted, code="rank-asked-to-end", what=6):
         train(job, plan=plan_for(job))
 
 

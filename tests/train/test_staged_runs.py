@@ -12,6 +12,7 @@ from gpumix.schema.plan.step_trace import Trace
 from gpumix.simulate.events import simulate
 from gpumix.simulate.trace import build_trace
 from gpumix.train.controller import JobController
+from helpers.errors import raises
 from helpers.extended import every_second, every_third
 from helpers.runs.jobs import (
     BATCH,
@@ -158,12 +159,12 @@ def test_who_insists_has_a_team_of_unlike_devices(tmp_path, capsys):
     capsys.readouterr()
     assert train(job, plan=plan).losses == pytest.approx(alone.losses, rel=1e-5)
     told = capsys.readouterr().err
-    assert "nothing is known of how fast the plan is and whether it fits: a team of several" in told
+    assert "nothing is known of how fast the plan is and whether it fits: a tensor-par" in told
 
 
 def test_a_model_that_nobody_says_how_to_divide_is_refused(tmp_path):
     job = write_job(tmp_path, **OWN_PROFILES, cluster=PAIR)
-    with pytest.raises(InputError, match="nothing says how a Toy is divided"):
+    with raises(InputError, code="tensor-plan-missing"):
         train(job, "techniques.tensor_parallel_size=2")
 
 

@@ -99,7 +99,9 @@ def _told_as_errors(given: list[str]) -> Iterator[None]:
         verb = [word for word in given[:1] if word in VERBS]
         what, meant = _split_suggestion(_make_plain(str(said())))
         fix = f"see {' '.join(['gpumix', *verb, '--help'])}"
-        error = InputError(what, fix=f"did you mean {meant}? {fix}" if meant else fix)
+        error = InputError(
+            what, code="wrong-call", fix=f"did you mean {meant}? {fix}" if meant else fix
+        )
         print_error(f"gpumix: {error}")
         if "--json" in given[: given.index("--") if "--" in given else None]:
             print_json(error.as_dict())

@@ -193,6 +193,7 @@ def refuse_names_of_cards(text: str) -> None:
     else:
         raise InputError(
             f"'{text}' names cards, and this command needs devices that are here",
+            code="cluster-without-devices",
             where="--cluster",
             fix="leave it out to use the GPUs of this host, or give a cluster file; `gpumix plan` "
             "takes names of cards",
@@ -222,10 +223,11 @@ def _translate_error(error: BaseException) -> GpumixError:
     from gpumix.train.processes.error_translation import translate_error
 
     if isinstance(error, KeyboardInterrupt):
-        return Interrupted(ENDED_AT_ONCE)
+        return Interrupted(ENDED_AT_ONCE, code="interrupted-at-once")
     if isinstance(error, ModuleNotFoundError) and error.name in FOR_TRAINING:
         return MachineError(
             f"this command needs {error.name}, which is not installed",
+            code="package-missing",
             why="only estimates work without it: gpumix plan --cluster ... --model ...",
             fix="for GPUs, torch first, as pytorch.org says; then "
             + format_install_command("transformers"),
@@ -238,6 +240,7 @@ def require_checkpoint(path: Path) -> None:
     if not path.exists():
         raise InputError(
             "there is no checkpoint here",
+            code="no-checkpoint",
             where=str(path),
             fix="give the folder of a run or of one of its checkpoints",
         )
@@ -247,7 +250,7 @@ def refuse_set_without_job(job: Path | None, overrides: Sequence[str], *, fix: s
     """Raise InputError if keys of a job are replaced without a job."""
     if overrides and job is None:
         what = "--set replaces keys of a job, and no job is given"
-        raise InputError(what, where=overrides[0], fix=fix)
+        raise InputError(what, code="set-without-job", where=overrides[0], fix=fix)
 
 
 def print_result(
@@ -278,7 +281,11 @@ def print_json(value: Any) -> None:
     except OSError as error:
         # At exit, the rest of the buffer would be tried, and reported, once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise _StdoutError("cannot write the result to stdout", why=error.strerror or "") from error
+        raise _StdoutError(
+            "cannot write the result to stdout",
+            code="stdout-not-writable",
+            why=error.strerror or "",
+        ) from error
 
 
 class _StdoutError(MachineError):

@@ -44,7 +44,7 @@ def count_worker_flops(profile: Profile, plan: Plan) -> list[Flops] | None:
     own = [Flops(0.0, 0.0)] * len(rank_of)
     for number, stage in enumerate(plan.stages):
         of_size = {}
-        for size in {stage.team_size(worker) for worker in stage.leaders}:
+        for size in {stage.get_tp_size(worker) for worker in stage.leaders}:
             model = profile.model
             if size > 1:
                 model = get_group_measurements(profile, size, sequence=stage.sequence).model
@@ -58,7 +58,7 @@ def count_worker_flops(profile: Profile, plan: Plan) -> list[Flops] | None:
             root = _count_root_flops(model, first=number == 0, last=number == len(plan.stages) - 1)
             of_size[size] = cache(_StageFlopCounter(calls, root))
         for worker in stage.workers:
-            found = of_size[stage.team_size(worker)](
+            found = of_size[stage.get_tp_size(worker)](
                 worker.samples, worker.micro_batch, worker.mode.recompute, worker.kept_graphs
             )
             rank = rank_of[worker.device]

@@ -70,6 +70,7 @@ def check_room_for_loading(profile: Profile, plan: Plan) -> None:
         loading = plan.prediction.loading_bytes
         raise LoadingMemoryError(
             f"host '{host}' is short of {show_bytes(needed - room)} of RAM while weights load",
+            code="loading-memory-short",
             why=f"it has {show_bytes(room)} for training; each of its {processes} processes reads "
             f"the weights a block at a time, which takes {show_bytes(loading)}"
             + (

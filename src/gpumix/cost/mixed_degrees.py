@@ -55,15 +55,15 @@ class MixedDegreeProfile(Profile):
 
 
 def extract_undivided_model(
-    most: ModelProfile, least: ModelProfile, teams: tuple[int, int]
+    most: ModelProfile, least: ModelProfile, sizes: tuple[int, int]
 ) -> ModelProfile:
     """Return a model of the parameters that no tensor-parallel group divides. With u undivided and
     v divided elements, a rank in a group of n has u + v / n.
 
     Args:
-        most, least: a rank's part in groups of few and of many ranks, of sizes `teams`.
+        most, least: a rank's part in groups of few and of many ranks, of sizes `sizes`.
     """
-    few, many = teams
+    few, many = sizes
 
     def left(one: Sized, other: Sized) -> Sized:
         def of(field: str) -> int:

@@ -30,7 +30,9 @@ def check_units(plan: Plan, model: ModelProfile) -> None:
         wrong = _describe_count_mismatch(planned, model.calls) or _describe_order_mismatch(
             planned, model.calls
         )
-        raise InputError(f"the plan is not one for this model: {wrong}", fix=FIX)
+        raise InputError(
+            f"the plan is not one for this model: {wrong}", code="plan-model-mismatch", fix=FIX
+        )
     check_root_ends(plan, model.root.before.names, model.root.after.names)
     if len(plan.stages) > 1 and model.needs:
         for number in range(len(plan.stages)):
@@ -62,7 +64,9 @@ def check_root_ends(plan: Plan, before: Collection[str], after: Collection[str])
                 fix += f", or to {json.dumps(list(allowed))}" if allowed else ""
             else:
                 continue
-            raise InputError(f"'{key}' {what}", where=f"stage {number}", fix=fix)
+            raise InputError(
+                f"'{key}' {what}", code="plan-key-conflict", where=f"stage {number}", fix=fix
+            )
 
 
 def check_settings_have_effect(plan: Plan) -> None:
@@ -78,6 +82,7 @@ def check_settings_have_effect(plan: Plan) -> None:
             raise InputError(
                 f"'kept_graphs' is {worker.kept_graphs} for device '{worker.device}', what single "
                 "graphs take in several stages is not known",
+                code="kept-graphs-in-stages",
                 where=where,
                 fix="set it to 0, or `mode.recompute` to false, which keeps all of them",
             )
@@ -86,6 +91,7 @@ def check_settings_have_effect(plan: Plan) -> None:
             raise InputError(
                 f"'kept_graphs' is {worker.kept_graphs}, device '{worker.device}' has {pairs} "
                 "pairs of unit call and micro-batch",
+                code="kept-graphs-out-of-range",
                 where=where,
                 fix="set it to at most so many",
             )
@@ -93,6 +99,7 @@ def check_settings_have_effect(plan: Plan) -> None:
             raise InputError(
                 f"the order of device '{worker.device}' is {worker.mode.order}, in several stages "
                 "the schedule orders micro-batches",
+                code="plan-order-in-stages",
                 where=where,
                 fix="set `mode.order` to layered",
             )
@@ -101,6 +108,7 @@ def check_settings_have_effect(plan: Plan) -> None:
         who = "in each stage some devices recompute" if plan.in_waves else "all devices recompute"
         raise InputError(
             f"schedule 'zero-bubble' splits the backward of kept graphs, and {who}",
+            code="zero-bubble-kept-graphs",
             why="at ZeRO stages 2 and 3 a stage's devices reduce together" if plan.in_waves else "",
             fix="set `schedule` to 1f1b, or `mode.recompute` of devices to false",
         )
@@ -119,6 +127,7 @@ def check_unit_names(plan: Plan, units: Collection[str]) -> None:
         name = unknown[0]
         raise InputError(
             f"the plan is not one for this model, which has no unit '{name}'",
+            code="plan-unit-unknown",
             where=f"stage {planned[name]}",
             why=f"its units are {_format_names(units)}",
             fix=FIX,
@@ -126,6 +135,7 @@ def check_unit_names(plan: Plan, units: Collection[str]) -> None:
     if missing:
         raise InputError(
             f"the plan is not one for this model: no stage has its unit {_format_names(missing)}",
+            code="plan-unit-missing",
             fix=FIX,
         )
 
@@ -167,6 +177,7 @@ def _check_stage_inputs(plan: Plan, number: int, model: ModelProfile) -> None:
         raise InputError(
             f"the stage computes with {_format_names(sorted(lacking))}, which its 'root' does "
             "not name",
+            code="stage-root-incomplete",
             where=where,
             fix=f"set 'root' to {json.dumps(needs.root)}, or to null: all of the root's parameters",
         )
@@ -175,6 +186,7 @@ def _check_stage_inputs(plan: Plan, number: int, model: ModelProfile) -> None:
         raise InputError(
             f"'root' names {_format_names(sorted(unknown))}, which the model has not outside of "
             "its units",
+            code="stage-root-unknown",
             where=where,
             fix=f"set 'root' to {json.dumps(needs.root)}",
         )
@@ -186,6 +198,7 @@ def _check_stage_inputs(plan: Plan, number: int, model: ModelProfile) -> None:
                 f"output {one.output} of call {one.call} has 'differentiable' "
                 f"{json.dumps(given.differentiable)}, in this model it is "
                 f"{json.dumps(one.differentiable)}",
+                code="stage-takes-differ",
                 where=where,
                 fix=f"set 'differentiable' to {json.dumps(one.differentiable)} in its 'takes'",
             )
@@ -194,6 +207,7 @@ def _check_stage_inputs(plan: Plan, number: int, model: ModelProfile) -> None:
             raise InputError(
                 f"the stage needs output {one.output} of call {one.call} (unit '{unit}'), which "
                 "its 'takes' does not name",
+                code="stage-takes-incomplete",
                 where=where,
                 fix=f"add {one.model_dump_json()} to its 'takes', or make a plan: gpumix plan "
                 "JOB.yaml",

@@ -255,7 +255,7 @@ class MicroBatchSchedule:
     def actions_of(self, plan: Plan, rank: int) -> tuple[Action, ...]:
         """Return the actions of a rank in a step of the pipeline's plan."""
         stage = plan.stages_of(rank)[0]
-        leader = plan.team_of(rank, stage)[0]
+        leader = plan.get_tp_group(rank, stage)[0]
         return self.orders[self.seats[stage][0].rank if plan.in_waves else leader]
 
 
@@ -269,8 +269,8 @@ def _seats(plan: Plan, stage: int) -> tuple[StageAssignment, ...]:
     counts = [len(leader.micro_batches) for leader in plan.stages[stage].leaders]
     ends = list(accumulate(counts))
     return tuple(
-        StageAssignment(stage, team[0], range(end - count, end))
-        for team, count, end in zip(plan.teams_of(stage), counts, ends)
+        StageAssignment(stage, tp_group[0], range(end - count, end))
+        for tp_group, count, end in zip(plan.list_tp_groups(stage), counts, ends)
     )
 
 

@@ -70,7 +70,7 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
         found = predict_stages(profile, plan)
     else:
         found = _Step(*reduce_to_leaders(profile, plan)).prediction()
-    found = expand_to_members(profile, plan, found) if plan.in_teams else found
+    found = expand_to_members(profile, plan, found) if plan.uses_tensor_parallel else found
     found = found.model_copy(update={"loading_bytes": compute_loading_bytes(profile.model)})
     return add_flops(profile, plan, limit_to_input_rate(profile, plan, found))
 
@@ -365,11 +365,12 @@ def check_plan_matches_profile(profile: Profile, plan: Plan) -> None:
         if planned != profiled:
             raise InputError(
                 f"the plan's {what} is {planned}, the profile's is {profiled}",
+                code="plan-profile-mismatch",
                 fix="give the profile that the plan was made from, or plan again from this one",
             )
     check_units(plan, profile.model)
     _check_classes(profile, plan)
-    _check_teams(profile, plan)
+    _check_tp_groups(profile, plan)
 
 
 def _check_classes(profile: Profile, plan: Plan) -> None:
@@ -380,11 +381,13 @@ def _check_classes(profile: Profile, plan: Plan) -> None:
         if name not in measured:
             raise InputError(
                 f"the profile knows nothing of device class '{name}'",
+                code="profile-class-missing",
                 fix="profile again on this cluster: `gpumix profile JOB.yaml`",
             )
         if dtype != measured[name]:
             raise InputError(
                 f"the plan's precision is {dtype}, the profile's is {measured[name]}",
+                code="plan-profile-precision",
                 where=f"device class '{name}'",
                 fix="give the profile that the plan was made from, or plan again from this one",
             )
@@ -394,24 +397,26 @@ def _check_classes(profile: Profile, plan: Plan) -> None:
         if unknown:
             raise InputError(
                 f"the profile does not say what class '{name}' takes {unknown}",
+                code="profile-mode-missing",
                 fix="profile again on this cluster: `gpumix profile JOB.yaml`",
             )
 
 
-def _check_teams(profile: Profile, plan: Plan) -> None:
+def _check_tp_groups(profile: Profile, plan: Plan) -> None:
     """Refuse unmeasured tensor-parallel groups. A group counts as its first worker, over links
     inside one host: see `cost.tensor_parallel_groups`."""
-    for team in (team for stage in plan.stages if stage.tensor > 1 for team in stage.teams):
-        if len({(worker.host, worker.device_class) for worker in team}) > 1:
+    for tp_group in (g for stage in plan.stages if stage.tensor > 1 for g in stage.tp_groups):
+        if len({(worker.host, worker.device_class) for worker in tp_group}) > 1:
             raise InputError(
-                "a team of several hosts or device classes was not measured",
-                where=f"the team of {', '.join(worker.device for worker in team)}",
-                fix="make teams of devices of one class on one host, or train this plan as it is, "
+                "a tensor-parallel group of several hosts or device classes was not measured",
+                code="tensor-parallel-across-classes",
+                where=f"the group of {', '.join(worker.device for worker in tp_group)}",
+                fix="form groups of devices of one class on one host, or train this plan as it is, "
                 "with nothing foretold: gpumix train JOB.yaml --plan PLAN.json",
             )
     for stage in plan.stages:
-        teams = {(w.device_class, stage.team_size(w), w.mode) for w in stage.leaders}
-        for name, size, mode in sorted(teams, key=repr):
+        kinds = {(w.device_class, stage.get_tp_size(w), w.mode) for w in stage.leaders}
+        for name, size, mode in sorted(kinds, key=repr):
             if size > 1:
                 refuse_unmeasured(
                     profile, TensorParallelGroup(name, size), mode, sequence=stage.sequence

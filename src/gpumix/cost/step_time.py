@@ -232,6 +232,7 @@ class ComputeSeconds:
         if times.inputs is None or times.weights is None:
             raise InputError(
                 "the profile does not say how long the parts of a split backward take",
+                code="split-backward-not-measured",
                 where=f"device class '{self.device.device_class}'",
                 fix="measure again: `gpumix profile JOB.yaml --fresh`, or leave out the "
                 "schedule 'zero-bubble'",

@@ -1,4 +1,4 @@
-"""Tensor-parallel groups ("teams") in the cost model: each group counts as one worker.
+"""Tensor-parallel groups in the cost model: each group counts as one worker.
 
 To each rank of a group the model is smaller: its parts of the divided modules. Its passes are
 longer by the group's collectives, which nothing hides. So a plan with tensor-parallel groups is
@@ -27,8 +27,8 @@ from gpumix.schema.profile.profile import (
     ROOT,
     ClassProfile,
     Profile,
-    TeamProfile,
     TensorParallelCollective,
+    TensorParallelProfile,
     TensorParallelTraffic,
     UnitTimes,
 )
@@ -51,13 +51,15 @@ def make_group_profile(
     """
     if degree == 1:
         return profile
-    return _in_team(ByIdentity(profile), degree, sequence=sequence, in_stages=in_stages)
+    return _make_group_profile(ByIdentity(profile), degree, sequence=sequence, in_stages=in_stages)
 
 
-@lru_cache(maxsize=64)  # a search asks for the same few teams, thousands of times
-def _in_team(of: ByIdentity[Profile], degree: int, *, sequence: bool, in_stages: bool) -> Profile:
+@lru_cache(maxsize=64)  # a search asks for the same few groups, thousands of times
+def _make_group_profile(
+    of: ByIdentity[Profile], degree: int, *, sequence: bool, in_stages: bool
+) -> Profile:
     profile = of.value
-    team = get_group_measurements(profile, degree, sequence=sequence)
+    tp_profile = get_group_measurements(profile, degree, sequence=sequence)
     cluster, network = profile.cluster, profile.network
     if len({device.host for device in cluster.devices}) > 1:
         # All ranks of groups share state with their peers at once, over the same links.
@@ -72,13 +74,13 @@ def _in_team(of: ByIdentity[Profile], degree: int, *, sequence: bool, in_stages:
             cluster = cluster.model_copy(update={"network": beside})
     return profile.model_copy(
         update={
-            "model": team.model,
-            "other_models": team.other_models,
+            "model": tp_profile.model,
+            "other_models": tp_profile.other_models,
             "classes": tuple(
-                _add_group_collectives(profile, team, of_class, ends=not in_stages)
-                for of_class in team.classes
+                _add_group_collectives(profile, tp_profile, of_class, ends=not in_stages)
+                for of_class in tp_profile.classes
             ),
-            "teams": (),
+            "tp_profiles": (),
             "cluster": cluster,
             "network": network,
         }
@@ -92,17 +94,17 @@ def make_stage_leaders(profile: Profile, stage: Stage, *, in_stages: bool = Fals
     Raises:
         InputError: no group of this kind was measured.
     """
-    if not stage.unlike_teams:
-        size = stage.team_size(stage.workers[0])
+    if not stage.has_mixed_degrees:
+        size = stage.get_tp_size(stage.workers[0])
         alone = make_group_profile(profile, size, sequence=stage.sequence, in_stages=in_stages)
         return StageLeaders(alone, stage.leaders)
-    teams = {
-        w.device: TensorParallelGroup(w.device_class, stage.team_size(w)) for w in stage.leaders
+    groups = {
+        w.device: TensorParallelGroup(w.device_class, stage.get_tp_size(w)) for w in stage.leaders
     }
-    found = make_leader_profile(profile, teams, sequence=stage.sequence, in_stages=in_stages)
-    names = _names(teams.values())
+    found = make_leader_profile(profile, groups, sequence=stage.sequence, in_stages=in_stages)
+    names = _names(groups.values())
     leaders = tuple(
-        worker.model_copy(update={"device_class": names[teams[worker.device]], "parts": 1})
+        worker.model_copy(update={"device_class": names[groups[worker.device]], "parts": 1})
         for worker in stage.leaders
     )
     return StageLeaders(found, leaders)
@@ -132,14 +134,14 @@ class TensorParallelGroup(NamedTuple):
 
 def make_leader_profile(
     profile: Profile,
-    teams: Mapping[str, TensorParallelGroup],
+    groups: Mapping[str, TensorParallelGroup],
     *,
     sequence: bool,
     in_stages: bool = False,
 ) -> Profile:
     """Return the profile of leaders, by the leaders' devices. If a class has groups of several
     sizes, each size becomes a class of its own."""
-    kinds = sorted(set(teams.values()))
+    kinds = sorted(set(groups.values()))
     of_size = {
         size: make_group_profile(profile, size, sequence=sequence and size > 1, in_stages=in_stages)
         for size in {kind.size for kind in kinds}
@@ -165,7 +167,7 @@ def make_leader_profile(
         of_size[kind.size].of_class(kind.device_class).model_copy(update={"device_class": name})
         for kind, name in names.items()
     )
-    cluster = _with_classes(of_size[least].cluster, teams, names)
+    cluster = _with_classes(of_size[least].cluster, groups, names)
     more = {"classes": classes, "models": models, "cluster": cluster}
     return MixedDegreeProfile.model_construct(**dict(of_size[least]) | more)
 
@@ -184,7 +186,7 @@ def _names(kinds: Iterable[TensorParallelGroup]) -> dict[TensorParallelGroup, st
 
 def _with_classes(
     cluster: Cluster,
-    teams: Mapping[str, TensorParallelGroup],
+    groups: Mapping[str, TensorParallelGroup],
     names: Mapping[TensorParallelGroup, str],
 ) -> Cluster:
     """Return the cluster with the leaders' devices renamed to their classes."""
@@ -193,8 +195,8 @@ def _with_classes(
         return cluster
     classes = [cluster.class_named(old).model_copy(update={"name": n}) for n, old in new.items()]
     devices = [
-        device.model_copy(update={"device_class": names[teams[device.id]]})
-        if device.id in teams
+        device.model_copy(update={"device_class": names[groups[device.id]]})
+        if device.id in groups
         else device
         for device in cluster.devices
     ]
@@ -211,14 +213,19 @@ def refuse_unmeasured(
     profile: Profile, kind: TensorParallelGroup, mode: Mode, *, sequence: bool
 ) -> None:
     """Raise an InputError if groups were not measured in a mode."""
-    team = get_group_measurements(profile, kind.size, sequence=sequence)
-    if all(one.device_class != kind.device_class for one in team.classes):
+    tp_profile = get_group_measurements(profile, kind.size, sequence=sequence)
+    if all(one.device_class != kind.device_class for one in tp_profile.classes):
         raise _not_measured(*kind)
-    update = {"model": team.model, "other_models": team.other_models, "classes": team.classes}
+    update = {
+        "model": tp_profile.model,
+        "other_models": tp_profile.other_models,
+        "classes": tp_profile.classes,
+    }
     if not can_predict_mode(profile.model_copy(update=update), kind.device_class, mode):
         raise InputError(
-            f"the profile does not say what teams of {kind.size} of class '{kind.device_class}' "
-            f"take to {mode.describe()}",
+            f"the profile does not say what tensor-parallel groups of {kind.size} of class "
+            f"'{kind.device_class}' take to {mode.describe()}",
+            code="tensor-parallel-mode-not-measured",
             fix="profile again on this cluster: `gpumix profile JOB.yaml`; a head in chunks is "
             "measured of devices that compute alone only",
         )
@@ -226,21 +233,25 @@ def refuse_unmeasured(
 
 def _not_measured(name: str, size: int) -> InputError:
     return InputError(
-        f"teams of {size} of class '{name}' were not measured",
+        f"tensor-parallel groups of {size} of class '{name}' were not measured",
+        code="tensor-parallel-not-measured",
         fix="profile again with `techniques: {tensor_parallel_size: [1, ...]}`, or take another "
         "degree",
     )
 
 
-def get_group_measurements(profile: Profile, degree: int, *, sequence: bool) -> TeamProfile:
+def get_group_measurements(
+    profile: Profile, degree: int, *, sequence: bool
+) -> TensorParallelProfile:
     """Return the measurements of groups of `degree` ranks; see `make_group_profile`."""
-    for team in profile.teams:
-        if (team.degree, team.sequence) == (degree, sequence):
-            return team
-    alike = [str(team.degree) for team in profile.teams if team.sequence == sequence]
+    for tp_profile in profile.tp_profiles:
+        if (tp_profile.degree, tp_profile.sequence) == (degree, sequence):
+            return tp_profile
+    alike = [str(one.degree) for one in profile.tp_profiles if one.sequence == sequence]
     how = " and divide the positions of samples" if sequence else ""
     raise InputError(
         f"the profile does not say how {degree} ranks compute units together{how}",
+        code="tensor-parallel-not-measured",
         why=f"tensor parallel degrees that were measured so: {', '.join(alike) or 'none'}",
         fix="profile again with `techniques: {tensor_parallel_size: [1, ...]}`, or take another "
         "degree" + (", or `techniques: {sequence_parallel: false}`" if sequence else ""),
@@ -251,15 +262,17 @@ def expand_to_members(profile: Profile, plan: Plan, found: Prediction) -> Predic
     """Expand a prediction of `plan.of_leaders` to all workers of the plan."""
     leaders = {w.device: expected for w, expected in zip(plan.of_leaders.workers, found.workers)}
     for number, stage in enumerate(plan.stages):
-        for worker in (leader for leader in stage.leaders if stage.team_size(leader) > 1):
+        for worker in (leader for leader in stage.leaders if stage.get_tp_size(leader) > 1):
             expected = leaders[worker.device]
-            memory = expected.memory_bytes | {"team": buffer_bytes(profile, plan, number, worker)}
+            memory = expected.memory_bytes | {
+                "tensor parallel": buffer_bytes(profile, plan, number, worker)
+            }
             leaders[worker.device] = expected.model_copy(update={"memory_bytes": memory})
     leader = {
-        member.device: team[0].device
+        member.device: tp_group[0].device
         for stage in plan.stages
-        for team in stage.teams
-        for member in team
+        for tp_group in stage.tp_groups
+        for member in tp_group
     }
     return found.model_copy(
         update={
@@ -277,11 +290,11 @@ def list_group_collectives(
     """Return the collectives of a worker's tensor-parallel group, for each unit call of a stage,
     and last those between units: of the stage's part of the root, and of sequence parallelism."""
     one, name = plan.stages[stage], worker.device_class
-    team, first = _team_of(profile, one, worker), plan.first_call(stage)
+    tp_profile, first = _get_tp_profile(profile, one, worker), plan.first_call(stage)
     calls = profile.model.kind_of_call[first : first + len(one.units)]
-    of_class, nothing = team.told[name], TensorParallelTraffic()
+    of_class, nothing = tp_profile.told[name], TensorParallelTraffic()
     root = of_class.get(ROOT, nothing)
-    ends = _StageEndGathers.of(profile, plan, stage, team, name)
+    ends = _StageEndGathers.of(profile, plan, stage, tp_profile, name)
     forward, backward = (*ends.sent, *ends.left), ends.entered
     if stage == 0:
         forward = (*root.forward, *forward)
@@ -301,24 +314,28 @@ class _StageEndGathers(NamedTuple):
 
     @classmethod
     def of(
-        cls, profile: Profile, plan: Plan, stage: int, team: TeamProfile, name: str
+        cls, profile: Profile, plan: Plan, stage: int, tp_profile: TensorParallelProfile, name: str
     ) -> _StageEndGathers:
         one, first = plan.stages[stage], plan.first_call(stage)
         calls = range(first, first + len(one.units))
-        entered = {*team.enters, *([first] if first else [])}
+        entered = {*tp_profile.enters, *([first] if first else [])}
         taken = {t for later in plan.stages[stage + 1 :] for t in later.takes if t.call in calls}
         return cls(
-            sent=_gathers(team, name, (t.call for t in taken if _is_part(profile, team, t))),
-            left=_gathers(team, name, (call for call in team.leaves if call in calls[:-1])),
-            entered=_gathers(team, name, (call for call in calls if call in entered)),
+            sent=_gathers(
+                tp_profile, name, (t.call for t in taken if _is_part(profile, tp_profile, t))
+            ),
+            left=_gathers(
+                tp_profile, name, (call for call in tp_profile.leaves if call in calls[:-1])
+            ),
+            entered=_gathers(tp_profile, name, (call for call in calls if call in entered)),
         )
 
 
 def _gathers(
-    team: TeamProfile, name: str, calls: Iterable[int]
+    tp_profile: TensorParallelProfile, name: str, calls: Iterable[int]
 ) -> tuple[TensorParallelCollective, ...]:
     """Return the gathers of the calls' hidden states, as far as divided."""
-    kinds, told = team.model.kind_of_call, team.told[name]
+    kinds, told = tp_profile.model.kind_of_call, tp_profile.told[name]
     parts = (told[kinds[call]].part for call in calls if kinds[call] in told)
     return tuple(
         TensorParallelCollective(operation="exchange", times=1, bytes=part)
@@ -327,10 +344,10 @@ def _gathers(
     )
 
 
-def _is_part(profile: Profile, team: TeamProfile, taken: StageInput) -> bool:
+def _is_part(profile: Profile, tp_profile: TensorParallelProfile, taken: StageInput) -> bool:
     """Check if each rank of a group has only a part of a call's output: a smaller tensor."""
     kind = profile.model.kind_of_call[taken.call]
-    whole, own = (m.kind(kind).outputs.get(taken.output) for m in (profile.model, team.model))
+    whole, own = (m.kind(kind).outputs.get(taken.output) for m in (profile.model, tp_profile.model))
     return whole is not None and own is not None and own.values[0] < whole.values[0]
 
 
@@ -340,13 +357,13 @@ def end_seconds(
     """Return the seconds of a micro-batch's collectives, forward and backward, at entry and exit of
     full hidden states in one of several stages."""
     one = plan.stages[stage]
-    if not one.sequence or one.team_size(worker) == 1:
+    if not one.sequence or one.get_tp_size(worker) == 1:
         return 0.0, 0.0
-    team = _team_of(profile, one, worker)
+    tp_profile = _get_tp_profile(profile, one, worker)
     device = profile.of_class(worker.device_class)
-    ends = _StageEndGathers.of(profile, plan, stage, team, worker.device_class)
-    forward = _seconds(profile, team, device, samples, (*ends.sent, *ends.left))
-    return forward, _seconds(profile, team, device, samples, ends.entered)
+    ends = _StageEndGathers.of(profile, plan, stage, tp_profile, worker.device_class)
+    forward = _seconds(profile, tp_profile, device, samples, (*ends.sent, *ends.left))
+    return forward, _seconds(profile, tp_profile, device, samples, ends.entered)
 
 
 def buffer_bytes(profile: Profile, plan: Plan, stage: int, worker: Worker) -> int:
@@ -354,7 +371,7 @@ def buffer_bytes(profile: Profile, plan: Plan, stage: int, worker: Worker) -> in
     CPUs."""
     if profile.cluster.class_named(worker.device_class).accelerator != "cpu":
         return 0
-    degree = plan.stages[stage].team_size(worker)
+    degree = plan.stages[stage].get_tp_size(worker)
     largest = {"all_reduce": 0, "exchange": 0, "reduce": 0}
     for told in list_group_collectives(profile, plan, stage, worker):
         for one in (*told.forward, *told.backward):
@@ -364,28 +381,32 @@ def buffer_bytes(profile: Profile, plan: Plan, stage: int, worker: Worker) -> in
     return largest["all_reduce"] + (degree + 1) * largest["exchange"] + 2 * largest["reduce"]
 
 
-def _team_of(profile: Profile, stage: Stage, worker: Worker) -> TeamProfile:
-    return get_group_measurements(profile, stage.team_size(worker), sequence=stage.sequence)
+def _get_tp_profile(profile: Profile, stage: Stage, worker: Worker) -> TensorParallelProfile:
+    return get_group_measurements(profile, stage.get_tp_size(worker), sequence=stage.sequence)
 
 
 def _add_group_collectives(
-    profile: Profile, team: TeamProfile, device: ClassProfile, *, ends: bool
+    profile: Profile, tp_profile: TensorParallelProfile, device: ClassProfile, *, ends: bool
 ) -> ClassProfile:
-    units = _lengthen_units(_ByLinks(profile), ByIdentity(team), device.device_class, ends=ends)
+    units = _lengthen_units(
+        _ByLinks(profile), ByIdentity(tp_profile), device.device_class, ends=ends
+    )
     update_s = device.optimizer_s_per_element
     if profile.exchanges_matrices:
-        update_s += _exchange_s_per_element(profile, team, device.device_class)
+        update_s += _exchange_s_per_element(profile, tp_profile, device.device_class)
     return device.model_copy(update={"units": units, "optimizer_s_per_element": update_s})
 
 
-def _exchange_s_per_element(profile: Profile, team: TeamProfile, name: str) -> float:
+def _exchange_s_per_element(
+    profile: Profile, tp_profile: TensorParallelProfile, name: str
+) -> float:
     """Return the seconds for a group to gather its ranks' parts of matrices on one rank each and to
     return the updates, per element of a rank's part of the model."""
-    size = team.model.mean_per_element(of_matrices=MATRIX_BYTES, of_others=0)
-    elements = team.model.parameters
+    size = tp_profile.model.mean_per_element(of_matrices=MATRIX_BYTES, of_others=0)
+    elements = tp_profile.model.parameters
     # A rank sends its part once, divided among the others; in a gather, once to each of them.
-    sent = size * elements / team.degree
-    once = compute_tensor_parallel_s(profile, "exchange", name, team.degree, sent)
+    sent = size * elements / tp_profile.degree
+    once = compute_tensor_parallel_s(profile, "exchange", name, tp_profile.degree, sent)
     return 2 * once / max(1, elements)
 
 
@@ -405,19 +426,19 @@ class _ByLinks(ByIdentity[Profile]):
 
 @lru_cache(maxsize=1024)  # profiles of waves differ in updates only
 def _lengthen_units(
-    of: _ByLinks, of_team: ByIdentity[TeamProfile], name: str, *, ends: bool
+    of: _ByLinks, of_tp_profile: ByIdentity[TensorParallelProfile], name: str, *, ends: bool
 ) -> dict[str, UnitTimes]:
-    profile, team, nothing = of.value, of_team.value, TensorParallelTraffic()
-    device = next(one for one in team.classes if one.device_class == name)
+    profile, tp_profile, nothing = of.value, of_tp_profile.value, TensorParallelTraffic()
+    device = next(one for one in tp_profile.classes if one.device_class == name)
 
     def told_of(unit: str) -> TensorParallelTraffic:
-        told = team.told[name].get(unit, nothing)
+        told = tp_profile.told[name].get(unit, nothing)
         if unit != ROOT or not ends:
             return told
-        entered = _gathers(team, name, team.enters)
+        entered = _gathers(tp_profile, name, tp_profile.enters)
         return told.model_copy(
             update={
-                "forward": (*told.forward, *_gathers(team, name, team.leaves)),
+                "forward": (*told.forward, *_gathers(tp_profile, name, tp_profile.leaves)),
                 "backward": (*told.backward, *entered),
                 "gradient": (*told.gradient, *entered),
             }
@@ -427,7 +448,7 @@ def _lengthen_units(
         told = told_of(name)
 
         def by(curve: Curve, of_pass: Iterable[TensorParallelCollective]) -> Curve:
-            waits = [_seconds(profile, team, device, size, of_pass) for size in curve.sizes]
+            waits = [_seconds(profile, tp_profile, device, size, of_pass) for size in curve.sizes]
             values = tuple(v + wait for v, wait in zip(curve.values, waits))
             return curve.model_copy(update={"values": values})
 
@@ -446,7 +467,7 @@ def _lengthen_units(
 
 def _seconds(
     profile: Profile,
-    team: TeamProfile,
+    tp_profile: TensorParallelProfile,
     device: ClassProfile,
     samples: float,
     of_pass: Iterable[TensorParallelCollective],
@@ -458,7 +479,7 @@ def _seconds(
             profile,
             one.operation,
             device.device_class,
-            team.degree,
+            tp_profile.degree,
             float(interpolate_bytes(one.bytes, samples)) / one.times,
         )
         for one in of_pass

@@ -89,7 +89,7 @@ def _split_buckets(
     if not isinstance(model, RankModelProfile):
         return [buckets]
     stage = plan.stages[number]
-    largest = next(leader for leader in stage.leaders if stage.team_size(leader) == stage.tensor)
+    largest = next(leader for leader in stage.leaders if stage.get_tp_size(leader) == stage.tensor)
     *of_calls, root = list_group_collectives(profile, plan, number, largest)
     summed = dict(zip(of_leaders.model.kind_of_call, (told.summed for told in of_calls)))
     summed[ROOT] = root.summed
@@ -128,17 +128,19 @@ def _with_members(
 ) -> tuple[Traffic, ...]:
     """Return the traffic of all ranks: a leader's, with the group's own collectives, for each
     rank."""
-    if not plan.in_teams:
+    if not plan.uses_tensor_parallel:
         return tuple(of_leaders)
     leaders = {w.device: t for w, t in zip(plan.of_leaders.workers, of_leaders)}
     found: dict[str, Traffic] = {}
     for number, stage in enumerate(plan.stages):
-        for team in stage.teams:
-            one = leaders[team[0].device]
-            for operation, times, size in _list_group_collectives(profile, plan, number, team[0]):
+        for tp_group in stage.tp_groups:
+            one = leaders[tp_group[0].device]
+            for operation, times, size in _list_group_collectives(
+                profile, plan, number, tp_group[0]
+            ):
                 one.counts[operation] += times
                 one.bytes[operation] += size
-            found |= {w.device: Traffic(one.counts.copy(), one.bytes.copy()) for w in team}
+            found |= {w.device: Traffic(one.counts.copy(), one.bytes.copy()) for w in tp_group}
     return tuple(found[worker.device] for worker in plan.workers)
 
 
@@ -146,7 +148,7 @@ def _list_group_collectives(
     profile: Profile, plan: Plan, number: int, worker: Worker
 ) -> Iterator[tuple[str, int, int]]:
     """Yield operation, count and bytes of a tensor-parallel group's collectives in a step."""
-    if plan.stages[number].team_size(worker) == 1:
+    if plan.stages[number].get_tp_size(worker) == 1:
         return
     *of_units, root = list_group_collectives(profile, plan, number, worker)
     passes = [*root.forward, *root.backward]
@@ -155,7 +157,7 @@ def _list_group_collectives(
         passes += told.backward if worker.mode.recompute else told.gradient
     stage, times = plan.stages[number], plan.waves if plan.in_waves else 1
     summed = list({name: t.summed for name, t in zip(stage.units, of_units)}.values())
-    for first in range(0, len(summed), stage.joined) if not stage.unlike_teams else ():
+    for first in range(0, len(summed), stage.joined) if not stage.has_mixed_degrees else ():
         if size := sum(summed[first : first + stage.joined]):
             yield "all_reduce", times, times * size * GRADIENT_BYTES
     for one, size in product(passes, worker.micro_batches):

@@ -252,7 +252,8 @@ class Loader(Iterator[Batch]):
         if share.total != self.global_batch:
             raise InputError(
                 f"the new samples per rank add up to {share.total}, not to the global batch of "
-                f"{self.global_batch}"
+                f"{self.global_batch}",
+                code="shares-not-global-batch",
             )
         self._share, self.course = share, self._make_sampler(shares)
         rows = len(self.course.indices(self._cursor.position))
@@ -440,6 +441,7 @@ def _source_of(
     if transform is not None:
         raise InputError(
             "`transform` is for streams, whose samples others must read past",
+            code="transform-without-stream",
             fix="do it in the dataset's __getitem__",
         )
     return as_source(dataset, collate, thread_safe=thread_safe, reading=reading)
@@ -449,22 +451,33 @@ def _check(
     num_workers: int | str, kind: str, prefetch: int | str, bad_samples: str, timeout_s: float
 ) -> None:
     if prefetch != "auto" and (not isinstance(prefetch, int) or prefetch < 1):
-        raise InputError(f"prefetch must be 1 or more or 'auto', not {prefetch}")
+        raise InputError(
+            f"prefetch must be 1 or more or 'auto', not {prefetch}", code="prefetch-invalid"
+        )
     whole = isinstance(num_workers, int) and 0 <= num_workers <= MOST_WORKERS
     if num_workers != "auto" and not whole:
-        raise InputError(f"num_workers must be 0 to {MOST_WORKERS} or 'auto', not {num_workers}")
+        raise InputError(
+            f"num_workers must be 0 to {MOST_WORKERS} or 'auto', not {num_workers}",
+            code="num-workers-invalid",
+        )
     if kind not in ("auto", "threads", "processes"):
-        raise InputError(f"kind must be 'auto', 'threads' or 'processes', not {kind!r}")
+        raise InputError(
+            f"kind must be 'auto', 'threads' or 'processes', not {kind!r}",
+            code="worker-kind-invalid",
+        )
     if kind == "processes" and not can_fork():
         raise InputError(
             "data workers cannot be processes here",
+            code="worker-processes-unavailable",
             why="they are forked, and share memory with this one, which is safe on Linux only",
             fix="leave `kind` out",
         )
     if bad_samples not in ("stop", "skip"):
-        raise InputError(f"bad_samples must be 'stop' or 'skip', not {bad_samples!r}")
+        raise InputError(
+            f"bad_samples must be 'stop' or 'skip', not {bad_samples!r}", code="bad-samples-invalid"
+        )
     if not timeout_s > 0:  # rejects NaN, too
-        raise InputError(f"timeout_s must be above 0, not {timeout_s}")
+        raise InputError(f"timeout_s must be above 0, not {timeout_s}", code="timeout-invalid")
 
 
 def evaluation_batches(
@@ -496,6 +509,7 @@ def evaluation_batches(
     if not total:
         raise InputError(
             "there are no held-out samples to evaluate on",
+            code="no-held-out-samples",
             fix="set data.validation_split above 0, or eval_steps to 0",
         )
     own = [np.arange(rows.start, rows.stop) for rows in share.rows(total)]

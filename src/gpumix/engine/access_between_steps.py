@@ -58,7 +58,7 @@ class BlockwiseEngine(ShardedModel):
     @property
     def can_be_called(self) -> bool:
         """True if each rank can compute the full model with gathered parameters."""
-        return not self.places and not self.plan.in_teams
+        return not self.places and not self.plan.uses_tensor_parallel
 
     @contextmanager
     def gathered_unit(self, name: str) -> Iterator[None]:
@@ -101,6 +101,7 @@ class BlockwiseEngine(ShardedModel):
         if not self.can_be_called:
             raise ModelError(
                 "the model was called outside of a step, and no rank computes all of it",
+                code="model-called-between-steps",
                 why="by this plan ranks compute stages of the model, or parts of its layers",
                 fix="with gpumix.whole(model): on all ranks; to evaluate, "
                 "engine.evaluate(batch) or engine.outputs(function, batch)",
@@ -164,6 +165,7 @@ class AccessBetweenSteps:
         if engine is None:
             raise ModelError(
                 "the model's engine is gone, and with it this rank's part of the weights",
+                code="engine-gone",
                 fix="call gpumix.unshard(model) on all ranks while the engine, the Trainer or the "
                 "Accelerator is still there",
             )
@@ -268,6 +270,7 @@ class AccessBetweenSteps:
         """
         raise InputError(
             "a step is made inside of gpumix.whole(model)",
+            code="step-inside-whole",
             why="inside of it the model is an ordinary module, which the engine does not run",
             fix="leave the with statement before",
         )
@@ -436,6 +439,7 @@ def whole(model: nn.Module) -> Iterator[nn.Module]:
     if outside.in_step:
         raise InputError(
             "the model cannot be made whole inside of a step",
+            code="whole-inside-step",
             fix="call gpumix.whole(model) between two steps, on all ranks",
         )
     with outside.whole():

@@ -117,7 +117,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
         # All ranks of a team compute the same losses; the first one reports them.
         last = len(plan.stages) - 1
         computes_them = last in plan.stages_of(comm.rank)
-        self.tells_losses = computes_them and plan.team_of(comm.rank, last)[0] == comm.rank
+        self.tells_losses = computes_them and plan.get_tp_group(comm.rank, last)[0] == comm.rank
         self._unused = UnusedParameters(comm, self._buckets, parts.inventory)
         tokens = float(plan.global_batch * plan.sequence_length)
         self._state = StepState(
@@ -129,7 +129,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
             losses_counted=torch.full((), tokens, dtype=torch.float64, device=comm.device),
             own_norm=SampledGradientNorm(comm.device),
             exchanged=StepTable.of_zeros(comm.world),
-            compares_samples=bool(places) or plan.in_teams,
+            compares_samples=bool(places) or plan.uses_tensor_parallel,
         )
         self._observe_gradients(self._state.own_norm.see)
         self.keepers = module_buffers.find_buffer_owners(model)
@@ -276,6 +276,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
         if not self.may_update_early(optimizer):
             raise InputError(
                 f"{type(optimizer).__name__} cannot step before all gradients are done",
+                code="optimizer-step-too-early",
                 fix="call engine.step(batch), then optimizer.step()",
             )
         if self._updates is None or self._updates.optimizer is not optimizer:
@@ -332,7 +333,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
             division = own[number].division
             speeds = {
                 rank: self.plan.worker_of(rank, number).samples / len(group)
-                for group in self.plan.teams_of(number)
+                for group in self.plan.list_tp_groups(number)
                 for rank in group
             }
             joined = JoinedGroups(comm, tuple(speeds[rank] for rank in ranks))
@@ -355,11 +356,15 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
         are at different points of the step, and collectives would not match."""
         if self.ended:
             raise TrainingError(
-                "the engine is at its end", why=self._failed, fix="prepare the model again"
+                "the engine is at its end",
+                code="engine-ended",
+                why=self._failed,
+                fix="prepare the model again",
             )
         if self._failed:
             raise TrainingError(
                 f"an earlier step failed on rank {self.comm.rank}, the others are not where it is",
+                code="earlier-step-failed",
                 why=self._failed,
                 fix="start all ranks again, from a checkpoint",
             )

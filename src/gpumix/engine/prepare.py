@@ -165,6 +165,7 @@ def _check_host_memory(plan: Plan, comm: Communicator) -> None:
             raise MachineError(
                 f"the plan takes {show_bytes(wanted)} of the memory of host "
                 f"'{plan.workers[rank].host}', {show_bytes(there)} are free",
+                code="host-memory-short",
                 why="what it keeps there, and weights while they are read; limits of a container "
                 "or a job count too",
                 fix="free memory, raise the limit of the container or job, or plan with less on "
@@ -175,11 +176,14 @@ def _check_host_memory(plan: Plan, comm: Communicator) -> None:
 def _check_coupling(model: nn.Module, plan: Plan, couples: str) -> None:
     if couples not in ("", NO_RULE, WHOLE_BATCH):
         raise InputError(
-            f"there is no couples='{couples}'", fix=f"use '{WHOLE_BATCH}', '{NO_RULE}', or none"
+            f"there is no couples='{couples}'",
+            code="couples-unknown",
+            fix=f"use '{WHOLE_BATCH}', '{NO_RULE}', or none",
         )
     if couples == WHOLE_BATCH and not plan.is_uncut:
         raise InputError(
             f"the plan cuts batches, and couples='{WHOLE_BATCH}' says that none may be cut",
+            code="couples-whole-batch",
             fix="plan with `--strategy undivided`, or give no plan",
         )
     # Rehearsals show it only if their samples share tokens.
@@ -190,6 +194,7 @@ def _check_coupling(model: nn.Module, plan: Plan, couples: str) -> None:
     if by_frequency is not None and not plan.is_uncut and couples != NO_RULE:
         raise ModelError(
             f"module '{by_frequency}' has scale_grad_by_freq=True, and the plan cuts batches",
+            code="grad-by-frequency",
             why="its gradient is divided by the counts of tokens in the whole batch",
             fix=f"leave it out; {HOW_TO_COUPLE}",
         )
@@ -318,6 +323,7 @@ def _check_plan(plan: Plan, anatomy: ModelUnits, comm: Communicator) -> None:
     if plan.model != anatomy.fingerprint():
         raise InputError(
             "the plan was made for another model",
+            code="plan-of-another-model",
             where=f"plan for model {plan.model}, this one is {anatomy.fingerprint()}",
             fix="make a plan for this model: gpumix plan JOB.yaml",
         )
@@ -329,11 +335,13 @@ def _check_plan(plan: Plan, anatomy: ModelUnits, comm: Communicator) -> None:
     if missing := space.missing(plan):
         raise InputError(
             f"the engine does not run this plan: {missing}",
+            code="plan-not-runnable",
             fix="make a plan that it runs: gpumix plan JOB.yaml",
         )
     if len(plan.workers) != comm.world:
         raise InputError(
             f"the plan is for {len(plan.workers)} ranks, {comm.world} are running",
+            code="plan-rank-count",
             fix="start one process per device of the plan, or plan for these devices",
         )
     told, digest = version_check.own_versions(), int(plan.digest(), 16)
@@ -347,6 +355,7 @@ def _check_plan(plan: Plan, anatomy: ModelUnits, comm: Communicator) -> None:
         raise InputError(
             f"ranks disagree about the plan: rank {comm.rank} has another one than rank(s) "
             f"{', '.join(map(str, others))}",
+            code="plans-differ-by-rank",
             fix="give the same job and plan file to every host",
         )
     if plan.schedule == "zero-bubble":
@@ -363,6 +372,7 @@ def _check_root_parameters(plan: Plan, root: Sequence[str]) -> None:
         name = min(lacking)
         raise InputError(
             f"no stage of the plan has parameter '{name}'",
+            code="parameter-in-no-stage",
             why="no stage computes with it, but it is a part of the model that is saved",
             fix="profile and plan again for this model, or add it to 'root' of the first stage",
         )
@@ -377,6 +387,7 @@ def _check_compute_dtype(worker: Worker, device: torch.device) -> None:
     if worker.compute_dtype in support.unable:
         raise InputError(
             f"device '{worker.device}' does not compute in {worker.compute_dtype}",
+            code="dtype-unsupported-by-device",
             where=f"{runtime.device_name(device)}, compute capability {major}.{minor}",
             why=support.unable[worker.compute_dtype],
             fix="make a plan for these devices: gpumix plan JOB.yaml",
@@ -393,6 +404,7 @@ def _check_parameter_holders(model: nn.Module) -> None:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
             raise InputError(
                 f"parameter '{name}' has a hook on its gradient, which would not be called",
+                code="parameter-gradient-hook",
                 why="a rank has the gradient of its own samples, and then a part of the sum",
                 fix="remove the hook; look at gradients after engine.step, or in a callback before "
                 "the optimizer's step; to train some rows only, make them a parameter of their "
@@ -408,11 +420,13 @@ def _check_parameter_holders(model: nn.Module) -> None:
                 raise InputError(
                     f"module '{path}' holds parameter '{held[0]}' in its attribute '{attribute}' "
                     "too, which would not be trained",
+                    code="parameter-held-twice",
                     fix=f"use it by its name, or make '{attribute}' an nn.ParameterList",
                 )
         if module._compiled_call_impl is not None:
             raise InputError(
                 f"module '{path}' is compiled as a whole, with the stop at its boundary",
+                code="module-compiled-whole",
                 fix="do not call `.compile()` on it; `module.forward = torch.compile(module."
                 "forward)` before `prepare` is fine",
             )

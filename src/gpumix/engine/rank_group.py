@@ -137,6 +137,7 @@ class RankGroup:
         if not dist.is_backend_available(backend):
             raise MachineError(
                 f"this torch has no {backend.upper()}, by which GPUs exchange tensors",
+                code="backend-missing",
                 why=f"torch {torch.__version__}",
                 fix="install a build of torch that has it: https://pytorch.org/get-started/locally",
             )
@@ -273,6 +274,7 @@ class RankGroup:
                 if time.monotonic() > deadline:
                     raise CommunicationError(
                         f"{self.names[rank]} did not come to '{topic}' within {allowed_s:.0f} s",
+                        code="agreement-timeout",
                         where=self.names[self.rank],
                         fix="look at that rank's host, then run the same command with --resume; a "
                         "longer `advanced.timeout` in the job waits longer",
@@ -314,7 +316,9 @@ class RankGroup:
             return self._lost(silent or late, error, silent=bool(silent))
         if error.wait is None:
             return error
-        return DeviceFailure(error.what, where=self.names[self.rank], why=error.why, fix=error.fix)
+        return DeviceFailure(
+            error.what, code=error.code, where=self.names[self.rank], why=error.why, fix=error.fix
+        )
 
     def _late(self, wait: AwaitedCollective) -> list[int]:
         """Return the ranks holding up this rank, which waits in vain."""
@@ -329,6 +333,7 @@ class RankGroup:
         return RankLost(
             f"{' and '.join(self.names[r] for r in ranks)} "
             + ("stopped answering" if silent else "did not take part"),
+            code="rank-silent" if silent else "rank-absent",
             where=self.names[self.rank],
             why="; ".join([": ".join(filter(None, [error.what, error.why])), *stands]),
             fix="look at that process: it was killed, stopped, is slow, or its host is gone; then "
@@ -392,6 +397,7 @@ def store_gone(where: str, why: str) -> StoreGone:
     """Return the error of a rank that no longer reaches the store."""
     return StoreGone(
         "the process that holds the ranks together is gone",
+        code="store-gone",
         where=where,
         why=why,
         fix="look at the launcher's host and the link to it, then run the same command with "
@@ -430,7 +436,7 @@ def report_failure(store: dist.Store, rank: int, error: BaseException) -> None:
 def _serialize_error(error: BaseException) -> str:
     """Serialize an error as text for other ranks."""
     if not isinstance(error, GpumixError):
-        error = GpumixError(format_in_one_line(error))
+        error = GpumixError(format_in_one_line(error), code="unexpected-error")
     return json.dumps(error.as_dict())
 
 

@@ -39,6 +39,7 @@ def needs_state_move(before: Plan, after: Plan) -> bool:
     ):
         raise InputError(
             "a running engine can change only the split of the samples or of the state",
+            code="reshard-of-other-change",
             why="in pipeline stages only whole micro-batches of a wave can move between workers",
             fix="save a checkpoint, and load it into an engine with that plan",
         )
@@ -46,6 +47,7 @@ def needs_state_move(before: Plan, after: Plan) -> bool:
     if moved and not can_move_state(after):
         raise InputError(
             "a running engine cannot move the state of this plan",
+            code="reshard-unsupported",
             why="state can move where it is sharded over all ranks (ZeRO 1 to 3, sharding 'all', "
             "no tensor-parallel groups, one stage) by collectives that take any shares",
             fix="save a checkpoint, and load it into an engine with that plan",
@@ -60,7 +62,7 @@ def can_move_state(plan: Plan) -> bool:
         len(plan.stages) == 1
         and plan.zero_stage > 0
         and plan.sharding == "all"
-        and not plan.in_teams
+        and not plan.uses_tensor_parallel
         and "native" not in forms
     )
 
@@ -97,6 +99,7 @@ def move_state(buckets: Sequence[Bucket], division: Division, optimizer: Optimiz
         what = "an optimizer that was not given" if optimizer is None else type(optimizer).__name__
         raise InputError(
             f"the state of {what} cannot be divided anew while a run trains",
+            code="reshard-unsupported",
             fix="save a checkpoint, and load it into an engine with the other plan",
         )
     for bucket in buckets:

@@ -154,6 +154,7 @@ def open_device(device_class: DeviceClass, ordinal: int, *, device_id: str = "")
     if _in_use:
         raise InputError(
             f"this process uses a device already, and cannot open '{device_class.name}' beside it",
+            code="device-already-open",
             fix="close the first, or leave its `with` block; `gpumix.profile` opens its own",
         )
     _in_use.append(_make_runtime(device_class, ordinal, device_id))
@@ -172,6 +173,7 @@ def check_accelerator(device_class: DeviceClass, device_id: str = "") -> None:
     if device_class.accelerator == "hpu":
         raise MachineError(
             f"device class '{device_class.name}' is a Gaudi, which gpumix only plans for",
+            code="device-only-planned",
             why="torch computes on it through Intel's own package, which the engine does not use",
             fix="train on GPUs, or use Optimum for Intel Gaudi",
         )
@@ -180,6 +182,7 @@ def check_accelerator(device_class: DeviceClass, device_id: str = "") -> None:
         raise DeviceMissing(
             f"torch sees no GPU, but device class '{device_class.name}' wants one of "
             f"{device_class.maker}",
+            code="torch-without-gpu",
             why="; ".join(filter(None, (str(read_torch_build() or ""), runtime.explain_no_gpu()))),
             fix=suggest_wheel(device_class.maker)
             + ", or make the driver work: nvidia-smi, rocm-smi or "
@@ -322,6 +325,7 @@ class _GpuRuntime(DeviceRuntime):
     def _filled(self) -> MachineError:
         return MachineError(
             f"other programs fill GPU {self.torch_device.index}: there is no memory left to start",
+            code="gpu-memory-full",
             fix="nvidia-smi or rocm-smi shows who uses it: end it, or hide the GPU "
             "(CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES with the others)",
         )
@@ -404,6 +408,7 @@ def _find_ordinal(ordinal: int, device_id: str) -> int:
         seen = f"{count} GPUs"
     raise DeviceMissing(
         f"this process does not see GPU {device_id or ordinal}",
+        code="gpu-not-visible",
         why=f"it sees {seen}",
         fix="compare `nvidia-smi -L` with CUDA_VISIBLE_DEVICES, or discover the cluster again",
         device=device_id,
@@ -424,6 +429,7 @@ def _check_product(device_class: DeviceClass, ordinal: int) -> None:
     raise MachineError(
         f"GPU {ordinal} is a {product} ({found}), but class '{device_class.name}' is "
         f"{device_class.product} ({wanted})",
+        code="gpu-of-another-class",
         why="CUDA numbers GPUs by speed unless it is told to go by PCI bus",
         fix="`export CUDA_DEVICE_ORDER=PCI_BUS_ID`, or discover the cluster again",
     )
@@ -442,6 +448,7 @@ def _check_kernels(ordinal: int) -> None:
     raise MachineError(
         f"this torch has no kernels for GPU {ordinal}, a {runtime.device_name(ordinal)} (compute "
         f"capability {major}.{minor})",
+        code="torch-without-gpu-kernels",
         why=f"{read_torch_build()}; it has {' '.join(arches)}",
         fix=suggest_wheel("NVIDIA", (major, minor)),
     )

@@ -67,6 +67,7 @@ def __getattr__(name: str) -> Any:
         show_errors_without_traceback()
         raise InputError(
             f"gpumix has no {name}",
+            code="trl-trainer-unsupported",
             where=f"from {__name__} import {name}",
             why="of TRL's trainers it runs SFTTrainer, whose loss is a sum over the tokens of one "
             "call of the model",
@@ -217,7 +218,7 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
         """Return the values of ranks with losses, in order: of a tensor-parallel group, those of
         its first rank."""
         texts = gather_texts(json.dumps(told), engine.comm, "gathering of metrics")
-        groups = engine.plan.teams_of(len(engine.plan.stages) - 1)
+        groups = engine.plan.list_tp_groups(len(engine.plan.stages) - 1)
         return [json.loads(texts[group[0]]) for group in groups]
 
 
@@ -254,6 +255,7 @@ def _check_packing(engine: Engine, strategy: str) -> str:
     except InputError as error:
         raise InputError(
             error.what,
+            code=error.code,
             where=f"SFTConfig: packing_strategy={strategy!r}",
             why=error.why,
             fix="take packing_strategy='wrapped' or packing=False; or, where the model has "

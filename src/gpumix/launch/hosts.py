@@ -60,11 +60,15 @@ def read_hosts(text: str) -> tuple[Host, ...]:
     words = [line.partition("#")[0].strip() for line in lines]
     hosts = tuple(_host(word, f"--hosts {text}") for word in words if word or not from_file)
     if not hosts:
-        raise InputError("no host is named", where=f"--hosts {text}", fix=HOSTS_FIX)
+        raise InputError(
+            "no host is named", code="no-hosts", where=f"--hosts {text}", fix=HOSTS_FIX
+        )
     try:
         refuse_duplicates("host", (host.name for host in hosts))
     except ValueError as error:
-        raise InputError(str(error), where=f"--hosts {text}", fix=HOSTS_FIX) from error
+        raise InputError(
+            str(error), code="host-named-twice", where=f"--hosts {text}", fix=HOSTS_FIX
+        ) from error
     return hosts
 
 
@@ -74,6 +78,7 @@ def _lines(file: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             "cannot read the hosts file",
+            code="hosts-file-unreadable",
             where=f"--hosts {file}",
             why=why_unreadable(error),
             fix=HOSTS_FIX,
@@ -87,11 +92,18 @@ def _host(word: str, where: str) -> Host:
         check_host_name(name)
         check_host_name(user or name)
     except ValueError as error:
-        raise InputError(f"'{word}' names no host", where=where, fix=HOSTS_FIX) from error
+        raise InputError(
+            f"'{word}' names no host", code="host-name-invalid", where=where, fix=HOSTS_FIX
+        ) from error
     assert found is not None, "it has a name"
     count = found["count"] or found["slots"]
     if count is not None and not int(count):
-        raise InputError(f"host '{found['name']}' is to run no process", where=where, fix=HOSTS_FIX)
+        raise InputError(
+            f"host '{found['name']}' is to run no process",
+            code="host-without-processes",
+            where=where,
+            fix=HOSTS_FIX,
+        )
     return Host(found["name"], int(count) if count is not None else None)
 
 
@@ -105,6 +117,7 @@ def get_cluster_hosts(cluster: Cluster) -> tuple[Host, ...]:
     if not counts:
         raise InputError(
             "the cluster file names no hosts",
+            code="cluster-without-hosts",
             fix="give its devices a `host`, as ssh knows it, or name them: --hosts a,b",
         )
     return tuple(Host(name, count) for name, count in counts.items())
@@ -123,6 +136,7 @@ def sort_by_rank(hosts: Sequence[Host], cluster: Cluster | None) -> tuple[Host, 
     if set(by_name) != set(counts):
         raise InputError(
             "the hosts are not those of the cluster",
+            code="hosts-not-of-cluster",
             why=f"it names {', '.join(counts)}; --hosts names {', '.join(by_name)}",
             fix="name the same in both",
         )
@@ -151,6 +165,7 @@ def assign_known_ranks(
     if missing := find_uncounted(hosts, cluster):
         raise InputError(
             f"how many processes {', '.join(missing)} run is not said, and no host is asked",
+            code="process-count-missing",
             where=where,
             fix=f"--hosts {','.join(f'{name}:4' for name in missing)}, or a cluster that names "
             "them",
@@ -187,6 +202,7 @@ def assign_ranks(
             raise InputError(
                 f"host '{host.name}' has {known} devices in the cluster, and --hosts says "
                 f"{host.processes}",
+                code="process-count-mismatch",
                 fix=f"--hosts {host.name}:{known}, or leave the number out",
             )
         number = host.processes or known
@@ -195,6 +211,7 @@ def assign_ranks(
     if cluster is not None and first != len(cluster.devices):
         raise InputError(
             f"the cluster has {len(cluster.devices)} devices, the hosts run {first} processes",
+            code="process-count-mismatch",
             why=", ".join(f"{place.host.name}: {place.processes}" for place in places),
             fix="say how many each host runs, as many as the cluster has devices together; or give "
             "its devices a `host`",

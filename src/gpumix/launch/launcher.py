@@ -131,6 +131,7 @@ def count_local_processes(asked: LaunchRequest) -> int:
     if asked.processes not in (None, devices):
         raise InputError(
             f"the cluster has {devices} devices, and --processes says {asked.processes}",
+            code="process-count-mismatch",
             where=str(asked.cluster_file),
             fix="leave --processes out",
         )

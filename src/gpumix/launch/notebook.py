@@ -58,6 +58,7 @@ def notebook_launcher(
     if code:
         raise TrainingError(
             f"training from the notebook failed: {told}",
+            code="notebook-training-failed",
             fix="the first traceback printed above says why; run the cell again when it is mended",
         )
 
@@ -111,6 +112,7 @@ def _check_can_fork() -> None:
     if not hasattr(os, "fork"):
         raise MachineError(
             "this system cannot fork processes",
+            code="fork-unavailable",
             fix="write the function to a file, and start that: gpumix launch train.py",
         )
     from gpumix.hardware.runtime import is_initialized
@@ -118,6 +120,7 @@ def _check_can_fork() -> None:
     if is_initialized():
         raise MachineError(
             "this notebook already uses a GPU, so that other processes cannot",
+            code="notebook-uses-gpu",
             why="CUDA was initialised, by a model or tensor on a GPU or by torch.cuda calls",
             fix="restart the kernel, and leave everything on GPUs to the launched function",
         )
@@ -133,6 +136,8 @@ def _count_processes(asked: int | None, cluster: str | Path | None) -> int:
     devices = len(read_cluster(Path(cluster)).devices)
     if asked not in (None, devices):
         raise InputError(
-            f"the cluster has {devices} devices, and num_processes is {asked}", where=str(cluster)
+            f"the cluster has {devices} devices, and num_processes is {asked}",
+            code="process-count-mismatch",
+            where=str(cluster),
         )
     return devices

@@ -25,7 +25,10 @@ def parse_pythons(
         meant = [_find_host(name, hosts, word) for name in group.split(",")] if group else []
         if not path or word.startswith("="):
             raise InputError(
-                "this names no interpreter", where=f"--python {word}", fix="--python HOST=PATH"
+                "this names no interpreter",
+                code="interpreter-not-named",
+                where=f"--python {word}",
+                fix="--python HOST=PATH",
             )
         some |= {host.name: path for host in meant}
         default = path if not meant else default
@@ -38,6 +41,7 @@ def _find_host(name: str, hosts: Sequence[Host], word: str) -> Host:
             return host
     raise InputError(
         f"'{name}' is none of the hosts",
+        code="host-unknown",
         where=f"--python {word}",
         fix="--python HOST=PATH, with a host of --hosts",
     )
@@ -56,12 +60,16 @@ def parse_variables(words: Sequence[str]) -> dict[str, str]:
         if not (name.isidentifier() and name.isascii()):
             raise InputError(
                 f"'{name}' names no variable",
+                code="variable-name-invalid",
                 where=f"--env {word}",
                 fix="write --env NAME or --env NAME=VALUE",
             )
         if not found:
             raise InputError(
-                f"{name} is not set here", where=f"--env {word}", fix=f"--env {name}=VALUE"
+                f"{name} is not set here",
+                code="variable-not-set",
+                where=f"--env {word}",
+                fix=f"--env {name}=VALUE",
             )
         settings |= found
     return settings

@@ -58,14 +58,17 @@ def parse_program(words: Sequence[str], *, module: bool) -> Program:
         InputError: it is none of the three, or its file is missing.
     """
     if not words:
-        raise InputError("nothing is named to launch", fix=USAGE_FIX)
+        raise InputError("nothing is named to launch", code="program-not-named", fix=USAGE_FIX)
     name, *arguments = words
     if module:
         return Program("module", name, tuple(arguments))
     kind: Literal["job", "script"] = "job" if name.endswith(JOB_SUFFIXES) else "script"
     if kind == "script" and not name.endswith(".py"):
         raise InputError(
-            "this is neither a job (.yaml) nor a script (.py)", where=name, fix=USAGE_FIX
+            "this is neither a job (.yaml) nor a script (.py)",
+            code="program-kind-unknown",
+            where=name,
+            fix=USAGE_FIX,
         )
     if not Path(name).is_file():
         raise make_missing_file_error(kind, name)

@@ -100,6 +100,7 @@ def _compute_hourly_price(there: Mapping[str, int], prices: Mapping[str, float])
     if missing:
         raise InputError(
             f"class '{missing[0]}' has no price",
+            code="price-missing",
             where="--price",
             fix=f"give the price of a device for an hour: --price {missing[0]}=0.35",
         )

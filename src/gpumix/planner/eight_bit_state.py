@@ -58,7 +58,7 @@ def quantise_state(profile: Profile) -> Profile:
             "optimizer_state": "8bit",
             "optimizer_bytes_per_element": profile.model.quantised_adamw_bytes,
             "classes": tuple(map(_slow_down, profile.classes)),
-            "teams": (),
+            "tp_profiles": (),
         }
     )
 

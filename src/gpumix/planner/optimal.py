@@ -1,5 +1,5 @@
 """The fastest plan: of one stage, or of several if faster or alone feasible; of single devices or
-of teams."""
+of tensor-parallel groups."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from gpumix.planner.data_parallel.search import plan_one_stage_below
 from gpumix.planner.data_parallel.why_nothing_fits import Explained, make_no_fit_error
 from gpumix.planner.pipeline_parallel.device_order import cell_of
 from gpumix.planner.pipeline_parallel.staged_plans import plan_staged_below
-from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
+from gpumix.planner.pipeline_parallel.tensor_parallel_search import (
     Searched,
     ideal_step_s,
     search_all_degrees,
 )
 from gpumix.planner.refine import refine_plan
-from gpumix.planner.waves import plan_faster_in_waves, plan_in_waves
+from gpumix.planner.waves import FasterWaves, plan_in_waves
 from gpumix.schema.errors import GpumixError, InputError, NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
@@ -34,6 +34,7 @@ from gpumix.schema.profile.profile import Profile
 FEW_DEVICES = 64  # beyond, finishing each plan takes long
 # Most that the last touches may gain: a plan slower by this factor may still win.
 MAX_REFINE_FACTOR, MAX_REFINE_FACTOR_MANY = 1.1, 1.02
+MAX_JOIN_FACTOR = 1.02  # most that joined units may gain
 MOST_LEFT_OUT_OF = 8  # devices, up to which one is left out of stages
 
 
@@ -152,11 +153,19 @@ class FastestPlans:
         return search_all_degrees(self.profile, request, self._search_degree, below_s)
 
     def _search_more_waves(self, than: Plan, _: float) -> Searched:
-        def search_wave(profile: Profile, part: PlanRequest, limit_s: float) -> Searched:
-            paces = self.paces.of_part(profile, part.global_batch)
-            return FastestPlans(profile, part, paces)._search_one_wave(limit_s)
+        space = self.request.space.model_copy(update={"max_pipeline_stages": 1})
+        request = self.request.model_copy(update={"space": space})
 
-        return plan_faster_in_waves(self.profile, self.request, search_wave, than)
+        def search(profile: Profile, request: PlanRequest, below_s: float) -> Searched:
+            request, paces = self._in_degree(profile, request)
+            waves = FasterWaves(profile, request, paces, below_s, gained=MAX_JOIN_FACTOR)
+            return waves.search()
+
+        below_s = get_prediction(than).step_s
+        found, bound_s = search_all_degrees(self.profile, request, search, below_s)
+        if found is not None:
+            check_room_for_loading(self.profile, found)
+        return found, bound_s
 
     @property
     def _may_use_hosts(self) -> bool:
@@ -187,22 +196,26 @@ class FastestPlans:
             self.profile, devices, request.space, request.global_batch, explains=self._explains
         )
 
+    def _in_degree(self, profile: Profile, request: PlanRequest) -> tuple[PlanRequest, TimeBounds]:
+        """Return the request for plans of a degree, and its bounds. Of tensor-parallel groups,
+        parameters are on devices."""
+        if profile is self.profile:
+            return request, self.paces
+        on_devices = request.space.model_copy(update={"parameters_on": ("device",)})
+        return request.model_copy(update={"space": on_devices}), self.paces.of_leaders(profile)
+
     def _search_degree(self, profile: Profile, request: PlanRequest, below_s: float) -> Searched:
         """Return the finished optimal plan, or a plan on one class alone, faster than `below_s`."""
         few = len(self.profile.cluster.devices) <= FEW_DEVICES
         gained = MAX_REFINE_FACTOR if few else MAX_REFINE_FACTOR_MANY
         limit_s = below_s * gained
-        if profile is self.profile:
-            paces = self.paces
-            whole = below_s == float("inf")
-            found = self.alone if whole else plan_one_stage_below(profile, request, paces, limit_s)
+        request, paces = self._in_degree(profile, request)
+        if profile is self.profile and below_s == float("inf"):
+            found = self.alone
         else:
-            # Of teams, parameters are on devices.
-            on_devices = request.space.model_copy(update={"parameters_on": ("device",)})
-            request = request.model_copy(update={"space": on_devices})
-            paces = self.paces.of_teams(profile)
             found = plan_one_stage_below(profile, request, paces, limit_s)
-            if found is None and 1 not in self.request.space.tensor_parallel_size:
+            alone = profile is self.profile
+            if found is None and not alone and 1 not in self.request.space.tensor_parallel_size:
                 devices, space = ranked_devices(profile, request), request.space
                 raise make_no_fit_error(profile, devices, space, request.global_batch)
         bound_s: float | None = below_s

@@ -27,7 +27,7 @@ from gpumix.planner.common.strategy import (
 from gpumix.planner.data_parallel.input_bound import account_for_input, slow_down_to_input
 from gpumix.planner.data_parallel.search import least_step_s
 from gpumix.planner.optimal import FastestPlans, plan_fastest
-from gpumix.planner.pipeline_parallel.stage_modes import measured_teams, teams_of_space
+from gpumix.planner.pipeline_parallel.stage_modes import get_measured_tp_degrees, list_tp_degrees
 from gpumix.planner.pipeline_parallel.staged_plans import plan_staged
 from gpumix.planner.undivided import plan_undivided
 from gpumix.schema.cluster.cluster import Device
@@ -101,7 +101,9 @@ def check_strategy(name: str) -> None:
     """
     if name not in STRATEGIES:
         raise InputError(
-            f"there is no strategy '{name}'", fix=f"use one of: {', '.join(STRATEGIES)}"
+            f"there is no strategy '{name}'",
+            code="strategy-unknown",
+            fix=f"use one of: {', '.join(STRATEGIES)}",
         )
 
 
@@ -131,6 +133,7 @@ def plan(
     if not 1 <= global_batch_size <= LARGEST_BATCH:
         raise InputError(
             f"the global batch must be 1 to {LARGEST_BATCH} samples, and is {global_batch_size}",
+            code="global-batch-out-of-range",
             fix="give the number of samples of a step on all devices together",
         )
     request = PlanRequest(global_batch=global_batch_size, space=space, bounds=detailed)
@@ -161,7 +164,7 @@ def plan(
         mixing=_mixing(able, chosen, single),
         hosts_left_out=_hosts_left_out(able, chosen),
         devices_left_out=_devices_left_out(able, chosen),
-        in_no_team=few,
+        in_no_tp_group=few,
         dtypes=_dtypes(profile, chosen),
         binds=find_bottlenecks(profile, chosen),
         worth=ClassWorths(
@@ -170,7 +173,9 @@ def plan(
         if detailed
         and best is not None
         and len(chosen.stages) == 1
-        and not (chosen.in_teams or slow_hosts)  # else the search's times are not the plan's
+        and not (
+            chosen.uses_tensor_parallel or slow_hosts
+        )  # else the search's times are not the plan's
         else (),
         alternatives=(*others, *_find_even_on_fewer(profile, request, chosen), *single),
     )
@@ -182,6 +187,7 @@ def _within(space: Space, plan: Plan) -> Plan:
     if missing := space.missing(plan):
         raise InputError(
             f"strategy '{plan.strategy}' needs a technique that is not allowed: {missing}",
+            code="technique-not-allowed",
             fix="allow it under `techniques`, or use another strategy",
         )
     return plan
@@ -212,9 +218,11 @@ def _single_classes(
 
 
 def _can_have_stages_or_groups(profile: Profile, request: PlanRequest) -> bool:
-    """Return True if plans of several stages or with teams may exist."""
+    """Return True if plans of several stages or with tensor parallelism may exist."""
     stages = profile.model.needs and request.space.max_pipeline_stages != 1
-    return bool(stages or measured_teams(profile).intersection(teams_of_space(request.space)))
+    return bool(
+        stages or get_measured_tp_degrees(profile).intersection(list_tp_degrees(request.space))
+    )
 
 
 def _alternative(name: str, planned: Callable[[], Plan], chosen: Plan) -> RejectedPlan:
@@ -326,7 +334,8 @@ def _slowest(plan: Plan) -> str:
 
 
 def _find_ungrouped_devices(profile: Profile, request: PlanRequest, plan: Plan) -> tuple[str, ...]:
-    """Return unused devices, too few on a host for a team of a class, if none may compute alone."""
+    """Return unused devices, too few on a host for a tensor-parallel group of a class, if none may
+    compute alone."""
     used = {w.device for w in plan.workers}
     left: dict[tuple[str, str], list[str]] = {}
     for device in profile.cluster.devices:

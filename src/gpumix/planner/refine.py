@@ -78,7 +78,7 @@ def _least_seconds(profile: Profile, plan: Plan) -> float:
 def _join_and_keep_graphs(
     profile: Profile, request: PlanRequest, plan: Plan, below_s: float = float("inf")
 ) -> Plan:
-    plan = _join_units(profile, plan)
+    plan = join_units(profile, plan)
     if set(request.space.gradient_checkpointing) == {True, False}:
         kept = _keep_graphs(profile, plan, below_s)
         plan = plan if kept is plan else _move_samples(profile, kept)
@@ -108,9 +108,11 @@ def _lower_zero_stage(
     return plan
 
 
-def _join_units(profile: Profile, plan: Plan) -> Plan:
-    """Join as many units in a row as make the step shortest."""
-    if not get_prediction(plan).exposed_communication_s:
+def join_units(profile: Profile, plan: Plan, below_s: float = float("inf")) -> Plan:
+    """Join as many units in a row as make the step shortest, if that may get below `below_s`."""
+    expected = get_prediction(plan)
+    exposed_s = expected.exposed_communication_s
+    if not exposed_s or expected.step_s - exposed_s >= below_s:
         return plan
     stage, units = plan.stages[0], len(set(plan.stages[0].units))
     numbers = [number for number in UNITS_PER_BUCKET if number < 2 * units]

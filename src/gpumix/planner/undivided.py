@@ -48,6 +48,7 @@ def plan_undivided(profile: Profile, request: PlanRequest) -> Plan:
     if best is None:
         raise NoFeasiblePlanError(
             f"no device computes a batch of {batch} samples at once",
+            code="undivided-batch-does-not-fit",
             why="the batch and a share of the state do not fit, or this size was not measured",
             fix="lower `global_batch_size`, or use a loss that does not couple samples",
         )

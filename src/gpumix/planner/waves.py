@@ -16,22 +16,24 @@ from math import ceil
 
 from gpumix.cost.device_alone import compute_ideal_samples_per_s
 from gpumix.cost.loading_memory import check_room_for_loading
-from gpumix.cost.predict import compute_plan_collectives, predict, predict_step_seconds
-from gpumix.cost.step_time import can_keep_state_on_host, optimizer_seconds
-from gpumix.cost.tensor_parallel_groups import reduce_to_leaders
+from gpumix.cost.predict import predict, predict_step_seconds
 from gpumix.planner.common.strategy import (
     PlanRequest,
     get_prediction,
     is_within_memory,
     ranked_devices,
 )
+from gpumix.planner.data_parallel.class_options import TimeBounds
+from gpumix.planner.data_parallel.search import plan_one_stage_below
 from gpumix.planner.data_parallel.why_nothing_fits import can_fit_devices
-from gpumix.planner.pipeline_parallel.tensor_parallel_teams import Searched
+from gpumix.planner.pipeline_parallel.tensor_parallel_search import Searched
+from gpumix.planner.refine import join_units
 from gpumix.schema.errors import InputError, LoadingMemoryError, NoFeasiblePlanError
-from gpumix.schema.plan.plan import Plan, ZeroStage
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.splitting import compute_shard_sizes
 from gpumix.schema.plan.stage import Stage, Worker
-from gpumix.schema.profile.profile import ROOT, ClassProfile, Profile
+from gpumix.schema.profile.profile import Profile
 
 NUMBERS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # of waves, as first tried
 MOST_TRIED = 4  # numbers of waves, from the first at which memory may suffice
@@ -40,7 +42,7 @@ FASTER_NUMBERS = (2, 4, 8, 16, 32)  # of waves that may be faster than one
 # more of a wave are tried then.
 FEW_SAMPLES, MOST_SIZES = 8, 16
 ROUNDING = 1e-9
-VARIES = 1.2  # how much longer gathers and copies of other plans may take
+MOST_FAILED = 2  # numbers of waves that were no faster, of a ZeRO stage
 
 
 def plan_in_waves(
@@ -73,105 +75,76 @@ def plan_in_waves(
     return best
 
 
-def plan_faster_in_waves(
-    profile: Profile,
-    request: PlanRequest,
-    search_wave: Callable[[Profile, PlanRequest, float], Searched],
-    than: Plan,
-) -> Searched:
-    """Return the fastest plan in several waves, None if none is faster than the plan `than`; and a
-    lower bound of those tried.
+class FasterWaves:
+    """Search of plans in several waves that are faster than `below_s`, of workers alike.
 
     Args:
-        search_wave: searches a plan of one wave, as of a smaller batch, below a number of seconds.
+        paces: of these classes and this batch.
+        gained: the factor by which joined units may shorten a step at most.
     """
-    space = request.space.of_one_wave()
-    if space is None:
-        return None, float("inf")
-    below_s = get_prediction(than).step_s
-    waves = _FasterWaves(profile, request.model_copy(update={"space": space}), below_s)
-    for number in FASTER_NUMBERS:
-        waves.try_number(number, space.zero_stages, search_wave)
-    best = waves.best or than
-    for number in _list_numbers_about(waves.number or than.waves) if best.waves > 1 else ():
-        waves.try_number(number, (best.zero_stage,), search_wave)
-    return waves.best, waves.bound_s
 
-
-class _FasterWaves:
-    """The fastest plan in several waves so far, the number of waves that it was searched with (0:
-    none), and a lower bound of the plans tried."""
-
-    def __init__(self, profile: Profile, request: PlanRequest, below_s: float) -> None:
-        self.best: Plan | None = None
-        self.number = 0
-        self.bound_s = float("inf")
-        self._gathers_s = float("inf")  # of a wave; not known before a plan is found
-        self._profile, self._request, self._below_s = profile, request, below_s
-        self._counts = Counter(d.device_class for d in ranked_devices(profile, request))
-        self._speeds = [
-            (compute_ideal_samples_per_s(profile, name), count)
-            for name, count in self._counts.items()
-        ]
-
-    def try_number(
+    def __init__(
         self,
-        number: int,
-        zero_stages: Sequence[ZeroStage],
-        search_wave: Callable[[Profile, PlanRequest, float], Searched],
+        profile: Profile,
+        request: PlanRequest,
+        paces: TimeBounds,
+        below_s: float,
+        *,
+        gained: float,
     ) -> None:
-        """Search a plan in about so many waves, at each of these ZeRO stages."""
-        batch, space = self._request.global_batch, self._request.space
-        if number > batch:
-            return
-        shared = _share_step(self._profile, number)
-        size = _choose_size(self._speeds, batch, number)
-        for zero_stage in zero_stages:
-            update = {
-                "global_batch": size,
-                "space": space.model_copy(update={"zero_stages": (zero_stage,)}),
-            }
-            saved_s = self._get_saved_s(zero_stage)
-            limit_s = min(self._below_s, self._below_s * size / batch + saved_s)
-            with suppress(NoFeasiblePlanError, InputError):
-                found, bound_s = search_wave(
-                    shared, self._request.model_copy(update=update), limit_s
-                )
-                if found is not None:
-                    self._gathers_s = VARIES * _sum_gathers_s(shared, found)
-                least_s = max(0.0, (bound_s or 0.0) - self._get_saved_s(zero_stage))
-                of_others_s = (batch / size - 1) * least_s
-                self.bound_s = min(self.bound_s, (bound_s or 0.0) + of_others_s)
-                plan = found and _repeat_below(self._profile, found, batch, self._below_s)
-                if plan is not None:
-                    self.best, self.number = plan, number
-                    self._below_s = get_prediction(plan).step_s
-
-    def _get_saved_s(self, zero_stage: ZeroStage) -> float:
-        """Return the seconds by which a wave but one is shorter than alone, about the most: below
-        stage 3 parameters are gathered once a step, and state on hosts is updated once."""
-        profile, counts = self._profile, self._counts
-        there = "host" in self._request.space.state_on
-        copied = [
-            optimizer_seconds(
-                profile.model_copy(
-                    update={"classes": tuple(map(_update_for_free, profile.classes))}
-                ),
-                name,
-                zero_stage,
-                "host",
-            )
-            for name in counts
-            if there and can_keep_state_on_host(profile, name)
+        self._profile, self._request, self._paces = profile, request, paces
+        self._below_s, self._gained = below_s, gained
+        self._devices = ranked_devices(profile, request)
+        counts = Counter(device.device_class for device in self._devices)
+        self._speeds = [
+            (compute_ideal_samples_per_s(profile, name), count) for name, count in counts.items()
         ]
-        copies_s = max(copied, default=0.0) * min(1.0, VARIES / counts.total())
-        return copies_s + (0.0 if zero_stage == 3 else self._gathers_s)
+        self._best: Plan | None = None
+        self._number = 0  # of waves, with which the best was searched
+        self._bound_s = float("inf")
 
+    def search(self) -> Searched:
+        """Return the fastest plan, None if none is faster; and a lower bound of those tried."""
+        space = self._request.space.of_one_wave()
+        if space is None:
+            return None, float("inf")
+        for zero_stage in space.zero_stages:
+            of_stage = space.model_copy(update={"zero_stages": (zero_stage,)})
+            failed = 0
+            for number in FASTER_NUMBERS:
+                failed += self._try_number(number, of_stage)
+                if failed == MOST_FAILED:
+                    break
+        if self._best is not None:
+            of_stage = space.model_copy(update={"zero_stages": (self._best.zero_stage,)})
+            for numbers in _list_numbers_about(self._number):
+                any(self._try_number(number, of_stage) for number in numbers)
+        return self._best, self._bound_s
 
-def _update_for_free(one: ClassProfile) -> ClassProfile:
-    """Return a class whose host takes no time to update, only to copy."""
-    free = one.host_optimizer_s_per_element and 0.0
-    return one.model_copy(update={"host_optimizer_s_per_element": free})
+    def _try_number(self, number: int, space: Space) -> bool:
+        """Search a plan in about so many waves; return True if they are slower, though they fit."""
+        batch = self._request.global_batch
+        if number > batch:
+            return False
+        size = _choose_size(self._speeds, batch, number)
+        part = self._request.model_copy(update={"global_batch": size, "space": space})
+        paces, waves = self._paces.of_part(self._profile, size), batch / size
+        try:
+            limit_s = self._gained * self._below_s / waves
+            found = plan_one_stage_below(self._profile, part, paces, limit_s, waves=waves)
+            if found is None:
+                self._bound_s = min(self._bound_s, self._below_s)
+                return can_fit_devices(self._profile, self._devices, space, size)
+            self._bound_s = min(self._bound_s, waves * (get_prediction(found).bound_s or 0.0))
+            below_s = self._gained * self._below_s
+            plan = _repeat_below(self._profile, found, batch, below_s)
+        except (NoFeasiblePlanError, InputError):
+            return False
+        plan = plan and join_units(self._profile, plan, self._below_s)
+        if plan is None or get_prediction(plan).step_s >= self._below_s:
+            return True
+        self._best, self._number, self._below_s = plan, number, get_prediction(plan).step_s
+        return False
 
 
 def _choose_size(speeds: Sequence[tuple[float, int]], batch: int, number: int) -> int:
@@ -199,15 +172,10 @@ def _choose_size(speeds: Sequence[tuple[float, int]], batch: int, number: int) -
     return min(range(least, most + 1), key=lambda size: (round(wait_s(size), 12), size))
 
 
-def _sum_gathers_s(profile: Profile, plan: Plan) -> float:
-    """Return the seconds of all gathers before and in a forward pass."""
-    links = compute_plan_collectives(*reduce_to_leaders(profile, plan))
-    return links.gather_s[ROOT] + links.idle_pass_s[0]
-
-
-def _list_numbers_about(number: int) -> list[int]:
-    """Return numbers of waves near one of `FASTER_NUMBERS`, up to the next ones."""
-    return [near for near in NUMBERS if number < 2 * near and near < 2 * number and near != number]
+def _list_numbers_about(number: int) -> tuple[list[int], list[int]]:
+    """Return the fewer and the more waves up to the next of `FASTER_NUMBERS`, the nearest first."""
+    fewer = [near for near in NUMBERS if number < 2 * near < 2 * number]
+    return fewer[::-1], [near for near in NUMBERS if number < near < 2 * number]
 
 
 def _repeat_below(profile: Profile, of_wave: Plan, batch: int, below_s: float) -> Plan | None:
@@ -242,27 +210,6 @@ def _is_below(profile: Profile, plan: Plan, below_s: float) -> bool:
     return False
 
 
-def _share_step(profile: Profile, waves: int) -> Profile:
-    """Return the profile in which a wave pays for its part of what is done once a step: updates,
-    and the step's own overhead."""
-
-    def share(one: ClassProfile) -> ClassProfile:
-        on_host_s = one.host_optimizer_s_per_element
-        return one.model_copy(
-            update={
-                "optimizer_s_per_element": one.optimizer_s_per_element / waves,
-                "host_optimizer_s_per_element": on_host_s and on_host_s / waves,
-            }
-        )
-
-    return profile.model_copy(
-        update={
-            "step_overhead_s": profile.step_overhead_s / waves,
-            "classes": tuple(map(share, profile.classes)),
-        }
-    )
-
-
 def repeat_wave(
     profile: Profile, of_wave: Plan, global_batch: int, *, fuller: bool = False
 ) -> Plan:
@@ -293,15 +240,18 @@ def repeat_wave(
         if waves <= max(len(worker.micro_batches) for worker in dealt.workers):
             plans.append(of_wave.model_copy(update={**changes, "stages": (dealt,)}))
     if not plans:
-        raise InputError(f"no worker has a micro-batch for each of {waves} waves")
+        raise InputError(
+            f"no worker has a micro-batch for each of {waves} waves",
+            code="waves-without-micro-batches",
+        )
     one_way = len(plans) == 1
     plan = plans[0] if one_way else min(plans, key=partial(predict_step_seconds, profile))
     return plan.model_copy(update={"prediction": predict(profile, plan)})
 
 
 def _list_deals(stage: Stage, rooms: Sequence[int], batch: int) -> Iterable[tuple[int, ...]]:
-    """Return ways to deal a batch into the rooms of teams: in proportion, and with all that the
-    batch is short of at one class, which then has nothing to do in some waves."""
+    """Return ways to deal a batch into the rooms of tensor-parallel groups: in proportion, and
+    with all that the batch is short of at one class, which then has nothing to do in some waves."""
     whole = sum(rooms)
     deals = [compute_shard_sizes(batch, tuple(room / whole for room in rooms))]
     for name in {leader.device_class: None for leader in stage.leaders}:
@@ -320,9 +270,10 @@ def _choose_micro_batch(worker: Worker) -> int:
 
 
 def _deal(stage: Stage, samples: Sequence[int], sizes: Sequence[int]) -> Stage:
-    """Return the stage with new samples of its teams, in micro-batches of these sizes."""
+    """Return the stage with new samples of its tensor-parallel groups, in micro-batches of these
+    sizes."""
     workers: list[Worker] = []
-    for count, size, team in zip(samples, sizes, stage.teams, strict=True):
+    for count, size, tp_group in zip(samples, sizes, stage.tp_groups, strict=True):
         changes = {"samples": count, "micro_batch": min(size, count), "kept_graphs": 0}
-        workers += [worker.model_copy(update=changes) for worker in team]
+        workers += [worker.model_copy(update=changes) for worker in tp_group]
     return stage.model_copy(update={"workers": tuple(workers)})

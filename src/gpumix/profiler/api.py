@@ -291,6 +291,7 @@ def _order_devices(cluster: Cluster, world: int) -> tuple[Device, ...]:
     if len(cluster.devices) != world:
         raise InputError(
             f"the cluster has {len(cluster.devices)} devices, the process group {world} ranks",
+            code="cluster-rank-count",
             fix="start one process per device",
         )
     return cluster.in_rank_order()
@@ -327,6 +328,7 @@ def _merge_clusters(found: list[Cluster]) -> tuple[Cluster, tuple[Device, ...]]:
         twice = next(i for i in ids if ids.count(i) > 1)
         raise InputError(
             f"{ids.count(twice)} ranks have the device {twice}",
+            code="device-used-twice",
             fix="on GPUs call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first; several "
             "ranks on one CPU need `cluster=` with a device for each",
         )

@@ -412,11 +412,11 @@ def _team_reduce_s(comm: Communicator, size: int, *, agree: Communicator) -> flo
     )
 
 
-TeamTrial = Literal["sum", "team_gather", "team_reduce"]
-GROUP_COLLECTIVES: dict[TeamTrial, Callable[..., float]] = {
+TensorParallelTrial = Literal["sum", "tp_gather", "tp_reduce"]
+GROUP_COLLECTIVES: dict[TensorParallelTrial, Callable[..., float]] = {
     "sum": _sum_s,
-    "team_gather": _team_gather_s,
-    "team_reduce": _team_reduce_s,
+    "tp_gather": _team_gather_s,
+    "tp_reduce": _team_reduce_s,
 }
 
 
@@ -461,7 +461,7 @@ def _seconds(comm: Communicator, work: Callable[[], object], repeats: int) -> li
 
 
 def _times(
-    operation: Operation | Literal["send"] | TeamTrial,
+    operation: Operation | Literal["send"] | TensorParallelTrial,
     form: str,
     sizes: list[int],
     seconds: list[float],

@@ -289,11 +289,11 @@ def _part(plan: Plan, stage: Stage, worker: Worker, number: int) -> PlanPart:
         stages=(number,) if len(plan.stages) > 1 else (),
         samples=worker.samples,
         # Workers of a tensor-parallel group split the group's samples.
-        computed=worker.samples / stage.team_size(worker) / plan.global_batch,
+        computed=worker.samples / stage.get_tp_size(worker) / plan.global_batch,
         even_computed=1 / len(stage.workers),
         stored=stage.stored_by(worker) if plan.zero_stage else None,
         even_stored=1 / divide if plan.zero_stage else None,
-        tensor_parallel=stage.team_size(worker),
+        tensor_parallel=stage.get_tp_size(worker),
     )
 
 

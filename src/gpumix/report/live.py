@@ -104,7 +104,7 @@ def _render_course(facts: RunFacts) -> Iterator[Text]:
 def _plan(facts: RunFacts) -> Text:
     plan = facts.run.plan
     stages = f", {len(plan.stages)} pipeline stages ({plan.schedule})" if plan.stages[1:] else ""
-    groups = ", tensor-parallel groups" if plan.in_teams else ""
+    groups = ", tensor-parallel groups" if plan.uses_tensor_parallel else ""
     planned = "" if plan.prediction is None else words.format_seconds(plan.prediction.step_s)
     took = f", planned {planned} a step" if planned and facts.figures.step_s else ""
     told = f"plan {plan.strategy}, ZeRO stage {plan.zero_stage}{stages}{groups}{took}"

@@ -173,6 +173,7 @@ def write_document(page: str, path: Path) -> None:
     if path.is_dir() or (path.exists() and GENERATOR not in _read_beginning(path)):
         raise InputError(
             "this is not a report, and is not overwritten",
+            code="not-a-report",
             where=str(path),
             fix="write elsewhere: --output report.html",
         )

@@ -168,6 +168,7 @@ def _find_run_folder(folder: Path) -> Path:
         why = "it has no plan yet: devices are still measured, or that failed"
     raise InputError(
         "this is no run",
+        code="not-a-run",
         where=str(folder),
         why=why,
         fix="give the `output_dir` of a job that was trained, such as runs/first, or the folder "

@@ -41,7 +41,7 @@ COMMUNICATION_CAUSES = {
     "reduction",
     "ends",
     "message",
-    "team",
+    "tensor parallel",
     "host copies",
 }  # causes of waits
 EDGED_PART = 0.004  # fraction of the width; narrower bars have no edge, which would hide them
@@ -179,6 +179,7 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> None:
     except ImportError as error:
         raise MachineError(
             "pictures need matplotlib, which is not installed",
+            code="package-missing",
             fix=format_install_command("pictures"),
         ) from error
 
@@ -187,6 +188,7 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> None:
     if ending not in formats:
         raise InputError(
             f"a picture's name cannot end with '{path.suffix}'" if ending else "it has no ending",
+            code="picture-ending-unknown",
             where=str(path),
             fix=f"name it .png or .svg (or {', '.join(sorted(formats.keys() - {'png', 'svg'}))})",
         )
@@ -210,7 +212,10 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> None:
             figure.savefig(file, format=path.suffix.removeprefix(".") or None)
     except OSError as error:
         raise MachineError(
-            "the picture cannot be written", where=str(path), why=get_first_line(error)
+            "the picture cannot be written",
+            code="picture-not-writable",
+            where=str(path),
+            why=get_first_line(error),
         ) from error
 
 

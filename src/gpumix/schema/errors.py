@@ -17,6 +17,7 @@ from gpumix.schema.untrusted_text import escape_invisible
 EXIT_OK = 0
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
+_FIELDS = ("code", "where", "why", "fix")  # arguments of every error, after `what`
 ENDED_AT_ONCE = "ended at once, without saving anything more"
 
 
@@ -25,6 +26,7 @@ class GpumixError(Exception):
 
     Args:
         what: the problem, one sentence without a full stop.
+        code: keyword of the kind of mistake, in kebab-case: stable where words are not.
         where: file and line, host, device, rank or step.
         why: the cause, if `what` does not make it obvious.
         fix: the remedy, as a command or an edit.
@@ -33,9 +35,12 @@ class GpumixError(Exception):
     exit_code = EXIT_BUG
     _more: ClassVar[tuple[str, ...]] = ()  # further arguments of a subclass
 
-    def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
+    def __init__(
+        self, what: str, *, code: str = "", where: str = "", why: str = "", fix: str = ""
+    ) -> None:
         super().__init__(what)
         self.what = what
+        self.code = code
         self.where = where
         self.why = why
         self.fix = fix
@@ -63,7 +68,7 @@ class GpumixError(Exception):
 
     def _details(self) -> dict[str, Any]:
         """Return the further constructor arguments, by name."""
-        return {name: getattr(self, name) for name in ("where", "why", "fix", *self._more)}
+        return {name: getattr(self, name) for name in (*_FIELDS, *self._more)}
 
 
 def rebuild_error(told: Mapping[str, Any]) -> GpumixError:
@@ -74,7 +79,7 @@ def rebuild_error(told: Mapping[str, Any]) -> GpumixError:
     of_name = {cls.__name__: cls for cls in known}
     names = [name for name in told if name not in ("error", "exit_code", "what")]
     if told["error"] not in of_name:
-        names = ["where", "why", "fix"]
+        names = [*_FIELDS]
     cls = of_name.get(told["error"], GpumixError)
     return cls(told["what"], **{name: told[name] for name in names})
 
@@ -205,6 +210,7 @@ def make_missing_file_error(kind: str, path: str | Path) -> InputError:
     near = _find_similar_file(Path(path))
     return InputError(
         f"there is no such {kind} file",
+        code="file-missing",
         where=str(path),
         fix=f"did you mean '{near}'?" if near else "check the name and its folder",
     )

@@ -368,7 +368,9 @@ def replace_text(path: Path, text: str, *, cannot: str, fix: str = "") -> None:
     except OSError as error:
         why = error.strerror or str(error)
         fix = fix or f"{how_to_write(error)}, or write elsewhere"
-        raise MachineError(cannot, where=str(path), why=why, fix=fix) from error
+        raise MachineError(
+            cannot, code="file-not-writable", where=str(path), why=why, fix=fix
+        ) from error
 
 
 def _regular(path: Path, flags: int) -> int:

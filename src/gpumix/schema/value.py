@@ -93,6 +93,7 @@ class Document(Value):
             inside = path / f"{cls.KIND}.json"
             raise InputError(
                 f"cannot read the {cls.KIND}",
+                code="document-unreadable",
                 where=str(path),
                 why=why_unreadable(error),
                 fix=f"give {inside}" if inside.exists() else fix,
@@ -137,6 +138,7 @@ class Document(Value):
         if there.get("kind") != cls.KIND:
             raise InputError(
                 f"this is no {cls.KIND}, and is not overwritten",
+                code="document-not-overwritten",
                 where=str(path),
                 fix="write elsewhere, or remove it",
             )
@@ -164,6 +166,7 @@ def _check_kind(cls: type[Document], text: str, path: Path, fix: str) -> None:
     if twice:
         raise InputError(
             f"this is not a valid {cls.KIND}: {twice[0]}",
+            code="document-key-twice",
             where=str(path),
             fix=f"leave one of them; or {fix}",
         )
@@ -186,6 +189,7 @@ def _make_wrong_kind_error(
     found = f"a {kind} of schema {_get_schema_version(fields)}" if kind else "something else"
     return InputError(
         f"a {cls.KIND} of schema {cls.SCHEMA} is wanted, this is {found}",
+        code="schema-unsupported" if kind == cls.KIND else "document-of-another-kind",
         where=str(path),
         why="a newer gpumix wrote it" if newer else "",
         fix=f"install that version; or {fix}" if newer else fix,
@@ -204,14 +208,20 @@ def _make_invalid_error(
     if errors[0]["type"] == "json_invalid":
         said = errors[0]["msg"].removeprefix("Invalid JSON: ")
         if path.suffix in (".yaml", ".yml"):
-            return InputError(f"this is YAML, not a {cls.KIND}", where=str(path), fix=fix)
+            return InputError(
+                f"this is YAML, not a {cls.KIND}", code="document-is-yaml", where=str(path), fix=fix
+            )
         return InputError(
-            f"this is not a valid {cls.KIND}: it is no JSON: {said}", where=str(path), fix=fix
+            f"this is not a valid {cls.KIND}: it is no JSON: {said}",
+            code="document-not-json",
+            where=str(path),
+            fix=fix,
         )
     problem = translate_errors(cls, _parse_fields(text), errors)[0]
     place = _format_key_path(text, problem.keys)
     return InputError(
         f"this is not a valid {cls.KIND}: {problem.what}",
+        code="document-invalid",
         where=f"{path}{': ' + place if place else ''}",
         fix=f"{problem.fix or 'correct it'}; or {fix}",
     )

@@ -62,10 +62,10 @@ def simulate(profile: Profile, plan: Plan) -> Replay:
 def _with_members(plan: Plan, found: Replay) -> Replay:
     """Extend the replay of a plan's leaders to all ranks: tensor-parallel group members act
     alike."""
-    if not plan.in_teams:
+    if not plan.uses_tensor_parallel:
         return found
     numbers = {worker.device: rank for rank, worker in enumerate(plan.workers)}
-    teams = {team[0].device: team for stage in plan.stages for team in stage.teams}
+    teams = {team[0].device: team for stage in plan.stages for team in stage.tp_groups}
     leaders = plan.of_leaders.workers
     lanes = [
         EqualRanks(

@@ -123,6 +123,7 @@ def check_devices(profile: Profile, plan: Plan) -> None:
             raise InputError(
                 f"the plan's device '{worker.device}' ({worker.device_class}) is not in the "
                 "profile's cluster",
+                code="device-not-in-profile",
                 fix="give the profile that the plan was made from, or plan again from this one",
             )
 

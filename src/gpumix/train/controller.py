@@ -343,7 +343,12 @@ class JobController:
         if restart is None or not self._newest():
             raise error
         return RankLost(
-            error.what, where=error.where, why=error.why, fix=error.fix, device=error.device
+            error.what,
+            code=error.code,
+            where=error.where,
+            why=error.why,
+            fix=error.fix,
+            device=error.device,
         )
 
     def _learn(
@@ -470,6 +475,7 @@ class JobController:
         if output.exists() and not output.is_dir():
             raise InputError(
                 "the output is a file, it must be a folder",
+                code="output-is-file",
                 where=str(output),
                 fix="write elsewhere: --set output_dir=runs/another",
             )
@@ -481,6 +487,7 @@ class JobController:
         if resume and saved is None and not self._newest():
             raise InputError(
                 "there is no checkpoint to go on from",
+                code="no-checkpoint",
                 where=str(output),
                 fix="start the run without --resume",
             )
@@ -489,6 +496,7 @@ class JobController:
         if not resume and saved is not None:
             raise InputError(
                 "the output folder holds the checkpoints of an earlier run",
+                code="output-has-checkpoints",
                 where=str(output),
                 fix="go on with --resume, or write elsewhere: --set output_dir=runs/another",
             )
@@ -519,7 +527,7 @@ class JobController:
             )
             if profile is None:
                 plan = plan.model_copy(update={"prediction": None, "reasons": None})
-        if plan.in_teams:
+        if plan.uses_tensor_parallel:
             from gpumix.train.checks import attention_heads
 
             attention_heads.check_plan_heads(plan, self.job)

@@ -224,6 +224,7 @@ class PreemptionSaver:
         if not done:
             return Interrupted(
                 "stopped before the first step was done",
+                code="stopped-before-first-step",
                 why=f"it was not to end within {self._grace}; nothing was trained that could be "
                 "saved",
                 fix="start it again with the same command",
@@ -235,6 +236,7 @@ class PreemptionSaver:
     def _stopped_after(self, step: int, saved: Path, why: str) -> Interrupted:
         return Interrupted(
             f"stopped after step {step} of {self._steps}",
+            code="stopped-after-step",
             where=str(saved),
             why=why,
             fix="go on with the same command and --resume",

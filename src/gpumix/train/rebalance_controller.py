@@ -186,9 +186,9 @@ class RebalanceController:
         )
         parts = [float(text) for text in self._context.ranks.gather("room", str(part))]
         if not peak:
-            return [self._planned.global_batch] * len(stage.teams)
-        of_teams = [min(parts[rank] for rank in ranks) for ranks in self._planned.teams_of(0)]
-        now = [team[0].samples for team in stage.teams]
+            return [self._planned.global_batch] * len(stage.tp_groups)
+        of_teams = [min(parts[rank] for rank in ranks) for ranks in self._planned.list_tp_groups(0)]
+        now = [team[0].samples for team in stage.tp_groups]
         return [max(n, int(n * of_team)) for n, of_team in zip(now, of_teams)]
 
     def _apply_change(self, change: SplitChange) -> Plan:

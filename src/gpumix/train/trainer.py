@@ -437,6 +437,7 @@ class Trainer:
         self.keeping.forget()
         raise Interrupted(
             f"stopped after step {self.step} of {self.job.max_steps}",
+            code="stopped-after-step",
             where=str(path),
             fix="go on with the same command and --resume",
         )

@@ -77,7 +77,7 @@ def test_of_teams_of_a_given_plan(tmp_path, case):
         (
             2,
             {"min_pipeline_stages": 2, "tensor_parallel_size": 2},
-            "one team of 2 alone has one stage",
+            "a single tensor-parallel group of 2 has one stage",
         ),
         (1, {"min_pipeline_stages": 2}, "one device alone has one stage"),
     ],
@@ -89,7 +89,7 @@ def test_of_stages_that_the_job_wants(tmp_path, devices, techniques, told, verb)
 
 STRATEGIES = [
     (1, "staged", {}, "one device alone has one stage"),
-    (2, "staged", {"tensor_parallel_size": 2}, "one team of 2 alone has one stage"),
+    (2, "staged", {"tensor_parallel_size": 2}, "a single tensor-parallel group of 2 has one stage"),
     (2, "staged", {"orders": "sequential"}, "with orders sequential: it needs layered"),
     (1, "model", {}, "one device alone has one stage"),
     (2, "model", {"tensor_parallel_size": 2}, "with tensor_parallel_size 2: it needs 1"),

@@ -11,6 +11,7 @@ import pytest
 
 from gpumix.data.core.build_lock import hold_build_lock
 from gpumix.schema.errors import MachineError
+from helpers.errors import raises
 
 HOLD = """
 import sys, time
@@ -38,7 +39,7 @@ def holder(tmp_path):
 def test_a_holder_without_progress_is_named(holder):
     path, process = holder
     with (
-        pytest.raises(MachineError, match=f"process {process.pid} on .* no progress for 0.2 s"),
+        raises(MachineError, code="packing-lock-held", what=(process.pid, "0.2")),
         hold_build_lock(path, wait_s=0.2),
     ):
         pass
@@ -75,7 +76,7 @@ def test_waiting_lasts_as_long_as_there_is_progress(tmp_path):
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(MachineError, match="cannot lock") as caught,
+        raises(MachineError, code="cache-not-lockable") as caught,
         hold_build_lock(tmp_path / "file" / "x.lock", wait_s=1),
     ):
         pass

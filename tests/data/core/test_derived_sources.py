@@ -9,6 +9,7 @@ import torch
 from gpumix.data.core.source import Source, SourceSlice, VocabularyCheckedSource
 from gpumix.data.sources.map_style import as_source
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.samples.sources import Numbers
 
 SAYS = {  # each unlike what a source says by itself
@@ -40,34 +41,55 @@ class Peculiar(Numbers):
 @pytest.mark.parametrize(
     ("sample", "told"),
     [
-        ({"input_ids": torch.tensor([1, 32])}, "sample 1 holds token 32, the model knows 0 to 31"),
-        ({"labels": torch.tensor([40, -100])}, "sample 1 holds label 40, the model knows 0 to 31"),
-        ({"labels": torch.tensor([-1, 3])}, "sample 1 holds label -1, the model knows 0 to 31"),
+        (
+            {"input_ids": torch.tensor([1, 32])},
+            {"code": "token-outside-vocabulary", "what": (1, 32, 0, 31)},
+        ),
+        (
+            {"labels": torch.tensor([40, -100])},
+            {"code": "token-outside-vocabulary", "what": (1, 40, 0, 31)},
+        ),
+        (
+            {"labels": torch.tensor([-1, 3])},
+            {"code": "token-outside-vocabulary", "what": (1, -1, 0, 31)},
+        ),
     ],
 )
 def test_what_the_model_does_not_know_is_named(sample, told):
     good = {"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([1, -100])}
-    with pytest.raises(InputError, match=told):
+    with raises(InputError, **told):
         VocabularyCheckedSource(as_source([good, good | sample]), 32).rows(np.arange(2))
 
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "told"),
     [
-        (torch.float32, (2,), "'input_ids' of sample 1 are torch.float32"),
-        (torch.int64, (1, 2), r"'input_ids' of sample 1 are torch.int64\[1, 2\]"),
-        (torch.int64, (), r"'input_ids' of sample 1 are torch.int64\[\]"),
+        (
+            torch.float32,
+            (2,),
+            {"code": "sample-field-invalid", "what": ("input_ids", 1, "torch.float32")},
+        ),
+        (
+            torch.int64,
+            (1, 2),
+            {"code": "sample-field-invalid", "what": ("input_ids", 1, "torch.int64", 2)},
+        ),
+        (
+            torch.int64,
+            (),
+            {"code": "sample-field-invalid", "what": ("input_ids", 1, "torch.int64")},
+        ),
     ],
 )
 def test_what_are_no_tokens_is_named(dtype, shape, told):
     samples = [{"input_ids": torch.zeros(shape, dtype=dtype)}] * 2
-    with pytest.raises(InputError, match=told):
+    with raises(InputError, **told):
         VocabularyCheckedSource(as_source(samples), 32).rows(np.array([1]))
 
 
 def test_labels_are_as_many_as_tokens_but_of_a_decoder():
     samples = [{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([1])}]
-    with pytest.raises(InputError, match="sample 0 has 2 input_ids and 1 labels"):
+    with raises(InputError, code="sample-length-mismatch", what=(0, 2, "input_ids", 1)):
         VocabularyCheckedSource(as_source(samples), 32).rows(np.array([0]))
     batch = VocabularyCheckedSource(as_source(samples), 32, aligned=False).rows(np.array([0]))
     assert batch["labels"].tolist() == [[1]]

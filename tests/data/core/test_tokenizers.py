@@ -20,6 +20,7 @@ from gpumix.data.core.tokenizer import (
     open_tokenizer,
 )
 from gpumix.schema.errors import InputError, MachineError
+from helpers.errors import raises
 from helpers.samples.sources import write_tokenizer
 
 
@@ -103,18 +104,22 @@ def test_the_configuration_names_the_end_of_text(tmp_path, token):
 @pytest.mark.parametrize("special", [(), ("</s>", "<|endoftext|>")])
 def test_an_end_of_text_is_never_guessed(tmp_path, special):
     file = write_tokenizer(tmp_path / "tokenizer.json", *special)
-    with pytest.raises(InputError, match="not plain") as caught:
+    with raises(InputError, code="end-of-text-unclear") as caught:
         FileTokenizer(file)
     assert "tokenizer_config.json" in caught.value.fix
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [('{"eos_token": "nope"}', "'nope'"), ("{", "configuration")]
+    ("content", "says"),
+    [
+        ('{"eos_token": "nope"}', {"code": "end-of-text-unknown", "what": "nope"}),
+        ("{", {"code": "tokenizer-config-unreadable"}),
+    ],
 )
 def test_a_wrong_configuration_is_refused(tmp_path, content, says):
     file = write_tokenizer(tmp_path / "tokenizer.json", "</s>")
     (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(InputError, match=says):
+    with raises(InputError, **says):
         FileTokenizer(file)
 
 
@@ -122,13 +127,13 @@ def test_a_wrong_configuration_is_refused(tmp_path, content, says):
 def test_a_broken_file_is_refused(tmp_path, content):
     file = tmp_path / "tokenizer.json"
     file.write_bytes(content)
-    with pytest.raises(InputError, match="not a tokenizer file") as caught:
+    with raises(InputError, code="tokenizer-file-invalid") as caught:
         FileTokenizer(file)
     assert caught.value.where == str(file)
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(InputError, match="No such file"):
+    with raises(InputError, code="tokenizer-unreadable", what="No such file"):
         FileTokenizer(tmp_path)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.batch_shares import get_batch_share
+from helpers.errors import raises
 from helpers.training.staging import rows, staged_plan
 
 SHARES = st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any)
@@ -63,15 +64,15 @@ def test_numpy_integers_are_integers():
 @pytest.mark.parametrize(
     ("shares", "rank", "says"),
     [
-        ([1, -1], 0, "0 or more"),
-        ([1.5, 2], 0, "integers"),
-        ([True, 2], 0, "integers"),
-        ([0, 0], 0, "add up to nothing"),
-        ([], 0, "add up to nothing"),
-        ([4, 4], 2, "no rank 2"),
-        ([4, 4], -1, "no rank -1"),
+        ([1, -1], 0, {"code": "shares-not-integers", "what": 0}),
+        ([1.5, 2], 0, {"code": "shares-not-integers"}),
+        ([True, 2], 0, {"code": "shares-not-integers"}),
+        ([0, 0], 0, {"code": "shares-empty"}),
+        ([], 0, {"code": "shares-empty"}),
+        ([4, 4], 2, {"code": "rank-out-of-range", "what": 2}),
+        ([4, 4], -1, {"code": "rank-out-of-range", "what": -1}),
     ],
 )
 def test_unfit_shares_are_refused(shares, rank, says):
-    with pytest.raises(InputError, match=says):
+    with raises(InputError, **says):
         get_batch_share(shares, rank)

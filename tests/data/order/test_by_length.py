@@ -18,6 +18,7 @@ from gpumix.engine.model.deferred_init import build
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.batch_shares import get_batch_workers
 from gpumix.schema.plan.plan import Prediction
+from helpers.errors import raises
 from helpers.samples.sources import Numbers
 from helpers.training.models import ARCHITECTURES
 from helpers.training.reference import Share, plan_for
@@ -83,7 +84,7 @@ def test_a_place_in_a_bucketed_order_is_for_one_global_batch():
         next(first)
         same.load_state_dict(first.state_dict())
         assert next(same)["k"].tolist() == next(first)["k"].tolist()
-        with pytest.raises(InputError, match="does not belong to this data"):
+        with raises(InputError, code="data-cursor-of-other-data"):
             larger.load_state_dict(first.state_dict())
     with loader(4, AS_DRAWN) as first, loader(8, AS_DRAWN) as larger:
         larger.load_state_dict(first.state_dict())
@@ -142,7 +143,7 @@ def test_a_place_far_ahead_is_counted_at_once(by_length):
 
 
 def test_bucketing_needs_lengths():
-    with pytest.raises(InputError, match="bucketing needs to know"):
+    with raises(InputError, code="sample-lengths-unknown"):
         Loader(Numbers(10), [4], 0, by_length=ALIKE)
 
 

@@ -14,6 +14,7 @@ from gpumix.data.core.source import Source
 from gpumix.data.sources.open_data import open_data
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import Job
+from helpers.errors import raises
 from helpers.samples.sources import write_tokenizer
 
 _NAMES = (f"user_module_{number}" for number in itertools.count())
@@ -151,14 +152,18 @@ def test_a_stream_of_tokens_has_labels(tmp_path, module):
 @pytest.mark.parametrize(
     ("name", "task", "says"),
     [
-        ("make_nameless", "causal-lm", "the samples have no 'input_ids', they have tokens"),
-        ("make_masked", "masked-lm", "no 'labels', they have attention_mask, input_ids"),
+        ("make_nameless", "causal-lm", {"code": "input-ids-missing", "what": "input_ids"}),
+        (
+            "make_masked",
+            "masked-lm",
+            {"code": "labels-missing", "what": ("labels", "attention_mask", "input_ids")},
+        ),
     ],
 )
 def test_what_a_language_model_lacks_is_told(tmp_path, module, name, task, says):
     wanted = job(factory=f"{module}:{name}")
     wanted = wanted.model_copy(update={"model": wanted.model.model_copy(update={"task": task})})
-    with pytest.raises(InputError, match=says) as caught:
+    with raises(InputError, **says) as caught:
         open_data(wanted, tmp_path, tmp_path / "cache")
     assert caught.value.where == f"{module}:{name}"
 
@@ -171,20 +176,28 @@ def test_a_factory_may_make_a_source(tmp_path, module):
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [
-        ("mke", {}, "has no function 'mke'"),
-        ("number", {}, "has no function 'number'"),
-        ("make", {}, "missing a required argument: 'n'"),
-        ("make", {"n": 3, "m": 3}, "unexpected keyword argument 'm'"),
-        ("make_set", {"n": 3}, "sample 0 is a int, not a dictionary"),
-        ("make_generator", {"n": 0}, "the stream is empty"),
-        ("make_generator", {"n": 9, "length": 5}, "sequence_length is 4"),
-        ("make_generator", {"n": 8}, "nothing of the stream is left to train on"),
-        ("make", {"n": 0}, "the dataset is empty"),
-        ("make", {"n": 9, "length": 5}, "sequence_length is 4"),
+        ("mke", {}, {"code": "factory-function-missing", "what": "mke"}),
+        ("number", {}, {"code": "factory-function-missing", "what": "number"}),
+        ("make", {}, {"code": "factory-arguments-invalid", "what": "n"}),
+        ("make", {"n": 3, "m": 3}, {"code": "factory-arguments-invalid", "what": "m"}),
+        ("make_set", {"n": 3}, {"code": "sample-not-dict", "what": 0}),
+        ("make_generator", {"n": 0}, {"code": "stream-empty"}),
+        (
+            "make_generator",
+            {"n": 9, "length": 5},
+            {"code": "sample-not-sequence-length", "what": ("sequence_length", 4)},
+        ),
+        ("make_generator", {"n": 8}, {"code": "stream-empty-after-split"}),
+        ("make", {"n": 0}, {"code": "dataset-empty"}),
+        (
+            "make",
+            {"n": 9, "length": 5},
+            {"code": "sample-not-sequence-length", "what": ("sequence_length", 4)},
+        ),
     ],
 )
 def test_what_a_factory_cannot_be(tmp_path, module, name, arguments, says):
-    with pytest.raises(InputError, match=says):
+    with raises(InputError, **says):
         opened(tmp_path, factory=f"{module}:{name}", arguments=arguments)
 
 
@@ -204,7 +217,7 @@ def test_a_factory_may_make_a_stream(tmp_path, module, name):
     train, held_out = open_data(evaluated, tmp_path, tmp_path / "cache", vocabulary=9)
     assert held_out.rows(np.array([3, 0]))["input_ids"].tolist() == [[3] * 4, [0] * 4]
     assert len(held_out) == 4
-    with pytest.raises(InputError, match="holds token 9, the model knows 0 to 8"):
+    with raises(InputError, code="token-outside-vocabulary", what=(9, 0, 8)):
         train.rows(np.array([4, 5]))
 
 
@@ -212,7 +225,7 @@ def test_near_names_are_offered(tmp_path, module):
     with pytest.raises(InputError) as caught:
         opened(tmp_path, factory=f"{module}:mke")
     assert "make" in caught.value.why
-    with pytest.raises(InputError, match="no module") as caught:
+    with raises(InputError, code="factory-module-missing") as caught:
         opened(tmp_path, factory=f"{module}x:make")
     assert module in caught.value.why
 
@@ -220,7 +233,7 @@ def test_near_names_are_offered(tmp_path, module):
 @pytest.mark.parametrize("content", ["import no_such_package", "def make(:", "raise ImportError"])
 def test_a_module_that_cannot_be_imported_is_named(tmp_path, module, content):
     (tmp_path / f"{module}.py").write_text(content)
-    with pytest.raises(InputError, match=f"'{module}' cannot be imported"):
+    with raises(InputError, code="factory-import-failed", what=module):
         opened(tmp_path, factory=f"{module}:make")
 
 
@@ -232,5 +245,5 @@ def test_an_error_inside_a_factory_passes_through(tmp_path, module):
 
 def test_too_little_data_is_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"abcd")
-    with pytest.raises(InputError, match="none is left to train on"):
+    with raises(InputError, code="no-samples-left-to-train"):
         opened(tmp_path, text=["a.txt"])

@@ -14,6 +14,7 @@ from gpumix.data.core.source import PackedSource, Source
 from gpumix.data.core.tokenizer import ByteTokenizer
 from gpumix.data.sources.saved_dataset import SavedRows, open_saved
 from gpumix.schema.errors import InputError, MachineError
+from helpers.errors import raises
 
 END = 256
 
@@ -105,23 +106,23 @@ def test_rows_that_were_selected_and_shuffled_keep_their_order(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
-        ({"body": ["x"], "title": ["y"]}, "no column 'text'"),
-        ({"text": ["abc"], "input_ids": [[1, 2, 3]]}, "both text"),
-        ({"text": [1, 2]}, "holds int64, not text"),
-        ({"input_ids": [1, 2]}, "not lists of integers"),
-        ({"text": ["abc", None]}, "null at or after row 1"),
-        ({"input_ids": [[1, 2, 3], None]}, "null at or after row 0"),
-        ({"input_ids": [[1, 2, None]]}, "null at or after row 0"),
-        ({"input_ids": [[1], [300]]}, "outside the tokenizer's 257"),
-        ({"input_ids": [[1], [-1]]}, "outside the tokenizer's 257"),
-        ({"input_ids": [[1, 2]], "labels": [[1, 2]]}, "cannot keep their column 'labels'"),
-        ({"input_ids": [[1, 2, 3]], "labels": [[1, 2]]}, "differ in length"),
-        ({"text": ["a"]}, "has 2 tokens, one sample takes 3"),
-        ({"text": []}, "cannot load the dataset"),
+        ({"body": ["x"], "title": ["y"]}, {"code": "column-missing", "what": "text"}),
+        ({"text": ["abc"], "input_ids": [[1, 2, 3]]}, {"code": "dataset-text-and-tokens"}),
+        ({"text": [1, 2]}, {"code": "column-type-wrong", "what": ("text", "int64")}),
+        ({"input_ids": [1, 2]}, {"code": "column-type-wrong", "what": "input_ids"}),
+        ({"text": ["abc", None]}, {"code": "column-has-null", "what": 1}),
+        ({"input_ids": [[1, 2, 3], None]}, {"code": "column-has-null", "what": 0}),
+        ({"input_ids": [[1, 2, None]]}, {"code": "column-has-null", "what": 0}),
+        ({"input_ids": [[1], [300]]}, {"code": "token-outside-vocabulary", "what": 257}),
+        ({"input_ids": [[1], [-1]]}, {"code": "token-outside-vocabulary", "what": 257}),
+        ({"input_ids": [[1, 2]], "labels": [[1, 2]]}, {"code": "labels-not-packable"}),
+        ({"input_ids": [[1, 2, 3]], "labels": [[1, 2]]}, {"code": "column-length-mismatch"}),
+        ({"text": ["a"]}, {"code": "text-shorter-than-sample", "what": (2, 3)}),
+        ({"text": []}, {"code": "dataset-not-loadable"}),
     ],
 )
 def test_unfit_columns_are_refused(tmp_path, columns, says):
-    with pytest.raises(InputError, match=says):
+    with raises(InputError, **says):
         opened(save(tmp_path / "d", **columns))
 
 
@@ -141,7 +142,7 @@ def test_several_splits_are_refused(tmp_path):
 
     one = datasets.Dataset.from_dict({"text": ["abc"]})
     datasets.DatasetDict(train=one, test=one).save_to_disk(str(tmp_path / "d"))
-    with pytest.raises(InputError, match="test, train") as caught:
+    with raises(InputError, code="dataset-of-splits", what=("test", "train")) as caught:
         opened(tmp_path / "d")
     assert str(tmp_path / "d" / "test") in caught.value.fix
 
@@ -152,7 +153,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path, there):
     if there:
         save(folder, text=["abc"])
         (folder / "data-00000-of-00001.arrow").write_bytes(b"broken")
-    with pytest.raises(InputError, match="cannot load the dataset") as caught:
+    with raises(InputError, code="dataset-not-loadable") as caught:
         opened(folder)
     assert "save_to_disk" in caught.value.fix
 

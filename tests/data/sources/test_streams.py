@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 from gpumix.data.loader import Loader
 from gpumix.data.sources.iterable import StreamSource, _lanes_of, is_stream
 from gpumix.schema.errors import InputError, TrainingError
+from helpers.errors import raises
 from helpers.extended import every_second, left_out
 
 N = 50
@@ -135,7 +136,7 @@ def test_beside_a_bad_sample_too_a_transform_may_change_what_it_is_given(bad_sam
     if bad_samples == "skip":
         assert steps_of(numbers, [4], 3, **given) == [[0, 1, 2, 3], [4, 5, 7, 7], [8, 9, 10, 11]]
         return
-    with pytest.raises(TrainingError, match=r"sample 6 of numbers .* it is torn"):
+    with raises(TrainingError, code="sample-unreadable", what=(6, "it is torn")):
         steps_of(numbers, [4], 2, **given)
 
 
@@ -364,7 +365,7 @@ def test_shards_that_are_all_held_out_are_passed_over():
     found = train.rows(np.arange(4 * 11))["k"].reshape(11, 4).T.tolist()
     left = [*range(1003, 1010), *range(3003, 3007)]
     assert all(sorted(lane) == left for lane in found)
-    with pytest.raises(InputError, match="nothing of the stream is left to train on"):
+    with raises(InputError, code="stream-empty-after-split"):
         whole.split(10, read=False)
 
 
@@ -382,7 +383,7 @@ def test_a_specimen_reads_nothing():
 
 
 def test_a_stream_that_is_all_held_out_is_refused():
-    with pytest.raises(InputError, match="nothing of the stream is left to train on") as caught:
+    with raises(InputError, code="stream-empty-after-split") as caught:
         StreamSource(numbers, "mine", 10).split(5, read=True)
     assert "the first 50 samples of each pass" in caught.value.why
     assert "data.validation_split" in caught.value.fix
@@ -396,7 +397,7 @@ def test_a_generator_goes_through_once():
         found = [k for _ in range(6) for k in next(loader)["k"].tolist()]
         assert found == list(range(48))
         assert loader.setting.kind == "threads"  # a process would have a copy of it
-        with pytest.raises(InputError, match=r"has ended after 50 samples") as caught:
+        with raises(InputError, code="stream-ended", what=50) as caught:
             next(loader)
         assert "a function that makes it" in caught.value.fix
 
@@ -407,17 +408,17 @@ def test_a_generator_cannot_go_back():
         for _ in range(3):
             next(loader)
         loader.load_state_dict(state)
-        with pytest.raises(InputError, match="has gone by"):
+        with raises(InputError, code="stream-sample-passed"):
             next(loader)
 
 
 def test_an_empty_stream_is_refused():
-    with pytest.raises(InputError, match="the stream is empty"):
+    with raises(InputError, code="stream-empty"):
         Loader(lambda: iter(()), [2], 0)
 
 
 def test_samples_that_are_no_dictionaries_are_refused():
-    with pytest.raises(InputError, match="sample 0 is a int, not a dictionary of tensors"):
+    with raises(InputError, code="sample-not-dict", what=0):
         Loader(lambda: iter(range(3)), [2], 0)
 
 
@@ -430,9 +431,7 @@ def bad(sample: dict[str, int]) -> dict[str, int]:
 def test_a_bad_sample_is_named_or_the_next_one_takes_its_place():
     with (
         Loader(numbers, [8], 0, transform=bad) as loader,
-        pytest.raises(
-            TrainingError, match="sample 7 of numbers cannot be read: ValueError: no such picture"
-        ),
+        raises(TrainingError, code="sample-unreadable", what=("ValueError: no such picture", 7)),
     ):
         next(loader)
     with Loader(numbers, [10], 0, transform=bad, bad_samples="skip") as loader:
@@ -472,8 +471,8 @@ def test_a_first_sample_that_cannot_be_read_is_named_or_another_tells_what_all_a
     def first_is_bad(sample: dict[str, int]) -> dict[str, int]:
         return bad({"k": sample["k"] + 7})
 
-    with pytest.raises(
-        TrainingError, match="sample 0 of numbers cannot be read: ValueError: no such picture"
+    with raises(
+        TrainingError, code="sample-unreadable", what=("ValueError: no such picture", 0)
     ) as caught:
         Loader(numbers, [8], 0, transform=first_is_bad)
     assert "in bad" in caught.value.where
@@ -488,7 +487,7 @@ def test_a_stream_that_cannot_be_begun_is_named():
         yield {"k": 0}
 
     for policy in ("stop", "skip"):
-        with pytest.raises(TrainingError, match="sample 0 of breaking cannot be read") as caught:
+        with raises(TrainingError, code="sample-unreadable", what=0) as caught:
             Loader(breaking, [4], 0, bad_samples=policy)
         assert "no such bucket" in str(caught.value)
 
@@ -506,9 +505,9 @@ def test_a_stream_that_breaks_stops_the_run(good, bad_samples, once):
         raise OSError("the line is dead")
 
     dataset = breaking() if once else breaking
-    told = f"sample {good} of breaking cannot be read: OSError: the line is dead"
+    named = (good, "breaking", "OSError: the line is dead")
     with (
-        pytest.raises(TrainingError, match=told) as caught,
+        raises(TrainingError, code="sample-unreadable", what=named) as caught,
         Loader(dataset, [4], 0, bad_samples=bad_samples, num_workers=0) as loader,
     ):
         next(loader)
@@ -544,7 +543,7 @@ def test_a_generator_that_broke_does_not_go_on():
     with Loader(breaking(), [1], 0) as loader:
         next(loader)
         for _ in range(2):
-            with pytest.raises(TrainingError, match="the line is dead"):
+            with raises(TrainingError, code="sample-unreadable", what="the line is dead"):
                 next(loader)
 
 
@@ -558,22 +557,20 @@ def test_the_sample_at_which_a_generator_broke_is_named():
     with Loader(breaking(), [4], 0) as loader:
         next(loader)
         for _ in range(2):
-            with pytest.raises(
-                TrainingError, match="sample 6 of breaking cannot be read: OSError"
-            ) as caught:
+            with raises(TrainingError, code="sample-unreadable", what=6) as caught:
                 next(loader)
             assert "test_streams.py" in caught.value.where
 
 
 def test_transforms_are_for_streams():
-    with pytest.raises(InputError, match="`transform` is for streams"):
+    with raises(InputError, code="transform-without-stream"):
         Loader([{"k": 1}], [1], 0, transform=squared)
 
 
 def test_a_loader_of_torch_is_no_stream():
     """Its batches are not samples."""
     whole = torch.utils.data.DataLoader(Numbers(), batch_size=3)
-    with pytest.raises(InputError, match="a DataLoader makes batches of its own") as refused:
+    with raises(InputError, code="stream-gives-batches", what="DataLoader") as refused:
         Loader(whole, [4], 0)
     assert "give its dataset" in refused.value.fix
 

@@ -24,6 +24,7 @@ from gpumix.data.sources.pretokenized import OwnSamples
 from gpumix.data.text.document_packing import PackedDocuments
 from gpumix.schema.errors import InputError, MachineError
 from gpumix.schema.job.job import Job
+from helpers.errors import raises
 from helpers.samples.sources import write, write_tokenizer
 
 END = 256
@@ -188,9 +189,9 @@ def test_lengths_that_are_wrong_are_told():
     wrong = Rows(4)
     wrong.lengths = np.array([1, 2, 3, 5])
     packed = PackedDocuments(OwnSamples(wrong, "rows", longest=8), seed=0, predicts_next=True)
-    with pytest.raises(InputError, match="sample 3 is packed as 5 tokens, and has 4 input_ids"):
+    with raises(InputError, code="packed-length-wrong", what=(3, 5, 4, "input_ids")):
         packed.rows(np.arange(len(packed)))
-    with pytest.raises(InputError, match="does not say"):
+    with raises(InputError, code="sample-lengths-unknown"):
         PackedDocuments(
             OwnSamples(Rows(4, lengths=False), "r", longest=8), seed=0, predicts_next=True
         )
@@ -199,39 +200,39 @@ def test_lengths_that_are_wrong_are_told():
 @pytest.mark.parametrize(
     ("lengths", "told"),
     [
-        (np.array([1, 2, 3]), r"a ndarray with the shape \[3\]"),
-        ("abc", "a str with the shape"),
-        (["a", "b", "c", "d"], "of the type <U1"),
-        ([1.0, 2.0, 3.0, 4.0], "of the type float64"),
-        ([[1], [1, 2], [3], [4]], "a list that is no list of numbers"),
-        ([1, 2, 0, 4], "0 for sample 2"),
-        (np.ones, "a (function|_ArrayFunctionDispatcher) with the shape"),
+        (np.array([1, 2, 3]), "[3]"),
+        ("abc", "str"),
+        (["a", "b", "c", "d"], "<U1"),
+        ([1.0, 2.0, 3.0, 4.0], "float64"),
+        ([[1], [1, 2], [3], [4]], "list"),
+        ([1, 2, 0, 4], "sample 2"),
+        (np.ones, type(np.ones).__name__),
     ],
 )
 def test_what_is_no_list_of_lengths_is_told(lengths, told):
     wrong = Rows(4)
     wrong.lengths = lengths
-    with pytest.raises(InputError, match=f"the lengths of the dataset's 4 samples are {told}"):
+    with raises(InputError, code="sample-lengths-invalid", what=(4, told)):
         OwnSamples(wrong, "rows", longest=8)
 
 
-ODD = {
-    "'labels' of the shape [1]": {"labels": [1]},
-    "'labels' of the shape [3]": {"labels": [1, 2, 3]},
-    "'attention_mask' of the shape [3]": {"attention_mask": [1, 1, 1]},
-    "'labels' of sample 1 are torch.float32, not whole numbers": {"labels": [0.5, 0.5]},
-    "sample 1 holds ['attention_mask', 'input_ids'], sample 0": {"labels": None},
-}
+ODD = [
+    ({"labels": [1]}, "sample-length-mismatch", ("labels", "[1]")),
+    ({"labels": [1, 2, 3]}, "sample-length-mismatch", ("labels", "[3]")),
+    ({"attention_mask": [1, 1, 1]}, "sample-length-mismatch", ("attention_mask", "[3]")),
+    ({"labels": [0.5, 0.5]}, "labels-not-integers", ("labels", "torch.float32")),
+    ({"labels": None}, "sample-keys-differ", ("attention_mask", "input_ids")),
+]
 
 
-@pytest.mark.parametrize("told", ODD)
-def test_what_does_not_go_with_its_tokens_is_named(told):
+@pytest.mark.parametrize(("changed", "code", "named"), ODD)
+def test_what_does_not_go_with_its_tokens_is_named(changed, code, named):
     first = {"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 1]}
-    odd = {key: value for key, value in (first | ODD[told]).items() if value is not None}
+    odd = {key: value for key, value in (first | changed).items() if value is not None}
     source = OwnSamples([first, odd], "rows", longest=8)
-    with pytest.raises(InputError, match=re.escape(told)) as caught:
+    with raises(InputError, code=code, what=(1, *named)) as caught:
         source.rows(np.arange(2))
-    assert "sample 1" in caught.value.what and caught.value.fix
+    assert caught.value.fix
 
 
 def test_a_decoder_has_labels_of_its_own_length():
@@ -249,7 +250,8 @@ def test_tokens_of_unlike_dtypes_come_as_int64():
 @pytest.mark.parametrize("tokens", [[], [0.5], [[1]], None])
 def test_what_is_no_list_of_tokens_is_named(tokens):
     samples = [{"input_ids": [1]}, {"input_ids": tokens} if tokens is not None else {"x": [1]}]
-    with pytest.raises(InputError, match="sample 1"):
+    code = "sample-without-tokens" if tokens is not None else "sample-keys-differ"
+    with raises(InputError, code=code, what=1):
         OwnSamples(samples, "rows", longest=8).rows(np.arange(2))
 
 
@@ -286,7 +288,7 @@ def test_rows_of_a_saved_dataset_stay_as_they_are(tmp_path, save):
     packed = opened(tmp_path, dataset=masked, packing="documents")
     batch = packed.rows(np.arange(len(packed)))
     assert sorted(documents_of(batch))[:3] == [[1, 2], [4], [5] * 8]
-    with pytest.raises(InputError, match="row 1 holds no tokens"):
+    with raises(InputError, code="row-without-tokens", what=1):
         opened(tmp_path, dataset=save("none", input_ids=[[1], []]), packing="none")
 
 
@@ -366,9 +368,9 @@ def test_a_factory_may_give_texts(tmp_path, module):
     source = opened(tmp_path, packing="none", arguments={"lengths": True}, **given)
     assert samples_of(source) == [[*b"ab", END], [*b"cde", END]]
     assert source.lengths.tolist() == [3, 4]
-    with pytest.raises(InputError, match=r"data.bucketing needs to know how long samples are"):
+    with raises(InputError, code="sample-lengths-unknown", what="data.bucketing"):
         opened(tmp_path, packing="none", bucketing=True, arguments={"lengths": False}, **given)
-    with pytest.raises(InputError, match="sample 1 should be a text"):
+    with raises(InputError, code="sample-not-text", what=1):
         opened(
             tmp_path, packing="none", arguments={"lengths": True}, **{**given, "column": "text"}
         )[1]
@@ -377,7 +379,7 @@ def test_a_factory_may_give_texts(tmp_path, module):
 def test_a_factory_may_give_samples_of_unlike_length(tmp_path, module):
     source = opened(tmp_path, factory=f"{module}:rows", packing="none")
     assert samples_of(source) == [[1, 2], [3]] and source.lengths is None
-    with pytest.raises(InputError, match="packing needs to know how long samples are"):
+    with raises(InputError, code="sample-lengths-unknown"):
         opened(tmp_path, factory=f"{module}:rows", packing="documents")
 
 
@@ -395,20 +397,20 @@ def test_fixes_of_a_factorys_data_name_the_keys_that_work(tmp_path, module):
     assert len(told) == 2 and samples_of(source) == [[*b"ab", END], [*b"cde", END]]
     assert data.keys() == {"factory", "tokenize", "packing", "column"}
     packed = {**data, "packing": "documents"}
-    with pytest.raises(InputError, match="packing needs to know how long samples are") as caught:
+    with raises(InputError, code="sample-lengths-unknown") as caught:
         opened(tmp_path, **packed)
     assert caught.value.fix.endswith("--set data.packing=none")
-    with pytest.raises(InputError, match="cannot be called with the given arguments") as caught:
+    with raises(InputError, code="factory-arguments-invalid", what="shelf") as caught:
         opened(tmp_path, **data, arguments={"shelf": 3})
     assert caught.value.where == "data.arguments" and "--set data.arguments=" in caught.value.fix
-    with pytest.raises(ValidationError, match="no effect on a factory's samples without 'tokenize"):
+    with pytest.raises(ValidationError, match="'tokenize"):
         opened(tmp_path, factory=f"{module}:stories", column="story")
 
 
 def test_what_does_not_go_with_a_task_is_refused(tmp_path, files, module):
-    with pytest.raises(InputError, match="learns to copy"):
+    with raises(InputError, code="labels-copy-input"):
         opened(files, text=["in"], packing="documents", task="masked-lm")
-    with pytest.raises(InputError, match="cannot be packed"):
+    with raises(InputError, code="seq2seq-not-packable"):
         opened(tmp_path, factory=f"{module}:rows", packing="documents", task="seq2seq-lm")
 
 

@@ -16,6 +16,7 @@ from gpumix.data.core import token_file
 from gpumix.data.core.tokenizer import FileTokenizer
 from gpumix.data.text.files import pack_text
 from gpumix.schema.errors import InputError, MachineError
+from helpers.errors import raises
 from helpers.samples.sources import pack, spec, write, write_tokenizer
 
 
@@ -39,7 +40,7 @@ def test_a_tokenizer_refuses_compressed_files(tmp_path, content, fix):
     """Some have no NUL bytes at their beginning, and were taken for text."""
     words = FileTokenizer(write_tokenizer(tmp_path / "tokenizer.json", "</s>"))
     file = write(tmp_path / "a b.gz", content)
-    with pytest.raises(InputError, match="this file is compressed") as caught:
+    with raises(InputError, code="text-compressed") as caught:
         pack_text(spec(file), words, 4, tmp_path / "cache")
     assert caught.value.fix.startswith(f"unpack it: {fix} '{file}'")
 
@@ -47,21 +48,21 @@ def test_a_tokenizer_refuses_compressed_files(tmp_path, content, fix):
 def test_a_tokenizer_refuses_binary_files(tmp_path):
     words = FileTokenizer(write_tokenizer(tmp_path / "tokenizer.json", "</s>"))
     file = write(tmp_path / "a", b"one\0two")
-    with pytest.raises(InputError, match="binary") as caught:
+    with raises(InputError, code="text-not-utf8") as caught:
         pack_text(spec(file), words, 2, tmp_path / "cache")
     assert caught.value.where == str(file)
     assert only_locks(tmp_path / "cache")
 
 
 def test_missing_files_are_named(tmp_path):
-    with pytest.raises(InputError, match="No such file") as caught:
+    with raises(InputError, code="text-unreadable", what="No such file") as caught:
         pack(tmp_path, tmp_path / "nowhere")
     assert caught.value.where == str(tmp_path / "nowhere")
 
 
 def test_an_empty_file_that_is_named_is_an_error(tmp_path):
     file = write(tmp_path / "a", b"")
-    with pytest.raises(InputError, match="is empty") as caught:
+    with raises(InputError, code="text-empty") as caught:
         pack(tmp_path, file)
     assert caught.value.where == str(file)
 
@@ -71,38 +72,38 @@ def test_a_folder_without_text_is_an_error(tmp_path, content):
     (tmp_path / "in").mkdir()
     if content is not None:
         write(tmp_path / "in" / "a.txt", content)
-    with pytest.raises(InputError, match="matches the pattern") as caught:
+    with raises(InputError, code="pattern-matches-nothing") as caught:
         pack(tmp_path, tmp_path / "in")
     assert str(tmp_path / "in") in caught.value.what and caught.value.where == "data.pattern"
 
 
 def test_a_pattern_that_matches_nothing_is_an_error(tmp_path):
     write(tmp_path / "in" / "a.md", b"text")
-    with pytest.raises(InputError, match=r"matches the pattern '\*.txt'"):
+    with raises(InputError, code="pattern-matches-nothing", what="*.txt"):
         pack(tmp_path, tmp_path / "in", pattern="*.txt")
 
 
 def test_a_pattern_without_a_folder_has_no_effect_and_is_refused(tmp_path):
-    with pytest.raises(InputError, match="names none"):
+    with raises(InputError, code="pattern-without-text"):
         pack(tmp_path, write(tmp_path / "a", b"text"), pattern="*.txt")
 
 
 def test_an_empty_pattern_is_refused(tmp_path):
     write(tmp_path / "in" / "a.md", b"text")
-    with pytest.raises(InputError, match="is no pattern"):
+    with raises(InputError, code="pattern-invalid"):
         pack(tmp_path, tmp_path / "in", pattern="")
 
 
 def test_a_file_that_is_reached_twice_is_an_error(tmp_path):
     file = write(tmp_path / "in" / "a", b"text")
-    with pytest.raises(InputError, match="twice") as caught:
+    with raises(InputError, code="text-file-twice") as caught:
         pack(tmp_path, file, tmp_path / "in")
     assert caught.value.where == str(file)
 
 
 def test_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match="neither"):
+    with raises(InputError, code="text-not-file-or-folder"):
         pack(tmp_path, tmp_path / "pipe")
 
 
@@ -126,7 +127,7 @@ def test_what_may_not_be_read_is_named(somebody, closed):
     (place / "cache").mkdir(mode=0o777)
     (place / "cache").chmod(0o777)
     step_down()
-    with pytest.raises(InputError, match="Permission denied") as caught:
+    with raises(InputError, code="text-unreadable", what="Permission denied") as caught:
         pack(place, named)
     assert caught.value.where == str(named)
     assert only_locks(place / "cache")
@@ -143,7 +144,7 @@ def small_files():
 
 def test_a_full_disk_leaves_no_part_of_a_file(tmp_path, small_files):
     files = [write(tmp_path / name, bytes(60_000)) for name in "ab"]
-    with pytest.raises(MachineError, match="cannot write the packed text") as caught:
+    with raises(MachineError, code="packed-text-not-writable", what="File too large") as caught:
         pack(tmp_path, *files)
     assert "free space" in caught.value.fix
     assert only_locks(tmp_path / "cache")
@@ -155,6 +156,6 @@ def test_a_full_disk_at_the_sidecar_leaves_nothing_either(tmp_path, monkeypatch)
 
     file = write(tmp_path / "a", b"some text")
     monkeypatch.setattr(token_file, "write_text_atomically", full)
-    with pytest.raises(MachineError, match="No space left"):
+    with raises(MachineError, code="packed-text-not-writable", what="No space left"):
         pack(tmp_path, file)
     assert only_locks(tmp_path / "cache")

@@ -18,6 +18,7 @@ from gpumix.data.core.tokenizer import ByteTokenizer, FileTokenizer
 from gpumix.data.text import files as text_module
 from gpumix.data.text.files import pack_text
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.samples.sources import pack, spec, write
 
 END = 256
@@ -35,7 +36,7 @@ def test_samples_are_the_stream_cut_and_the_tail_is_dropped(tmp_path, documents,
         write(folder / "in" / f"{number:03}", document)
     stream = stream_of(*documents)
     if len(stream) < length:
-        with pytest.raises(InputError, match=f"has {len(stream)} tokens"):
+        with raises(InputError, code="text-shorter-than-sample", what=len(stream)):
             pack(folder, folder / "in", length=length)
         return
     packed = pack(folder, folder / "in", length=length)

@@ -13,6 +13,7 @@ import pytest
 from gpumix.data.workers.shared_memory import Arena
 from gpumix.data.workers.worker_pool import ProcessWorkerPool
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.processes.waiting import wait_until
 from helpers.samples.squares import Squares, alive, expected, pids, processes, take
 
@@ -82,7 +83,7 @@ def forked(does: Callable[[], object]) -> int:
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_process_that_is_forked_leaves_the_workers_alone(kind):
     def child() -> None:
-        with pytest.raises(InputError, match="make a loader in the process that reads"):
+        with raises(InputError, code="loader-in-forked-process"):
             next(loader)
         loader.close()
 

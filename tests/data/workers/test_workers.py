@@ -29,6 +29,7 @@ from gpumix.data.workers.fork_server import ForkServer, WorkerProcess
 from gpumix.data.workers.prefetcher import MOST_AHEAD, UNKNOWN_BYTES
 from gpumix.data.workers.worker_pool import ProcessWorkerPool
 from gpumix.schema.errors import InputError, MachineError, TrainingError
+from helpers.errors import raises
 from helpers.extended import every_second, left_out
 from helpers.processes import commands
 from helpers.processes.commands import Done
@@ -200,7 +201,7 @@ def test_a_sample_that_kills_its_worker_again_and_again_is_named(tmp_path):
     with processes(Squares(read=read)) as loader:
         found = take(loader, 11)
         assert found == expected(11)
-        with pytest.raises(TrainingError, match=f"was lost at sample {bad} of Squares") as caught:
+        with raises(TrainingError, code="data-worker-lost", what=bad) as caught:
             take(loader, 1)
         assert "killed by SIGKILL" in caught.value.what
         assert "too much memory" in caught.value.why
@@ -237,7 +238,7 @@ def test_a_sample_that_leaves_the_program_is_named(kind):
 
     with processes(Squares(read=read), kind=kind) as loader:
         assert take(loader, 3) == expected(3)
-        with pytest.raises(TrainingError, match=f"sample {bad} of .*: SystemExit: no licence"):
+        with raises(TrainingError, code="sample-unreadable", what=(bad, "SystemExit: no licence")):
             next(loader)
     with processes(Squares(read=read), [N], kind=kind, bad_samples="skip") as loader:
         next(loader)
@@ -254,7 +255,7 @@ def test_where_no_worker_can_be_had_that_is_said_and_nothing_is_lost():
         some = pids(loader)
         os.kill(crew._nursery._pid, signal.SIGKILL)
         wait_until(lambda: not any(map(alive, some)))  # they end with it
-        with pytest.raises(MachineError, match="the process that starts data workers is gone"):
+        with raises(MachineError, code="fork-server-gone"):
             for _ in range(MOST_AHEAD + 1):
                 found += take(loader, 1)
         found += take(loader, 5)
@@ -269,7 +270,11 @@ def refusing(calls: int = 2**31) -> Callable[..., Any]:
     def fork(nursery: ForkServer) -> WorkerProcess:
         if next(left, None) is None:
             return real(nursery)
-        raise MachineError("a worker process cannot be started", why=os.strerror(errno.EAGAIN))
+        raise MachineError(
+            "a worker process cannot be started",
+            code="worker-not-started",
+            why=os.strerror(errno.EAGAIN),
+        )
 
     return fork
 
@@ -288,7 +293,7 @@ def test_where_processes_turn_out_to_be_wanted_and_none_can_be_had_no_batch_is_l
         found = take(loader, 1)
         assert loader.setting.kind == "processes"
         for _ in range(2):
-            with pytest.raises(MachineError, match="cannot be started"):
+            with raises(MachineError, code="worker-not-started"):
                 take(loader, 1)
         monkeypatch.undo()
         found += take(loader, 4)
@@ -415,7 +420,7 @@ def test_a_dataset_of_bad_samples_stops_the_run():
 
     with (
         processes(Bad(), bad_samples="skip") as loader,
-        pytest.raises(TrainingError, match=r"8 that could take its place cannot either"),
+        raises(TrainingError, code="sample-irreplaceable", what=8),
     ):
         take(loader, 3)
 
@@ -426,7 +431,10 @@ def test_samples_of_another_shape_are_named_or_skipped():
         def __getitem__(self, k: int) -> dict[str, Any]:
             return {"k": k, "square": torch.full((3 + (k == 7),), float(k * k))}
 
-    with processes(Ragged(), [N]) as loader, pytest.raises(InputError, match="of sample 7 is"):
+    with (
+        processes(Ragged(), [N]) as loader,
+        raises(InputError, code="sample-shape-differs", what=7),
+    ):
         next(loader)
     with processes(Ragged(), [N], bad_samples="skip") as loader:
         next(loader)
@@ -446,10 +454,8 @@ def test_samples_without_content_are_named_or_skipped(kind, empty):
         def __getitem__(self, k: int) -> dict[str, Any]:
             return empty if k == 7 else super().__getitem__(k)
 
-    with (
-        processes(Empty(), [N], kind=kind) as loader,
-        pytest.raises(InputError, match="sample 7 "),
-    ):
+    code = "sample-shape-differs" if empty and "k" in empty else "sample-not-dict"
+    with processes(Empty(), [N], kind=kind) as loader, raises(InputError, code=code, what=7):
         next(loader)
     with processes(Empty(), [N], kind=kind, bad_samples="skip") as loader:
         next(loader)
@@ -467,9 +473,7 @@ def test_a_dataset_that_changes_its_length_stops_the_run_also_where_bad_samples_
 
     with (
         processes(Growing(), bad_samples="skip", num_workers=1) as loader,
-        pytest.raises(
-            DataChangedError, match="had 200 samples when it was opened, and has 201 now"
-        ),
+        raises(DataChangedError, code="dataset-length-changed", what=(200, 201)),
     ):
         take(loader, 20)
 
@@ -529,15 +533,15 @@ def test_a_batch_that_is_larger_than_any_before_comes_all_the_same():
 
 
 BAD = {
-    "`collate` returns a list, not a dictionary": lambda samples: samples,
-    "makes of 1 samples 'k': ": lambda samples: {"k": torch.zeros(3)},
+    "collate-not-dict": lambda samples: samples,
+    "collate-rows-wrong": lambda samples: {"k": torch.zeros(3)},
 }
 
 
-@pytest.mark.parametrize("says", BAD)
-def test_what_is_no_batch_is_refused(says):
-    with pytest.raises(InputError, match=says):
-        processes(Texts(), collate=BAD[says])
+@pytest.mark.parametrize("code", BAD)
+def test_what_is_no_batch_is_refused(code):
+    with raises(InputError, code=code):
+        processes(Texts(), collate=BAD[code])
 
 
 def test_a_bad_sample_of_a_collated_batch_is_skipped():
@@ -572,6 +576,6 @@ def test_where_less_can_be_shared_batches_come_all_the_same(monkeypatch, slots):
         if slots:
             assert take(loader, 30) == expected(30)
             return
-        with pytest.raises(MachineError, match="cannot be shared with data workers") as caught:
+        with raises(MachineError, code="worker-memory-not-shared") as caught:
             next(loader)
     assert caught.value.why == "Cannot allocate memory"

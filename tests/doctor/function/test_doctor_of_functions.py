@@ -10,6 +10,7 @@ import pytest
 
 from gpumix.doctor.function.function_patient import list_imports, open_function_patient
 from gpumix.schema.errors import InputError, TrainingError
+from helpers.errors import raises
 from helpers.extended import left_out
 from helpers.processes import commands
 from helpers.runs.jobs import gpumix
@@ -160,21 +161,21 @@ def test_what_the_first_look_shows(folder):
 def test_functions_that_end_by_themselves_or_do_not_want_to(folder):
     assert window(folder, "some_steps", steps=40)[1].steps == 5  # nine, without the warm-up
     assert window(folder, "stubborn")[1].steps == 4
-    with pytest.raises(InputError, match="ended after 6 steps"):
+    with raises(InputError, code="function-ended-early", what="6 steps"):
         window(folder, "few_steps")
 
 
 @pytest.mark.slow
 @pytest.mark.extended
 def test_functions_that_never_step(folder):
-    with pytest.raises(InputError, match="takes no step within 2 s") as told:
+    with raises(InputError, code="function-timeout", what="2 s") as told:
         window(folder, "hangs", patience_s=2.0)
     assert "I wait" not in told.value.what
 
 
 @pytest.mark.slow
 def test_functions_that_die(folder):
-    with pytest.raises(TrainingError, match="left with code 7") as told:
+    with raises(TrainingError, code="function-process-ended", what=7) as told:
         window(folder, "dies")
     assert "good bye" in told.value.why
 
@@ -197,12 +198,16 @@ def test_what_slows_a_function_down_is_found_with_its_line(folder):
 
 
 NOT_EXAMINED = [
-    ("no_steps", "ended without a step of an optimizer", ""),
-    ("yielding", "gives a generator, and trains nothing by itself", ""),
-    ("later", "gives a coroutine, and trains nothing by itself", ""),
-    ("broken", "TypeError: unsupported operand", line_of("None + 1") + " in <lambda>"),
-    ("nowhere", "module 'script' has no function 'nowhere'", "script.py"),
-    ("wants", "cannot be called with the given arguments", ""),
+    ("no_steps", {"code": "function-without-step"}, ""),
+    ("yielding", {"code": "function-trains-nothing", "what": "generator"}, ""),
+    ("later", {"code": "function-trains-nothing", "what": "coroutine"}, ""),
+    (
+        "broken",
+        {"code": "job-code-failed", "what": "TypeError: unsupported operand"},
+        line_of("None + 1") + " in <lambda>",
+    ),
+    ("nowhere", {"code": "factory-function-missing", "what": ("script", "nowhere")}, "script.py"),
+    ("wants", {"code": "factory-arguments-invalid"}, ""),
 ]
 
 
@@ -211,7 +216,7 @@ NOT_EXAMINED = [
     ("name", "what", "where"), left_out(NOT_EXAMINED, [*NOT_EXAMINED[:3], NOT_EXAMINED[5]])
 )
 def test_what_cannot_be_examined(folder, name, what, where):
-    with pytest.raises(InputError, match=what) as told:
+    with raises(InputError, **what) as told:
         window(folder, name)
     assert where in told.value.where
 

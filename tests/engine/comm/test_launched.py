@@ -13,6 +13,7 @@ from gpumix.engine.comm import init_distributed
 from gpumix.engine.comm.init_distributed import ensure_process_group
 from gpumix.engine.model.deferred_init import build
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.processes import commands
 from helpers.training.models import own_blocks, vectors
 
@@ -74,10 +75,10 @@ def test_a_group_that_is_there_is_taken_as_it_is(calls, monkeypatch):
 
 def test_who_cannot_join_is_refused(calls, monkeypatch):
     start(monkeypatch, MASTER_PORT="")
-    with pytest.raises(InputError, match="WORLD_SIZE is 2, and this process is in no process grou"):
+    with raises(InputError, code="no-process-group", what=("WORLD_SIZE", 2)):
         ensure_process_group(on_gpus=False)
     start(monkeypatch, LOCAL_RANK="2")
-    with pytest.raises(InputError, match="process 2 of this host has no GPU of its own"):
+    with raises(InputError, code="process-without-gpu", what=2):
         ensure_process_group(on_gpus=True)
     assert calls == []
 

@@ -203,6 +203,6 @@ def test_a_team_notes_its_sums_between_what_it_computes(in_stages):
     """Two forward and, as blocks are computed again, four backward in each of three blocks."""
     for recording in in_stages["team"]:
         kinds = [activity.kind for activity in recording.activities]
-        assert kinds.count("team") >= 3 * 6
-        place = kinds.index("team")
-        assert kinds[place - 1 : place + 2] == ["forward", "team", "forward"]
+        assert kinds.count("tensor parallel") >= 3 * 6
+        place = kinds.index("tensor parallel")
+        assert kinds[place - 1 : place + 2] == ["forward", "tensor parallel", "forward"]

@@ -13,6 +13,7 @@ import torch
 
 from gpumix.engine.cross_entropy.fused_cross_entropy import compute_fused_losses
 from gpumix.schema.errors import MachineError
+from helpers.errors import raises
 from helpers.paths import TESTS
 
 BOUNDS = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 1e-2}
@@ -48,5 +49,5 @@ def test_no_lane_loads_a_logit_that_another_lane_overwrites(found):
 
 @pytest.mark.skipif(find_spec("triton") is not None, reason="triton is installed")
 def test_without_triton_there_is_a_word():
-    with pytest.raises(MachineError, match="pip install triton"):
+    with raises(MachineError, code="triton-missing", fix="pip install triton"):
         compute_fused_losses(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), None, 0.0)

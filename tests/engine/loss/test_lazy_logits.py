@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from gpumix.engine.cross_entropy import linear_cross_entropy
 from gpumix.engine.loss.chunked_head import ChunkedHead
 from gpumix.engine.model.forward_coroutine import ModelError
+from helpers.errors import raises
 
 SAMPLES, LENGTH, WIDTH, VOCABULARY = 3, 7, 8, 20
 IGNORED = -100
@@ -203,7 +204,7 @@ def test_logits_that_are_asked_for_too_late():
     with ChunkedHead(model).step(None):
         model(*inputs())
     assert kept[0].shape == (SAMPLES, LENGTH, VOCABULARY)
-    with pytest.raises(ModelError, match="asked for \\(argmax\\) when the step is over"):
+    with raises(ModelError, code="logits-after-step"):
         kept[0].argmax()
 
 
@@ -239,7 +240,7 @@ def test_hidden_states_that_are_written_into_later(use):
             return self.function(logits, labels)
 
     model = Writes(use)
-    refused = pytest.raises(ModelError, match="written into after the head was called")
+    refused = raises(ModelError, code="logits-source-overwritten")
     with torch.no_grad(), ChunkedHead(model).step(None), refused:
         model(*inputs())
 

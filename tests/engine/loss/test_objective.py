@@ -11,6 +11,7 @@ from torch import nn
 
 from gpumix.engine.loss.objective import make_objective
 from gpumix.engine.model.forward_coroutine import ModelError
+from helpers.errors import raises
 from helpers.extended import left_out
 from helpers.training.known_losses import known_loss
 from helpers.training.models import ARCHITECTURES, mean_loss
@@ -58,7 +59,7 @@ def test_a_sum_over_many_labels_does_not_overflow_half_precision():
 
 def test_transformers_models_need_labels():
     model = ARCHITECTURES["gpt2"].factory()
-    with pytest.raises(ModelError, match="needs batches with 'labels'"):
+    with raises(ModelError, code="batch-without-labels", what="labels"):
         make_objective(model)(model, {"input_ids": torch.zeros(1, 4, dtype=torch.long)})
 
 
@@ -75,7 +76,7 @@ class Returns(nn.Module):
     "result", [torch.zeros(3), (1.0, 2), {"logits": torch.zeros(())}, (torch.zeros(()),) * 3, None]
 )
 def test_other_models_return_a_loss(result):
-    with pytest.raises(ModelError, match="in which there is no loss"):
+    with raises(ModelError, code="model-without-loss"):
         model = Returns(lambda tensors: result)
         make_objective(model)(model, torch.zeros(1))
 
@@ -110,5 +111,5 @@ def test_models_return_the_same_kind_of_loss_for_every_batch():
     model = Returns(lambda tensors: next(kinds)(tensors))
     objective = make_objective(model)
     objective(model, torch.ones(2))
-    with pytest.raises(ModelError, match="for one batch, and a reduced loss for another"):
+    with raises(ModelError, code="loss-form-changed"):
         objective(model, torch.ones(2))

@@ -8,6 +8,7 @@ import torch
 from gpumix.engine.model.kernel_selection import apply_efficiency, to_channels_last
 from gpumix.schema.cluster.kernels import KernelSettings
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.extended import left_out
 from helpers.training.models import ARCHITECTURES
 from helpers.training.reference import SEED, Share, assert_step_is_plain, build, plan_for, prepare
@@ -36,8 +37,8 @@ def test_images_lie_with_channels_last_and_nothing_else():
 
 def test_attention_that_a_model_lacks_is_named():
     model = ARCHITECTURES["plain-own-blocks"].factory()
-    with pytest.raises(InputError, match="no choice of attention"):
+    with raises(InputError, code="attention-not-selectable"):
         apply_efficiency(model, KernelSettings(attention="sdpa"), torch.device("cpu"))
-    with pytest.raises(InputError, match="flash_attention_2"):
+    with raises(InputError, code="attention-unknown", what="flash_attention_2"):
         llama = ARCHITECTURES["llama"].factory()
         apply_efficiency(llama, KernelSettings(attention="flash"), torch.device("cpu"))

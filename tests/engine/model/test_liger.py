@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from gpumix.engine.model.kernel_selection import apply_efficiency
 from gpumix.schema.cluster.kernels import KernelSettings
 from gpumix.schema.errors import MachineError
+from helpers.errors import raises
 from helpers.training.models import ARCHITECTURES
 from helpers.training.reference import SEED, Share, assert_step_is_plain, build, plan_for, prepare
 
@@ -155,5 +156,5 @@ def test_layers_that_do_something_else_beside_are_left_alone(kind, taken):
 
 def test_without_the_package_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.rms_norm", SimpleNamespace())
-    with pytest.raises(MachineError, match="Liger's kernels are not installed"):
+    with raises(MachineError, code="package-missing", fix="pip install liger-kernel"):
         apply_efficiency(Gated(), LIGER, torch.device("cpu"))

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
+from helpers.errors import raises
 from helpers.extended import chosen, left_out
 from helpers.training.models import mean_loss
 from helpers.training.reference import (
@@ -172,5 +174,5 @@ def test_a_gradient_that_a_plan_does_not_send_back_is_refused():
     """The model detached, when it was profiled, what it does not now."""
     rows = [Row((Share(5, 1, 1),), (number,)) for number in range(2)]
     plan = staged_plan(ROUNDS, rows, cuts=[3], zero_stage=1)
-    with pytest.raises(Exception, match="output 0 of unit call 1 gets a gradient in a later stage"):
+    with raises(ModelError, code="gradient-not-planned", what=("output 0", "call 1")):
         run_in_turn(train, {"other": (plan, ("never_rounds", False))})

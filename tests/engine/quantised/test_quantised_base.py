@@ -23,6 +23,7 @@ from gpumix.integrations.common.plan_and_shard import without_weights
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
 from gpumix.testing.plans import Share
+from helpers.errors import raises
 from helpers.processes.harness import run_ranks
 from helpers.training import quantised as q
 from helpers.training.reference import worst_error
@@ -255,7 +256,7 @@ def test_weights_that_are_trained_in_eight_bits_are_refused():
     from bitsandbytes.nn import Linear8bitLt
 
     model = torch.nn.Sequential(Linear8bitLt(64, 64), Linear8bitLt(64, 64))
-    with pytest.raises(InputError, match="trained in 16 bits and quantised in each forward pass"):
+    with raises(InputError, code="quantised-weights-trained"):
         split_into_units(model)
 
 

@@ -14,6 +14,7 @@ from gpumix.engine.prepare import prepare
 from gpumix.engine.quantised.weight_formats import iterate_packed
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
+from helpers.errors import raises
 from helpers.processes.harness import run_ranks
 from helpers.training import quantised as q
 from helpers.training.reference import Trained, optimizer_for, worst_error
@@ -91,5 +92,5 @@ def test_constants_are_counted_and_come_back(folder):
 def test_another_dtype_than_that_of_the_weights_is_refused(folder):
     model = adapted(folder)
     plan = Plan.model_validate_json(q.plan_of(model, q.SHARES[1], compute_dtype="bf16"))
-    with pytest.raises(InputError, match=r"weights of torchao compute in torch\.float32"):
+    with raises(InputError, code="quantised-dtype-mismatch", what="torch.float32"):
         prepare(model, plan)

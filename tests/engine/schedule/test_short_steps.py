@@ -9,6 +9,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.plan.batch_shares import get_micro_batch_rows
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
+from helpers.errors import raises
 from helpers.extended import chosen, left_out
 from helpers.training.models import ARCHITECTURES, mean_loss
 from helpers.training.reference import batches, engine_alone, initialised, optimizer_for
@@ -83,7 +84,7 @@ def _losses(plan_json: str) -> list[float]:
 def test_sizes_that_no_step_has_are_refused():
     engine = engine_alone(GPT2.factory, 4, 2)
     for samples in (0, 5):
-        with pytest.raises(InputError, match=f"a step of {samples} samples, by a plan for 4"):
+        with raises(InputError, code="global-batch-mismatch", what=(samples, 4)):
             engine.step(next(batches(GPT2, 4, 1)), samples=samples)
 
 

@@ -15,6 +15,7 @@ from gpumix.engine.prepare import prepare
 from gpumix.engine.sharding.initial_weights import find_unused_tensors
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
+from helpers.errors import raises
 from helpers.extended import left_out
 from helpers.processes.harness import run_ranks
 from helpers.training.models import ARCHITECTURES, Regression, own_blocks
@@ -180,7 +181,7 @@ def test_a_missing_tensor_is_named(tmp_path):
     values = own_blocks().state_dict()
     del values["blocks.1.out.weight"]
     save_file(values, tmp_path / "weights.safetensors")
-    with pytest.raises(InputError, match=r"missing: blocks\.1\.out\.weight"):
+    with raises(InputError, code="weights-of-another-model", why="blocks.1.out.weight"):
         engine_alone(own_blocks, 1, 1, weights=tmp_path)
 
 
@@ -188,7 +189,7 @@ def test_a_wrong_shape_is_told(tmp_path):
     values = own_blocks().state_dict()
     values["leave.weight"] = torch.zeros(4, 31)
     save_file(values, tmp_path / "weights.safetensors")
-    with pytest.raises(InputError, match=r"leave\.weight is \(4, 31\), .* wants \(4, 32\)"):
+    with raises(InputError, code="weights-of-another-model", why=("leave.weight", 4, 31, 32)):
         engine_alone(own_blocks, 1, 1, weights=tmp_path)
 
 
@@ -201,7 +202,7 @@ def test_a_wrong_shape_of_a_buffer_is_told(tmp_path):
     values = factory().state_dict()
     values["table"] = torch.zeros(4)
     save_file(values, tmp_path / "weights.safetensors")
-    with pytest.raises(InputError, match=r"table is \(4,\), the model wants \(3,\)"):
+    with raises(InputError, code="weights-of-another-model", why=(4, 3)):
         engine_alone(factory, 1, 1, weights=tmp_path)
 
 
@@ -211,13 +212,13 @@ def test_tensors_without_a_place_are_told(tmp_path):
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"there is no \.safetensors file"):
+    with raises(InputError, code="safetensors-missing"):
         engine_alone(own_blocks, 1, 1, weights=tmp_path)
 
 
 def test_a_file_that_is_no_safetensors_is_refused(tmp_path):
     (tmp_path / "weights.safetensors").write_text("hello")
-    with pytest.raises(InputError, match="cannot read the weights"):
+    with raises(InputError, code="weights-unreadable"):
         engine_alone(own_blocks, 1, 1, weights=tmp_path)
 
 
@@ -225,7 +226,7 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path):
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path, in_folder):
     pipe = tmp_path / "model.safetensors"
     os.mkfifo(pipe)
-    with pytest.raises(InputError, match="cannot read the weights") as caught:
+    with raises(InputError, code="weights-unreadable") as caught:
         engine_alone(own_blocks, 1, 1, weights=tmp_path if in_folder else pipe)
     assert (caught.value.where, caught.value.why) == (str(pipe), "it is a pipe, not a file")
 

@@ -13,6 +13,7 @@ from gpumix.engine.prepare import prepare
 from gpumix.engine.unit.regional_compile import compile_units
 from gpumix.schema.errors import MachineError
 from gpumix.schema.plan.stage import Mode
+from helpers.errors import raises
 from helpers.extended import left_out
 from helpers.training.models import (
     LENGTH,
@@ -215,7 +216,7 @@ def test_units_that_differ_share_nothing():
 
 def test_a_plan_that_compiles_needs_a_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(MachineError, match=r"there is no C\+\+ compiler"):
+    with raises(MachineError, code="compiler-missing"):
         model = Regression([Block(), Block()])
         plan = plan_for(model, [Share(2, 2, 1)])
         worker = plan.workers[0].model_copy(update={"compile": True})

@@ -11,6 +11,7 @@ from torch import nn
 
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.schema.plan.stage import Mode
+from helpers.errors import raises
 from helpers.training.models import ARCHITECTURES, WIDTH, Block, Regression, vectors
 from helpers.training.reference import (
     assert_gradients_equal,
@@ -139,18 +140,14 @@ def one_step(put, make, mode=LAYERED, **settings):
 
 @pytest.mark.parametrize("mode", MODES, ids=["layered", "kept", "sequential"])
 @pytest.mark.parametrize(
-    ("put", "make", "match"),
+    ("put", "make", "named"),
     [
-        (
-            lambda held, value: held.clear(),
-            lambda: [torch.zeros(2)],
-            "takes values out of a list, dict or cache",
-        ),
-        (lambda held, value: held.pop("a"), lambda: {"a": torch.zeros(2)}, "takes values out of"),
-        (append, deque, "changes a deque"),
-        (lambda held, value: held[0].append(value), lambda: [[]] * 2, "is given twice"),
+        (lambda held, value: held.clear(), lambda: [torch.zeros(2)], "list"),
+        (lambda held, value: held.pop("a"), lambda: {"a": torch.zeros(2)}, "dict"),
+        (append, deque, "deque"),
+        (lambda held, value: held[0].append(value), lambda: [[]] * 2, "twice"),
     ],
 )
-def test_other_changes_are_refused(put, make, match, mode):
-    with pytest.raises(ModelError, match=rf"unit 'blocks\.0' {match}"):
+def test_other_changes_are_refused(put, make, named, mode):
+    with raises(ModelError, code="unit-changes-container", what=("blocks.0", named)):
         one_step(put, make, mode)

@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.schema.plan.stage import Mode
+from helpers.errors import raises
 from helpers.training.models import WIDTH, Block, Regression, vectors
 from helpers.training.reference import assert_step_is_plain, engine_alone
 
@@ -138,7 +139,7 @@ HIDING = {
 @every_step
 @pytest.mark.parametrize("form", HIDING)
 def test_forms_that_hide_tensors(form, run):
-    with pytest.raises(ModelError, match=rf"unit 'blocks\.0' returns tensors inside of a {form}"):
+    with raises(ModelError, code="unit-container-unsupported", what=("blocks.0", form)):
         run(lambda: Unpacks(*HIDING[form]))
 
 
@@ -170,7 +171,7 @@ class Uses(Regression):
 @every_use
 @pytest.mark.parametrize("nothing", [None, 2.0, (), {"a": "text"}])
 def test_a_unit_that_returns_no_tensor(nothing, run):
-    with pytest.raises(ModelError, match=r"unit 'blocks\.0' returns no tensor"):
+    with raises(ModelError, code="unit-returns-no-tensor", what="blocks.0"):
         run(lambda: Uses(lambda unit, x: nothing))
 
 
@@ -180,7 +181,7 @@ def test_a_unit_that_returns_no_tensor(nothing, run):
 )
 def test_a_unit_that_returns_its_own_weights(part, run):
     """They are gone when the model gets them."""
-    with pytest.raises(ModelError, match=r"unit 'blocks\.0' returns one of its own parameters"):
+    with raises(ModelError, code="unit-returns-parameter", what="blocks.0"):
         run(lambda: Uses(lambda unit, x: part(unit.linear.weight)))
 
 
@@ -225,5 +226,5 @@ class WithMask(Regression):
 
 @every_use
 def test_writes_into_an_input_without_gradient(run):
-    with pytest.raises(ModelError, match=r"unit 'blocks\.0' writes into its own input"):
+    with raises(ModelError, code="unit-input-overwritten", what="blocks.0"):
         run(WithMask)

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from gpumix.engine.weights.safetensors_files import SafetensorsFiles, find_files
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 
 VALUES = torch.arange(24.0).view(4, 6)
 
@@ -47,7 +48,9 @@ def test_a_models_folder_in_the_hubs_cache_is_its_snapshot(tmp_path):
 
 def test_an_index_that_names_a_missing_file(tmp_path):
     index = _write_index(tmp_path, {"a": "model-00001-of-00002.safetensors"})
-    with pytest.raises(InputError, match=r"names 'model-00001-of-00002\.safetensors'") as caught:
+    with raises(
+        InputError, code="weights-file-missing", what="model-00001-of-00002.safetensors"
+    ) as caught:
         find_files(tmp_path)
     assert caught.value.where == str(index)
     assert caught.value.why == "1 of 1 files are missing"
@@ -56,7 +59,7 @@ def test_an_index_that_names_a_missing_file(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}'])
 def test_an_index_that_is_none(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(InputError, match="cannot read the index of the weights"):
+    with raises(InputError, code="weights-index-unreadable"):
         find_files(tmp_path)
 
 
@@ -64,13 +67,13 @@ def test_a_truncated_file(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({"a": VALUES}, file)
     file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(InputError, match="cannot read the weights") as caught:
+    with raises(InputError, code="weights-unreadable") as caught:
         SafetensorsFiles(tmp_path)
     assert caught.value.where == str(file)
 
 
 def test_weights_that_are_a_pickle_come_with_the_line_that_converts_them(tmp_path):
     torch.save({"a": VALUES}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(InputError, match="PyTorch's own format") as caught:
+    with raises(InputError, code="weights-not-safetensors", what="PyTorch") as caught:
         find_files(tmp_path)
     assert f"from_pretrained('{tmp_path}', use_safetensors=False)" in caught.value.fix

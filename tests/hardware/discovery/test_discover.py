@@ -10,6 +10,7 @@ from gpumix.hardware.host import cgroups
 from gpumix.hardware.host.cgroups import MemoryGroup
 from gpumix.schema.errors import MachineError
 from helpers.devices.fake_devices import FakeCard, FakeNvml
+from helpers.errors import raises
 
 GIB = 2**30
 RTX = "NVIDIA GeForce RTX 3090"
@@ -99,7 +100,7 @@ def test_a_class_is_described_by_what_is_visible(mixed, monkeypatch):
 
 def test_a_number_among_unlike_gpus_is_refused_while_cuda_counts_by_speed(mixed, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(MachineError, match="unclear which GPUs") as raised:
+    with raises(MachineError, code="visible-devices-ambiguous") as raised:
         discover_cluster()
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in raised.value.fix
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
@@ -115,22 +116,22 @@ def test_a_number_among_like_gpus_is_clear(nvml, monkeypatch):
 @pytest.mark.parametrize(
     ("visible", "what"),
     [
-        ("7", "names '7', which is no GPU here"),
-        ("GPU-zz", "names 'GPU-zz', which is no GPU here"),
-        ("GPU-aa", "names 'GPU-aa', which is 2 GPUs here"),
-        ("GPU-aaaa-1,GPU-aaaa-1", "names a GPU twice"),
-        ("MIG-1234", "MIG mode are not supported"),
+        ("7", {"code": "visible-devices-unmatched", "what": 7}),
+        ("GPU-zz", {"code": "visible-devices-unmatched", "what": "GPU-zz"}),
+        ("GPU-aa", {"code": "visible-devices-unmatched", "what": ("GPU-aa", 2)}),
+        ("GPU-aaaa-1,GPU-aaaa-1", {"code": "visible-devices-twice"}),
+        ("MIG-1234", {"code": "mig-unsupported"}),
     ],
 )
 def test_what_cuda_would_drop_silently_is_an_error(mixed, monkeypatch, visible, what):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(MachineError, match=what):
+    with raises(MachineError, **what):
         discover_cluster()
 
 
 def test_a_gpu_in_mig_mode_is_refused_unless_hidden(mixed, monkeypatch):
     mixed.cards[1].mig = True
-    with pytest.raises(MachineError, match="MIG") as raised:
+    with raises(MachineError, code="mig-unsupported") as raised:
         discover_cluster()
     assert raised.value.where == "node7, GPU 1"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aaaa-1")
@@ -169,20 +170,20 @@ def test_a_container_has_less_memory_than_its_host(nvml, monkeypatch, tmp_path):
 def test_a_cpu_whose_memory_is_unknown_is_an_error(nvml, monkeypatch, tmp_path):
     nvml.init_error = "LibraryNotFound"
     monkeypatch.setattr(module, "_MEMINFO", tmp_path / "none")
-    with pytest.raises(MachineError, match="how much memory the CPU may use is unknown"):
+    with raises(MachineError, code="cpu-memory-unknown"):
         discover_cluster()
 
 
 def test_a_driver_that_does_not_start_is_an_error_with_a_fix(nvml):
     nvml.init_error = "Unknown"
-    with pytest.raises(MachineError, match="driver does not start") as raised:
+    with raises(MachineError, code="nvidia-driver-not-started") as raised:
         discover_cluster()
     assert "nvidia-smi" in raised.value.fix
 
 
 def test_a_gpu_that_does_not_answer_is_named(mixed):
     mixed.cards[2].lost = True
-    with pytest.raises(MachineError, match="GPU is lost") as raised:
+    with raises(MachineError, code="nvidia-driver-failed", why="GPU is lost") as raised:
         discover_cluster()
     assert raised.value.where == "node7, GPU 2"
     assert mixed.shutdowns == 1

@@ -15,6 +15,7 @@ from gpumix.hardware.discovery.foreign_memory import (
 )
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.errors import MachineError
+from helpers.errors import raises
 from helpers.plans.profiles import Card, profile, steady
 
 GIB = 2**30
@@ -72,7 +73,7 @@ def test_less_is_planned_beside_a_program_and_it_is_named(taken):
 
 def test_a_card_that_is_full_is_refused(taken):
     taken(20 * GIB, (999_999_999, 20 * GIB))
-    with pytest.raises(MachineError, match="another program fills a GPU of this run") as raised:
+    with raises(MachineError, code="gpu-filled-by-others") as raised:
         find_occupied_gpus(cluster())
     assert "999999999 (of another container, 20.0 GiB)" in str(raised.value)
     assert "kill 999999999" in raised.value.fix and "CUDA_VISIBLE_DEVICES" in raised.value.fix
@@ -88,7 +89,7 @@ def test_a_class_that_is_to_use_less_than_the_card_has_room_beside_others(taken)
     (found,) = find_occupied_gpus(cluster(memory_bytes=6 * GIB))
     assert reserve_foreign_memory(own, (found,)).of_class("rtx").framework_bytes == 3 * GIB
     taken(22 * GIB, (999_999_999, 22 * GIB))
-    with pytest.raises(MachineError, match="fills a GPU"):
+    with raises(MachineError, code="gpu-filled-by-others"):
         find_occupied_gpus(cluster(memory_bytes=6 * GIB))
 
 

@@ -26,6 +26,7 @@ from gpumix.hardware.estimates.gpu_catalogue import (
     shorten_product,
 )
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 
 GIB = 2**30
 MIB = 2**20
@@ -452,7 +453,7 @@ def suggestions(error):
     ],
 )
 def test_an_unknown_name_is_told_its_neighbours(text, suggested):
-    with pytest.raises(InputError, match=f"no card '{text}'") as caught:
+    with raises(InputError, code="card-unknown", what=text) as caught:
         find_card(text)
     names = suggestions(caught.value)
     assert suggested <= set(names) <= {card.name for card in CARDS}
@@ -461,7 +462,7 @@ def test_an_unknown_name_is_told_its_neighbours(text, suggested):
 
 @pytest.mark.parametrize("text", ["k80", "Tesla K80", "K40c", "k20x"])
 def test_a_card_too_old_for_torch_is_told_so(text):
-    with pytest.raises(InputError, match=f"no card '{text}'") as caught:
+    with raises(InputError, code="card-unknown", what=text) as caught:
         find_card(text)
     assert "compute capability 5.0" in caught.value.why
     assert "leave it out" in caught.value.fix
@@ -512,7 +513,7 @@ def test_a_name_of_several_forms_means_the_usual_one(text, taken, others):
     ],
 )
 def test_a_name_of_several_architectures_is_never_guessed(text, choices):
-    with pytest.raises(InputError, match="fits several cards") as caught:
+    with raises(InputError, code="card-ambiguous") as caught:
         find_card(text)
     assert suggestions(caught.value) == choices
 
@@ -564,7 +565,7 @@ def test_short_names_for_tables(name, short):
 
 @pytest.mark.parametrize("text", ["two rtx4090", "2  rtx4090", "a 4090"])
 def test_a_number_has_its_form(text):
-    with pytest.raises(InputError, match="no card") as caught:
+    with raises(InputError, code="card-unknown") as caught:
         find_card(text)
     first, rest = text.split()
     assert caught.value.fix == f"if '{first}' is how many, write '2x {rest}'"
@@ -572,14 +573,14 @@ def test_a_number_has_its_form(text):
 
 @pytest.mark.parametrize("text", ["", "nvidia", "?!"])
 def test_a_name_without_content_is_told_an_example(text):
-    with pytest.raises(InputError, match="no card"):
+    with raises(InputError, code="card-unknown"):
         find_card(text)
 
 
 def test_cards_are_frozen_and_strict():
     with pytest.raises(ValidationError):
         find_card("p40").memory_bytes = 1
-    with pytest.raises(ValidationError, match="a link has a bandwidth"):
+    with pytest.raises(ValidationError, match="bandwidth"):
         DeviceLink(kind=DeviceLinkKind.NVLINK)
 
 

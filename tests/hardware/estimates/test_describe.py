@@ -8,6 +8,7 @@ import pytest
 
 from gpumix.hardware.estimates.cluster_shorthand import parse_cards, parse_cluster
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 
 
 def counts(found):
@@ -35,7 +36,7 @@ def test_hosts_are_separated_and_repeated():
 
 
 def test_hosts_without_a_link_are_refused():
-    with pytest.raises(InputError, match="how the 2 hosts are linked"):
+    with raises(InputError, code="network-missing", what=2):
         parse_cluster("t4; t4", "fp16")
 
 

@@ -17,6 +17,7 @@ from gpumix.planner.pipeline_parallel.staged_plans import plan_staged
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.profile.profile import ROOT
+from helpers.errors import raises
 
 
 def model_in(dtype):
@@ -76,12 +77,12 @@ def small(text, network=None):
 def test_teams_are_of_as_many_cards_as_a_host_has_of_a_class():
     profile = small("4x rtx3090, 2x p40; 1x t4", "1GbE")
     assert {
-        team.degree: sorted(c.device_class for c in team.classes) for team in profile.teams
+        team.degree: sorted(c.device_class for c in team.classes) for team in profile.tp_profiles
     } == {
         2: ["p40", "rtx3090"],
         4: ["rtx3090"],
     }
-    for team in profile.teams:
+    for team in profile.tp_profiles:
         assert {m.compute_dtype for m in (team.model, *team.other_models)} == {
             m.compute_dtype for m in (profile.model, *profile.other_models)
         }
@@ -90,13 +91,13 @@ def test_teams_are_of_as_many_cards_as_a_host_has_of_a_class():
             part = of_class.units[KIND].forward
             # Each rank has its part of the products, and the norms and additions of all.
             assert 0.75 * team.degree < alone.values[-1] / part.values[-1] < 1.01 * team.degree
-    assert small("1x rtx3090").teams == ()
+    assert small("1x rtx3090").tp_profiles == ()
 
 
 def test_what_teams_tell_each_other_takes_as_long_as_their_link_is_slow():
     """Two sums of a sample's hidden states, each there and back in parts of a half."""
     profile = small("2x rtx3090")
-    (team,) = profile.teams
+    (team,) = profile.tp_profiles
     samples, size = 64, 64 * 256 * 1024 * 2
     forward = make_group_profile(profile, 2).of_class("rtx3090").units[KIND].forward
     waits = interpolate_seconds(forward, samples) - interpolate_seconds(
@@ -110,7 +111,7 @@ def test_what_teams_tell_each_other_takes_as_long_as_their_link_is_slow():
 def test_updates_that_exchange_matrices_take_longer_in_teams():
     """Parts of matrices travel to one rank and back, in bf16."""
     profile = small("2x rtx3090")
-    [team] = profile.teams
+    [team] = profile.tp_profiles
     exchanging = profile.model_copy(update={"exchanges_matrices": True})
     without, with_exchange = (
         make_group_profile(one, 2).of_class("rtx3090").optimizer_s_per_element
@@ -175,7 +176,7 @@ def test_an_optimizer_without_state_needs_less_of_everything():
 def test_a_model_whose_flops_nobody_counted_is_refused():
     (kind,) = MODEL.kinds
     unknown = MODEL.model_copy(update={"kinds": (kind.model_copy(update={"flops": 0.0}),)})
-    with pytest.raises(InputError, match="how many FLOPs") as caught:
+    with raises(InputError, code="profile-without-flops") as caught:
         estimated(model=lambda dtype: unknown.model_copy(update={"compute_dtype": dtype}))
     assert "gpumix profile" in caught.value.fix
 
@@ -193,7 +194,7 @@ def test_estimates_that_were_off_are_set_right():
 
 @pytest.mark.parametrize("size", [1e3, 1e13])
 def test_a_size_that_no_llama_has_is_refused(size):
-    with pytest.raises(InputError, match="shaped like a Llama"):
+    with raises(InputError, code="no-llama-of-size"):
         make_llama_like(size)
 
 

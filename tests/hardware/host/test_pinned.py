@@ -18,6 +18,7 @@ from gpumix.hardware.host import pinned
 from gpumix.hardware.host.pinned import allocate_pinned
 from gpumix.hardware.host.shared_segment import create_segment, map_segment
 from gpumix.schema.errors import MachineError
+from helpers.errors import raises
 
 SIZE = 3 * mmap.PAGESIZE + 5
 
@@ -117,7 +118,7 @@ def test_shared_parameters_are_not_left_to_ordinary_memory(driver):
     """As on a kernel that lets a process lock no memory: copies would hold up each block."""
     driver.refuses = True
     with create_segment(SIZE) as place:
-        with pytest.raises(MachineError, match="the driver does not register") as caught:
+        with raises(MachineError, code="host-memory-not-registered") as caught:
             map_segment(place, SIZE, pinned=True)
         assert map_segment(place, SIZE, pinned=False).nbytes == SIZE
     assert "ulimit -l unlimited" in caught.value.fix and "locked memory" in caught.value.why

@@ -341,7 +341,7 @@ def _save(plan: Plan, folder: Path, name: str) -> None:
 def _of_unlike_teams(profile: Profile, plan: Plan) -> Plan:
     """A plan of teams of two, whose first team is two workers instead who compute alone."""
     (stage,) = plan.stages
-    team = stage.teams[0]
+    team = stage.tp_groups[0]
     whole = team[0].samples
     alone = [
         worker.model_copy(

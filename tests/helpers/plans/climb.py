@@ -23,8 +23,8 @@ from gpumix.planner.pipeline_parallel.stage_modes import (
     StageModes,
     TensorParallelDegree,
     get_group_kind,
-    measured_teams,
-    teams_of_space,
+    get_measured_tp_degrees,
+    list_tp_degrees,
 )
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.plan import Plan, Schedule
@@ -58,8 +58,8 @@ class Climb:
         self._batch, space = request.global_batch, request.space
         self._devices = ranked_devices(profile, request)
         self._cuts = profile.model.cuts
-        teams = measured_teams(profile).intersection(teams_of_space(space))
-        pace_of = CallTimesCache(profile, {NO_TENSOR_PARALLEL, *teams})
+        degrees = get_measured_tp_degrees(profile).intersection(list_tp_degrees(space))
+        pace_of = CallTimesCache(profile, {NO_TENSOR_PARALLEL, *degrees})
         self._manners = StageModes(pace_of.profiles, space)
         self._schedules = list(space.pipeline_schedules)
         self._zero_stages = sorted(set(space.zero_stages))
@@ -120,7 +120,7 @@ class Climb:
     # -- plans to begin with -----------------------------------------------------------------------
 
     def _can_start(self, plan: Plan) -> bool:
-        return len(plan.stages) > 1 and not any(stage.unlike_teams for stage in plan.stages)
+        return len(plan.stages) > 1 and not any(stage.has_mixed_degrees for stage in plan.stages)
 
     def _of_plan(self, plan: Plan) -> CutCandidate:
         by_id = {device.id: device for device in self._devices}
@@ -184,8 +184,8 @@ class Climb:
         for number in range(len(groups) * rounds):
             place, last = number % len(groups), number == len(groups) * rounds - 1
             every = self._manners.of(get_group_kind(groups[place]), schedule, last=last)
-            if number >= len(groups):  # a group's devices stay in their teams
-                every = tuple(one for one in every if one.team == manners[place].team)
+            if number >= len(groups):  # a group's devices stay in their tensor-parallel groups
+                every = tuple(one for one in every if one.tp == manners[place].tp)
             wanted = [one for one in every if number < len(like) and one == like[number]]
             if not every:
                 return None
@@ -220,11 +220,11 @@ class Climb:
                 if other != manner:
                     manners = list(way.manners)
                     for alike in range(place % len(way.row), len(manners), len(way.row)):
-                        manners[alike] = replace(manners[alike], team=other.team)
+                        manners[alike] = replace(manners[alike], tp=other.tp)
                     manners[place] = other
                     changed = replace(way, manners=tuple(manners))
                     if self._is_measured(changed):
-                        same = other.team == manner.team
+                        same = other.tp == manner.tp
                         yield replace(one, way=changed, deal=one.deal if same else None)
         size = way.micro_batch
         for other_size in {size - 1, size + 1, 2 * size, size // 2, size + 3}:
@@ -304,7 +304,7 @@ class Climb:
 
     def _other_deals(self, one: CutCandidate) -> Iterator[CutCandidate]:
         for place, deal in enumerate(one.deal or ()):
-            degree = one.way.manners[place].team.degree
+            degree = one.way.manners[place].tp.degree
             leaders = list_leaders(one.way.row[place], degree)
             alike = {(cell_of(d), n): at for at, (d, n) in enumerate(zip(leaders, deal))}
             for giver, taker in permutations(alike.values(), 2):

@@ -16,28 +16,28 @@ ROUNDS = {"interleaved": 2}  # stages of each group
 
 
 def every_plan(found: Profile, batch: int, space: Space) -> Iterator[Plan]:
-    """All plans of a space, with equal shares; teams do not divide the sequence."""
+    """All plans of a space, with equal shares, without sequence parallelism."""
     for groups, schedule in product(every_row(found), space.pipeline_schedules):
         stages = len(groups) * ROUNDS.get(schedule, 1)
         if stages > len(found.model.calls):
             continue
         for degrees in product(*(degrees_of(found, group, space) for group in groups)):
-            teams = [len(group) // degree for group, degree in zip(groups, degrees)]
+            tp_groups = [len(group) // degree for group, degree in zip(groups, degrees)]
             for size in range(1, batch + 1):
-                for deal in every_deal(teams, -(-batch // size)):
+                for deal in every_deal(tp_groups, -(-batch // size)):
                     yield from dealt(
                         found, groups, deal, size, batch, schedule, space, degrees=degrees
                     )
 
 
 def degrees_of(found: Profile, group: Sequence[Device], space: Space) -> list[int]:
-    """Of how many devices each its teams may be: of one class and host, in the order of ranks."""
-    measured = {team.degree for team in found.teams}
+    """The degrees of its tensor-parallel groups, of one class and host, in the order of ranks."""
+    measured = {tp_profile.degree for tp_profile in found.tp_profiles}
 
     def alike(degree: int) -> bool:
         places = [(device.host, device.device_class) for device in group]
-        teams = [places[n : n + degree] for n in range(0, len(places), degree)]
-        return all(len(team) == degree and len(set(team)) == 1 for team in teams)
+        tp_groups = [places[n : n + degree] for n in range(0, len(places), degree)]
+        return all(len(tp_group) == degree and len(set(tp_group)) == 1 for tp_group in tp_groups)
 
     return [n for n in space.tensor_parallel_size if n == 1 or (n in measured and alike(n))]
 
@@ -87,9 +87,9 @@ def dealt(
     """All plans in which these groups have so many micro-batches of a size.
 
     Args:
-        deal: of each group, micro-batches of each of its workers, or of each team.
+        deal: of each group, micro-batches of each of its workers, or of each tensor-parallel group.
         cuts: calls that stages begin with; default: all there are.
-        degrees: of each group, how many devices a team has; default: each computes alone.
+        degrees: of each group, its tensor parallel degree; default: each device computes alone.
     """
     calls, stages = len(found.model.calls), len(groups) * ROUNDS.get(schedule, 1)
     keeps = [

@@ -23,8 +23,8 @@ from gpumix.schema.profile.profile import (
     Profile,
     RootParameter,
     RootUnit,
-    TeamProfile,
     TensorParallelCollective,
+    TensorParallelProfile,
     TensorParallelTraffic,
     UnitKind,
     UnitTimes,
@@ -317,14 +317,16 @@ def in_a_row(found: Profile, *, message: Curve = FREE, tied: int = 0) -> Profile
     return found.model_copy(update={"model": model.model_copy(update=update)})
 
 
-def with_teams(
+def with_tp_groups(
     found: Profile, degree: int, *, faster: float, waits: float = 0.0, divided: float | None = None
 ) -> Profile:
     """Where so many devices compute a unit together, `faster` than one alone, and with so many
     seconds for each of the four times that they tell each other something of a call. Where they
     divide the sequence too, they are `divided` as fast, and keep their part; None: they do not."""
     ways = {False: faster} if divided is None else {False: faster, True: divided}
-    teams = tuple(_team(found, degree, speed, sequence=way) for way, speed in ways.items())
+    tp_profiles = tuple(
+        _make_tp_profile(found, degree, speed, sequence=way) for way, speed in ways.items()
+    )
     sums = CollectiveTimes(
         operation="sum",
         form=str(degree),
@@ -332,10 +334,12 @@ def with_teams(
         times=Curve(sizes=(1.0, 1e9), values=(waits, waits)),
     )
     network = (*found.network, sums)
-    return found.model_copy(update={"teams": teams, "network": network})
+    return found.model_copy(update={"tp_profiles": tp_profiles, "network": network})
 
 
-def _team(found: Profile, degree: int, faster: float, *, sequence: bool) -> TeamProfile:
+def _make_tp_profile(
+    found: Profile, degree: int, faster: float, *, sequence: bool
+) -> TensorParallelProfile:
     model, part = found.model, 1 / degree if sequence else 1.0
 
     def smaller(kind: UnitKind) -> UnitKind:
@@ -356,7 +360,7 @@ def _team(found: Profile, degree: int, faster: float, *, sequence: bool) -> Team
         )
         for kind in model.kinds
     }
-    return TeamProfile(
+    return TensorParallelProfile(
         degree=degree,
         sequence=sequence,
         enters=(0,) if sequence else (),

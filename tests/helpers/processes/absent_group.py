@@ -30,7 +30,7 @@ LOOK_UPS: dict[str, Callable[[Plan, int], object]] = {
     ),
     "share_of": get_batch_share,
     "workers_of": lambda plan, rank: get_batch_workers(plan),
-    "team_of": lambda plan, rank: plan.team_of(rank, 0),
+    "get_tp_group": lambda plan, rank: plan.get_tp_group(rank, 0),
     "parts_of": lambda plan, rank: plan.parts_of(rank, 0),
     "stages_of": lambda plan, rank: plan.stages_of(rank),
     "worker_of": lambda plan, rank: plan.worker_of(rank, 0),

@@ -10,6 +10,7 @@ from torch import nn
 
 from gpumix.integrations.accelerate.call_signature import bind_batch
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 
 X, Y = torch.zeros(2, 3), torch.ones(2)
 
@@ -67,6 +68,6 @@ def test_parts_go_by_name_then_in_order(model, batch, args, kwargs):
 
 
 def test_a_batch_with_less_than_forward_needs_is_told():
-    with pytest.raises(InputError, match="forward takes x, mask, and a batch") as told:
+    with raises(InputError, code="model-inputs-unknown") as told:
         bind_batch(OfTwo(), {"inputs": X})
     assert "Accelerator(plan=...)" in told.value.fix

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.extended import left_out
 from helpers.processes.harness import run_ranks
 from helpers.scripts.programs import (
@@ -82,7 +83,7 @@ def test_one_sample_to_a_process(tmp_path):
 
 
 def test_larger_batches_than_the_first_loader_s_are_told_of(tmp_path):
-    with pytest.raises(InputError, match="a batch of 12 samples of all ranks") as told:
+    with raises(InputError, code="global-batch-mismatch", what=12) as told:
         run_ranks(_evaluation_first, 1, tmp_path)
     assert "by a plan for 6" in told.value.what
     assert "accelerator.prepare was given first" in told.value.why

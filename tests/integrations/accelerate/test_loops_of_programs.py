@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from gpumix.integrations.accelerate.outputs import LoopOutputs
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.extended import left_out
 from helpers.processes.harness import run_ranks
 from helpers.scripts.programs import GLOBAL_BATCH, Texts, as_launched, make_accelerator, model
@@ -244,11 +245,11 @@ def _of_two(folder: Path) -> None:
     optimizers = [torch.optim.AdamW(some) for some in ([first], others)]
     accelerator.prepare(network, *optimizers, DataLoader(Texts(), batch_size=GLOBAL_BATCH))
     for method in (accelerator.save_state, accelerator.load_state):
-        with pytest.raises(InputError, match="with 2 prepared optimizers"):
+        with raises(InputError, code="several-optimizers", what=2):
             method(str(folder / "state"))
     unprepared = Accelerator()
     for method in (unprepared.save_state, unprepared.load_state):
-        with pytest.raises(InputError, match="before the model is trained by a plan"):
+        with raises(InputError, code="method-before-plan"):
             method(str(folder / "state"))
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from gpumix.integrations.accelerate import loss_coupling
 from gpumix.integrations.accelerate.loss_coupling import check_row_coupling
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 
 Y = torch.tensor([0, 2, 1, 2])
 APART: dict[str, Callable[[Tensor], Tensor]] = {
@@ -55,7 +56,7 @@ def test_a_sum_over_samples_is_none(name):
 @pytest.mark.parametrize("name", COUPLED)
 def test_a_loss_that_couples_samples_is_refused(name):
     z = outputs()
-    with pytest.raises(InputError, match="couples samples"):
+    with raises(InputError, code="loss-couples-samples"):
         check_row_coupling(COUPLED[name](z), [z])
 
 

@@ -13,6 +13,7 @@ from torch import nn
 import gpumix
 from gpumix.engine.prepare import prepare
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.processes.harness import run_ranks
 from helpers.scripts.programs import Texts, as_launched, make_accelerator, model, train_in_loop
 from helpers.training.checkpoints import checkpointer
@@ -108,7 +109,6 @@ def test_another_base_is_refused(tmp_path, loop):
     begun = run_ranks(run, 2, loop, tmp_path, state, False, False)
     continued = run_ranks(run, 2, loop, tmp_path, state, True, False)
     assert continued[0][0] < begun[0][0]
-    with pytest.raises(InputError, match="the adapters belong to another base") as caught:
+    with raises(InputError, code="adapters-of-another-base") as caught:
         run_ranks(run, 2, loop, tmp_path, state, True, True)
-    assert "checksum" in caught.value.why
     assert str(state) in caught.value.where

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gpumix.integrations.dataloader.example_batch import find_example
 from gpumix.testing import Share, plan_for
+from helpers.errors import raises
 from helpers.processes.harness import run_ranks
 from helpers.scripts.programs import Texts, arguments, as_launched, model
 
@@ -213,12 +214,12 @@ def _fitted(folder: Path) -> dict[str, Any]:
         losses = before["val_loss"], after["val_loss"], trainer.callback_metrics["loss"].item()
         found[kind] = losses, saved, another.predict(module, loader)
     for made, told in (
-        (torch.zeros(()), "a tensor of shape"),
-        (["a"] * 4, "an object of class str"),
-        (4, "an object of class int"),
+        (torch.zeros(()), "tensor"),
+        (["a"] * 4, "str"),
+        (4, "int"),
     ):
         module.predict_step = lambda batch, batch_idx, made=made: made  # type: ignore[method-assign]
-        with pytest.raises(InputError, match=f"predict_step returned {told}"):
+        with raises(InputError, code="predictions-not-per-sample", what=("predict_step", told)):
             another.predict(module, loader)
     strategy = GpumixStrategy()
     strategy.connect(Module())

@@ -10,6 +10,7 @@ from gpumix.engine.model.equal_weights import broadcast_weights, check_equal_mod
 from gpumix.engine.model.frozen_base import checksum
 from gpumix.integrations.common.gather import gather_rows, gather_texts
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.processes.harness import run_ranks
 
 PLACES = [[range(4, 6), range(6, 7)], [], [range(4)]]  # by rank
@@ -74,7 +75,7 @@ def _texts() -> list[str]:
 
 def test_what_has_no_row_for_each_sample_is_told():
     comm = make_communicator(torch.device("cpu"))
-    with pytest.raises(InputError, match=r"of 3 samples something of shape \(\) was made"):
+    with raises(InputError, code="gathered-rows-wrong", what=3):
         gather_rows({range(3): torch.zeros(())}, comm, "rows")
 
 
@@ -113,7 +114,7 @@ def test_unlike_values_have_unlike_digests(values, other, dtype):
 
 
 def test_ranks_with_other_models_are_told():
-    with pytest.raises(InputError, match="rank 1 has a different model from rank 0"):
+    with raises(InputError, code="models-differ-by-rank", what=(1, 0)):
         run_ranks(_unlike, 2)
 
 

@@ -94,4 +94,4 @@ def test_losses_are_those_of_the_stock_script(name, both):
         assert losses == pytest.approx(stock, rel=TOLERANCE)
         first, second = plan.workers
         assert (first.compute_dtype, second.compute_dtype) == ("bf16", "bf16")
-        assert plan.in_teams or first.samples > second.samples > 0
+        assert plan.uses_tensor_parallel or first.samples > second.samples > 0

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from gpumix.integrations.common.plan_and_shard import check_loaded_weights
 from gpumix.schema.errors import GpumixError, InputError
+from helpers.errors import raises
 from helpers.extended import chosen, left_out
 from helpers.processes.harness import run_ranks
 from helpers.scripts.programs import (
@@ -194,15 +195,18 @@ def _without_model(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("attributes", "told"),
     [
-        ({"is_quantized": True}, "the weights of Linear are quantised"),
-        ({"is_quantized": True, "quantization_method": "gptq"}, "are quantised by gptq"),
-        ({"hf_device_map": {"one": 0, "other": "cpu"}}, "Linear was spread over devices when it"),
+        ({"is_quantized": True}, {"code": "model-already-quantised"}),
+        (
+            {"is_quantized": True, "quantization_method": "gptq"},
+            {"code": "model-already-quantised", "what": "gptq"},
+        ),
+        ({"hf_device_map": {"one": 0, "other": "cpu"}}, {"code": "model-already-dispatched"}),
     ],
 )
 def test_models_that_were_loaded_in_another_way_are_refused(attributes, told):
     network = torch.nn.Linear(2, 2)
     vars(network).update({"hf_device_map": {"": "cpu"}, **attributes})
-    with pytest.raises(InputError, match=told):
+    with raises(InputError, **told):
         check_loaded_weights(network)
     check_loaded_weights(torch.nn.Linear(2, 2))
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from gpumix.engine.prepare import prepare
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.processes.harness import run_ranks
 from helpers.scripts.programs import as_launched
 from helpers.training.reference import Share, plan_for
@@ -92,12 +93,12 @@ def test_one_device_computes_each_batch_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("couples", "told"),
     [
-        ("batch", "the plan cuts batches, and couples='batch' says that none may be cut"),
-        ("sample", "there is no couples='sample'"),
+        ("batch", {"code": "couples-whole-batch", "what": "batch"}),
+        ("sample", {"code": "couples-unknown", "what": "sample"}),
     ],
 )
 def test_what_couples_says_is_checked(couples, told):
     model = Contrasting()
-    with pytest.raises(InputError, match=told):
+    with raises(InputError, **told):
         prepare(model, plan_for(model, [Share(6, 3, 1)]), couples=couples)
     prepare(model, plan_for(model, [Share(6, 6, 1)]), couples="batch")

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from gpumix.integrations.common import collective_guard
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.extended import left_out
 from helpers.processes.harness import run_ranks
 from helpers.scripts.programs import (
@@ -149,7 +150,7 @@ def _waits_in_vain(folder: Path) -> None:
             "get_state_dict": partial(accelerator.get_state_dict, network),
         }
         for save in saves.values():
-            with pytest.raises(InputError, match="on rank 0, and not on all") as told:
+            with raises(InputError, code="not-on-all-ranks", what=0) as told:
                 save()
             assert "get_state_dict(model) on all ranks" in told.value.fix
             assert "rank 1 did not ask for it in 1 s" in told.value.why
@@ -185,7 +186,7 @@ def _of_trainer(folder: Path, world: int, kind: str) -> None:
         return
     trainer.accelerator.wait_for_everyone()
     if kind == "prompts":
-        with pytest.raises(InputError, match="does not go on from prompts that PEFT saved"):
+        with raises(InputError, code="prompts-not-resumable"):
             trainer._load_from_checkpoint(str(folder / f"trainer-{world}-{kind}"))
     generated = trainer.model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
     assert generated.shape == (1, 5)

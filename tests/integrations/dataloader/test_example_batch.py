@@ -17,6 +17,7 @@ from gpumix.integrations.dataloader.example_batch import (
     needs_padding,
 )
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.processes.harness import run_ranks
 
 LENGTHS = [3, 4, 2, 9, 5]
@@ -126,7 +127,7 @@ def test_of_samples_with_several_rows_the_longest_row_counts(as_tensors):
 
 def test_a_dataset_without_samples_is_told():
     for none in (made([]), []):
-        with pytest.raises(InputError, match="the dataset has no samples"):
+        with raises(InputError, code="dataset-empty"):
             find_example(none, padded)
 
 

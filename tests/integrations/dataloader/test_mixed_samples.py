@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 
 from gpumix.integrations.dataloader.mixed_samples import refuse_mixing
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 
 SAMPLES = [
     {"x": torch.randn(4, generator=torch.Generator().manual_seed(number)), "w": torch.rand(())}
@@ -64,7 +65,7 @@ def flat(samples: list[Any]) -> Any:
 
 @pytest.mark.parametrize("collate", [mixed_up, of_weights_that_add_up_to_one, normed])
 def test_mixed_ones_are_refused(collate: Callable[[list[Any]], Any]):
-    with pytest.raises(InputError, match="makes a sample's values from other samples"):
+    with raises(InputError, code="collate-mixes-samples"):
         refuse_mixing(collate, SAMPLES)
 
 

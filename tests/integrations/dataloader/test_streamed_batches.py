@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from gpumix.integrations.dataloader.inspect import Batching
 from gpumix.integrations.dataloader.sharded_loader import RankCollator, RankLoader
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.extended import left_out
 
 SAMPLES, BATCH = 26, 4
@@ -102,5 +103,5 @@ def collated() -> RankCollator:
 
 def test_batches_out_of_order_are_refused():
     loader = DataLoader(SelfSharding(), BATCH, num_workers=2, in_order=False)
-    with pytest.raises(InputError, match="in_order=False"):
+    with raises(InputError, code="loader-out-of-order", what="in_order"):
         Batching.of(loader)

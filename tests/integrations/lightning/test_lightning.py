@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from gpumix.report.run import read_run
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.extended import left_out
 from helpers.processes.harness import run_ranks
 from helpers.scripts.lightning_module import (
@@ -264,7 +265,7 @@ def validated_first(folder: Path, ours: bool) -> list[float]:
     (before,) = trainer.validate(validated, evaluated, verbose=False)
     texts = DataLoader(Texts(), batch_size=GLOBAL_BATCH // processes)
     if ours:
-        with pytest.raises(InputError, match="another module already"):
+        with raises(InputError, code="strategy-reused"):
             trainer.fit(Validated(), texts, evaluated)
     trainer.fit(validated, texts, evaluated)
     (after,) = trainer.validate(validated, evaluated, verbose=False)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.processes.harness import run_ranks
 
 pytest.importorskip("lightning")
@@ -141,5 +142,5 @@ def test_it_is_refused(name, refused):
 def test_checkpoints_are_in_a_file_system():
     from gpumix.integrations.lightning.checkpoints import get_state_folder
 
-    with pytest.raises(InputError, match="s3://"):
+    with raises(InputError, code="checkpoint-not-in-file-system", what="s3"):
         get_state_folder("s3://bucket/last.ckpt")

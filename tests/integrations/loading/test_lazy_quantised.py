@@ -17,6 +17,7 @@ import gpumix
 from gpumix.engine.sharding.initial_weights import make_source
 from gpumix.engine.weights.file_parameter import has_source
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.training import quantised as q
 
 pytest.importorskip("bitsandbytes")
@@ -95,7 +96,7 @@ def test_what_needs_values_is_refused(twice, need):
     model = twice()
     layer = layer_of(model)
     assert has_source(layer.weight)
-    with pytest.raises(InputError, match="needs values that gpumix") as caught:
+    with raises(InputError, code="values-still-in-files") as caught:
         NEEDS_VALUES[need](layer)
     assert "layers.1.self_attn.q_proj.weight" in caught.value.where
     assert has_source(layer.weight)
@@ -171,7 +172,7 @@ def test_another_library_that_would_quantise_is_refused(folders):
     from transformers import LlamaForCausalLM, TorchAoConfig
 
     config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
-    with pytest.raises(InputError, match="is to be quantised by torchao"):
+    with raises(InputError, code="quantising-while-in-files", what="torchao"):
         gpumix.from_pretrained(
             folders["nf4", False], LlamaForCausalLM, quantization_config=config, **SETTINGS
         )

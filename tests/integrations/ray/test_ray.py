@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from helpers.errors import raises
 from helpers.paths import USER_CODE
 
 ray = pytest.importorskip("ray")
@@ -104,7 +105,7 @@ def test_a_job_trains_to_the_losses_of_gpumix_train(trained, folder):
 
 
 def test_the_error_of_ranks_is_told_as_it_is(trained, there):
-    with pytest.raises(InputError, match=r"no-plan\.json") as found:
+    with raises(InputError, code="document-unreadable", where="no-plan.json") as found:
         train("job.yaml", WORKERS, plan="no-plan.json", allow=["toys"])
     assert found.value.__cause__ is None
 
@@ -115,7 +116,7 @@ def test_who_interrupts_a_job_has_a_checkpoint(trained, there):
             raise KeyboardInterrupt
 
     settings = ["output_dir=interrupted", "max_steps=100000"]
-    with pytest.raises(Interrupted, match="stopped after step"):
+    with raises(Interrupted, code="stopped-after-step"):
         train(
             "job.yaml",
             WORKERS,
@@ -166,20 +167,21 @@ def test_a_function_is_called_on_ranks_that_meet(cluster):
 
 def test_a_functions_own_error_is_the_cause(cluster, monkeypatch):
     monkeypatch.setattr("gpumix.integrations.ray.GRACE_S", 0.5)
-    with pytest.raises(TrainingError, match="ValueError: of the function's own") as found:
+    with raises(
+        TrainingError, code="function-failed", what="ValueError: of the function's own"
+    ) as found:
         run(_sums, WORKERS, args=[-1.0])
     assert isinstance(found.value.__cause__, ValueError)
     assert found.value.where == "rank 1"
 
 
 def test_workers_that_are_not_there_are_named(cluster):
-    with pytest.raises(MachineError, match="there are 0 in the cluster, 1 wanted"):
+    with raises(MachineError, code="ray-placement-timeout", why=("A100", 0, 1)):
         run(_sums, {"A100": 1} | WORKERS, args=[1.0], timeout_s=2)
 
 
 def test_workers_that_ask_for_a_label_that_no_node_has_get_no_other_node(cluster):
     """The only node has all else that they ask for."""
     asked = {"fast": Workers(1, {"rack": "b"}, {"CPU": 1, "fast": 1})}
-    named = r"of 'fast' \(.*rack=b\) there are 0 in the cluster, 1 wanted"
-    with pytest.raises(MachineError, match=named):
+    with raises(MachineError, code="ray-placement-timeout", why=("fast", "rack=b", 0, 1)):
         run(_sums, asked, args=[1.0], timeout_s=2)

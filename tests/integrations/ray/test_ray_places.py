@@ -10,6 +10,8 @@ from unittest import mock
 
 import pytest
 
+from helpers.errors import raises
+
 pytest.importorskip("ray")
 
 from gpumix.hardware.host.environment import place_settings
@@ -75,7 +77,7 @@ def test_on_one_node_ranks_meet_on_loopback():
 
 
 def test_a_worker_has_one_gpu():
-    with pytest.raises(InputError, match="has 2 GPUs"):
+    with raises(InputError, code="ray-worker-gpu-count", what=2):
         assign_ranks([on("a", "0", "1")])
 
 
@@ -140,7 +142,7 @@ def test_a_job_rank_runs_gpumix_and_reads_what_it_printed(tmp_path, own_environm
 
 
 def test_a_folder_that_a_host_does_not_have(tmp_path, own_environment):
-    with pytest.raises(InputError, match="is not there"):
+    with raises(InputError, code="folder-not-on-worker", what=tmp_path / "none"):
         JobRank().begin(RankPlace(0, 1, 0, 1, "h", 1), [], str(tmp_path / "none"), None)
 
 

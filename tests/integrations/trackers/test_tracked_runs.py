@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gpumix.hardware.host.environment import shared_memory_folder
 from gpumix.schema.errors import MachineError
 from gpumix.train.run_log import tracker_process
+from helpers.errors import raises
 from helpers.extended import left_out
 from helpers.runs.jobs import metrics, plan_for, toy, train, write_job
 
@@ -212,7 +213,7 @@ def test_a_tracker_that_cannot_start_is_an_error_before_anything_is_measured(
 ):
     other_process("raise SystemExit(3)")
     job = write_job(tmp_path, report_to="tensorboard")
-    with pytest.raises(MachineError, match="tracker tensorboard cannot start") as caught:
+    with raises(MachineError, code="tracker-not-started") as caught:
         train(job)
     assert caught.value.where == f"{line_of(job, 'report_to')}: report_to"
     assert not (tmp_path / "run" / "plan.json").exists()
@@ -222,7 +223,7 @@ def test_a_tracker_that_cannot_start_is_an_error_before_anything_is_measured(
 def test_a_folder_that_cannot_be_made_is_told_with_what_to_do(tmp_path):
     (tmp_path / "taken").touch()
     job = write_job(tmp_path, report_to={"tensorboard": {"folder": "taken"}})
-    with pytest.raises(MachineError, match="tracker 'tensorboard' does not start") as caught:
+    with raises(MachineError, code="tracker-not-started", what="tensorboard") as caught:
         train(job)
     taken = tmp_path / "taken" / "run"
     assert str(taken) in caught.value.why

@@ -17,6 +17,7 @@ from gpumix.integrations.common.optimizer_adapter import (
     make_factory_from_optimizer,
 )
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.extended import left_out
 from helpers.processes.harness import run_ranks
 from helpers.scripts.programs import (
@@ -76,7 +77,7 @@ def test_others_stay_or_are_refused():
     plain = AdamW8bit([p], optim_bits=32)
     assert convert_optimizer(plain) is plain
     assert convert_optimizer(own := torch.optim.AdamW([p])) is own
-    with pytest.raises(InputError, match="quantises state in blocks"):
+    with raises(InputError, code="optimizer-not-elementwise"):
         make_factory_from_optimizer(Lion8bit([p]))
 
 

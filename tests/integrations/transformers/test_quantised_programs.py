@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.processes.harness import run_ranks
 from helpers.scripts.programs import as_launched
 from helpers.scripts.quantised_programs import (
@@ -88,7 +89,7 @@ def _resumed(folder: Path) -> dict[str, Any]:
 
 def test_adapters_of_another_base_are_refused(every, tmp_path):
     folder, _, _ = every
-    with pytest.raises(InputError, match="the adapters belong to another base"):
+    with raises(InputError, code="adapters-of-another-base"):
         run_ranks(_resumed_on_another_base, 2, folder, tmp_path, timeout_s=300)
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from gpumix.schema.errors import InputError
 from gpumix.train.checkpoint.export import export
 from gpumix.train.checkpoint.inspect import inspect
+from helpers.errors import raises
 from helpers.processes.harness import run_ranks
 from helpers.scripts.programs import Texts, arguments, model
 from helpers.training.reference import Share, plan_for
@@ -74,7 +75,7 @@ def output(tmp_path_factory) -> Path:
 def test_the_checkpoints_of_a_trainer_are_found_the_newest_first(output):
     assert [(one.step, one.damage) for one in inspect(output)] == [(10, None), (9, None)]
     assert [one.step for one in inspect(output / "checkpoint-9")] == [9]
-    with pytest.raises(InputError, match="there is no checkpoint here"):
+    with raises(InputError, code="no-checkpoint"):
         inspect(output.parent)
 
 

@@ -20,6 +20,7 @@ import gpumix
 from gpumix.integrations.common.optional_dependency import require_attributes
 from gpumix.report.run import read_run
 from gpumix.schema.errors import GpumixError, InputError
+from helpers.errors import raises
 from helpers.extended import chosen, every_second, left_out
 from helpers.processes.harness import run_ranks
 from helpers.scripts.evaluations import TOGETHER, evaluations
@@ -347,12 +348,12 @@ def _out_of_nothing(self, *args):
     return torch.tensor(1.0)
 
 
-OWN_STEP = "training_step of Own computes the step by itself"
+OWN_STEP = {"code": "training-step-overridden", "what": "training_step"}
 REFUSED_METHODS = [
     ("training_step", _by_handle, OWN_STEP),
     ("training_step", _by_model, OWN_STEP),
     ("training_step", _out_of_nothing, OWN_STEP),
-    ("get_train_dataloader", _of_loader, "batches have 5 samples for each process"),
+    ("get_train_dataloader", _of_loader, {"code": "global-batch-mismatch", "what": 5}),
 ]
 
 
@@ -362,7 +363,7 @@ REFUSED_METHODS = [
     ids=["handle", "model", "nothing", "loader"],
 )
 def test_a_subclass_that_cannot_work_is_refused(name, method, message, tmp_path):
-    with pytest.raises(GpumixError, match=message):
+    with raises(GpumixError, **message):
         run_ranks(_subclassed, 1, tmp_path, name, method, timeout_s=120)
 
 
@@ -376,7 +377,7 @@ def _subclassed(folder: Path, name: str, method: Any) -> None:
 
 
 def test_a_collator_that_lays_samples_into_one_row_is_told(tmp_path):
-    with pytest.raises(InputError, match="of 2 samples the data collator made 'input_ids'"):
+    with raises(InputError, code="collate-rows-wrong", what=("input_ids", 2)):
         run_ranks(_flattened, 1, tmp_path)
 
 
@@ -395,7 +396,7 @@ def _flattened(folder: Path) -> None:
 
 @pytest.mark.parametrize("given", left_out([None, str, Path], [None, Path]))
 def test_a_plan_for_another_batch_is_told(given, tmp_path):
-    with pytest.raises(InputError, match="the plan is for steps of 12 samples, the program trains"):
+    with raises(InputError, code="global-batch-mismatch", what=12):
         run_ranks(_other_batch, 3, tmp_path, given)
 
 
@@ -441,7 +442,7 @@ def test_another_version_of_a_library_is_told():
             pass
 
     require_attributes(Trainer, ["known"], package="transformers", tested=">=5")
-    with pytest.raises(InputError, match=r"transformers \d.* has no Trainer._prepare") as error:
+    with raises(InputError, code="package-version-unsupported", what="Trainer._prepare") as error:
         require_attributes(Trainer, ["known", "_prepare"], package="transformers", tested=">=5,<6")
     assert 'pip install "transformers>=5,<6"' in str(error.value)
 
@@ -526,7 +527,7 @@ def _wrong_checkpoint(folder: Path) -> list[float]:
     trainer = Trainer(model=model(), args=args, plan=plan, **data)
     trainer.train()
     found = [trainer.evaluate()["eval_loss"]]
-    with pytest.raises(InputError, match="there is no such checkpoint") as caught:
+    with raises(InputError, code="no-checkpoint") as caught:
         trainer.train(resume_from_checkpoint=str(folder / "none"))
     assert caught.value.where == str(folder / "none")
     return [*found, trainer.evaluate()["eval_loss"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +10,7 @@ from gpumix.planner.common.strategy import PlanRequest
 from gpumix.planner.data_parallel.search import plan_one_stage
 from gpumix.schema.errors import NoFeasiblePlanError
 from helpers.draws import examples
+from helpers.errors import raises
 from helpers.plans.brute import small_profiles
 from helpers.plans.policies import plan_by
 from helpers.plans.profiles import GIB, Card, fleet, profile, steady
@@ -47,7 +47,7 @@ def test_of_equally_fast_classes_the_first_by_name_wins():
 
 
 def test_every_class_says_what_it_lacks():
-    with pytest.raises(NoFeasiblePlanError, match="no single device class has room") as caught:
+    with raises(NoFeasiblePlanError, code="no-class-fits-alone") as caught:
         plan_best_subset(fleet(4), PlanRequest(global_batch=64))
     for name in ("a100", "a6000", "l4", "t4"):
         assert f"only {name}: " in caught.value.why

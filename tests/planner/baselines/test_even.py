@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from gpumix.planner.data_parallel.search import plan_one_stage
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import Space
 from helpers.draws import examples
+from helpers.errors import raises
 from helpers.plans.brute import small_profiles
 from helpers.plans.profiles import GIB, Card, block, line, profile, steady
 
@@ -40,7 +40,7 @@ def test_the_smallest_limit_counts_too():
 
 def test_fewer_samples_than_devices_are_refused():
     setting = profile([Card("c", 4, GIB, steady(1.0))])
-    with pytest.raises(InputError, match="3 cannot be split evenly over 4"):
+    with raises(InputError, code="batch-not-even", what=(3, 4)):
         plan_even(setting, PlanRequest(global_batch=3))
 
 
@@ -51,9 +51,7 @@ def test_the_class_that_is_short_is_named_with_its_bytes():
     # State 4000 x 16 / 2, two units gathered, two gradients, each of a multiple of 512 bytes, and
     # the receive buffer of one.
     needed = 32_000 + 2 * 4_096 + 2 * 4_096 + 4_000
-    with pytest.raises(
-        NoFeasiblePlanError, match=rf"'small' is short of .*\b{needed - 49_000} bytes"
-    ):
+    with raises(NoFeasiblePlanError, code="policy-does-not-fit", what=("small", needed - 49000)):
         plan_even(setting, PlanRequest(global_batch=4, space=Space(zero_stages=(3,))))
 
 

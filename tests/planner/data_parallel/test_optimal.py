@@ -19,6 +19,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.profile.profile import ROOT, UnitTimes
 from helpers.draws import examples
+from helpers.errors import raises
 from helpers.plans.brute import best_step, cuts, linked_profiles, small_profiles, step_of
 from helpers.plans.profiles import GIB, Card, Network, block, curve, line, profile, steady
 
@@ -186,5 +187,5 @@ def test_a_micro_batch_that_was_not_measured_is_not_planned():
 
 def test_an_unknown_device_is_refused():
     setting = profile([Card("c", 1, GIB, steady(1.0))])
-    with pytest.raises(InputError, match="'gone' is not in"):
+    with raises(InputError, code="device-not-in-profile", what="gone"):
         plan_one_stage(setting, PlanRequest(global_batch=4, devices=("gone",)))

@@ -20,9 +20,10 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.profile.profile import CollectiveTimes, Profile, RankGroup
+from helpers.errors import raises
 from helpers.extended import every_third, left_out
 from helpers.plans.every_stage import least_s
-from helpers.plans.profiles import GIB, Card, block, in_a_row, line, profile, steady, with_teams
+from helpers.plans.profiles import GIB, Card, block, in_a_row, line, profile, steady, with_tp_groups
 
 FAST, SLOW = 1e9, 2e6  # bytes/s
 SPACE = Space(
@@ -141,20 +142,24 @@ def test_of_many_devices_groups_follow_islands_and_racks():
     assert any(len(row) == 6 and all(len(racks) == 1 for racks in row) for row in made)
 
 
-def test_teams_keep_to_an_island():
+def test_tp_groups_keep_to_an_island():
     found = stated(cluster(4, 4), "island")
-    found = with_teams(found, 2, faster=2.0)
+    found = with_tp_groups(found, 2, faster=2.0)
     space = Space(tensor_parallel_size=2, pipeline_schedules="1f1b", cross_entropy="whole")
     pairs = [["card-0", "card-2"], ["card-1", "card-3"]]
     devices = found.cluster.in_rank_order()
-    assert [[d.id for d in team] for team in form_tensor_parallel_groups(devices, 2)] == pairs
+    assert [
+        [d.id for d in tp_group] for tp_group in form_tensor_parallel_groups(devices, 2)
+    ] == pairs
     for strategy in ("optimal", "staged"):
         plan = STRATEGIES[strategy](found, PlanRequest(global_batch=4, space=space))
-        teams = [[w.device for w in team] for stage in plan.stages for team in stage.teams]
-        assert sorted(set(map(tuple, teams))) == list(map(tuple, pairs))
+        tp_groups = [
+            [w.device for w in tp_group] for stage in plan.stages for tp_group in stage.tp_groups
+        ]
+        assert sorted(set(map(tuple, tp_groups))) == list(map(tuple, pairs))
 
 
-def test_no_team_is_larger_than_an_island():
-    found = with_teams(stated(cluster(4, 4), "island"), 4, faster=4.0)
-    with pytest.raises(InputError, match="no island has 4 devices of one class"):
+def test_no_tp_group_is_larger_than_an_island():
+    found = with_tp_groups(stated(cluster(4, 4), "island"), 4, faster=4.0)
+    with raises(InputError, code="tensor-parallel-size-too-large", what=("island", 4)):
         make_plan(found, 4, space=Space(tensor_parallel_size=4))

@@ -1,4 +1,4 @@
-"""Teams of unlike sizes in one stage, where that is faster, or where nothing else has room."""
+"""Tensor-parallel groups of unlike sizes in one stage, where faster or where nothing else fits."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import ROOT, Profile
 from gpumix.simulate.events import simulate
 from gpumix.train.console.tables import plan_table
+from helpers.errors import raises
 from helpers.plans.profiles import (
     GIB,
     MIB,
@@ -27,7 +28,7 @@ from helpers.plans.profiles import (
     line,
     profile,
     steady,
-    with_teams,
+    with_tp_groups,
 )
 
 optimal, even = STRATEGIES["optimal"], STRATEGIES["even"]
@@ -50,7 +51,7 @@ def cards(*, memory: int = 40 * MIB, faster: float = 1.8) -> Profile:
         calls=("block",) * 4,
         kinds=kinds,
     )
-    return with_teams(in_a_row(found, message=line(1e4)), 2, faster=faster, divided=faster)
+    return with_tp_groups(in_a_row(found, message=line(1e4)), 2, faster=faster, divided=faster)
 
 
 @cache
@@ -64,11 +65,11 @@ def best(found: Profile, batch: int = 8, **space) -> Plan:
     return optimal(found, PlanRequest(global_batch=batch, space=Space(**ONE_STAGE | space)))
 
 
-def test_small_ones_team_up_beside_a_large_one_that_computes_alone():
+def test_small_ones_form_a_group_beside_a_large_one_that_computes_alone():
     found, plan = planned()
     (stage,) = plan.stages
-    assert stage.unlike_teams and stage.tensor == 2
-    assert [[w.device_class for w in team] for team in stage.teams] == [
+    assert stage.has_mixed_degrees and stage.tensor == 2
+    assert [[w.device_class for w in tp_group] for tp_group in stage.tp_groups] == [
         ["large"], ["small", "small"], ["small", "small"],
     ]  # fmt: skip
     assert all(leader.samples for leader in stage.leaders)
@@ -94,17 +95,17 @@ def test_what_is_foretold_of_it_is_what_the_simulator_replays():
 
 
 def test_devices_with_room_enough_stay_alone():
-    assert not best(cards(memory=GIB, faster=1.2)).in_teams
+    assert not best(cards(memory=GIB, faster=1.2)).uses_tensor_parallel
 
 
-def test_of_three_on_a_host_two_team_up_and_one_computes_alone():
+def test_of_three_on_a_host_two_form_a_group_and_one_computes_alone():
     """All of one class, of which one has room for what is not divided."""
     kinds = [block(trainable=1_000_000, kept=line(1e4), gradient=line(1e4), backward=line(1e5))]
     three = profile([Card("card", 3, GIB, steady(1e-3))], calls=("block",) * 4, kinds=kinds)
-    found = with_teams(in_a_row(three, message=line(1e4)), 2, faster=3.0)  # more than it costs
+    found = with_tp_groups(in_a_row(three, message=line(1e4)), 2, faster=3.0)  # more than it costs
     plan = best(found, batch=12)
     (stage,) = plan.stages
-    assert sorted(map(len, stage.teams)) == [1, 2]
+    assert sorted(map(len, stage.tp_groups)) == [1, 2]
     assert {worker.device_class for worker in plan.workers} == {"card"}
     assert sorted((g.devices, g.tensor_parallel) for g in group_workers(plan, stage, 1)) == [
         (1, 1),
@@ -112,7 +113,7 @@ def test_of_three_on_a_host_two_team_up_and_one_computes_alone():
     ]
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(plan_table(plan))
-    assert "2 in teams of 2" in console.export_text()
+    assert "2 in tensor-parallel groups of 2" in console.export_text()
     assert (
         get_prediction(plan).step_s
         < 0.9 * get_prediction(best(found, batch=12, tensor_parallel_size=1)).step_s
@@ -122,13 +123,13 @@ def test_of_three_on_a_host_two_team_up_and_one_computes_alone():
     assert again.step_s == pytest.approx(get_prediction(plan).step_s, rel=1e-9)
 
 
-def test_teams_that_were_not_measured_are_refused():
+def test_tp_groups_that_were_not_measured_are_refused():
     found, plan = planned()
     (stage,) = plan.stages
     four = tuple(w.model_copy(update={"samples": 1, "micro_batch": 1}) for w in stage.workers[1:])
     one = stage.workers[0].model_copy(update={"parts": 4})
     mixed = stage.model_copy(update={"workers": (one, *four), "tensor": 4})
-    with pytest.raises(InputError, match="how 4 ranks compute units together"):
+    with raises(InputError, code="tensor-parallel-not-measured", what=4):
         predict(found, plan.model_copy(update={"stages": (mixed,), "ranks": ()}))
 
 
@@ -153,22 +154,22 @@ def test_memory_is_foretold_of_ranks_in_their_own_order():
 def test_of_many_mixtures_few_are_tried_and_the_bound_is_of_these(monkeypatch):
     found, plan = planned()
     monkeypatch.setattr(
-        "gpumix.planner.pipeline_parallel.tensor_parallel_teams.MIXTURES", ((float("inf"), 0),)
+        "gpumix.planner.pipeline_parallel.tensor_parallel_search.MIXTURES", ((float("inf"), 0),)
     )
     without = best(found)
-    assert not without.stages[0].unlike_teams
+    assert not without.stages[0].has_mixed_degrees
     monkeypatch.undo()
     # What was not looked at takes less, and the bound does not speak of it.
     told = get_prediction(without)
     assert get_prediction(plan).step_s < told.bound_s <= told.step_s
     monkeypatch.setattr(
-        "gpumix.planner.pipeline_parallel.tensor_parallel_teams.MAX_RANKED_MIXTURES", 1
+        "gpumix.planner.pipeline_parallel.tensor_parallel_search.MAX_RANKED_MIXTURES", 1
     )
     fewer = get_prediction(best(found))
     assert fewer.bound_s <= fewer.step_s
 
 
-def test_what_was_not_measured_of_teams_is_no_assertion():
+def test_what_was_not_measured_of_tp_groups_is_no_assertion():
     found, plan = planned()
     (stage,) = plan.stages
     chunked = tuple(
@@ -178,5 +179,5 @@ def test_what_was_not_measured_of_teams_is_no_assertion():
     changed = plan.model_copy(update={"stages": (stage.model_copy(update={"workers": chunked}),)})
     classes = (c.model_copy(update={"chunked_head": c.units[ROOT].backward}) for c in found.classes)
     alone = found.model_copy(update={"classes": tuple(classes)})
-    with pytest.raises(InputError, match="teams of 2 of class 'small' take to"):
+    with raises(InputError, code="tensor-parallel-mode-not-measured", what=("small", 2)):
         predict(alone, changed)

@@ -18,6 +18,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.profile.measurements import TensorParallelMeasurement
 from gpumix.schema.profile.profile import ROOT
 from helpers.devices.sweeps import subject, virtual_time
+from helpers.errors import raises
 from helpers.extended import every_third
 from helpers.training.models import ARCHITECTURES, LENGTH, WIDTH, Regression
 
@@ -32,7 +33,7 @@ def measured(what: Workload) -> dict[bool, TensorParallelMeasurement]:
     what = replace(what, degrees={"one": (DEGREE,)})
     with virtual_time(), open_device(CLASS, 0) as runtime:
         found = measure_class(what, runtime, device_class="one", progress=lambda line: None)
-    return {team.sequence: team for team in found.teams}
+    return {team.sequence: team for team in found.tp_profiles}
 
 
 def of_architecture(name: str) -> Workload:
@@ -108,7 +109,7 @@ MIXING = replace(
 def test_a_tensor_plan_that_divides_half_of_a_block_is_the_users_own_error():
     half = replace(MIXING, tensor={"**.up": "colwise"})
     assert not measured(half)
-    with pytest.raises(InputError, match="does not run as its tensor plan divides it over 2"):
+    with raises(InputError, code="tensor-plan-fails", what=2):
         measured(replace(half, requires_tensor_parallel=True))
 
 
@@ -119,5 +120,5 @@ def test_a_model_whose_positions_cannot_be_divided_is_measured_without():
 
 def test_nor_is_that_an_error_but_where_nothing_else_is_wanted():
     assert not measured(replace(MIXING, sequence=(True,)))
-    with pytest.raises(ModelError, match=r"positions of unit '.*' cannot be divided"):
+    with raises(ModelError, code="positions-not-divisible"):
         measured(replace(MIXING, sequence=(True,), requires_tensor_parallel=True))

@@ -11,6 +11,7 @@ from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.cluster_file import format_cluster
 from gpumix.schema.reading.read import read_cluster, read_job
+from helpers.errors import raises
 
 LONG = """\
 classes:
@@ -109,7 +110,7 @@ def test_a_cpu_can_be_a_real_device(read):
     ],
 )
 def test_another_file_is_said_to_be_one(read, text, kind):
-    with pytest.raises(InputError, match=f"this is a {kind}, not a cluster file") as caught:
+    with raises(InputError, code="document-of-another-kind", what=kind) as caught:
         read(text)
     assert "also" not in str(caught.value) and "classes and devices" in caught.value.fix
 

@@ -107,13 +107,13 @@ def test_a_worker_may_compute_nothing_or_store_nothing():
 
 @pytest.mark.parametrize(("samples", "micro_batch"), [(0, 1), (1, 0), (1, 2)])
 def test_micro_batches_that_do_not_fit_the_samples(samples, micro_batch):
-    with pytest.raises(ValidationError, match="worker 'a' has"):
+    with pytest.raises(ValidationError, match="worker 'a'"):
         worker(samples=samples, micro_batch=micro_batch)
 
 
 def test_shares_add_up_to_one():
     stage = Stage(units=("h",), workers=(worker(share=0.5), worker("b", share=0.4)))
-    with pytest.raises(ValidationError, match=r"add up to 0\.900000"):
+    with pytest.raises(ValidationError, match=r"0\.900000"):
         Plan(strategy="even", model="m", sequence_length=8, global_batch=8, stages=(stage,))
 
 
@@ -126,14 +126,14 @@ def test_shares_add_up_on_each_host_that_divides_the_state():
     plan = {"strategy": "even", "model": "m", "sequence_length": 8, "global_batch": 12}
     stages = (Stage(units=("h",), workers=workers),)
     assert Plan(**plan, stages=stages, sharding="host").sharding == "host"
-    with pytest.raises(ValidationError, match="shares of a stage add up to 2"):
+    with pytest.raises(ValidationError, match=r"stage.* 2\b"):
         Plan(**plan, stages=stages)
-    with pytest.raises(ValidationError, match=r"shares of host .other. add up to 1\.5"):
+    with pytest.raises(ValidationError, match=r"'other'.* 1\.5"):
         short = (*workers[:2], workers[2].model_copy(update={"state_share": 1.0 - 1e-9 + 0.25}))
         Plan(**plan, stages=(Stage(units=("h",), workers=short),), sharding="host")
 
 
 def test_a_plan_names_a_device_once():
     stage = Stage(units=("h",), workers=(worker(share=0.5), worker(share=0.5)))
-    with pytest.raises(ValidationError, match="device 'a' is named twice"):
+    with pytest.raises(ValidationError, match="device 'a'"):
         Plan(strategy="even", model="m", sequence_length=8, global_batch=8, stages=(stage,))

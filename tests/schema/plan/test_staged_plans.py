@@ -77,14 +77,14 @@ def test_a_stage_computes_something_on_some_device(part, told):
             "nobody takes what stage 2 computes: 'takes' of stage 3 has none of its calls",
         ),
         ((GOOD[0], stage(1, "b", takes=())), {}, "nobody takes what stage 1 computes"),
-        (GOOD, {"ranks": ("a", "b")}, r"each device of the stages once \(a, b, c\)"),
-        (GOOD, {"ranks": ("a", "b", "x")}, "and names a, b, x"),
-        (GOOD, {"ranks": ("a", "b", "c", "c")}, "and names a, b, c, c"),
-        (GOOD, {"waves": 2, "zero_stage": 1}, "several waves are for ZeRO stages 2 and 3"),
+        (GOOD, {"ranks": ("a", "b")}, r"\(a, b, c\)"),
+        (GOOD, {"ranks": ("a", "b", "x")}, "a, b, x"),
+        (GOOD, {"ranks": ("a", "b", "c", "c")}, "a, b, c, c"),
+        (GOOD, {"waves": 2, "zero_stage": 1}, "ZeRO stages 2 and 3"),
         (
             GOOD,
             {"waves": 3, "zero_stage": 3},
-            "3 waves need as many micro-batches: no worker of stage 2 has more than 2",
+            "3 waves.* stage 2 .* 2",
         ),
         (GOOD, {"sharding": "host"}, "the hosts of a stage repeat no state"),
         (
@@ -92,7 +92,7 @@ def test_a_stage_computes_something_on_some_device(part, told):
             {"schedule": "interleaved"},
             "go round the same devices",
         ),
-        (GOOD, {"schedule": "interleaved"}, "here each has one: write '1f1b'"),
+        (GOOD, {"schedule": "interleaved"}, "'1f1b'"),
     ],
 )
 def test_refused(stages, changes, told):
@@ -116,5 +116,5 @@ def test_a_device_is_the_same_in_all_of_its_stages(key, other):
     stages = [stage(number, name) for number, name in enumerate(names)]
     assert plan(*stages, schedule="interleaved")
     stages[3] = stage(3, "b", worker={key: other})
-    with pytest.raises(ValidationError, match=f"device 'b' has {key} .* in stage 4, and"):
+    with pytest.raises(ValidationError, match=f"device 'b'.* {key} .*stage 4"):
         plan(*stages, schedule="interleaved")

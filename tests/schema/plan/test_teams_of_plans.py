@@ -49,7 +49,7 @@ def test_members_of_a_team_do_the_same():
 
 def test_who_is_alone_in_a_team_may_be_compiled():
     workers = (worker(0, parts=2, compile=True), worker(1), worker(2))
-    assert Stage(units=("a",), workers=workers, tensor=2).unlike_teams
+    assert Stage(units=("a",), workers=workers, tensor=2).has_mixed_degrees
     with pytest.raises(ValidationError, match="are not compiled"):
         Stage(units=("a",), workers=(worker(0, compile=True), worker(1)), tensor=2)
 
@@ -75,14 +75,14 @@ def test_each_part_is_divided_among_those_that_have_it(sizes, random):
         ranks=tuple(ranks),
     )
     (only,) = plan.stages
-    assert [len(team) for team in only.teams] == sizes
+    assert [len(team) for team in only.tp_groups] == sizes
     assert plan.degrees == tuple(sorted(set(sizes)))
     assert sum(map(only.stored_by, only.workers)) == pytest.approx(1.0)
     held: Counter[int] = Counter()
     for rank in range(len(workers)):
         parts = plan.parts_of(rank, 0)
         held.update(parts)
-        team = plan.team_of(rank, 0)
+        team = plan.get_tp_group(rank, 0)
         assert sorted(p for r in team for p in plan.parts_of(r, 0)) == list(range(degree))
         for part in range(degree):
             assert (rank in plan.shares_among([0], part)) == (part in parts)

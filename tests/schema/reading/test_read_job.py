@@ -13,6 +13,7 @@ from gpumix.schema.job.job import Job
 from gpumix.schema.reading.error_text import _dotted
 from gpumix.schema.reading.known_names import KEY_BY_NAME
 from gpumix.schema.reading.read import read_job
+from helpers.errors import raises
 
 JOB = """\
 model:
@@ -380,7 +381,7 @@ def test_no_file_and_a_folder(tmp_path):
 
 def test_a_program_is_no_job_and_says_what_runs_it(tmp_path):
     (tmp_path / "train.py").write_text("print(1)\n")
-    with pytest.raises(InputError, match="this is a program") as caught:
+    with raises(InputError, code="program-not-job") as caught:
         read_job(tmp_path / "train.py")
     assert f"gpumix launch {tmp_path / 'train.py'}" in caught.value.fix
 
@@ -388,7 +389,7 @@ def test_a_program_is_no_job_and_says_what_runs_it(tmp_path):
 def test_a_cluster_file_is_no_job_and_says_how_to_give_it(tmp_path):
     file = tmp_path / "cluster.yaml"
     file.write_text("- {class: cpu, accelerator: cpu, memory: 1 GiB}\n")
-    with pytest.raises(InputError, match="a job must be a mapping of keys") as caught:
+    with raises(InputError, code="job-not-mapping") as caught:
         read_job(file)
     assert f"--cluster {file}" in caught.value.fix
 
@@ -397,7 +398,7 @@ def test_a_cluster_file_is_no_job_and_says_how_to_give_it(tmp_path):
 def test_another_document_is_no_job(tmp_path, kind):
     path = tmp_path / "other.json"
     path.write_text(json.dumps({"kind": kind, "schema_version": 1, "stages": []}))
-    with pytest.raises(InputError, match=f"this is a {kind}, not a job") as caught:
+    with raises(InputError, code="document-of-another-kind", what=kind) as caught:
         read_job(path)
     assert (f"--{kind}" in caught.value.fix) == (kind != "checkpoint")
     assert caught.value.where == str(path)

@@ -9,6 +9,7 @@ import pytest
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.read import read_job
 from gpumix.schema.untrusted_text import escape_invisible
+from helpers.errors import raises
 
 JOB = """\
 model: {config: {model_type: gpt2}}
@@ -118,7 +119,7 @@ def test_a_wrong_value_of_the_file_can_be_set_right(path):
 
 
 def test_a_pattern_needs_quotes_and_is_told_so(path):
-    with pytest.raises(InputError, match="not YAML") as caught:
+    with raises(InputError, code="yaml-invalid") as caught:
         read_job(path, ["data.pattern=*.md"])
     assert "in quotes" in caught.value.fix
     assert read_job(path, ['data.pattern="*.md"']).data.pattern == "*.md"
@@ -127,6 +128,6 @@ def test_a_pattern_needs_quotes_and_is_told_so(path):
 def test_quotes_are_no_advice_for_another_line(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a licence & more: words\nof a text: with colons: and more\n")
-    with pytest.raises(InputError, match="not YAML") as caught:
+    with raises(InputError, code="yaml-invalid") as caught:
         read_job(text)
     assert ":2:" in caught.value.where and "in quotes" not in caught.value.fix

@@ -21,6 +21,7 @@ from gpumix.train.checkpoint.manifest import (
     get_job_steps,
     read_manifest,
 )
+from helpers.errors import raises
 from helpers.processes.harness import run_ranks
 from helpers.training.checkpoints import (
     ALONE,
@@ -76,7 +77,7 @@ def test_only_one_that_was_never_finished(tmp_path):
 
 
 def test_nothing_can_be_kept_of_nothing(tmp_path):
-    with pytest.raises(InputError, match="keep 0"):
+    with raises(InputError, code="checkpoint-count-invalid", what=0):
         checkpointer(tmp_path, keep=0)
 
 
@@ -169,7 +170,7 @@ def test_a_disk_that_fails_damages_nothing(copy, monkeypatch):
         raise OSError(errno.EIO, "Input/output error", str(file))
 
     monkeypatch.setattr(checkpoint_file, "open_for_reading", fail)
-    with pytest.raises(MachineError, match="could not open a checkpoint") as caught:
+    with raises(MachineError, code="checkpoint-io-failed") as caught:
         checkpointer(copy.parent).load(*blank(ALONE))
     assert "Input/output error" in caught.value.why
 
@@ -252,7 +253,7 @@ def test_hostile_tensors_are_refused(copy, tmp_path):
     (copy / "index.json").write_text(json.dumps(index))
     reseal(copy)
     engine, optimizer = blank(ALONE)
-    with pytest.raises(InputError, match="damaged"):
+    with raises(InputError, code="checkpoint-damaged"):
         checkpointer(copy.parent).load(engine, optimizer)
     assert not (tmp_path / "boom").exists()
 
@@ -466,7 +467,7 @@ def test_what_no_job_saved_is_of_no_number_of_steps(job):
 
 def test_another_model(saved):
     engine = engine_for(ARCHITECTURES["gpt2"].factory, ALONE)
-    with pytest.raises(InputError, match="of another model") as caught:
+    with raises(InputError, code="checkpoint-of-another-model") as caught:
         checkpointer(saved.parent).load(engine, None)
     assert "missing: transformer.wte.weight" in caught.value.why
     assert "unexpected: embedding.weight" in caught.value.why
@@ -480,7 +481,7 @@ def wider():
 
 def test_another_shape(saved):
     engine = engine_for(wider, ALONE)
-    with pytest.raises(InputError, match=r"blocks\.1\.filters is \(3, 4, 5\), the model wants"):
+    with raises(InputError, code="checkpoint-of-another-model", why=("blocks.1.filters", 3, 4, 5)):
         checkpointer(saved.parent).load(engine, None)
 
 
@@ -492,18 +493,18 @@ def frozen():
 
 def test_other_parameters_are_trained(saved):
     engine = engine_for(frozen, ALONE)
-    with pytest.raises(InputError, match="frozen parameters"):
+    with raises(InputError, code="checkpoint-of-another-model"):
         checkpointer(saved.parent).load(engine, None)
 
 
 def test_another_optimizer(saved):
     engine, optimizer = blank(ALONE, make=lambda p: torch.optim.SGD(p, lr=0.1))
-    with pytest.raises(InputError, match="state of AdamW, the optimizer is SGD"):
+    with raises(InputError, code="checkpoint-of-another-optimizer", what="AdamW"):
         checkpointer(saved.parent).load(engine, optimizer)
 
 
 def test_what_json_cannot_hold(tmp_path):
     engine, optimizer = trained(ALONE)
-    with pytest.raises(InputError, match="'extra' cannot be kept"):
+    with raises(InputError, code="not-storable-in-checkpoint", what="extra"):
         checkpointer(tmp_path).save(1, engine, optimizer, cursor={}, extra={"a": object()})
     assert not list(tmp_path.iterdir())

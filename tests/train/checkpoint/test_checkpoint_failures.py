@@ -16,6 +16,7 @@ from gpumix.schema.errors import GpumixError, MachineError
 from gpumix.train.checkpoint import checkpoint_folder
 from gpumix.train.checkpoint.checkpoint_folder import check_visible
 from gpumix.train.checkpoint.manifest import SavedFile
+from helpers.errors import raises
 from helpers.extended import every_third
 from helpers.processes.harness import run_ranks
 from helpers.training.checkpoints import ALONE, UNEVEN, adamw, blank, checkpointer, odd, trained
@@ -144,7 +145,7 @@ def test_a_bit_that_flips_while_it_is_written(tmp_path, monkeypatch, name):
             file.write_bytes(content)
 
     monkeypatch.setattr(os, "fsync", flip)
-    with pytest.raises(MachineError, match="what was written is not what is there") as caught:
+    with raises(MachineError, code="checkpoint-read-back-differs") as caught:
         saver.save(2, engine, optimizer, cursor={})
     assert name in caught.value.where
     monkeypatch.undo()
@@ -175,5 +176,5 @@ def test_a_rank_that_dies_is_an_error_not_a_hang(tmp_path):
 
 
 def test_hosts_that_do_not_share_the_folder(tmp_path):
-    with pytest.raises(MachineError, match="do not share"):
+    with raises(MachineError, code="folder-not-shared"):
         check_visible(tmp_path, {"__1_0.distcp": SavedFile(bytes=3, sha256="")})

@@ -19,6 +19,7 @@ from gpumix.data.core.tokenizer import make_byte_tokenizer_files
 from gpumix.schema.errors import InputError, MachineError
 from gpumix.train.checkpoint.export import export
 from gpumix.train.checkpoint.model_files import dump_model_files
+from helpers.errors import raises
 from helpers.extended import left_out
 from helpers.processes.harness import run_ranks
 from helpers.training.checkpoints import checkpointer, odd
@@ -231,7 +232,7 @@ def test_nothing_else_is_overwritten(tmp_path, saved, occupy):
     folder = tmp_path / "model"
     occupy(folder)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    with pytest.raises(InputError, match="not overwritten"):
+    with raises(InputError, code="export-folder-foreign"):
         export(tmp_path, folder)
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
@@ -239,7 +240,7 @@ def test_nothing_else_is_overwritten(tmp_path, saved, occupy):
 def test_damage_is_found(tmp_path, saved):
     file = next(tmp_path.rglob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(InputError, match="damaged"):
+    with raises(InputError, code="checkpoint-damaged"):
         export(tmp_path, tmp_path / "model")
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoints"]
 
@@ -248,17 +249,17 @@ def test_a_configuration_that_is_none_is_damage(tmp_path):
     engine = engine_for(odd, ALONE)
     optimizer = torch.optim.AdamW(engine.parameters())
     checkpointer(tmp_path).save(1, engine, optimizer, cursor={}, extra={"model_config": [1]})
-    with pytest.raises(InputError, match="damaged"):
+    with raises(InputError, code="checkpoint-damaged"):
         export(tmp_path, tmp_path / "model")
 
 
 def test_no_checkpoint(tmp_path):
-    with pytest.raises(InputError, match="no checkpoint"):
+    with raises(InputError, code="no-checkpoint"):
         export(tmp_path, tmp_path / "model")
 
 
 def test_other_dtypes_are_refused(tmp_path, saved):
-    with pytest.raises(InputError, match="cannot export as 'fp16'"):
+    with raises(InputError, code="export-dtype-unknown", what="fp16"):
         export(tmp_path, tmp_path / "model", dtype="fp16")
 
 
@@ -271,7 +272,7 @@ def test_a_full_disk_leaves_the_former_export(tmp_path, saved, monkeypatch):
         raise SafetensorError("Error while serializing: I/O error: No space left on device")
 
     monkeypatch.setattr(gpumix.train.checkpoint.export, "save_file", full)
-    with pytest.raises(MachineError, match="No space left"):
+    with raises(MachineError, code="export-not-writable", why="No space left"):
         export(tmp_path, folder)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "model"]

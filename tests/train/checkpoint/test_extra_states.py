@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gpumix.schema.errors import InputError
+from helpers.errors import raises
 from helpers.processes.harness import run_ranks
 from helpers.training.checkpoints import checkpointer
 from helpers.training.models import Block, Regression, vectors
@@ -73,7 +74,7 @@ def test_they_are_the_same_on_all_ranks_and_come_back(tmp_path):
 
 def _refused(folder: Path) -> None:
     engine, optimizer = engine_of(Unreadable, [Share(BATCH, 2, 1)])
-    with pytest.raises(InputError, match="keeps a state that no checkpoint can hold"):
+    with raises(InputError, code="extra-state-not-storable"):
         checkpointer(folder).save(0, engine, optimizer, cursor={})
 
 
@@ -84,7 +85,7 @@ def test_one_that_cannot_be_read_without_running_code_is_refused(tmp_path):
 
 def _of_another_model(folder: Path) -> None:
     engine, optimizer = engine_of(Block, [Share(BATCH, 2, 1)])
-    with pytest.raises(InputError, match="the checkpoint is of another model"):
+    with raises(InputError, code="checkpoint-of-another-model"):
         checkpointer(folder).load(engine, optimizer)
 
 

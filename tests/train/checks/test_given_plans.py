@@ -13,6 +13,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.train.checks.user_plan import describe_speed_changes
 from gpumix.train.controller import GivenPlan, JobController
+from helpers.errors import raises
 from helpers.runs.jobs import CLUSTER, OWN_PROFILES, metrics, plan_for, toy, train, write_job
 
 # Few plans are possible, so that one is soon made.
@@ -51,12 +52,12 @@ def edited(plan: Plan, number: int, **changes: Any) -> Plan:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"root": []}, "which its 'root' does not name"),
-        ({"units": ["blocks.9"]}, "which has no unit 'blocks.9'"),
+        ({"root": []}, {"code": "stage-root-incomplete", "what": "root"}),
+        ({"units": ["blocks.9"]}, {"code": "plan-unit-unknown", "what": "blocks.9"}),
     ],
 )
 def test_a_plan_that_is_not_the_models_is_refused_before_ranks_start(job, made, changes, told):
-    with pytest.raises(InputError, match=told):
+    with raises(InputError, **told):
         train(job, plan=edited(made[0], 1, **changes))
     assert not (job.parent / "run").exists()
 
@@ -64,8 +65,16 @@ def test_a_plan_that_is_not_the_models_is_refused_before_ranks_start(job, made, 
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
-        ("device_class", "small", "'big-0' has device_class 'small', here it is 'big'"),
-        ("host", "elsewhere", "'big-0' has host 'elsewhere', here it is 'localhost'"),
+        (
+            "device_class",
+            "small",
+            {"code": "plan-of-other-devices", "what": ("big-0", "small", "big", "device_class")},
+        ),
+        (
+            "host",
+            "elsewhere",
+            {"code": "plan-of-other-devices", "what": ("big-0", "elsewhere", "localhost")},
+        ),
     ],
 )
 def test_devices_are_those_of_the_cluster(job, made, key, value, told):
@@ -74,13 +83,13 @@ def test_devices_are_those_of_the_cluster(job, made, key, value, told):
         for worker in stage["workers"]:
             if worker["device"] == "big-0":
                 worker[key] = value
-    with pytest.raises(InputError, match=told):
+    with raises(InputError, **told):
         train(job, plan=Plan.model_validate(tree))
 
 
 def test_a_plan_that_would_train_another_model_is_refused(job, made):
     rounded = made[0].model_copy(update={"communication_dtype": "bf16"})
-    with pytest.raises(InputError, match="communication_dtype is bf16, what its devices compute"):
+    with raises(InputError, code="plan-communication-dtype", what=("communication_dtype", "bf16")):
         train(job, plan=rounded)
 
 

@@ -23,7 +23,7 @@ from gpumix.train.elastic.rebalance_memory import (
     with_shares,
 )
 from gpumix.train.elastic.sample_dealer import with_samples
-from helpers.plans.profiles import Card, Network, block, line, profile, steady, with_teams
+from helpers.plans.profiles import Card, Network, block, line, profile, steady, with_tp_groups
 
 BATCH = 12
 MEMORIES = [(620, 570, 550), (560, 560, 560), (900, 550, 550)]  # KiB
@@ -84,12 +84,12 @@ def test_the_most_samples_are_those_that_fit(memories):
 
 def test_of_teams_the_ranks_need_not_be_in_the_order_of_the_stage():
     found, plan = made((620, 450), each=2)
-    found = with_teams(found, 2, faster=2.0)
+    found = with_tp_groups(found, 2, faster=2.0)
     (stage,) = plan.stages
     teams = plan.model_copy(update={"stages": (stage.model_copy(update={"tensor": 2}),)})
     roomy, scarce = limit_samples_by_memory(found, teams)
     assert roomy > scarce
-    (a, b), (c, d) = ((w.device for w in team) for team in teams.stages[0].teams)
+    (a, b), (c, d) = ((w.device for w in team) for team in teams.stages[0].tp_groups)
     for ranks in ((a, c, b, d), (c, d, a, b)):
         other = teams.model_copy(update={"ranks": ranks})
         assert limit_samples_by_memory(found, other) == (roomy, scarce)

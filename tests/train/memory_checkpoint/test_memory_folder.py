@@ -21,6 +21,7 @@ from gpumix.train.memory_checkpoint.memory_folder import (
     to_text,
 )
 from gpumix.train.run_log.run_id import assign_run_id
+from helpers.errors import raises
 
 RUN = "1a2b"
 
@@ -139,7 +140,7 @@ def test_only_its_user_can_reach_it(tmp_path):
     assert stat.S_IMODE(home.folder.stat().st_mode) == 0o700
     home.folder.chmod(0o755)
     assert home.held() == []
-    with pytest.raises(MachineError, match="not this user's alone"):
+    with raises(MachineError, code="memory-folder-foreign"):
         home.make(2)
 
 

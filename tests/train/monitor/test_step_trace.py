@@ -16,6 +16,7 @@ from gpumix.simulate.events import simulate
 from gpumix.simulate.trace import build_trace as simulated_trace
 from gpumix.train.controller import JobController
 from gpumix.train.monitor.step_trace import build_trace
+from helpers.errors import raises
 from helpers.extended import left_out
 from helpers.runs.jobs import EMULATED, gpumix, metrics, plan_for, toy, train, write_job
 from helpers.runs.traces import slices, told
@@ -115,7 +116,7 @@ def test_one_device_waits_for_nobody(tmp_path):
 
 
 def test_a_step_that_never_comes_cannot_be_traced(tmp_path):
-    with pytest.raises(InputError, match=r"'advanced\.trace_step' is 9, the run has 6 steps"):
+    with raises(InputError, code="values-conflict", what=("advanced.trace_step", 9, 6)):
         train(write_job(tmp_path, trace_step=9))
 
 

@@ -17,6 +17,7 @@ import pytest
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import InputError, RankLost
 from gpumix.train.processes import local_launcher
+from helpers.errors import raises
 
 DEVICES = [Device(id=f"cpu-{n}", device_class="cpu", host="localhost") for n in range(2)]
 FOREVER_S = 600.0
@@ -54,7 +55,7 @@ def test_a_killed_rank_is_named_though_a_process_that_it_forked_lives(left):
 
 def _says_and_ends(seat, fails: bool) -> str:
     if fails and seat.rank == 1:
-        raise InputError("no such thing")
+        raise InputError("no such thing", code="no-such-thing")
     return f"said by {seat.rank}"
 
 
@@ -67,7 +68,7 @@ def test_what_a_rank_says_last_counts_though_its_end_is_seen_first(monkeypatch, 
 
     monkeypatch.setattr(local_launcher, "wait", only_ends)
     if fails:
-        with pytest.raises(InputError, match="no such thing"):
+        with raises(InputError, code="no-such-thing"):
             local_launcher.launch(_says_and_ends, DEVICES, fails)
     else:
         assert local_launcher.launch(_says_and_ends, DEVICES, fails) == ["said by 0", "said by 1"]

@@ -14,6 +14,7 @@ from gpumix.schema.errors import RankLost
 from gpumix.schema.reading.read import read_job
 from gpumix.train.processes import local_launcher, spare_fork
 from gpumix.train.processes.runner import LocalRunner
+from helpers.errors import raises
 from helpers.processes import rank_server
 from helpers.processes.waiting import wait_until
 from helpers.runs.jobs import gpumix, metrics, plan_for, toy, train, write_job
@@ -112,7 +113,7 @@ def test_a_rank_that_cannot_be_forked_is_one_that_was_lost(monkeypatch):
     monkeypatch.setattr(_forkserver, "ensure_running", lambda: None)
     monkeypatch.setattr(local_launcher, "warm_up", lambda: None)
     kill(first)
-    with pytest.raises(RankLost, match="could not be started"):
+    with raises(RankLost, code="rank-not-started"):
         local_launcher.launch(family, DEVICES)
     monkeypatch.undo()
     assert parents() == {one.pid}

@@ -11,6 +11,7 @@ import pytest
 from gpumix.doctor.inside import RankWatch
 from gpumix.schema.errors import InputError
 from gpumix.train.controller import JobController
+from helpers.errors import raises
 from helpers.extended import left_out
 from helpers.runs.jobs import CLUSTER, metrics, plan_for, progress, train, write_job
 
@@ -146,19 +147,28 @@ def test_a_model_that_cannot_keep_documents_apart_is_refused(tmp_path, text):
     bloom = {"model_type": "bloom", "hidden_size": 16, "n_layer": 2, "n_head": 2}
     bloom |= {"vocab_size": 264}
     job = write(tmp_path, {**LINE_BY_LINE, "packing": "documents"}, model={"config": bloom})
-    with pytest.raises(InputError, match="see each other"):
+    with raises(InputError, code="packed-documents-mixed"):
         train(job, plan=plan_for(job))
 
 
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        ({"text": ["a"], "bucketing": True}, "'bucketing' has no effect"),
-        ({"text": ["a"], "tokenize": "on-the-fly", "packing": "none"}, "is tokenised ahead"),
-        ({"dataset": "a", "tokenize": "on-the-fly"}, "needs 'packing: documents' or"),
-        ({"dataset": "a", "document": "line"}, "'document' has no effect without 'text'"),
+        ({"text": ["a"], "bucketing": True}, {"code": "values-conflict", "what": "bucketing"}),
+        (
+            {"text": ["a"], "tokenize": "on-the-fly", "packing": "none"},
+            {"code": "values-conflict", "what": ("text", "tokenize")},
+        ),
+        (
+            {"dataset": "a", "tokenize": "on-the-fly"},
+            {"code": "values-conflict", "what": "packing: documents"},
+        ),
+        (
+            {"dataset": "a", "document": "line"},
+            {"code": "values-conflict", "what": ("document", "text")},
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(tmp_path, data, says):
-    with pytest.raises(InputError, match=says):
+    with raises(InputError, **says):
         train(write(tmp_path, data))

@@ -9,6 +9,7 @@ import toys
 from gpumix.engine.model.deferred_init import build
 from gpumix.schema.errors import InputError
 from gpumix.train.controller import JobController
+from helpers.errors import raises
 from helpers.extended import left_out
 from helpers.runs.jobs import BATCH, LENGTH, metrics, plan_for, train, write_job
 
@@ -59,7 +60,7 @@ def test_a_stream_goes_on_where_it_was_with_another_plan(tmp_path):
 def test_other_samples_held_out_make_another_order(tmp_path):
     job = stream_job(tmp_path)
     train(job, "max_steps=1", plan=plan_for(job))
-    with pytest.raises(InputError, match="the checkpoint is of other data"):
+    with raises(InputError, code="checkpoint-of-other-data"):
         train(job, "data.validation_split=0", "eval_steps=0", plan=plan_for(job), resume=True)
 
 
@@ -76,5 +77,5 @@ def test_a_stream_is_profiled_and_planned_without_what_it_takes(tmp_path):
 
 def test_an_evaluation_needs_samples_that_are_held_out(tmp_path):
     job = stream_job(tmp_path, data={"validation_split": 0})
-    with pytest.raises(InputError, match="no held-out samples"):
+    with raises(InputError, code="no-held-out-samples"):
         train(job, plan=plan_for(job))

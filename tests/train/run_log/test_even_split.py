@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-import pytest
-
 from gpumix.planner.common.strategy import get_prediction
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.search_space import Space
@@ -16,6 +14,7 @@ from gpumix.train.run_log.even_baseline import (
     measure_best_even_plan,
     select_even_plans,
 )
+from helpers.errors import raises
 from helpers.plans.profiles import GIB, Card, block, line, profile, steady
 
 CARDS = [Card("fast", 1, GIB, steady(4.0)), Card("slow", 1, GIB, steady(1.0))]
@@ -69,5 +68,5 @@ def test_the_fastest_trial_counts_and_not_the_best_prediction():
 def test_an_even_split_that_does_not_fit_is_refused():
     cards = [CARDS[0], Card("small", 1, 50_000, steady(1.0))]
     small = profile(cards, kinds=[block(trainable=1000, backward=line(1000))])
-    with pytest.raises(NoFeasiblePlanError, match="'small' is short of"):
+    with raises(NoFeasiblePlanError, code="policy-does-not-fit", what="small"):
         measure_best_even_plan(Pipeline(job(), []), small, steps=4)

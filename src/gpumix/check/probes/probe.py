@@ -133,6 +133,7 @@ class RankProbe:
         if device.ordinal >= len(there):
             raise InputError(
                 f"there is no device {device.ordinal}, this host has {len(there)}",
+                code="device-not-on-host",
                 fix="gpumix devices shows what is here; mend the ordinals of the cluster",
             )
         return there[device.ordinal].id
@@ -152,13 +153,16 @@ class RankProbe:
         with open_nvml() as nvml:
             if nvml is None:
                 raise MachineError(
-                    "there is no NVIDIA driver, or it does not answer", fix="run nvidia-smi there"
+                    "there is no NVIDIA driver, or it does not answer",
+                    code="nvidia-driver-silent",
+                    fix="run nvidia-smi there",
                 )
             try:
                 return read_health(nvml, find_handle(nvml, self._uuid(), self.seat.device.ordinal))
             except nvml.NVMLError as error:
                 raise MachineError(
                     f"the driver does not find the GPU: {error}",
+                    code="gpu-not-found-by-driver",
                     fix="compare nvidia-smi -L with the cluster; a lost GPU needs a restart",
                 ) from error
 
@@ -170,6 +174,7 @@ class RankProbe:
         except torch.OutOfMemoryError as error:
             raise MachineError(
                 "there is too little free memory on it to try it",
+                code="gpu-memory-full",
                 why=get_first_line(error),
                 fix="nvidia-smi shows who uses it",
             ) from error
@@ -222,9 +227,11 @@ class RankProbe:
         try:
             return self._form_group(key, place, timeout_s)
         except dist.DistStoreError as error:
-            raise MachineError(f"it waited {timeout_s:.0f} s for the other in vain") from error
+            raise MachineError(
+                f"it waited {timeout_s:.0f} s for the other in vain", code="pair-timeout"
+            ) from error
         except RuntimeError as error:  # network errors of the backends
-            raise MachineError(get_first_line(error)) from error
+            raise MachineError(get_first_line(error), code="pair-backend-failed") from error
 
     def _form_group(self, key: str, place: int, timeout_s: float) -> JsonDict:
         guest = replace(self.seat, holds_store=False)
@@ -241,6 +248,7 @@ class RankProbe:
         if not bool((value == 3.0).all()):
             raise MachineError(
                 "a sum over both came out wrong",
+                code="pair-sum-wrong",
                 fix="test their memory (dcgmi diag -r 3) and the network between them",
             )
         if self._on_gpu:
@@ -255,6 +263,7 @@ class RankProbe:
         except RuntimeError as error:
             raise MachineError(
                 "NCCL works between them, gloo, over which checkpoints go, does not",
+                code="pair-gloo-failed",
                 why=get_first_line(error),
             ) from error
 

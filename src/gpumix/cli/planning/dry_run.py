@@ -105,6 +105,7 @@ def check_job(
     if world_size() > 1:
         raise InputError(
             "a dry run is one process, and a launcher started several",
+            code="dry-run-under-launcher",
             where="--dry-run",
             fix=f"gpumix train {path} --dry-run, without torchrun",
         )

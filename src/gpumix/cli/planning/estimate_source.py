@@ -65,6 +65,7 @@ class NamedCluster:
         if not any(c.is_gpu for c in found.classes):
             raise InputError(
                 "there is no GPU to plan for",
+                code="no-gpu-to-plan-for",
                 fix='name GPUs: gpumix plan --cluster "2x rtx4090, 4x rtx3090" --model 7B',
             )
         with locate_errors("this machine"):
@@ -96,6 +97,7 @@ class NamedCluster:
         if self.network is not None:
             raise InputError(
                 f"{self.link_option} has no effect on {self.text or 'this machine'}",
+                code="option-without-effect",
                 fix="leave it out; a cluster file states its own links",
             )
 
@@ -210,6 +212,7 @@ def estimate_job(
     if config is None:
         raise InputError(
             "estimates need a model with a `config`, this one has a factory",
+            code="estimate-without-config",
             fix="measure it: `gpumix profile JOB.yaml`, then `gpumix whatif JOB.yaml`",
         )
     if not isinstance(config, dict):

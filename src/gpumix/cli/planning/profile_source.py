@@ -211,7 +211,10 @@ class PlanOptions(PlanArguments):
             get_stderr_console().print(advice)
         if found is None and not self.measures:
             raise InputError(
-                "this job was not measured", where=str(path), fix=f"gpumix profile {path}"
+                "this job was not measured",
+                code="job-not-measured",
+                where=str(path),
+                fix=f"gpumix profile {path}",
             )
         if found is not None:
             return found
@@ -266,6 +269,7 @@ class PlanOptions(PlanArguments):
         if name not in OPTIMIZERS:
             raise InputError(
                 f"there is no optimizer '{self.optimizer}'",
+                code="optimizer-unknown",
                 where="--optimizer",
                 fix=suggest(find_nearest(name, OPTIMIZERS), OPTIMIZERS, "there are"),
             )
@@ -283,7 +287,9 @@ class PlanOptions(PlanArguments):
             return parse_bytes(self.ram)
         except ValueError as error:
             fix = "write it as --ram 64GiB"
-            raise InputError(str(error), where="--ram", fix=fix) from None
+            raise InputError(
+                str(error), code="memory-size-invalid", where="--ram", fix=fix
+            ) from None
 
     def _refuse_contradictions(self) -> None:
         given = {
@@ -299,32 +305,40 @@ class PlanOptions(PlanArguments):
         named = [name for name, value in given.items() if value is not None]
         if self.job is not None and named:
             raise InputError(
-                f"{named[0]} has no effect on a job", fix="change the job: --set key=value"
+                f"{named[0]} has no effect on a job",
+                code="option-without-effect",
+                fix="change the job: --set key=value",
             )
         if self.cluster is not None and self.profile is not None:
             raise InputError(
-                "--cluster is an estimate, --profile was measured", fix="give one of them"
+                "--cluster is an estimate, --profile was measured",
+                code="cluster-and-profile",
+                fix="give one of them",
             )
         if self.job is None and self.profile is not None:
             raise InputError(
                 "a profile alone does not say what to plan",
+                code="profile-without-job",
                 where=str(self.profile),
                 fix="give the job that it was measured for: gpumix plan JOB.yaml --profile FILE",
             )
         if self.job is None and self.overrides:
             raise InputError(
                 "--set replaces keys of a job, and there is none",
+                code="set-without-job",
                 fix="write a job file and give it, or leave --set out",
             )
         if self.base not in (None, "16bit") and self.lora is None:
             raise InputError(
                 f"weights stored as {self.base} cannot be trained themselves",
+                code="quantised-weights-trained",
                 where="--base",
                 fix="add --lora 16, or leave --base out",
             )
         if self.network is not None and self.cluster is None:
             raise InputError(
                 f"{self.link_option} has no effect without --cluster",
+                code="option-without-effect",
                 fix="`gpumix whatif JOB.yaml --network ...` tells what other links are worth",
             )
 
@@ -423,14 +437,23 @@ def _check_profile(profile: Profile, job: Job, path: Path, job_path: Path) -> No
         if found != wanted:
             raise InputError(
                 f"the profile is of {what} {found}, the job has {wanted}",
+                code="profile-of-another-job",
                 where=str(path),
                 fix=fix,
             )
     if profile.job_model not in ("", model_hash(job, job_path.absolute().parent)):
-        raise InputError("the profile is of another model than the job's", where=str(path), fix=fix)
+        raise InputError(
+            "the profile is of another model than the job's",
+            code="profile-of-another-model",
+            where=str(path),
+            fix=fix,
+        )
     if job.cluster not in ("auto", profile.cluster):
         raise InputError(
-            "the profile is of another cluster than the job's", where=str(path), fix=fix
+            "the profile is of another cluster than the job's",
+            code="profile-of-another-cluster",
+            where=str(path),
+            fix=fix,
         )
 
 

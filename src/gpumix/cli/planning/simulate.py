@@ -116,6 +116,7 @@ def _refuse_other_cards(plan: Plan, cluster: str, network: str | None) -> None:
     if missing:
         raise InputError(
             f"the plan has devices of class {', '.join(missing)}, which are not there",
+            code="plan-device-class-missing",
             where="--cluster",
             why=f"its classes are {', '.join(sorted(there))}",
             fix="name the cards that the plan was made for, or plan for these: gpumix plan",
@@ -130,6 +131,7 @@ def _get_profile(profile: Path | None, asked: PlanOptions) -> tuple[Profile, str
         if asked.job is None and asked.cluster is None:
             raise InputError(
                 "a plan has no speeds of its devices, and there is no profile next to it",
+                code="plan-without-profile",
                 fix="give what it was made from: --profile PROFILE.json, --job JOB.yaml, or "
                 "--cluster and --model",
             )
@@ -145,7 +147,9 @@ def _get_profile(profile: Path | None, asked: PlanOptions) -> tuple[Profile, str
     for name, value in others.items():
         if value is not None:
             raise InputError(
-                f"{name} has no effect together with --profile", fix="give one of them"
+                f"{name} has no effect together with --profile",
+                code="option-without-effect",
+                fix="give one of them",
             )
     return Profile.load(profile), ""
 

@@ -78,6 +78,7 @@ def _make_variants(
     if not changes:
         raise InputError(
             "there is nothing to change",
+            code="whatif-without-change",
             fix="give --add 2xa6000, --remove p40, --network 25GbE or --inside pcie4",
         )
     variants = [("now", profile)]
@@ -93,6 +94,7 @@ def _make_variants(
             except InputError as error:
                 raise InputError(
                     f"{name} is not possible after the other changes: {error.what}",
+                    code="whatif-change-impossible",
                     where=f"--{name}",
                     why=error.why,
                     fix="give fewer changes at once",
@@ -121,6 +123,7 @@ def _parse_prices(texts: list[str], names: set[str]) -> dict[str, float] | None:
         if name is None:
             raise InputError(
                 f"there is no class '{given.strip()}' to pay for",
+                code="price-class-unknown",
                 where="--price",
                 fix=suggest(find_nearest(given.strip(), names), sorted(names), "there are"),
             )
@@ -134,5 +137,10 @@ def _parse_price(text: str) -> float:
     except ValueError:
         price = -1.0
     if not 0 <= price < float("inf"):
-        raise InputError(f"'{text}' is no price", where="--price", fix="write it as a100=1.80")
+        raise InputError(
+            f"'{text}' is no price",
+            code="price-invalid",
+            where="--price",
+            fix="write it as a100=1.80",
+        )
     return price

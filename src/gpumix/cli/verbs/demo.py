@@ -130,6 +130,7 @@ def _check_output_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(
             "the demo's output is a file, not a folder",
+            code="output-is-file",
             where=str(folder),
             fix="gpumix demo --output-dir FOLDER",
         )
@@ -138,6 +139,7 @@ def _check_output_folder(folder: Path) -> None:
     if foreign:
         raise InputError(
             f"'{min(foreign)}' is there, which no demo wrote",
+            code="output-folder-foreign",
             where=str(folder),
             fix="give the demo a folder of its own: `gpumix demo --output-dir FOLDER`",
         )

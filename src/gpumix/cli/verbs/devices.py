@@ -42,6 +42,7 @@ def devices(
     if job is not None and cluster is not None:
         raise InputError(
             "a job and --cluster both name devices",
+            code="job-and-cluster",
             where=f"{job}, {cluster}",
             fix="give one of them",
         )

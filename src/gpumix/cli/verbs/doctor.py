@@ -136,6 +136,7 @@ def _require_module(name: str) -> None:
     if found is None:
         raise InputError(
             f"there is no module '{name}'",
+            code="module-missing",
             where=str(Path.cwd()),
             fix="modules are looked for in the current folder and among installed packages",
         )
@@ -152,6 +153,7 @@ def _refuse_a_script(target: str) -> None:
         name = Path(target).stem
         raise InputError(
             f"'{target}' is a script, and what is examined is a function",
+            code="doctor-of-script",
             fix=f"in the folder of {name}.py name the one that trains: gpumix doctor {name}:main",
         )
 
@@ -160,11 +162,16 @@ def _refuse_job_options(target: str, *, apply: bool, overrides: list[str]) -> No
     if apply:
         raise InputError(
             f"--apply is for jobs, '{target}' is a function",
+            code="apply-without-job",
             why="code is not rewritten",
             fix="leave --apply out: the report has the lines to change, --json all of it",
         )
     if overrides:
-        raise InputError(f"--set is for jobs, '{target}' is a function", fix="leave --set out")
+        raise InputError(
+            f"--set is for jobs, '{target}' is a function",
+            code="set-without-job",
+            fix="leave --set out",
+        )
 
 
 def _refuse_unknown_suspects(only: list[str], is_function: bool) -> None:
@@ -176,6 +183,7 @@ def _refuse_unknown_suspects(only: list[str], is_function: bool) -> None:
         if name not in names:
             raise InputError(
                 f"there is no suspect '{name}'",
+                code="suspect-unknown",
                 where="--only",
                 fix=f"of {'functions' if is_function else 'jobs'} there are {', '.join(names)}",
             )

@@ -142,7 +142,10 @@ def init(
     path = file or Path("train.py" if found.lora else "job.yaml")
     if path.exists():
         raise InputError(
-            "this file is there already", where=str(path), fix="name another: gpumix init FILE"
+            "this file is there already",
+            code="file-exists",
+            where=str(path),
+            fix="name another: gpumix init FILE",
         )
     written = _script(found) if found.lora else _job(found)
     from gpumix.schema.files import write_text_atomically
@@ -198,6 +201,7 @@ def _check_model(model: str) -> None:
         if not any(folder.glob(name)):
             raise InputError(
                 f"this folder has a config.json, and no {name}",
+                code="model-folder-incomplete",
                 where=f"--model: {folder}",
                 fix="give a folder of save_pretrained; or a size, to train from scratch",
             )
@@ -208,16 +212,21 @@ def _check_data(data: str) -> None:
     if path == Path():
         raise InputError(
             "nothing says what to train on",
+            code="data-not-named",
             where="--data",
             fix="give --data FOLDER with text files, or a text file",
         )
     if not path.exists():
         raise InputError(
-            "there is no such file or folder", where=f"--data: {path}", fix="correct the path"
+            "there is no such file or folder",
+            code="data-path-missing",
+            where=f"--data: {path}",
+            fix="correct the path",
         )
     if path.is_dir() and not any(one.is_file() for one in path.rglob("*")):
         raise InputError(
             "there are no files to train on",
+            code="data-path-empty",
             where=f"--data: {path}",
             fix="put text files there, or give another folder",
         )
@@ -230,6 +239,7 @@ def _check_cluster(cluster: str) -> None:
     if not Path(cluster).is_file():
         raise InputError(
             "there is no such cluster file",
+            code="cluster-file-missing",
             where=f"--cluster: {cluster}",
             fix="give a cluster file, or auto for the GPUs of this host",
         )
@@ -288,6 +298,7 @@ def _script(found: Answers) -> str:
     if found.weights is None:
         raise InputError(
             "adapters need pretrained weights",
+            code="adapters-without-pretrained",
             where=f"--model: {found.model}",
             fix="give the folder of a model, with its config.json: --model my-llama/",
         )
@@ -295,6 +306,7 @@ def _script(found: Answers) -> str:
     if not texts:
         raise InputError(
             "there are no .txt files",
+            code="no-text-files",
             where=f"--data: {found.data}",
             fix="give a text file, or a folder of .txt files",
         )

@@ -225,6 +225,7 @@ def _refuse_unused_options(called: typer.Context, is_job: bool) -> None:
             if "=" in word:
                 raise InputError(
                     f"--python {word} is for one host: nodes of a template have one interpreter",
+                    code="python-per-host-in-template",
                     fix="--python PATH",
                 )
     elif given["print_commands"]:
@@ -259,6 +260,7 @@ def _refuse_misplaced_options(arguments: Sequence[str], called: typer.Context) -
         if word.partition("=")[0] in before:
             raise InputError(
                 f"{word} is an option of gpumix launch, and stands behind the job",
+                code="launch-option-after-job",
                 where="command line",
                 fix=f"put it before: gpumix launch {word} ... JOB.yaml",
             )
@@ -279,7 +281,9 @@ def _refuse_options(
 ) -> None:
     for name in names:
         if given[name]:
-            raise InputError(f"--{name.replace('_', '-')} {what}", fix=fix)
+            raise InputError(
+                f"--{name.replace('_', '-')} {what}", code="option-without-effect", fix=fix
+            )
 
 
 def _read_devices(
@@ -316,7 +320,9 @@ def _print_template(template: Template, asked: LaunchRequest) -> None:
     else:
         if asked.address:
             raise InputError(
-                "--address has no effect: the first pod has its name", fix="leave it out"
+                "--address has no effect: the first pod has its name",
+                code="option-without-effect",
+                fix="leave it out",
             )
         text = make_manifests(components, program, around, asked.files, port=port)
     if asked.as_json:
@@ -378,6 +384,7 @@ def _require_module(name: str) -> None:
     if PathFinder.find_spec(name.partition(".")[0], [str(Path.cwd()), *sys.path]) is None:
         raise InputError(
             f"there is no module '{name}'",
+            code="module-missing",
             where="-m",
             fix="correct the name, or install its package into this environment",
         )

@@ -100,6 +100,7 @@ def _load_given_plan(path: Path | None, overrides: Sequence[str]) -> GivenPlan:
     if any(one.startswith("strategy=") for one in overrides):
         raise InputError(
             "a plan is given, and a strategy to make one by",
+            code="plan-and-strategy",
             where="--plan and --strategy",
             fix="give one of the two",
         )

@@ -80,6 +80,7 @@ class BucketGrouping:
             if planned and set(planned) != set(known.names):
                 raise InputError(
                     f"the plan has a bucket of its own for '{planned[0]}'",
+                    code="bucket-not-in-model",
                     why=f"the profile knows what {', '.join(known.names) or 'no parameter'} takes "
                     "there",
                     fix="give the profile that the plan was made from, or plan again from this one",

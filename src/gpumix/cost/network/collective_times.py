@@ -160,6 +160,16 @@ class CollectiveSeconds:
         """Return the seconds of a forward pass whose parameters are gathered already."""
         return replace(self, gather_s=dict.fromkeys(self.gather_s, 0.0), by_class={})
 
+    def averaged_over(self, waves: float, *, gathers_once: bool) -> CollectiveSeconds:
+        """Return the seconds of a wave on average, if only the first of `waves` waves gathers what
+        stays gathered: the root's parameters, and all parameters if `gathers_once`. As a step grows
+        by the longer of gather and computation, it takes no less than with these averages."""
+        if waves == 1.0 or self.parameters_on == "host":
+            return self
+        once = self.gather_s if gathers_once else (ROOT,)
+        averages = {name: self.gather_s[name] / waves for name in once}
+        return replace(self, gather_s={**self.gather_s, **averages})
+
 
 def compute_collective_seconds(
     profile: Profile, wire: LinkModel, layout: ShardedLayout
@@ -371,6 +381,7 @@ class _LayoutCollectives:
         if named == "native" and not equal:
             raise InputError(
                 f"the native form of {operation} takes equal intervals only",
+                code="native-collective-unequal",
                 why="the plan names it for all buffers, and some are cut unequally",
                 fix="plan again from a new profile: `gpumix plan JOB.yaml`",
             )

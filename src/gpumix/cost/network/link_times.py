@@ -31,7 +31,12 @@ from gpumix.schema.cluster.network import Link, Network, Where
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Collectives
-from gpumix.schema.profile.profile import CollectiveTimes, Profile, RankGroup, TeamOperation
+from gpumix.schema.profile.profile import (
+    CollectiveTimes,
+    Profile,
+    RankGroup,
+    TensorParallelOperation,
+)
 
 # Devices of each class on each host.
 OnHosts = Mapping[str, Mapping[str, int]]
@@ -86,6 +91,7 @@ class TimedCollectives:
         known = ", ".join(sorted(t.form for t in self._of(operation, group))) or "none"
         raise InputError(
             f"the profile has no times for the '{form}' form of {operation} of {group} ranks",
+            code="collective-not-measured",
             why=f"it holds {known}, but this plan needs '{form}'",
             fix="profile again on this cluster: `gpumix profile JOB.yaml`",
         )
@@ -284,7 +290,7 @@ def build_subset_link_model(
 
 def compute_tensor_parallel_s(
     profile: Profile,
-    operation: TeamOperation,
+    operation: TensorParallelOperation,
     name: str,
     degree: int,
     size: float,
@@ -292,7 +298,7 @@ def compute_tensor_parallel_s(
     """Return the seconds of one collective of a tensor-parallel group: `degree` devices of a class
     on one host, each giving `size` bytes. An untimed all-reduce counts as a reduction and a gather,
     an untimed gather or reduction as half an all-reduce; an exchange is a gather."""
-    timed = {"all_reduce": "sum", "exchange": "team_gather", "reduce": "team_reduce"}[operation]
+    timed = {"all_reduce": "sum", "exchange": "tp_gather", "reduce": "tp_reduce"}[operation]
     whole = size * degree if operation == "exchange" else size
     for times in profile.network:
         if (times.operation, times.form) == (timed, str(degree)):
@@ -422,6 +428,7 @@ def _slowest(network: Network, where: Where, pairs: list[tuple[str, str]]) -> Li
             place = "inside hosts" if where == "inside" else "between hosts"
             raise InputError(
                 f"no link is stated {place} between {one} and {other}",
+                code="link-not-stated",
                 where="cluster: network",
                 fix=f"give `network: {{{where}: ...}}`, such as 25GbE, pcie4 or '12 GB/s'",
             )

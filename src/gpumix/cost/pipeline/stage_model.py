@@ -81,6 +81,7 @@ class StagedModel:
         if not self.model.needs:
             raise InputError(
                 "the profile does not say what the model's units need of each other",
+                code="profile-without-dataflow",
                 fix="measure again: `gpumix profile JOB.yaml --fresh`",
             )
         every = map(self.calls, range(self.count))

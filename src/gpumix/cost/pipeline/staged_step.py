@@ -352,7 +352,7 @@ class StagedStep:
             if one.over is None:
                 over[None] = max(before, one.seconds)
             else:
-                over[one.over] = before + self._team_size[taker.device] * one.seconds
+                over[one.over] = before + self._tp_size[taker.device] * one.seconds
         link, seconds = max(over.items(), key=itemgetter(1), default=(None, 0.0))
         return Transfer(seconds, link)
 
@@ -536,10 +536,10 @@ class StagedStep:
         return every
 
     @cached_property
-    def _team_size(self) -> dict[str, int]:
+    def _tp_size(self) -> dict[str, int]:
         """Size of each leader's tensor-parallel group."""
         return {
-            leader.device: stage.team_size(leader)
+            leader.device: stage.get_tp_size(leader)
             for stage in self._whole.stages
             for leader in stage.leaders
         }

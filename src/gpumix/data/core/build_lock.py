@@ -72,6 +72,7 @@ def _make_stalled_error(path: Path, wait_s: float) -> MachineError:
     holder = read_log(path).strip() or "an unknown process"
     return MachineError(
         f"{holder} is packing this text and made no progress for {wait_s:g} s",
+        code="packing-lock-held",
         where=str(path),
         fix="look at that process; once it has ended, run this again",
     )
@@ -80,6 +81,7 @@ def _make_stalled_error(path: Path, wait_s: float) -> MachineError:
 def _make_lock_error(path: Path, error: OSError) -> MachineError:
     return MachineError(
         f"cannot lock a file in the cache: {error.strerror}",
+        code="cache-not-lockable",
         where=str(path),
         fix=f"make {path.parent} writable, or use a cache on a local disk",
     )

@@ -39,6 +39,7 @@ def call_factory(
     except TypeError as error:
         raise InputError(
             f"'{reference}' cannot be called with the given arguments: {error}",
+            code="factory-arguments-invalid",
             where=f"{key}.arguments" if key else "",
             why=f"it takes {inspect.signature(function)}",
             fix=f"--set {key}.arguments={{name: value}}" if key else "",
@@ -52,16 +53,21 @@ def _import_named(name: str, folder: Path, named_by: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-            raise InputError(f"module '{name}' cannot be imported: {error}") from error
+            raise InputError(
+                f"module '{name}' cannot be imported: {error}", code="factory-import-failed"
+            ) from error
         there = [module.name for module in pkgutil.iter_modules([str(folder)])]
         raise InputError(
             f"there is no module '{error.name}'",
+            code="factory-module-missing",
             where=named_by or str(folder),
             why=_suggest_names(name, there),
             fix=f"modules are looked for in {folder} and among the installed packages",
         ) from error
     except (ImportError, SyntaxError) as error:
-        raise InputError(f"module '{name}' cannot be imported: {error}") from error
+        raise InputError(
+            f"module '{name}' cannot be imported: {error}", code="factory-import-failed"
+        ) from error
 
 
 def _find_function(module: ModuleType, name: str, named_by: str) -> Callable[..., Any]:
@@ -72,6 +78,7 @@ def _find_function(module: ModuleType, name: str, named_by: str) -> Callable[...
     file = str(module.__file__ or module.__name__)
     raise InputError(
         f"module '{module.__name__}' has no function '{name}'",
+        code="factory-function-missing",
         where=named_by or file,
         why=_suggest_names(name, callables),
         fix=f"name one that {file} has, as module:function",

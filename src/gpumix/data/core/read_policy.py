@@ -161,6 +161,7 @@ def run_with_timeout(read: Callable[[], T], name: str, timeout_s: float) -> T:
             raise StuckError(
                 f"sample {index:.0f} of {name} does not come: it was waited for more than "
                 f"{timeout_s:g} s",
+                code="sample-timeout",
                 where=f"process {os.getpid()}",
                 fix=IF_SLOW,
             )

@@ -252,6 +252,7 @@ class VocabularyCheckedSource(DerivedSource):
         if values.dim() != 2 or values.is_floating_point():
             raise InputError(
                 f"'{key}' of {self._some(indices)} are {values.dtype}{list(values.shape[1:])}",
+                code="sample-field-invalid",
                 where=self.name,
                 fix="give whole numbers in one dimension: a token each",
             )
@@ -259,6 +260,7 @@ class VocabularyCheckedSource(DerivedSource):
             raise InputError(
                 f"{self._some(indices)} has {tokens.shape[1]} input_ids and "
                 f"{values.shape[1]} {key}",
+                code="sample-length-mismatch",
                 where=self.name,
                 why="each belongs to a token",
                 fix=f"make them as long as input_ids, {IGNORED} where nothing is to be learnt",
@@ -290,6 +292,7 @@ def check_vocabulary(key: str, values: Tensor, vocabulary: int, *, what: str, na
         one = "token" if key == "input_ids" else "label"
         raise InputError(
             f"{what} holds {one} {int(values[unknown][0])}, the model knows 0 to {vocabulary - 1}",
+            code="token-outside-vocabulary",
             where=name,
             fix="raise vocab_size of model.config, or make the samples with the model's own "
             "tokenizer",
@@ -351,6 +354,7 @@ def split_held_out(whole: Source, held_out: float) -> tuple[Source, Source]:
         raise InputError(
             f"the data has {n} sample{'s' if n != 1 else ''}, and data.validation_split keeps "
             f"{kept} of them for evaluation: none is left to train on",
+            code="no-samples-left-to-train",
             fix="give more data, lower sequence_length, or set data.validation_split to 0",
         )
     return SourceSlice(whole, 0, n - kept), SourceSlice(whole, n - kept, n)

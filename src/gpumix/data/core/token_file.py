@@ -199,12 +199,17 @@ def open_token_file(
                 _build(cache, recipe, fill, heartbeat)
                 found = _load_current(cache, recipe)
     if found is None:
-        raise MachineError("the packed text vanished while it was opened", where=str(cache))
+        raise MachineError(
+            "the packed text vanished while it was opened",
+            code="packed-text-vanished",
+            where=str(cache),
+        )
     stream, ends, sha = found
     if len(stream) < (sequence_length if at_least is None else at_least):
         first, others = recipe.sources[0].path, len(recipe.sources) - 1
         raise InputError(
             f"the text has {len(stream)} tokens, one sample takes {sequence_length}",
+            code="text-shorter-than-sample",
             where=f"{first} and {others} more" if others else str(first),
             fix="give more text, or lower sequence_length",
         )
@@ -273,6 +278,7 @@ def make_write_error(path: Path, error: OSError, what: str = "the packed text") 
     """Return the error for a file in the cache that cannot be written."""
     return MachineError(
         f"cannot write {what}: {error.strerror}",
+        code="packed-text-not-writable",
         where=str(path),
         fix=f"free space on the disk of {path.parent}, or use another cache folder",
     )

@@ -87,6 +87,7 @@ class FileTokenizer:
         except OSError as error:
             raise InputError(
                 f"cannot read the tokenizer: {error.strerror}",
+                code="tokenizer-unreadable",
                 where=str(file),
                 fix="set `tokenizer:` to 'bytes', a tokenizer.json or a folder that holds one",
             ) from error
@@ -95,6 +96,7 @@ class FileTokenizer:
         if not vocabulary:
             raise InputError(
                 "the tokenizer has no tokens",
+                code="tokenizer-empty",
                 where=str(file),
                 fix="give another tokenizer.json, or `tokenizer: bytes`",
             )
@@ -137,6 +139,7 @@ def parse_tokenizer(content: bytes, file: Path) -> Any:
     except ImportError as error:
         raise MachineError(
             "a tokenizer file needs the package 'tokenizers', which is not installed",
+            code="package-missing",
             where=str(file),
             fix=format_install_command("transformers"),
         ) from error
@@ -145,6 +148,7 @@ def parse_tokenizer(content: bytes, file: Path) -> Any:
     except Exception as error:  # the library raises bare Exception for a file it cannot read
         raise InputError(
             "this is not a tokenizer file",
+            code="tokenizer-file-invalid",
             where=str(file),
             why=str(error),
             fix="save one with `tokenizer.save('tokenizer.json')`",
@@ -164,6 +168,7 @@ def _find_end_of_text(vocabulary: dict[str, int], file: Path) -> str:
         if named is not None and named not in vocabulary:
             raise InputError(
                 f"the end-of-text token {named!r} is not in the vocabulary",
+                code="end-of-text-unknown",
                 where=str(config),
                 fix=fix,
             )
@@ -173,6 +178,7 @@ def _find_end_of_text(vocabulary: dict[str, int], file: Path) -> str:
     if len(known) != 1:
         raise InputError(
             "which token ends a text is not plain",
+            code="end-of-text-unclear",
             where=str(file),
             why=f"the vocabulary holds {', '.join(known) or 'none of the usual names'}",
             fix=fix,
@@ -186,6 +192,9 @@ def _read_eos_token(config: Path) -> str | None:
         token = json.loads(read_text(config)).get("eos_token")
     except (OSError, ValueError, AttributeError) as error:
         raise InputError(
-            "cannot read the tokenizer's configuration", where=str(config), why=str(error)
+            "cannot read the tokenizer's configuration",
+            code="tokenizer-config-unreadable",
+            where=str(config),
+            why=str(error),
         ) from error
     return token.get("content") if isinstance(token, dict) else token

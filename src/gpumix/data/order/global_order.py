@@ -42,7 +42,10 @@ class GlobalOrder:
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_ITEMS:
-            raise InputError(f"a global order takes 1 to 2**60 samples, not {self.n}")
+            raise InputError(
+                f"a global order takes 1 to 2**60 samples, not {self.n}",
+                code="sample-count-out-of-range",
+            )
 
     def indices(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Return the items at `positions` (integers in [0, n), any shape) of `epoch`, as int64.
@@ -151,6 +154,7 @@ class Cursor:
         if differing:
             raise InputError(
                 "the checkpoint's place in the data does not belong to this data",
+                code="data-cursor-of-other-data",
                 where="data cursor",
                 why="; ".join(differing),
                 fix="resume with the data, seed, sequence_length and data.validation_split of the "
@@ -166,9 +170,15 @@ def _check_position(state: Mapping[str, object]) -> int:
         value = state.get(field.name)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise InputError(
-                f"this is no data cursor: '{field.name}' is {value!r}", where="data cursor"
+                f"this is no data cursor: '{field.name}' is {value!r}",
+                code="data-cursor-invalid",
+                where="data cursor",
             )
     position = state["position"]
     if not isinstance(position, int) or not 0 <= position <= MAX_POSITION:
-        raise InputError(f"this is no data cursor: 'position' is {position!r}", where="data cursor")
+        raise InputError(
+            f"this is no data cursor: 'position' is {position!r}",
+            code="data-cursor-invalid",
+            where="data cursor",
+        )
     return position

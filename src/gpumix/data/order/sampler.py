@@ -91,6 +91,7 @@ class RankSampler:
             if lengths is None:
                 raise InputError(
                     "bucketing needs to know how long samples are, and the dataset does not say",
+                    code="sample-lengths-unknown",
                     fix="give it a column `length`, or an attribute `lengths` with one integer a "
                     "sample; leave bucketing out where all are alike",
                 )

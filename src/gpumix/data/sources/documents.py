@@ -35,7 +35,11 @@ class TokenFileDocuments(RaggedSource):
         lengths = np.minimum(np.repeat(ends, counts) - self._begins, self.longest)
         worth = lengths > 1
         if not worth.any():
-            raise InputError("no document has a token to predict from another", where="data")
+            raise InputError(
+                "no document has a token to predict from another",
+                code="no-document-with-target",
+                where="data",
+            )
         self._begins, self._lengths = self._begins[worth], lengths[worth].astype(np.int32)
         cuts = hashlib.sha256(self._begins.tobytes() + self._lengths.tobytes()).hexdigest()
         self._mark = digest(text.sha256, cuts)

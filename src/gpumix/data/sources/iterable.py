@@ -117,6 +117,7 @@ class StreamSource(Source):
         if isinstance(stream, DataLoader):
             raise InputError(
                 "a DataLoader makes batches of its own, and these are no samples",
+                code="stream-gives-batches",
                 where=name,
                 fix="give its dataset; its `collate_fn` is Loader(collate=...)",
             )
@@ -310,6 +311,7 @@ class _Lane:
             if self._once:
                 raise InputError(
                     f"sample {place} of {self._name} has gone by",
+                    code="stream-sample-passed",
                     why="an iterator can be read once, in order",
                     fix="give a function that makes it: Loader(make, ...), not Loader(make(), ...)",
                 )
@@ -349,16 +351,18 @@ class _Lane:
         if self._bare == self._parts and self._passed_over:
             raise InputError(
                 "nothing of the stream is left to train on",
+                code="stream-empty-after-split",
                 where=self._name,
                 why=f"the first {self._passed_over} samples of each pass, or of each shard's, are "
                 "held out for evaluation",
                 fix="give more samples, lower eval_batches, or set data.validation_split to 0",
             )
         if self._bare == self._parts:
-            raise InputError("the stream is empty", where=self._name)
+            raise InputError("the stream is empty", code="stream-empty", where=self._name)
         if self._once:
             raise InputError(
                 f"{self._name} has ended after {format_count(self._of_pass, 'sample')}",
+                code="stream-ended",
                 why="an iterator can be read once",
                 fix="give a function that makes it: Loader(make, ...), not Loader(make(), ...)",
             )

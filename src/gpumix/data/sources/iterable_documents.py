@@ -197,6 +197,7 @@ class StreamDocuments:
                     raise InputError(
                         f"a document holds {sort_keys(document)}, those before it "
                         f"{sort_keys(keys)}",
+                        code="document-keys-differ",
                         where=self.name,
                         fix="let all samples have the same keys",
                     )

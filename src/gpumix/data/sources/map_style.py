@@ -181,6 +181,7 @@ class SampleStacker:
                 raise InputError(
                     f"'{key}' of sample {index} is {value.dtype}{list(value.shape)}, that of "
                     f"sample {self._index} {first.dtype}{list(first.shape)}",
+                    code="sample-shape-differs",
                     where=self._name,
                     why="samples are stacked, so all need one shape and dtype",
                     fix="set data.packing to none (pads each micro-batch) or documents; or pad and "
@@ -204,6 +205,7 @@ class SampleStacker:
             raise InputError(
                 f"sample {index} holds {sort_keys(sample)}, sample {self._index} "
                 f"{sort_keys(self.first)}",
+                code="sample-keys-differ",
                 where=self._name,
                 fix="let all samples have the same keys",
             )
@@ -222,6 +224,7 @@ def tensors_of(sample: Any, what: str, name: str) -> dict[str, Tensor]:
         article = "an empty" if isinstance(sample, Mapping) else "a"
         raise InputError(
             f"{what} is {article} {type(sample).__name__}, not a dictionary of tensors",
+            code="sample-not-dict",
             where=name,
             fix=TEXT_SAMPLE_FIX
             if isinstance(sample, str)
@@ -242,6 +245,7 @@ def _tensor(value: Any, key: str, what: str, name: str) -> Tensor:
     except (TypeError, ValueError) as error:
         raise InputError(
             f"{what} holds '{key}', a {type(value).__name__} that is no tensor",
+            code="sample-value-not-tensor",
             where=name,
             why=str(error),
             fix=TEXT_SAMPLE_FIX
@@ -255,6 +259,7 @@ def _detach_dense(value: Tensor, what: str, key: str, name: str) -> Tensor:
     if value.layout != torch.strided:
         raise InputError(
             f"{what} holds '{key}', a sparse tensor",
+            code="sample-tensor-sparse",
             where=name,
             fix="make it a dense one: .to_dense()",
         )
@@ -308,13 +313,16 @@ def call_collate(collate: Collate, samples: Sequence[Any], name: str) -> Batch:
     batch = collate([copy(one) if isinstance(one, dict) else one for one in samples])
     if not isinstance(batch, Mapping) or not batch:
         raise InputError(
-            f"`collate` returns a {type(batch).__name__}, not a dictionary of tensors", where=name
+            f"`collate` returns a {type(batch).__name__}, not a dictionary of tensors",
+            code="collate-not-dict",
+            where=name,
         )
     for key, value in batch.items():
         if not isinstance(value, Tensor) or value.shape[:1] != (len(samples),):
             found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise InputError(
                 f"`collate` makes of {len(samples)} samples '{key}': {found}",
+                code="collate-rows-wrong",
                 where=name,
                 why="each rank takes some of the samples: tensors have them in the first dimension",
             )
@@ -364,6 +372,7 @@ class MapStyle:
             if now != self._len:
                 raise DataChangedError(
                     f"the dataset had {self._len} samples when it was opened, and has {now} now",
+                    code="dataset-length-changed",
                     where=self._name,
                     why="the order of samples goes by their number",
                     fix="begin a new run, or let the dataset keep its length",
@@ -425,7 +434,11 @@ def as_source(
     name = type(dataset).__name__
     if isinstance(dataset, Source):
         if collate is not None:
-            raise InputError("a source makes batches itself: `collate` is for datasets", where=name)
+            raise InputError(
+                "a source makes batches itself: `collate` is for datasets",
+                code="collate-of-source",
+                where=name,
+            )
         return dataset
     if collate is not None:
         return CollatedSource(dataset, name, collate, thread_safe=thread_safe, reading=reading)
@@ -436,12 +449,14 @@ def _length(dataset: Any, name: str) -> int:
     if hasattr(dataset, "iloc") and hasattr(dataset, "columns"):
         raise InputError(
             f"a {type(dataset).__name__} is indexed by its columns, not by the number of a sample",
+            code="dataset-indexed-by-column",
             where=name,
             fix="give its rows: datasets.Dataset.from_pandas(...), or .to_dict('records')",
         )
     if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
         raise InputError(
             f"a {type(dataset).__name__} has no sample 0, it has {', '.join(map(repr, dataset))}",
+            code="dataset-of-splits",
             where=name,
             fix=f"if these are datasets, give one: dataset[{next(iter(dataset))!r}]; if they are "
             "columns: datasets.Dataset.from_dict(dataset)",
@@ -450,6 +465,7 @@ def _length(dataset: Any, name: str) -> int:
     if iterable or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise InputError(
             f"a {type(dataset).__name__} is no map-style dataset",
+            code="dataset-not-map-style",
             where=name,
             why="samples are read by index, in one order for all ranks: it needs __len__ and "
             "__getitem__",
@@ -459,7 +475,7 @@ def _length(dataset: Any, name: str) -> int:
         )
     count = _counted(dataset, name)
     if not count:
-        raise InputError("the dataset is empty", where=name)
+        raise InputError("the dataset is empty", code="dataset-empty", where=name)
     return count
 
 
@@ -469,6 +485,7 @@ def _counted(dataset: Any, name: str) -> int:
     except Exception as error:  # raised by the dataset
         raise InputError(
             f"the dataset does not say how many samples it has: {format_in_one_line(error)}",
+            code="dataset-length-unreadable",
             where=name,
             fix="let its __len__ return their number",
         ) from error

@@ -67,6 +67,7 @@ def open_data(
     if opened.is_text and job.model.task != "causal-lm":
         raise InputError(
             f"text has its own tokens as labels, from which a {job.model.task} learns to copy",
+            code="labels-copy-input",
             where="model.task",
             fix="give samples with `labels`: data.factory, or a data.dataset that has that column",
         )
@@ -92,6 +93,7 @@ def require_held_out(job: Job, held_out: Source) -> None:
     if job.eval_steps and not len(held_out):
         raise InputError(
             "there are no held-out samples to evaluate on",
+            code="no-held-out-samples",
             fix="set data.validation_split above 0, or eval_steps to 0",
         )
 
@@ -157,6 +159,7 @@ class _JobData:
         if data.bucketing:
             raise InputError(
                 "a stream's samples cannot be sorted by length",
+                code="stream-not-sortable",
                 where="data.bucketing",
                 why="how long they are is known once they are read",
                 fix="leave it out, or set data.packing to documents",
@@ -193,6 +196,7 @@ class _JobData:
             raise InputError(
                 "documents of a seq2seq-lm cannot be packed: what its encoder and its decoder see "
                 "must go together",
+                code="seq2seq-not-packable",
                 where="data.packing",
                 fix="set data.packing to none",
             )
@@ -285,6 +289,7 @@ class _JobData:
             raise InputError(
                 f"'input_ids' of a sample has the shape {list(tokens.shape[1:])}, the job's "
                 f"sequence_length is {self._length}",
+                code="sample-not-sequence-length",
                 where=reference,
                 why="times and memory are planned for sequence_length",
                 fix="change sequence_length in the job, or set data.packing to none (pads) or "
@@ -298,6 +303,7 @@ class _JobData:
         if not {"input_ids", "inputs_embeds"} & set(keys):
             raise InputError(
                 f"the samples have no 'input_ids', they have {has}",
+                code="input-ids-missing",
                 where=reference,
                 fix="let the factory give dictionaries of 'input_ids' and, if they are not the "
                 "tokens, 'labels'",
@@ -306,6 +312,7 @@ class _JobData:
         if "labels" not in keys and not self.lacks_labels:
             raise InputError(
                 f"the samples have no 'labels', they have {has}",
+                code="labels-missing",
                 where=reference,
                 fix=f"let the factory give what a {task} is to learn in 'labels'",
             )

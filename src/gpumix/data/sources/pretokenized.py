@@ -111,12 +111,14 @@ def check_tokens(sample: Sample, what: str, name: str, *, aligned: bool) -> None
         has = "none" if tokens is None else f"{tokens.dtype}{list(tokens.shape)}"
         raise InputError(
             f"{what} needs '{TOKENS}', a list of one or more tokens; it has {has}",
+            code="sample-without-tokens",
             where=name,
             fix="drop empty samples; data.packing other than concatenate is for tokens",
         )
     if labels is not None and labels.is_floating_point():
         raise InputError(
             f"'{LABELS}' of {what} are {labels.dtype}, not whole numbers",
+            code="labels-not-integers",
             where=name,
             fix="data.packing other than concatenate is for tokens: give int64",
         )
@@ -125,6 +127,7 @@ def check_tokens(sample: Sample, what: str, name: str, *, aligned: bool) -> None
         if value.shape != tokens.shape:
             raise InputError(
                 f"{what} has {len(tokens)} {TOKENS}, and '{key}' of the shape {list(value.shape)}",
+                code="sample-length-mismatch",
                 where=name,
                 why="each belongs to a token",
                 fix=f"make them as long as {TOKENS}"

@@ -92,6 +92,7 @@ def open_saved_texts(
     if _choose_column(dataset, column, folder) != column or column == TOKENS:
         raise InputError(
             "the dataset holds tokens, there is nothing to tokenise on the fly",
+            code="tokens-not-tokenizable",
             where=str(folder),
             fix="leave out `tokenize: on-the-fly`, or set data.column to a column of text",
         )
@@ -178,6 +179,7 @@ def _load(folder: Path) -> Any:
     except ImportError as error:
         raise MachineError(
             "data.dataset needs the package 'datasets', which is not installed",
+            code="package-missing",
             fix=format_install_command("datasets"),
         ) from error
     try:
@@ -187,6 +189,7 @@ def _load(folder: Path) -> Any:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             "cannot load the dataset",
+            code="dataset-not-loadable",
             where=str(folder),
             why="it is empty" if isinstance(error, IndexError) else why_unreadable(error),
             fix=f"write it with `dataset.save_to_disk('{folder}')`",
@@ -195,6 +198,7 @@ def _load(folder: Path) -> Any:
         splits = sorted(loaded)
         raise InputError(
             f"the folder holds several datasets: {', '.join(splits)}",
+            code="dataset-of-splits",
             where=str(folder),
             fix=f"set data.dataset to one of them, for example {folder / splits[0]}",
         )
@@ -233,6 +237,7 @@ def _choose_column(dataset: Any, column: str, folder: Path) -> str:
     if column not in names and TOKENS not in names:
         raise InputError(
             f"there is no column '{column}'",
+            code="column-missing",
             where=str(folder),
             why=f"there is {', '.join(names)}",
             fix="set data.column to the column of text",
@@ -240,6 +245,7 @@ def _choose_column(dataset: Any, column: str, folder: Path) -> str:
     if column in names and column != TOKENS and TOKENS in names:
         raise InputError(
             f"the dataset has both text ('{column}') and tokens ('{TOKENS}')",
+            code="dataset-text-and-tokens",
             where=str(folder),
             fix=f"set data.column to {TOKENS} to use the tokens, or save the dataset without them",
         )
@@ -249,6 +255,7 @@ def _choose_column(dataset: Any, column: str, folder: Path) -> str:
     if not (_is_tokens(kind) if name == TOKENS else _is_text(kind)):
         raise InputError(
             f"column '{name}' holds {kind}, not {wanted}",
+            code="column-type-wrong",
             where=str(folder),
             fix="set data.column to another column",
         )
@@ -278,6 +285,7 @@ def _has_length(dataset: Any, length: int, folder: Path) -> bool:
             if (columns[name][0] != lengths).any():
                 raise InputError(
                     f"'{name}' and '{TOKENS}' differ in length at or after row {first}",
+                    code="column-length-mismatch",
                     where=str(folder),
                 )
         equal = equal and bool((lengths == length).all())
@@ -298,6 +306,7 @@ def _row_lengths(dataset: Any, names: list[str], folder: Path) -> np.ndarray:
     if not of_all.all():
         raise InputError(
             f"row {int(np.argmin(of_all))} holds no tokens",
+            code="row-without-tokens",
             where=str(folder),
             fix="drop such rows: dataset.filter(lambda row: any(row['input_ids']))",
         )
@@ -336,6 +345,7 @@ def _write_tokens(dataset: Any, tokenizer: Tokenizer, writer: TokenWriter, folde
     if LABELS in dataset.column_names:
         raise InputError(
             "rows of other lengths than sequence_length cannot keep their column 'labels'",
+            code="labels-not-packable",
             where=str(folder),
             fix="cut them to sequence_length, or save the dataset without 'labels'",
         )
@@ -345,6 +355,7 @@ def _write_tokens(dataset: Any, tokenizer: Tokenizer, writer: TokenWriter, folde
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocab_size:
             raise InputError(
                 f"a token near row {first} is outside the tokenizer's {tokenizer.vocab_size}",
+                code="token-outside-vocabulary",
                 where=str(folder),
                 fix="set tokenizer: to the tokenizer.json that the tokens were made with",
             )
@@ -370,6 +381,7 @@ def _documents(dataset: Any, name: str, folder: Path) -> Iterator[Piece]:
 def _null_row(name: str, row: int, folder: Path) -> InputError:
     return InputError(
         f"column '{name}' holds a null at or after row {row}",
+        code="column-has-null",
         where=str(folder),
         fix=f"drop such rows: dataset.filter(lambda row: row['{name}'] is not None)",
     )

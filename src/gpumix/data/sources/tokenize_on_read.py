@@ -118,6 +118,7 @@ def get_text(row: Any, column: str, what: str, name: str) -> str:
                 has = f"that is a {type(text).__name__}"
         raise InputError(
             f"{what} should be a text, or a dictionary with one in '{column}'; {has}",
+            code="sample-not-text",
             where=name,
             fix=f"--set data.column={columns[0]}"
             if columns

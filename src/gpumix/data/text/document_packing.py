@@ -182,6 +182,7 @@ class PackedDocuments(Source):
                 lengths = ", ".join(f"{len(document[key])} {key}" for key in shapes if shapes[key])
                 raise InputError(
                     f"sample {number} is packed as {told} tokens, and has {lengths}",
+                    code="packed-length-wrong",
                     where="data",
                     why="all that a packed sample holds goes by its tokens, as many as its length "
                     "says",

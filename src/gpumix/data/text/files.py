@@ -91,6 +91,7 @@ def find_files(spec: DataSpec) -> list[SourceFile]:
     if spec.pattern != "*" and not folders:
         raise InputError(
             "data.pattern chooses files of a folder, and data.text names none",
+            code="pattern-without-text",
             fix="take data.pattern away, or name a folder",
         )
     files = [file for path in spec.text for file in _files_of(path, spec.pattern)]
@@ -98,6 +99,7 @@ def find_files(spec: DataSpec) -> list[SourceFile]:
         raise InputError(
             f"no file with text in it matches the pattern '{spec.pattern}' below "
             + ", ".join(str(path) for path in folders),
+            code="pattern-matches-nothing",
             where="data.pattern",
             fix="put some there, or change data.pattern, which is matched against the end of a "
             "file's path",
@@ -107,6 +109,7 @@ def find_files(spec: DataSpec) -> list[SourceFile]:
         if file.path in seen:
             raise InputError(
                 "data.text reaches this file twice",
+                code="text-file-twice",
                 where=str(file.path),
                 fix="name the file or its folder, not both",
             )
@@ -137,10 +140,15 @@ def _files_of(path: Path, pattern: str) -> Iterator[SourceFile]:
                     yield _describe_file(inner, status)
     elif not stat.S_ISREG(status.st_mode):
         raise InputError(
-            "this is neither a file nor a folder", where=str(path), fix="take it off data.text"
+            "this is neither a file nor a folder",
+            code="text-not-file-or-folder",
+            where=str(path),
+            fix="take it off data.text",
         )
     elif not status.st_size:
-        raise InputError("the file is empty", where=str(path), fix="take it off data.text")
+        raise InputError(
+            "the file is empty", code="text-empty", where=str(path), fix="take it off data.text"
+        )
     else:
         yield _describe_file(path, status)
 
@@ -182,6 +190,7 @@ def _matches(relative: PurePosixPath, pattern: str) -> bool:
     except ValueError as error:
         raise InputError(
             f"data.pattern: '{pattern}' is no pattern",
+            code="pattern-invalid",
             why=str(error),
             fix="write a pattern such as *.txt",
         ) from error
@@ -229,6 +238,7 @@ def _refuse_binary(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
         if packer is not None:
             raise InputError(
                 "this file is compressed",
+                code="text-compressed",
                 where=str(path),
                 fix=f"unpack it: {_UNPACK_COMMANDS[packer.lastindex or 0]} {shlex.quote(str(path))}"
                 "; or leave it out with data.pattern",
@@ -236,6 +246,7 @@ def _refuse_binary(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
         if number == 0 and b"\0" in chunk[:_BINARY_PROBE_BYTES]:
             raise InputError(
                 "this file is binary, or not in UTF-8",
+                code="text-not-utf8",
                 where=str(path),
                 why="it holds NUL bytes",
                 fix="leave it out with data.pattern, save it as UTF-8, or set tokenizer: bytes",
@@ -277,6 +288,7 @@ def _make_read_error(path: Path, error: OSError) -> InputError:
     missing = isinstance(error, FileNotFoundError)
     return InputError(
         f"cannot read the text: {error.strerror}",
+        code="text-unreadable",
         where=str(path),
         fix="correct data.text; its paths start from the job's folder" if missing else "",
     )

@@ -48,11 +48,12 @@ def pack_first_fit(
         InputError: there is no document, or a length is out of range.
     """
     if not len(lengths):
-        raise InputError("there are no documents to pack")
+        raise InputError("there are no documents to pack", code="no-documents-to-pack")
     if not 1 <= int(lengths.min()) <= int(lengths.max()) <= capacity:
         raise InputError(
             f"documents of {lengths.min()} to {lengths.max()} tokens do not go into packs of "
-            f"{capacity}"
+            f"{capacity}",
+            code="document-length-out-of-range",
         )
     order = GlobalOrder(len(lengths), seed).span(0, len(lengths))
     step = window * _WINDOWS_AT_ONCE

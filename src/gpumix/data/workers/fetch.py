@@ -173,7 +173,7 @@ def _make_batch_error(source: Source, indices: np.ndarray, again: BaseException)
         what = f"sample {number} of {source.name} cannot be read each time: {said}"
         each = "by itself it was read, between two times that failed"
         fix = "let the dataset try again where it fails"
-    return TrainingError(what, where=_place(again), why=each, fix=fix)
+    return TrainingError(what, code="batch-unreadable", where=_place(again), why=each, fix=fix)
 
 
 def _replace_bad_samples(
@@ -293,6 +293,7 @@ def _make_no_replacement_error(
     found = TrainingError(
         f"sample {index} of {name} cannot be read, and {tried} that could take its place cannot "
         "either",
+        code="sample-irreplaceable",
         where=_place(problem),
         why=first_line_of(problem),
         fix="look at the dataset: most of it is bad",
@@ -317,6 +318,7 @@ def make_read_error(name: str, index: int, error: BaseException) -> GpumixError:
         return error
     found = TrainingError(
         f"sample {index} of {name} cannot be read: {first_line_of(error)}",
+        code="sample-unreadable",
         where=_place(error),
         fix=fix,
     )

@@ -111,6 +111,7 @@ class ForkServer:
         except OSError as error:
             raise MachineError(
                 "a worker process cannot be started",
+                code="worker-not-started",
                 why=error.strerror or str(error),
                 fix="raise `ulimit -u`, free memory, or set `data: {num_workers: 0}`",
             ) from error
@@ -135,6 +136,7 @@ class ForkServer:
             os.close(bell)
             raise MachineError(
                 "the process that starts data workers is gone",
+                code="fork-server-gone",
                 why="something killed it: the system, where memory ran out",
             ) from error
         finally:
@@ -144,6 +146,7 @@ class ForkServer:
             os.close(bell)
             raise MachineError(
                 "a worker process cannot be started",
+                code="worker-not-started",
                 why=os.strerror(-pid),
                 fix="raise `ulimit -u`, or free memory",
             )
@@ -181,6 +184,7 @@ def _channel() -> tuple[socket.socket, socket.socket, int]:
     except OSError as error:
         raise MachineError(
             "a worker process cannot be connected",
+            code="worker-not-connected",
             why=error.strerror or str(error),
             fix="raise `ulimit -n`, or have fewer workers: `data: {num_workers: ...}`",
         ) from error

@@ -163,6 +163,7 @@ def declared_lengths(dataset: Any, count: int, name: str) -> np.ndarray | None:
     if wrong:
         raise InputError(
             f"the lengths of the dataset's {count} samples are {wrong}",
+            code="sample-lengths-invalid",
             where=name,
             fix="give one integer of 1 or more for each sample: how many tokens it has",
         )
@@ -174,6 +175,7 @@ def require_lengths(source: Source, what: str, instead: str) -> np.ndarray:
     if source.lengths is None:
         raise InputError(
             f"{what} needs to know how long samples are, and the dataset does not say",
+            code="sample-lengths-unknown",
             where=source.name,
             fix="give it an attribute `lengths` (or a column `length`): the number of tokens of "
             f"each sample; or {instead}",

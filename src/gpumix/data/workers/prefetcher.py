@@ -135,6 +135,7 @@ class Prefetcher:
             raise InputError(
                 "this loader is one of the process that this one was forked from, and its workers "
                 "are",
+                code="loader-in-forked-process",
                 where=f"process {os.getpid()}",
                 fix="make a loader in the process that reads",
             )

@@ -77,6 +77,7 @@ def _map_shared(slots: int, slot_bytes: int) -> mmap.mmap:
             return _map_shared(slots // 2, slot_bytes)
         raise MachineError(
             f"{show_bytes(slot_bytes)} of memory for a batch cannot be shared with data workers",
+            code="worker-memory-not-shared",
             why=error.strerror or str(error),
             fix="free memory, raise `ulimit -v`, or fetch in a thread: `data: {num_workers: 0}`",
         ) from error

@@ -239,6 +239,7 @@ class ThreadWorkerPool(WorkerPool):
             f"a thread of the data is stuck at {_describe_samples(chunk, index)} of "
             f"{self._source.name}, as was one before it: it was at it for "
             f"more than {self._timeout_s:g} s",
+            code="data-thread-stuck",
             where=f"process {os.getpid()}",
             why="threads cannot be ended, so they are left behind",
             fix=IF_SLOW,
@@ -464,6 +465,7 @@ class ProcessWorkerPool(WorkerPool):
         return TrainingError(
             f"worker {hand.worker.pid} of the data was lost at {at} of {self._source.name}, as was "
             f"one before it: {how}",
+            code="data-worker-lost",
             where=f"process {os.getpid()}",
             why="the system kills what takes too much memory: see `dmesg`" if killed else "",
             fix="look at these samples; fewer workers take less memory: `data: {num_workers: 1}`"

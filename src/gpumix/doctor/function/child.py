@@ -131,15 +131,18 @@ def _make_too_few_error(order: WindowRequest, steps: StepCounter, made: Any) -> 
     if isinstance(made, Iterator | Awaitable | AsyncIterator):
         return InputError(
             f"'{order.reference}' gives a {type(made).__name__}, and trains nothing by itself",
+            code="function-trains-nothing",
             fix="name a function that goes through it: `for _ in ...: pass`, `asyncio.run(...)`",
         )
     if not steps.done:
         return InputError(
             f"'{order.reference}' ended without a step of an optimizer",
+            code="function-without-step",
             fix="name the function that trains: steps are counted by optimizers of torch",
         )
     return InputError(
         f"'{order.reference}' ended after {format_count(steps.done, 'step')}",
+        code="function-ended-early",
         why=f"{order.length.warm_up} warm it up, and {LEAST_STEPS} at least are measured",
         fix="let it train longer: it is ended as soon as enough was seen",
     )

@@ -185,6 +185,7 @@ class FunctionPatient:
         if not pipe.poll(self.patience_s):
             raise InputError(
                 f"'{self.reference}' {lacking} within {self.patience_s:g} s",
+                code="function-timeout",
                 why=_last_words(log),
                 fix="name a function that trains with an optimizer of torch, in this process",
             )
@@ -194,6 +195,7 @@ class FunctionPatient:
             process.join()
             raise TrainingError(
                 f"the process of '{self.reference}' left with code {process.exitcode}",
+                code="function-process-ended",
                 why=_last_words(log),
             ) from None
         if kind == "error":

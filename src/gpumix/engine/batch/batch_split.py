@@ -93,12 +93,14 @@ def count_samples(batch: Any) -> int:
         raise InputError(
             f"a batch holds a {type(uncut).__name__} of values, which cannot be cut into "
             "micro-batches",
+            code="batch-not-divisible",
             fix="make it a tensor whose first dimension is the samples",
         )
     shapes = [_shape(t) for t in leaves if isinstance(t, ROW_TYPES)]
     if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
         raise InputError(
             f"the tensors of a batch must agree in their first dimension, these have {shapes}",
+            code="batch-dimensions-differ",
             fix="make the first dimension of every tensor the samples",
         )
     return shapes[0][0] if shapes else 0
@@ -236,6 +238,7 @@ class BatchCutter:
         if (given := count_samples(batch)) != (wanted := sum(map(len, rows))):
             raise InputError(
                 f"rank {self.rank} was given {given} samples, the plan gives it {wanted}",
+                code="samples-not-as-planned",
                 fix="feed it with gpumix.Loader(dataset, plan, rank), or cut batches as "
                 "plan.rows_of(rank) says",
             )
@@ -311,6 +314,7 @@ def refuse_unlike(plan: Plan, digests: Sequence[int]) -> None:
     if why:
         raise InputError(
             "ranks that compute the same samples were given different ones",
+            code="samples-differ-in-group",
             why=why,
             fix="feed each with gpumix.Loader(dataset, engine.plan, rank), or cut batches as "
             "engine.plan.rows_of(rank) says",
@@ -321,7 +325,7 @@ def _unlike(plan: Plan, digests: Sequence[int]) -> str:
     """Name the ranks that were given wrong samples, in words; empty if none."""
     sums = []
     for number in range(len(plan.stages)):
-        teams = plan.teams_of(number)
+        teams = plan.list_tp_groups(number)
         for team in teams:
             if len({digests[rank] for rank in team}) > 1:
                 return f"ranks {', '.join(map(str, team))}, which are a team, have other ones each"

@@ -121,7 +121,9 @@ class CollectiveScope(ActivityScope):
         if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
             return  # an error of this device's own work that only shows here
         what = f"the {self._label} failed"
-        raise CommunicationError(what, why=get_first_line(error), wait=self.wait) from error
+        raise CommunicationError(
+            what, code="collective-failed", why=get_first_line(error), wait=self.wait
+        ) from error
 
 
 _live_communicators: WeakSet[Communicator] = WeakSet()  # all that exist

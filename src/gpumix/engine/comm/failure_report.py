@@ -128,6 +128,7 @@ def _deserialize_error(told: str, here: int) -> CommunicationError:
     rank, account = json.loads(told)
     return CommunicationError(
         f"rank {rank} failed: {account['what']}",
+        code="other-rank-failed",
         where=f"rank {here}, which waited for it",
         why=account["why"],
         fix=account["fix"],

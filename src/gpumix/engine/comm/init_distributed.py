@@ -46,6 +46,7 @@ def ensure_process_group(*, on_gpus: bool) -> None:
     if place is None:
         raise InputError(
             f"WORLD_SIZE is {world_size()}, and this process is in no process group",
+            code="no-process-group",
             where="environment",
             why="RANK, LOCAL_RANK, MASTER_ADDR or MASTER_PORT is missing, so it cannot join one",
             fix="start it with torchrun, or call torch.distributed.init_process_group before",
@@ -75,6 +76,7 @@ def _set_local_gpu(place: TorchrunPlace) -> None:
     if place.local_rank >= runtime.device_count():
         raise InputError(
             f"process {place.local_rank} of this host has no GPU of its own",
+            code="process-without-gpu",
             why=f"the host has {runtime.device_count()}",
             fix="give torchrun at most as many --nproc-per-node as the host has GPUs",
         )

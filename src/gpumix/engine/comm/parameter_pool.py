@@ -197,6 +197,7 @@ class ParameterPool:
         if memory is None:
             raise MachineError(
                 "the ranks of this host share no memory, which `parameters_on: host` needs",
+                code="host-memory-not-shared",
                 why="they see neither each other's open files (/proc) nor one /dev/shm",
                 fix="start them in one container, or with one process namespace (docker run "
                 "--pid=host --ipc=host), or plan without `parameters_on: host`",
@@ -232,6 +233,7 @@ class ParameterPool:
             raise MachineError(
                 f"rank {comm.members[states.index(2)]} of this host cannot have memory that all "
                 "of its ranks share",
+                code="host-memory-not-shared",
                 fix="see the error of that rank, or plan without `parameters_on: host`",
             )
         return memory if all(states) else None

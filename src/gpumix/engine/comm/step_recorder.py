@@ -30,7 +30,7 @@ from gpumix.schema.plan.step_trace import Move, Work, stage_name
 from gpumix.schema.profile.profile import ROOT
 
 Operation = Literal["gather", "reduce", "send", "receive"]
-Meeting = Literal["team", "other stage", "slower rank"]
+Meeting = Literal["tensor parallel", "other stage", "slower rank"]
 # Seconds since the step began, available after the step.
 Mark = Callable[[], float]
 

@@ -61,6 +61,7 @@ def check_equal_versions(told: Sequence[str]) -> None:
                 raise InputError(
                     f"{package} is {first[package]} on {first['host']} (rank 0), "
                     f"{other[package]} on {other['host']} (rank {rank})",
+                    code="versions-differ",
                     fix="install the same version on both hosts",
                 )
 

@@ -59,6 +59,7 @@ def _import_kernel() -> tuple[Any, Any]:
     except ImportError as error:
         raise MachineError(
             "the fused loss needs Triton, which is not installed",
+            code="triton-missing",
             fix="pip install triton, or `advanced.efficiency.loss: torch`",
         ) from error
     from gpumix.engine.cross_entropy.triton_cross_entropy import cross_entropy_kernel

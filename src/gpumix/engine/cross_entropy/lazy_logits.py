@@ -84,6 +84,7 @@ class LogitsFamily:
         if any(tensor._version != version for tensor, version in self._sources):
             raise ModelError(
                 "what the logits are made of was written into after the head was called",
+                code="logits-source-overwritten",
                 why="the head runs in chunks, when the loss is taken",
                 fix="set the plan's `head` to 'whole'",
             )
@@ -94,6 +95,7 @@ class LogitsFamily:
             if not self.open:
                 raise ModelError(
                     f"the logits are asked for ({wanted}) when the step is over",
+                    code="logits-after-step",
                     why="the head runs in chunks: they were never made, and the weights are gone",
                     fix="use them in the loss function, or set the plan's `head` to 'whole'",
                 )
@@ -187,6 +189,7 @@ class LazyLogits(Tensor):
     ) -> Any:
         raise ModelError(
             f"{func} is applied to logits below autograd, where they cannot be followed",
+            code="logits-below-autograd",
             fix="set the plan's `head` to 'whole'",
         )
 

@@ -103,6 +103,7 @@ def _make_kind_error(model: nn.Module) -> ModelError:
     return ModelError(
         f"{type(model).__name__} returned (summed loss, count) for one batch, and a reduced loss "
         "for another one",
+        code="loss-form-changed",
         fix="return the same kind of loss from forward for every batch",
     )
 
@@ -140,6 +141,7 @@ def _extract_loss(model: nn.Module, result: Any) -> Tensor:
         return found.reshape(())
     raise ModelError(
         f"{type(model).__name__} returned {_describe_result(result)}, in which there is no loss",
+        code="model-without-loss",
         fix="return a loss from forward, alone or as (logits, loss); or (summed loss, count); in "
         "Python `gpumix.prepare(loss=function(model, batch))` may return these two instead",
     )

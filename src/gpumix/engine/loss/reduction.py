@@ -340,6 +340,7 @@ class ReducedLoss:
         if not found:
             raise ModelError(
                 "the loss is computed in another way than when training began",
+                code="loss-changed-since-start",
                 why="what it is a mean over was read from its graph, which is another one now",
                 fix=self.how_to_count,
             )
@@ -413,6 +414,7 @@ def compute_model_loss(
     if not isinstance(batch, Mapping) or "labels" not in batch:
         raise ModelError(
             "a transformers model needs batches with 'labels'",
+            code="batch-without-labels",
             where=f"batch with {describe_entries(batch)}",
             fix="put 'labels' into the batch, or give your own `loss` to gpumix.prepare",
         )

@@ -185,6 +185,7 @@ class CheckpointedRun(Generic[T]):
         if self._phase is _Phase.BETWEEN:
             raise ModelError(
                 f"a tensor that unit '{self.label}' made is used outside of it, but not returned",
+                code="unit-tensor-leaked",
                 why="gradients cross a unit's boundary through its arguments and its result only",
                 fix="return it from the unit, or `.detach()` it",
             )
@@ -198,6 +199,7 @@ class CheckpointedRun(Generic[T]):
         if tensor._version != version:
             raise ModelError(
                 f"unit '{self.label}' writes into a tensor that its backward needs",
+                code="unit-tensor-overwritten",
                 fix="make the operation out of place in the model's code",
             )
         return tensor
@@ -249,6 +251,7 @@ class CheckpointedRun(Generic[T]):
 def _make_rerun_error(label: str, why: str) -> ModelError:
     return ModelError(
         f"unit '{label}' computes something else when it is run again in backward",
+        code="recompute-differs",
         why=why,
         fix="it must do the same whenever it gets the same inputs: no counters, caches or random "
         "generators of its own",
@@ -294,6 +297,7 @@ class GradientAccumulation:
         if not self.now:
             raise ModelError(
                 f"a parameter of unit '{self.label}' gets a gradient from outside of the unit",
+                code="unit-gradient-from-outside",
                 why="another part of the model, or a term of the loss, uses it too, when the "
                 "unit's gradient is not summed",
                 fix="use it inside of the unit alone, or move it out of the blocks; for decay use "

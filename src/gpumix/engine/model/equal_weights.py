@@ -32,6 +32,7 @@ def check_equal_models(model: nn.Module, comm: Communicator) -> None:
     if other is not None:
         raise InputError(
             f"rank {other} has a different model from rank 0",
+            code="models-differ-by-rank",
             why="names, shapes or dtypes of their parameters and buffers differ",
             fix="build the same model on all ranks",
         )

@@ -70,6 +70,7 @@ def _serialize_state(name: str, module: nn.Module) -> bytes:
     except Exception as error:  # a module may keep anything
         raise InputError(
             f"{type(module).__name__} keeps a state that no checkpoint can hold",
+            code="extra-state-not-storable",
             where=name,
             why=format_in_one_line(error),
             fix="return tensors, numbers, texts, lists and dictionaries from get_extra_state",

@@ -220,6 +220,7 @@ class Coroutine:
         if reached.state.function_modes != outside.function_modes:
             raise ModelError(
                 f"unit '{reached.unit}' is called inside of a torch function mode",
+                code="unit-in-function-mode",
                 why="a mode (`with torch.device(...)`, say) cannot follow one of several "
                 "micro-batches that run in turn",
                 fix="enter it outside of the model and of the loss function, around engine.step",
@@ -264,6 +265,7 @@ class UnitCallHandlers:
         if self._switches.holders and self._switches.read() != self._switched:
             raise ModelError(
                 "the model's call switches its adapters off, or to others",
+                code="adapters-switched",
                 where=f"unit '{unit}'",
                 why="micro-batches run in turn, and units are run again in backward, when the call "
                 "has switched them back",
@@ -292,6 +294,7 @@ class UnitCallHandlers:
         if answer is None:
             raise ModelError(
                 f"unit '{name}' was called outside of the engine",
+                code="unit-called-outside-engine",
                 why="its parameters are sharded over ranks and only there during a step",
                 fix="train with engine.step(batch), evaluate with engine.evaluate(batch)",
             )
@@ -333,6 +336,7 @@ def make_pickling_error(where: str) -> InputError:
     """Make the error for a sharded model that is to be pickled."""
     return InputError(
         "a model that is sharded over ranks cannot be pickled",
+        code="sharded-model-pickled",
         where=where,
         why="each process has pieces of its parameters",
         fix="save its state_dict(), or call gpumix.unshard(model) before",
@@ -370,6 +374,7 @@ def _refuse_removed_hooks(found: Iterable[_HookOfCall]) -> None:
             raise ModelError(
                 f"the model's call sets a hook on '{hook.path}' of unit '{hook.unit}', and "
                 "removes it",
+                code="hook-set-in-forward",
                 why="hooks of one call cannot follow one of several micro-batches that run in "
                 "turn, and are gone when a unit is recomputed; PEFT sets such hooks for "
                 "`adapter_names`, `task_ids`, activated LoRA and X-LoRA",

@@ -43,6 +43,7 @@ class FrozenBase:
         if saved.checksum != self.checksum:
             raise InputError(
                 "the adapters belong to another base model",
+                code="adapters-of-another-base",
                 where=where,
                 why=f"they were trained on {saved.name or 'a model'} with checksum "
                 f"{saved.checksum}; {self.name or 'this one'} has {self.checksum}",

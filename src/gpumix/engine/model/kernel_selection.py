@@ -53,6 +53,7 @@ def _set_attention(model: nn.Module, name: str) -> None:
     if choose is None:
         raise InputError(
             "the model has no choice of attention",
+            code="attention-not-selectable",
             why="only models of transformers can switch their attention",
             fix="leave `advanced.efficiency.attention` out",
         )
@@ -60,7 +61,9 @@ def _set_attention(model: nn.Module, name: str) -> None:
         choose(name)
     except (ValueError, ImportError) as error:
         raise InputError(
-            f"the model has no attention '{name}'", why=get_first_line(error)
+            f"the model has no attention '{name}'",
+            code="attention-unknown",
+            why=get_first_line(error),
         ) from error
 
 
@@ -70,7 +73,10 @@ def _use_liger(model: nn.Module) -> None:
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
     except ImportError as error:
         raise MachineError(
-            "Liger's kernels are not installed", why=str(error), fix="pip install liger-kernel"
+            "Liger's kernels are not installed",
+            code="package-missing",
+            why=str(error),
+            fix="pip install liger-kernel",
         ) from error
     for module in model.modules():
         if _is_rms_norm(module):

@@ -254,6 +254,7 @@ def _make_error(piece: Any, what: str) -> InputError:
     return InputError(
         f"this rank has a piece of parameter '{piece.parameter_name}', and a program asked for "
         f"{what}",
+        code="parameter-piece-incomplete",
         why="norms, means, comparisons and parts of a piece are not those of the parameter, so the "
         "result would depend on the plan",
         fix="clip with engine.clip_grad_norm_(max_norm), or max_grad_norm of a Trainer; "

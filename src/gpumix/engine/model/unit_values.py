@@ -191,6 +191,7 @@ class Containers:
     def _refuse(self, does: str) -> None:
         raise ModelError(
             f"unit '{self._unit}' {does} a list, dict or cache that it is given",
+            code="unit-changes-container",
             why="of a change its backward sees what is put into one container of the model's only",
             fix="return what is new from the unit",
         )

@@ -263,6 +263,7 @@ def _stack_matrices(window: ParameterSlice) -> ParameterSlice:
         raise InputError(
             f"Adafactor cannot update a parameter of shape {tuple(shape)} that a tensor-parallel "
             f"group divides along dimension {window.dim}",
+            code="optimizer-parameter-divided",
             fix="divide it along the first dimension or one of the last two, or use "
             "torch.optim.AdamW",
         )

@@ -146,6 +146,7 @@ def _check_state(state: State, p: torch.Tensor, group: Group) -> None:
     if lacking:
         raise InputError(
             "the state to be loaded is of another optimizer, or of other parameters",
+            code="optimizer-state-mismatch",
             why=f"for a parameter of shape {tuple(getattr(p, 'full_shape', p.shape))} AdamW8bit "
             f"has {', '.join(needed)}, and '{lacking[0]}' is missing",
             fix="load it into an optimizer like the one that made it",

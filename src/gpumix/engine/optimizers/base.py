@@ -46,11 +46,13 @@ class StepOptimizer(Optimizer, ABC):
         if asked is not None:
             raise InputError(
                 f"{name} does not support '{asked}', which a parameter group sets",
+                code="optimizer-setting-unsupported",
                 fix="leave it out, or use torch.optim.AdamW",
             )
         if any(p.is_complex() for p in group["params"]):
             raise InputError(
                 f"{name} was given complex parameters",
+                code="parameters-complex",
                 fix="use torch.optim.AdamW, or parameters of real and imaginary parts",
             )
 
@@ -95,6 +97,7 @@ class FullParameterOptimizer(StepOptimizer):
             name = type(self).__name__
             raise InputError(
                 f"{name} was given {foreign} parameter(s) that are not in its layout",
+                code="parameters-not-in-layout",
                 fix=f"gpumix.{name}(engine.parameters(), engine.layout(), ...)",
             )
 
@@ -126,6 +129,7 @@ def flatten_piece(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         raise InputError(
             f"a parameter of shape {tuple(tensor.shape)} does not have its elements in order",
+            code="parameter-not-contiguous",
             why="it is transposed, or in another memory format, and is updated as a vector",
             fix="before the optimizer is made: parameter.data = parameter.data.contiguous()",
         )
@@ -142,6 +146,7 @@ def flatten_gradient(p: nn.Parameter) -> torch.Tensor:
     if p.grad.layout is not torch.strided:
         raise InputError(
             f"the gradient of a parameter of shape {tuple(p.shape)} is sparse",
+            code="gradient-sparse",
             fix="make its embedding with sparse=False",
         )
     return p.grad.detach().reshape(-1)

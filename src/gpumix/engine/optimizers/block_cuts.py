@@ -38,6 +38,7 @@ def _check_cuts(piece: Piece, cuts: Iterable[int], block: int) -> None:
         if 0 < cut < piece.window.numel and cut % block:
             raise InputError(
                 "the plan cuts through elements whose optimizer state is quantised together",
+                code="plan-cuts-quantised-blocks",
                 where=f"a share ends at element {cut} of parameter '{piece.name}'",
                 why=f"AdamW8bit quantises blocks of {block} elements",
                 fix="write `optimizer_state: 8bit` in the plan, which moves cuts to the ends of "
@@ -51,6 +52,7 @@ def _check_parts(piece: Piece, block: int) -> None:
     except ValueError as error:
         raise InputError(
             "tensor parallelism divides elements whose optimizer state is quantised together",
+            code="tensor-parallel-cuts-blocks",
             where=f"parameter '{piece.name}' of shape {tuple(piece.shape)}",
             why=f"AdamW8bit quantises blocks of {block} elements, and {error}",
             fix="plan without tensor parallelism, or use torch.optim.AdamW",

@@ -83,13 +83,19 @@ def check_optimizer(optimizer: Optimizer, pieces: Iterable[nn.Parameter]) -> boo
         if not optimizer.layout.of_engine:
             raise InputError(
                 f"{name} was made without the engine's layout",
+                code="optimizer-without-layout",
                 why="it would treat this rank's pieces as whole parameters",
                 fix=_OWN_OPTIMIZER_FIX.format(name),
             )
     else:
         check_optimizer_class(type(optimizer))
         if getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8:
-            raise InputError(f"{name} cannot update a sharded model", why=_BLOCKS, fix=_OWN_BLOCKS)
+            raise InputError(
+                f"{name} cannot update a sharded model",
+                code="optimizer-not-elementwise",
+                why=_BLOCKS,
+                fix=_OWN_BLOCKS,
+            )
     return True
 
 
@@ -109,6 +115,7 @@ def check_optimizer_class(kind: type, fix: str = "") -> None:
         why, instead = REFUSED_OPTIMIZERS[found]
         raise InputError(
             f"{kind.__module__}.{kind.__name__} cannot update a sharded model",
+            code="optimizer-not-elementwise",
             why=why,
             fix=fix or instead,
         )

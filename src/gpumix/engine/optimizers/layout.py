@@ -182,6 +182,7 @@ def _check_complete(name: str, parts: Sequence[StoredPart]) -> None:
         if any(a != b for a, b in list(pairwise(ends))[::2]):
             raise InputError(
                 f"the ranks do not store the whole of parameter '{name}', each element once",
+                code="parameter-not-stored-once",
                 why=f"of its {window.numel} elements they have {stored}",
                 fix="give the communicator of those ranks that divide the state among them",
             )

@@ -156,6 +156,7 @@ def _wants_muon(parameter: nn.Parameter, group: Group, layout: OptimizerLayout) 
     if group["use_muon"] and len(piece.shape) != 2:
         raise InputError(
             f"Muon cannot update parameter '{piece.name}' of shape {tuple(piece.shape)}",
+            code="muon-shape-unsupported",
             why="it makes matrices orthogonal",
             fix="leave it out of the group with `use_muon`",
         )

@@ -30,6 +30,7 @@ def parameter_groups(engine: Engine, *groups: dict[str, Any]) -> list[dict[str, 
     if without is not None:
         raise InputError(
             f"the parameter group {without} does not name its parameters",
+            code="parameter-group-without-names",
             fix="give it a pattern of names, such as `'match': '*.bias'`",
         )
     named = list(engine.named_parameters())
@@ -78,12 +79,14 @@ def _make_unmatched_error(
         before = patterns[_find_first_match(patterns, hits[0])]
         return InputError(
             what,
+            code="parameter-group-empty",
             why=f"'{before}' comes first and takes {hits[0]}",
             fix="put the narrower pattern first",
         )
     near = get_close_matches(pattern.strip("*"), names, n=3, cutoff=0.3) or names[:3]
     return InputError(
         what,
+        code="parameter-group-empty",
         why=f"no name matches; names are like {', '.join(near)}",
         fix="`*` stands for anything: '*.bias' are all biases",
     )

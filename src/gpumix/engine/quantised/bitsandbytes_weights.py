@@ -58,6 +58,7 @@ class FourBitFormat(WeightFormat):
         if parameter.requires_grad:
             raise InputError(
                 "a 4-bit weight of bitsandbytes is to be trained",
+                code="quantised-weights-trained",
                 why="only what is frozen can be quantised",
                 fix="leave its layer out of quantisation: BitsAndBytesConfig(..., "
                 "llm_int8_skip_modules=['classifier']) for a new head of that name",
@@ -71,6 +72,7 @@ class FourBitFormat(WeightFormat):
             if nested and state.state2.blocksize != NESTED_BLOCK:
                 raise InputError(
                     f"constants of a weight are quantised in blocks of {state.state2.blocksize}",
+                    code="quantised-format-unsupported",
                     why=f"bitsandbytes multiplies by weights whose constants have blocks of "
                     f"{NESTED_BLOCK}",
                     fix="quantise the weights again, by this version of bitsandbytes",
@@ -103,6 +105,7 @@ class FourBitFormat(WeightFormat):
         if getattr(state, "packing_format_for_cpu", False):  # by an evaluation on a CPU
             raise InputError(
                 "a forward pass in evaluation mode has laid out the 4-bit weights for this CPU",
+                code="quantised-weights-relaid",
                 why="bitsandbytes rounds constants for that, and trains no further",
                 fix="load the model again, and call it after it is prepared",
             )
@@ -261,6 +264,7 @@ class Int8Format(WeightFormat):
         if parameter.has_fp16_weights or parameter.requires_grad:
             raise InputError(
                 "a weight of bitsandbytes is trained in 16 bits and quantised in each forward pass",
+                code="quantised-weights-trained",
                 why="only frozen int8 weights are divided between ranks",
                 fix="make the layer with has_fp16_weights=False, and train adapters",
             )
@@ -282,6 +286,7 @@ class Int8Format(WeightFormat):
         if scales is None:
             raise InputError(
                 "an int8 weight of bitsandbytes has no constants (SCB)",
+                code="int8-constants-missing",
                 fix="load the model again; constants are lost when a parameter is copied alone",
             )
         return {"weight": parameter.data, "SCB": scales}
@@ -399,6 +404,7 @@ def _check_table(table: torch.Tensor) -> None:
     if not torch.equal(table.cpu(), _nested_table(torch.device("cpu"))):
         raise InputError(
             "constants of a 4-bit weight are quantised by a table of their own",
+            code="quantised-format-unsupported",
             why="one table is kept for all weights",
             fix="quantise the weights again, by this version of bitsandbytes",
         )

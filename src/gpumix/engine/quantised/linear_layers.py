@@ -27,18 +27,21 @@ def check_library(base: str) -> None:
     except Exception as error:  # missing, or broken
         raise MachineError(
             f"a base in {base} needs the package bitsandbytes",
+            code="package-missing",
             why=get_first_line(error),
             fix=f"leave out `model.base`, or {format_install_command('quantised')}",
         ) from error
     if not hasattr(bitsandbytes.functional, "int8_vectorwise_dequant"):
         raise MachineError(
             f"bitsandbytes {bitsandbytes.__version__} is too old for a base in {base}",
+            code="package-too-old",
             fix="pip install -U 'bitsandbytes>=0.46'",
         )
     native: Any = bitsandbytes.cextension
     if runtime.is_available() and isinstance(native.lib, native.ErrorHandlerMockBNBNativeLibrary):
         raise MachineError(
             f"bitsandbytes {bitsandbytes.__version__} has no library for the GPUs of this machine",
+            code="bitsandbytes-without-gpu-library",
             why=get_first_line(RuntimeError(native.lib.error_msg)),
             fix="`python -m bitsandbytes` tells more; install the build for torch's CUDA or ROCm",
         )
@@ -66,6 +69,7 @@ def make_quantised_linear(layer: nn.Module, base: str, name: str = "") -> nn.Mod
     if not is_linear(layer):
         raise InputError(
             f"module '{name}' is a {type(layer).__name__}, which cannot be quantised",
+            code="layer-not-quantisable",
             fix="leave it out: linear layers are",
         )
     given: Any = layer

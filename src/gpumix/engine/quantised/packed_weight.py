@@ -180,13 +180,18 @@ class WeightFormat(ABC):
         missing = [key for key in names.values() if key not in state]
         what = f"the weights of '{name}' are not in {self.kind}, as the model has them"
         if missing:
-            raise InputError(what, why=f"there is no '{missing[0]}'", fix=SAME_FORMAT)
+            raise InputError(
+                what,
+                code="quantised-format-mismatch",
+                why=f"there is no '{missing[0]}'",
+                fix=SAME_FORMAT,
+            )
         tensors = self.read_entries({suffix: state[key] for suffix, key in names.items()})
         for part in self.parts:
             found = tensors[part.name]
             if (tuple(found.shape), found.dtype) != (part.shape, part.dtype):
                 why = f"'{part.name}' is {found.dtype} of shape {tuple(found.shape)}"
-                raise InputError(what, why=why, fix=SAME_FORMAT)
+                raise InputError(what, code="quantised-format-mismatch", why=why, fix=SAME_FORMAT)
         return self.read(tensors, 0, self.nbytes)
 
     @torch.no_grad()

@@ -41,6 +41,7 @@ class TorchaoFormat(WeightFormat):
         if nested is not None:
             raise InputError(
                 f"a weight of torchao ({type(parameter).__name__}) holds tensors of other classes",
+                code="quantised-format-unsupported",
                 why=f"'{nested}' of it is a {type(getattr(parameter, nested)).__name__}",
                 fix="quantise by Int8WeightOnlyConfig or Int4WeightOnlyConfig of this torchao",
             )
@@ -58,6 +59,7 @@ class TorchaoFormat(WeightFormat):
             raise InputError(
                 f"weights of torchao compute in {self.dtype}, and a device is to compute in "
                 f"{dtype}",
+                code="quantised-dtype-mismatch",
                 fix="load the model in that dtype before it is quantised, or let all devices "
                 "compute in the dtype of the weights (`precision`)",
             )
@@ -95,6 +97,7 @@ class TorchaoFormat(WeightFormat):
             raise InputError(
                 f"a weight is a {type(entries[''].data).__name__}, the model has "
                 f"{self.tensor_class.__name__}",
+                code="quantised-format-mismatch",
                 fix="give the state of a model that was quantised in the same way",
             )
         return {part.name: getattr(entries[""], part.name) for part in self.parts}

@@ -263,7 +263,7 @@ def padding_counts(
         number = next((n for n, known in enumerate(engine.places[0].batches) if not known), None)
     else:
         first = next(r for r, worker in enumerate(plan.workers) if worker.samples)
-        number = 0 if first in plan.team_of(rank, 0) else None
+        number = 0 if first in plan.get_tp_group(rank, 0) else None
     place = RehearsalMicroBatch(number, 1)
     with preserve_attributes(engine.model):
         trials = [
@@ -329,8 +329,9 @@ class _Rehearsal(TrialRunner):
             return
         if self._errors(trials)[names.index(known.name)] > 1:
             error = self._couples(trials, training=False)
-            if error.what == NOT_OF_PARTS:
+            if error.code == "loss-not-additive":
                 error.what = f"in evaluation, {error.what}"
+                error.code = "loss-not-additive-in-evaluation"
                 raise error
 
     def _trained(self, couples: str) -> TrialLoss:
@@ -539,6 +540,7 @@ class _Rehearsal(TrialRunner):
         names = ", ".join(rule.name for rule in self._rules if rule is not GRAPH)
         return ModelError(
             NOT_OF_PARTS,
+            code="loss-not-additive",
             where=type(self._engine.model).__name__,
             why=f"of {self._samples} samples it is {whole.loss:.6g}, of the first one alone "
             f"{first.loss:.6g}, of the others {others.loss:.6g}: neither these nor their gradients "
@@ -556,6 +558,7 @@ class _Rehearsal(TrialRunner):
             return self._couples(trials, training=training)
         return ModelError(
             "the loss adds up in another way than when training began",
+            code="loss-changed-since-start",
             why=f"it was {known.name}, and is {self._rules[found].name}",
             fix=self._objective.how_to_count,
         )

@@ -36,6 +36,7 @@ def changed_weight(before: dict[str, int], after: dict[str, int]) -> ModelError 
         return None
     return ModelError(
         f"the model's forward changes the values of parameter '{changed}'",
+        code="forward-changes-parameter",
         why="a rank computes with a copy of a weight, which is not what is updated",
         fix="change weights between steps only, as optimizers do",
     )
@@ -49,6 +50,7 @@ def find_changed_buffers(model: nn.Module, changed: Sequence[nn.Module]) -> Mode
     name = next(name for name, one in model.named_modules() if one is module)
     return ModelError(
         f"in training, forward changes buffers of module '{name}', a {type(module).__name__}",
+        code="forward-changes-buffer",
         why="it does so for each micro-batch, so what it keeps depends on how the batch is cut",
         fix="freeze it (.eval() for batch norm), take a module without state (group or layer "
         "norm), or train by a plan that does not cut batches, as couples='batch' makes; "
@@ -61,6 +63,7 @@ def make_few_samples_error(model: nn.Module, number: int, error: Exception) -> M
     alone = "one sample" if number == 1 else f"{number} samples"
     return ModelError(
         f"{type(model).__name__} computes more, but not {alone} alone: {get_first_line(error)}",
+        code="batch-not-divisible-by-model",
         why="a batch is cut into micro-batches; what needs several samples, as norms of pictures "
         "that have come to a single pixel, cannot be cut",
         fix="give it larger pictures, take a module that computes one sample, or train by a plan "
@@ -71,6 +74,7 @@ def make_few_samples_error(model: nn.Module, number: int, error: Exception) -> M
 def make_gradient_loss_error(model: nn.Module) -> ModelError:
     return ModelError(
         f"the loss of {type(model).__name__} is made of gradients by its inputs or parameters",
+        code="loss-of-gradients",
         why="blocks are computed apart, each with a graph of its own, so a loss cannot be "
         "differentiated through it",
         fix="leave out the term (a gradient penalty, ...)",
@@ -80,6 +84,7 @@ def make_gradient_loss_error(model: nn.Module) -> ModelError:
 def make_leaked_state_error(model: nn.Module) -> ModelError:
     return ModelError(
         f"in {type(model).__name__}, what one micro-batch comes to depends on another one",
+        code="micro-batches-coupled",
         why="a block is computed for all micro-batches before the next one, so what forward or a "
         "hook keeps in an attribute, for a later block or the loss, is of another micro-batch then",
         fix="hand it on as an argument, or return it; or train by a plan that does not cut batches",
@@ -89,6 +94,7 @@ def make_leaked_state_error(model: nn.Module) -> ModelError:
 def make_repeat_error(model: nn.Module) -> ModelError:
     return ModelError(
         f"{type(model).__name__} comes to something else when it computes the same samples again",
+        code="forward-not-repeatable",
         why="a batch is computed in several calls, so what forward or the loss counts, keeps in an "
         "attribute or draws by a generator of its own depends on how the batch is cut",
         fix="keep nothing between calls and draw by torch's own generator, or train by a plan that "
@@ -99,6 +105,7 @@ def make_repeat_error(model: nn.Module) -> ModelError:
 def make_random_eval_error(model: nn.Module) -> ModelError:
     return ModelError(
         f"{type(model).__name__} draws random numbers in evaluation too",
+        code="random-in-evaluation",
         why="so nobody can see whether the loss of a batch is made of the losses of its parts",
         fix=f"draw in training only (`if self.training`); {HOW_TO_COUPLE}",
     )
@@ -108,6 +115,7 @@ def make_changed_kind_error() -> ModelError:
     return ModelError(
         "the loss of a micro-batch was made in another way than in the first rehearsal, and than "
         "in one of the same samples now",
+        code="loss-changed-since-rehearsal",
         why="it depends on chance, on weights or on what was computed before, so nobody can see "
         "whether it adds up",
         fix="compute the same terms in every step, with 0 for those that are left out; or train by "
@@ -120,6 +128,7 @@ def make_unequal_weights_error(objective: ObjectiveWithRule, low: float, high: f
     rule = objective.rule
     return ModelError(
         NOT_OF_PARTS,
+        code="loss-weights-unequal",
         why=f"taken for {'a mean' if rule is None else rule.name}, the terms of the losses of two "
         f"micro-batches are multiplied with unlike numbers ({low:.6g} and {high:.6g} in sum): the "
         "loss divides by a number that differs, or its terms are means over unlike numbers",
@@ -130,6 +139,7 @@ def make_unequal_weights_error(objective: ObjectiveWithRule, low: float, high: f
 def make_empty_mean_error(objective: ObjectiveWithRule) -> ModelError:
     return ModelError(
         NOT_OF_PARTS,
+        code="loss-mean-of-nothing",
         why="the loss of a micro-batch gave gradients to fewer rows than those before, and losses "
         "are no numbers since: it is a mean over what there was none of in the micro-batch",
         fix="let the function return a sum, and divide by the number of items outside of it, where "
@@ -140,6 +150,7 @@ def make_empty_mean_error(objective: ObjectiveWithRule) -> ModelError:
 def make_clamped_count_error(objective: ObjectiveWithRule) -> ModelError:
     return ModelError(
         NOT_OF_PARTS,
+        code="loss-count-clamped",
         why="the loss of a micro-batch was divided by 1, and so is that of the same samples twice: "
         "there is nothing in it that the loss counts, and of the whole batch it would be no 1",
         fix="divide by the number itself, not by 1 at least: a micro-batch without items then "
@@ -153,7 +164,7 @@ def _count_or_keep_whole(objective: ObjectiveWithRule) -> str:
 
 def refuse_any(engine: TrialSteps, found: ModelError | None) -> None:
     """Raise an error against the model on all ranks, if found on any. Collective."""
-    words = [] if found is None else [found.what, found.why, found.fix]
+    words = [] if found is None else [found.what, found.code, found.why, found.fix]
     text = json.dumps(words).encode() if words else b""
     lengths = [int(length) for (length,) in all_gather_values(engine, [float(len(text))])]
     if not any(lengths):
@@ -162,5 +173,5 @@ def refuse_any(engine: TrialSteps, found: ModelError | None) -> None:
     if found is not None:
         raise found
     first = next(rank for rank, length in enumerate(lengths) if length)
-    what, why, fix = json.loads(bytes(map(int, table[first])))
-    raise ModelError(what, where=f"rank {first}", why=why, fix=fix)
+    what, code, why, fix = json.loads(bytes(map(int, table[first])))
+    raise ModelError(what, code=code, where=f"rank {first}", why=why, fix=fix)

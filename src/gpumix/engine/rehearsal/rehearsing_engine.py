@@ -349,6 +349,7 @@ class RehearsingEngine(TrialSteps):
             return
         raise ModelError(
             "what the loss of a batch is a mean over cannot be told",
+            code="loss-mean-unknown",
             where=type(self.model).__name__,
             why=f"it may be {' or '.join([reduces.rule.name, *names])}: these differ for samples "
             "of the batch, whose losses show no difference",

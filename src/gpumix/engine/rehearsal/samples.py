@@ -55,7 +55,7 @@ def choose_micro_batch(
     samples, and most labels. Return None if the batch is not cut, unless `uncut` is set.
     Collective."""
     plan, rank = engine.plan, engine.comm.rank
-    first = plan.team_of(rank, plan.stages_of(rank)[0])[0]
+    first = plan.get_tp_group(rank, plan.stages_of(rank)[0])[0]
     numbers = list(engine.places[0].batches) if engine.places else [first]
     known = [
         (
@@ -116,7 +116,7 @@ def _map_rank_paths(plan: Plan) -> dict[int, tuple[int, ...]]:
     """Map each micro-batch's number to the first rank computing it in each stage."""
     found: dict[int, list[int]] = {}
     for stage in range(len(plan.stages)):
-        for team in plan.teams_of(stage):
+        for team in plan.list_tp_groups(stage):
             for number in plan.numbers_of(team[0], stage):
                 found.setdefault(number, []).append(team[0])
     return {number: tuple(ranks) for number, ranks in found.items()}

@@ -231,6 +231,7 @@ class MicroBatch:
             last = [*self._earlier, *self._calls][: stretch // 2][-1:]
             raise ModelError(
                 "the model's own code looks at values that another stage has",
+                code="remote-value-read",
                 where=f"after unit '{last[0]}'" if last else "before the first unit",
                 why=str(error),
                 fix="profile and plan again for this model, or make a plan of one stage",
@@ -242,6 +243,7 @@ def refuse_detached(loss: torch.Tensor) -> None:
     if not loss.requires_grad:
         raise ModelError(
             "the loss does not depend on any parameter that is trained",
+            code="loss-without-parameters",
             fix="compute it with gradients: no `torch.no_grad()` or `.detach()` on the way, "
             "and `requires_grad` where you want to train",
         )
@@ -265,6 +267,7 @@ def make_call_order_error(calls: Sequence[str], number: int, called: str) -> Mod
     return ModelError(
         f"the model calls its units in another order than the plan: {wanted}, the model called "
         f"'{called or 'none'}'",
+        code="unit-order-changed",
         why="the order of unit calls must be the same on every rank and in every step; a plan of "
         "one stage lets a pass leave units out",
         fix=again + "profile and plan again for this model and its current settings (a plan of "

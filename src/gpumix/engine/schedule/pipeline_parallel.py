@@ -457,6 +457,7 @@ class PipelineSchedule(Schedule):
 def _refuse_gradient(taken: StageInput, _: torch.Tensor) -> None:
     raise ModelError(
         f"output {taken.output} of unit call {taken.call} gets a gradient in a later stage",
+        code="gradient-not-planned",
         why="it got none when the model was profiled, so the plan sends none back",
         fix="profile and plan again for this model, or make a plan of one stage",
     )

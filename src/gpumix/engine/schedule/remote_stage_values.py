@@ -252,6 +252,7 @@ def _refuse_numbers(unit: str, returned: Returned) -> None:
 def _make_unknown_output_error(unit: str, why: str) -> UnknownOutputError:
     return UnknownOutputError(
         f"what unit '{unit}' returns cannot be told by another stage",
+        code="remote-output-unknown",
         why=why,
         fix="make a plan of one stage for this model",
     )
@@ -266,6 +267,7 @@ def refuse_without_values(value: torch.Tensor, what: str) -> None:
     if isinstance(value, FakeTensor):
         raise ModelError(
             f"the {what} is computed from what another stage has and the plan does not take",
+            code="remote-value-not-taken",
             why="the model's code went another way when it was profiled",
             fix="profile and plan again for this model, or make a plan of one stage",
         )

@@ -56,7 +56,7 @@ def make_tensor_parallel_groups(plan: Plan, comm: Communicator) -> dict[int, Com
     process groups."""
     found = {}
     for number, stage in enumerate(plan.stages):
-        for ranks in plan.teams_of(number) if stage.tensor > 1 else ():
+        for ranks in plan.list_tp_groups(number) if stage.tensor > 1 else ():
             team = comm.among(ranks)
             if team is not None:
                 found[number] = team

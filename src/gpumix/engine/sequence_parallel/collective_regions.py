@@ -150,7 +150,7 @@ class _LeaveApart(torch.autograd.Function):
 
 def _all_reduce(value: torch.Tensor, team: Communicator, label: str) -> torch.Tensor:
     """Sum over the group, in place."""
-    team.record.meets("team")
+    team.record.meets("tensor parallel")
     value = _run_all_reduce(value, team, label)
     team.record.goes_on()
     return value
@@ -169,7 +169,7 @@ def _run_all_reduce(value: torch.Tensor, team: Communicator, label: str) -> torc
 
 def _all_gather(value: torch.Tensor, dim: int, team: Communicator, length: int) -> torch.Tensor:
     """Concatenate all ranks' values, `length` in total along `dim`."""
-    team.record.meets("team")
+    team.record.meets("tensor parallel")
     whole = _run_all_gather(value, dim, team, length)
     team.record.goes_on()
     return whole
@@ -196,7 +196,7 @@ def _run_all_gather(value: torch.Tensor, dim: int, team: Communicator, length: i
 
 def _reduce_scatter(value: torch.Tensor, dim: int, team: Communicator, label: str) -> torch.Tensor:
     """Return this rank's part of the sum of all ranks' values."""
-    team.record.meets("team")
+    team.record.meets("tensor parallel")
     part = _run_reduce_scatter(value, dim, team, label)
     team.record.goes_on()
     return part

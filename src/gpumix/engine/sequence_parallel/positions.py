@@ -120,6 +120,7 @@ class DividedHidden(torch.Tensor):
     ) -> Any:
         raise ModelError(
             f"{func} is applied below autograd to hidden states of which each rank has a part",
+            code="positions-below-autograd",
             fix=DISABLE_SEQUENCE_FIX,
         )
 
@@ -176,6 +177,7 @@ class PositionSharding:
         if place is None:
             raise ModelError(
                 f"unit '{unit}' is given no hidden states whose positions could be divided",
+                code="positions-not-found",
                 why="it is to be a tensor of [samples, positions, width]",
                 fix=DISABLE_SEQUENCE_FIX,
             )
@@ -312,6 +314,7 @@ class PositionSharding:
         if self.team.all_reduce(refused, "comparison of divided sequences").item():
             raise ModelError(
                 f"the positions of unit '{label}' cannot be divided over the ranks of a team",
+                code="positions-not-divisible",
                 why=problem or "another rank of the team says why",
                 fix=DISABLE_SEQUENCE_FIX,
             )

@@ -56,6 +56,7 @@ class AbsentParameter(nn.Parameter):
         if func == _OWN_GRAD.__get__:
             raise ModelError(
                 f"the gradient of parameter '{named[0]}' is read, and this rank has a piece of it",
+                code="gradient-of-piece-read",
                 why="gradients are sharded over ranks as the optimizer's state is",
                 fix="clip gradients with clip_grad_norm_ of the Accelerator or engine, or with "
                 "max_grad_norm or gradient_clip_val of a Trainer; gradients of the optimizer's "
@@ -63,6 +64,7 @@ class AbsentParameter(nn.Parameter):
             )
         raise ModelError(
             f"parameter '{named[0]}' is used while its unit is not computed",
+            code="parameter-used-outside-unit",
             why="its values are sharded over ranks, and gathered when the model calls the unit",
             fix="outside of a step: `with gpumix.whole(model):` on all ranks, inside of which the "
             "model has all of its weights; inside of the model use a unit's parameters in that "
@@ -121,6 +123,7 @@ class MasterParameter(nn.Parameter):
             raise InputError(
                 f"parameter '{self.parameter_name}' was moved, cast or replaced since the model "
                 "was sharded",
+                code="parameter-replaced",
                 why="the optimizer updates the values that the engine keeps",
                 fix="move or cast the model before; or call gpumix.unshard(model), and train it as "
                 "a new model",
@@ -129,6 +132,7 @@ class MasterParameter(nn.Parameter):
             raise InputError(
                 f"a backward pass outside of the engine gave parameter '{self.parameter_name}' a "
                 "gradient, which no optimizer would see",
+                code="gradient-from-outside",
                 fix="compute the loss in what is trained: compute_loss, or the model's forward; "
                 "with an Accelerator of what the prepared model returns",
             )
@@ -143,6 +147,7 @@ def refuse_frozen_or_thawed(parameter: AbsentParameter | MasterParameter, *, tra
     done = "frozen" if trained else "thawed"
     raise InputError(
         f"parameter '{parameter.parameter_name}' was {done} after the model was sharded",
+        code="parameter-replaced",
         why="the state of the parameters that are trained is laid out before the first step",
         fix="freeze parameters first; to train in phases, make a new Trainer, or prepare the model "
         "again, for each phase",

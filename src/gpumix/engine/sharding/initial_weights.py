@@ -176,6 +176,7 @@ def make_valueless_error(what: str) -> InputError:
     """Return the error for a parameter or buffer without values."""
     return InputError(
         f"{what} is on the meta device and nothing says what its values are",
+        code="meta-without-values",
         fix="load the model with gpumix.from_pretrained(folder), or by `from_pretrained` inside "
         "`with gpumix.lazy_weights():`; for a model that begins without weights, "
         "gpumix.build(function, seed); before PEFT adds prompts, or adapters that begin where the "
@@ -219,6 +220,7 @@ class _FileWeights:
             wanted,
             there,
             "the weights are those of another model",
+            code="weights-of-another-model",
             where=str(files.path),
             fix="take the model's configuration next to the weights (config.json), or leave "
             "the weights out to begin anew",
@@ -264,6 +266,7 @@ class _FileWeights:
         has = "not quantised" if packed is None else f"quantised as {packed.format.kind}"
         raise InputError(
             f"the weights are quantised as {told}, and in the model '{name}' is {has}",
+            code="quantised-format-mismatch",
             where=str(self._files.path),
             fix=f"set `model.base` to {told}, with `model.lora`, or give weights in 16 bits"
             if told in BASES

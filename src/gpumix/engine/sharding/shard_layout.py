@@ -136,7 +136,7 @@ class Division:
             shares, more = plan.shares_among([stage], part), {"team": together, "part": part}
             of_parts.append(cls._among(plan, comm, shares, zero_stage, parts=parts, **more))
         undivided = None
-        if plan.stages[stage].unlike_teams:
+        if plan.stages[stage].has_mixed_degrees:
             repeats = team.world if team is not None else 1
             shares = plan.shares_among([stage])
             undivided = cls._among(plan, comm, shares, zero_stage, repeats=repeats)
@@ -147,7 +147,7 @@ class Division:
     def of_stages(cls, plan: Plan, comm: Communicator, stages: Sequence[int]) -> Division | None:
         """Make the division of several stages' common state; see `of_stage`."""
         own = [number for number in plan.stages_of(comm.rank) if number in stages]
-        repeats = [len(plan.team_of(comm.rank, number)) for number in own]
+        repeats = [len(plan.get_tp_group(comm.rank, number)) for number in own]
         # Ranks of several stages do not synchronize in the middle of a step.
         zero_stage = min(plan.zero_stage, 1)
         return cls._among(

@@ -178,7 +178,9 @@ def load_full_state(
     shapes |= {name: v.shape for name, v in state.items() if name not in {*names, *buffers}}
     if not strict:
         wanted = {name: shape for name, shape in wanted.items() if name in shapes}
-    check_names_and_shapes(wanted, shapes, "the state dict does not fit the model")
+    check_names_and_shapes(
+        wanted, shapes, "the state dict does not fit the model", code="state-dict-of-another-model"
+    )
     pieces = [piece for group in groups for piece in group.pieces]
     for piece in (piece for piece in pieces if piece.name in given):
         shown = piece.window.of(given[piece.name]).reshape(-1)
@@ -210,10 +212,11 @@ def check_names_and_shapes(
     given: Mapping[str, Sequence[int]],
     what: str,
     *,
+    code: str,
     where: str = "",
     fix: str = "give the state of this very model",
 ) -> None:
-    """Raise an InputError with `what`, `where` and the reason, if names or shapes differ."""
+    """Raise an InputError with the reason, if names or shapes differ."""
     missing = [name for name in wanted if name not in given]
     unexpected = [name for name in given if name not in wanted]
     differing = [
@@ -224,7 +227,7 @@ def check_names_and_shapes(
     found = [("missing", missing), ("unexpected", unexpected), ("another shape", differing)]
     why = "; ".join(f"{kind}: {some_of(names)}" for kind, names in found if names)
     if why:
-        raise InputError(what, where=where, why=why, fix=fix)
+        raise InputError(what, code=code, where=where, why=why, fix=fix)
 
 
 def some_of(names: Sequence[str]) -> str:
@@ -279,6 +282,7 @@ def _check_optimizer_parameters(pieces: Iterable[Piece], optimizer: Optimizer) -
     if foreign:
         raise InputError(
             f"the optimizer updates {len(foreign)} tensor(s) that are not the engine's",
+            code="optimizer-of-foreign-tensors",
             why="a sharded model's parameters are pieces of the model's own",
             fix="make the optimizer from engine.parameters() or engine.named_parameters()",
         )
@@ -295,6 +299,7 @@ def _make_state_value(piece: Piece, name: str, value: object, block: int) -> Ten
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
     raise InputError(
         f"the optimizer's state '{name}' of parameter '{piece.name}' cannot be cut anew",
+        code="optimizer-state-not-divisible",
         why=f"it is {shape}: neither one value for each of the {piece.local.numel()} elements "
         "that this rank stores, nor a single number",
         fix="use an optimizer that treats elements one by one, such as torch.optim.AdamW, or "
@@ -320,6 +325,7 @@ def load_optimizer_state(
     if absent:
         raise InputError(
             f"the optimizer does not update {some_of(absent)}, for which there is state",
+            code="optimizer-state-mismatch",
             fix="give the optimizer the parameters that it had before",
         )
     packed = optimizer.state_dict()
@@ -349,6 +355,7 @@ def _select_local_state(
     held = ", ".join(f"{part.start} to {part.end}" for part in value)
     raise InputError(
         f"the optimizer's state '{key}' of parameter '{piece.name}' is cut by another plan",
+        code="optimizer-state-of-other-plan",
         why=f"it holds elements {held}, this rank stores {wanted.start} to {wanted.end}",
         fix="take it through a checkpoint, which any plan can load",
     )

@@ -129,6 +129,7 @@ def check_trainable(model: nn.Module) -> None:
 def make_untrainable_error() -> InputError:
     return InputError(
         "there is nothing to train: no parameter of the model requires a gradient",
+        code="nothing-to-train",
         fix="set requires_grad of those parameters that are to be trained",
     )
 
@@ -169,6 +170,7 @@ def _refuse_unfit(model: nn.Module) -> None:
         if parameter.is_complex():
             raise InputError(
                 f"parameter '{name}' has complex values ({parameter.dtype})",
+                code="parameters-complex",
                 why="shards, and sums of gradients, are of real numbers",
                 fix="keep it as real numbers with a last dimension of 2, and use "
                 "torch.view_as_complex in forward",
@@ -179,12 +181,14 @@ def _refuse_unfit(model: nn.Module) -> None:
         if module.sparse:
             raise InputError(
                 f"module '{name}' has sparse=True: its gradients are sparse",
+                code="embedding-sparse",
                 why="gradients are added up in dense memory, and reduced over ranks from there",
                 fix="leave sparse=True out",
             )
         if module.max_norm is not None:
             raise InputError(
                 f"module '{name}' has max_norm={module.max_norm:g}: its forward changes its weight",
+                code="embedding-max-norm",
                 why="a rank computes with a copy of a weight, which is not what is updated",
                 fix="leave max_norm out, and limit norms in a callback or by weight decay",
             )
@@ -202,6 +206,7 @@ def _select_units(model: nn.Module, wanted: Sequence[str]) -> list[tuple[str, nn
             classes = sorted({type(m).__name__ for m in model.modules() if list(m.children())})
             raise InputError(
                 f"the model has no module called '{want}' and none of that class",
+                code="unit-class-unknown",
                 where="units",
                 fix=f"classes with submodules are: {', '.join(classes)}",
             )

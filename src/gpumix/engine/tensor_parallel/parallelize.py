@@ -136,6 +136,7 @@ def parallelize_model(
     if not divided and not any(find_style(name, plan) for name in others):
         raise InputError(
             f"the tensor plan divides nothing of the units of a {type(model).__name__}",
+            code="tensor-plan-divides-nothing",
             why=f"its patterns are {', '.join(plan) or 'none'}",
             fix="give patterns of the names of linear layers inside of the units",
         )
@@ -231,6 +232,7 @@ class _SequenceParallelUnits:
             raise InputError(
                 f"positions cannot be divided beside parameter '{slot.name}': {attribute} of "
                 f"module '{name}'",
+                code="parameter-forbids-sequence-parallel",
                 why=why,
                 fix="make a plan without: `techniques: {sequence_parallel: false}`",
             )
@@ -297,6 +299,7 @@ def check_heads(config: Any, degree: int) -> None:
             raise InputError(
                 f"the model's {heads} {said if heads > 1 else said.removesuffix('s')} cannot be "
                 f"divided over {degree} ranks",
+                code="heads-not-divisible",
                 where="tensor parallel degree",
                 fix=f"take a degree that divides {heads}, or none"
                 if heads > 1
@@ -310,6 +313,7 @@ def _style(name: str, wanted: str | None) -> Style | None:
     if wanted not in STYLES:
         raise InputError(
             f"the tensor plan says '{wanted}' of module '{name}', which is no known style",
+            code="tensor-style-unknown",
             fix=f"known ones are {', '.join(STYLES)} and divided; or leave it out: what is not "
             "named is computed whole by every rank",
         )
@@ -335,6 +339,7 @@ def _windows(
                 if key in inside:
                     raise InputError(
                         f"module '{names[key]}' cannot be divided over {seat.parts} ranks",
+                        code="module-not-divisible",
                         why=str(error),
                         fix="take another tensor parallel degree, or leave it out of the plan",
                     ) from error
@@ -361,6 +366,7 @@ def _refuse_packed(slot: ParameterSlot, parts: int) -> None:
         raise InputError(
             f"the quantised weight '{slot.name}' cannot be divided over {parts} ranks that compute "
             "together",
+            code="quantised-weight-not-divisible",
             why="its values are packed, and share constants",
             fix="take tensor parallel degree 1: `techniques: {tensor_parallel_size: 1}`",
         )
@@ -413,6 +419,7 @@ def _divide_attribute(module: nn.Module, key: str, team: Communicator, name: str
     if value % team.world:
         raise InputError(
             f"'{key}' of module '{name}' is {value}, which {team.world} ranks cannot divide",
+            code="heads-not-divisible",
             fix="take another tensor parallel degree",
         )
     return value // team.world

@@ -85,6 +85,7 @@ def resolve_tensor_plan(model: nn.Module, given: Mapping[str, Any] | None = None
     if kind not in PLANS_BY_MODEL_TYPE:
         raise InputError(
             f"nothing says how a {type(model).__name__} is divided over the ranks of a team",
+            code="tensor-plan-missing",
             fix="give a plan, such as `tensor_plan: {'blocks.*.up': colwise, 'blocks.*.down': "
             "rowwise}`, or use no tensor parallelism",
         )
@@ -118,6 +119,7 @@ def _refuse_unused(model: nn.Module, plan: Mapping[str, str]) -> None:
             layers = [name for name, module in modules if isinstance(module, nn.Linear)]
             raise InputError(
                 f"pattern '{pattern}' of the tensor plan fits no module of the model",
+                code="tensor-pattern-unmatched",
                 why=f"linear layers of a {type(model).__name__} are {', '.join(layers[:6])}"
                 + (", ..." if len(layers) > 6 else ""),
                 fix="mend it, or leave it out; `*` stands for one part of a name, `**` for any "

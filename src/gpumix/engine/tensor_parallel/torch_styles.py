@@ -27,6 +27,7 @@ def translate_style(pattern: str, style: Any) -> str:
         of_torch = type(style).__module__ == ColwiseParallel.__module__
         raise InputError(
             f"the style of '{pattern}' in the tensor plan is a {type(style).__name__}",
+            code="tensor-style-unknown",
             fix=f"leave it out: {_SEQUENCE_HINT}"
             if of_torch
             else "give the name of a style, or torch's ColwiseParallel or RowwiseParallel",
@@ -58,5 +59,6 @@ def _make_option_error(pattern: str, style: Any, key: str) -> InputError:
     return InputError(
         f"the {type(style).__name__} of '{pattern}' in the tensor plan has {key}={shown!r}, which "
         "is not followed",
+        code="tensor-style-option",
         fix=fix,
     )

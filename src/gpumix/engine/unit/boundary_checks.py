@@ -19,6 +19,7 @@ def refuse_inputs(unit: str, inputs: Sequence[Any]) -> None:
         if type(value).__name__.endswith("Cache"):
             raise ModelError(
                 f"unit '{unit}' is given a {type(value).__name__}",
+                code="unit-input-unsupported",
                 why="a cache remembers the first run of a unit, which is run again in backward",
                 fix="set `use_cache=False` in the model's configuration",
             )
@@ -36,6 +37,7 @@ def refuse_outputs(unit: ShardedUnit, outputs: Sequence[Any]) -> None:
     if not tensors:
         raise ModelError(
             f"unit '{unit.name}' returns no tensor",
+            code="unit-returns-no-tensor",
             why="its parameters get their gradients through what it returns",
             fix="return what it computes, or name other units: `model: {units: [MyBlock]}`",
         )
@@ -43,6 +45,7 @@ def refuse_outputs(unit: ShardedUnit, outputs: Sequence[Any]) -> None:
     if any(t.layout == torch.strided and t.untyped_storage()._cdata in full for t in tensors):
         raise ModelError(
             f"unit '{unit.name}' returns one of its own parameters",
+            code="unit-returns-parameter",
             why="its values are here while the unit is computed only",
             fix="return what is computed from it, or a `.clone()`",
         )
@@ -58,6 +61,7 @@ def _refuse_hidden(
             kind = type(value).__name__
             raise ModelError(
                 f"unit '{unit}' {verb} tensors inside of a {kind}",
+                code="unit-container-unsupported",
                 why="gradients cross the boundary in tensors, tuples, lists and dicts only",
                 fix=f"make it one of those, or register it: "
                 f"torch.utils._pytree.register_dataclass({kind})",

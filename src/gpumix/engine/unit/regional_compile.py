@@ -223,11 +223,13 @@ def _check_compilers(device: torch.device) -> None:
         if not has_triton():
             raise MachineError(
                 f"cannot compile units for {device}: Triton is missing, or does not support it",
+                code="triton-missing",
                 fix="pip install triton, or leave the class out: `torch_compile: {CLASS: off}`",
             )
     elif not has_cpp_compiler():
         raise MachineError(
             "cannot compile units for the CPU: there is no C++ compiler",
+            code="compiler-missing",
             fix="apt-get install g++ (or xcode-select --install), or `torch_compile: off` in the "
             "job",
         )

@@ -42,6 +42,7 @@ def check_supported() -> None:
     if why := explain_unsupported():
         raise MachineError(
             "backward passes cannot be split here, as schedule 'zero-bubble' does",
+            code="split-backward-unavailable",
             where=f"torch {torch.__version__}",
             why=why,
             fix="make a plan by another schedule: `techniques: {pipeline_schedules: [1f1b, "

@@ -350,6 +350,7 @@ def refuse_writes(inputs: Sequence[Any], before: list[int], what: str) -> None:
     if get_versions(inputs) != before:
         raise ModelError(
             what,
+            code="unit-input-overwritten",
             why="the input is needed unchanged to run the unit again in backward",
             fix="make the operation out of place in the model's code",
         )

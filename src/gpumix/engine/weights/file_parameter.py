@@ -159,6 +159,7 @@ def make_valueless_error(operation: str, parameters: list[FileParameter]) -> Inp
     return InputError(
         f"`{operation}` needs values that gpumix.from_pretrained, or gpumix.lazy_weights, has left "
         "in files",
+        code="values-still-in-files",
         where=next((f"'{name}'" for one in parameters for name in get_source(one).names), ""),
         why="each rank reads the part of the weights that its device stores, when Trainer, "
         "Accelerator or gpumix.prepare shards the model",
@@ -192,6 +193,7 @@ def read_values(name: str, parameter: nn.Parameter, start: int, end: int) -> tor
     if parameter._version != version:
         raise InputError(
             f"parameter '{name}' was changed in place, and its values were still in files",
+            code="file-parameter-changed",
             why="the change had no values to work on, and would be lost",
             fix="load the model without gpumix.lazy_weights, or change it after training began",
         )

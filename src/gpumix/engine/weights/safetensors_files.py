@@ -78,6 +78,7 @@ class FileTensor:
         if find_version(self.file) != self.version:
             raise InputError(
                 "the file has changed since the model was loaded from it",
+                code="weights-file-changed",
                 where=str(self.file),
                 why="some weights would be of the old file, and some of the new one",
                 fix="load the model again; write another model's weights into another folder",
@@ -129,6 +130,7 @@ def find_files(path: Path) -> list[Path]:
             raise make_pickle_error(pickle)
         raise InputError(
             "there is no .safetensors file",
+            code="safetensors-missing",
             where=str(path),
             fix="give the folder that `save_pretrained` wrote, or one .safetensors file",
         )
@@ -140,6 +142,7 @@ def make_pickle_error(file: Path) -> InputError:
     folder = str(file.parent)
     return InputError(
         "the weights are in PyTorch's own format, which is not read",
+        code="weights-not-safetensors",
         where=str(file),
         why="it is a pickle: opening it can run code, and no rank can read a part of it",
         fix='convert it: python -c "from transformers import AutoModelForCausalLM as M; '
@@ -161,7 +164,10 @@ def find_snapshot(folder: Path) -> Path:
     found = sorted((one for one in snapshots.iterdir() if one.is_dir()), key=_modified)
     if not found:
         raise InputError(
-            "the model is not in this cache", where=str(folder), fix="download it: hf download NAME"
+            "the model is not in this cache",
+            code="model-not-in-cache",
+            where=str(folder),
+            fix="download it: hf download NAME",
         )
     return found[-1]
 
@@ -178,6 +184,7 @@ def _read_index(index: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             "cannot read the index of the weights",
+            code="weights-index-unreadable",
             where=str(index),
             why=f"it has no 'weight_map' of tensors and files ({type(error).__name__})",
             fix="copy or download it again; without an index all files of the folder are read",
@@ -185,6 +192,7 @@ def _read_index(index: Path) -> list[Path]:
     if foreign:
         raise InputError(
             f"the index of the weights names '{foreign[0]}', which is no file in its folder",
+            code="weights-index-foreign-file",
             where=str(index),
             fix="copy or download it again; without an index all files of the folder are read",
         )
@@ -203,6 +211,7 @@ def check_are_there(files: Sequence[Path], index: Path) -> None:
     if missing:
         raise InputError(
             f"the index of the weights names '{missing[0]}', which is not there",
+            code="weights-file-missing",
             where=str(index),
             why=f"{len(missing)} of {len(files)} files are missing",
             fix="copy or download the missing files into the same folder",
@@ -224,6 +233,7 @@ def open_safetensors(file: Path) -> Iterator[Any]:
         except MemoryError as error:  # of addresses: nothing is read yet
             raise MachineError(
                 "the weights cannot be mapped into memory",
+                code="weights-not-mappable",
                 where=str(file),
                 why=str(error),
                 fix="allow this process more addresses: ulimit -v unlimited",
@@ -239,6 +249,7 @@ def open_safetensors(file: Path) -> Iterator[Any]:
 def _make_unreadable_error(file: Path, error: Exception) -> InputError:
     return InputError(
         "cannot read the weights",
+        code="weights-unreadable",
         where=str(file),
         why=why_unreadable(error) if isinstance(error, OSError) else str(error),
         fix=WHOLE_FILE,

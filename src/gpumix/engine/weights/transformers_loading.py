@@ -281,6 +281,7 @@ class LoadingRecorder:
             raise InputError(
                 f"'{name}' has shape {tuple(source.shape)} in the weights, and "
                 f"{tuple(held.shape)} in the model",
+                code="weight-shape-mismatch",
                 fix="take the configuration next to the weights (config.json)",
             )
         held.requires_grad_(False)
@@ -297,6 +298,7 @@ def _make_unknown_quantisation_error(name: str, quantises: Any) -> InputError:
     return InputError(
         f"'{name}' is to be quantised by {getattr(method, 'value', method)}, while its values stay "
         "in files",
+        code="quantising-while-in-files",
         why="each rank quantises what it reads, which is known of bitsandbytes alone",
         fix="load the model with `from_pretrained` of transformers, without gpumix.lazy_weights; "
         "or with BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4')",

@@ -47,6 +47,7 @@ def check_has_been_read(model: nn.Module) -> None:
         raise InputError(
             "the model is called before it is prepared for training, and its weights are still in "
             "files",
+            code="model-called-before-prepare",
             fix="prepare its optimizer and the loader of its training data first; or load it "
             "without gpumix.lazy_weights",
         )

@@ -100,7 +100,11 @@ def _select_visible(
         entries = entries[: entries.index("-1")]
     chosen = tuple(_find_named(gpus, entry, host=host) for entry in entries)
     if len(set(chosen)) < len(chosen):
-        raise _visible_error(f"CUDA_VISIBLE_DEVICES={','.join(entries)} names a GPU twice", host)
+        raise _visible_error(
+            f"CUDA_VISIBLE_DEVICES={','.join(entries)} names a GPU twice",
+            host,
+            "visible-devices-twice",
+        )
     by_number = any(entry.isdigit() for entry in entries)
     one_kind = len({gpu.kind for gpu in gpus}) == 1
     if by_number and not one_kind and len(chosen) < len(gpus) and not cuda_counts_by_bus():
@@ -118,13 +122,18 @@ def _find_named(gpus: tuple[Gpu, ...], entry: str, *, host: str) -> Gpu:
         matches = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
     if len(matches) != 1:
         number = "no GPU" if not matches else f"{len(matches)} GPUs"
-        raise _visible_error(f"CUDA_VISIBLE_DEVICES names '{entry}', which is {number} here", host)
+        raise _visible_error(
+            f"CUDA_VISIBLE_DEVICES names '{entry}', which is {number} here",
+            host,
+            "visible-devices-unmatched",
+        )
     return matches[0]
 
 
-def _visible_error(what: str, host: str) -> MachineError:
+def _visible_error(what: str, host: str, code: str) -> MachineError:
     return MachineError(
         what,
+        code=code,
         where=host,
         fix="set CUDA_VISIBLE_DEVICES to numbers or UUIDs that `nvidia-smi -L` shows, or unset it",
     )
@@ -133,6 +142,7 @@ def _visible_error(what: str, host: str) -> MachineError:
 def _ambiguous_error(entries: tuple[str, ...], host: str) -> MachineError:
     return MachineError(
         f"it is unclear which GPUs CUDA_VISIBLE_DEVICES={','.join(entries)} means",
+        code="visible-devices-ambiguous",
         where=host,
         why="the GPUs differ, and CUDA numbers them by speed while nvidia-smi goes by PCI bus",
         fix="`export CUDA_DEVICE_ORDER=PCI_BUS_ID` to number them as nvidia-smi does, or name "
@@ -143,6 +153,7 @@ def _ambiguous_error(entries: tuple[str, ...], host: str) -> MachineError:
 def _mig_error(where: str) -> MachineError:
     return MachineError(
         "GPUs in MIG mode are not supported",
+        code="mig-unsupported",
         where=where,
         why="instances of one GPU cannot exchange tensors through NCCL",
         fix="hide the GPU with CUDA_VISIBLE_DEVICES, or leave MIG mode: `sudo nvidia-smi -mig 0`",

@@ -92,6 +92,7 @@ def _list_nvidia_gpus(host: str) -> tuple[Gpu, ...]:
     except pynvml.NVMLError as error:
         raise MachineError(
             "the NVIDIA driver does not start",
+            code="nvidia-driver-not-started",
             where=host,
             why=f"NVML says: {error}",
             fix="run `nvidia-smi`; after a driver update reload the module or restart the host",
@@ -131,6 +132,7 @@ def _translate_nvml_errors(nvml: ModuleType, *, where: str) -> Iterator[None]:
     except nvml.NVMLError as error:
         raise MachineError(
             "the NVIDIA driver does not say what is here",
+            code="nvidia-driver-failed",
             where=where,
             why=f"NVML says: {error}",
             fix="see `nvidia-smi -q`, or name the devices under `cluster:` in the job",
@@ -195,6 +197,7 @@ def _read_memory_bytes(host: str) -> int:
             return limit_host_bytes(int(line.split()[1]) * 1024)
     raise MachineError(
         "there is no GPU, and how much memory the CPU may use is unknown",
+        code="cpu-memory-unknown",
         where=host,
         why="this system has no /proc/meminfo",
         fix="name the device and its memory under `cluster:` in the job",

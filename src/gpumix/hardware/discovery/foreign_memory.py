@@ -76,6 +76,7 @@ def find_occupied_gpus(cluster: Cluster) -> tuple[OccupiedGpu, ...]:
         pids = " ".join(name.partition(" ")[0] for name in full.holders)
         raise MachineError(
             f"another program fills a GPU of this run: {full}",
+            code="gpu-filled-by-others",
             where=full.device.host,
             fix=(f"end it (kill {pids})" if pids else "nvidia-smi or rocm-smi shows who uses it")
             + ", or hide the GPU: CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES) with the others",

@@ -97,6 +97,7 @@ def _query_in_subprocess(host: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired as error:
         raise MachineError(
             f"torch does not say within {_PATIENCE_S:.0f} s which GPUs there are",
+            code="torch-gpu-query-timeout",
             where=host,
             fix="run rocm-smi, xpu-smi or nvidia-smi; a driver that hangs needs a restart",
         ) from error
@@ -104,6 +105,7 @@ def _query_in_subprocess(host: str) -> dict[str, Any]:
         lines = done.stderr.strip().splitlines()
         raise MachineError(
             "torch fails where it is asked which GPUs there are",
+            code="torch-gpu-query-failed",
             where=host,
             why=lines[-1] if lines else f"exit code {done.returncode}",
             fix=f"see {' '.join(command[:1])} -c 'import torch; print(torch.accelerator."
@@ -119,7 +121,10 @@ def _refuse_dropped(choices: tuple[DeviceChoice, ...], seen: int, host: str) -> 
     if len(values) > 1:
         named = " and ".join(f"{c.name}={','.join(c.entries)}" for c in choices if c.numbers_all)
         raise MachineError(
-            f"{named} disagree", where=host, fix="set one of them, and unset the other"
+            f"{named} disagree",
+            code="visible-devices-disagree",
+            where=host,
+            fix="set one of them, and unset the other",
         )
     for choice in choices:
         if choice.hides_all or not choice.entries:
@@ -127,6 +132,7 @@ def _refuse_dropped(choices: tuple[DeviceChoice, ...], seen: int, host: str) -> 
         if len(choice.entries) < seen or (choice.numbers_all and len(choice.entries) > seen):
             raise MachineError(
                 f"{choice.name} names {len(choice.entries)} GPUs, and torch shows {seen}",
+                code="visible-devices-count",
                 where=host,
                 why=f"{choice.name}={','.join(choice.entries)}",
                 fix="name GPUs that rocm-smi (AMD), xpu-smi (Intel) or nvidia-smi -L shows, each "

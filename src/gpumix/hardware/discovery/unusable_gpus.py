@@ -37,6 +37,7 @@ def refuse_build(build: TorchBuild | None, *, driver: str, driver_cuda: str, hos
     if build.toolkit != "CUDA":
         raise MachineError(
             f"torch cannot use the NVIDIA GPUs of this host: it has no CUDA built in ({build})",
+            code="torch-without-cuda",
             where=host,
             fix=f"{suggest_cuda_wheel(driver_cuda) or NEWER_DRIVER}; {TRAIN_ON_CPU_FIX}",
         )
@@ -46,6 +47,7 @@ def refuse_build(build: TorchBuild | None, *, driver: str, driver_cuda: str, hos
         raise MachineError(
             f"the NVIDIA driver is too old for this torch: driver {driver} is for CUDA "
             f"{driver_cuda} and older, {build}",
+            code="nvidia-driver-too-old",
             where=host,
             fix=f"{NEWER_DRIVER}{older_torch}; {TRAIN_ON_CPU_FIX}",
         )
@@ -78,6 +80,7 @@ def refuse_cards(
         )
     raise MachineError(
         f"this host has {describe_gpus(cards)} that torch cannot use",
+        code="torch-cannot-use-gpus",
         where=f"{host}, PCI {', '.join(card.address for card in cards[:4])}",
         why="; ".join(filter(None, (trouble, torch_says))),
         fix="; ".join(filter(None, (fix, TRAIN_ON_CPU_FIX))),

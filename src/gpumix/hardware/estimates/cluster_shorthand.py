@@ -78,7 +78,9 @@ def split_count(text: str) -> tuple[int | None, str]:
     found = _CARDS.match(wanted)
     if found is None or (found[1] and int(found[1]) == 0):
         raise InputError(
-            f"'{text.strip()}' is not a number of cards", fix="write them as '4x rtx3090'"
+            f"'{text.strip()}' is not a number of cards",
+            code="card-count-invalid",
+            fix="write them as '4x rtx3090'",
         )
     return (int(found[1]) if found[1] else None), found[2]
 
@@ -104,16 +106,22 @@ def parse_cluster(
     with locate_errors("--cluster"):
         hosts = list(_parse_hosts(text))
     if not hosts:
-        raise InputError(f"there are no hosts in '{text.strip()}'", fix="write 2 hosts of 8x a100")
+        raise InputError(
+            f"there are no hosts in '{text.strip()}'",
+            code="no-hosts",
+            fix="write 2 hosts of 8x a100",
+        )
     if len(hosts) == 1 and network is not None:
         raise InputError(
             f"'{network}' would link hosts, and there is only one",
+            code="network-with-one-host",
             where=option,
             fix="leave it out; semicolons separate hosts",
         )
     if len(hosts) > 1 and network is None:
         raise InputError(
             f"nothing says how the {len(hosts)} hosts are linked",
+            code="network-missing",
             where="--cluster",
             fix=f"give it: {option} 25GbE (or 100GbE, ib-hdr, '12 GB/s'); cards of one host are "
             "joined by commas",
@@ -141,6 +149,7 @@ def with_catalogue_cards(cluster: Cluster, precision: Precision) -> Cluster:
     if cluster.emulated:
         raise InputError(
             "emulated devices have no datasheet to estimate from",
+            code="datasheet-missing",
             fix="measure them with a job: gpumix plan JOB.yaml",
         )
     cards = {c.name: _card_of_class(c) for c in cluster.classes}
@@ -149,6 +158,7 @@ def with_catalogue_cards(cluster: Cluster, precision: Precision) -> Cluster:
         if len({d.host for d in cluster.devices}) > 1:
             raise InputError(
                 "nothing says how the hosts are linked",
+                code="network-missing",
                 fix="state it in the cluster file: `network: {between: 25GbE}`",
             )
         network = network_of(list(cards.values()), None)
@@ -187,6 +197,7 @@ def _card_of_class(device_class: DeviceClass) -> Card:
         name = device_class.product or device_class.name
         raise InputError(
             f"the catalogue has no card '{name}', so there is nothing to estimate from",
+            code="card-unknown",
             fix="measure it with a job: gpumix plan JOB.yaml",
         )
     return card
@@ -205,7 +216,11 @@ def find_class_card(device_class: DeviceClass) -> Card | None:
 def check_count(devices: int) -> None:
     """Raise an InputError for more devices than a cluster may have."""
     if devices > MOST_DEVICES:
-        raise InputError(f"a cluster may have up to {MOST_DEVICES} devices", fix="name fewer")
+        raise InputError(
+            f"a cluster may have up to {MOST_DEVICES} devices",
+            code="too-many-devices",
+            fix="name fewer",
+        )
 
 
 _COLLECTIVES = {
@@ -229,6 +244,7 @@ def check_vendors(known: Iterable[Card]) -> None:
         )
         raise InputError(
             f"{name} and {other} cannot train together",
+            code="cards-not-combinable",
             why=f"{library} and {other_library} form no common group",
             fix="plan for the cards of each vendor alone",
         )
@@ -348,4 +364,6 @@ def read_link(text: str, option: str) -> Link:
     try:
         return parse_link(text)
     except ValueError as error:
-        raise InputError(str(error), where=option, fix=f"write it as {option} 25GbE") from None
+        raise InputError(
+            str(error), code="link-invalid", where=option, fix=f"write it as {option} 25GbE"
+        ) from None

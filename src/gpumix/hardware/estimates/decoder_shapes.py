@@ -84,7 +84,7 @@ class Decoder:
     root_norms: int = 1
     experts: int = 0
     experts_used: int = 0
-    in_teams: bool = False  # whether blocks may be divided
+    supports_tensor_parallel: bool = False  # whether blocks may be divided
     divides_table: bool = True
     head_norms: int = 0  # part of `extra_norms` inside heads
     dropout: bool = False  # after a block's last product
@@ -94,7 +94,11 @@ class Decoder:
     def degrees(self) -> tuple[int, ...]:
         """Possible sizes of a tensor-parallel group for a block."""
         sizes = (self.heads, self.kv_heads, self.feed_forward)
-        return tuple(n for n in DEGREES if self.in_teams and not any(size % n for size in sizes))
+        return tuple(
+            n
+            for n in DEGREES
+            if self.supports_tensor_parallel and not any(size % n for size in sizes)
+        )
 
     def parts(self, tokens: int, dtype: ComputeDtype, name: str) -> dict[int, DividedDecoder]:
         """Return the part of a rank by tensor parallel degree, for samples of `tokens` tokens."""
@@ -225,6 +229,7 @@ class Decoder:
         if most > LARGEST_FLOPS:
             raise InputError(
                 f"a sample of {tokens} tokens is more work for this model than any card ends",
+                code="sample-too-much-work",
                 why=f"the backward of a block, or of the head, takes {most:.1e} FLOPs",
                 fix="lower sequence_length",
             )
@@ -368,6 +373,7 @@ def decoder(config: Mapping[str, Any]) -> Decoder:
     if kind not in GATED_FAMILIES and kind not in PLAIN_FAMILIES:
         raise InputError(
             f"there is no estimate for models of type '{kind}'",
+            code="model-type-without-estimate",
             why=f"estimates know {', '.join(sorted((*GATED_FAMILIES, *PLAIN_FAMILIES)))}",
             fix=MEASURE_FIX,
         )
@@ -398,7 +404,7 @@ def _gated(kind: str, config: Mapping[str, Any]) -> Decoder:
         norm_bias=False,
         extra_norms=extra,
         head_norms=extra if kind == "qwen3" else 0,
-        in_teams=kind in TENSOR_PARALLEL_FAMILIES,
+        supports_tensor_parallel=kind in TENSOR_PARALLEL_FAMILIES,
         experts=experts,
         experts_used=_size(config, "num_experts_per_tok", 2) if experts else 0,
     )
@@ -434,7 +440,7 @@ def _plain(kind: str, config: Mapping[str, Any]) -> Decoder:
         norm_bias=True,
         positions=positions,
         root_norms=2 if kind == "bloom" else 1,  # with a norm after the embedding
-        in_teams=kind in TENSOR_PARALLEL_FAMILIES,
+        supports_tensor_parallel=kind in TENSOR_PARALLEL_FAMILIES,
         divides_table=kind not in UNDIVIDED_EMBEDDING_FAMILIES,
         dropout=_drops(kind, config),
     )
@@ -459,6 +465,7 @@ def _check_opt(config: Mapping[str, Any], hidden: int) -> None:
         if found is not None and found != usual:
             raise InputError(
                 f"there is no estimate for OPT with '{name}' {found}",
+                code="model-config-without-estimate",
                 why=f"its parameters are counted for {usual}, as most sizes have it",
                 fix=MEASURE_FIX,
             )
@@ -480,6 +487,7 @@ def make_llama_like(parameters: float, vocabulary: int = 32_000) -> Decoder:
         smallest, largest = f"{min(sizes) / 1e6:.0f}M", f"{max(sizes) / 1e9:.0f}B"
         raise InputError(
             f"no model of {size} parameters is shaped like a Llama",
+            code="no-llama-of-size",
             fix=f"give a size from {smallest} to {largest}, or the config.json of a model",
         )
     return sizes[nearest]
@@ -499,7 +507,7 @@ def _llama(hidden: int, vocabulary: int) -> Decoder:
         tied=False,
         biased=(False, False, False),
         norm_bias=False,
-        in_teams=True,
+        supports_tensor_parallel=True,
     )
 
 
@@ -511,6 +519,7 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
     if value is None:
         raise InputError(
             f"the model's configuration does not say its '{name}'",
+            code="model-config-incomplete",
             fix=f"give `{name}` in the configuration",
         )
     most = MOST_LAYERS if "layer" in name else LARGEST_SIZE
@@ -518,6 +527,7 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
         raise InputError(
             f"'{name}' of the model's configuration must be a whole number from 1 to {most}, it "
             f"is {show_value(value)}",
+            code="model-config-out-of-range",
             fix=f"correct `{name}` in the configuration",
         )
     return value
@@ -527,6 +537,7 @@ def _check_heads(heads: int, kv_heads: int) -> None:
     if heads % kv_heads:
         raise InputError(
             f"{heads} attention heads cannot share {kv_heads} heads of keys and values evenly",
+            code="heads-not-shared-evenly",
             fix="correct `num_key_value_heads` in the configuration",
         )
 
@@ -553,5 +564,6 @@ def _line(per_sample: float, start: float = 0.0) -> Curve:
 def _too_large(size: float) -> InputError:
     return InputError(
         f"one sample of this model would take {show_bytes(int(size))}",
+        code="sample-too-large",
         fix="shorten the sequence, or choose a smaller model",
     )

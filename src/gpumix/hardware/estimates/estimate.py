@@ -38,7 +38,7 @@ from gpumix.schema.profile.profile import (
     ModelProfile,
     Profile,
     RootUnit,
-    TeamProfile,
+    TensorParallelProfile,
     UnitKind,
     UnitTimes,
 )
@@ -95,6 +95,7 @@ def estimate_class(
     if not all(kind.flops > 0 for kind in model.kinds):
         raise InputError(
             "the profile does not say how many FLOPs its units have",
+            code="profile-without-flops",
             fix="measure again: `gpumix profile JOB.yaml --fresh`",
         )
     times, dtype = {}, model.compute_dtype
@@ -183,7 +184,7 @@ def estimate_profile(
             )
             for c in cluster.classes
         ),
-        teams=tuple(
+        tp_profiles=tuple(
             _estimate_groups(
                 cluster, parts_in, dtypes, (optimizer_bytes, optimizer_state), host_parts
             )
@@ -217,7 +218,7 @@ def _estimate_groups(
     dtypes: Mapping[str, ComputeDtype],
     optimizer: tuple[float, OptimizerState],
     host_parts: Mapping[str, HostPart],
-) -> Iterator[TeamProfile]:
+) -> Iterator[TensorParallelProfile]:
     """Yield the profile of each tensor parallel degree with enough cards of a class on a host.
 
     Args:
@@ -232,7 +233,7 @@ def _estimate_groups(
             continue
         of_class = {name: parts[dtypes[name]][degree] for name in names}
         model, *others = {dtype: of[degree].model for dtype, of in parts.items()}.values()
-        yield TeamProfile(
+        yield TensorParallelProfile(
             degree=degree,
             model=model,
             other_models=tuple(others),

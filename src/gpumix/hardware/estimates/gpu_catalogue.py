@@ -250,6 +250,7 @@ def find_card(name: str, memory_bytes: int | None = None) -> Card:
         fix = "leave it out: this torch cannot use it"
     raise InputError(
         f"'{name}' fits several cards" if fits else f"the catalogue has no card '{name}'",
+        code="card-ambiguous" if fits else "card-unknown",
         why="" if fits else why,
         fix=fix,
     )

@@ -242,6 +242,7 @@ def _chosen(spec: EfficiencySpec, at: KernelContext) -> ChosenSettings:
         if key in pins and (obstacle := row.obstacle(at, value)):
             raise InputError(
                 f"device class '{name}' cannot have 'advanced.efficiency.{key}' {show(value)}",
+                code="efficiency-not-possible",
                 why=obstacle,
                 fix=f"leave the class out: `advanced.efficiency.{key}: "
                 f"{{OTHER_CLASS: {show(value)}}}`",

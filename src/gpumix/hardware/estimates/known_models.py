@@ -92,6 +92,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(
             "cannot read the model's configuration",
+            code="model-config-unreadable",
             where=str(path),
             why=why_unreadable(error),
             fix="give a config.json; without a job a size does too, such as 7B",
@@ -99,6 +100,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise InputError(
             "this is no configuration of a model",
+            code="model-config-invalid",
             where=str(path),
             fix="give the config.json of a transformers model, or a size such as 7B",
         )
@@ -146,6 +148,7 @@ def _unknown(name: str) -> InputError:
     why = "there is no such file, it is not in the cache of the hub, and not among known models"
     return InputError(
         f"there is no model '{name}' to plan for",
+        code="model-unknown",
         where="--model",
         why=why,
         fix=f"{near} give a size such as 7B, or the path of a config.json{download}".lstrip(),

@@ -36,7 +36,7 @@ from gpumix.schema.profile.profile import (
     Profile,
     RootParameter,
     RootUnit,
-    TeamProfile,
+    TensorParallelProfile,
     UnitKind,
 )
 from gpumix.schema.reading.error_text import find_nearest, suggest
@@ -70,6 +70,7 @@ def _refuse_emulated(profile: Profile, text: str) -> None:
         raise InputError(
             f"there is no class '{split_count(text)[1]}' to add, and real cards cannot join "
             "emulated devices",
+            code="class-to-add-unknown",
             fix=f"{_classes_like(profile, text)}; or plan for --cluster",
         )
 
@@ -89,18 +90,23 @@ def remove_devices(profile: Profile, text: str) -> Profile:
     count, name = _count_of_class(profile, text)
     if name is None:
         raise InputError(
-            f"there is no class '{text.strip()}' to remove", fix=_classes_like(profile, text)
+            f"there is no class '{text.strip()}' to remove",
+            code="class-to-remove-unknown",
+            fix=_classes_like(profile, text),
         )
     members = profile.cluster.members(name)
     if count is not None and count > len(members):
         raise InputError(
             f"{count} devices of class '{name}' cannot be removed: there "
             f"{'is' if len(members) == 1 else 'are'} {len(members)}",
+            code="too-few-devices-to-remove",
             fix=f"remove the class: --remove {name}",
         )
     gone = {d.id for d in members[-(count or len(members)) :]}
     if len(gone) == len(profile.cluster.devices):
-        raise InputError(f"without '{text.strip()}' no device is left", fix="remove fewer")
+        raise InputError(
+            f"without '{text.strip()}' no device is left", code="no-device-left", fix="remove fewer"
+        )
     return drop_devices(profile, gone)
 
 
@@ -109,17 +115,19 @@ def drop_devices(profile: Profile, gone: Collection[str]) -> Profile:
     cluster = profile.cluster.only({d.id for d in profile.cluster.devices} - set(gone))
     left = {one.name for one in cluster.classes}
     classes = tuple(c for c in profile.classes if c.device_class in left)
-    teams = tuple(
+    tp_profiles = tuple(
         team.model_copy(
             update={
                 "classes": tuple(c for c in team.classes if c.device_class in left),
                 "told": {name: told for name, told in team.told.items() if name in left},
             }
         )
-        for team in profile.teams
+        for team in profile.tp_profiles
         if any(c.device_class in left for c in team.classes)
     )
-    return profile.model_copy(update={"cluster": cluster, "classes": classes, "teams": teams})
+    return profile.model_copy(
+        update={"cluster": cluster, "classes": classes, "tp_profiles": tp_profiles}
+    )
 
 
 def scale_memory(profile: Profile, parts: Mapping[str, float]) -> Profile:
@@ -160,13 +168,21 @@ def with_slower(profile: Profile, factors: Mapping[str, float]) -> Profile:
             "network": network and network.among(left),
         }
     )
-    teams = tuple(team.model_copy(update=_slower_team(team, new)) for team in profile.teams)
+    tp_profiles = tuple(
+        team.model_copy(update=_slower_team(team, new)) for team in profile.tp_profiles
+    )
     slower = [make_slower_class(known[of], factor, name) for name, (of, factor) in new.items()]
-    update = {"cluster": cluster, "classes": (*profile.classes, *slower), "teams": teams}
+    update = {
+        "cluster": cluster,
+        "classes": (*profile.classes, *slower),
+        "tp_profiles": tp_profiles,
+    }
     return drop_devices(profile.model_copy(update=update), ())
 
 
-def _slower_team(team: TeamProfile, new: Mapping[str, tuple[str, float]]) -> dict[str, Any]:
+def _slower_team(
+    team: TensorParallelProfile, new: Mapping[str, tuple[str, float]]
+) -> dict[str, Any]:
     known = {c.device_class: c for c in team.classes}
     slower = [make_slower_class(known[of], f, name) for name, (of, f) in new.items() if of in known]
     told = {name: team.told[of] for name, (of, _) in new.items() if of in team.told}
@@ -184,6 +200,7 @@ def set_link_between_hosts(profile: Profile, text: str) -> Profile:
     if len({d.host for d in profile.cluster.devices}) == 1:
         raise InputError(
             f"'{text}' would link hosts, and there is only one",
+            code="network-with-one-host",
             where="--network",
             fix=f"for the link between the devices of a host: --inside {text}",
         )
@@ -206,6 +223,7 @@ def set_link_inside_hosts(profile: Profile, text: str) -> Profile:
     if known is None:
         raise InputError(
             "links inside hosts and between them were measured together",
+            code="links-measured-together",
             where="--inside",
             fix="state those that there are in the cluster: `network: {between: 25GbE, ...}`",
         )

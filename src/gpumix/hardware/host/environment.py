@@ -251,7 +251,9 @@ def torchrun_place() -> TorchrunPlace | None:
         return None
     rank, world = _number("RANK"), _number("WORLD_SIZE")
     if rank >= world:
-        raise InputError(f"RANK is {rank}, of WORLD_SIZE {world}", fix=_NO_PLACE)
+        raise InputError(
+            f"RANK is {rank}, of WORLD_SIZE {world}", code="rank-out-of-range", fix=_NO_PLACE
+        )
     return TorchrunPlace(
         rank=rank,
         world=world,
@@ -281,6 +283,7 @@ def check_rendezvous_variables() -> None:
         return
     raise InputError(
         f"this is one of {world_size()} processes, and nothing says how they meet",
+        code="rendezvous-unknown",
         where="environment",
         why=f"RANK and WORLD_SIZE are set, {' and '.join(missing)} not: each would train alone",
         fix="start it with gpumix launch or torchrun, which set them; or, for a run of this "
@@ -292,7 +295,7 @@ def _number(name: str) -> int:
     value = os.environ[name]
     if not (value.isascii() and value.isdigit()):
         what = f"the environment's {name} is '{value}', not a whole number of 0 or more"
-        raise InputError(what, fix=_NO_PLACE)
+        raise InputError(what, code="environment-number-invalid", fix=_NO_PLACE)
     return int(value)
 
 
@@ -302,7 +305,7 @@ def _seconds(name: str) -> float | None:
         return float(text) if text else None
     except ValueError as error:
         what = f"the environment's {name} is '{text}', not a number of seconds"
-        raise InputError(what, fix=f"unset {name}") from error
+        raise InputError(what, code="environment-number-invalid", fix=f"unset {name}") from error
 
 
 def place_settings(

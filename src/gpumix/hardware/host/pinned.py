@@ -37,6 +37,7 @@ class _PinnedPages(mmap.mmap):
             raise MachineError(
                 f"the driver does not register {show_bytes(len(self))} of the host's memory, from "
                 "which GPUs are to copy parameters",
+                code="host-memory-not-registered",
                 why="locked memory is limited, or the container's memory",
                 fix="raise the limit (ulimit -l unlimited, docker run --ulimit memlock=-1), or "
                 "plan without `parameters_on: host`",

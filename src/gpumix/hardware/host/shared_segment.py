@@ -73,6 +73,7 @@ def create_segment(size_bytes: int, *, named: bool = False) -> Iterator[SegmentP
             raise MachineError(
                 f"{show_bytes(size_bytes)} of memory cannot be shared between the devices of this "
                 "host",
+                code="host-memory-not-shared",
                 why=error.strerror or str(error),
                 fix="make /dev/shm larger (docker run --shm-size=64g, or sudo mount -o "
                 "remount,size=64G /dev/shm), or plan without `parameters_on: host`"
@@ -100,6 +101,7 @@ def map_segment(place: SegmentPlace, size_bytes: int, *, pinned: bool) -> torch.
         raise MachineError(
             f"{show_bytes(size_bytes)} of memory shared by the devices of this host cannot be "
             "mapped",
+            code="host-memory-not-shared",
             why=error.strerror or str(error),
             fix="raise the limits of a process (ulimit -v unlimited; ulimit -n 65536), or plan "
             "without `parameters_on: host`",
@@ -131,6 +133,7 @@ def _check_available(size_bytes: int) -> None:
         raise MachineError(
             f"{show_bytes(size_bytes)} of the host's memory are needed for parameters, "
             f"{show_bytes(free)} are free",
+            code="host-memory-short",
             why="limits of a container or a job count too",
             fix="free memory, raise the limit of the container or job, or plan without "
             "`parameters_on: host`",

@@ -113,6 +113,7 @@ class Optimizer(AcceleratedOptimizer):
                 return
             raise InputError(
                 "the optimizer steps before its model and a loader are prepared",
+                code="optimizer-step-too-early",
                 fix="accelerator.prepare(model, optimizer, loader)",
             )
         self.model.check_done()
@@ -160,6 +161,7 @@ class Accelerator(accelerate.Accelerator):
         if said not in PRECISIONS:
             raise InputError(
                 f"there is no mixed_precision '{said}' with gpumix",
+                code="mixed-precision-unknown",
                 where="Accelerator",
                 fix=f"take one of {', '.join(PRECISIONS)}",
             )
@@ -268,6 +270,7 @@ class Accelerator(accelerate.Accelerator):
             if looped in self._awaited.trained():
                 raise InputError(
                     "the model is called before the loader of what it is trained on is prepared",
+                    code="model-called-before-loader",
                     why="the devices are measured with its batches",
                     fix="loader = accelerator.prepare(loader), before the first step",
                 )
@@ -311,12 +314,14 @@ class Accelerator(accelerate.Accelerator):
                 raise
             raise InputError(
                 "the model cannot be measured with the loader's batches",
+                code="model-not-measurable",
                 why=format_in_one_line(error),
                 fix=FIX_NAME_PARTS,
             ) from error
-        if len(self._engine.plan.stages) > 1 or self._engine.plan.in_teams:
+        if len(self._engine.plan.stages) > 1 or self._engine.plan.uses_tensor_parallel:
             raise InputError(
                 "the plan has several stages, or teams",
+                code="plan-not-for-loops",
                 why="every rank of a loop calls the model, and looks at what it returns",
                 fix="make one with techniques.max_pipeline_stages=1 and "
                 "techniques.tensor_parallel_size=1",
@@ -377,12 +382,14 @@ class Accelerator(accelerate.Accelerator):
         if self._wrapped_model is None:
             raise InputError(
                 "backward is called, and no model was prepared to be trained",
+                code="backward-without-model",
                 why="a model without an optimizer, or with nothing to train, is for inference",
                 fix="accelerator.prepare(model, optimizer, loader)",
             )
         if not loss.requires_grad:
             raise InputError(
                 "the loss does not depend on what the model returned",
+                code="loss-not-from-model",
                 where="accelerator.backward",
                 why="a loss that the model computes itself has gradients if `labels` are given by "
                 "name alone",
@@ -405,13 +412,14 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
         """Clip the total norm of the model's gradients, over all ranks."""
         if norm_type != 2:
-            raise InputError(f"gradients are clipped by norm 2, not {norm_type}")
+            raise InputError(f"gradients are clipped by norm 2, not {norm_type}", code="clip-norm")
         if self._engine is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         assert self._wrapped_model is not None
         if self._clipped(parameters) is not None:
             raise InputError(
                 "gradients of some parameters are clipped by their norm, and not of all",
+                code="clip-of-some-parameters",
                 where="Accelerator.clip_grad_norm_",
                 why="ranks know the norm of all gradients",
                 fix="clip all: accelerator.clip_grad_norm_(model.parameters(), max_norm)",
@@ -551,6 +559,7 @@ class Accelerator(accelerate.Accelerator):
         if self._engine is None:
             raise InputError(
                 f"{method} before the model is trained by a plan",
+                code="method-before-plan",
                 why="the plan is made when the model, its optimizer and a DataLoader are prepared",
                 fix="call accelerator.prepare with all of them first",
             )
@@ -558,6 +567,7 @@ class Accelerator(accelerate.Accelerator):
         if len(found) != 1:
             raise InputError(
                 f"{method} with {len(found)} prepared optimizers",
+                code="several-optimizers",
                 why="a state is that of one model and of one optimizer",
                 fix="make one optimizer, of several parameter groups, and prepare it",
             )
@@ -567,6 +577,7 @@ class Accelerator(accelerate.Accelerator):
 def _several_models() -> InputError:
     return InputError(
         "several models cannot be trained by one Accelerator",
+        code="several-models",
         fix="call accelerator.free_memory() before the next one is prepared",
     )
 
@@ -579,6 +590,7 @@ def _load_registered(obj: Any, path: str, index: int = 0) -> None:
     except UnpicklingError as error:
         raise InputError(
             f"the state of a registered {type(obj).__name__} is not read: that could run code",
+            code="registered-state-unsafe",
             where=str(file),
             why=str(error).partition("error: ")[2].partition("\n")[0],
             fix="let its state_dict() return tensors, numbers, texts, lists and dicts; for a class "

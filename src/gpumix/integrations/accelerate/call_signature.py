@@ -48,6 +48,7 @@ def bind_batch(model: nn.Module, batch: Any) -> dict[str, Any]:
         raise InputError(
             f"the model cannot be measured: its forward takes {', '.join(needed)}, and a batch of "
             f"the loader has {_describe_parts(batch)}",
+            code="model-inputs-unknown",
             fix=FIX_NAME_PARTS,
         )
     return {ARGS: (), KWARGS: named | dict(zip(missing, others))}

@@ -34,6 +34,7 @@ def select_clipped_pieces(
     if not asked & trained:
         raise InputError(
             "gradients are to be clipped, and no trained parameter of the model is given",
+            code="clip-without-parameters",
             where="Accelerator.clip_grad_norm_ or clip_grad_value_",
             fix="accelerator.clip_grad_norm_(model.parameters(), max_norm)",
         )

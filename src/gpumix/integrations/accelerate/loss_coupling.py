@@ -30,6 +30,7 @@ def check_row_coupling(loss: Tensor, outputs: Sequence[Tensor]) -> None:
     if _has_coupled_rows(loss, outputs):
         raise InputError(
             "the loss of the loop couples samples of a batch",
+            code="loss-couples-samples",
             where="accelerator.backward",
             why="the gradient by one sample's outputs depends on other samples (negatives in the "
             "batch, statistics of a batch), and each rank has a part of the batch",

@@ -87,6 +87,7 @@ class LossFactors:
         raise InputError(
             "processes multiply the model's loss by unlike numbers: "
             + ", ".join(f"{value:g}" for value in factors),
+            code="loss-factors-unequal",
             where="accelerator.backward" + (", one call before" if self._is_checked else ""),
             why="the loss that the model returned is of the samples of all processes already",
             fix="multiply it by one number for all processes, such as accelerator.reduce(n, "
@@ -121,6 +122,7 @@ class LossWeigher:
         if self._is_known and count is None and not terms:
             raise InputError(
                 "the loss is computed in another way than before",
+                code="loss-changed-in-loop",
                 where="accelerator.backward",
                 why="its autograd graph does not tell what it is a mean over",
                 fix=FIX_GIVE_COUNT,
@@ -164,6 +166,7 @@ class LossWeigher:
         if 1.0 in own and len(own) > 1:
             raise InputError(
                 "the loss of a rank was divided by 1, others by other numbers",
+                code="loss-divided-by-one",
                 where="accelerator.backward, one step before",
                 why="whether there was one item to count, or none and the number is 1 at least, "
                 "cannot be told, and the loss of the whole batch depends on it",
@@ -188,6 +191,7 @@ def _choose_column(table: Sequence[Sequence[float]]) -> int:
     if alike:
         raise InputError(
             "a rank has no samples, and the loss is divided by a number of all ranks",
+            code="loss-without-samples",
             where="accelerator.backward",
             why="the number counts the sample that stands in on the rank without any",
             fix="use batches of at least as many samples as there are devices, or plan without "
@@ -196,6 +200,7 @@ def _choose_column(table: Sequence[Sequence[float]]) -> int:
     raise InputError(
         "nothing tells what the loop's loss is a mean over, and ranks have unlike numbers of "
         "samples",
+        code="loss-mean-unknown-in-loop",
         where="accelerator.backward",
         why="its autograd graph has operations after the mean or sum, or terms that are means over "
         "different things",
@@ -211,6 +216,7 @@ def _check_terms(known: Sequence[Sequence[float]]) -> None:
     if not all(_have_equal_ratios(row, terms[0]) for row in terms):
         raise InputError(
             "terms of the loop's loss are means over different things, and one count was given",
+            code="loss-terms-of-other-means",
             where="accelerator.backward",
             why="no number weighs all terms: "
             + "; ".join("over " + " and ".join(f"{n:g}" for n in row) for row in terms[:2])

@@ -85,6 +85,7 @@ def loss_of(outputs: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise InputError(
             "the model was given labels, and returned no loss",
+            code="model-returned-no-loss",
             fix="return it first, or as 'loss'; or call the model without labels, and compute the "
             "loss of its outputs",
         )
@@ -130,6 +131,7 @@ def _join_values(values: Sequence[Any]) -> Any:
         if any(one.shape[1:] != first.shape[1:] for one in values):
             raise InputError(
                 "what the model returns is not a row for each sample",
+                code="output-not-per-sample",
                 why=f"of one micro-batch it has shape {tuple(first.shape)}, of another one "
                 f"{tuple(next(v.shape for v in values if v.shape[1:] != first.shape[1:]))}",
                 fix="return rows, or train by a plan that does not cut batches",
@@ -151,6 +153,7 @@ class VaryingNumber(Tensor):
     def __torch_function__(cls, *_: Any) -> Any:
         raise InputError(
             "a number that the model returned is not known",
+            code="output-number-unknown",
             why="a batch is computed in micro-batches, each with a number of its own",
             fix="if it is a loss, give the model its labels by that name, model(..., "
             "labels=labels); else let it return the number for each sample",

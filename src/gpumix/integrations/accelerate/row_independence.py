@@ -55,6 +55,7 @@ def check_row_independence(
         return
     error = ModelError(
         "in evaluation, what the model returns for a sample depends on other samples",
+        code="outputs-depend-on-others",
         where=type(engine.model).__name__,
         why="a batch is computed in micro-batches, and each rank has a part of it",
         fix="return a row for each sample, or train by a plan that does not cut batches",

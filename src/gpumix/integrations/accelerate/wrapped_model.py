@@ -194,6 +194,7 @@ class WrappedModel(nn.Module):
         if self._begun is not None:
             raise InputError(
                 "the model is called again before the backward of its last loss",
+                code="model-called-before-backward",
                 fix="call accelerator.backward(loss) once for each call of the model",
             )
         given = get_current_part(batch)
@@ -229,6 +230,7 @@ class WrappedModel(nn.Module):
         except ModelError as error:
             if error.what == NOT_OF_PARTS:
                 error.what = "what the model returns for a sample depends on other samples"
+                error.code = "outputs-depend-on-others"
                 error.why = f"as a sum over what it returns shows, {error.why}"
             raise
 
@@ -283,6 +285,7 @@ class WrappedModel(nn.Module):
         if begun is None or any(leaf.grad is None for leaf in begun.leaves[:1]):
             raise InputError(
                 "the loss does not come from the last call of the model",
+                code="loss-not-of-last-call",
                 fix="compute it of what the model returned, and call accelerator.backward once",
             )
         if worth is not None:
@@ -330,6 +333,7 @@ class WrappedModel(nn.Module):
         if self._begun is not None:
             raise InputError(
                 "the optimizer steps before the backward of the last loss",
+                code="step-before-backward",
                 fix="call accelerator.backward(loss), not loss.backward()",
             )
 
@@ -411,6 +415,7 @@ class WrappedModel(nn.Module):
             if self._like is None:
                 raise InputError(
                     "this rank has no samples, and does not know what the model returns",
+                    code="rank-without-samples",
                     fix="use batches of at least as many samples as there are devices",
                 )
             return self._like
@@ -439,6 +444,7 @@ def _refuse_gradients(batch: Any) -> None:
     if any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(batch)):
         raise InputError(
             "an input of the model requires a gradient, and gets none",
+            code="input-requires-gradient",
             why="the model computes the batch in micro-batches, behind the outputs that the loop "
             "has",
             fix="detach it, or put the module that made it into the model",
@@ -456,6 +462,7 @@ def _refuse_other_rows(rows: int, given: RankPart | None) -> None:
         return
     raise InputError(
         f"the model is given {rows} samples, and the loop has {given.own} of the batch it is at",
+        code="samples-not-of-batch",
         why=f"the batch of all ranks has {given.samples}, of which the plan says whose are which",
         fix="call it with the samples of one batch of one prepared loader; samples that belong "
         "together are of one dataset",
@@ -470,6 +477,7 @@ def _refuse_terms(loss: Tensor, begun: _PendingCall) -> None:
     if any(isinstance(one, nn.Parameter) and id(one) not in known for one in leaves):
         raise InputError(
             "the loss has a term over parameters of the model",
+            code="loss-term-over-parameters",
             where="accelerator.backward",
             why="each rank has pieces of them, so the term would be another one on each",
             fix="set weight_decay of the optimizer in place of the term",
@@ -477,6 +485,7 @@ def _refuse_terms(loss: Tensor, begun: _PendingCall) -> None:
     if any(id(one) in numbers for one in leaves):
         raise InputError(
             "the loss is made of a number that the model returned",
+            code="loss-of-returned-number",
             where="accelerator.backward",
             why="each micro-batch has a number of its own, from which no gradient comes back",
             fix="give the model its labels by that name, model(..., labels=labels), so that it "

@@ -71,6 +71,7 @@ def get_loop_rows(plan: Plan, rank: int, samples: int) -> Sequence[range]:
     if samples > plan.global_batch:
         raise InputError(
             f"a batch of {samples} samples of all ranks, by a plan for {plan.global_batch}",
+            code="global-batch-mismatch",
             why="the plan is for the batches of the loader that accelerator.prepare was given "
             "first",
             fix="accelerator.prepare(model, optimizer, train_loader, eval_loader): first the one "

@@ -59,6 +59,7 @@ class CollectiveGuard:
             many = "s" if len(missing) > 1 else ""
             raise InputError(
                 f"{what} is asked for on rank {self._rank}, and not on all ranks",
+                code="not-on-all-ranks",
                 why=f"each rank has a part of it, and rank{many} {', '.join(missing)} did not ask "
                 f"for it in {patience.total_seconds():.0f} s",
                 fix=fix,

@@ -70,7 +70,10 @@ def gather_rows(parts: Mapping[range, Any], comm: Communicator, label: str) -> A
     if known is None:
         return None
     if any(one["spec"] not in (None, known["spec"]) for one in every):
-        raise InputError(f"{label}: ranks have made unlike things of their samples")
+        raise InputError(
+            f"{label}: ranks have made unlike things of their samples",
+            code="gathered-structures-differ",
+        )
     found = [
         _gather_leaf(number, [flat[number] for flat in leaves], every, known, comm, label)
         for number in range(len(known["dtypes"]))
@@ -87,6 +90,7 @@ def gather_objects(own: Any, comm: Communicator, label: str) -> list[list[Any]]:
     if not isinstance(own, list | tuple) or not all(_is_json_exact(thing) for thing in own):
         raise InputError(
             f"{label} gets objects that do not cross between ranks: {_describe_type(own)}",
+            code="gathered-type-unsupported",
             why="ranks tell each other numbers and text, never a pickle",
             fix="give tensors, or a list, with one thing for each sample, of texts, numbers, lists "
             "and dictionaries by texts",
@@ -116,6 +120,7 @@ def _check_row_count(of: range, flat: Sequence[Tensor]) -> None:
             raise InputError(
                 f"of {len(of)} samples something of shape {given} was made, whose first dimension "
                 "is not theirs",
+                code="gathered-rows-wrong",
                 fix="return tensors with one row for each sample",
             )
 

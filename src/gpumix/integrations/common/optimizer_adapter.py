@@ -112,6 +112,7 @@ def take_over_optimizer(
         if unknown or has_updated:
             raise InputError(
                 "the optimizer cannot be taken over",
+                code="optimizer-not-replaceable",
                 why="it has state of updates already"
                 if has_updated
                 else "it updates tensors that are no parameters of the model",

@@ -19,6 +19,7 @@ def require_packages(module: str, *packages: str, extra: str) -> None:
         if find_spec(package) is None:
             raise MachineError(
                 f"{module} needs the package '{package}', which is not installed",
+                code="package-missing",
                 fix=format_install_command(extra),
             )
 
@@ -37,6 +38,7 @@ def require_attributes(kind: type, names: Sequence[str], *, package: str, tested
     if missing:
         raise InputError(
             f"{package} {version(package)} has no {kind.__name__}.{missing[0]}",
+            code="package-version-unsupported",
             why="another version of the library may need another gpumix",
             fix=f'pip install "{package}{tested}"',
         )

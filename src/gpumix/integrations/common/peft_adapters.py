@@ -77,6 +77,7 @@ def load_adapters(folder: Path, model: Any) -> dict[str, Tensor] | None:
     if model.peft_config[adapter].is_prompt_learning:
         raise InputError(
             "training does not go on from prompts that PEFT saved",
+            code="prompts-not-resumable",
             where=str(places[0]),
             why="PEFT saves what it computes from the trained parameters",
             fix="save with save_only_model=False, so that there is a state to load",

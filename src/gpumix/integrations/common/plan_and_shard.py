@@ -142,6 +142,7 @@ def shard_by_plan(
         raise InputError(
             f"the plan is for steps of {plan.global_batch} samples, the program trains with "
             f"{training.global_batch}",
+            code="global-batch-mismatch",
             fix="plan for this program, or give no plan",
         )
     elif first:
@@ -181,6 +182,7 @@ def check_loaded_weights(model: nn.Module) -> None:
         by = f" by {getattr(method, 'value', method)}" if method is not None else ""
         raise InputError(
             f"the weights of {type(model).__name__} are quantised{by}",
+            code="model-already-quantised",
             why="each rank stores a piece of every weight, with its constants; this is known of "
             "the 4-bit and 8-bit weights of bitsandbytes",
             fix="load it with BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4') or "
@@ -190,6 +192,7 @@ def check_loaded_weights(model: nn.Module) -> None:
     if isinstance(places, dict) and len({str(place) for place in places.values()}) > 1:
         raise InputError(
             f"{type(model).__name__} was spread over devices when it was loaded",
+            code="model-already-dispatched",
             why="the plan says which device stores what",
             fix="load it without device_map",
         )
@@ -207,7 +210,10 @@ def refuse_gpu(device: torch.device, said: str, *, where: str) -> None:
     """Raise InputError if the device is a GPU, of a program set to CPUs by the setting `said`."""
     if runtime.is_gpu(device):
         raise InputError(
-            f"{said} on a host whose GPUs the plan is for", where=where, fix="leave it out"
+            f"{said} on a host whose GPUs the plan is for",
+            code="cpu-on-gpu-host",
+            where=where,
+            fix="leave it out",
         )
 
 
@@ -266,7 +272,7 @@ def _restrict_space(training: TrainingSetup) -> Space:
     cut blocks, for an optimizer of blocks of elements."""
     trial = training.optimizer and training.optimizer([nn.Parameter(torch.empty(0))])
     if isinstance(trial, AdamW8bit):
-        return training.space.without_teams()
+        return training.space.without_tensor_parallel()
     return training.space
 
 

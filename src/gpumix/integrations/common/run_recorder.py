@@ -253,7 +253,11 @@ class RunRecorder:
     def fail(self, error: BaseException) -> None:
         """End the record by an error or an interrupt."""
         self._tell_of_what_is_there()
-        told = Interrupted("interrupted") if isinstance(error, KeyboardInterrupt) else error
+        told = (
+            Interrupted("interrupted", code="interrupted")
+            if isinstance(error, KeyboardInterrupt)
+            else error
+        )
         self._stack.__exit__(type(told), told, told.__traceback__)
 
     def _tell_of_what_is_there(self) -> None:

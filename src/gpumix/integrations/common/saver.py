@@ -101,6 +101,7 @@ class Saver:
         if not folder.is_dir():
             raise InputError(
                 "there is no such checkpoint",
+                code="no-checkpoint",
                 where=str(folder),
                 fix="give the folder of one, as out/checkpoint-500",
             )
@@ -126,6 +127,7 @@ class Saver:
         if not files:
             raise InputError(
                 "the checkpoint holds no weights of a whole model",
+                code="checkpoint-without-whole-weights",
                 where=str(folder),
                 fix="save with save_only_model=False, so that there is a state to load",
             )
@@ -163,6 +165,7 @@ def find_newest_state(project: str | None, named: bool) -> Path:
     if not numbers:
         raise InputError(
             "load_state is told no folder",
+            code="load-without-folder",
             why=f"there is none in {folder}" if named else "states are not named automatically",
             fix="accelerator.load_state(FOLDER), that of accelerator.save_state(FOLDER)",
         )

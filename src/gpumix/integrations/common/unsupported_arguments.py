@@ -66,7 +66,9 @@ class FieldSupport:
 
 
 def make_no_meaning_error(what: str, fix: str, *, where: str) -> InputError:
-    return InputError(f"{what} has no meaning with gpumix", where=where, fix=fix)
+    return InputError(
+        f"{what} has no meaning with gpumix", code="argument-without-meaning", where=where, fix=fix
+    )
 
 
 def _is_default(value: Any, default: Any) -> bool:

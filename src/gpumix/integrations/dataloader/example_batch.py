@@ -100,7 +100,7 @@ def find_example(
     with count_as_host_memory():
         shortest, longest = _extremes(dataset)
         if longest is None:
-            raise InputError("the dataset has no samples", fix="give it some")
+            raise InputError("the dataset has no samples", code="dataset-empty", fix="give it some")
         batch = check(collate, [copy_sample(longest), copy_sample(longest)])
         if make_communicator(get_group_device()).world > 1:
             refuse_mixing(

@@ -33,12 +33,14 @@ class Batching:
         if not isinstance(loader, DataLoader):
             raise InputError(
                 f"a {type(loader).__name__} gives the batches",
+                code="loader-unsupported",
                 why="the plan says who reads which samples of each, so it reads their dataset",
                 fix="give a torch.utils.data.DataLoader",
             )
         if not loader.in_order:
             raise InputError(
                 "the DataLoader gives batches out of order, with in_order=False",
+                code="loader-out-of-order",
                 why="each rank reads its part of the same batches",
                 fix="leave in_order out",
             )
@@ -49,6 +51,7 @@ class Batching:
         if type(batches) is not BatchSampler:
             raise InputError(
                 "the DataLoader has a batch sampler of its own",
+                code="loader-batch-sampler",
                 why="a batch is cut by the plan, and must say how many samples it has",
                 fix="DataLoader(dataset, batch_size=..., sampler=...)",
             )

@@ -48,6 +48,7 @@ def refuse_mixing(collate: Collate, samples: Iterable[Any]) -> None:
             ):
                 raise InputError(
                     "the collate function makes a sample's values from other samples of the batch",
+                    code="collate-mixes-samples",
                     where=getattr(collate, "__name__", type(collate).__name__),
                     why="each rank collates its own part of a batch, so these values would depend "
                     "on the plan",

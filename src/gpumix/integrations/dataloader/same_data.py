@@ -46,6 +46,7 @@ def check_same_data(dataset: Any) -> None:
 def _make_unlike_error(why: str) -> InputError:
     return InputError(
         "ranks have unlike datasets",
+        code="datasets-differ-by-rank",
         why=f"{why}: gpumix shares out each batch among ranks, which read the same dataset",
         fix="give every rank the whole dataset: leave out split_dataset_by_node, sharding by rank, "
         "and shuffles or splits without a seed",

@@ -350,6 +350,7 @@ def collate_by_name(collate: Callable[[list[Any]], Any], samples: list[Any]) -> 
         except LookupError as error:
             raise InputError(
                 "the data collator cannot make a batch of some samples alone",
+                code="collate-of-some-samples",
                 why=f"{format_in_one_line(error)}; it may leave samples out",
                 fix="leave them out of the dataset",
             ) from error
@@ -357,6 +358,7 @@ def collate_by_name(collate: Callable[[list[Any]], Any], samples: list[Any]) -> 
     if not isinstance(batch, dict):
         raise InputError(
             f"the data collator made a {type(batch).__name__}, not a dictionary",
+            code="collate-not-dict",
             fix="return a dictionary of tensors by the names of forward's arguments",
         )
     return batch
@@ -380,6 +382,7 @@ def _checked(batch: Any, samples: int) -> Any:
     if not any(has_rows(leaf) for _, leaf in leaves):
         raise InputError(
             f"the data collator made a {type(batch).__name__} without tensors",
+            code="collate-without-tensors",
             why="a batch is cut along the first dimension of its tensors",
             fix="return tensors, in dictionaries, tuples or lists",
         )
@@ -388,6 +391,7 @@ def _checked(batch: Any, samples: int) -> Any:
             raise InputError(
                 f"of {samples} samples the data collator made {_named(path)} of shape "
                 f"{tuple(leaf.shape)}",
+                code="collate-rows-wrong",
                 why="a batch is cut into micro-batches along its first dimension, which must be "
                 "the samples: what lays several samples into one row cannot be cut",
                 fix="use a collator that pads; to pack short samples do it in the dataset",

@@ -133,6 +133,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         if self._engine is None:
             raise InputError(
                 "batches are read before the devices were measured",
+                code="batches-before-measurement",
                 where="GpumixStrategy",
                 why="configure_optimizers asks for trainer.estimated_stepping_batches, and a "
                 "stream does not say how many it has",
@@ -177,6 +178,7 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         if self._engine is not None and self._engine.model is not module:
             raise InputError(
                 "this strategy has another module already",
+                code="strategy-reused",
                 why="a module is sharded over all devices, once",
                 fix="make a trainer and a GpumixStrategy of its own for each module",
             )
@@ -226,9 +228,10 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         )
         self._engine = shard_by_plan(module, training, plan=self._given, folder=_folder(trainer))
         refuse_means(module, self._engine.comm.world)
-        if metrics and self._engine.plan.in_teams:
+        if metrics and self._engine.plan.uses_tensor_parallel:
             raise InputError(
                 "the plan has teams, and the module has metrics",
+                code="metrics-with-tensor-parallel",
                 why="each rank of a team would count the same samples",
                 fix="make a plan with techniques.tensor_parallel_size=1",
             )
@@ -250,9 +253,15 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         except RuntimeError as error:
             if "multiple optimizers" not in str(error):
                 raise
-            raise InputError("configure_optimizers returned several", fix=ONE_OPTIMIZER) from None
+            raise InputError(
+                "configure_optimizers returned several",
+                code="several-optimizers",
+                fix=ONE_OPTIMIZER,
+            ) from None
         if not self.optimizers or isinstance(self.optimizers[0], _MockOptimizer):
-            raise InputError("configure_optimizers returned no optimizer", fix=ONE_OPTIMIZER)
+            raise InputError(
+                "configure_optimizers returned no optimizer", code="no-optimizer", fix=ONE_OPTIMIZER
+            )
         self.group_sizes = [len(group["params"]) for group in self.optimizers[0].param_groups]
 
     # -- data --------------------------------------------------------------------------------------
@@ -395,7 +404,9 @@ def _get_first_batching(trainer: Any) -> Batching:
     source = (trainer.fit_loop if fitting else loop)._data_source
     loaders = tree_leaves(source.dataloader() if source.is_defined() else None)
     if not loaders:
-        raise InputError("the trainer has no batches", fix="give it a DataLoader")
+        raise InputError(
+            "the trainer has no batches", code="trainer-without-batches", fix="give it a DataLoader"
+        )
     return Batching.of(loaders[0])
 
 

@@ -120,6 +120,7 @@ def get_state_folder(checkpoint: Any) -> Path:
     if "://" in str(checkpoint):
         raise InputError(
             f"{checkpoint} is not in a file system",
+            code="checkpoint-not-in-file-system",
             why="each rank writes and reads its part of the state in a folder beside a checkpoint",
             fix="give ModelCheckpoint a dirpath that all hosts share",
         )

@@ -29,7 +29,7 @@ def is_output_rank(plan: Plan, rank: int) -> bool:
     """Return True for a team's first rank in the last stage: outputs of other ranks do not
     count."""
     stage = len(plan.stages) - 1
-    return stage in plan.stages_of(rank) and plan.team_of(rank, stage)[0] == rank
+    return stage in plan.stages_of(rank) and plan.get_tp_group(rank, stage)[0] == rank
 
 
 class StrategyCollectives:
@@ -76,6 +76,7 @@ class StrategyCollectives:
         if self._in_step:
             raise InputError(
                 "a step of the module exchanges something with other ranks",
+                code="collective-in-step",
                 why="ranks have unlike numbers of micro-batches, so others would wait for ever",
                 fix="self.log what is to be known of all samples; exchange in a hook after the "
                 "step, such as on_train_batch_end",
@@ -98,7 +99,11 @@ class StrategyCollectives:
             "min": torch.amin,
         }
         if kind not in reduced:
-            raise InputError(f"reduce_op={reduce_op!r}", fix="take mean, sum, max or min")
+            raise InputError(
+                f"reduce_op={reduce_op!r}",
+                code="reduce-op-unsupported",
+                fix="take mean, sum, max or min",
+            )
         return reduced[kind](table, 0)
 
     def _report_unequal_values(self, table: Tensor) -> None:
@@ -114,7 +119,13 @@ class StrategyCollectives:
             "self.all_gather(total).sum() / self.all_gather(count).sum()"
         )
         if trainer is not None and (trainer.evaluating or trainer.predicting):
-            raise InputError(problem, where="a hook behind the steps", why=why, fix=fix)
+            raise InputError(
+                problem,
+                code="mean-of-unequal-ranks",
+                where="a hook behind the steps",
+                why=why,
+                fix=fix,
+            )
         _log.warning("%s; where each is of a rank's own samples: %s", problem, fix)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -142,7 +153,9 @@ class StrategyCollectives:
             own = json.dumps(obj, default=str)
         except (TypeError, ValueError) as error:
             raise InputError(
-                f"a {type(obj).__name__} cannot be told to other ranks", why=str(error)
+                f"a {type(obj).__name__} cannot be told to other ranks",
+                code="object-not-broadcastable",
+                why=str(error),
             ) from error
         if self._in_step and (src, own) in self._earlier_broadcasts:
             return json.loads(self._earlier_broadcasts[src, own])

@@ -348,6 +348,7 @@ class StepLogs:
         if reduced not in (MEAN, SUM, MAX, MIN):
             raise InputError(
                 f"'{name}' is logged with a reduce_fx of its own",
+                code="reduce-fx-unsupported",
                 why="Lightning puts values of steps together by these alone",
                 fix=f"take one of {MEAN}, {SUM}, {MAX}, {MIN}",
             )
@@ -412,6 +413,7 @@ class StepLogs:
         if not known:
             raise InputError(
                 f"'{name}' is computed in another way than when it was logged first",
+                code="logged-value-changed",
                 why="what it is a mean over was read from its graph or its batch, which is another "
                 "one now",
                 fix="say what it is a mean over: self.log(..., batch_size=...)",
@@ -512,6 +514,7 @@ def _path_of(module: LightningModule, metric: Metric) -> str:
     if found is None:
         raise InputError(
             f"a {type(metric).__name__} is logged that is no attribute of the module",
+            code="logged-metric-not-attribute",
             fix="make it one in __init__: self.metric = ...",
         )
     return found

@@ -53,6 +53,7 @@ class PlannedPrecision(Precision):
         if not known or plugin.precision not in DTYPES:
             raise InputError(
                 f"precision {plugin.precision!r} has no meaning with gpumix",
+                code="precision-unsupported",
                 where=f"Trainer, {type(plugin).__name__}",
                 fix=f"take one of {', '.join(DTYPES)}",
             )
@@ -72,6 +73,7 @@ class PlannedPrecision(Precision):
         if not isinstance(data, RankPart):
             raise InputError(
                 "the trainer's batches come from several loaders at once",
+                code="several-loaders",
                 why="each batch is cut by the plan, and must be that of one loader",
                 fix="give one DataLoader; for evaluation a list of them is taken one by one",
             )

@@ -153,6 +153,7 @@ def refuse_means(module: nn.Module, world: int) -> None:
         if averages and world > 1:
             raise InputError(
                 f"the metric '{path}', a {type(metric).__name__}, averages states of ranks",
+                code="metric-averages-ranks",
                 why="ranks have unlike numbers of samples, which such a mean does not weigh",
                 fix="keep sums and counts as its states: add_state(..., dist_reduce_fx='sum')",
             )

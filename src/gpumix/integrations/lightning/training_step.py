@@ -235,6 +235,7 @@ class ModuleSteps:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise InputError(
                 f"{type(model).__name__}.training_step returned no loss",
+                code="training-step-without-loss",
                 why="all ranks take every step together",
                 fix="return a mean loss, or a dictionary with one as 'loss'",
             )
@@ -306,6 +307,7 @@ def _refuse_without_rows(told: Any, samples: int) -> None:
             returned = f"a tensor of shape {tuple(leaf.shape)}"
         raise InputError(
             f"predict_step returned {returned} of {samples} samples",
+            code="predictions-not-per-sample",
             why="predictions of micro-batches and ranks are put together row by row",
             fix="return tensors with one row for each sample; make texts of them afterwards",
         )

@@ -31,7 +31,13 @@ UNSUPPORTED_CALLBACKS = {  # and classes made of them: why, fix
 def check_trainer(trainer: Trainer, module: LightningModule) -> None:
     """Raise InputError if a setting of trainer or module has no meaning here."""
     for what, why, fix in _find_unsupported(trainer, module):
-        raise InputError(f"{what} has no meaning with gpumix", where="Trainer", why=why, fix=fix)
+        raise InputError(
+            f"{what} has no meaning with gpumix",
+            code="argument-without-meaning",
+            where="Trainer",
+            why=why,
+            fix=fix,
+        )
 
 
 def _find_unsupported(trainer: Trainer, module: LightningModule) -> Any:

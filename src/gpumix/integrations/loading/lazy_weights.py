@@ -91,7 +91,10 @@ def lazy_weights() -> Iterator[None]:
             yield
         except SafetensorError as error:  # by transformers itself, which looks for a dtype
             raise InputError(
-                "cannot read the weights", why=get_first_line(error), fix=WHOLE_FILE
+                "cannot read the weights",
+                code="weights-unreadable",
+                why=get_first_line(error),
+                fix=WHOLE_FILE,
             ) from error
 
 
@@ -131,6 +134,7 @@ def _check_places(load_config: Any) -> None:
     if len(places) > 1 or "disk" in places or load_config.device_mesh is not None:
         raise InputError(
             "a model whose weights stay in files cannot be spread over devices",
+            code="model-in-files-dispatched",
             why="the plan says which device stores what",
             fix="load it without device_map and distributed_config",
         )
@@ -142,6 +146,7 @@ def _check_loaded(info: Any, load_config: Any, path: Path) -> None:
         name, found, wanted = min(info.mismatched_keys)
         raise InputError(
             "the weights are those of another model",
+            code="weights-of-another-model",
             where=str(path),
             why=f"'{name}' has shape {tuple(found)} there, and {tuple(wanted)} in the model",
             fix="take the model's configuration next to the weights (config.json); or "
@@ -151,6 +156,7 @@ def _check_loaded(info: Any, load_config: Any, path: Path) -> None:
         name, told = min(info.conversion_errors.items())
         raise InputError(
             f"transformers cannot convert the weights of '{name}'",
+            code="weights-not-convertible",
             where=str(path),
             why=told.strip().splitlines()[-1],
             fix="take the model's configuration next to the weights (config.json)",

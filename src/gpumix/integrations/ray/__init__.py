@@ -258,11 +258,20 @@ def _interrupt_ranks(actors: Sequence[Any]) -> GpumixError:
         try:
             looks: list[ProcessState] = ray.get([actor.look.remote() for actor in actors])
         except RayActorError as error:
-            return Interrupted("a worker was lost before all ranks had ended", why=str(error))
+            return Interrupted(
+                "a worker was lost before all ranks had ended",
+                code="ray-worker-lost-early",
+                why=str(error),
+            )
         if all(look.code is not None for look in looks):
-            return _make_exit_error(0, looks[0]) or Interrupted("the run had just come to its end")
+            return _make_exit_error(0, looks[0]) or Interrupted(
+                "the run had just come to its end", code="run-at-its-end"
+            )
         time.sleep(POLL_INTERVAL_S)
-    return Interrupted(f"ranks that did not end within {SHUTDOWN_TIMEOUT_S:.0f} s were ended")
+    return Interrupted(
+        f"ranks that did not end within {SHUTDOWN_TIMEOUT_S:.0f} s were ended",
+        code="ranks-ended-by-force",
+    )
 
 
 def _make_exit_error(rank: int, look: ProcessState) -> GpumixError | None:
@@ -272,6 +281,7 @@ def _make_exit_error(rank: int, look: ProcessState) -> GpumixError | None:
         return rebuild_error(look.told)
     return RankLost(
         f"the process of rank {rank} ended with code {look.code}",
+        code="rank-process-ended",
         why=look.said or "it said nothing of why",
         fix="look at what Ray keeps of its output: ray logs cluster",
     )
@@ -280,6 +290,7 @@ def _make_exit_error(rank: int, look: ProcessState) -> GpumixError | None:
 def _make_lost_error(rank: int, error: RayActorError) -> RankLost:
     return RankLost(
         f"the worker of rank {rank} is gone",
+        code="ray-worker-gone",
         why=str(error).strip().splitlines()[0],
         fix="start again with resume=True; `ray status` shows which nodes are there",
     )

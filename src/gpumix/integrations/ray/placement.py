@@ -59,10 +59,16 @@ def list_wanted_workers(workers: Mapping[str, int | Workers]) -> list[WantedWork
     for name, given in workers.items():
         one = given if isinstance(given, Workers) else Workers(given, {ACCELERATOR: name})
         if not isinstance(one.count, int) or one.count < 1:
-            raise InputError(f"{one.count!r} workers of '{name}'", fix="give a number of 1 or more")
+            raise InputError(
+                f"{one.count!r} workers of '{name}'",
+                code="worker-count-invalid",
+                fix="give a number of 1 or more",
+            )
         found += [WantedWorker(name, one)] * one.count
     if not found:
-        raise InputError("no workers are asked for", fix='workers={"A100": 2, "T4": 4}')
+        raise InputError(
+            "no workers are asked for", code="no-workers", fix='workers={"A100": 2, "T4": 4}'
+        )
     return found
 
 
@@ -102,6 +108,7 @@ def assign_ranks(arrived: Sequence[WorkerReport]) -> list[tuple[int, RankPlace]]
         if len(one.gpus) > 1:
             raise InputError(
                 f"a worker on {one.host} has {len(one.gpus)} GPUs",
+                code="ray-worker-gpu-count",
                 why="each device has a rank of its own",
                 fix='give each worker one: Workers(count, resources={"GPU": 1})',
             )
@@ -148,6 +155,7 @@ def make_placement_error(
             lines.append(f"of {one} there are {fits} in the cluster, {one.workers.count} wanted")
     return MachineError(
         f"Ray found no place for {len(asked)} workers within {waited_s:.0f} s",
+        code="ray-placement-timeout",
         why="; ".join(lines) or "others use what would be enough",
         fix="look at `ray status` and at the labels of `ray list nodes`, and ask for what is there",
     )
@@ -183,4 +191,8 @@ def choose_error(errors: Mapping[int, BaseException]) -> GpumixError:
     if isinstance(error, GpumixError):
         error.where = error.where or f"rank {rank}"
         return error
-    return TrainingError(f"the function failed: {format_in_one_line(error)}", where=f"rank {rank}")
+    return TrainingError(
+        f"the function failed: {format_in_one_line(error)}",
+        code="function-failed",
+        where=f"rank {rank}",
+    )

@@ -99,6 +99,7 @@ class JobRank(RayRank):
         if not Path(folder).is_dir():
             raise InputError(
                 f"the folder {folder} is not there",
+                code="folder-not-on-worker",
                 where=f"rank {place.rank} on {socket.gethostname()}",
                 why="ranks read the job and its data, and write the run, where all hosts see it",
                 fix="start from a folder of a file system that all nodes of the cluster share",

@@ -149,6 +149,7 @@ def _describe_error(name: str, error: BaseException) -> dict[str, Any]:
     if isinstance(error, ImportError):
         return MachineError(
             f"tracker '{name}' cannot be imported",
+            code="tracker-not-importable",
             where=f"report_to.{name}",
             why=format_in_one_line(error),
             fix=format_install_command(name),
@@ -158,6 +159,7 @@ def _describe_error(name: str, error: BaseException) -> dict[str, Any]:
     mend = f"see that {file} can be written, name another" if file else "change what is said"
     return kind(
         f"tracker '{name}' does not start",
+        code="tracker-not-started",
         where=f"report_to.{name}",
         why=format_in_one_line(error),
         fix=f"{mend} at `report_to.{name}`, or leave `{name}` out: the run's {run_files.METRICS} "

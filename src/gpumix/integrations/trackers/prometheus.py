@@ -96,6 +96,7 @@ class Prometheus:
         except OSError as error:
             raise MachineError(
                 f"the endpoint for Prometheus cannot listen at {address}:{port}",
+                code="prometheus-not-listening",
                 where="report_to.prometheus",
                 why=error.strerror or str(error),
                 fix=ANOTHER_PORT if error.errno in PORT_ERRORS else ANOTHER_ADDRESS,

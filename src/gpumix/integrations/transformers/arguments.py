@@ -113,12 +113,14 @@ def check_arguments(args: Any, kind: type, fields: FieldSupport) -> None:
         if getattr(args, name) < 1:
             raise InputError(
                 f"{name}={getattr(args, name)}: a batch without samples trains nothing",
+                code="batch-size-zero",
                 where=ARGUMENTS,
                 fix="give 1 or more",
             )
     if world_size() > 1 and args.parallel_mode != ParallelMode.DISTRIBUTED:
         raise InputError(
             f"they take this process for the only one, and there are {world_size()}",
+            code="arguments-of-one-process",
             where=ARGUMENTS,
             fix="make them after the import of gpumix, or with use_cpu=True",
         )
@@ -135,6 +137,7 @@ def check_arguments(args: Any, kind: type, fields: FieldSupport) -> None:
     if args.n_gpu > 1:
         raise InputError(
             f"one process has {args.n_gpu} GPUs",
+            code="several-gpus-per-process",
             why="gpumix trains with one process for each device",
             fix="start the script with `gpumix launch SCRIPT`, or with torchrun --nproc-per-node "
             f"{args.n_gpu}",

@@ -190,6 +190,7 @@ def _compute_results(
     if any(isinstance(label, SampleEntries) for label in labels or ()):
         raise InputError(
             "labels that are a dictionary for each sample are not gathered",
+            code="labels-not-gatherable",
             why="they have another size for each sample",
             fix="evaluate losses alone: TrainingArguments(prediction_loss_only=True)",
         )

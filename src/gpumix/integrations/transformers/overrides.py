@@ -32,6 +32,7 @@ def check_overrides(trainer: Any, base: type) -> None:
         if is_overridden(trainer, name, base):
             raise InputError(
                 f"{name} of {type(trainer).__name__} is not called with gpumix",
+                code="method-not-called",
                 why="losses and predictions are computed micro-batch by micro-batch, by several "
                 "devices together",
                 fix=fix,
@@ -42,6 +43,7 @@ def make_own_step_error(trainer: Any) -> InputError:
     """Return the error for a `training_step` that calls the model."""
     return InputError(
         f"training_step of {type(trainer).__name__} computes the step by itself",
+        code="training-step-overridden",
         why="no device has the whole model: a step is what all devices compute together",
         fix=f"call super().training_step(...) in it; for a loss of your own "
         f"{FIX_OVERRIDE_COMPUTE_LOSS}",

@@ -50,7 +50,7 @@ class TokenCounts:
         assert self._engine is not None
         plan, rank = self._engine.plan, self._engine.comm.rank
         stage = plan.stages_of(rank)[0]
-        if stage == 0 and plan.team_of(rank, stage)[0] == rank:
+        if stage == 0 and plan.get_tp_group(rank, stage)[0] == rank:
             return dict(inputs)
         return {name: t[:0] if isinstance(t, Tensor) else t for name, t in inputs.items()}
 

@@ -364,6 +364,7 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
                 raise InputError(
                     f"batches have {given.batch_size} samples for each process, the arguments say "
                     f"{self.args.train_batch_size}",
+                    code="global-batch-mismatch",
                     fix="make the loader with batch_size=self.args.train_batch_size",
                 )
         if not is_training and self._stock.has_loader(loader):
@@ -594,6 +595,7 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         raise InputError(
             "hyperparameter_search is not possible with gpumix",
+            code="hyperparameter-search",
             why="each trial would need devices of its own",
             fix="start one run for each trial",
         )

@@ -58,7 +58,7 @@ def raise_problems(problems: Sequence[GpumixError]) -> None:
     first, *others = problems
     also = [f"and {other.where}: {other.what}" for other in others]
     why = "\n       ".join(filter(None, [first.why, *also]))
-    raise type(first)(first.what, where=first.where, why=why, fix=first.fix)
+    raise type(first)(first.what, code=first.code, where=first.where, why=why, fix=first.fix)
 
 
 def _find_host_problem(
@@ -68,6 +68,7 @@ def _find_host_problem(
     if not PYTHONS[0] <= (major, minor) < PYTHONS[1]:
         return MachineError(
             f"its Python is {facts.python}, gpumix needs 3.11 to 3.13",
+            code="python-unsupported",
             where=f"host {name}",
             fix=f"name another: --python {name}=/path/to/python",
         )
@@ -75,6 +76,7 @@ def _find_host_problem(
         if getattr(facts, package) is None:
             return MachineError(
                 f"its Python has no {package}",
+                code="package-missing",
                 where=f"host {name}",
                 fix=f"install it there, or name another interpreter: --python {name}=/path/to/"
                 "python",
@@ -83,7 +85,9 @@ def _find_host_problem(
         what = f"its gpumix is {facts.gpumix}, here it is {here.gpumix}"
         if facts.gpumix == here.gpumix:
             what = f"its gpumix is {facts.gpumix} as here, but with other code"
-        return MachineError(what, where=f"host {name}", fix="install the same on all hosts")
+        return MachineError(
+            what, code="gpumix-differs", where=f"host {name}", fix="install the same on all hosts"
+        )
     return _find_file_problem(name, facts, here) or _find_device_problem(name, facts, counted)
 
 
@@ -93,6 +97,7 @@ def _find_file_problem(name: str, facts: ProbeFacts, here: ProbeFacts) -> Gpumix
             what = "is not there" if digest is None else "differs from the one here"
             return InputError(
                 f"{file} {what}",
+                code="file-not-on-host",
                 where=f"host {name}",
                 fix="copy it there (rsync -a), or work in a folder that all hosts share",
             )
@@ -105,6 +110,7 @@ def _find_device_problem(
     if name in counted and isinstance(facts.devices, str):
         return MachineError(
             "its devices cannot be counted",
+            code="devices-not-counted",
             where=f"host {name}",
             why=facts.devices,
             fix=f"say how many processes it runs: --hosts {name}:4",
@@ -119,6 +125,7 @@ def _find_differences(found: Mapping[str, ProbeFacts]) -> list[GpumixError]:
     return [
         MachineError(
             f"{package} is {here} on {first} and {there} on {name}",
+            code="package-versions-differ",
             where=f"hosts {first} and {name}",
             fix="install the same version on both, or name interpreters that have it: "
             f"--python {name}=/path/to/python",
@@ -147,6 +154,7 @@ def check_rendezvous(
     if "error" in told:
         raise MachineError(
             f"it cannot listen at {address}",
+            code="address-not-listening",
             where=f"host {host}",
             why=str(told["error"]),
             fix="name another port (--port), or an address of it that the others reach (--address)",
@@ -158,6 +166,7 @@ def check_rendezvous(
     ):
         raise MachineError(
             f"it calls itself {address}, which is {told['ip']} there: others do not reach that",
+            code="address-not-reachable",
             where=f"host {host}",
             fix="name an address of it that they reach (--address), or mend its /etc/hosts",
         )

@@ -91,6 +91,7 @@ def _start_probe(
     except OSError as error:
         raise MachineError(
             f"{ssh.words[0]} cannot be run here",
+            code="ssh-not-runnable",
             why=error.strerror or "",
             fix="install OpenSSH, or name it: --ssh PROGRAM",
         ) from error
@@ -113,7 +114,11 @@ def _answer(
     try:
         out, said = asking.communicate(read_text(Path(probe.__file__)), limit_s)
     except subprocess.TimeoutExpired:
-        return MachineError(f"it did not answer within {limit_s:.0f} s", where=f"host {host.name}")
+        return MachineError(
+            f"it did not answer within {limit_s:.0f} s",
+            code="host-timeout",
+            where=f"host {host.name}",
+        )
     answers = [line for line in out.splitlines() if line.startswith(probe.FACTS_PREFIX)]
     if answers:
         return ProbeFacts(**json.loads(answers[-1].removeprefix(probe.FACTS_PREFIX)))
@@ -127,11 +132,16 @@ def _explain_silence(host: Host, around: LaunchEnvironment, code: int, said: str
         fixes = [fix for words, fix in _SSH_FIXES.items() if words in said.lower()]
         fix = fixes[0] if fixes else "see whether it is up: ssh {host}; --timeout waits longer"
         return MachineError(
-            "it does not answer", where=where, why=last, fix=fix.format(host=host.name)
+            "it does not answer",
+            code="host-not-answering",
+            where=where,
+            why=last,
+            fix=fix.format(host=host.name),
         )
     if code == NO_FOLDER:
         return MachineError(
             f"it has no folder {around.folder}",
+            code="folder-not-on-host",
             where=where,
             fix="start in a folder that all hosts have, or name one: --folder",
         )
@@ -139,9 +149,13 @@ def _explain_silence(host: Host, around: LaunchEnvironment, code: int, said: str
     if code in (126, 127):
         return MachineError(
             f"it has no Python at {python}",
+            code="python-not-on-host",
             where=where,
             fix=f"name its interpreter: --python {host.name}=/path/to/python",
         )
     return MachineError(
-        f"{python} did not say what it is", where=where, why=last or f"exit code {code}"
+        f"{python} did not say what it is",
+        code="python-probe-failed",
+        where=where,
+        why=last or f"exit code {code}",
     )

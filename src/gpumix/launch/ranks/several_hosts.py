@@ -177,6 +177,7 @@ def explain_failure(outcome: LaunchOutcome, logs: Path | None) -> TrainingError 
     ended = f"; the other {'host was' if others == 1 else f'{others} hosts were'} ended"
     return TrainingError(
         f"{how}{ended if others else ''}",
+        code="host-part-ended",
         where=f"host {name}",
         why="; ".join(filter(None, [f"its last line: {said}" if said else "", *also])),
         fix=f"see {logs / name}.log" if logs is not None else "",
@@ -204,7 +205,10 @@ class GatheredOutput:
                     self._files[name] = self._open.enter_context(file)
             except OSError as error:
                 raise MachineError(
-                    "logs cannot be written", where=str(logs), why=error.strerror or str(error)
+                    "logs cannot be written",
+                    code="logs-not-writable",
+                    where=str(logs),
+                    why=error.strerror or str(error),
                 ) from error
 
     def take(self, name: str, to: int, line: str) -> None:

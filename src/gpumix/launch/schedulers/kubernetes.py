@@ -88,6 +88,7 @@ def _refuse_outside(folder: PurePath, files: Sequence[str]) -> None:
         if not path.is_relative_to(shared):
             raise InputError(
                 "pods do not find this file",
+                code="file-not-in-pods",
                 where=str(path),
                 why=f"the volume that they share is mounted at {shared}, and the file is not below "
                 "it",

@@ -61,6 +61,7 @@ def make_sbatch_script(
     if before_s > MOST_S:
         raise InputError(
             "SLURM does not send a signal so long before the time is over",
+            code="slurm-signal-too-early",
             where=f"--grace-period {around.grace_s:g}",
             fix=f"--grace-period {MOST_S - END_S}, or less",
         )

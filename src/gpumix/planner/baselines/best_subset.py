@@ -27,6 +27,7 @@ def plan_best_subset(profile: Profile, request: PlanRequest) -> Plan:
     if not plans:
         raise NoFeasiblePlanError(
             f"no single device class has room for a global batch of {request.global_batch}",
+            code="no-class-fits-alone",
             why="; ".join(f"only {name}: {what}" for name, what in reasons),
             fix="use `strategy: optimal`, which mixes classes and may fit",
         )

@@ -96,6 +96,7 @@ class _Task:
             raise InputError(
                 f"a global batch of {request.global_batch} has no sample for each of "
                 f"{len(devices)} devices, as Cephalo requires",
+                code="cephalo-batch-too-small",
                 fix=f"set `global_batch_size` to {len(devices)} or more, or use "
                 "`strategy: optimal`",
             )
@@ -108,6 +109,7 @@ class _Task:
             raise InputError(
                 f"the profile does not say what class '{min(lacking)}' takes to keep its inputs "
                 "where they may be kept",
+                code="profile-mode-missing",
                 fix="profile again on this cluster: `gpumix profile JOB.yaml`",
             )
         return cls(equal, unequal, of_class, request.global_batch)
@@ -125,6 +127,7 @@ class _Task:
             raise InputError(
                 f"Cephalo's search was not run for {ranks} devices and a batch of {self.batch}: "
                 "its work grows with devices x batch^2 and more",
+                code="cephalo-search-too-large",
                 why=f"with the batch divided by {high} it still takes "
                 f"{self._work(high) / MAX_CELLS:.2g} times the work that is allowed",
                 fix="use `strategy: optimal`, whose work grows with the number of classes",
@@ -167,7 +170,8 @@ class _Task:
         if width < 0:
             raise InputError(
                 f"a batch of {self.batch} by a factor of {factor} leaves less than a group of "
-                f"samples for each of {len(self.names)} devices"
+                f"samples for each of {len(self.names)} devices",
+                code="cephalo-factor-too-large",
             )
         options = {name: self._options(name, width + 1, factor) for name in self.equal.classes}
         of_device = [options[name] for name in self.names]
@@ -214,6 +218,7 @@ def _modes(profile: Profile, request: PlanRequest, devices: tuple[Device, ...]) 
     if 3 not in space.zero_stages or "all" not in space.shardings or not modes:
         raise InputError(
             "Cephalo plans ZeRO-3 with recompute over all devices, which is not allowed here",
+            code="cephalo-mode-not-allowed",
             fix="allow it, or use `strategy: optimal`",
         )
     return tuple(sorted(modes, key=lambda mode: mode.boundary != "host"))

@@ -52,6 +52,7 @@ def iterate_even_plans(profile: Profile, request: PlanRequest) -> Iterator[Plan]
     if batch < ranks:
         raise InputError(
             f"a global batch of {batch} cannot be split evenly over {ranks} devices",
+            code="batch-not-even",
             fix=f"set `global_batch_size` to {ranks} or more, or use `strategy: optimal`",
         )
     each, rest = divmod(batch, ranks)

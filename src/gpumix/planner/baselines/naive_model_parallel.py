@@ -61,7 +61,9 @@ def plan_naive_model_parallel(profile: Profile, request: PlanRequest) -> Plan:
     manners = StageModes({NO_TENSOR_PARALLEL: profile}, request.space)
     if lacking := manners.find_refusal({device.device_class for device in devices}, "1f1b"):
         raise NoFeasiblePlanError(
-            f"no plan has a stage for each device: {lacking.why}", fix=lacking.fix
+            f"no plan has a stage for each device: {lacking.why}",
+            code="no-stage-per-device",
+            fix=lacking.fix,
         )
     misses = NearestMiss("the model, layer by layer,")
     for way in _iterate_candidates(manners, request.global_batch, devices):
@@ -83,6 +85,7 @@ def _select_largest_devices(
         raise InputError(
             f"{len(devices)} devices of a stage each need as many units and stages, there are "
             f"{most} at most",
+            code="too-few-units",
             fix="use fewer devices, or `strategy: staged`, which puts several devices in a stage",
         )
     by_room = sorted(devices, key=lambda d: -free_bytes(profile, d.device_class))

@@ -71,6 +71,7 @@ def peak_flops(profile: Profile, devices: tuple[Device, ...]) -> dict[str, float
             raise InputError(
                 f"the peak FLOP/s of device class '{name}' is not known, and `proportional` "
                 "divides by peaks",
+                code="peak-flops-unknown",
                 where=f"cluster: classes.{name}",
                 fix="set `peak_flops`, such as `peak_flops: 65 TFLOP/s`, or use a strategy "
                 "that uses measurements",

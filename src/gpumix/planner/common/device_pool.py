@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import combinations, combinations_with_replacement, product
 from math import comb, prod
 
@@ -57,19 +57,21 @@ class Fleet:
     """Chosen devices of a profile, and links between them, shared by all settings of a search.
 
     `all_devices` has all devices in rank order. `classes` has the devices taking part by id, the
-    classes by name; `on_host` counts them.
+    classes by name; `on_host` counts them. A step has `waves` waves: all seconds of the fleet are
+    those of a wave on average.
     """
 
     profile: Profile
     all_devices: tuple[Device, ...]
     classes: Mapping[str, tuple[Device, ...]]
     on_host: OnHosts
+    waves: float = 1.0
     _measured: dict[tuple[Mode, ...], dict[str, tuple[Mode, ...]]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
     @classmethod
-    def of(cls, profile: Profile, devices: tuple[Device, ...]) -> Fleet:
+    def of(cls, profile: Profile, devices: tuple[Device, ...], waves: float = 1.0) -> Fleet:
         """Build a fleet of all `devices`, given in rank order."""
         found: dict[str, list[Device]] = {}
         for device in sorted(devices, key=lambda d: d.id):
@@ -80,6 +82,7 @@ class Fleet:
             devices,
             classes,
             count_devices_by_host((d.host, d.device_class) for d in devices),
+            waves,
         )
 
     def only(self, on_host: OnHosts) -> Fleet:
@@ -95,7 +98,7 @@ class Fleet:
                 kept[name] = devices
             elif left:
                 kept[name] = tuple(_first(devices, left))
-        return Fleet(self.profile, self.all_devices, kept, on_host, self._measured)
+        return Fleet(self.profile, self.all_devices, kept, on_host, self.waves, self._measured)
 
     def measured(self, modes: tuple[Mode, ...]) -> dict[str, tuple[Mode, ...]]:
         """Return the measured `modes` of each class, without modes beaten by another."""
@@ -145,7 +148,12 @@ class Fleet:
     @cached_property
     def compute_seconds(self) -> Callable[[ShardedLayout], CollectiveSeconds]:
         """Seconds of a layout's collectives, computed once."""
-        return cache(partial(compute_collective_seconds, self.profile, self.link_model))
+
+        def compute(layout: ShardedLayout) -> CollectiveSeconds:
+            links = compute_collective_seconds(self.profile, self.link_model, layout)
+            return links.averaged_over(self.waves, gathers_once=layout.zero_stage < 3)
+
+        return cache(compute)
 
     @property
     def has_stated_links(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.cost.memory_layout.curves import FloatArray, MicroBatches
 from gpumix.cost.peak_memory import Activations
-from gpumix.cost.step_time import exposed_seconds, needs_sync_between_passes, pass_seconds
+from gpumix.cost.step_time import needs_sync_between_passes, pass_seconds
 from gpumix.planner.common.sharding_setting import ShardingSetting, make_setting
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.job.search_space import Space
@@ -45,7 +45,7 @@ def predict_load_step_seconds(setting: ShardingSetting, loads: Iterable[DeviceLo
         whole = setting.update_s(load.device_class)
         update = max(update, whole * (load.share if setting.zero_stage else 1.0))
     passes = forward + backward if needs_sync_between_passes(setting.zero_stage) else both
-    return exposed_seconds(setting.profile, setting.links) + passes + update
+    return setting.exposed_s + passes + update
 
 
 def compute_share_capacities(

@@ -25,6 +25,7 @@ from gpumix.cost.network.link_times import Operation, select_collective_forms
 from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes
 from gpumix.cost.step_time import (
     can_keep_state_on_host,
+    exposed_wave_seconds,
     optimizer_seconds,
 )
 from gpumix.planner.common.device_pool import Fleet, Pool
@@ -33,7 +34,7 @@ from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.optimizer_state import get_cut_multiple
 from gpumix.schema.plan.plan import Collectives, Sharding, ZeroStage
 from gpumix.schema.plan.stage import PLAIN, Mode, Place
-from gpumix.schema.profile.profile import Profile, RankGroup
+from gpumix.schema.profile.profile import ROOT, Profile, RankGroup
 
 OPERATIONS: tuple[Operation, ...] = ("gather", "reduce")
 # Lengths of padded intervals, relative to equal intervals. Per-owner collectives cost a quarter
@@ -117,10 +118,17 @@ class ShardingSetting:
             return ("device", "host")
         return ("host",) if name in self.on_host else ("device",)
 
+    @property
+    def exposed_s(self) -> float:
+        """Return seconds of a wave that computation never hides, whatever the samples."""
+        once_s = self.links.gather_s[ROOT] + self.profile.step_overhead_s / self.fleet.waves
+        return once_s + exposed_wave_seconds(self.links)
+
     def update_s(self, name: str) -> float:
-        """Return seconds for a device of class `name` to update the whole model."""
+        """Return seconds for a device of class `name` to update the whole model, divided by the
+        waves of a step."""
         gathered = self.links.communication_dtype or self.profile.model_of(name).compute_dtype
-        return min(
+        least_s = min(
             optimizer_seconds(
                 self.profile,
                 name,
@@ -131,6 +139,7 @@ class ShardingSetting:
             )
             for place in self.places(name)
         )
+        return least_s / self.fleet.waves
 
 
 def iterate_settings(

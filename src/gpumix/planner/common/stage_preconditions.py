@@ -61,6 +61,7 @@ def refuse_least_stages(space: Space) -> None:
         raise InputError(
             "the strategy does not choose the number of stages: 'min_pipeline_stages' has no "
             "effect",
+            code="pipeline-stages-without-effect",
             fix="use `strategy: staged` or `optimal`",
         )
 
@@ -71,7 +72,7 @@ def check_stage_count(
     """Raise an InputError if no plan can have as many stages as a space wants.
 
     Args:
-        most_groups: of devices, or of teams of `degree`.
+        most_groups: of devices, or of tensor-parallel groups of `degree`.
         units: the most stages that the model can be cut into.
         rounds: the most stages of a group.
     """
@@ -79,22 +80,26 @@ def check_stage_count(
     if space.max_pipeline_stages == 1:
         raise InputError(
             "there is no plan of several stages with max_pipeline_stages 1",
+            code="pipeline-stages-excluded",
             where="techniques.max_pipeline_stages",
             fix=f"set techniques.max_pipeline_stages to 2 or more, or {ALLOW_ONE_STAGE_FIX}",
         )
     if most_groups < 2:  # `refuse_one_device` covers a single device
         raise InputError(
-            f"there is no plan of several stages: one team of {degree} alone has one stage",
+            f"there is no plan of several stages: a single tensor-parallel group of {degree} "
+            "has one stage",
+            code="pipeline-of-one-group",
             where="techniques.tensor_parallel_size",
             fix=f"allow `techniques: {{tensor_parallel_size: [1, {degree}]}}`, or "
             f"{ALLOW_ONE_STAGE_FIX}",
         )
     if space.min_pipeline_stages > most:
-        teams = f"teams of {degree}" if degree > 1 else "devices"
+        workers = f"tensor-parallel groups of {degree}" if degree > 1 else "devices"
         twice = f", of which each may have {rounds} stages" if rounds > 1 else ""
         raise InputError(
             f"there is no plan of {space.min_pipeline_stages} stages: there are {most_groups} "
-            f"{teams}{twice}, and {units} units",
+            f"{workers}{twice}, and {units} units",
+            code="pipeline-stages-too-many",
             where="techniques.min_pipeline_stages",
             fix=f"set techniques.min_pipeline_stages to {max(1, most)} at most",
         )
@@ -113,6 +118,7 @@ def make_schedules_error(refusals: Mapping[Schedule, Refusal]) -> NoFeasiblePlan
     whose = {one: [name for name, why in refusals.items() if why == one] for one in every}
     return NoFeasiblePlanError(
         f"there is no plan of several stages by schedule {' or '.join(refusals)}",
+        code="no-schedule-for-stages",
         why="; ".join(f"{' and '.join(whose[one])}: {one.why}" for one in every)
         if len(every) > 1
         else next(iter(every)).why,
@@ -125,6 +131,7 @@ def refuse_one_device(devices: Sequence[Device]) -> None:
     if len(devices) < 2:
         raise InputError(
             "there is no plan of several stages: one device alone has one stage",
+            code="pipeline-of-one-device",
             fix=ALLOW_ONE_STAGE_FIX,
         )
 
@@ -134,6 +141,7 @@ def refuse_one_unit(units: int) -> None:
     if units < 2:
         raise InputError(
             "there is no plan of several stages: a model of one unit has one stage",
+            code="pipeline-of-one-unit",
             fix=ALLOW_ONE_STAGE_FIX,
         )
 
@@ -142,16 +150,18 @@ def refuse_one_stage(profile: Profile, devices: Sequence[Device]) -> None:
     """Raise an InputError if no plan can have several stages."""
     refuse_one_device(devices)
     refuse_one_unit(len(set(profile.model.calls)))
-    what, fix = "", ALLOW_ONE_STAGE_FIX
+    what, code, fix = "", "", ALLOW_ONE_STAGE_FIX
     if not profile.model.cuts:
+        code = "model-not-cuttable"
         what = "wherever this model is cut, units before the cut are called again behind it"
     elif profile.model.no_stages:
-        what = profile.model.no_stages
+        what, code = profile.model.no_stages, "model-without-stages"
     elif not profile.model.needs:
+        code = "profile-without-dataflow"
         what = "the profile does not say what the model's units need of each other"
         fix += ", or profile again: `gpumix profile JOB.yaml --fresh`"
     if what:
-        raise InputError(f"there is no plan of several stages: {what}", fix=fix)
+        raise InputError(f"there is no plan of several stages: {what}", code=code, fix=fix)
 
 
 def check_space_includes(space: Space, needed: Mapping[str, object] = STAGED_TECHNIQUES) -> None:
@@ -166,6 +176,7 @@ def check_space_includes(space: Space, needed: Mapping[str, object] = STAGED_TEC
             raise InputError(
                 f"there is no plan of several stages with {name} "
                 f"{' or '.join(map(str, allowed))}: it needs {value}",
+                code="pipeline-needs-setting",
                 where=f"techniques.{name}",
                 fix=f"allow `techniques: {{{name}: [{value}, ...]}}`, or {ALLOW_ONE_STAGE_FIX}",
             )

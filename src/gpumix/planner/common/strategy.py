@@ -36,7 +36,7 @@ class PlanRequest(Value):
     bounds: bool = True
 
 
-MIN_GAIN_FRACTION = 1e-3  # a plan needing more (stages, teams) must be faster by this fraction
+MIN_GAIN_FRACTION = 1e-3  # gain that more stages or tensor-parallel groups must bring
 
 Strategy = Callable[[Profile, PlanRequest], Plan]
 
@@ -68,6 +68,7 @@ def ranked_devices(profile: Profile, request: PlanRequest) -> tuple[Device, ...]
     if unknown:
         raise InputError(
             f"device '{unknown[0]}' is not in the profile's cluster",
+            code="device-not-in-profile",
             why=f"its devices are {', '.join(sorted(known))}",
             fix="profile again on this cluster: `gpumix profile JOB.yaml`",
         )
@@ -136,7 +137,8 @@ def get_prediction(plan: Plan) -> Prediction:
 
 
 def compute_time_to_beat(plan: Plan) -> float:
-    """Return the seconds that a plan needing more stages or teams must beat."""
+    """Return the seconds that a plan needing more stages or tensor-parallel groups
+    must beat."""
     return get_prediction(plan).step_s * (1.0 - MIN_GAIN_FRACTION)
 
 

@@ -49,6 +49,7 @@ def make_policy_error(what: str, lacks: Iterable[SettingShortage]) -> NoFeasible
         return NoFeasiblePlanError(
             f"{what} is not possible: all devices must use one mode, and none of the allowed modes "
             "was measured on every device class",
+            code="policy-modes-not-measured",
             fix="use `strategy: optimal`, which chooses a mode for each class",
         )
     setting, excess = min(tried, key=lambda t: (max(t[1].values()), t[0].zero_stage))
@@ -56,6 +57,7 @@ def make_policy_error(what: str, lacks: Iterable[SettingShortage]) -> NoFeasible
     if not short:
         return NoFeasiblePlanError(
             f"{what} does not fit: no division that its rules allow fits all devices",
+            code="policy-does-not-fit",
             fix="use `strategy: optimal`, which gives each device a share of its own and may fit",
         )
     name = max(short, key=lambda n: (short[n], n))
@@ -63,6 +65,7 @@ def make_policy_error(what: str, lacks: Iterable[SettingShortage]) -> NoFeasible
     who = f"{'the host of ' if short[name].on_host else ''}device class '{name}'"
     return NoFeasiblePlanError(
         f"{what} does not fit: {who} is short of {show_exact_bytes(short[name].bytes)}",
+        code="policy-does-not-fit",
         why=f"{each}, at the best micro-batch and with 1/{len(setting.devices)} of the state",
         fix="use `strategy: optimal`, which gives devices with less memory a smaller share"
         + (", and keeps nothing on a host that has no room" if short[name].on_host else ""),
@@ -106,6 +109,7 @@ class NearestMiss:
     def error(self, profile: Profile) -> NoFeasiblePlanError:
         return NoFeasiblePlanError(
             f"{self._what} does not fit the devices",
+            code="policy-does-not-fit",
             why=f"{_describe_shortages(profile, self._nearest)}, in the plan closest to fitting"
             if self._nearest
             else "no stage has room for its state and a micro-batch",

@@ -36,6 +36,8 @@ MIN_OPTIONS_TO_THIN = 4096  # options; dropping any of fewer takes longer than l
 
 MOST_CELLS = 2_000_000  # of a grid; a cell takes half a kilobyte while in use
 
+MOST_GRIDS = 16  # kept for the next settings
+
 ROWS_AT_ONCE = 16  # rows of grids are rounded to multiples of this
 
 # Sums in another order differ in the last digits; limits are compared with this much slack.
@@ -234,6 +236,7 @@ class GridCache:
             raise InputError(
                 f"'global_batch_size' is {self._batch}: so many samples of so small a model can be "
                 "cut in too many ways to look through",
+                code="batch-too-large-to-search",
                 why=f"a device may do {least} to {most} of them, in micro-batches of {sizes[0]} to "
                 f"{sizes[-1]}",
                 fix="lower `global_batch_size`; samples may be longer instead (`sequence_length`)",
@@ -241,9 +244,11 @@ class GridCache:
         least -= least % ROWS_AT_ONCE
         most = min(self._batch, -(-most // ROWS_AT_ONCE) * ROWS_AT_ONCE)
         key = (least, most, sizes.tobytes())
-        if key not in self._known:
-            self._known[key] = Grid(self._profile, least, most, sizes)
-        return self._known[key]
+        grid = self._known.pop(key, None) or Grid(self._profile, least, most, sizes)
+        self._known[key] = grid  # the last of a dict is the one used last
+        if len(self._known) > MOST_GRIDS:
+            del self._known[next(iter(self._known))]
+        return grid
 
 
 @dataclass(frozen=True)
@@ -383,7 +388,7 @@ class TimeBounds:
         # By class, mode and largest micro-batch.
         self._rates: dict[tuple[str, Mode, int], float] = {}
         self._passes: dict[tuple[str, Mode, int], FloatArray] = {}
-        self._teams: dict[Hashable, TimeBounds] = {}
+        self._of_leaders: dict[Hashable, TimeBounds] = {}
 
     def of_part(self, profile: Profile, batch: int) -> TimeBounds:
         """Return the bounds of a smaller batch, on a profile that differs in updates at most."""
@@ -391,15 +396,16 @@ class TimeBounds:
         part.batch, part.grids, part._updates = batch, GridCache(profile, batch), {}
         return part
 
-    def of_teams(self, profile: Profile) -> TimeBounds:
-        """Return the bounds of the leaders of teams, shared between batches."""
+    def of_leaders(self, profile: Profile) -> TimeBounds:
+        """Return the bounds of the leaders of tensor-parallel groups, shared between
+        batches."""
         key = tuple(
             (one.name, ByIdentity(profile.of_class(one.name).units), free_bytes(profile, one.name))
             for one in profile.cluster.classes
         )
-        if key not in self._teams:
-            self._teams[key] = TimeBounds(profile, self._most)
-        return self._teams[key].of_part(profile, self.batch)
+        if key not in self._of_leaders:
+            self._of_leaders[key] = TimeBounds(profile, self._most)
+        return self._of_leaders[key].of_part(profile, self.batch)
 
     def update_s(self, setting: ShardingSetting, name: str) -> float:
         """Return `ShardingSetting.update_s`, computed once for settings in which it is the same."""

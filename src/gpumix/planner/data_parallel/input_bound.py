@@ -49,7 +49,7 @@ def slow_down_to_input(profile: Profile) -> Profile | None:
             renamed |= {(one.device_class, host): name for host in hosts}
     if all(found[new].units == profile.of_class(old).units for (old, _), new in renamed.items()):
         return None
-    update = {"cluster": _with_classes(profile.cluster, renamed), "inputs": (), "teams": ()}
+    update = {"cluster": _with_classes(profile.cluster, renamed), "inputs": (), "tp_profiles": ()}
     return profile.model_copy(update={"classes": tuple(found.values()), **update})
 
 

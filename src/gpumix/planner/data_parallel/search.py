@@ -17,7 +17,6 @@ from functools import cached_property
 import numpy as np
 
 from gpumix.cost.memory_layout.curves import IntArray
-from gpumix.cost.step_time import exposed_seconds
 from gpumix.planner.common.device_pool import (
     FEW_CLASSES,
     Fleet,
@@ -100,15 +99,24 @@ def plan_one_stage(profile: Profile, request: PlanRequest, paces: TimeBounds | N
 
 
 def plan_one_stage_below(
-    profile: Profile, request: PlanRequest, paces: TimeBounds, below_s: float
+    profile: Profile,
+    request: PlanRequest,
+    paces: TimeBounds,
+    below_s: float,
+    *,
+    waves: float = 1.0,
 ) -> Plan | None:
     """Return the optimal plan; None if nothing fits, or everything takes longer than `below_s`.
+
+    Args:
+        waves: waves of a step, of which this plan is for one. `below_s` and the plan's bound are
+            then seconds of a wave on average; its other predictions, of this wave alone.
 
     Raises:
         InputError: the request names devices unknown to the profile.
     """
     best = _FleetSearch(paces, below_s)
-    best.of(Fleet.of(profile, ranked_devices(profile, request)), request.space)
+    best.of(Fleet.of(profile, ranked_devices(profile, request), waves), request.space)
     if best.solution is None:
         return None
     return _plan(best.solution, request.global_batch, best.bound_s)
@@ -291,8 +299,7 @@ class _Search:
 
     @cached_property
     def _fixed_s(self) -> float:
-        setting = self.setting
-        return exposed_seconds(setting.profile, setting.links) + self.shared.fixed_update_s
+        return self.setting.exposed_s + self.shared.fixed_update_s
 
     @property
     def _least_passes_s(self) -> float:

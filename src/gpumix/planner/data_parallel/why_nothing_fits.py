@@ -69,7 +69,7 @@ def make_no_fit_error(
     if next(iterate_settings(fleet, space), None) is None:
         return _no_setting(fleet, space)
     if explains == "nothing":
-        return NoFeasiblePlanError(f"no plan fits a global batch of {batch}")
+        return NoFeasiblePlanError(f"no plan fits a global batch of {batch}", code="no-plan-fits")
     return _Shortage(profile, devices, space, batch).error(explains=explains == "fully")
 
 
@@ -77,6 +77,7 @@ def _no_setting(fleet: Fleet, space: Space) -> NoFeasiblePlanError:
     if space.parameters_on == ("host",):
         return NoFeasiblePlanError(
             "no plan is possible: hosts cannot keep all parameters",
+            code="parameters-exceed-hosts",
             why="this needs ZeRO stage 3, state on hosts and measured speeds of hosts; several "
             "hosts also need measured or stated links, since each has a copy of the state",
             fix="allow `techniques: {parameters_on: [device, host]}`, or profile again",
@@ -87,10 +88,12 @@ def _no_setting(fleet: Fleet, space: Space) -> NoFeasiblePlanError:
         return NoFeasiblePlanError(
             f"no plan is possible: what class '{unable[0]}' takes to keep state on its host was "
             "not measured",
+            code="host-state-not-measured",
             fix="allow `techniques: {state_on: [device, host]}`, or profile again",
         )
     return NoFeasiblePlanError(
         "no plan is possible: state cannot be sharded inside each host",
+        code="state-not-shardable-in-hosts",
         why="this needs several hosts, one with several devices, known links, "
         "and a ZeRO stage of 1 to 3",
         fix="allow `techniques: {shardings: [all, host]}`",
@@ -119,7 +122,7 @@ class _Shortage:
             return self._nothing_measured()
         what = f"no plan fits a global batch of {self.batch}: {self._short()}"
         if not explains:
-            return NoFeasiblePlanError(what, where=self._where())
+            return NoFeasiblePlanError(what, code="no-plan-fits", where=self._where())
         setting = self.needs[0].setting
         states = [setting.memory.state(setting.profile.model_of(name)) for name in self.counts]
         state = show_bytes(max(s.sharded_bytes + s.replicated_bytes for s in states))
@@ -130,6 +133,7 @@ class _Shortage:
         ]
         return NoFeasiblePlanError(
             what,
+            code="no-plan-fits",
             where=self._where(),
             why="; ".join(reasons),
             fix=self._fix(),
@@ -157,6 +161,7 @@ class _Shortage:
         return NoFeasiblePlanError(
             f"no plan is possible: what class '{self._unmeasured()[0]}' takes to "
             f"{' or '.join(sorted(modes))} was not measured",
+            code="modes-not-measured",
             where=self._where(),
             fix=f"allow {missing}: with it the batch fits" if missing else "profile again",
         )

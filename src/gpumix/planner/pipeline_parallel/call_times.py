@@ -84,27 +84,28 @@ class CallTimes:
 
 
 class CallTimesCache:
-    """The paces of a profile's classes, alone and in teams, and of links, each computed once."""
+    """The paces of a profile's classes, alone and in tensor-parallel groups, and of
+    links, each computed once."""
 
     def __init__(
-        self, profile: Profile, teams: Iterable[TensorParallelDegree] = (NO_TENSOR_PARALLEL,)
+        self, profile: Profile, degrees: Iterable[TensorParallelDegree] = (NO_TENSOR_PARALLEL,)
     ) -> None:
         self.profiles = {
-            team: make_group_profile(profile, team.degree, sequence=team.sequence) for team in teams
+            tp: make_group_profile(profile, tp.degree, sequence=tp.sequence) for tp in degrees
         }
-        self.rooms = {team: StageMemory(one) for team, one in self.profiles.items()}
+        self.rooms = {tp: StageMemory(one) for tp, one in self.profiles.items()}
         self._known: dict[tuple[str, TensorParallelDegree, Mode, tuple[int, ...]], CallTimes] = {}
         self._rates: dict[tuple[GroupKind, TensorParallelDegree], float] = {}
         self._messages = Messages(self.profiles[NO_TENSOR_PARALLEL])
         self._sent: dict[tuple[Hashable, tuple[float, ...]], FloatArray] = {}
 
     def __call__(
-        self, name: str, team: TensorParallelDegree, mode: Mode, sizes: tuple[int, ...]
+        self, name: str, tp: TensorParallelDegree, mode: Mode, sizes: tuple[int, ...]
     ) -> CallTimes:
-        """Return the pace of a class, or of teams of the class."""
-        key = (name, team, mode, sizes)
+        """Return the pace of a class, or of its tensor-parallel groups."""
+        key = (name, tp, mode, sizes)
         if key not in self._known:
-            self._known[key] = CallTimes.of(self.profiles[team], name, sizes, mode)
+            self._known[key] = CallTimes.of(self.profiles[tp], name, sizes, mode)
         return self._known[key]
 
     def sent_s(self, giver: Device, taker: Device, sizes: tuple[float, ...]) -> FloatArray:
@@ -115,17 +116,17 @@ class CallTimesCache:
             self._sent[key] = np.array(seconds)
         return self._sent[key]
 
-    def compute_reduce_s_per_byte(self, kind: GroupKind, team: TensorParallelDegree) -> float:
+    def compute_reduce_s_per_byte(self, kind: GroupKind, tp: TensorParallelDegree) -> float:
         """Return seconds to sum a byte of gradients over the workers of a group, in large sums."""
-        key = (kind, team)
+        key = (kind, tp)
         if key not in self._rates:
             places = [
                 (str(number), name)
                 for number, host in enumerate(kind.hosts)
                 for name, count in host
-                for _ in range(count // team.degree)
+                for _ in range(count // tp.degree)
             ]
-            profile = self.profiles[team]
+            profile = self.profiles[tp]
             wire, form = (
                 build_subset_link_model(profile, places, kind.near),
                 select_collective_forms(profile).reduce,

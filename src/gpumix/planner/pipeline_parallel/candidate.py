@@ -25,7 +25,7 @@ Cut = tuple[int, ...]
 """The call after the last call of each stage."""
 
 WorkerMicroBatches = tuple[int, ...]
-"""Micro-batches of each worker of a group, or of each team."""
+"""Micro-batches of each worker of a group, or of each tensor-parallel group in it."""
 
 Counts = tuple[WorkerMicroBatches, ...]
 """The deals of all groups."""
@@ -53,10 +53,10 @@ class UncutCandidate:
         return self.row * self.stages_per_group
 
     @cached_property
-    def teams(self) -> tuple[WorkerCounts, ...]:
+    def workers_by_class(self) -> tuple[WorkerCounts, ...]:
         """The workers of each group, by class."""
         return tuple(
-            count_workers_by_class(get_group_kind(group), manner.team.degree)
+            count_workers_by_class(get_group_kind(group), manner.tp.degree)
             for group, manner in zip(self.row, self.manners)
         )
 
@@ -67,13 +67,13 @@ def get_stages_per_group(schedule: Schedule) -> int:
 
 
 def list_leaders(group: Group, degree: int) -> tuple[Device, ...]:
-    """Return the first device of each team of a group."""
-    return tuple(team[0] for team in form_tensor_parallel_groups(group, degree))
+    """Return the first device of each tensor-parallel group in a stage's group."""
+    return tuple(tp_group[0] for tp_group in form_tensor_parallel_groups(group, degree))
 
 
 def form_tensor_parallel_groups(group: Group, degree: int) -> tuple[Group, ...]:
-    """Return a group's teams: successive devices of one class and island of a host. Devices too few
-    for a further team are in none."""
+    """Return the tensor-parallel groups in a stage's group: successive devices of one class and
+    island of a host. Devices too few for a further one are in none."""
     alike: dict[DevicePlace, list[Device]] = {}
     for device in group:
         alike.setdefault(cell_of(device), []).append(device)
@@ -99,14 +99,14 @@ def build_staged_plan(
 
     Args:
         batch: samples of a step.
-        counts: micro-batches of each worker, or of each team.
+        counts: micro-batches of each worker, or of each tensor-parallel group.
         waves: each group has a worker with as many micro-batches.
     """
     model = profile.model
     stages = []
     for number, (begin, end) in enumerate(pairwise((0, *cut))):
         needs, manner = model.needs_of(begin, end), way.manners[number]
-        teams = form_tensor_parallel_groups(way.stages[number], manner.team.degree)
+        tp_groups = form_tensor_parallel_groups(way.stages[number], manner.tp.degree)
         samples = _count_samples(counts[number % len(way.row)], way.micro_batch, batch)
         classes = {d.device_class: profile.of_class(d.device_class) for d in way.stages[number]}
         workers = tuple(
@@ -116,21 +116,21 @@ def build_staged_plan(
                 host=device.host,
                 samples=n,
                 micro_batch=min(way.micro_batch, n),
-                state_share=1.0 / len(teams),
+                state_share=1.0 / len(tp_groups),
                 mode=manner.mode,
-                compile=classes[device.device_class].compiled and manner.team.degree == 1,
+                compile=classes[device.device_class].compiled and manner.tp.degree == 1,
                 compute_dtype=classes[device.device_class].compute_dtype,
                 efficiency=classes[device.device_class].efficiency,
             )
-            for team, n in zip(teams, samples)
-            for device in team
+            for tp_group, n in zip(tp_groups, samples)
+            for device in tp_group
         )
         stages.append(
             Stage(
                 units=model.calls[begin:end],
                 workers=workers,
-                tensor=manner.team.degree,
-                sequence=manner.team.sequence,
+                tensor=manner.tp.degree,
+                sequence=manner.tp.sequence,
                 takes=needs.outputs,
                 root=needs.root,
             )

@@ -44,13 +44,15 @@ class Reduction:
         return plan.model_copy(update=update | ({"ranks": ranks} if plan.ranks else {}))
 
     def _expand_stage(self, stage: Stage) -> Stage:
-        workers = tuple(worker for team in stage.teams for worker in self._expand_team(tuple(team)))
+        workers = tuple(
+            worker for tp_group in stage.tp_groups for worker in self._expand_group(tuple(tp_group))
+        )
         return stage.model_copy(update={"workers": workers})
 
-    def _expand_team(self, team: tuple[Worker, ...]) -> Iterator[Worker]:
-        number = len(self.copies[team[0].device])
+    def _expand_group(self, tp_group: tuple[Worker, ...]) -> Iterator[Worker]:
+        number = len(self.copies[tp_group[0].device])
         for copy in range(number):
-            for worker in team:
+            for worker in tp_group:
                 device = self.copies[worker.device][copy]
                 share = worker.state_share / number
                 yield worker.model_copy(

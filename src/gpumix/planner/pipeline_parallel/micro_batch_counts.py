@@ -157,29 +157,31 @@ class CandidateEvaluator:
         sizes, ends = (min(way.micro_batch, self._batch),), list(pairwise((0, *cut)))
         found = []
         for place, group in enumerate(way.row):
-            workers = list_leaders(group, way.manners[place].team.degree)
+            workers = list_leaders(group, way.manners[place].tp.degree)
             of_class: dict[str, float] = {}
             for name in {worker.device_class for worker in workers}:
                 of_class[name] = 0.0
                 for stage in range(place, len(cut), len(way.row)):
                     manner, (begin, end) = way.manners[stage], ends[stage]
-                    pace = self._pace_of(name, manner.team, manner.mode, sizes)
+                    pace = self._pace_of(name, manner.tp, manner.mode, sizes)
                     of_class[name] += float(pace.stage_s(np.array(begin), np.array(end))[0])
             found.append([of_class[worker.device_class] for worker in workers])
         return found
 
     def _workers(self, plan: Plan, step: StagedStep) -> list[WorkerPrediction]:
-        """Return the predictions of the first worker of each team."""
+        """Return the predictions of the first worker of each tensor-parallel group."""
         found = list(step.workers())
-        if plan.in_teams:
+        if plan.uses_tensor_parallel:
             told = {
                 worker.device: buffer_bytes(self._profile, plan, number, worker)
                 for number, stage in enumerate(plan.stages)
                 for worker in stage.leaders
-                if stage.team_size(worker) > 1
+                if stage.get_tp_size(worker) > 1
             }
             found = [
-                w.model_copy(update={"memory_bytes": w.memory_bytes | {"team": told[w.device]}})
+                w.model_copy(
+                    update={"memory_bytes": w.memory_bytes | {"tensor parallel": told[w.device]}}
+                )
                 if w.device in told
                 else w
                 for w in found
@@ -202,8 +204,8 @@ def _move_state(plan: Plan, step: StagedStep, expected: Sequence[WorkerPredictio
             return None
         workers = tuple(
             worker.model_copy(update={"state_share": share})
-            for team, share in zip(stage.teams, _filled(most))
-            for worker in team
+            for tp_group, share in zip(stage.tp_groups, _filled(most))
+            for worker in tp_group
         )
         stages.append(stage.model_copy(update={"workers": workers}))
     return plan.model_copy(update={"stages": tuple(stages)})
@@ -214,9 +216,7 @@ def iterate_neighbor_deals(candidate: CutCandidate) -> Iterator[CutCandidate]:
     way, deals = candidate.way, candidate.deal or ()
     for place, deal in enumerate(deals):
         of_class: dict[str, list[int]] = {}
-        for number, worker in enumerate(
-            list_leaders(way.row[place], way.manners[place].team.degree)
-        ):
+        for number, worker in enumerate(list_leaders(way.row[place], way.manners[place].tp.degree)):
             of_class.setdefault(worker.device_class, []).append(number)
         for givers, takers in permutations(of_class.values(), 2):
             giver = max(givers, key=lambda number: deal[number])

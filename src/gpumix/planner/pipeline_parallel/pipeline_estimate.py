@@ -271,8 +271,8 @@ class PipelineEstimates:
         if not manners:
             nothing = np.zeros((0, 0, 0), np.float32)
             return _GroupTimes((), (), nothing, nothing, {})
-        teams = [dict(count_workers_by_class(kind, manner.team.degree)) for manner in manners]
-        workers = tuple((name, _stack([team[name] for team in teams])) for name in teams[0])
+        of_manners = [dict(count_workers_by_class(kind, manner.tp.degree)) for manner in manners]
+        workers = tuple((name, _stack([of[name] for of in of_manners])) for name in of_manners[0])
         taken = {name: self._taken_s(name, manners) for name, _ in workers}
         speed = sum((count / taken[name] for name, count in workers), np.zeros(1, np.float32))
         counts = self.counts.astype(np.float32)[:, None]
@@ -284,10 +284,10 @@ class PipelineEstimates:
             else:
                 here = np.ceil(np.minimum(1 + place.waiting * part, counts * part))
             each, working = self._held_bytes(name, manners, place.last)
-            profiles = [self._pace_of.profiles[manner.team] for manner in manners]
+            profiles = [self._pace_of.profiles[manner.tp] for manner in manners]
             buffers = _stack([profile.model.root.buffer_bytes for profile in profiles])
             held[name] = here * each + working + buffers / rounds
-        largest = _stack([self.manners.largest(kind, manner.team) for manner in manners])
+        largest = _stack([self.manners.largest(kind, manner.tp) for manner in manners])
         measured = np.array(self.sizes)[:, None] <= largest
         # Micro-batches are dealt undivided, in each wave or in the step.
         batches = counts / max(1, place.waves)
@@ -299,8 +299,9 @@ class PipelineEstimates:
         return _GroupTimes(manners, workers, busy_s, one_s, held)
 
     def _compute_micro_batch_s(self, name: str, manners: tuple[StageMode, ...]) -> Values:
-        """Return seconds of one micro-batch of each range, on one device or team of a class."""
-        paces = (self._pace_of(name, one.team, one.mode, self.sizes) for one in manners)
+        """Return seconds of one micro-batch of each range, on one device or tensor-parallel
+        group of a class."""
+        paces = (self._pace_of(name, one.tp, one.mode, self.sizes) for one in manners)
         taken = np.stack([pace.stage_s(self._begin, self._end) for pace in paces])
         return np.maximum(taken, TINY_S).astype(np.float32)
 
@@ -310,7 +311,7 @@ class PipelineEstimates:
         """Return bytes of each waiting micro-batch, by range, and of the running micro-batch."""
         each, working = [], []
         for manner in manners:
-            model = self._pace_of.profiles[manner.team].model_of(name)
+            model = self._pace_of.profiles[manner.tp].model_of(name)
             before, computed = compute_activation_bytes(model, manner.mode, self.sizes, last=last)
             held = before[:, self._end] - before[:, self._begin]
             each.append(held + np.array(self.message_bytes)[:, None])
@@ -319,7 +320,7 @@ class PipelineEstimates:
 
     def _elements_of(self, manners: tuple[StageMode, ...]) -> FloatArray:
         """Return the trained elements of each range, as [manners, 1, ranges]."""
-        rooms = (self._pace_of.rooms[manner.team] for manner in manners)
+        rooms = (self._pace_of.rooms[manner.tp] for manner in manners)
         return np.stack([room.elements(self._begin, self._end) for room in rooms])[:, None]
 
     def _fits(
@@ -328,7 +329,7 @@ class PipelineEstimates:
         """Return a mask of room: each worker for the undivided state, and all workers together for
         the rest. Several stages of a worker divide the memory equally."""
         elements, rounds = self._elements(computing.manners), get_stages_per_group(place.schedule)
-        profiles = [self._pace_of.profiles[manner.team] for manner in computing.manners]
+        profiles = [self._pace_of.profiles[manner.tp] for manner in computing.manners]
         least: FloatArray = np.full(1, np.inf)
         room = needed = np.zeros(1)
         for name, count in computing.workers:
@@ -348,7 +349,7 @@ class PipelineEstimates:
         """Return seconds of gradient sums and parameter gathers between a group's workers: in a
         step, from ZeRO stage 2 on in a wave."""
         rates = [
-            self._pace_of.compute_reduce_s_per_byte(place.kind, manner.team) for manner in manners
+            self._pace_of.compute_reduce_s_per_byte(place.kind, manner.tp) for manner in manners
         ]
         reduced = _stack(rates) * GRADIENT_BYTES
         gathered = reduced / 2  # half as many bytes, or nothing to add up
@@ -449,9 +450,9 @@ class RowEstimates:
             manners.append(every[found.stages[place].manner[number, of_range[at, begin]]])
             ends.append(int(estimates.edges[at]))
             at = begin
-        teams = [manner.team for manner in reversed(manners)]
-        if teams != teams[: len(self.row)] * get_stages_per_group(schedule):
-            return None  # a group cannot change its teams between its stages
+        degrees = [manner.tp for manner in reversed(manners)]
+        if degrees != degrees[: len(self.row)] * get_stages_per_group(schedule):
+            return None  # a group's stages have the same tensor parallel degree
         way = UncutCandidate(self.row, tuple(reversed(manners)), schedule, estimates.sizes[number])
         return CutCandidate(way, zero_stage, tuple(reversed(ends)), waves=max(1, waves))
 

@@ -299,31 +299,30 @@ class RowBounds:
     # -- one group in one manner ---------------------------------------------------------------
 
     def _build_manner_times(self, kind: GroupKind, manner: StageMode, last: bool) -> _MannerTimes:
-        profile = self._pace_of.profiles[manner.team]
+        profile = self._pace_of.profiles[manner.tp]
         left = working = np.full((len(self._sizes), len(self._begin)), np.inf)
         rests = tuple(max(1, rest) for rest in self._rests)
         is_left = np.array([rest > 0 for rest in self._rests])[:, None]
         classes = []
-        for name, count in count_workers_by_class(kind, manner.team.degree):
+        for name, count in count_workers_by_class(kind, manner.tp.degree):
             pace, smaller = (
-                self._pace_of(name, manner.team, manner.mode, sizes)
-                for sizes in (self._sizes, rests)
+                self._pace_of(name, manner.tp, manner.mode, sizes) for sizes in (self._sizes, rests)
             )
             forward = np.maximum(pace.compute_forward_s(self._begin, self._end), TINY_S)
             both = np.maximum(pace.stage_s(self._begin, self._end), forward + TINY_S)
             rest = smaller.stage_s(self._begin, self._end) * is_left
             free = free_bytes(profile, name) - profile.model.root.buffer_bytes
-            elements = self._elements(name, manner.team)
+            elements = self._elements(name, manner.tp)
             classes.append(_ClassTimes(name, count, forward, both, rest, free, elements))
             held = self._activation_bytes(name, manner, last=last)
             left, working = np.minimum(left, held[0]), np.minimum(working, held[1])
-        rate = self._pace_of.compute_reduce_s_per_byte(kind, manner.team)
+        rate = self._pace_of.compute_reduce_s_per_byte(kind, manner.tp)
         least = np.min([one.elements for one in classes], axis=0)
         return _MannerTimes(tuple(classes), left, working, least * GRADIENT_BYTES * rate)
 
-    def _elements_of(self, name: str, team: TensorParallelDegree) -> FloatArray:
+    def _elements_of(self, name: str, tp: TensorParallelDegree) -> FloatArray:
         """Return the elements that surely belong to each range, as [ranges]."""
-        profile = self._pace_of.profiles[team]
+        profile = self._pace_of.profiles[tp]
         room = StageMemory(profile, profile.model_of(name))
         return room.count_exclusive_elements(self._begin, self._end)
 
@@ -332,7 +331,7 @@ class RowBounds:
     ) -> tuple[FloatArray, FloatArray]:
         """Return bytes of a waiting micro-batch of each range, and at least of the running one in
         addition, in the backward pass of the last call, or in the head."""
-        model = self._pace_of.profiles[manner.team].model_of(name)
+        model = self._pace_of.profiles[manner.tp].model_of(name)
         before, least = compute_activation_bytes(
             model, manner.mode, self._sizes, last=last, least=True
         )

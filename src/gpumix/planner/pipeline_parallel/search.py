@@ -58,10 +58,10 @@ from gpumix.planner.pipeline_parallel.stage_modes import (
     StageMode,
     StageModes,
     get_group_kind,
-    measured_teams,
-    teams_of_space,
+    get_measured_tp_degrees,
+    list_tp_degrees,
 )
-from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
+from gpumix.planner.pipeline_parallel.tensor_parallel_search import (
     select_groupable_devices,
 )
 from gpumix.schema.plan.plan import Plan, Schedule, ZeroStage
@@ -122,8 +122,8 @@ class StageSearch:
         self._wanted_s, self._below_s = below_s, below_s * margin
         refuse_one_stage(profile, self._devices)
         check_space_includes(request.space)
-        teams = measured_teams(profile).intersection(teams_of_space(request.space))
-        self._pace_of = pace_of = CallTimesCache(profile, {NO_TENSOR_PARALLEL, *teams})
+        degrees = get_measured_tp_degrees(profile).intersection(list_tp_degrees(request.space))
+        self._pace_of = pace_of = CallTimesCache(profile, {NO_TENSOR_PARALLEL, *degrees})
         self._manners = StageModes(pace_of.profiles, request.space)
         self._schedules = [one for one in SCHEDULES if one in request.space.pipeline_schedules]
         check_stage_count(
@@ -131,7 +131,7 @@ class StageSearch:
             most_groups=self._most_groups,
             units=profile.model.most_stages,
             rounds=max(map(get_stages_per_group, self._schedules)),
-            degree=self._manners.smallest_team(),
+            degree=self._manners.get_smallest_tp_size(),
         )
         self._refuse_schedules()
         self._cutter = Cutter(pace_of, self._batch)
@@ -222,18 +222,20 @@ class StageSearch:
     @cached_property
     def _rows(self) -> tuple[list[Row], bool]:
         found, complete = list_rows(self._devices, min(self._most_stages, self._most_groups))
-        if self._manners.smallest_team() == 1:
+        if self._manners.get_smallest_tp_size() == 1:
             return found, complete
         able = [
-            row for row in found if all(map(self._manners.can_team_up, map(get_group_kind, row)))
+            row
+            for row in found
+            if all(map(self._manners.can_form_tp_groups, map(get_group_kind, row)))
         ]
         return able, complete
 
     @cached_property
     def _most_groups(self) -> int:
-        """The most groups of a row: each has at least a team."""
+        """The most groups of a row: each has at least a tensor-parallel group."""
         alike = Counter(map(cell_of, self._devices))
-        degree = self._manners.smallest_team()
+        degree = self._manners.get_smallest_tp_size()
         return sum(count // degree for count in alike.values())
 
     @property
@@ -421,7 +423,7 @@ class StageSearch:
                     yield replace(one, cut=(*cut[:place], moved, *cut[place + 1 :]), deal=None)
         for place, manner in enumerate(way.manners if len(way.manners) <= FEW_STAGES else ()):
             for other in self._manners_at(way.row, way.schedule, place):
-                if other != manner and other.team == manner.team:
+                if other != manner and other.tp == manner.tp:
                     manners = (*way.manners[:place], other, *way.manners[place + 1 :])
                     yield replace(one, way=replace(way, manners=manners), deal=None)
         yield from iterate_neighbor_deals(one)
@@ -505,10 +507,10 @@ class StageSearch:
                 continue
             every = [self._manners_at(row, schedule, n) for n in range(stages)]
             for manners in product(*every):
-                teams = [manner.team for manner in manners]
-                if teams != teams[: len(row)] * get_stages_per_group(schedule):
+                degrees = [manner.tp for manner in manners]
+                if degrees != degrees[: len(row)] * get_stages_per_group(schedule):
                     continue
-                largest = min(map(self._manners.largest, map(get_group_kind, row), teams))
+                largest = min(map(self._manners.largest, map(get_group_kind, row), degrees))
                 least = self._cutter.bound_row(row, manners, self._sizes)
                 for size, least_s in zip(self._sizes, least):
                     if size <= largest and least_s < self._best_s * (1 - MIN_RELATIVE_GAIN):

@@ -85,9 +85,7 @@ class Cutter:
         workers: list[tuple[FloatArray, int]] = []
         for place, group in enumerate(row):
             of_group = manners[place :: len(row)]
-            for name, count in count_workers_by_class(
-                get_group_kind(group), of_group[0].team.degree
-            ):
+            for name, count in count_workers_by_class(get_group_kind(group), of_group[0].tp.degree):
                 every = (
                     self._compute_job_seconds(name, manner, tuple(sizes)) for manner in of_group
                 )
@@ -108,18 +106,18 @@ class Cutter:
             parts = []
             for each, times in ((sizes, counts), (np.maximum(rests, 1), rests > 0)):
                 asked = tuple(map(int, each))
-                both_s = self._pace_of(name, manner.team, manner.mode, asked).both_s
+                both_s = self._pace_of(name, manner.tp, manner.mode, asked).both_s
                 parts.append(np.diff(both_s, axis=1) * times[:, None])
             self._known_jobs[key] = np.maximum(np.concatenate(parts, axis=1), TINY_S)
         return self._known_jobs[key]
 
     def _least_per_sample(self, name: str, manner: StageMode) -> FloatArray:
         """Return each call's least device seconds per sample, over all measured micro-batches."""
-        profile = self._pace_of.profiles[manner.team]
+        profile = self._pace_of.profiles[manner.tp]
         limit = min(self._batch, profile.of_class(name).largest_micro_batch or self._batch)
         sizes = np.array(list_corner_sizes(profile, name, limit))
-        both_s = self._pace_of(name, manner.team, manner.mode, tuple(map(int, sizes))).both_s
-        seconds = np.diff(both_s, axis=1) * manner.team.degree
+        both_s = self._pace_of(name, manner.tp, manner.mode, tuple(map(int, sizes))).both_s
+        seconds = np.diff(both_s, axis=1) * manner.tp.degree
         return np.asarray((seconds / sizes[:, None]).min(axis=0))
 
     def _least_s(self, way: UncutCandidate, begins: IntArray, ends: IntArray) -> FloatArray:
@@ -128,7 +126,7 @@ class Cutter:
         least, passed = np.zeros(len(begins)), np.zeros(len(begins))
         # Zero-bubble may defer weight gradients to the end: only the forward pass comes before.
         whole = way.schedule != "zero-bubble"
-        for place, classes in enumerate(way.teams):
+        for place, classes in enumerate(way.workers_by_class):
             of_classes, left_s = [], np.zeros(len(begins))
             come, go = np.full(len(begins), np.inf), np.full(len(begins), np.inf)
             for name, _ in classes:
@@ -165,7 +163,7 @@ class Cutter:
     def _left(self, way: UncutCandidate, stage: int, name: str) -> CallTimes | None:
         """Return the pace of a smaller last micro-batch, if any."""
         left, manner = self._samples_left(way), way.manners[stage]
-        return self._pace_of(name, manner.team, manner.mode, (left,)) if left else None
+        return self._pace_of(name, manner.tp, manner.mode, (left,)) if left else None
 
     def _sent_s(self, way: UncutCandidate, place: int) -> float:
         """Return a lower bound of a micro-batch's message to the next group, for any cut."""
@@ -191,7 +189,7 @@ class Cutter:
 
     def _pace(self, way: UncutCandidate, stage: int, name: str) -> CallTimes:
         manner = way.manners[stage]
-        return self._pace_of(name, manner.team, manner.mode, (min(way.micro_batch, self._batch),))
+        return self._pace_of(name, manner.tp, manner.mode, (min(way.micro_batch, self._batch),))
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -199,16 +197,16 @@ class Cutter:
         """Return lower bounds of the step at a ZeRO stage; infinite where the state has no room.
         Gradients of units are summed over a group, below stage 2 not before its last pass."""
         least = cuts.least_s
-        for place, classes in enumerate(way.teams):
+        for place, classes in enumerate(way.workers_by_class):
             summed = self._least_elements(way, cuts, place) * GRADIENT_BYTES
             longest = np.zeros(len(least))
             for stage in range(place, len(way.stages), len(way.row)):
                 begin, end = cuts.begins[:, stage], cuts.ends[:, stage]
                 paces = [self._pace(way, stage, name) for name, _ in classes]
                 longest += np.max([pace.stage_s(begin, end)[0] for pace in paces], axis=0)
-            team = way.manners[place].team
+            tp = way.manners[place].tp
             moved = summed * self._pace_of.compute_reduce_s_per_byte(
-                get_group_kind(way.row[place]), team
+                get_group_kind(way.row[place]), tp
             )
             computed = self._busy_s(way, cuts, place) - longest if zero_stage < 2 else 0.0
             least = np.maximum(least, np.where(summed > 0, moved + computed, 0.0))
@@ -217,7 +215,7 @@ class Cutter:
     def _busy_s(self, way: UncutCandidate, cuts: StageCuts, place: int) -> FloatArray:
         """Return the least work of a group's busiest device, for any deal of micro-batches."""
         speed = np.zeros(len(cuts.least_s))
-        for name, count in way.teams[place]:
+        for name, count in way.workers_by_class[place]:
             seconds = np.zeros(len(speed))
             for stage in range(place, len(way.stages), len(way.row)):
                 pace = self._pace(way, stage, name)
@@ -230,14 +228,14 @@ class Cutter:
     ) -> npt.NDArray[np.bool_]:
         """Return True where the state of units has room, without any micro-batch."""
         fits = np.ones(len(cuts.begins), dtype=bool)
-        for place, workers in enumerate(way.teams):
-            room = self._pace_of.rooms[way.manners[place].team]
+        for place, workers in enumerate(way.workers_by_class):
+            room = self._pace_of.rooms[way.manners[place].tp]
             fits &= room.fits(workers, self._least_elements(way, cuts, place), zero_stage)
         return fits
 
     def _least_elements(self, way: UncutCandidate, cuts: StageCuts, place: int) -> FloatArray:
         """Return the trained elements belonging to a group alone, in all stages of the group."""
-        room = self._pace_of.rooms[way.manners[place].team]
+        room = self._pace_of.rooms[way.manners[place].tp]
         stages = range(place, len(way.stages), len(way.row))
         every = (room.count_exclusive_elements(cuts.begins[:, n], cuts.ends[:, n]) for n in stages)
         return sum(every, np.zeros(len(cuts.begins)))

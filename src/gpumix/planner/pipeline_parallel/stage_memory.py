@@ -13,7 +13,7 @@ from gpumix.schema.profile.profile import ModelProfile, Profile
 
 
 class StageMemory:
-    """Room on devices of a profile: on single devices, or on the ranks of teams.
+    """Room on devices of a profile: on single devices, or on the ranks of tensor-parallel groups.
 
     Args:
         model: that the devices compute, if not that of the profile.

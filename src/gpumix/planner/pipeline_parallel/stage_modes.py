@@ -1,4 +1,4 @@
-"""Manners of running a stage: the team size and the mode of a group."""
+"""Manners of running a stage: the tensor parallel degree and the mode of its devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GroupKind(NamedTuple):
 
 
 WorkerCounts = tuple[tuple[str, int], ...]
-"""By class, the number of a stage's workers, or of teams led by a device of the class."""
+"""By class, the number of a stage's workers, or of its tensor-parallel groups."""
 
 
 class TensorParallelDegree(NamedTuple):
@@ -41,31 +41,31 @@ NO_TENSOR_PARALLEL = TensorParallelDegree(1)
 MEASURE_FIX = "allow more `techniques`, or profile again: `gpumix profile JOB.yaml --fresh`"
 
 
-def teams_of_space(space: Space) -> list[TensorParallelDegree]:
-    """Return the teams of a space, small ones first."""
+def list_tp_degrees(space: Space) -> list[TensorParallelDegree]:
+    """Return the tensor parallel degrees of a space, small ones first."""
     degrees = sorted(set(space.tensor_parallel_size))
     sequence = sorted(set(space.sequence_parallel))
     of_several = product((degree for degree in degrees if degree > 1), sequence)
     return [
         *([NO_TENSOR_PARALLEL] if 1 in degrees else []),
-        *(TensorParallelDegree(*team) for team in of_several),
+        *(TensorParallelDegree(*tp) for tp in of_several),
     ]
 
 
-def measured_teams(profile: Profile) -> set[TensorParallelDegree]:
-    """Return the teams with known speed and known needs between calls."""
+def get_measured_tp_degrees(profile: Profile) -> set[TensorParallelDegree]:
+    """Return the tensor parallel degrees with known speed and known needs between calls."""
     return {
-        TensorParallelDegree(team.degree, team.sequence)
-        for team in profile.teams
-        if team.model.needs
+        TensorParallelDegree(tp_profile.degree, tp_profile.sequence)
+        for tp_profile in profile.tp_profiles
+        if tp_profile.model.needs
     }
 
 
 @dataclass(frozen=True)
 class StageMode:
-    """The team and the mode in which devices compute."""
+    """The tensor parallel degree and the mode in which devices compute."""
 
-    team: TensorParallelDegree
+    tp: TensorParallelDegree
     mode: Mode
 
 
@@ -81,7 +81,7 @@ def get_group_kind(group: Sequence[Device]) -> GroupKind:
 
 
 def count_workers_by_class(kind: GroupKind, degree: int) -> WorkerCounts:
-    """Count the teams of `degree` by class; all devices of the group are in teams."""
+    """Count the tensor-parallel groups of `degree` by class; all devices of a stage are in one."""
     found: Counter[str] = Counter()
     for host in kind.hosts:
         for name, count in host:
@@ -93,19 +93,19 @@ class StageModes:
     """The measured manners of a space.
 
     Args:
-        profiles: by team, of the work of a rank.
+        profiles: by tensor parallel degree, of the work of a rank.
     """
 
     def __init__(self, profiles: Mapping[TensorParallelDegree, Profile], space: Space) -> None:
-        wanted = teams_of_space(space)
-        self._profiles = {team: profiles[team] for team in wanted if team in profiles}
+        wanted = list_tp_degrees(space)
+        self._profiles = {tp: profiles[tp] for tp in wanted if tp in profiles}
         self._space = space
         self.of = lru_cache(maxsize=None)(self._of)
         self.largest = lru_cache(maxsize=None)(self._largest)
 
-    def _largest(self, kind: GroupKind, team: TensorParallelDegree) -> float:
-        """Return the largest micro-batch of a group's teams; infinite if unlimited."""
-        classes = (self._profiles[team].of_class(name) for name in _classes(kind))
+    def _largest(self, kind: GroupKind, tp: TensorParallelDegree) -> float:
+        """Return the largest micro-batch of a kind of group at a degree; infinite if unlimited."""
+        classes = (self._profiles[tp].of_class(name) for name in _classes(kind))
         limits = (of_class.largest_micro_batch for of_class in classes)
         return min((limit for limit in limits if limit is not None), default=float("inf"))
 
@@ -114,15 +114,15 @@ class StageModes:
     ) -> list[StageMode]:
         """Return all manners of a class in groups of a single class."""
         return [
-            StageMode(team, mode)
-            for team in self._teams_of([name])
-            for mode in self._modes(self._profiles[team], [name], schedule, last=last)
+            StageMode(tp, mode)
+            for tp in self._list_tp_degrees([name])
+            for mode in self._modes(self._profiles[tp], [name], schedule, last=last)
         ]
 
     def largest_of_class(self, name: str) -> float:
         """Return the largest micro-batch of a class in any manner."""
         return max(
-            self.largest(GroupKind((((name, 1),),)), manner.team) for manner in self.of_class(name)
+            self.largest(GroupKind((((name, 1),),)), manner.tp) for manner in self.of_class(name)
         )
 
     def find_refusal(self, names: Iterable[str], schedule: Schedule) -> Refusal | None:
@@ -146,34 +146,33 @@ class StageModes:
             return Refusal(f"a head in chunks was not measured on class {classes}", MEASURE_FIX)
         return None
 
-    def smallest_team(self) -> int:
-        """Return the size of the smallest teams."""
-        return min((team.degree for team in self._profiles), default=1)
+    def get_smallest_tp_size(self) -> int:
+        """Return the size of the smallest tensor-parallel groups."""
+        return min((tp.degree for tp in self._profiles), default=1)
 
-    def can_team_up(self, kind: GroupKind) -> bool:
-        """Return True if teams of a single size can take all devices of a group."""
+    def can_form_tp_groups(self, kind: GroupKind) -> bool:
+        """Return True if tensor-parallel groups of a single size can take all of its devices."""
         return any(
-            all(count % team.degree == 0 for host in kind.hosts for _, count in host)
-            for team in self._teams_of(_classes(kind))
+            all(count % tp.degree == 0 for host in kind.hosts for _, count in host)
+            for tp in self._list_tp_degrees(_classes(kind))
         )
 
     def _of(self, kind: GroupKind, schedule: Schedule, *, last: bool) -> tuple[StageMode, ...]:
         """Return the manners of a kind of group, the least demanding first."""
         found, names = [], _classes(kind)
-        for team in self._teams_of(names):
-            if any(count % team.degree for host in kind.hosts for _, count in host):
+        for tp in self._list_tp_degrees(names):
+            if any(count % tp.degree for host in kind.hosts for _, count in host):
                 continue
-            modes = self._modes(self._profiles[team], names, schedule, last=last)
-            found += [StageMode(team, mode) for mode in modes]
+            modes = self._modes(self._profiles[tp], names, schedule, last=last)
+            found += [StageMode(tp, mode) for mode in modes]
         return tuple(found)
 
-    def _teams_of(self, names: Collection[str]) -> list[TensorParallelDegree]:
-        """Return the teams measured on all given classes, small ones first."""
+    def _list_tp_degrees(self, names: Collection[str]) -> list[TensorParallelDegree]:
+        """Return the tensor parallel degrees measured on all given classes, small ones first."""
         known = {
-            team: {c.device_class for c in profile.classes}
-            for team, profile in self._profiles.items()
+            tp: {c.device_class for c in profile.classes} for tp, profile in self._profiles.items()
         }
-        return sorted(team for team, there in known.items() if there.issuperset(names))
+        return sorted(tp for tp, there in known.items() if there.issuperset(names))
 
     def _modes(
         self, profile: Profile, names: Sequence[str], schedule: Schedule, *, last: bool

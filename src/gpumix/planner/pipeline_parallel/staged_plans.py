@@ -1,4 +1,5 @@
-"""Plans of several stages: of devices and teams, of mixtures of teams, and of large clusters."""
+"""Plans of several stages: of devices, of tensor-parallel groups of one size or of several, and of
+large clusters."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from gpumix.planner.common.strategy import (
 )
 from gpumix.planner.pipeline_parallel.host_reduction import Reduction, reduce_hosts
 from gpumix.planner.pipeline_parallel.search import FEW_DEVICES, StageSearch
-from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
+from gpumix.planner.pipeline_parallel.tensor_parallel_search import (
     Searched,
     search_mixed_degrees,
 )
@@ -23,7 +24,7 @@ from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 
-# Mixtures of team sizes in one stage, by devices; each takes its own search.
+# Mixtures of tensor parallel degrees in one stage, by devices; each takes its own search.
 MIXTURES = ((12, 2), (FEW_DEVICES, 1), (float("inf"), 0))
 # Times the limit, for plans with neighbors to try, by devices.
 NEIGHBOR_LIMITS = ((12, 1.05), (FEW_DEVICES, 1.03), (float("inf"), 1.0))
@@ -50,8 +51,8 @@ def plan_staged_below(
     profile: Profile, request: PlanRequest, below_s: float
 ) -> tuple[Plan | None, float]:
     """Return the fastest plan if faster than `below_s`, else None; and a lower bound of all plans
-    of several stages in seconds, at most `below_s`. Teams of unlike sizes in one stage are tried
-    last, as devices of unlike classes.
+    of several stages in seconds, at most `below_s`. Tensor-parallel groups of unlike sizes in one
+    stage are tried last, as devices of unlike classes.
 
     Raises:
         InputError, NoFeasiblePlanError: no plan can exist, or none fits, however slow.

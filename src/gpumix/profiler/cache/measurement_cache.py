@@ -37,7 +37,7 @@ from gpumix.schema.profile.profile import (
     ModelProfile,
     Profile,
     RootUnit,
-    TeamProfile,
+    TensorParallelProfile,
     UnitKind,
 )
 
@@ -120,7 +120,7 @@ class MeasurementCache(MeasurementFiles):
         found = super()._known(device_class)
         degrees = self._job.space.tensor_parallel_size
         alone = 1 in degrees or not self.degrees.get(device_class.name)
-        if found is not None and not found.teams and not alone:
+        if found is not None and not found.tp_measurements and not alone:
             return None  # a new measurement says why the model has no teams
         return found
 
@@ -142,6 +142,7 @@ def assemble(
     if len(models) > 1:
         raise InputError(
             "the device classes were measured with different models",
+            code="classes-of-different-models",
             fix="measure again: `gpumix profile JOB.yaml --fresh`",
         )
     ordered = [classes[c.name] for c in cluster.classes]
@@ -158,7 +159,7 @@ def assemble(
         classes=tuple(
             _with_peak(_with_host_bytes(one, one.device_class, cluster), cluster) for one in ordered
         ),
-        teams=tuple(_merge_groups(ordered, cluster)),
+        tp_profiles=tuple(_merge_groups(ordered, cluster)),
         collectives=links.collectives,
         network=links.network,
         links=Links.of(devices, links.pairs),
@@ -184,13 +185,15 @@ def _by_dtype(models: Iterable[ModelProfile]) -> list[ModelProfile]:
     return [_merge_models(of_dtype) for of_dtype in found.values()]
 
 
-def _merge_groups(measured: Sequence[ClassMeasurement], cluster: Cluster) -> Iterator[TeamProfile]:
+def _merge_groups(
+    measured: Sequence[ClassMeasurement], cluster: Cluster
+) -> Iterator[TensorParallelProfile]:
     """Yield tensor-parallel measurements by degree and sequence parallelism."""
-    every = [(one, team) for one in measured for team in one.teams]
+    every = [(one, team) for one in measured for team in one.tp_measurements]
     for degree, sequence in sorted({(team.degree, team.sequence) for _, team in every}):
         teams = [(o, t) for o, t in every if (t.degree, t.sequence) == (degree, sequence)]
         model, *others = _by_dtype(team.model for _, team in teams)
-        yield TeamProfile(
+        yield TensorParallelProfile(
             degree=degree,
             sequence=sequence,
             enters=teams[0][1].enters,

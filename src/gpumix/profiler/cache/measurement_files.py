@@ -109,12 +109,12 @@ class MeasurementFiles:
 def _renamed(found: ClassMeasurement, name: str) -> ClassMeasurement:
     """Rename the class of a measurement to its local name."""
     called = {"device_class": name}
-    teams = tuple(
+    tp_measurements = tuple(
         t.model_copy(update={"device_class": t.device_class.model_copy(update=called)})
-        for t in found.teams
+        for t in found.tp_measurements
     )
     of_class = found.device_class.model_copy(update=called)
-    return found.model_copy(update={"device_class": of_class, "teams": teams})
+    return found.model_copy(update={"device_class": of_class, "tp_measurements": tp_measurements})
 
 
 def _devices_key(cluster: Cluster) -> list[tuple[str, ...]]:

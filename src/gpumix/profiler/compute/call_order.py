@@ -19,6 +19,7 @@ def check_all_called(units: Iterable[str], calls: Sequence[str]) -> None:
             f"the model did not call its unit '{skipped[0]}'"
             if calls
             else f"the model called none of its units: '{skipped[0]}' and so on",
+            code="unit-not-called",
             where="while a batch was measured",
             why="every unit has its place in each pass: units are called in the same order by "
             "every rank, whatever the data",
@@ -50,6 +51,7 @@ class CallOrder:
                 "the model does not call its units in one order: call "
                 f"{number} was of '{known or 'none'}' in one pass, of '{unit or 'none'}' in "
                 "another",
+                code="unit-order-varies",
                 where="while a batch was measured",
                 why="the order of unit calls must be the same on every rank and in every step",
                 fix="make the order the same for all data, and leave no unit out at random "

@@ -89,6 +89,7 @@ def measure_class(
             raise
         raise ModelError(
             "the loss, or the model outside of its blocks, computes with parameters of the blocks",
+            code="block-parameters-used-outside",
             why="the parameters of a block are on the device only while the model calls the block",
             fix="for decay use weight_decay of the optimizer; leave out a term over "
             "model.parameters(), or compute it inside of the blocks",
@@ -139,7 +140,7 @@ def _measured(
     return ClassMeasurement(
         device_class=of_class,
         model=measured,
-        teams=tuple(_measure_groups(subject, runtime, of_class, kinds, progress)),
+        tp_measurements=tuple(_measure_groups(subject, runtime, of_class, kinds, progress)),
         host_memory_bytes=host_memory_bytes(),
         optimizer_bytes_per_element=_state_bytes(measured, optimizer),
         optimizer_state=optimizer.state_form,
@@ -294,6 +295,7 @@ def _measure_group(
             raise
         raise InputError(
             f"the model does not run as its tensor plan divides it over {degree} ranks",
+            code="tensor-plan-fails",
             where="tensor_plan",
             why=get_first_line(error),
             fix="of layers in a row divide the first `colwise` and the last `rowwise`; what is not "
@@ -358,6 +360,7 @@ def _state_bytes(model: ModelProfile, optimizer: OptimizerCost) -> float:
 def _too_large(error: Exception, runtime: DeviceRuntime, device_class: str) -> NoFeasiblePlanError:
     return NoFeasiblePlanError(
         "one unit with one sample does not fit",
+        code="one-sample-does-not-fit",
         where=f"device class '{device_class}', {show_bytes(runtime.memory_limit_bytes)}",
         why=get_first_line(error),
         fix="shorten samples (sequence_length in a job), or leave this class out of the cluster",

@@ -212,7 +212,9 @@ def _trace_data_flow(specimens: UnitFixture, batch: Any, *, in_chunks: bool) -> 
     for number, unit in enumerate(walk.calls[:-1]):
         if number not in taken:
             raise UnknownOutputError(
-                f"call {number}, of unit '{unit}'", why="nothing uses what it returns"
+                f"call {number}, of unit '{unit}'",
+                code="call-output-unknown",
+                why="nothing uses what it returns",
             )
     # The first stage keeps parameters used by no stage: they belong to checkpoints.
     unused = {slot.name for slot in specimens.root_slots}.difference(*needed)

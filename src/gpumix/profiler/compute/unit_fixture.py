@@ -53,14 +53,14 @@ from gpumix.hardware.memory_limit import count_as_host_memory
 from gpumix.profiler.compute.call_order import CallOrder
 from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, KernelSettings
 from gpumix.schema.plan.splitting import ShardIntervals
-from gpumix.schema.profile.profile import TeamOperation
+from gpumix.schema.profile.profile import TensorParallelOperation
 
 # Small and not zero: realistic for timing, and no loss overflows.
 WEIGHT_STD = 0.02
 # Of the sum of all losses: about one over the tokens of a batch.
 SCALE = 2.0**-16
 
-Told = tuple[TeamOperation, int]
+Told = tuple[TensorParallelOperation, int]
 """Collective of a tensor-parallel group, and a rank's bytes in it."""
 
 
@@ -363,7 +363,7 @@ class FakeTensorParallelGroup(Communicator):
         self._note("reduce", full)
         return Pending((), label, self, lambda: deliver(full[None, : intervals.sizes[0]]))
 
-    def _note(self, operation: TeamOperation, value: torch.Tensor) -> None:
+    def _note(self, operation: TensorParallelOperation, value: torch.Tensor) -> None:
         self.told.append((operation, value.nbytes))
 
 

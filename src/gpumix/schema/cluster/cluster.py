@@ -140,6 +140,7 @@ class Cluster(Value):
             if name not in known:
                 raise InputError(
                     f"'{key}' names the device class '{name}', which is not there",
+                    code="device-class-unknown",
                     why=f"the classes are {', '.join(sorted(known))}",
                     fix="gpumix devices shows what they are called",
                 )

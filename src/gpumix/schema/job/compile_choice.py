@@ -31,6 +31,7 @@ def choose_compiled_classes(
         if on and obstacles[name]:
             raise InputError(
                 f"units cannot be compiled for device class '{name}'",
+                code="class-not-compilable",
                 why=obstacles[name],
                 fix=f"leave it out: `torch_compile: {{{name}: off}}`",
             )

@@ -337,7 +337,7 @@ class OptimizerSpec(Value):
         return numel * per_element.get(self.name, ADAMW_BYTES)
 
     @property
-    def fits_teams(self) -> bool:
+    def supports_tensor_parallel(self) -> bool:
         """Whether it updates parameters of which each rank of a tensor-parallel group has a part,
         whatever the part."""
         return self.name != "adamw_8bit"
@@ -478,7 +478,11 @@ class Job(Value):
     @property
     def space(self) -> Space:
         """Techniques that the plan may use with this optimizer."""
-        return self.techniques if self.optimizer.fits_teams else self.techniques.without_teams()
+        return (
+            self.techniques
+            if self.optimizer.supports_tensor_parallel
+            else self.techniques.without_tensor_parallel()
+        )
 
     def optimizer_of(self, state: OptimizerState) -> OptimizerSpec:
         """Return the optimizer of a plan for state in this form."""
@@ -507,7 +511,10 @@ class Job(Value):
                 f"'allow' has no effect: {EIGHT_BIT_OPTIMIZER} is for 'optimizer.name: adamw', it "
                 f"is {self.optimizer.name}"
             )
-        if 1 not in self.techniques.tensor_parallel_size and not self.optimizer.fits_teams:
+        if (
+            1 not in self.techniques.tensor_parallel_size
+            and not self.optimizer.supports_tensor_parallel
+        ):
             raise ValueError(
                 "'techniques.tensor_parallel_size' is without 1, and "
                 f"{self.optimizer.name} updates no parameters that are divided so: add 1, or take "

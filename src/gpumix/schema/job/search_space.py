@@ -122,9 +122,9 @@ class Space(Value):
 
     def in_one_stage(self) -> Space:
         """Return the space without several stages and tensor parallelism."""
-        return self.without_teams().model_copy(update={"max_pipeline_stages": 1})
+        return self.without_tensor_parallel().model_copy(update={"max_pipeline_stages": 1})
 
-    def without_teams(self) -> Space:
+    def without_tensor_parallel(self) -> Space:
         """Return the space without tensor parallelism."""
         return self.model_copy(update={"tensor_parallel_size": (1,)})
 

@@ -33,6 +33,7 @@ def check_degrees_fit(cluster: Cluster, space: Space) -> None:
     raise InputError(
         f"no {place} has {min(space.tensor_parallel_size)} devices of one class, which make a team "
         "together",
+        code="tensor-parallel-size-too-large",
         where="techniques.tensor_parallel_size",
         why=f"{on} there are at most {there}",
         fix=f"set `techniques: {{tensor_parallel_size: ...}}` to {below}",

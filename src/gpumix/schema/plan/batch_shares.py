@@ -74,11 +74,17 @@ def get_batch_share(shares: Shares, rank: int) -> BatchShare:
     """
     if isinstance(shares, Plan):
         if not 0 <= rank < len(shares.workers):
-            raise InputError(f"there is no rank {rank} in a plan for {len(shares.workers)}")
+            raise InputError(
+                f"there is no rank {rank} in a plan for {len(shares.workers)}",
+                code="rank-out-of-range",
+            )
         return BatchShare(shares.sizes, shares.parts_read_by(rank))
     sizes = _check_samples(shares)
     if not 0 <= rank < len(sizes):
-        raise InputError(f"there is no rank {rank} among {len(sizes)} shares of the batch")
+        raise InputError(
+            f"there is no rank {rank} among {len(sizes)} shares of the batch",
+            code="rank-out-of-range",
+        )
     return BatchShare(sizes, (rank,))
 
 
@@ -93,6 +99,7 @@ def get_micro_batch_rows(plan: Plan, rank: int, samples: int) -> tuple[range, ..
     if not 0 < samples <= plan.global_batch:
         raise InputError(
             f"a step of {samples} samples, by a plan for {plan.global_batch}",
+            code="global-batch-mismatch",
             fix=f"give it 1 to {plan.global_batch} samples, or plan for another global batch",
         )
     if samples == plan.global_batch:
@@ -100,7 +107,7 @@ def get_micro_batch_rows(plan: Plan, rank: int, samples: int) -> tuple[range, ..
     rows = get_batch_share(plan, rank).rows(samples)
     if len(plan.stages) > 1:
         return rows
-    if plan.in_teams:
+    if plan.uses_tensor_parallel:
         return tuple(filter(None, rows))
     return split_rows(rows[0], plan.workers[rank].micro_batch)
 
@@ -108,8 +115,11 @@ def get_micro_batch_rows(plan: Plan, rank: int, samples: int) -> tuple[range, ..
 def _check_samples(given: Sequence[int]) -> tuple[int, ...]:
     given = tuple(given)
     if any(not isinstance(s, Integral) or isinstance(s, bool) or s < 0 for s in given):
-        raise InputError(f"the samples per rank must be integers of 0 or more, not {given}")
+        raise InputError(
+            f"the samples per rank must be integers of 0 or more, not {given}",
+            code="shares-not-integers",
+        )
     sizes = tuple(int(s) for s in given)
     if sum(sizes) == 0:
-        raise InputError(f"the samples per rank add up to nothing: {sizes}")
+        raise InputError(f"the samples per rank add up to nothing: {sizes}", code="shares-empty")
     return sizes

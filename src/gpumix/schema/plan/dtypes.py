@@ -149,6 +149,7 @@ def choose_compute_dtypes(wanted: Precision, cluster: Cluster) -> dict[str, Comp
         if dtype in support.unable:
             raise InputError(
                 f"device class '{name}' does not compute in {dtype}",
+                code="dtype-unsupported-by-class",
                 why=support.unable[dtype],
                 fix=f"let it compute in {support.usual}: `precision: auto`, or "
                 f"`precision: {{{name}: {support.usual}}}`",

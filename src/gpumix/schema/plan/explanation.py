@@ -78,7 +78,7 @@ class Reasons(Value):
     devices_left_out: tuple[str, ...] = Field(
         default=(), description="single ones: others of their class, and on their host, take part"
     )
-    in_no_team: tuple[str, ...] = Field(
+    in_no_tp_group: tuple[str, ...] = Field(
         default=(),
         description="devices that may not compute alone, and are too few on their host for a team",
     )

@@ -212,7 +212,7 @@ class Plan(Document):
 
     def _check_parameters_on_hosts(self) -> None:
         """Check that each host can have a copy of all parameters, and update it."""
-        if len(self.stages) > 1 or self.in_teams:
+        if len(self.stages) > 1 or self.uses_tensor_parallel:
             raise ValueError("`parameters_on: host` is for plans of one stage, without teams")
         if self.zero_stage != 3:
             raise ValueError(
@@ -374,21 +374,21 @@ class Plan(Document):
         return len(self.stages[0].micro_batches(1)) == 1
 
     @property
-    def in_teams(self) -> bool:
+    def uses_tensor_parallel(self) -> bool:
         """True if tensor-parallel groups compute units together."""
         return any(stage.tensor > 1 for stage in self.stages)
 
     @property
     def degrees(self) -> tuple[int, ...]:
         """Sizes of the tensor-parallel groups, each once, in ascending order."""
-        sizes = {stage.team_size(worker) for stage in self.stages for worker in stage.workers}
+        sizes = {stage.get_tp_size(worker) for stage in self.stages for worker in stage.workers}
         return tuple(sorted(sizes))
 
     @property
     def of_leaders(self) -> Plan:
         """The plan reduced to the first worker of each tensor-parallel group, acting for the
         group."""
-        if not self.in_teams:
+        if not self.uses_tensor_parallel:
             return self
         stages = tuple(
             stage.model_copy(
@@ -418,12 +418,12 @@ class Plan(Document):
         told = self.prediction.workers if self.prediction is not None else ()
         return {expected.device: expected for expected in told}
 
-    def team_of(self, rank: int, stage: int) -> tuple[int, ...]:
+    def get_tp_group(self, rank: int, stage: int) -> tuple[int, ...]:
         """Return the ranks of the tensor-parallel group containing `rank` in a stage, in order."""
         seats = self._turns_of(rank, stage)[0].seats
         return self.ranks_of(stage)[seats.start : seats.stop]
 
-    def teams_of(self, stage: int) -> tuple[tuple[int, ...], ...]:
+    def list_tp_groups(self, stage: int) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each tensor-parallel group of a stage, in order."""
         ranks = self.ranks_of(stage)
         return tuple(ranks[seats.start : seats.stop] for seats in self.stages[stage].seats)
@@ -431,7 +431,7 @@ class Plan(Document):
     def parts_of(self, rank: int, stage: int) -> range:
         """Return the tensor-parallel parts of a stage's units computed by a rank."""
         parts = self.worker_of(rank, stage).parts
-        first = self.team_of(rank, stage).index(rank) * parts
+        first = self.get_tp_group(rank, stage).index(rank) * parts
         return range(first, first + parts)
 
     def shares_among(self, stages: Sequence[int], part: int | None = None) -> dict[int, float]:
@@ -543,7 +543,7 @@ class Plan(Document):
     @property
     def _is_read_once(self) -> bool:
         """True if each sample is read by a single rank."""
-        return len(self.stages) == 1 and not self.in_teams
+        return len(self.stages) == 1 and not self.uses_tensor_parallel
 
     def _speed(self, worker: Worker) -> float:
         """Return samples per second of compute, or samples per step without a prediction."""
@@ -566,6 +566,7 @@ class Plan(Document):
         if missing or extra:
             raise InputError(
                 "the plan was made for other devices",
+                code="plan-of-other-devices",
                 why=f"missing here: {', '.join(sorted(missing)) or 'none'}; not in the plan: "
                 f"{', '.join(sorted(extra)) or 'none'}",
                 fix="make a plan for these devices: gpumix plan JOB.yaml",
@@ -579,5 +580,5 @@ class Plan(Document):
             else stage
             for stage in self.stages
         ]
-        ranks = tuple(devices) if len(stages) > 1 or self.in_teams else ()
+        ranks = tuple(devices) if len(stages) > 1 or self.uses_tensor_parallel else ()
         return self.model_copy(update={"stages": tuple(stages), "ranks": ranks})

@@ -214,7 +214,7 @@ class Stage(Value):
     def _whole_teams(self) -> Self:
         if self.sequence and self.tensor == 1:
             raise ValueError("only workers that are a team divide the positions of a sample")
-        for team in self.teams:
+        for team in self.tp_groups:
             names = ", ".join(w.device for w in team)
             if len({w.parts for w in team}) > 1 or len(team) * team[0].parts != self.tensor:
                 raise ValueError(
@@ -241,7 +241,7 @@ class Stage(Value):
         if min(w.parts for w in self.workers) > 1:
             raise ValueError(
                 f"a tensor parallel degree of {self.tensor} is more than any team has workers: "
-                f"make it {max(len(team) for team in self.teams)}"
+                f"make it {max(len(team) for team in self.tp_groups)}"
             )
         return self
 
@@ -250,7 +250,7 @@ class Stage(Value):
         return tuple(w.state_share for w in self.workers)
 
     @cached_property
-    def teams(self) -> tuple[tuple[Worker, ...], ...]:
+    def tp_groups(self) -> tuple[tuple[Worker, ...], ...]:
         """Workers of each tensor-parallel group; single workers without tensor parallelism."""
         return tuple(self.workers[seats.start : seats.stop] for seats in self.seats)
 
@@ -268,11 +268,11 @@ class Stage(Value):
         return found
 
     @property
-    def unlike_teams(self) -> bool:
+    def has_mixed_degrees(self) -> bool:
         """True if tensor-parallel groups differ in size."""
         return len({worker.parts for worker in self.workers}) > 1
 
-    def team_size(self, worker: Worker) -> int:
+    def get_tp_size(self, worker: Worker) -> int:
         """Return the size of a worker's tensor-parallel group."""
         return self.tensor // worker.parts
 

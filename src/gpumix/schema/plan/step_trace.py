@@ -41,7 +41,7 @@ Cause = Literal[
     "ends",
     "other stage",
     "message",
-    "team",
+    "tensor parallel",
     "overhead",
 ]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
@@ -50,9 +50,9 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 `gather` and `reduction`: the collective runs, and the rank needs it or a later one. `ends`: the
 root's gather or the last two reductions, which nothing overlaps. `slower rank`: the input waits for
 another rank (straggler). `other stage`: the input is not computed yet; `message`: it is in transit.
-`team`: all-reduces in the tensor-parallel group; predicted pass times include them. `host copies`:
-the rank's own copies to or from the host are not done. `overhead`: part of every step, neither
-compute nor communication.
+`tensor parallel`: collectives of the tensor-parallel group; predicted pass times include them.
+`host copies`: the rank's own copies to or from the host are not done. `overhead`: part of every
+step, neither compute nor communication.
 """
 
 Stream = Literal["compute", "waiting", "communication", "host copies"]

@@ -30,7 +30,8 @@ class InputMeasurement(Document):
 
 
 class TensorParallelMeasurement(Value):
-    """Measurement by a rank of a tensor-parallel group of `degree` ranks; see `TeamProfile`."""
+    """Measurement by a rank of a tensor-parallel group of `degree` ranks; see
+    `TensorParallelProfile`."""
 
     degree: int = Field(ge=2)
     sequence: bool = False
@@ -56,7 +57,7 @@ class ClassMeasurement(Document):
     ended_by_budget_s: float | None = Field(
         default=None, description="the budget that left larger micro-batches unmeasured, if it did"
     )
-    teams: tuple[TensorParallelMeasurement, ...] = ()
+    tp_measurements: tuple[TensorParallelMeasurement, ...] = ()
 
 
 class LinkMeasurement(Document):

@@ -377,14 +377,14 @@ def _get_points(curve: Curve | None) -> Iterable[tuple[float, float]]:
     return () if curve is None else zip(curve.sizes, curve.values)
 
 
-TeamOperation = Literal["all_reduce", "exchange", "reduce"]
+TensorParallelOperation = Literal["all_reduce", "exchange", "reduce"]
 
 
 class TensorParallelCollective(Value):
     """Collectives of one type run by a tensor-parallel group for a unit call: their number, and the
     total bytes sent by each rank, by samples of a micro-batch."""
 
-    operation: TeamOperation
+    operation: TensorParallelOperation
     times: Count
     bytes: Curve
 
@@ -407,7 +407,7 @@ class TensorParallelTraffic(Value):
     )
 
 
-class TeamProfile(Value):
+class TensorParallelProfile(Value):
     """The model as computed by each rank of a tensor-parallel group: a part of every divided
     module.
 
@@ -448,11 +448,11 @@ class CollectiveTimes(Value):
     rank with its counterparts on other hosts, all at once, where the buffer is the total of one
     host; or the ranks of each `island` or `rack`. A `send` is a message between two ranks, on one
     or two hosts. A `sum` is an all-reduce of the complete buffer from each rank. For a
-    tensor-parallel group inside a host, the `form` of `sum` and of its halves, `team_gather` and
-    `team_reduce`, is the group size.
+    tensor-parallel group inside a host, the `form` of `sum` and of its halves, `tp_gather` and
+    `tp_reduce`, is the group size.
     """
 
-    operation: Literal["gather", "reduce", "send", "sum", "team_gather", "team_reduce"]
+    operation: Literal["gather", "reduce", "send", "sum", "tp_gather", "tp_reduce"]
     form: str
     group: RankGroup = "all"
     times: Curve
@@ -499,7 +499,7 @@ class Profile(Document):
         default=(), description="the same model in the other dtypes that classes compute in"
     )
     classes: tuple[ClassProfile, ...] = Field(min_length=1)
-    teams: tuple[TeamProfile, ...] = Field(
+    tp_profiles: tuple[TensorParallelProfile, ...] = Field(
         default=(), description="the same where several ranks compute each unit together"
     )
     collectives: Collectives = Field(description="the fastest forms on these links")
@@ -551,9 +551,11 @@ class Profile(Document):
                     f"class '{c.device_class}' runs the head in chunks, whose memory is not known"
                 )
         refuse_duplicates(
-            "team", (f"{t.degree}, {t.sequence}" for t in self.teams), "is described twice"
+            "tensor-parallel group",
+            (f"{t.degree}, {t.sequence}" for t in self.tp_profiles),
+            "is described twice",
         )
-        if any(team.model.fingerprint != self.model.fingerprint for team in self.teams):
+        if any(team.model.fingerprint != self.model.fingerprint for team in self.tp_profiles):
             raise ValueError("what teams compute is another model")
         unknown = {c.compute_dtype for c in self.classes} - {m.compute_dtype for m in models}
         if unknown:
@@ -562,16 +564,14 @@ class Profile(Document):
 
     @classmethod
     def load(cls, path: Path, *, fix: str = "") -> Self:
-        """Read the profile from `path`; see `Document.load`.
-
-        Raises:
-            InputError: the file is not a profile, or a time drops sharply as the micro-batch grows.
-        """
+        """Read the profile from `path`, see `Document.load`; raise an InputError also for a time
+        that drops sharply as the micro-batch grows."""
         profile = super().load(path, fix=fix)
         for of_class in profile.classes:
             if told := of_class.disturbed():
                 raise InputError(
                     f"the device was disturbed while it was measured: {told}",
+                    code="measurement-disturbed",
                     where=f"{path}: device class '{of_class.device_class}'",
                     fix="measure again: `gpumix profile JOB.yaml --fresh`",
                 )

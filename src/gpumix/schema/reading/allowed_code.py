@@ -32,6 +32,7 @@ def check_factory(key: str, factory: str, allowed: Sequence[str], *, where: str 
         return
     raise InputError(
         f"'{key}' is code that would be run, '{factory}'; this command does not allow it",
+        code="code-not-allowed",
         where=where,
         why="a job from elsewhere could name any function",
         fix=f"look at it, then add --allow {factory.partition(':')[0]}, or export "

@@ -187,7 +187,7 @@ def build_cluster(written: object, keys: Keys = ()) -> tuple[Cluster | None, lis
     problems = [*_class_problems(parts), *_row_problems(parts), *_network_problems(parts, keys)]
     if (total := sum(row.count for _, row in parts.rows)) > MOST_DEVICES:
         what = f"the rows have {total} devices in all, a cluster has {MOST_DEVICES} at most"
-        problems.append(Problem(keys, what, "lower 'count'"))
+        problems.append(Problem(keys, what, "lower 'count'", "too-many-devices"))
     if problems:
         return None, problems
     devices, problems = _build_devices(parts)
@@ -234,7 +234,7 @@ def _parse_short_form(written: object, keys: Keys) -> tuple[_ParsedCluster | Non
     if not isinstance(written, list) or not written:
         what = f"a cluster must be a mapping or a list of devices, it is {show_value(written)}"
         fix = "write [{class: rtx3090, memory: 24 GiB}]; a job may also say 'auto' or name a file"
-        return None, [Problem(keys, what, fix)]
+        return None, [Problem(keys, what, fix, "cluster-invalid")]
     read = [
         ((*keys, i), *validate_strictly(ShortRow, row, (*keys, i))) for i, row in enumerate(written)
     ]
@@ -253,15 +253,15 @@ def _class_problems(parts: _ParsedCluster) -> Iterator[Problem]:
         other_keys, other = known.setdefault(device_class.name, (keys, device_class))
         if other != device_class:
             what = f"class '{device_class.name}' is defined twice, and differently"
-            yield Problem(
-                keys, what, "make the rows agree, or give the class another name", other_keys
-            )
+            fix = "make the rows agree, or give the class another name"
+            yield Problem(keys, what, fix, "class-defined-twice", other_keys)
         elif device_class.emulated != first.emulated:
             what = (
                 f"class '{device_class.name}' is {_describe_kind(device_class)}, '{first.name}' is"
             )
             what += f" {_describe_kind(first)}; a cluster is all one or all the other"
-            yield Problem(keys, what, "give 'emulate' to every class or to none", first_keys)
+            fix = "give 'emulate' to every class or to none"
+            yield Problem(keys, what, fix, "classes-emulated-and-real", first_keys)
 
 
 def _describe_kind(device_class: DeviceClass) -> str:
@@ -276,10 +276,10 @@ def _row_problems(parts: _ParsedCluster) -> Iterator[Problem]:
         if device_class is None:
             what = f"class '{row.device_class}' is not defined"
             fix = suggest(find_nearest(row.device_class, known), known, "classes")
-            yield Problem((*keys, "class"), what, fix)
+            yield Problem((*keys, "class"), what, fix, "device-class-unknown")
         elif row.ordinal is not None and not device_class.is_gpu:
             what = f"'ordinal' has no effect: class '{row.device_class}' is not of GPUs"
-            yield Problem((*keys, "ordinal"), what, "leave it out")
+            yield Problem((*keys, "ordinal"), what, "leave it out", "ordinal-without-effect")
 
 
 def _network_problems(parts: _ParsedCluster, keys: Keys) -> Iterator[Problem]:
@@ -291,7 +291,8 @@ def _network_problems(parts: _ParsedCluster, keys: Keys) -> Iterator[Problem]:
             if name not in known:
                 at = (*keys, "network", "exceptions", number, "classes", place)
                 fix = suggest(find_nearest(name, known), sorted(known), "classes")
-                yield Problem(at, f"class '{name}' is not defined", fix)
+                what = f"class '{name}' is not defined"
+                yield Problem(at, what, fix, "device-class-unknown")
     yield from _place_problems(parts, keys)
 
 
@@ -301,13 +302,15 @@ def _place_problems(parts: _ParsedCluster, keys: Keys) -> Iterator[Problem]:
         stated = parts.network is not None and getattr(parts.network, what) is not None
         if stated and not any(getattr(row, what) for _, row in parts.rows):
             problem = f"'{what}' has no effect: no device is in one"
-            yield Problem((*keys, "network", what), problem, f"give devices their `{what}`")
+            at, fix = (*keys, "network", what), f"give devices their `{what}`"
+            yield Problem(at, problem, fix, "place-without-devices")
     racks: dict[str, tuple[str, Keys]] = {}
     for at, row in parts.rows:
         rack, first = racks.setdefault(row.host, (row.rack, at))
         if rack != row.rack:
             problem = f"host '{row.host}' is in rack '{row.rack}' here, and in '{rack}' before"
-            yield Problem((*at, "rack"), problem, "give all devices of a host one rack", first)
+            fix = "give all devices of a host one rack"
+            yield Problem((*at, "rack"), problem, fix, "host-in-two-racks", first)
 
 
 def _build_devices(parts: _ParsedCluster) -> tuple[tuple[Device, ...], list[Problem]]:
@@ -325,10 +328,11 @@ def _build_devices(parts: _ParsedCluster) -> tuple[tuple[Device, ...], list[Prob
         by_slot = slots.setdefault(slot, keys) if device.device_class in gpus else keys
         if by_id != keys:
             what, fix = f"device id '{device.id}' is given twice", "give each an id of its own"
-            problems.setdefault(keys, Problem(keys, what, fix, by_id))
+            problems.setdefault(keys, Problem(keys, what, fix, "device-named-twice", by_id))
         elif by_slot != keys:
             what = f"two devices are GPU {device.ordinal} of host '{device.host}'"
-            problems.setdefault(keys, Problem(keys, what, "give each its 'ordinal'", by_slot))
+            fix = "give each its 'ordinal'"
+            problems.setdefault(keys, Problem(keys, what, fix, "gpu-used-twice", by_slot))
     return tuple(devices), list(problems.values())
 
 

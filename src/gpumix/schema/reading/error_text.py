@@ -59,11 +59,12 @@ _PATTERN = {
 @dataclass(frozen=True)
 class Problem:
     """A problem at `keys`, or `between` the values below `keys`; `first` is the location of a
-    conflicting value."""
+    conflicting value. `code` becomes the error's."""
 
     keys: Keys
     what: str
     fix: str = ""
+    code: str = "value-invalid"
     first: Keys | None = None
     between: bool = False
 
@@ -89,9 +90,11 @@ def combine_problems(problems: Iterable[Problem], tree: Tree) -> InputError:
         (_locate_problem(p, tree) for p in problems),
         key=lambda t: (t[0].line == 0, t[0].line, t[0].column),
     )
-    place, what, fix = told[0]
-    rest = [f"  also {p}: {w}" + (f" ({f})" if f else "") for p, w, f in told[1:]]
-    return InputError("\n".join([what, *rest]), where=str(place), fix=fix or f"correct {place}")
+    place, what, fix, code = told[0]
+    rest = [f"  also {p}: {w}" + (f" ({f})" if f else "") for p, w, f, _ in told[1:]]
+    return InputError(
+        "\n".join([what, *rest]), code=code, where=str(place), fix=fix or f"correct {place}"
+    )
 
 
 def suggest(meant: str | None, choices: Iterable[str], what: str) -> str:
@@ -113,14 +116,14 @@ def find_nearest(word: str, choices: Collection[str]) -> str | None:
     return near[0] if near else None
 
 
-def _locate_problem(problem: Problem, tree: Tree) -> tuple[YamlLocation, str, str]:
+def _locate_problem(problem: Problem, tree: Tree) -> tuple[YamlLocation, str, str, str]:
     first = "" if problem.first is None else f" (first at {tree.place(problem.first)})"
     place, what = tree.place(problem.keys), problem.what
     if problem.between:
         what = f"'{show_keys(problem.keys)}': {what}"
         # The override is at fault: it conflicts with values of the file.
         place = next(tree.overrides(problem.keys), place)
-    return place, what + first, problem.fix
+    return place, what + first, problem.fix, problem.code
 
 
 def translate_errors(
@@ -161,8 +164,9 @@ def _describe_unknown_key(model: type[BaseModel], below: Keys, top: Keys) -> Pro
     meant, what = _guess_meant_key(model, below), f"unknown key '{show_keys(keys)}'"
     if len(below) > 1 and meant is not None and meant not in valid:
         section = show_keys(keys[:-1])
-        return Problem(keys, what, f"did you mean '{meant}', next to '{section}' and not in it?")
-    return Problem(keys, what, suggest(meant, valid, "valid keys"))
+        fix = f"did you mean '{meant}', next to '{section}' and not in it?"
+        return Problem(keys, what, fix, code="key-unknown")
+    return Problem(keys, what, suggest(meant, valid, "valid keys"), code="key-unknown")
 
 
 def _guess_meant_key(model: type[BaseModel], keys: Keys) -> str | None:
@@ -186,10 +190,10 @@ def _describe_wrong_value(
     keys, error = (*top, *below), errors[0]
     shown = show_keys(keys)
     if error["type"] == "missing":
-        return Problem(keys, f"'{shown}' is missing", _example(model, below))
+        return Problem(keys, f"'{shown}' is missing", _example(model, below), code="key-missing")
     if error["type"] == "value_error":
         said = str(error["ctx"]["error"])
-        return Problem(keys, said, between=bool(shown))
+        return Problem(keys, said, code="values-conflict", between=bool(shown))
     # A single value is accepted for a list, so a non-list is not reported as too short.
     short = [e for e in errors if e["type"] == "too_short" and e["input"] != []]
     told = [e for e in errors if e not in short] or errors

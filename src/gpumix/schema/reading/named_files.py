@@ -23,6 +23,7 @@ def check_named_files(job: Job, path: Path) -> None:
         if not place.exists():
             raise InputError(
                 f"{key} names a file or folder that is not there: {place}",
+                code="named-file-missing",
                 where=str(path),
                 fix=f"correct {key}; its paths start from the folder of the job",
             )

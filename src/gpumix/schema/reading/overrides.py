@@ -46,6 +46,7 @@ def apply_override(tree: Tree, argument: str) -> Tree:
     if not equals or not all(keys) or UNFIT.search(key):
         raise InputError(
             f"'{argument}' is not of the form key=value",
+            code="override-not-key-value",
             where=source.name,
             fix="write a dotted key, '=' and a value, such as --set optimizer.lr=1e-4",
         )
@@ -64,6 +65,7 @@ def _set_value(holder: object, keys: Keys, depth: int, value: object, source: Ya
     if holder is not None and not isinstance(holder, dict):
         raise InputError(
             f"'{show_keys(keys[:depth])}' is {show_value(holder)}, it has no keys",
+            code="override-of-scalar",
             where=source.name,
             fix=f"set all of it: --set '{show_keys(keys[:depth])}=...'",
         )

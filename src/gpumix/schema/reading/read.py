@@ -51,6 +51,7 @@ def read_located_job(path: Path, overrides: Sequence[str] = ()) -> tuple[Job, Tr
     if path.suffix == ".py" and path.is_file():
         raise InputError(
             "this is a program, not a job",
+            code="program-not-job",
             where=str(path),
             fix=f"run it on all devices: gpumix launch {path}",
         )
@@ -59,11 +60,16 @@ def read_located_job(path: Path, overrides: Sequence[str] = ()) -> tuple[Job, Tr
         what = f"a job must be a mapping of keys to values, it is {show_value(tree.value)}"
         rows = isinstance(tree.value, list) and all(isinstance(row, dict) for row in tree.value)
         fix = f"of a cluster file: `cluster: {path}` in a job, or gpumix devices --cluster {path}"
-        raise InputError(what, where=str(tree.place(())), fix=fix if rows else KEYS_FIX)
+        raise InputError(
+            what, code="job-not-mapping", where=str(tree.place(())), fix=fix if rows else KEYS_FIX
+        )
     if "schema_version" in tree.value and isinstance(kind := tree.value.get("kind"), str):
         beside = f", and this with --{kind}" if kind in ("plan", "profile") else ""
         raise InputError(
-            f"this is a {kind}, not a job", where=str(path), fix=f"give the job{beside}"
+            f"this is a {kind}, not a job",
+            code="document-of-another-kind",
+            where=str(path),
+            fix=f"give the job{beside}",
         )
     for override in overrides:
         tree = apply_override(tree, override)
@@ -91,6 +97,7 @@ def read_cluster(path: Path) -> Cluster:
         if isinstance(kind, str):
             raise InputError(
                 f"this is a {kind}, not a cluster file",
+                code="document-of-another-kind",
                 where=str(path),
                 fix="give a file with classes and devices, or with a list of devices: "
                 "[{class: rtx3090, memory: 24 GiB}]",
@@ -131,6 +138,7 @@ def _read_named_cluster(name: str, tree: Tree) -> Cluster | Literal["auto"]:
     meant = did_you_mean(find_nearest(name, [AUTO]))
     raise InputError(
         what,
+        code="cluster-file-missing",
         where=str(place),
         fix=f"{meant} give '{AUTO}', the path of a cluster file, or the cluster itself".lstrip(),
     )
@@ -155,10 +163,13 @@ def _make_absolute(path: Path, place: YamlLocation) -> Path:
         found = place.source.folder / path.expanduser()
         str(found).encode()
     except RuntimeError as error:
-        raise InputError(f"'{path}' names no user's home", where=str(place)) from error
+        raise InputError(
+            f"'{path}' names no user's home", code="home-unknown", where=str(place)
+        ) from error
     except UnicodeEncodeError as error:
         raise InputError(
             f"the name of '{found}' is no UTF-8",
+            code="path-not-utf8",
             where=str(place),
             why="plans and records of runs name it, and are UTF-8",
             fix="rename it, or the folder that it is in",
@@ -173,7 +184,7 @@ def _check_model_config(config: Path | dict[str, Any], place: YamlLocation) -> N
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         holder = f" in {config}" if isinstance(config, Path) else ""
         what = f"'model.config': there is no 'model_type'{holder}"
-        raise InputError(what, where=str(place), fix=CONFIG_FIX)
+        raise InputError(what, code="model-type-missing", where=str(place), fix=CONFIG_FIX)
 
 
 def _choose_tokenizer(job: Job, tree: Tree) -> Path | Literal["bytes"]:
@@ -189,6 +200,7 @@ def _choose_tokenizer(job: Job, tree: Tree) -> Path | Literal["bytes"]:
             return own
         raise InputError(
             "'tokenizer' is 'bytes', and the weights were trained with another one",
+            code="tokenizer-of-other-weights",
             where=place,
             fix=f"leave it out, which takes {own}",
         )
@@ -196,6 +208,7 @@ def _choose_tokenizer(job: Job, tree: Tree) -> Path | Literal["bytes"]:
     if not written and vocabulary is not None and vocabulary > MOST_BYTE_TOKENS:
         raise InputError(
             f"the job names no tokenizer, and the model has {vocabulary:,} tokens",
+            code="tokenizer-missing",
             where=place,
             why="by default text is read as bytes, of which there are 256: the model would learn "
             "nothing that a tokenizer of its size can use",
@@ -226,7 +239,11 @@ def _read_json(path: Path, place: YamlLocation) -> object:
         return json.loads(read_text(path))
     except OSError as error:
         what, why = f"'model.config': cannot read {path}", error.strerror or str(error)
-        raise InputError(what, where=str(place), why=why, fix=CONFIG_FIX) from error
+        raise InputError(
+            what, code="model-config-unreadable", where=str(place), why=why, fix=CONFIG_FIX
+        ) from error
     except (ValueError, RecursionError) as error:
         what = f"'model.config': {path} is not JSON"
-        raise InputError(what, where=str(place), why=str(error), fix=CONFIG_FIX) from error
+        raise InputError(
+            what, code="model-config-not-json", where=str(place), why=str(error), fix=CONFIG_FIX
+        ) from error

@@ -100,12 +100,14 @@ def load_yaml(path: Path, what: str) -> Tree:
         inside = path / f"{what}.yaml"
         raise InputError(
             f"this is a folder, not a {what} file",
+            code="file-is-folder",
             where=str(path),
             fix=f"give {inside}" if inside.exists() else "give a file",
         ) from error
     except UnicodeDecodeError as error:
         raise InputError(
             f"the {what} file is not UTF-8 text",
+            code="file-not-utf8",
             where=str(path),
             why=str(error),
             fix="save it as UTF-8, or give another file",
@@ -113,6 +115,7 @@ def load_yaml(path: Path, what: str) -> Tree:
     except (OSError, ValueError) as error:
         raise InputError(
             f"cannot read the {what} file",
+            code="file-unreadable",
             where=str(path),
             why=why_unreadable(error),
             fix="give a file that can be read, /dev/stdin or <(command)",
@@ -120,13 +123,14 @@ def load_yaml(path: Path, what: str) -> Tree:
     if len(data) > MAX_BYTES:
         raise InputError(
             f"a {what} file may not be longer than 10 MB",
+            code="file-too-long",
             where=str(path),
             fix=f"give the {what} file; data belongs into files of its own",
         )
     tree = parse_yaml(text, YamlSource(str(path), path.parent.absolute()))
     if tree is None:
         fix = f"write the {what} into it, or give another file"
-        raise InputError(f"the {what} file is empty", where=str(path), fix=fix)
+        raise InputError(f"the {what} file is empty", code="file-empty", where=str(path), fix=fix)
     return tree
 
 
@@ -169,25 +173,36 @@ def _compose(text: str, reader: _NodeConverter) -> yaml.Node | None:
         node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
         return node
     except _TooManyValuesError as error:
-        raise InputError(str(error.problem), where=reader.exact(error.problem_mark)) from error
+        raise InputError(
+            str(error.problem), code="yaml-too-many-values", where=reader.exact(error.problem_mark)
+        ) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = reader.exact(mark)
         what = f"this is not YAML: {error.problem or error.context}"
         lines = text.splitlines()[mark.line : mark.line + 1] if mark is not None else [text]
         fix = NEEDS_QUOTES if any(map(BEGINS_ODDLY.search, lines)) else f"correct {where}"
-        raise InputError(what, where=where, why=error.context or "", fix=fix) from error
+        raise InputError(
+            what, code="yaml-invalid", where=where, why=error.context or "", fix=fix
+        ) from error
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         line, column = before.count("\n") + 1, error.position - before.rfind("\n")
         where = f"{reader.source.name}:{line}:{column}" if reader.lines else reader.source.name
         what = f"this is not YAML: the character {chr(error.character)!r} may not stand here"
-        raise InputError(what, where=where, fix="remove it, or write it as an escape") from error
+        raise InputError(
+            what, code="yaml-invalid", where=where, fix="remove it, or write it as an escape"
+        ) from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise InputError("this is not YAML", where=reader.source.name, why=str(error)) from error
+        raise InputError(
+            "this is not YAML", code="yaml-invalid", where=reader.source.name, why=str(error)
+        ) from error
     except RecursionError as error:
         raise InputError(
-            "this is nested too deep", where=reader.source.name, fix="nest fewer levels"
+            "this is nested too deep",
+            code="yaml-too-deep",
+            where=reader.source.name,
+            fix="nest fewer levels",
         ) from error
 
 
@@ -213,22 +228,28 @@ class _NodeConverter:
             return self.source.name
         return f"{self.source.name}:{mark.line + 1}:{mark.column + 1}"
 
-    def fail(self, what: str, node: yaml.Node, fix: str = "") -> InputError:
-        return InputError(what, where=self.exact(node.start_mark), fix=fix)
+    def fail(self, what: str, node: yaml.Node, fix: str = "", *, code: str) -> InputError:
+        return InputError(what, code=code, where=self.exact(node.start_mark), fix=fix)
 
     def value(self, node: yaml.Node, keys: Keys) -> object:
         """Return the value of `node`. Aliases repeat values, hence the two limits."""
         if len(keys) > MAX_DEPTH:
-            raise self.fail(f"this is nested deeper than {MAX_DEPTH} levels", node)
+            raise self.fail(
+                f"this is nested deeper than {MAX_DEPTH} levels", node, code="yaml-too-deep"
+            )
         if len(self.places) > MAX_VALUES:
-            raise self.fail(f"there are more than {MAX_VALUES} values", node)
+            raise self.fail(
+                f"there are more than {MAX_VALUES} values", node, code="yaml-too-many-values"
+            )
         if isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map":
             return self.mapping(node, keys)
         if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
             return self.sequence(node, keys)
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node)
-        raise self.fail(f"the tag '{node.tag}' is not read", node, "leave the tag out")
+        raise self.fail(
+            f"the tag '{node.tag}' is not read", node, "leave the tag out", code="yaml-tag-unknown"
+        )
 
     def sequence(self, node: yaml.SequenceNode, keys: Keys) -> list[object]:
         values = []
@@ -243,7 +264,11 @@ class _NodeConverter:
             name = self.key(key)
             if name in values:
                 first = self.places[*keys, name]
-                raise self.fail(f"key '{show_keys((*keys, name))}' is given twice, at {first}", key)
+                raise self.fail(
+                    f"key '{show_keys((*keys, name))}' is given twice, at {first}",
+                    key,
+                    code="key-given-twice",
+                )
             self.places[*keys, name] = self.place(key.start_mark)
             values[name] = self.value(item, (*keys, name))
         return values
@@ -251,14 +276,20 @@ class _NodeConverter:
     def key(self, node: yaml.Node) -> str:
         """Return the text of a key as written, so that `on` and `1` are names and not values."""
         if not isinstance(node, yaml.ScalarNode):
-            raise self.fail("a key must be text", node)
+            raise self.fail("a key must be text", node, code="yaml-key-not-text")
         if node.tag == f"{_TAG}merge":
-            raise self.fail("merge keys '<<' are not read", node, "write the keys out")
+            raise self.fail(
+                "merge keys '<<' are not read", node, "write the keys out", code="yaml-merge-key"
+            )
         return self.text(node)
 
     def text(self, node: yaml.ScalarNode) -> str:
         if UNFIT.search(node.value):
-            raise self.fail(f"{json.dumps(node.value)} holds a character that is no text", node)
+            raise self.fail(
+                f"{json.dumps(node.value)} holds a character that is no text",
+                node,
+                code="yaml-character-invalid",
+            )
         return str(node.value)
 
     def scalar(self, node: yaml.ScalarNode) -> object:
@@ -270,7 +301,12 @@ class _NodeConverter:
         if tag in _PLAIN:
             return self.plain(node)
         if tag not in {"str", "timestamp", "merge", "value"}:
-            raise self.fail(f"the tag '{node.tag}' is not read", node, "leave the tag out")
+            raise self.fail(
+                f"the tag '{node.tag}' is not read",
+                node,
+                "leave the tag out",
+                code="yaml-tag-unknown",
+            )
         if tag == "str" and node.style is None and _EXPONENT.match(node.value):
             return float(node.value)
         return self.text(node)
@@ -281,7 +317,9 @@ class _NodeConverter:
             value: object = self.scalars.construct_object(node)
             str(value)
         except (ValueError, KeyError, IndexError, OverflowError) as error:
-            raise self.fail(f"'{node.value[:40]}' is not a value", node) from error
+            raise self.fail(
+                f"'{node.value[:40]}' is not a value", node, code="yaml-value-invalid"
+            ) from error
         return value
 
 

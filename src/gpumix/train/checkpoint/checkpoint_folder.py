@@ -56,6 +56,7 @@ def list_checkpoints(path: Path) -> list[Path]:
     parts = [part.name for folder in folders for part in folder.glob(_PARTS)]
     raise InputError(
         "there is no checkpoint here",
+        code="no-checkpoint",
         where=str(path),
         why=f"{parts[0]} was never finished" if parts else "",
         fix="give the folder of a run or of one of its checkpoints",
@@ -81,6 +82,7 @@ def take_first_intact(
         raise found[0]
     raise Damaged(
         f"all {len(found)} checkpoints here are damaged",
+        code="checkpoints-all-damaged",
         where=str(paths[0].parent),
         why="; ".join(f"{error.where}: {error.why}" for error in found),
         fix="give one of another run, or begin anew: without --resume, with another `output_dir`",
@@ -157,6 +159,7 @@ def check_visible(part: Path, saved_files: Mapping[str, SavedFile]) -> None:
         if not file.exists() or file.stat().st_size != saved.bytes:
             raise MachineError(
                 f"a rank wrote {name}, which rank 0 does not find",
+                code="folder-not-shared",
                 where=str(part),
                 why="the hosts do not share this folder",
                 fix="choose an `output_dir` in the job on a file system that all hosts share",

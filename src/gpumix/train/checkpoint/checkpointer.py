@@ -112,7 +112,11 @@ class Checkpointer:
         patience_s: float = math.inf,
     ) -> None:
         if keep < 1:
-            raise InputError(f"cannot keep {keep} checkpoints", fix="keep at least 1")
+            raise InputError(
+                f"cannot keep {keep} checkpoints",
+                code="checkpoint-count-invalid",
+                fix="keep at least 1",
+            )
         self.folder = folder
         self.keep = keep
         self._ranks = CollectiveActions(group)

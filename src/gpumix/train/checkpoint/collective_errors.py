@@ -129,11 +129,14 @@ def make_joint_error(error: BaseException, what: str, folder: Path) -> GpumixErr
     where = f"{socket.gethostname()}: {folder}"
     system = _system_error(error)
     if system is None:
-        return TrainingError(what, where=where, why=format_in_one_line(error))
+        return TrainingError(
+            what, code="checkpoint-failed", where=where, why=format_in_one_line(error)
+        )
     code = system.errno or 0
     file = f" ({system.filename})" if system.filename else ""
     return MachineError(
         what,
+        code="checkpoint-io-failed",
         where=where,
         why=f"{os.strerror(code) if code else system}{file}",
         fix=", ".join(filter(None, [how_to_write(system), _FURTHER_FIXES.get(code)])),
@@ -145,9 +148,12 @@ def make_timeout_error(error: BackgroundTimeout, what: str, rank: int, folder: P
     late = f"rank {rank} could not {what} within {error.patience_s:.0f} s"
     where = f"{socket.gethostname()}: {folder}"
     if error.wait is not None:
-        return CommunicationError(late, where=where, wait=error.wait)
+        return CommunicationError(
+            late, code="checkpoint-peer-timeout", where=where, wait=error.wait
+        )
     return MachineError(
         late,
+        code="checkpoint-io-timeout",
         where=where,
         why="a call of the system has not come back: the disk, or the server behind it, hangs",
         fix="look at that disk and at `dmesg | tail`, then run the same command with --resume; a "

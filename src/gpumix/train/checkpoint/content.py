@@ -119,6 +119,7 @@ def to_json_values(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise InputError(
             f"'{name}' cannot be kept in a checkpoint",
+            code="not-storable-in-checkpoint",
             why=str(error),
             fix="give what JSON can hold",
         ) from error
@@ -215,6 +216,7 @@ def merged_kinds(found: Iterable[dict[str, StateKind]]) -> dict[str, StateKind]:
                 raise InputError(
                     f"the optimizer's state '{name}' is {merged[name]} for one parameter and "
                     f"{kind} for another",
+                    code="optimizer-state-mixed",
                     fix="use an optimizer that keeps the same for every parameter",
                 )
     return merged
@@ -248,10 +250,18 @@ def check_fits(engine: Engine, path: Path, manifest: Manifest, index: Index) -> 
     }
     buffers = {name: b.shape for name, b in persistent_buffers(engine.model).items()}
     shapes = {name: shape for name, shape in engine.shapes().items() if engine.is_saved(name)}
-    check_names_and_shapes(shapes | buffers, stored, what, where=str(path), fix=OWN_JOB_FIX)
+    check_names_and_shapes(
+        shapes | buffers,
+        stored,
+        what,
+        code="checkpoint-of-another-model",
+        where=str(path),
+        fix=OWN_JOB_FIX,
+    )
     if differing := manifest.extra_states.keys() ^ find_extra_state_modules(engine.model).keys():
         raise InputError(
             what,
+            code="checkpoint-of-another-model",
             where=str(path),
             why=f"states of modules differ: {', '.join(sorted(differing))}",
             fix=OWN_JOB_FIX,
@@ -259,6 +269,7 @@ def check_fits(engine: Engine, path: Path, manifest: Manifest, index: Index) -> 
     if manifest.model != engine.plan.model:
         raise InputError(
             what,
+            code="checkpoint-of-another-model",
             where=str(path),
             why=f"names and shapes are the same, but units, dtypes or frozen parameters are not: "
             f"its fingerprint is {manifest.model}, this one's {engine.plan.model}",
@@ -283,6 +294,7 @@ def check_optimizer(
     if name != manifest.optimizer.name:
         raise InputError(
             f"the checkpoint has the state of {manifest.optimizer.name}, the optimizer is {name}",
+            code="checkpoint-of-another-optimizer",
             where=str(path),
             fix="resume with the optimizer of the job that saved it",
         )

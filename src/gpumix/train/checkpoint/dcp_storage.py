@@ -243,13 +243,20 @@ class Index(Value):
         are more empty tensors than any model has."""
         empty = sum(not tensor.elements for tensor in self.tensors.values())
         if empty > max(MOST_EMPTY, len(self.tensors) / 2):
-            raise GpumixError(f"{empty:,} of its {len(self.tensors):,} tensors hold nothing")
+            raise GpumixError(
+                f"{empty:,} of its {len(self.tensors):,} tensors hold nothing", code="tensors-empty"
+            )
         for name, tensor in self.tensors.items():
             held = sum(box.elements for box in tensor.boxes)
             if held != tensor.elements or len({b.offset for b in tensor.boxes}) < len(tensor.boxes):
-                raise GpumixError(f"of the {tensor.elements} elements of '{name}' {held} are saved")
+                raise GpumixError(
+                    f"of the {tensor.elements} elements of '{name}' {held} are saved",
+                    code="elements-not-saved",
+                )
             if not tensor.is_tiled():
-                raise GpumixError(f"boxes of '{name}' overlap, and leave elements out")
+                raise GpumixError(
+                    f"boxes of '{name}' overlap, and leave elements out", code="boxes-overlap"
+                )
 
     def check_fits(self, sizes: Mapping[str, int]) -> None:
         """Raise a GpumixError if a box is outside its tensor or its file, before memory is
@@ -258,9 +265,14 @@ class Index(Value):
             for box in tensor.boxes:
                 needed = box.elements * tensor.torch_dtype.itemsize
                 if not box.is_inside(tensor.shape):
-                    raise GpumixError(f"a box of '{name}' is not of a tensor of {tensor.shape}")
+                    raise GpumixError(
+                        f"a box of '{name}' is not of a tensor of {tensor.shape}",
+                        code="box-of-another-tensor",
+                    )
                 if box.length < needed or box.start + box.length > sizes.get(box.file, -1):
-                    raise GpumixError(f"a box of '{name}' is not in {box.file}")
+                    raise GpumixError(
+                        f"a box of '{name}' is not in {box.file}", code="box-not-in-file"
+                    )
 
     def metadata(self) -> Metadata:
         """Return the metadata needed by torch.distributed.checkpoint for a load."""

@@ -93,7 +93,11 @@ def export(
         MachineError: the files cannot be written; the former content of `to` remains.
     """
     if dtype not in _DTYPES:
-        raise InputError(f"cannot export as '{dtype}'", fix=f"give one of {', '.join(_DTYPES)}")
+        raise InputError(
+            f"cannot export as '{dtype}'",
+            code="export-dtype-unknown",
+            fix=f"give one of {', '.join(_DTYPES)}",
+        )
     to = to.absolute()
     _check_replaceable(to)
     (path, manifest, index), passed = take_first_intact(list_checkpoints(source), _open_verified)
@@ -107,9 +111,7 @@ def export(
         config = _read_configuration(script_files, CONFIG)
     part = to.with_name(secrets.token_hex(8).join((".gpumix-", ".part")))
     if adapters and manifest.base is None:
-        raise InputError(
-            "the checkpoint has no adapters", where=str(path), fix="leave out --adapters"
-        )
+        raise _make_no_adapters_error(path)
     try:
         files.remove_partial_files(to.parent)
         part.mkdir(parents=True)
@@ -130,6 +132,7 @@ def export(
         system = error if isinstance(error, OSError) else OSError()
         raise MachineError(
             "cannot write the exported model",
+            code="export-not-writable",
             where=str(to),
             why=get_first_line(error),
             fix=f"{how_to_write(system)}, or choose another folder",
@@ -137,6 +140,15 @@ def export(
     finally:
         files.remove_quietly(part)
     return to
+
+
+def _make_no_adapters_error(path: Path) -> InputError:
+    return InputError(
+        "the checkpoint has no adapters",
+        code="checkpoint-without-adapters",
+        where=str(path),
+        fix="leave out --adapters",
+    )
 
 
 def _write_configurations(
@@ -236,9 +248,13 @@ def _check_side_file(file: Path) -> None:
     try:
         text = files.read_text(file)
         if file.suffix == ".json" and not isinstance(json.loads(text), dict):
-            raise InputError("it is no JSON object", where=str(file))
+            raise InputError(
+                "it is no JSON object", code="side-file-not-json-object", where=str(file)
+            )
     except (OSError, ValueError) as error:
-        raise InputError(why_unreadable(error), where=str(file)) from error
+        raise InputError(
+            why_unreadable(error), code="side-file-unreadable", where=str(file)
+        ) from error
 
 
 def _check_replaceable(to: Path) -> None:
@@ -255,6 +271,7 @@ def _check_replaceable(to: Path) -> None:
         return
     raise InputError(
         "this folder is no former export and is not overwritten",
+        code="export-folder-foreign",
         where=str(to),
         why=why,
         fix="choose another folder, or empty this one",

@@ -148,6 +148,7 @@ def read_manifest(path: Path) -> Manifest:
             raise make_damaged_error(file, f"it is a {kind} of schema {schema}")
         raise InputError(
             f"this is a {kind} of schema {schema}, a checkpoint of schema {SCHEMA} is wanted",
+            code="schema-unsupported",
             where=str(file),
             why=f"gpumix {version} saved it",
             fix=f"pip install gpumix=={version}",
@@ -193,6 +194,7 @@ def check_written(file: Path, wanted: SavedFile) -> None:
     if describe_file(file) != wanted:
         raise MachineError(
             "what was written is not what is there",
+            code="checkpoint-read-back-differs",
             where=f"{socket.gethostname()}: {file}",
             why="bits changed in that host's memory or on its disk",
             fix="look at both: `dmesg | grep -i -e edac -e mce -e error`, `smartctl -a`",
@@ -215,6 +217,7 @@ def make_damaged_error(file: Path, why: str) -> Damaged:
     """Return the error for an unusable file of a checkpoint."""
     return Damaged(
         "this checkpoint is damaged",
+        code="checkpoint-damaged",
         where=str(file),
         why=why,
         fix="give another one; the folder of its run stands for the newest that is whole",

@@ -158,6 +158,7 @@ class MergedModel:
 def refuse_without_job(base: SavedBase) -> InputError:
     return InputError(
         "the checkpoint holds adapters, and does not say how its base is made",
+        code="adapters-without-base",
         why=f"no job saved it; its base is {base.name or 'a model'}",
         fix="merge them with PEFT: PeftModel.from_pretrained(base, folder).merge_and_unload(), of "
         "the folder with adapter_model.safetensors",

@@ -35,6 +35,7 @@ def check_loading_memory(anatomy: ModelUnits, cluster: Cluster) -> None:
         raise MachineError(
             f"reading weights takes {show_bytes(processes * loading)} of RAM, {show_bytes(free)} "
             "are free",
+            code="host-memory-short",
             why=f"each of {processes} processes reads a block at a time, which takes "
             f"{show_bytes(loading)}; limits of a container or a job count too",
             fix="free memory, raise the limit of the container or job, or name fewer devices of "

@@ -39,6 +39,7 @@ def check_folder(folder: Path, *, traces: bool = False) -> None:
         if thing := find_special_kind(folder / name):
             raise InputError(
                 f"it is {thing}, where a run has a file",
+                code="output-file-in-the-way",
                 where=str(folder / name),
                 fix="write elsewhere, or remove it",
             )
@@ -113,6 +114,7 @@ def lock_output(output: Path, *, fresh: bool) -> Iterator[None]:
 def _make_not_writable_error(output: Path, error: OSError) -> MachineError:
     return MachineError(
         "cannot write into the output folder",
+        code="output-not-writable",
         where=str(output),
         why=error.strerror or str(error),
         fix="write elsewhere: --set output_dir=runs/another",
@@ -122,6 +124,7 @@ def _make_not_writable_error(output: Path, error: OSError) -> MachineError:
 def _make_locked_error(output: Path) -> InputError:
     return InputError(
         "another run writes into the output folder",
+        code="output-folder-in-use",
         where=str(output),
         fix="wait for its end, or write elsewhere: --set output_dir=runs/another",
     )

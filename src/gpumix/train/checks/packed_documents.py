@@ -36,6 +36,7 @@ def check_documents(engine: Engine) -> str:
     if abs(one - other) > max(_ROUNDING * abs(one), _LEAK_SHARE * seen):
         raise InputError(
             "this model lets documents that are packed into one sample see each other",
+            code="packed-documents-mixed",
             where="data.packing: documents",
             why=f"the loss of a document went from {one:.6f} to {other:.6f} with another one "
             "before it",

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 # Keys deciding on the samples and their order; the batch only with streams and buckets.
 _OF_DATA = ("data", "tokenizer", "sequence_length", "seed", "global_batch_size")
 # Keys whose change alone makes a checkpoint unusable.
-_DECISIVE_KEYS = {"seed": "other data", "optimizer.name": "another optimizer"}
+_DECISIVE_KEYS = {  # with the name and the code of their mistake
+    "seed": ("other data", "checkpoint-of-other-data"),
+    "optimizer.name": ("another optimizer", "checkpoint-of-another-optimizer"),
+}
 _READ_KEYS = ("num_workers", "prefetch", "bad_samples")  # no influence on the samples
 # Keys of a transformers configuration without influence on the model.
 _NON_MODEL_KEYS = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
@@ -43,9 +46,9 @@ def check_keys(job: Job) -> None:
 
 
 def _check_keys(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    for key, what in _DECISIVE_KEYS.items():
+    for key, (what, code) in _DECISIVE_KEYS.items():
         if differing := list(_compare_key(key, before, now)):
-            _refuse(what, differing, where)
+            _refuse(what, differing, where, code=code)
 
 
 def check_resume(context: RankContext, model: nn.Module, fingerprint: str) -> None:
@@ -77,7 +80,7 @@ def check_resume(context: RankContext, model: nn.Module, fingerprint: str) -> No
     if saved.model not in (fingerprint, _fingerprint_as_planned(model, saved)):
         differing = list(_compare_models(saved, model, before, now))
         same = "its configuration or factory gives other units, shapes, dtypes or frozen parameters"
-        _refuse("another model", differing or [same], where)
+        _refuse("another model", differing or [same], where, code="checkpoint-of-another-model")
     source, by_length = context.train_data, ByLength(job.data.bucketing)
     try:
         make_start_cursor(source, job.seed, by_length, job.global_batch_size).load_state_dict(
@@ -86,7 +89,7 @@ def check_resume(context: RankContext, model: nn.Module, fingerprint: str) -> No
     except InputError:
         differing = list(_compare_data(before, now, job))
         same = "its samples are of other content, or there are more or fewer of them"
-        _refuse("other data", differing or [same], where)
+        _refuse("other data", differing or [same], where, code="checkpoint-of-other-data")
     _check_keys(before, now, where)
 
 
@@ -161,9 +164,10 @@ def _shown(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
 
 
-def _refuse(what: str, why: list[str], where: str) -> NoReturn:
+def _refuse(what: str, why: list[str], where: str, *, code: str) -> NoReturn:
     raise InputError(
         f"the checkpoint is of {what}",
+        code=code,
         where=where,
         why="; ".join(why),
         fix="resume with what the job had, or begin anew: without --resume, with another "

@@ -42,6 +42,7 @@ def check_plan_fits_job(plan: Plan, job: Job, cluster: Cluster) -> None:
         if planned != wanted:
             raise InputError(
                 f"the plan is for {what} {planned}, the job has {wanted}",
+                code="plan-of-another-job",
                 fix="make a plan for this job: gpumix plan JOB.yaml",
             )
     sent = choose_communication_dtype(w.compute_dtype for w in plan.workers)
@@ -49,6 +50,7 @@ def check_plan_fits_job(plan: Plan, job: Job, cluster: Cluster) -> None:
         raise InputError(
             f"the plan's communication_dtype is {plan.communication_dtype}, what its devices "
             f"compute in makes it {sent}",
+            code="plan-communication-dtype",
             why="with another dtype another model is trained",
             fix=f'set "communication_dtype" to "{sent}"',
         )
@@ -56,6 +58,7 @@ def check_plan_fits_job(plan: Plan, job: Job, cluster: Cluster) -> None:
     if missing := space.missing(plan):
         raise InputError(
             f"the engine does not run this plan: {missing}",
+            code="plan-not-runnable",
             fix="make a plan that it runs: gpumix plan JOB.yaml",
         )
 
@@ -73,6 +76,7 @@ def _check_devices(plan: Plan, cluster: Cluster) -> None:
                 raise InputError(
                     f"the plan's device '{worker.device}' has {key} '{planned}', here it is "
                     f"'{there}'",
+                    code="plan-of-other-devices",
                     fix=f'set its "{key}" to "{there}", or make a plan for this cluster: gpumix '
                     "plan JOB.yaml",
                 )
@@ -87,6 +91,7 @@ def check_plan_fits_model(plan: Plan, profile: Profile) -> None:
     if plan.model != profile.model.fingerprint:
         raise InputError(
             "the plan was made for another model",
+            code="plan-of-another-model",
             where=f"plan for model {plan.model}, the job's is {profile.model.fingerprint}",
             fix=FIX,
         )
@@ -157,6 +162,7 @@ def check_plan_fits_memory(plan: Plan, cluster: Cluster) -> None:
             raise NoFeasiblePlanError(
                 f"the plan needs {show_bytes(expected.peak_bytes)} where "
                 f"{show_bytes(usable)} may be used",
+                code="plan-exceeds-memory",
                 where=f"device '{expected.device}' of class '{name}'",
                 fix="make a plan for this job: gpumix plan JOB.yaml",
             )

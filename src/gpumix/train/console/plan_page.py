@@ -387,7 +387,7 @@ def _describe_method(plan: Plan) -> str:
         parts.append(f"{len(plan.stages)} pipeline stages ({plan.schedule})")
     elif plan.waves > 1:
         parts.append(f"{plan.waves} passes a step (gradient accumulation)")
-    if plan.in_teams:
+    if plan.uses_tensor_parallel:
         sizes = " and ".join(f"TP={size}" for size in plan.degrees if size > 1)
         parts.append(f"tensor parallelism ({sizes})")
     computing = [w for w in plan.workers if w.samples]
@@ -447,8 +447,8 @@ def _left_out(plan: Plan, reasons: Reasons) -> str:
     if reasons.devices_left_out:
         why = "no more blocks to give" if plan.strategy == "model" else "costs more than it gives"
         parts.append(f"{_few(reasons.devices_left_out, 'device')}: {why}")
-    if reasons.in_no_team:
-        few = _few(reasons.in_no_team, "device")
+    if reasons.in_no_tp_group:
+        few = _few(reasons.in_no_tp_group, "device")
         parts.append(f"{few}: too few of a type on a host for tensor parallelism")
     return "; ".join(parts)
 

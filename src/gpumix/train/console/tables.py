@@ -152,10 +152,12 @@ def explain_plan(plan: Plan) -> list[str]:
                 f"{named} left out: each pipeline stage needs a layer, and there are no more"
             )
         else:
-            more = "more GPUs" if plan.in_teams or len(plan.stages) > 1 else "longer rings"
+            more = (
+                "more GPUs" if plan.uses_tensor_parallel or len(plan.stages) > 1 else "longer rings"
+            )
             lines.append(f"{named} left out: {more} would cost more time than they save")
-    if reasons.in_no_team:
-        named = _few("GPUs", reasons.in_no_team)
+    if reasons.in_no_tp_group:
+        named = _few("GPUs", reasons.in_no_tp_group)
         lines.append(f"{named} left out: too few of a type on a host for a tensor-parallel group")
     lines.append(predicted)
     if expected.input_s >= expected.step_s * (1.0 - MIN_STARVED_SHARE):
@@ -252,7 +254,7 @@ def _describe_choices(plan: Plan) -> str:
 def _schedule(plan: Plan) -> str:
     """Describe the path of micro-batches through tensor-parallel groups and stages."""
     sizes = ", ".join(map(str, plan.degrees))
-    teams = f"; tensor-parallel groups of {sizes}" if plan.in_teams else ""
+    teams = f"; tensor-parallel groups of {sizes}" if plan.uses_tensor_parallel else ""
     if any(stage.sequence for stage in plan.stages):
         teams += ", with sequence parallelism"
     waves = f" in {plan.waves} waves" if plan.waves > 1 else ""
@@ -280,9 +282,11 @@ def _alike(worker: Worker) -> tuple[str, int, int, float, str, int, int]:
 
 def _devices(stage: Stage, workers: Sequence[Worker]) -> str:
     """Count workers, with the size of their groups if groups of a stage differ."""
-    size = stage.team_size(workers[0])
-    in_teams = f" in teams of {size}" if stage.unlike_teams and size > 1 else ""
-    return f"{len(workers)}{in_teams}"
+    size = stage.get_tp_size(workers[0])
+    in_groups = (
+        f" in tensor-parallel groups of {size}" if stage.has_mixed_degrees and size > 1 else ""
+    )
+    return f"{len(workers)}{in_groups}"
 
 
 def _backward(worker: Worker, plan: Plan) -> str:

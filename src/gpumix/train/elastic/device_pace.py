@@ -110,7 +110,7 @@ def _with_samples(stage: Stage, samples: Sequence[int]) -> Stage:
         worker.model_copy(
             update={"samples": count, "micro_batch": min(worker.micro_batch or largest, count)}
         )
-        for count, team in zip(samples, stage.teams, strict=True)
+        for count, team in zip(samples, stage.tp_groups, strict=True)
         for worker in team
     )
     return stage.model_copy(update={"workers": workers})

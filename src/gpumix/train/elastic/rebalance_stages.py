@@ -34,7 +34,7 @@ def redeal_micro_batches(profile: Profile, plan: Plan) -> Plan | None:
 
 def list_samples_by_stage(plan: Plan) -> list[list[int]]:
     """Return the samples of each group of each stage."""
-    return [[team[0].samples for team in stage.teams] for stage in plan.stages]
+    return [[team[0].samples for team in stage.tp_groups] for stage in plan.stages]
 
 
 def _compute_exchange_size(plan: Plan) -> int | None:
@@ -52,7 +52,7 @@ def _compute_exchange_size(plan: Plan) -> int | None:
 
 def _redeal_stage(profile: Profile, plan: Plan, number: int, size: int) -> Plan:
     """Deal the micro-batches of a stage; return the plan itself without a clear gain."""
-    teams, every = plan.stages[number].teams, list_samples_by_stage(plan)
+    teams, every = plan.stages[number].tp_groups, list_samples_by_stage(plan)
     now = [count // size for count in every[number]]
     paces = [predict_pace(plan, team[0]).scale_samples(size) for team in teams]
     clearly_s = slowest_s(paces, now) * (1.0 - LEAST_GAIN_EACH)

@@ -141,7 +141,7 @@ class Rebalancer:
         self._read_per_s = read_per_s
         self._idle = idle
         self._least = [int(n > 0) for n in self.samples]
-        self._ranks = plan.teams_of(0)
+        self._ranks = plan.list_tp_groups(0)
         self._steps = steps
         self.go_on(plan, room)
         self._times: deque[list[float]] = deque(maxlen=MOST_WINDOW_STEPS)

@@ -130,6 +130,7 @@ class StageReplanner:
             return PlanOutdated(
                 f"{why}: by another one a step is to take {show_seconds(usual * new_s)} instead of "
                 f"{show_seconds(usual * before_s)}",
+                code="plan-outdated",
                 slower=dict(factors),
             )
         if dealt is None or still_s > before_s * (1.0 - LEAST_GAIN):

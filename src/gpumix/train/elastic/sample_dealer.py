@@ -69,7 +69,7 @@ class SampleDealer:
             worker.model_copy(
                 update={"samples": count, "micro_batch": self._size_micro_batches(team, count)}
             )
-            for team, (count, members) in enumerate(zip(samples, stage.teams, strict=True))
+            for team, (count, members) in enumerate(zip(samples, stage.tp_groups, strict=True))
             for worker in members
         )
         stages = (stage.model_copy(update={"workers": workers}),)

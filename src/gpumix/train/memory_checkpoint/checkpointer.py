@@ -157,6 +157,7 @@ class MemoryCheckpointer:
             return found
         return RankLost(
             found.what,
+            code=found.code,
             where=found.where,
             why="a copy from its device, or into the memory of its host, has not come back",
             fix="look at `dmesg | tail` there, then run the same command with --resume; a longer "
@@ -214,7 +215,9 @@ class MemoryCheckpointer:
         size = count_bytes(tensors)
         copies = folder.count_copies(hosts=1 if self._buddies is None else 2)
         if not self._copies and not has_room_for(copies * size, self._place.ranks_here):
-            raise MachineError(format_no_room(copies, size, self._place.ranks_here))
+            raise MachineError(
+                format_no_room(copies, size, self._place.ranks_here), code="host-memory-short"
+            )
         self._copies.pop(slot, None)
         file = self._folder / folder.data_file(self._place.rank, slot)
         memory = _create_memory(file, size, pinned=pinned)

@@ -98,6 +98,7 @@ class MemoryFolder:
         except files.NotAFileError as error:
             raise MachineError(
                 "the folder for copies in memory is not this user's alone",
+                code="memory-folder-foreign",
                 where=str(self.folder),
                 fix="remove it, or ask its owner to",
             ) from error

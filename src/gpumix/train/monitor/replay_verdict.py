@@ -52,7 +52,7 @@ def explain_no_replay(plan: Plan) -> str:
         return ""
     if sum(worker.samples > 0 for worker in plan.workers) < 2:
         return "one device alone computes"
-    part = "the same parts of units" if plan.in_teams else "the same stage"
+    part = "the same parts of units" if plan.uses_tensor_parallel else "the same stage"
     return f"no two devices compute {part}"
 
 

@@ -72,7 +72,7 @@ class _RankActivities:
                 continue
             if (
                 done.kind == "overhead"
-                or done.kind == "team"
+                or done.kind == "tensor parallel"
                 or done.kind == "other stage"
                 or done.kind == "slower rank"
             ):

@@ -60,21 +60,28 @@ def translate_error(error: BaseException, where: str) -> GpumixError:
     if isinstance(error, OSError) and isinstance(error.filename, str | bytes) and error.strerror:
         file = os.fsdecode(error.filename)
         why = f"at {at[0]}" if at else ""
-        return MachineError(error.strerror, where=", ".join(filter(None, [where, file])), why=why)
+        return MachineError(
+            error.strerror,
+            code="system-error",
+            where=", ".join(filter(None, [where, file])),
+            why=why,
+        )
     where = ", ".join(filter(None, [where, *at]))
     if isinstance(error, OSError):
-        return MachineError(str(error.strerror or error), where=where)
+        return MachineError(str(error.strerror or error), code="system-error", where=where)
     what = format_in_one_line(error)
     if of_job:
         # A factory is part of the input; the rest runs in training.
         kind = InputError if files[last] == "data/core/factory.py" else TrainingError
         return kind(
             f"the job's own code failed: {what}",
+            code="job-code-failed",
             where=where,
             fix="run it again with --debug, which shows the whole way there",
         )
     return GpumixError(
         f"a bug in gpumix: {what}",
+        code="bug",
         where=where,
         fix="run it again with --debug and report what that shows",
     )

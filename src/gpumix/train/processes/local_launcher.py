@@ -186,6 +186,7 @@ def _start(process: Any) -> None:
     except (ConnectionError, EOFError) as error:
         raise RankLost(
             "a rank could not be started",
+            code="rank-not-started",
             where=f"host {socket.gethostname()}",
             why=SERVER_ENDED,
             fix="run the same command again, with --resume if a checkpoint was saved",
@@ -302,6 +303,7 @@ class _RankProcess:
         self.ended = True
         self.error = self._lost(
             f"{self.name()} stopped answering",
+            code="rank-silent",
             why=why + others,
             first="look at its device and its file systems, or, if its host is only busy, give the "
             "job a longer `advanced.timeout`; then ",
@@ -328,6 +330,7 @@ class _RankProcess:
         if not others:
             self.error = self._lost(
                 f"{self.name()} was aborted while it waited",
+                code="rank-aborted-waiting",
                 why="no device is known to be at fault: the other ranks have come as far as it has"
                 + told,
                 first="look at the links between the devices, then ",
@@ -337,6 +340,7 @@ class _RankProcess:
         names = " and ".join(one.name() for one in others)
         self.error = self._lost(
             f"{names} did not take part",
+            code="rank-absent",
             why=f"{self.name()} waited for that until it was aborted (SIGABRT){told}",
             first="look at that device and its driver, then ",
             device=others[0].seat.device if len(others) == 1 else None,
@@ -357,6 +361,7 @@ class _RankProcess:
             os.kill(self.process.pid, signal.SIGKILL)
         return self._lost(
             f"{self.name()} cannot be watched any more",
+            code="rank-not-watched",
             why=SERVER_ENDED,
             first="",
             device=None,
@@ -375,13 +380,16 @@ class _RankProcess:
                 look = ""  # the sample may have exhausted memory, or be unrelated
         what = f"{self.name()} {how}"
         if not sample or not why:
-            return self._lost(what, why=why, first="", device=device)
+            return self._lost(what, code="rank-process-ended", why=why, first="", device=device)
         why = f"{why}; {sample} was being read then"
-        return self._lost(what, why=why, first=look, device=device)
+        return self._lost(what, code="rank-process-ended", why=why, first=look, device=device)
 
-    def _lost(self, what: str, *, why: str, first: str, device: Device | None) -> RankLost:
+    def _lost(
+        self, what: str, *, code: str, why: str, first: str, device: Device | None
+    ) -> RankLost:
         return RankLost(
             what,
+            code=code,
             where=f"host {socket.gethostname()}",
             why=why,
             fix=f"{first}run the same command again, with --resume if a checkpoint was saved",
@@ -519,7 +527,10 @@ def _raise_cause(children: list[_RankProcess]) -> None:
     for error in [*failures, *own, *errors]:
         if isinstance(error, Interrupted) and not any(child.asked_to_stop for child in children):
             raise RankInterrupted(
-                f"somebody asked a rank to end: {error.what}", where=error.where, fix=error.fix
+                f"somebody asked a rank to end: {error.what}",
+                code="rank-asked-to-end",
+                where=error.where,
+                fix=error.fix,
             ) from error
         raise error
 

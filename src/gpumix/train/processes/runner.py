@@ -100,6 +100,7 @@ class LocalRunner(Runner):
         if elsewhere and not cluster.emulated:
             raise InputError(
                 f"the cluster has devices on another host: {', '.join(elsewhere)}",
+                code="devices-on-other-hosts",
                 fix="start one process per device on every host: torchrun --nnodes N "
                 "--nproc-per-node GPUS --rdzv-backend gpumix --rdzv-endpoint HOST:PORT -m gpumix "
                 "train JOB.yaml, and check JOB.yaml before",

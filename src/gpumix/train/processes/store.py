@@ -73,6 +73,7 @@ def wait_for_restarted_store(seat: RankAddress, start: int, timeout_s: float) ->
         time.sleep(LOOK_S)
     raise MachineError(
         f"rank {seat.rank} does not find the run that all ranks have begun anew",
+        code="restarted-run-not-found",
         where=socket.gethostname(),
         fix="look at what rank 0 says",
     )
@@ -90,6 +91,7 @@ def _connect(seat: RankAddress, timeout_s: float) -> dist.TCPStore:
     except RuntimeError as error:
         raise MachineError(
             f"rank {seat.rank} does not reach the first host at {seat.host}:{seat.port}",
+            code="first-host-not-reachable",
             where=socket.gethostname(),
             why=get_first_line(error),
             fix=f"open port {seat.port} there, or name an address that all hosts reach: "

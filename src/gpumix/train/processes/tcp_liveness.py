@@ -45,6 +45,7 @@ def listen_at(host: str, port: int, *, one_host: bool) -> socket.socket:
             raise MachineError(
                 f"the first host is told to the others as {host}, which is {name} here: they do "
                 "not reach that",
+                code="address-not-reachable",
                 where=where,
                 fix=f"{fix}, or mend its line in /etc/hosts",
             )
@@ -52,6 +53,7 @@ def listen_at(host: str, port: int, *, one_host: bool) -> socket.socket:
     except OSError as error:
         raise MachineError(
             f"the rendezvous cannot listen at {host}:{port}",
+            code="address-not-listening",
             where=where,
             why=error.strerror or str(error),
             fix=fix,

@@ -105,6 +105,7 @@ class TorchrunRunner(Runner):
             raise InputError(
                 f"the cluster has {len(wanted.devices)} devices, torchrun started {world} "
                 "processes",
+                code="cluster-rank-count",
                 fix="start one process per device",
             )
         return wanted
@@ -168,6 +169,7 @@ class TorchrunRunner(Runner):
                 if silent or (ended and not store.check([OUTCOME])):
                     raise TrainingError(
                         "the run " + ("has failed" if ended else "is not heard any more"),
+                        code="run-ended-elsewhere",
                         where=name,
                         fix="look at what the other ranks say",
                     )
@@ -252,6 +254,7 @@ class TorchrunRunner(Runner):
             return error
         return RankLost(
             f"{error.what}: rank 0 (device '{first.id}')",
+            code=error.code,
             where=error.where,
             why=error.why,
             fix=error.fix,
@@ -367,6 +370,7 @@ def own_device(place: TorchrunPlace) -> tuple[Device, DeviceClass]:
     if place.local_rank >= len(mine.devices):
         raise InputError(
             f"process {place.local_rank} of this host has no device of its own",
+            code="process-without-device",
             where=socket.gethostname(),
             why=f"the host has {len(mine.devices)}",
             fix="give torchrun at most as many --nproc-per-node as the host has devices",
@@ -397,6 +401,7 @@ def meet_devices(
     except ValidationError as error:
         raise InputError(
             f"the ranks' devices make no cluster: {error.errors()[0]['msg']}",
+            code="devices-make-no-cluster",
             fix="start one process per device, each with a device of its own; several processes on "
             "one CPU need a `cluster` in the job with a device for each",
         ) from error
@@ -438,6 +443,7 @@ def arrive(
     raise TrainingError(
         f"rank(s) {', '.join(map(str, late)) or 'of an earlier start'} did not start within "
         f"{timeout_s:.0f} s",
+        code="ranks-not-started",
         where=f"rank {rank} on {own.host}",
         fix="look at what torchrun says on their hosts",
     )
@@ -455,7 +461,9 @@ def _wait_for_key(store: dist.Store, key: str, who: str) -> str:
     deadline = time.monotonic() + MEETING_S
     while not store.check([key]):
         if time.monotonic() > deadline:
-            raise TrainingError(f"{who} said nothing within {MEETING_S:.0f} s")
+            raise TrainingError(
+                f"{who} said nothing within {MEETING_S:.0f} s", code="first-rank-silent"
+            )
         time.sleep(LOOK_S)
     return _get_if_set(store, key)
 
@@ -512,6 +520,7 @@ def assign_devices(cluster: Cluster, arrivals: Sequence[Arrival]) -> tuple[Devic
             there = sum(device.host == host for device in devices)
             raise InputError(
                 f"host '{host}' has {there} devices in the cluster, and more processes",
+                code="cluster-rank-count",
                 fix="give torchrun at most as many --nproc-per-node as the host has devices",
             )
         found[rank] = of_host[host].pop(0)

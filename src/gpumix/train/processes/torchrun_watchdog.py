@@ -146,6 +146,7 @@ class TorchrunWatchdog:
         """Kill a stopped rank, to be restarted by the agent."""
         error = RankLost(
             f"{self._name(rank)} stopped answering",
+            code="rank-silent",
             where=f"host {self._arrivals[rank].host}",
             why="its process was stopped (SIGSTOP)",
             fix="look at its device and its file systems, then run the same command again",
@@ -167,6 +168,7 @@ class TorchrunWatchdog:
         every = [told[what].format(self._arrivals[rank]) for rank, what in ranks.items()]
         return RankLost(
             f"{' and '.join(map(self._name, ranks))} stopped answering",
+            code="rank-silent",
             where=self._name(self._seat.rank),
             why=f"nothing was heard of it for {STOPPED_TIMEOUT_S:.0f} s, and {' and '.join(every)}",
             fix="look at that host and the link to it; then run the same command with --resume",

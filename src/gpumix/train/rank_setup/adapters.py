@@ -46,6 +46,7 @@ def add_adapters(model: nn.Module, spec: ModelSpec) -> nn.Module:
         ends = {name.rpartition(".")[2] for name in layers}
         raise InputError(
             "PEFT cannot add these adapters",
+            code="adapters-invalid",
             where="model.lora",
             why=get_first_line(error),
             fix=f"linear layers of the blocks end in {', '.join(sorted(ends))}",
@@ -68,6 +69,7 @@ def list_linear_layers(model: nn.Module, spec: ModelSpec) -> list[str]:
     if not found:
         raise InputError(
             "the model's blocks have no linear layers, which adapters are for",
+            code="no-layers-for-adapters",
             where="model.lora",
             fix="leave out `model.lora`, or name other blocks with `model.units`",
         )
@@ -80,6 +82,7 @@ def _import_peft() -> Any:
     except ImportError as error:
         raise MachineError(
             "`model.lora` needs the package peft",
+            code="package-missing",
             why=get_first_line(error),
             fix="pip install peft, or leave out `model.lora`",
         ) from error

@@ -135,6 +135,7 @@ def _check_same_job(job: Job, ranks: RankGroup) -> None:
                 raise InputError(
                     f"ranks disagree about the job: '{key}' is {first[key]} on {ranks.names[0]}, "
                     f"{other[key]} on {ranks.names[rank]}",
+                    code="job-differs-by-rank",
                     fix="start every host with the same job and the same --set",
                 )
 
@@ -164,6 +165,7 @@ def _open_same_data(task: Task, ranks: RankGroup) -> tuple[Source, Source]:
         raise InputError(
             f"ranks see different data: {ranks.names[0]} has {told[0]}, {ranks.names[others[0]]} "
             f"has {told[others[0]]}",
+            code="data-differs-by-rank",
             fix="give every host the same data files",
         )
     return train, held_out
@@ -174,6 +176,7 @@ def _out_of_memory(
 ) -> OutOfMemory:
     return OutOfMemory(
         "out of memory",
+        code="out-of-memory",
         where=f"{ranks.names[ranks.rank]}, host {socket.gethostname()}, limit "
         f"{show_bytes(runtime.memory_limit_bytes)}",
         why=get_first_line(error),
@@ -198,6 +201,7 @@ def _open_device(device: Device, device_class: DeviceClass) -> DeviceRuntime:
 def _make_device_lost_error(error: Exception, device: Device, name: str) -> RankLost:
     return RankLost(
         f"device '{device.id}' failed",
+        code="device-failed",
         where=f"{name}, host {socket.gethostname()}",
         why=get_first_line(error),
         fix="look at `dmesg | grep -i xid` and `nvidia-smi -q -d ECC` there, then run the same "

@@ -75,12 +75,14 @@ def build_model(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
     except torch.OutOfMemoryError as error:  # of a device; hosts raise other errors
         raise NoFeasiblePlanError(
             "a device has not even the memory in which a model is built",
+            code="model-does-not-fit-to-build",
             why=get_first_line(error),
             fix="give its class more memory, or leave it out of the cluster",
         ) from error
     except Exception as error:  # sizes that are negative, huge or inconsistent
         raise InputError(
             f"transformers cannot build a {spec.task} model of this configuration",
+            code="model-task-unsupported",
             where=f"model.config of type '{config.model_type}'",
             why=get_first_line(error),
         ) from error
@@ -91,6 +93,7 @@ def _call_model_factory(factory: str, arguments: Mapping[str, Any], folder: Path
     if not isinstance(model, nn.Module):
         raise InputError(
             f"the factory returned a {type(model).__name__}, not a torch.nn.Module",
+            code="factory-returned-no-module",
             where=factory,
         )
     return model
@@ -103,6 +106,7 @@ def _refuse_code_of_hubs(values: Mapping[str, Any], where: str) -> None:
         if key.endswith("_implementation") and "/" in str(value):
             raise InputError(
                 f"'model.config.{key}' is '{value}', which is code of a hub",
+                code="model-config-code",
                 where=where,
                 why="a configuration may come from anybody, and brings no code",
                 fix=f"leave out `{key}`, or give one of transformers, such as sdpa",
@@ -125,6 +129,7 @@ def make_config(spec: ModelSpec) -> PretrainedConfig:
         raise InputError(
             f"transformers {_import_transformers().__version__} knows no model of type "
             f"'{model_type}'",
+            code="model-type-unknown",
             where="model.config.model_type",
             fix=did_you_mean(find_nearest(str(model_type), types))
             or "python -c 'import transformers; print(*transformers.CONFIG_MAPPING)' shows those "
@@ -134,6 +139,7 @@ def make_config(spec: ModelSpec) -> PretrainedConfig:
         if "layer" in key and isinstance(value, int) and value > MOST_LAYERS:
             raise InputError(
                 f"'model.config.{key}' is {value}, models have {MOST_LAYERS} layers at most",
+                code="model-layers-out-of-range",
                 where=where,
                 fix=f"correct `{key}` in the configuration",
             )
@@ -144,6 +150,7 @@ def make_config(spec: ModelSpec) -> PretrainedConfig:
     except Exception as error:  # each model type checks its values in its own way
         raise InputError(
             "this is no valid transformers configuration",
+            code="model-config-invalid",
             where=where,
             why=shorten(str(error), LONGEST_WHY, placeholder=" …"),
         ) from error
@@ -154,6 +161,7 @@ def make_config(spec: ModelSpec) -> PretrainedConfig:
     if unknown and isinstance(spec.config, dict):
         raise InputError(
             f"unknown key 'model.config.{unknown[0]}'",
+            code="model-config-key-unknown",
             where=where,
             fix=did_you_mean(find_nearest(unknown[0], known)) or f"valid keys: {', '.join(shown)}",
         )
@@ -174,6 +182,7 @@ def check_model_fits_data(job: Job, folder: Path) -> None:
     if isinstance(positions, int) and 0 < positions < job.sequence_length:
         raise InputError(
             f"the model has {positions} positions, sequence_length is {job.sequence_length}",
+            code="sequence-exceeds-positions",
             where="model.config",
             fix="raise max_position_embeddings (n_positions in GPT-2) or lower sequence_length",
         )
@@ -185,6 +194,7 @@ def check_model_fits_data(job: Job, folder: Path) -> None:
     if vocabulary is not None and vocabulary < tokenizer.vocab_size:
         raise InputError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocabulary}",
+            code="vocabulary-exceeds-model",
             where="model.config",
             fix=f"set vocab_size of model.config to {tokenizer.vocab_size} or more",
         )
@@ -219,6 +229,7 @@ def _import_transformers() -> Any:
     except ImportError as error:
         raise MachineError(
             "`model.config` needs the package transformers",
+            code="package-missing",
             fix="name a factory with `model.factory`, or " + format_install_command("transformers"),
         ) from error
     transformers.logging.set_verbosity_error()

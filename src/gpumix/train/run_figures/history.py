@@ -140,7 +140,9 @@ def load_history(folder: Path, *, newest_bytes: int | None = None) -> History:
 
 def make_unreadable_error(path: Path, why: str) -> InputError:
     what = "cannot read this file of the run"
-    return InputError(what, where=str(path), why=why, fix=UNREADABLE_FIX)
+    return InputError(
+        what, code="run-file-unreadable", where=str(path), why=why, fix=UNREADABLE_FIX
+    )
 
 
 def _find_newest(file: BufferedReader, newest_bytes: int) -> int:

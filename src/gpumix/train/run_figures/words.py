@@ -21,7 +21,7 @@ MEMORY_NAMES = {
     "boundary gradients": "gradients of activations",
     "working set": "working memory of a layer",
     "framework": "CUDA context and libraries",
-    "team": "tensor-parallel buffers",
+    "tensor parallel": "tensor-parallel buffers",
     "laid out": "between steps",
     "samples": "added by samples",
 }

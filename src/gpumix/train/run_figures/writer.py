@@ -206,6 +206,7 @@ def _raise_unwritable(file: Path) -> Iterator[None]:
     except OSError as error:
         raise MachineError(
             "cannot write what the run tells of itself",
+            code="run-file-not-writable",
             where=str(file),
             why=error.strerror or str(error),
             fix=f"{how_to_write(error)}; then run the same command again, with --resume if a "

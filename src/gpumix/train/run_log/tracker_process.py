@@ -45,6 +45,7 @@ def check_installed(trackers: Trackers, places: Tree | None = None) -> None:
     if missing:
         raise MachineError(
             f"the job names trackers that are not installed: {', '.join(missing)}",
+            code="package-missing",
             where=_locate(KEY, places),
             fix=format_install_command(*missing),
         )
@@ -115,6 +116,7 @@ class _TrackerProcess:
             libraries = ", ".join(PACKAGES.get(name, name) for name in self._names)
             raise MachineError(
                 f"{self._label} cannot start: the background process {how}",
+                code="tracker-not-started",
                 where=_locate(KEY, self._places),
                 fix=f"leave out one by one, or try `python -c 'import {libraries}'`",
             )

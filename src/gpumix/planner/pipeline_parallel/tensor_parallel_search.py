@@ -1,8 +1,8 @@
-"""Plans with teams, in which devices compute units together: made of teams as of single devices.
+"""Search for plans with tensor-parallel groups, by a search for plans of single devices.
 
-A team is devices of one class on one host, and in one island if there are islands. To the planner a
-team is a device of another, faster kind (`cost.tensor_parallel_groups`): every way to plan for
-devices plans for teams too, one degree at a time.
+A tensor-parallel group is devices of one class on one host, and in one island if there are islands.
+To the planner it is a device of another, faster kind (`cost.tensor_parallel_groups`): every way to
+plan for devices plans for tensor-parallel groups too, one degree at a time.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from gpumix.planner.pipeline_parallel.device_order import DevicePlace, cell_of
 from gpumix.planner.pipeline_parallel.stage_modes import (
     NO_TENSOR_PARALLEL,
     TensorParallelDegree,
-    measured_teams,
-    teams_of_space,
+    get_measured_tp_degrees,
+    list_tp_degrees,
 )
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
@@ -47,8 +47,8 @@ from gpumix.schema.profile.profile import Profile
 # Most mixtures tried, each by its own search, by devices: up to so many.
 MIXTURES = ((12, 4), (64, 2), (float("inf"), 1))
 MAX_RANKED_MIXTURES = 4096
-Teams = dict[str, tuple[Device, ...]]
-"""The devices of each team, by the id of the first device."""
+GroupMembers = dict[str, tuple[Device, ...]]
+"""The devices of each tensor-parallel group, by the id of the first device."""
 
 
 Searched = tuple[Plan | None, float | None]
@@ -71,17 +71,17 @@ def search_all_degrees(
     bounds_s: list[float | None] = []
     failures: list[InputError | NoFeasiblePlanError] = []
     check_degrees_fit(profile.cluster, request.space)
-    wanted, measured = teams_of_space(request.space), measured_teams(profile)
+    wanted, measured = list_tp_degrees(request.space), get_measured_tp_degrees(profile)
     devices = ranked_devices(profile, request)
-    for team in wanted:
+    for tp in wanted:
         others = wanted[0] == NO_TENSOR_PARALLEL or not measured.isdisjoint(wanted)
-        if team != NO_TENSOR_PARALLEL and team not in measured and others:
-            continue  # the model, or the cluster, has no such teams
+        if tp != NO_TENSOR_PARALLEL and tp not in measured and others:
+            continue  # the model, or the cluster, has no such tensor-parallel groups
         try:
-            if team == NO_TENSOR_PARALLEL:
+            if tp == NO_TENSOR_PARALLEL:
                 found, bound_s = search(profile, request, below_s)
             else:
-                sizes = _make_uniform_sizes(profile, team, devices)
+                sizes = _make_uniform_sizes(profile, tp, devices)
                 found, bound_s = _search_groups(profile, request, search, sizes, below_s)
         except (InputError, NoFeasiblePlanError) as error:
             failures.append(error)
@@ -101,9 +101,10 @@ def search_all_degrees(
 
 
 def ideal_step_s(profile: Profile, request: PlanRequest) -> float:
-    """Return seconds of a step if all devices compute without a pause, in the fastest teams."""
+    """Return seconds of a step if all devices compute without a pause, in the fastest
+    tensor-parallel groups."""
     devices = ranked_devices(profile, request)
-    sequences = {False} | {team.sequence for team in measured_teams(profile)}
+    sequences = {False} | {tp.sequence for tp in get_measured_tp_degrees(profile)}
     every = [_options(profile, request, devices, sequence=sequence) for sequence in sequences]
     of_class = ([one for options in every for one in options[name]] for name in every[0])
     return _seconds(request, (max(options) for options in of_class if options))
@@ -118,8 +119,8 @@ def search_mixed_degrees(
     most: int,
     in_stages: bool,
 ) -> tuple[Plan | None, list[float | None]]:
-    """Return the fastest plan below `below_s` with teams of several sizes; and by mixture that is
-    tried a lower bound in seconds, exact only where low enough to matter.
+    """Return the fastest plan below `below_s` with tensor-parallel groups of several sizes; and by
+    mixture that is tried a lower bound in seconds, exact only where low enough to matter.
 
     Args:
         most: mixtures tried.
@@ -133,7 +134,7 @@ def search_mixed_degrees(
             continue
         try:
             found, bound_s = _search_groups(
-                profile, request, search, mixture.teams, below_s, in_stages=in_stages
+                profile, request, search, mixture.sizes, below_s, in_stages=in_stages
             )
         except (InputError, NoFeasiblePlanError):
             continue
@@ -145,36 +146,37 @@ def search_mixed_degrees(
 
 def select_groupable_devices(profile: Profile, request: PlanRequest) -> tuple[Device, ...]:
     """Return the request's devices in rank order; if none may compute alone, without devices in
-    excess of teams on a host.
+    excess of tensor-parallel groups on a host.
 
     Raises:
-        InputError: the request names devices unknown to the profile, or teams without measurements.
+        InputError: the request names devices unknown to the profile, or tensor parallel degrees
+            without measurements.
         NoFeasiblePlanError: some devices are in excess, and none may be left out.
     """
-    devices, wanted = ranked_devices(profile, request), teams_of_space(request.space)
+    devices, wanted = ranked_devices(profile, request), list_tp_degrees(request.space)
     if NO_TENSOR_PARALLEL in wanted:
         return devices
     check_degrees_fit(profile.cluster, request.space)
-    measured = [team for team in wanted if team in measured_teams(profile)] or wanted[:1]
+    measured = [tp for tp in wanted if tp in get_measured_tp_degrees(profile)] or wanted[:1]
     degrees: dict[str, set[int]] = {}
-    for team in measured:
-        for one in get_group_measurements(profile, team.degree, sequence=team.sequence).classes:
-            degrees.setdefault(one.device_class, set()).add(team.degree)
+    for tp in measured:
+        for one in get_group_measurements(profile, tp.degree, sequence=tp.sequence).classes:
+            degrees.setdefault(one.device_class, set()).add(tp.degree)
     alike: dict[DevicePlace, list[Device]] = {}
     for device in devices:
         alike.setdefault(cell_of(device), []).append(device)
     kept = {
         device.id
         for cell, some in alike.items()
-        for device in some[: _most_in_teams(len(some), degrees.get(cell.device_class, set()))]
+        for device in some[: _count_most_grouped(len(some), degrees.get(cell.device_class, set()))]
     }
     if not kept or (len(kept) < len(devices) and request.space.leave_out is False):
-        raise _make_indivisible_error(sorted({team.degree for team in measured}))
+        raise _make_indivisible_error(sorted({tp.degree for tp in measured}))
     return tuple(device for device in devices if device.id in kept)
 
 
-def _most_in_teams(devices: int, degrees: set[int]) -> int:
-    """Return the most devices, out of `devices`, for teams of `degrees`."""
+def _count_most_grouped(devices: int, degrees: set[int]) -> int:
+    """Return the most devices, out of `devices`, in tensor-parallel groups of `degrees`."""
     reached = {0}
     for count in range(1, devices + 1):
         if any(count - degree in reached for degree in degrees):
@@ -185,50 +187,51 @@ def _most_in_teams(devices: int, degrees: set[int]) -> int:
 def _make_indivisible_error(degrees: list[int]) -> NoFeasiblePlanError:
     return NoFeasiblePlanError(
         f"the devices cannot all form tensor-parallel groups of {' or '.join(map(str, degrees))}",
+        code="tensor-parallel-groups-impossible",
         why="a tensor-parallel group has devices of one class on one host",
         fix="allow `techniques: {tensor_parallel_size: [1]}`, or `leave_out: true`",
     )
 
 
 class _Sizes(NamedTuple):
-    """Team sizes by class; `sequence` divides positions too; with `others_alone`, devices too few
-    for a further team compute alone."""
+    """Sizes of tensor-parallel groups by class; `sequence` divides positions too; with
+    `others_alone`, devices too few for a further group compute alone."""
 
     of_class: dict[str, int]
     sequence: bool
     others_alone: bool = False
 
-    def teams(self, devices: Sequence[Device]) -> Teams:
-        """Return the devices of all teams, in the order of the first devices."""
+    def form_groups(self, devices: Sequence[Device]) -> GroupMembers:
+        """Return the devices of all tensor-parallel groups, in the order of the first devices."""
         found = {
-            team[0].id: team
+            members[0].id: members
             for name, size in self.of_class.items()
-            for team in form_tensor_parallel_groups(
+            for members in form_tensor_parallel_groups(
                 tuple(d for d in devices if d.device_class == name), size
             )
         }
-        used = {device.id for team in found.values() for device in team}
+        used = {device.id for members in found.values() for device in members}
         if self.others_alone:
             found |= {device.id: (device,) for device in devices if device.id not in used}
         return {device.id: found[device.id] for device in devices if device.id in found}
 
 
 def _make_uniform_sizes(
-    profile: Profile, team: TensorParallelDegree, devices: Sequence[Device]
+    profile: Profile, tp: TensorParallelDegree, devices: Sequence[Device]
 ) -> _Sizes:
-    """Return teams of all classes measured in such teams."""
-    measured = get_group_measurements(profile, team.degree, sequence=team.sequence).classes
+    """Return the same size for all classes measured in tensor-parallel groups of this size."""
+    measured = get_group_measurements(profile, tp.degree, sequence=tp.sequence).classes
     there = {device.device_class for device in devices}
     names = [one.device_class for one in measured if one.device_class in there]
     if not names:
-        raise _make_indivisible_error([team.degree])
-    return _Sizes(dict.fromkeys(names, team.degree), team.sequence)
+        raise _make_indivisible_error([tp.degree])
+    return _Sizes(dict.fromkeys(names, tp.degree), tp.sequence)
 
 
 class _Mixture(NamedTuple):
-    """Teams of several sizes, with a lower bound `least_s`."""
+    """Tensor-parallel groups of several sizes, with a lower bound `least_s`."""
 
-    teams: _Sizes
+    sizes: _Sizes
     least_s: float
 
 
@@ -236,9 +239,7 @@ def _mixtures(
     profile: Profile, request: PlanRequest, devices: Sequence[Device], most: int
 ) -> Iterator[_Mixture]:
     """Yield the `most` promising mixtures with a size or two for each class."""
-    sequences = {
-        team.sequence for team in teams_of_space(request.space) if team != NO_TENSOR_PARALLEL
-    }
+    sequences = {tp.sequence for tp in list_tp_degrees(request.space) if tp != NO_TENSOR_PARALLEL}
     found = []
     for sequence in sorted(sequences):
         kept = _keep_fastest_options(_options(profile, request, devices, sequence=sequence))
@@ -255,7 +256,8 @@ def _mixtures(
 
 
 class _Option(NamedTuple):
-    """The joint speed of a class's teams, their size, and all sizes with left-over devices."""
+    """The joint speed of a class's tensor-parallel groups, their size, and all sizes with left-over
+    devices."""
 
     samples_per_s: float
     size: int
@@ -272,13 +274,13 @@ def _options(
         own = tuple(device for device in devices if device.device_class == name)
         options = []
         for size in _sizes_of(profile, request, name, sequence=sequence):
-            teams = len(form_tensor_parallel_groups(own, size))
-            left = len(own) - teams * size if alone and size > 1 else 0
+            count = len(form_tensor_parallel_groups(own, size))
+            left = len(own) - count * size if alone and size > 1 else 0
             if size not in of_sizes:
                 of_sizes[size] = make_group_profile(profile, size, sequence=sequence)
-            speed = teams * compute_ideal_samples_per_s(of_sizes[size], name)
+            speed = count * compute_ideal_samples_per_s(of_sizes[size], name)
             speed += left * compute_ideal_samples_per_s(profile, name) if left else 0.0
-            sizes = ({size} if teams else set()) | ({1} if left else set())
+            sizes = ({size} if count else set()) | ({1} if left else set())
             options.append(_Option(speed, size, frozenset(sizes)))
         found[name] = sorted(options, key=lambda option: -option.samples_per_s)
     return found
@@ -297,23 +299,24 @@ def _keep_fastest_options(options: Mapping[str, list[_Option]]) -> dict[str, lis
 
 
 def _seconds(request: PlanRequest, chosen: Iterable[_Option]) -> float:
-    """Return seconds of a step if all teams compute without a pause."""
+    """Return seconds of a step if all tensor-parallel groups compute without a pause."""
     speed = sum(option.samples_per_s for option in chosen)
     return request.global_batch / speed if speed else 0.0
 
 
 def _sizes_of(profile: Profile, request: PlanRequest, name: str, *, sequence: bool) -> list[int]:
-    """Return the measured team sizes of a class in the request's space."""
+    """Return the measured tensor parallel degrees of a class in the request's space."""
     measured = {
-        team.degree
-        for team in profile.teams
-        if team.sequence == sequence and any(c.device_class == name for c in team.classes)
+        tp_profile.degree
+        for tp_profile in profile.tp_profiles
+        if tp_profile.sequence == sequence
+        and any(c.device_class == name for c in tp_profile.classes)
     }
     return sorted(set(request.space.tensor_parallel_size) & (measured | {1}))
 
 
-def _kind(team: Sequence[Device]) -> TensorParallelGroup:
-    return TensorParallelGroup(team[0].device_class, len(team))
+def _kind(members: Sequence[Device]) -> TensorParallelGroup:
+    return TensorParallelGroup(members[0].device_class, len(members))
 
 
 def _search_groups(
@@ -325,15 +328,17 @@ def _search_groups(
     *,
     in_stages: bool = False,
 ) -> Searched:
-    """Search for plans with teams of `sizes`."""
+    """Search for plans with tensor-parallel groups of `sizes`."""
     devices = ranked_devices(profile, request)
-    teams = sizes.teams(devices)
-    leaders, used = list(teams), sum(map(len, teams.values()))
-    there = sorted({len(team) for team in teams.values()} or set(sizes.of_class.values()))
+    groups = sizes.form_groups(devices)
+    leaders, used = list(groups), sum(map(len, groups.values()))
+    there = sorted({len(members) for members in groups.values()} or set(sizes.of_class.values()))
     if not leaders or (used < len(devices) and request.space.leave_out is False):
         raise _make_indivisible_error(there)
-    kinds = {leader: _kind(team) for leader, team in teams.items()}
-    of_team = make_leader_profile(profile, kinds, sequence=sizes.sequence, in_stages=in_stages)
+    kinds = {leader: _kind(members) for leader, members in groups.items()}
+    leader_profile = make_leader_profile(
+        profile, kinds, sequence=sizes.sequence, in_stages=in_stages
+    )
     # Chunked heads were measured on single devices only, and all workers of a stage run the head
     # alike.
     if len(there) > 1 and "whole" not in request.space.cross_entropy:
@@ -345,18 +350,20 @@ def _search_groups(
         }
     )
     request = request.model_copy(update={"devices": tuple(leaders), "space": space})
-    of_team = of_team.model_copy(update={"cluster": of_team.cluster.only(leaders)})
+    leader_profile = leader_profile.model_copy(
+        update={"cluster": leader_profile.cluster.only(leaders)}
+    )
 
     def expanded(found: Plan) -> tuple[Plan, Prediction]:
-        plan = _expand_plan(found, teams, devices, sequence=sizes.sequence)
+        plan = _expand_plan(found, groups, devices, sequence=sizes.sequence)
         return plan, predict(profile, plan)
 
-    found, bound_s = search(of_team, request, below_s)
+    found, bound_s = search(leader_profile, request, below_s)
     if found is None or get_prediction(found).step_s >= below_s:
         return None, bound_s
     plan, expected = expanded(found)
     if not is_within_memory(expected.workers):
-        found, bound_s = search(_with_room(of_team, expected), request, below_s)
+        found, bound_s = search(_with_room(leader_profile, expected), request, below_s)
         if found is None:
             return None, bound_s
         plan, expected = expanded(found)
@@ -364,37 +371,41 @@ def _search_groups(
         raise NoFeasiblePlanError(
             f"tensor-parallel groups of {' and '.join(map(str, there))} have no room "
             "for the buffers of their collectives",
+            code="tensor-parallel-buffers-do-not-fit",
             fix="lower `global_batch_size`, or allow another tensor parallel degree",
         )
     return attach_bound(plan.model_copy(update={"prediction": expected}), bound_s), bound_s
 
 
-def _with_room(of_team: Profile, expected: Prediction) -> Profile:
-    """Return the profile with less memory: twice the shortage of a plan, for buffers of teams."""
+def _with_room(leader_profile: Profile, expected: Prediction) -> Profile:
+    """Return the profile with less memory: twice the shortage of a plan, for buffers of
+    collectives."""
     part = max(w.peak_bytes / w.memory_limit_bytes for w in expected.workers) ** 2
-    cluster = of_team.cluster
+    cluster = leader_profile.cluster
     classes = tuple(
         c.model_copy(update={"memory_bytes": int(c.memory_bytes / part)}) for c in cluster.classes
     )
     smaller = cluster.model_copy(update={"classes": classes})
-    return of_team.model_copy(update={"cluster": smaller})
+    return leader_profile.model_copy(update={"cluster": smaller})
 
 
-def _expand_plan(plan: Plan, teams: Teams, devices: tuple[Device, ...], *, sequence: bool) -> Plan:
-    """Expand a plan for the first devices of teams to all devices."""
+def _expand_plan(
+    plan: Plan, groups: GroupMembers, devices: tuple[Device, ...], *, sequence: bool
+) -> Plan:
+    """Expand a plan for the first devices of tensor-parallel groups to all devices."""
 
     def with_members(stage: Stage) -> Stage:
-        degree = max(len(teams[worker.device]) for worker in stage.workers)
+        degree = max(len(groups[worker.device]) for worker in stage.workers)
         workers = tuple(
             worker.model_copy(
                 update={
                     "device": device.id,
                     "device_class": device.device_class,
-                    "parts": degree // len(teams[worker.device]),
+                    "parts": degree // len(groups[worker.device]),
                 }
             )
             for worker in stage.workers
-            for device in teams[worker.device]
+            for device in groups[worker.device]
         )
         update = {"workers": workers, "tensor": degree, "sequence": sequence and degree > 1}
         return stage.model_copy(update=update)

@@ -23,6 +23,7 @@ from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import CollectiveTimes, Profile
 from gpumix.simulate.events import simulate
 from gpumix.train.console.tables import explain_plan
+from helpers.errors import raises
 from helpers.plans.profiles import (
     GIB,
     MIB,
@@ -32,7 +33,7 @@ from helpers.plans.profiles import (
     line,
     profile,
     steady,
-    with_teams,
+    with_tp_groups,
 )
 
 optimal, staged = STRATEGIES["optimal"], STRATEGIES["staged"]
@@ -55,7 +56,7 @@ def cards(
         calls=("block",) * 4,
         kinds=[block(trainable=1_000_000, kept=line(kept), gradient=line(1e4), backward=line(1e5))],
     )
-    return with_teams(
+    return with_tp_groups(
         in_a_row(found, message=line(1e4)), 2, faster=faster, waits=waits, divided=divided
     )
 
@@ -64,8 +65,10 @@ def request(batch: int, **space) -> PlanRequest:
     return PlanRequest(global_batch=batch, space=Space(**space))
 
 
-def teams(plan: Plan) -> list[tuple[str, ...]]:
-    return [tuple(w.device for w in team) for stage in plan.stages for team in stage.teams]
+def tp_groups(plan: Plan) -> list[tuple[str, ...]]:
+    return [
+        tuple(w.device for w in tp_group) for stage in plan.stages for tp_group in stage.tp_groups
+    ]
 
 
 def test_one_sample_is_computed_by_several():
@@ -79,22 +82,22 @@ def test_one_sample_is_computed_by_several():
 
 def test_waiting_for_each_other_may_cost_more_than_it_gives():
     plan = optimal(cards(waits=10e-3), request(1, max_pipeline_stages=1, leave_out=True))
-    assert not plan.in_teams
+    assert not plan.uses_tensor_parallel
 
 
-def test_a_team_is_of_one_class_and_host():
+def test_a_tp_group_is_of_one_class_and_host():
     plan = optimal(cards(), request(8, tensor_parallel_size=2, leave_out=True))
-    assert plan.in_teams
-    for team in teams(plan):
-        assert len(team) == 2
+    assert plan.uses_tensor_parallel
+    for tp_group in tp_groups(plan):
+        assert len(tp_group) == 2
     workers = {worker.device: worker for worker in plan.workers}
-    for one, other in (team for team in teams(plan)):
+    for one, other in (tp_group for tp_group in tp_groups(plan)):
         assert workers[one].host == workers[other].host
         assert workers[one].device_class == workers[other].device_class == "new"
     assert all(a < b for a, b in pairwise(plan.ranks))
 
 
-def test_where_a_model_has_no_room_teams_may():
+def test_where_a_model_has_no_room_tp_groups_may():
     """Kept whole it is too large for each, and divided over all of them too slow is no matter."""
     found = cards(memory=48 * MIB)
     space = {
@@ -106,19 +109,19 @@ def test_where_a_model_has_no_room_teams_may():
     with pytest.raises(NoFeasiblePlanError):
         optimal(found, request(4, tensor_parallel_size=1, **space))
     plan = optimal(found, request(4, leave_out=True, **space))
-    assert plan.in_teams
+    assert plan.uses_tensor_parallel
     for worker in get_prediction(plan).workers:
         assert worker.peak_bytes <= worker.memory_limit_bytes
 
 
-def test_stages_of_teams():
+def test_stages_of_tp_groups():
     plan = staged(cards(), request(8, tensor_parallel_size=2, leave_out=True))
     assert len(plan.stages) > 1 and {stage.tensor for stage in plan.stages} == {2}
     assert get_prediction(plan).step_s == pytest.approx(predict_step_seconds(cards(), plan))
 
 
 @pytest.mark.parametrize("most_stages", [1, 2])
-def test_a_plan_in_teams_is_predicted_as_a_whole_and_replayed(most_stages):
+def test_a_plan_in_tp_groups_is_predicted_as_a_whole_and_replayed(most_stages):
     found = cards(waits=1e-4)
     strategy = optimal if most_stages == 1 else staged
     plan = strategy(
@@ -133,30 +136,30 @@ def test_a_plan_in_teams_is_predicted_as_a_whole_and_replayed(most_stages):
     assert ranks == list(range(len(plan.workers)))
 
 
-def test_all_devices_are_wanted_and_not_all_make_teams():
-    with pytest.raises(NoFeasiblePlanError, match="cannot all form tensor-parallel groups of 2"):
+def test_all_devices_are_wanted_and_not_all_make_tp_groups():
+    with raises(NoFeasiblePlanError, code="tensor-parallel-groups-impossible", what=2):
         optimal(cards(), request(8, tensor_parallel_size=2, leave_out=False))
 
 
 def test_a_degree_that_was_not_measured_is_told():
-    found = cards().model_copy(update={"teams": ()})
-    with pytest.raises(InputError, match="does not say how 2 ranks compute units together"):
+    found = cards().model_copy(update={"tp_profiles": ()})
+    with raises(InputError, code="tensor-parallel-not-measured", what=2):
         optimal(found, request(8, tensor_parallel_size=2, leave_out=True))
 
 
 @pytest.mark.parametrize("strategy", [optimal, staged])
 @pytest.mark.parametrize("degrees", [3, (4, 8)])
-def test_teams_for_which_no_host_has_devices_are_told(strategy, degrees):
-    with pytest.raises(InputError, match=r"no host has \d devices of one class") as caught:
+def test_tp_groups_for_which_no_host_has_devices_are_told(strategy, degrees):
+    with raises(InputError, code="tensor-parallel-size-too-large", what="host") as caught:
         strategy(cards(), request(8, tensor_parallel_size=degrees, leave_out=True))
     assert "2 of class 'new', 1 of class 'old'" in caught.value.why
     assert "to 2 at most, or to 1" in caught.value.fix
 
 
-def test_more_stages_than_there_are_teams_are_refused():
+def test_more_stages_than_there_are_tp_groups_are_refused():
     space = {"tensor_parallel_size": 2, "leave_out": True, "pipeline_schedules": "1f1b"}
     assert len(staged(cards(), request(8, min_pipeline_stages=2, **space)).stages) == 2
-    with pytest.raises(InputError, match="no plan of 3 stages: there are 2 teams of 2, and 4"):
+    with raises(InputError, code="pipeline-stages-too-many", what=(3, 2, 4)):
         staged(cards(), request(8, min_pipeline_stages=3, **space))
 
 
@@ -172,7 +175,7 @@ def test_the_sequence_is_divided_where_that_is_faster():
     assert all(stage.sequence for stage in optimal(cards(divided=2.0), request(1, **space)).stages)
     for speed in (1.901, 1.8):  # a little faster is not worth it
         plan = optimal(cards(divided=speed), request(1, **space))
-        assert plan.in_teams and not any(stage.sequence for stage in plan.stages)
+        assert plan.uses_tensor_parallel and not any(stage.sequence for stage in plan.stages)
 
 
 @pytest.mark.extended
@@ -211,8 +214,8 @@ def test_whether_the_sequence_is_divided_can_be_said(wanted):
     assert ("without" in other.missing(plan)) != wanted and other.missing(plan)
 
 
-def test_a_divided_sequence_without_teams_is_refused():
-    with pytest.raises(ValueError, match="no effect without a tensor degree above 1"):
+def test_a_divided_sequence_without_tp_groups_is_refused():
+    with pytest.raises(ValueError, match="sequence_parallel"):
         Space(sequence_parallel=True, tensor_parallel_size=1)
 
 
@@ -235,7 +238,7 @@ def test_stages_that_divide_the_sequence_make_it_whole_at_their_ends():
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_each_stage_waits_for_what_its_teams_gather(cut):
+def test_each_stage_waits_for_what_its_tp_groups_gather(cut):
     """A second entrance, and a place where hidden states are used whole: each gather is told once,
     and waited for once."""
     found = _with_gathers(cards(divided=1.9), enters=(0, 2), leaves=(1,), seconds=1.0)
@@ -256,23 +259,28 @@ def _with_gathers(
 ) -> Profile:
     """Each gather takes so long, all else next to nothing."""
     update = {"enters": enters, "leaves": leaves}
-    teams = tuple(team.model_copy(update=update) if team.sequence else team for team in found.teams)
+    tp_profiles = tuple(
+        tp_profile.model_copy(update=update) if tp_profile.sequence else tp_profile
+        for tp_profile in found.tp_profiles
+    )
     gathers = CollectiveTimes(
-        operation="team_gather",
+        operation="tp_gather",
         form="2",
         group="inside",
         times=Curve(sizes=(1.0, 1e9), values=(seconds, seconds)),
     )
-    return found.model_copy(update={"teams": teams, "network": (*found.network, gathers)})
+    return found.model_copy(
+        update={"tp_profiles": tp_profiles, "network": (*found.network, gathers)}
+    )
 
 
 def test_the_plan_says_why():
     plan = make_plan(cards(), 1, space=Space(max_pipeline_stages=1, leave_out=True))
-    assert plan.in_teams and plan.reasons is not None
+    assert plan.uses_tensor_parallel and plan.reasons is not None
     assert plan.reasons.alternatives
 
 
-def test_devices_that_are_in_no_team_are_told_so():
+def test_devices_that_are_in_no_tp_group_are_told_so():
     """No cost is weighed of what cannot be: the one old card, and of three new ones the third."""
     found = cards()
     third = found.cluster.devices[0].model_copy(update={"id": "new-9", "ordinal": 9})
@@ -284,7 +292,7 @@ def test_devices_that_are_in_no_team_are_told_so():
     )
     reasons = plan.reasons
     assert reasons is not None and reasons.mixing is None
-    assert reasons.in_no_team == ("new-9", "old-0")
+    assert reasons.in_no_tp_group == ("new-9", "old-0")
     assert reasons.hosts_left_out == reasons.devices_left_out == ()
     assert (
         "2 GPUs (new-9, old-0) left out: too few of a type on a host for a tensor-parallel group"
@@ -292,19 +300,19 @@ def test_devices_that_are_in_no_team_are_told_so():
     )
 
 
-def test_devices_that_a_team_is_faster_without_are_told_so():
+def test_devices_that_a_tp_group_is_faster_without_are_told_so():
     plan = make_plan(in_threes(), 1, space=Space(max_pipeline_stages=1, leave_out=True))
     assert [stage.tensor for stage in plan.stages] == [2] and plan.reasons is not None
     (left,) = plan.reasons.devices_left_out
-    assert plan.reasons.in_no_team == ()
+    assert plan.reasons.in_no_tp_group == ()
     assert f"{left} left out: more GPUs would cost more time than they save" in explain_plan(plan)
 
 
 def in_threes() -> Profile:
-    """Three cards of one host, of which two may be a team."""
+    """Three cards of one host, of which two may be a tensor-parallel group."""
     found = profile(
         [Card("new", 3, GIB, steady(1e-3), per_host=3)],
         calls=("block",) * 4,
         kinds=[block(kept=line(1e4), gradient=line(1e4), backward=line(1e5))],
     )
-    return with_teams(in_a_row(found, message=line(1e4)), 2, faster=1.9)
+    return with_tp_groups(in_a_row(found, message=line(1e4)), 2, faster=1.9)
